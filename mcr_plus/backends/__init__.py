@@ -1,0 +1,74 @@
+"""Communication libraries behind one interface; each is imported only when it is used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from mcr_plus import registry
+from mcr_plus.interfaces import Backend
+from mcr_plus.message import KINDS, Kind, Signature
+
+
+@dataclass(frozen=True)
+class BackendStatus:
+    """Whether a backend can run here; if not, why, and how to get it."""
+
+    name: str
+    available: bool
+    version: str
+    reason: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class OperationRow:
+    """How one backend does one kind of operation, for one reduce op and dtype."""
+
+    kind: Kind
+    backend: str
+    support: Literal["native", "emulated", "no"]
+    how: str
+
+
+def backend_class(name: str) -> type[Backend]:
+    """The backend registered under `name`; raises `Unsupported` naming the known ones."""
+    return cast("type[Backend]", registry.get("backends", name))
+
+
+def availability() -> list[BackendStatus]:
+    """Every known backend, found or not. Initialises no library."""
+    rows = []
+    for name in registry.names("backends"):
+        found = backend_class(name).availability()
+        rows.append(BackendStatus(name, found.available, found.version, found.reason, found.remedy))
+    return rows
+
+
+def operations_table() -> list[OperationRow]:
+    """Operation × backend, asked of the code that will do it (float32 and SUM where it matters)."""
+    rows = []
+    for kind in KINDS:
+        for name in registry.names("backends"):
+            support = backend_class(name).supports(_sample(kind, name))
+            rows.append(OperationRow(kind, name, support.level, support.how))
+    return rows
+
+
+def _sample(kind: Kind, backend: str) -> Signature:
+    import torch
+
+    from mcr_plus.message import REDUCING, ROOTED
+
+    on_stream = backend_class(backend).on_stream
+    return Signature(
+        kind=kind,
+        dtype=None if kind == "barrier" else torch.float32,
+        shape=(4,),
+        nbytes=16,
+        group="world",
+        ranks=1 if backend == "local" else 2,
+        device="cuda" if on_stream else "cpu",
+        reduce_op="SUM" if kind in REDUCING else None,
+        root=0 if kind in ROOTED else None,
+    )

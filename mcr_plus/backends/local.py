@@ -1,0 +1,104 @@
+"""World size 1: every collective is a copy."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+import torch
+
+from mcr_plus.errors import Unsupported
+from mcr_plus.interfaces import NATIVE, Availability, Channel, Poll, Start, Support, World
+from mcr_plus.message import Group, Message, Signature
+
+
+def done() -> bool:
+    """A poll of something that is finished."""
+    return True
+
+
+def _copy(message: Message) -> Poll:
+    for source, target in zip(message.inputs, message.outputs, strict=True):
+        if target is not source and target.data_ptr() != source.data_ptr():
+            target.copy_(source.view(target.shape))
+    return done
+
+
+def _nothing(message: Message) -> Poll:  # noqa: ARG001 - a Start
+    return done
+
+
+class _Mailbox:
+    """Sends to oneself: matched by tag, in order."""
+
+    def __init__(self) -> None:
+        self._sent: dict[int, deque[torch.Tensor]] = defaultdict(deque)
+
+    def send(self, message: Message) -> Poll:
+        self._sent[message.match_tag].append(message.inputs[0].clone())
+        return done
+
+    def receive(self, message: Message) -> Poll:
+        sent, target = self._sent[message.match_tag], message.outputs[0]
+
+        def poll() -> bool:
+            if not sent:
+                return False
+            value = sent.popleft()
+            if value.dtype != target.dtype or value.numel() != target.numel():
+                raise ValueError(
+                    f"received {value.numel()} × {value.dtype}, expected {target.numel()} × {target.dtype}"
+                )
+            target.copy_(value.view(target.shape))
+            return True
+
+        return poll
+
+
+class _LocalChannel:
+    def __init__(self) -> None:
+        self._mailbox = _Mailbox()
+
+    def bind(self, signature: Signature) -> Start:
+        if signature.kind == "send":
+            return self._mailbox.send
+        if signature.kind == "recv":
+            return self._mailbox.receive
+        return _nothing if signature.kind == "barrier" else _copy
+
+    def close(self) -> None:
+        pass
+
+
+class LocalBackend:
+    """Groups of one rank; CPU and CUDA tensors alike (copies on the current stream)."""
+
+    name = "local"
+    on_stream = False
+    spins = 1
+
+    def __init__(self, world: World) -> None:
+        pass
+
+    @classmethod
+    def availability(cls) -> Availability:
+        """Always there."""
+        return Availability(True, torch.__version__)
+
+    @classmethod
+    def supports(cls, signature: Signature) -> Support:
+        """Everything, in groups of one rank."""
+        if signature.ranks != 1:
+            return Support("no", f"groups of {signature.ranks} ranks; local is for groups of one")
+        return NATIVE
+
+    def open(self, group: Group) -> Channel:
+        """See `Backend.open`."""
+        if group.size != 1:
+            raise Unsupported(f"backend local on a group of {group.size} ranks; it is for groups of one")
+        return _LocalChannel()
+
+    def progress(self) -> None:
+        """Nothing is ever in flight."""
+
+    def close(self, clean: bool) -> None:
+        """Nothing to close."""

@@ -1,0 +1,7 @@
+"""NCCL, through its C ABI: any library that has it can be loaded. Has not run on a GPU yet."""
+
+from __future__ import annotations
+
+from mcr_plus.backends.nccl.backend import NcclBackend
+
+__all__ = ["NcclBackend"]

@@ -1,0 +1,238 @@
+"""The NCCL C ABI by ctypes: types, constants, and one loaded library.
+
+Declared is what NCCL has had since 2.10, and optionally error texts (2.13) and non-blocking communicators
+(2.14), so that forks of older versions load too. Has not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from mcr_plus.errors import BackendUnavailable
+
+SUCCESS: Final = 0
+INVALID_USAGE: Final = 5
+IN_PROGRESS: Final = 7
+
+UINT8: Final = 1
+DATATYPES: Final = {
+    torch.int8: 0,
+    torch.uint8: UINT8,
+    torch.int32: 2,
+    torch.int64: 4,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.float64: 8,
+    torch.bfloat16: 9,
+}
+OPS: Final = {"SUM": 0, "PRODUCT": 1, "MAX": 2, "MIN": 3, "AVG": 4}
+
+Call = Callable[[int, int], int]
+"""An NCCL call (or several) with everything bound but the communicator and the stream."""
+
+
+class UniqueId(ctypes.Structure):
+    """`ncclUniqueId`, which is passed by value."""
+
+    _fields_ = (("internal", ctypes.c_ubyte * 128),)
+
+
+class Config(ctypes.Structure):
+    """`ncclConfig_t` as of 2.14. Later versions read no more of it than its `size` and `version` say."""
+
+    _fields_ = (("size", c_size_t), ("magic", c_uint), ("version", c_uint), ("blocking", c_int))
+
+
+_MAGIC: Final = 0xCAFEBEEF
+_CONFIG_VERSION: Final = 21400
+
+_BUFFERS: Final = (c_void_p, c_void_p, c_size_t, c_int)  # send, receive, count, datatype
+_ON: Final = (c_void_p, c_void_p)  # communicator, stream
+_FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
+    "ncclGetVersion": (POINTER(c_int),),
+    "ncclGetErrorString": (c_int,),
+    "ncclGetUniqueId": (POINTER(UniqueId),),
+    "ncclCommInitRank": (POINTER(c_void_p), c_int, UniqueId, c_int),
+    "ncclCommDestroy": (c_void_p,),
+    "ncclCommAbort": (c_void_p,),
+    "ncclCommGetAsyncError": (c_void_p, POINTER(c_int)),
+    "ncclAllReduce": (*_BUFFERS, c_int, *_ON),
+    "ncclReduce": (*_BUFFERS, c_int, c_int, *_ON),
+    "ncclBroadcast": (*_BUFFERS, c_int, *_ON),
+    "ncclAllGather": (*_BUFFERS, *_ON),
+    "ncclReduceScatter": (*_BUFFERS, c_int, *_ON),
+    "ncclSend": (c_void_p, c_size_t, c_int, c_int, *_ON),
+    "ncclRecv": (c_void_p, c_size_t, c_int, c_int, *_ON),
+    "ncclGroupStart": (),
+    "ncclGroupEnd": (),
+}
+_LATER: Final[dict[str, tuple[Any, ...]]] = {
+    "ncclGetLastError": (c_void_p,),
+    "ncclCommInitRankConfig": (POINTER(c_void_p), c_int, UniqueId, c_int, POINTER(Config)),
+    "ncclCommFinalize": (c_void_p,),
+}
+_TEXTS: Final = ("ncclGetErrorString", "ncclGetLastError")
+
+
+class NcclError(RuntimeError):
+    """What NCCL said. The dispatcher makes a `BackendError` of it that names the operation."""
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class Nccl:
+    """One loaded library. The collectives are its own functions; everything returns NCCL's result codes."""
+
+    def __init__(self, library: Any) -> None:
+        found = {name: _declare(library, name, types) for name, types in (_FUNCTIONS | _LATER).items()}
+        missing = [name for name in _FUNCTIONS if found[name] is None]
+        if missing:
+            raise BackendUnavailable(
+                f"backend nccl: {library!r} is no NCCL library: it lacks {', '.join(missing)}"
+            )
+        self._functions: dict[str, Any] = found
+        self.all_reduce = found["ncclAllReduce"]
+        self.reduce = found["ncclReduce"]
+        self.broadcast = found["ncclBroadcast"]
+        self.all_gather = found["ncclAllGather"]
+        self.reduce_scatter = found["ncclReduceScatter"]
+        self.send = found["ncclSend"]
+        self.recv = found["ncclRecv"]
+        self.version = self._version()
+        self.nonblocking = (
+            found["ncclCommInitRankConfig"] is not None and found["ncclCommFinalize"] is not None
+        )
+
+    def _version(self) -> tuple[int, int, int]:
+        code = c_int()
+        self._functions["ncclGetVersion"](ctypes.byref(code))
+        major, rest = divmod(code.value, 10000 if code.value >= 10000 else 1000)
+        return major, *divmod(rest, 100)
+
+    @property
+    def version_text(self) -> str:
+        """As people write it: `2.30.3`."""
+        return ".".join(map(str, self.version))
+
+    def error(self, code: int, doing: str, comm: int = 0) -> NcclError:
+        """The error for a result code, with the library's own words."""
+        text = self._functions["ncclGetErrorString"](code).decode(errors="replace")
+        last = self._functions["ncclGetLastError"]
+        detail = last(comm).decode(errors="replace").strip() if last is not None else ""
+        return NcclError(
+            f"NCCL {self.version_text}, {doing}: {text}" + (f"; its last error: {detail}" if detail else ""),
+            code,
+        )
+
+    def check(self, code: int, doing: str, comm: int = 0) -> None:
+        """Raise unless `code` says that all is well or under way."""
+        if code not in (SUCCESS, IN_PROGRESS):
+            raise self.error(code, doing, comm)
+
+    def unique_id(self) -> bytes:
+        """A new identity of a communicator, for one rank to make and the others to learn."""
+        identity = UniqueId()
+        self.check(self._functions["ncclGetUniqueId"](ctypes.byref(identity)), "making a unique id")
+        return bytes(identity)
+
+    def init_rank(self, size: int, identity: bytes, rank: int) -> int:
+        """Begin to join a communicator on the current device and return its handle.
+
+        Non-blocking where the library can: then `async_error` tells when it is ready.
+        """
+        comm = c_void_p()
+        arguments = (ctypes.byref(comm), size, UniqueId.from_buffer_copy(identity), rank)
+        if self.nonblocking:
+            config = Config(ctypes.sizeof(Config), _MAGIC, _CONFIG_VERSION, 0)
+            code = self._functions["ncclCommInitRankConfig"](*arguments, ctypes.byref(config))
+        else:
+            code = self._functions["ncclCommInitRank"](*arguments)
+        self.check(code, "creating a communicator", comm.value or 0)
+        return comm.value or 0
+
+    def async_error(self, comm: int) -> int:
+        """The state of a communicator: success, in progress, or what went wrong in the background."""
+        state = c_int()
+        code: int = self._functions["ncclCommGetAsyncError"](comm, ctypes.byref(state))
+        return code or state.value
+
+    def finalize(self, comm: int) -> None:
+        """Begin to end a communicator; `destroy` it once `async_error` says success."""
+        if self.nonblocking:
+            self.check(self._functions["ncclCommFinalize"](comm), "finalizing a communicator", comm)
+
+    def destroy(self, comm: int) -> None:
+        """Free a communicator that has nothing in flight."""
+        self.check(self._functions["ncclCommDestroy"](comm), "destroying a communicator")
+
+    def abort(self, comm: int) -> None:
+        """End a communicator and whatever of it is still running."""
+        self._functions["ncclCommAbort"](comm)
+
+    def grouped(self, calls: Sequence[Call], comm: int, stream: int) -> int:
+        """Make several calls as one operation, which no call of them can block alone."""
+        code: int = self._functions["ncclGroupStart"]()
+        if code != SUCCESS:
+            return code
+        for call in calls:
+            code = call(comm, stream)
+            if code not in (SUCCESS, IN_PROGRESS):
+                break
+        else:
+            code = SUCCESS
+        end: int = self._functions["ncclGroupEnd"]()
+        return code or end
+
+
+def _declare(library: Any, name: str, types: tuple[Any, ...]) -> Any:
+    function = getattr(library, name, None)
+    if function is not None:
+        function.argtypes = types
+        function.restype = c_char_p if name in _TEXTS else c_int
+    return function
+
+
+def library_path() -> str | None:
+    """The library to use: the one torch has loaded, else the wheel beside torch; None if neither is there.
+
+    Two NCCL libraries in one process would each keep their own state and GPU memory.
+    """
+    wheel = Path(torch.__file__).parents[1] / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
+    return _loaded_library() or (str(wheel) if wheel.exists() else None)
+
+
+def _loaded_library() -> str | None:
+    try:
+        with open("/proc/self/maps") as maps:
+            fields = [line.split(maxsplit=5) for line in maps if "libnccl" in line]
+    except OSError:
+        return None
+    paths = {row[5].strip() for row in fields if len(row) > 5}
+    return next((path for path in sorted(paths) if Path(path).name.startswith("libnccl.so")), None)
+
+
+@cache
+def load(path: str | None = None) -> Nccl:
+    """Load `path`, else what `library_path` finds, else what the system's loader finds.
+
+    Raises `BackendUnavailable` saying what was tried.
+    """
+    chosen = path or library_path() or "libnccl.so.2"
+    try:
+        return Nccl(ctypes.CDLL(chosen))
+    except OSError as error:
+        raise BackendUnavailable(
+            f"backend nccl: no NCCL library could be loaded ({error}); {REMEDY}"
+        ) from error
+
+
+REMEDY: Final = "pip install nvidia-nccl-cu12 (or -cu13, as torch.version.cuda says) brings one"

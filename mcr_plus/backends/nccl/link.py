@@ -1,0 +1,405 @@
+"""One NCCL communicator with its stream, and the operations on their way through it.
+
+An operation waits for what the caller's stream has been given so far, runs on the communicator's own
+stream, and ends in an event. NCCL may first have to connect to peers; it does so in the background, and the
+communicator takes no calls meanwhile, so operations stand in line here. Has not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Final, Protocol
+
+import torch
+
+from mcr_plus.backends.nccl.abi import IN_PROGRESS, Call, Nccl, NcclError
+from mcr_plus.errors import CommTimeout, Unsupported
+
+_LOOK_EVERY: Final = 0.01  # seconds between looks for errors that NCCL met in the background
+_ASK_EVERY: Final = 0.005  # seconds between questions to the store
+_NAP: Final = 100e-6
+
+
+class Event(Protocol):
+    """A place in a stream (`torch.cuda.Event`)."""
+
+    def record(self, stream: Any) -> None:
+        """Mark what `stream` has been given so far."""
+        ...
+
+    def query(self) -> bool:
+        """Whether the stream has got there."""
+        ...
+
+
+class Streams(Protocol):
+    """What links use of CUDA, on one device."""
+
+    device: int
+
+    def create(self) -> Any:
+        """A new stream."""
+        ...
+
+    def current(self) -> Any:
+        """The calling thread's stream."""
+        ...
+
+    def event(self) -> Event:
+        """A new event."""
+        ...
+
+    def under(self, stream: Any) -> AbstractContextManager[object]:
+        """Make `stream` the calling thread's."""
+        ...
+
+    def selected(self) -> AbstractContextManager[object]:
+        """Make the device the calling thread's."""
+        ...
+
+    def keep(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Do not reuse the memory of `tensor` before `stream` is through with it."""
+        ...
+
+    def scratch(self) -> torch.Tensor:
+        """One zero on the device."""
+        ...
+
+
+class CudaStreams:
+    """`Streams` of the device that is the current one now."""
+
+    def __init__(self) -> None:
+        self.device: int = torch.cuda.current_device()
+
+    def create(self) -> Any:  # noqa: D102
+        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call, unused-ignore]
+
+    def current(self) -> Any:  # noqa: D102
+        return torch.cuda.current_stream(self.device)
+
+    def event(self) -> Event:  # noqa: D102
+        return torch.cuda.Event()  # type: ignore[no-any-return, no-untyped-call, unused-ignore]
+
+    def under(self, stream: Any) -> AbstractContextManager[object]:  # noqa: D102
+        return torch.cuda.stream(stream)
+
+    def selected(self) -> AbstractContextManager[object]:  # noqa: D102
+        return torch.cuda.device(self.device)
+
+    def keep(self, tensor: torch.Tensor, stream: Any) -> None:  # noqa: D102
+        tensor.record_stream(stream)
+
+    def scratch(self) -> torch.Tensor:  # noqa: D102
+        return torch.zeros(1, dtype=torch.int32, device=f"cuda:{self.device}")
+
+
+class Link:
+    """A communicator of `size` ranks, this one being `rank`.
+
+    `identity` returns the communicator's unique id, or None as long as it is not known; it is asked until
+    it is. `name` is for messages. After an error everything on the link fails with it.
+    """
+
+    def __init__(
+        self,
+        nccl: Nccl,
+        streams: Streams,
+        size: int,
+        rank: int,
+        *,
+        name: str,
+        identity: Callable[[], bytes | None],
+        timeout: float,
+    ) -> None:
+        self.nccl = nccl
+        self.streams = streams
+        self.name = name
+        self.timeout = timeout
+        self.comm = 0
+        self.error: NcclError | None = None
+        self.stream = streams.create()
+        self.lock = threading.RLock()  # taken without waiting by whoever drives progress
+        self._size = size
+        self._rank = rank
+        self._identity = identity
+        self._next_question = 0.0
+        self._next_look = 0.0
+        self._busy = True  # NCCL takes no calls: connecting, or launching in the background
+        self._line: deque[list[StreamPoll]] = deque()
+        self._launching: list[StreamPoll] = []
+        self._batch: list[StreamPoll] | None = None
+        self._events: list[Event] = []
+
+    # -- issuing ----------------------------------------------------------------------------------
+
+    def submit(self, call: Call, *tensors: torch.Tensor, on_host: bool = False) -> StreamPoll:
+        """Put an operation in line, to come after what the current stream has been given so far."""
+        for tensor in tensors:
+            if tensor.get_device() != self.streams.device:
+                raise Unsupported(
+                    f"a tensor on {tensor.device}; the {self.name} is on cuda:{self.streams.device}, "
+                    "which was current when the group was made (torch.cuda.set_device)"
+                )
+            self.streams.keep(tensor, self.stream)
+        poll = StreamPoll(self, call, self.mark(), on_host)
+        if self._batch is not None:
+            self._batch.append(poll)
+        else:
+            self._line.append([poll])
+            self.advance()
+        return poll
+
+    def gather(self) -> None:
+        """Begin a batch: what is submitted from now on is launched as one."""
+        self._batch = []
+
+    def release(self) -> None:
+        """End a batch."""
+        batch, self._batch = self._batch, None
+        if batch:
+            self._line.append(batch)
+            self.advance()
+
+    def mark(self) -> Event:
+        """An event at the end of the current stream."""
+        event = self.take_event()
+        event.record(self.streams.current())
+        return event
+
+    def take_event(self) -> Event:
+        """An event nobody uses."""
+        return self._events.pop() if self._events else self.streams.event()
+
+    def give_event(self, event: Event) -> None:
+        """Take back an event that nobody will query. Streams that wait for it keep what they saw."""
+        self._events.append(event)
+
+    # -- progress ---------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything submitted has been handed to the stream."""
+        return not self._busy and not self._line
+
+    def advance(self) -> None:
+        """Hand over what NCCL will take; never waits, and leaves errors to those who poll."""
+        if self.error is not None or not self.lock.acquire(blocking=False):
+            return
+        try:
+            while self._ready() and self._line:
+                self._launch(self._line.popleft())
+        except NcclError as error:
+            self.error = error
+        finally:
+            self.lock.release()
+
+    def _ready(self) -> bool:
+        """Whether NCCL takes calls now."""
+        if not self._busy:
+            return True
+        if not self.comm and not self._join():
+            return False
+        state = self.nccl.async_error(self.comm)
+        if state == IN_PROGRESS:
+            return False
+        self.nccl.check(state, f"connecting the {self.name}", self.comm)
+        self._busy = False
+        self._launched()
+        return True
+
+    def _join(self) -> bool:
+        now = time.monotonic()
+        if now < self._next_question:
+            return False
+        self._next_question = now + _ASK_EVERY
+        identity = self._identity()
+        if identity is None:
+            return False
+        with self.streams.selected():
+            self.comm = self.nccl.init_rank(self._size, identity, self._rank)
+        return True
+
+    def _launch(self, unit: list[StreamPoll]) -> None:
+        stream = self.stream
+        for poll in unit:
+            poll.arrange(stream)
+        if len(unit) == 1:
+            code = unit[0].call(self.comm, stream.cuda_stream)
+        else:
+            code = self.nccl.grouped([poll.call for poll in unit], self.comm, stream.cuda_stream)
+        self.nccl.check(code, f"launching on the {self.name}", self.comm)
+        self._launching = unit
+        if code == IN_PROGRESS:
+            self._busy = True
+        else:
+            self._launched()
+
+    def _launched(self) -> None:
+        unit, self._launching = self._launching, []
+        for poll in unit:
+            poll.launched()
+
+    def watch(self) -> None:
+        """While an operation runs: has NCCL met an error in the background?"""
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + _LOOK_EVERY
+            state = self.nccl.async_error(self.comm)
+            try:
+                self.nccl.check(state, f"running on the {self.name}", self.comm)
+            except NcclError as error:
+                self.error = error
+
+    def connect(self) -> None:
+        """Wait until the communicator is ready.
+
+        Raises:
+            NcclError: NCCL refused.
+            CommTimeout: not all ranks have come in time.
+        """
+        deadline = time.monotonic() + self.timeout
+        while not self.is_idle:
+            self.advance()
+            if self.error is not None:
+                raise self.error
+            if time.monotonic() > deadline:
+                raise CommTimeout(
+                    f"backend nccl: the {self.name} was not ready after {self.timeout:g} s on rank "
+                    f"{self._rank} of {self._size}; a rank has not come or cannot be reached (NCCL_DEBUG=INFO tells more)"
+                )
+            time.sleep(_NAP)
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Begin to leave in good order."""
+        if self.comm and self.error is None and self.is_idle:
+            self.nccl.finalize(self.comm)
+
+    def destroy(self) -> None:
+        """Leave; after `finish`. What does not end in time, or has failed, is aborted."""
+        deadline = time.monotonic() + self.timeout
+        if not self.comm:
+            return
+        while self.nccl.async_error(self.comm) == IN_PROGRESS and time.monotonic() < deadline:
+            time.sleep(_NAP)
+        if self.error is not None or self.nccl.async_error(self.comm) != 0:
+            self.abort()
+            return
+        comm, self.comm = self.comm, 0
+        self.nccl.destroy(comm)
+
+    def abort(self) -> None:
+        """Leave at once, whatever is in flight."""
+        comm, self.comm = self.comm, 0
+        self.error = self.error or NcclError(f"the {self.name} was aborted", 0)
+        if comm:
+            self.nccl.abort(comm)
+
+
+class StreamPoll:
+    """Completion of one operation: a query of the event that follows it.
+
+    `on_host`: the operation is for the host, which therefore waits for it (barrier).
+    """
+
+    __slots__ = ("_begin", "_done", "_end", "_error", "_functions", "_link", "_on_host", "call")
+
+    def __init__(self, link: Link, call: Call, begin: Event, on_host: bool) -> None:
+        self.call = call
+        self._link = link
+        self._begin = begin
+        self._end: Event | None = None
+        self._done = False
+        self._error: Exception | None = None
+        self._functions: list[tuple[Event, Callable[[], None]]] = []
+        self._on_host = on_host
+
+    def __call__(self) -> bool:
+        """Whether the operation is done; raises what NCCL says went wrong."""
+        if self._done:
+            return True
+        link = self._link
+        if self._end is None:
+            link.advance()
+        if link.error is not None:
+            raise NcclError(str(link.error), link.error.code)
+        if self._end is None:
+            return False
+        if not self._end.query():
+            link.watch()
+            return False
+        if self._error is not None:
+            raise self._error
+        self._done = True
+        link.give_event(self._end)
+        return True
+
+    @property
+    def ready(self) -> bool:
+        """Whether `order_current_stream` returns at once. Until then, poll: that leaves time for others."""
+        return self._done or (self._end is not None and not self._on_host)
+
+    def order_current_stream(self) -> None:
+        """Make the current stream wait for the operation; waits itself while it is not `ready`."""
+        if not self.ready:
+            self._wait_until_ready()
+        if not self._done:
+            self._link.streams.current().wait_event(self._end)
+
+    def _wait_until_ready(self) -> None:
+        link = self._link
+        deadline = time.monotonic() + link.timeout
+        while not self() and not self.ready:
+            if time.monotonic() > deadline:
+                raise CommTimeout(
+                    f"backend nccl: an operation on the {link.name} has waited {link.timeout:g} s for a peer"
+                )
+            time.sleep(_NAP)
+
+    def chain(self, function: Callable[[], None]) -> None:
+        """Run `function` under the link's stream, at once or as soon as the operation is launched.
+
+        What it launches comes after the operation and after what the current stream has been given. It must
+        not wait for anything.
+        """
+        link = self._link
+        arrived = link.mark()
+        with link.lock:
+            if self._end is None:
+                self._functions.append((arrived, function))
+                return
+            if self._done:
+                self._done, self._end = False, link.take_event()
+            self._run(arrived, function)
+            self._end.record(link.stream)
+
+    def arrange(self, stream: Any) -> None:
+        """Make `stream` wait for the operation's data. For the link."""
+        stream.wait_event(self._begin)
+        self._link.give_event(self._begin)
+
+    def launched(self) -> None:
+        """Run what was to follow and mark the end. For the link."""
+        link = self._link
+        try:
+            for arrived, function in self._functions:
+                self._run(arrived, function)
+        except Exception as error:
+            self._error = error
+        self._functions.clear()
+        end = link.take_event()
+        end.record(link.stream)
+        self._end = end
+
+    def _run(self, arrived: Event, function: Callable[[], None]) -> None:
+        link = self._link
+        link.stream.wait_event(arrived)
+        link.give_event(arrived)
+        with link.streams.under(link.stream):
+            function()

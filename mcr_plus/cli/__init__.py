@@ -1,0 +1,1 @@
+"""The `mcr-plus` command line."""

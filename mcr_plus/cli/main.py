@@ -1,0 +1,54 @@
+"""The `mcr-plus` command.
+
+Exit status: 0 it worked, 2 bad usage or configuration, 1 it failed. `--json` prints exactly one JSON
+document on stdout; errors go to stderr, one line each.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from mcr_plus.cli.doctor import doctor
+from mcr_plus.cli.explain import explain
+from mcr_plus.cli.run import run
+from mcr_plus.cli.validate import validate
+from mcr_plus.errors import ConfigError, McrError
+
+_FAILED = 1
+_BAD_USAGE = 2
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.command()(doctor)
+app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(run)
+app.command()(validate)
+app.command()(explain)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"mcr-plus {version('mcr_plus')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    _version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True)] = False,
+) -> None:
+    """Communication for distributed deep learning: start ranks, check configurations, see what runs where."""
+
+
+def main() -> None:
+    """Run the command line; errors of ours are a line on stderr, not a traceback."""
+    try:
+        app(prog_name="mcr-plus")
+    except McrError as error:
+        print(f"mcr-plus: {error}", file=sys.stderr)
+        sys.exit(_BAD_USAGE if isinstance(error, ConfigError) else _FAILED)
+
+
+if __name__ == "__main__":
+    main()

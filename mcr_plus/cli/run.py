@@ -1,0 +1,66 @@
+"""`mcr-plus run`: start ranks of a program on this host."""
+
+from __future__ import annotations
+
+import os
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mcr_plus.launch import Via, launch, mpi_usable
+
+
+class ViaChoice(str, Enum):
+    """Values of `--via`."""
+
+    auto = "auto"
+    mpi = "mpi"
+    torch = "torch"
+
+
+def run(
+    script: Annotated[str, typer.Argument(help="A Python file, or another program.")],
+    args: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="How many ranks.")] = ...,  # type: ignore[assignment]  # required
+    config: Annotated[
+        Path | None, typer.Option("--config", help="Pipeline YAML, given to the ranks.")
+    ] = None,
+    via: Annotated[ViaChoice, typer.Option(help="What starts the ranks.")] = ViaChoice.auto,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as in python -m.")] = False,
+    tag_output: Annotated[bool, typer.Option("--tag-output", help="Begin each line with [rank].")] = False,
+) -> None:
+    """Run SCRIPT on -n ranks of this host; its options stand behind it."""
+    chosen = choose_via(via, _configured_backends(config))
+    command = program(script, module=module) + (args or [])
+    raise typer.Exit(launch(command, ranks, via=chosen, config=config, tag_output=tag_output))
+
+
+def choose_via(via: ViaChoice, backends: tuple[str, ...] | None) -> Via:
+    """`auto` is MPI where it is wanted (no backends named, or mpi among them) and can be had."""
+    if via is ViaChoice.auto:
+        wanted = backends is None or "mpi" in backends
+        return "mpi" if wanted and mpi_usable() else "torch"
+    return "mpi" if via is ViaChoice.mpi else "torch"
+
+
+def program(script: str, *, module: bool = False) -> list[str]:
+    """The command that runs a script; usage error if there is no such file."""
+    if module:
+        return [sys.executable, "-m", script]
+    if not Path(script).is_file():
+        raise typer.BadParameter(f"no such file: {script}", param_hint="SCRIPT")
+    if script.endswith(".py") or not os.access(script, os.X_OK):
+        return [sys.executable, script]
+    return [str(Path(script).resolve())]
+
+
+def _configured_backends(config: Path | None) -> tuple[str, ...] | None:
+    """The backends a configuration names, after checking it: better now than on every rank."""
+    if config is None:
+        return None
+    from mcr_plus.config import load
+
+    return load(config).backends

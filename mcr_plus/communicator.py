@@ -1,0 +1,954 @@
+"""A group of ranks with a pipeline of its own: every operation starts here."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mcr_plus.arrays import as_tensor, is_plain, overlap, pack, pack_space, plain, plain_like, unpack
+from mcr_plus.dispatch.work import JointWork, Work
+from mcr_plus.errors import InvalidArgument, Unsupported
+from mcr_plus.message import (
+    REDUCE_OPS,
+    REDUCING,
+    Group,
+    Kind,
+    Message,
+    ReduceOp,
+    Signature,
+    check_reducible,
+    dtype_name,
+)
+from mcr_plus.persistent import PersistentOp, bind_persistent, check_persistent
+from mcr_plus.pipeline import Bound, Pipeline
+
+if TYPE_CHECKING:
+    from mcr_plus.dispatch.stage import GroupRuntime
+    from mcr_plus.interfaces import Issue
+    from mcr_plus.runtime import Runtime
+
+Compress = str | Mapping[str, object] | bool | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A signature and its bound chain, as found by what a call passes."""
+
+    signature: Signature
+    issue: Issue
+
+
+class P2POp:
+    """One send or receive of a batch: `P2POp(mcr.isend, tensor, peer, group=None, tag=0)`."""
+
+    def __init__(
+        self,
+        op: Callable[..., Any],
+        tensor: torch.Tensor,
+        peer: int,
+        group: Communicator | None = None,
+        tag: int = 0,
+    ) -> None:
+        self.op = op
+        self.tensor = tensor
+        self.peer = peer
+        self.group = group
+        self.tag = tag
+
+
+class Communicator:
+    """A group of ranks, its compiled pipeline and its plans.
+
+    Every rank of the group must issue the same operations in the same order, from one thread (autograd's
+    threads may issue while their caller waits). As in `torch.distributed`, ranks in arguments (`src`, `dst`)
+    are ranks of the whole job, also in sub-groups; lists have one entry per member in group order.
+
+    Common keywords: `async_op=True` returns a `Work`, and the tensors must not be touched before its
+    `wait`; `backend` names a library; `compress` is None (the pipeline decides), False (off), a codec's
+    name or a mapping with `codec` and its options; `tag` is a free name that rules and logs show.
+
+    Tensors may be torch tensors or anything with DLPack (NumPy, CuPy), strided in any way, of any size.
+    What cannot be done raises `Unsupported` on every rank alike, before anything is sent.
+    """
+
+    def __init__(self, runtime: Runtime, group: Group, pipeline: Pipeline, lines: GroupRuntime) -> None:
+        self._runtime = runtime
+        self._group = group
+        self._pipeline = pipeline
+        self._lines = lines
+        self._chains: dict[Signature, Bound] = {}
+        self._plans: dict[Any, Any] = {}
+        self._splits = 0
+
+    # -- who we are -------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The group's name, equal on all its ranks."""
+        return self._group.name
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group; -1 if it is not a member."""
+        return self._group.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the group."""
+        return self._group.size
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members' ranks in the whole job, in group order."""
+        return self._group.ranks
+
+    def __repr__(self) -> str:
+        return f"<Communicator '{self.name}' rank {self.rank} of {self.size}>"
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._runtime.leave(clean=exception[0] is None)
+
+    def take_over(self) -> None:
+        """Make the calling thread the one that issues this group's operations.
+
+        A group is used by the thread that created it, because operations issued by two threads have no
+        order that ranks could share. Call this from another thread once the first has stopped using it.
+        """
+        self._lines.state.take_over()
+
+    def shut(self, clean: bool) -> None:
+        """Close the group's channels. For the runtime, once nothing is in flight."""
+        self._plans.clear()
+        if clean:
+            for line in self._lines.lines.values():
+                line.channel.close()
+
+    # -- collectives ------------------------------------------------------------------------------
+
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOp = "SUM",
+        async_op: bool = False,
+        *,
+        backend: str | None = None,
+        compress: Compress = None,
+        tag: str | None = None,
+    ) -> Work | None:
+        """Reduce `tensor` (any shape) over all ranks, in place; all ranks get the same bits."""
+        try:
+            run = self._plans[
+                tensor.dtype,
+                tensor.shape,
+                tensor.device,
+                tensor.is_contiguous(),
+                op,
+                async_op,
+                backend,
+                compress,
+                tag,
+                tensor.requires_grad,
+            ]
+        except (KeyError, TypeError, AttributeError):
+            run = None
+        if run is None:
+            return self._first_all_reduce(tensor, op, async_op, backend, compress, tag)
+        return run(tensor)  # type: ignore[no-any-return]
+
+    def _first_all_reduce(
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOp,
+        async_op: bool,
+        backend: str | None,
+        compress: Compress,
+        tag: str | None,
+    ) -> Work | None:
+        value = as_tensor(tensor, "tensor")
+        submit = partial(
+            self._submit, "all_reduce", (value,), (value,), value.shape, value.numel(),
+            reduce_op=op, async_op=async_op, backend=backend, compress=compress, tag=tag,
+        )  # fmt: skip
+        if not (is_plain(value) and value is tensor and not isinstance(compress, Mapping)):
+            return submit()
+        plan = self._plan(
+            "all_reduce", value, value.shape, value.numel(),
+            reduce_op=op, async_op=async_op, backend=backend, compress=compress, tag=tag,
+        )  # fmt: skip
+        signature, issue = plan.signature, plan.issue
+
+        def run(x: torch.Tensor) -> Work | None:
+            both = (x,)
+            work = issue(Message(signature, both, both))
+            if async_op:
+                return work
+            return work.wait()
+
+        key = (
+            tensor.dtype, tensor.shape, tensor.device, True, op, async_op, backend, compress, tag, False
+        )  # fmt: skip
+        if not value.dtype.is_complex:  # a lazily conjugated tensor would look the same
+            self._plans[key] = run
+        return submit()
+
+    def broadcast(
+        self,
+        tensor: torch.Tensor,
+        src: int,
+        async_op: bool = False,
+        *,
+        backend: str | None = None,
+        compress: Compress = None,
+        tag: str | None = None,
+    ) -> Work | None:
+        """Copy `tensor` of rank `src` into that of every rank."""
+        value = as_tensor(tensor, "tensor")
+        return self._submit(
+            "broadcast", (value,), (value,), value.shape, value.numel(), root=self._member(src, "src"),
+            async_op=async_op, backend=backend, compress=compress, tag=tag,
+        )  # fmt: skip
+
+    def reduce(
+        self,
+        tensor: torch.Tensor,
+        dst: int,
+        op: ReduceOp = "SUM",
+        async_op: bool = False,
+        *,
+        backend: str | None = None,
+        compress: Compress = None,
+        tag: str | None = None,
+    ) -> Work | None:
+        """Reduce `tensor` over all ranks into that of rank `dst`; the others keep theirs."""
+        value = as_tensor(tensor, "tensor")
+        root = self._member(dst, "dst")
+        target = value if root == self.rank else torch.empty(0, dtype=value.dtype, device=value.device)
+        return self._submit(
+            "reduce", (value,), (target,), value.shape, value.numel(), root=root, reduce_op=op,
+            async_op=async_op, backend=backend, compress=compress, tag=tag,
+        )  # fmt: skip
+
+    def all_gather_into_tensor(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,  # noqa: A002 - torch.distributed's name
+        async_op: bool = False,
+        *,
+        backend: str | None = None,
+        compress: Compress = None,
+        tag: str | None = None,
+    ) -> Work | None:
+        """Gather every rank's `input` of n elements into `output` of size × n elements, in rank order."""
+        target, source = as_tensor(output, "output"), as_tensor(input, "input")
+        self._expect(target.numel() == source.numel() * self.size, "output", target, f"{self.size} × input", source)
+        _same_dtype(target, source)
+        return self._submit(
+            "all_gather", (source,), (target,), source.shape, target.numel(),
+            async_op=async_op, backend=backend, compress=compress, tag=tag,
+        )  # fmt: skip
+
+    def all_gather(
+        self,
+        tensor_list: Sequence[torch.Tensor],
+        tensor: torch.Tensor,
+        async_op: bool = False,
+        *,
+        backend: str | None = None,
+        compress: Compress = None,
+        tag: str | None = None,
+    ) -> Work | None:
+        """Gather every rank's `tensor` into `tensor_list`, all of the same size; see `all_gather_v` otherwise."""
+        value = as_tensor(tensor, "tensor")
+        parts = self._list(tensor_list, "tensor_list", like=value, same_size=True)
+        return self._submit(
+            "all_gather", (value,), parts, value.shape, value.numel() * self.size, packed=True,
+            async_op=async_op, backend=backend, compress=compress, tag=tag,
+        )  # fmt: skip
+
+    def all_gather_v(
+        self,
+        tensor_list: Sequence[torch.Tensor],
+        tensor: torch.Tensor,
+        async_op: bool = False,
+        *,
+        backend: str | None = None,
+        compress: Compress = None,
+        tag: str | None = None,
+    ) -> Work | None:
+        """As `all_gather`, with sizes that differ along dim 0; `tensor_list[r]` has the size of rank r's tensor."""
+        value = as_tensor(tensor, "tensor")
+        parts = self._list(tensor_list, "tensor_list", like=value)
+        mine = parts[self.rank]
+        self._expect(mine.numel() == value.numel(), f"tensor_list[{self.rank}]", mine, "tensor", value)
+        return self._submit(
+            "all_gather_v", (value,), parts, _trailing(value), None, packed=True,
+            output_counts=_counts(parts), async_op=async_op, backend=backend, compress=compress, tag=tag,
+        )  # fmt: skip
+
+    def reduce_scatter_tensor(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,  # noqa: A002
+        op: ReduceOp = "SUM",
+        async_op: bool = False,
+        *,
+        backend: str | None = None,
+        compress: Compress = None,
+        tag: str | None = None,
+    ) -> Work | None:
+        """Reduce `input` of size × n elements over ranks; rank r gets part r in `output` of n elements."""
+        target, source = as_tensor(output, "output"), as_tensor(input, "input")
+        self._expect(source.numel() == target.numel() * self.size, "input", source, f"{self.size} × output", target)
+        _same_dtype(target, source)
+        return self._submit(
+            "reduce_scatter", (source,), (target,), target.shape, source.numel(), reduce_op=op,
+            async_op=async_op, backend=backend, compress=compress, tag=tag,
+        )  # fmt: skip
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input_list: Sequence[torch.Tensor],
+        op: ReduceOp = "SUM",
+        async_op: bool = False,
+        *,
+        backend: str | None = None,
+        compress: Compress = None,
+        tag: str | None = None,
+    ) -> Work | None:
+        """Reduce `input_list[r]` over ranks into `output` of rank r, all of the same size."""
+        target = as_tensor(output, "output")
+        parts = self._list(input_list, "input_list", like=target, same_size=True)
+        return self._submit(
+            "reduce_scatter", parts, (target,), target.shape, target.numel() * self.size, packed=True,
+            reduce_op=op, async_op=async_op, backend=backend, compress=compress, tag=tag,
+        )  # fmt: skip
+
+    def reduce_scatter_v(
+        self,
+        output: torch.Tensor,
+        input_list: Sequence[torch.Tensor],
+        op: ReduceOp = "SUM",
+        async_op: bool = False,
+        *,
+        backend: str | None = None,
+        compress: Compress = None,
+        tag: str | None = None,
+    ) -> Work | None:
+        """As `reduce_scatter`, with sizes that differ along dim 0; `input_list[r]` fits rank r's output."""
+        target = as_tensor(output, "output")
+        parts = self._list(input_list, "input_list", like=target)
+        mine = parts[self.rank]
+        self._expect(mine.numel() == target.numel(), f"input_list[{self.rank}]", mine, "output", target)
+        return self._submit(
+            "reduce_scatter_v", parts, (target,), _trailing(target), None, packed=True, reduce_op=op,
+            input_counts=_counts(parts), async_op=async_op, backend=backend, compress=compress, tag=tag,
+        )  # fmt: skip
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,  # noqa: A002
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        async_op: bool = False,
+        *,
+        backend: str | None = None,
+        compress: Compress = None,
+        tag: str | None = None,
+    ) -> Work | None:
+        """Send part r of `input` to rank r and receive its part for us into `output`, in rank order.
+
+        Parts are equal, or given by split sizes: rows along dim 0 per rank, which must sum to dim 0.
+        Every rank passes split sizes, or none does.
+        """
+        target, source = as_tensor(output, "output"), as_tensor(input, "input")
+        _same_dtype(target, source)
+        if output_split_sizes is None and input_split_sizes is None:
+            self._expect(target.numel() == source.numel(), "output", target, "input", source)
+            self._divisible(source, "input")
+            return self._submit(
+                "all_to_all", (source,), (target,), source.shape, source.numel(),
+                async_op=async_op, backend=backend, compress=compress, tag=tag,
+            )  # fmt: skip
+        return self._submit(
+            "all_to_all_v", (source,), (target,), _trailing(source), None,
+            output_counts=self._splits_of(target, output_split_sizes, "output"),
+            input_counts=self._splits_of(source, input_split_sizes, "input"),
+            async_op=async_op, backend=backend, compress=compress, tag=tag,
+        )  # fmt: skip
+
+    def all_to_all(
+        self,
+        output_list: Sequence[torch.Tensor],
+        input_list: Sequence[torch.Tensor],
+        async_op: bool = False,
+        *,
+        backend: str | None = None,
+        compress: Compress = None,
+        tag: str | None = None,
+    ) -> Work | None:
+        """Send `input_list[r]` to rank r and receive from it into `output_list[r]`; sizes may differ."""
+        targets = self._list(output_list, "output_list")
+        sources = self._list(input_list, "input_list", like=targets[0])
+        return self._submit(
+            "all_to_all_v", sources, targets, (), None, packed=True,
+            input_counts=_counts(sources), output_counts=_counts(targets),
+            async_op=async_op, backend=backend, compress=compress, tag=tag,
+        )  # fmt: skip
+
+    def gather(
+        self,
+        tensor: torch.Tensor,
+        gather_list: Sequence[torch.Tensor] | None = None,
+        dst: int = 0,
+        async_op: bool = False,
+        *,
+        backend: str | None = None,
+        compress: Compress = None,
+        tag: str | None = None,
+    ) -> Work | None:
+        """Gather every rank's `tensor` into `gather_list` of rank `dst` (None elsewhere), all of the same size."""
+        value, root = as_tensor(tensor, "tensor"), self._member(dst, "dst")
+        parts = self._root_list(gather_list, "gather_list", root, value, same_size=True)
+        return self._submit(
+            "gather", (value,), parts, value.shape, value.numel() * self.size, packed=True, root=root,
+            async_op=async_op, backend=backend, compress=compress, tag=tag,
+        )  # fmt: skip
+
+    def gather_v(
+        self,
+        tensor: torch.Tensor,
+        gather_list: Sequence[torch.Tensor] | None = None,
+        dst: int = 0,
+        async_op: bool = False,
+        *,
+        backend: str | None = None,
+        compress: Compress = None,
+        tag: str | None = None,
+    ) -> Work | None:
+        """As `gather`, with sizes that differ along dim 0."""
+        value, root = as_tensor(tensor, "tensor"), self._member(dst, "dst")
+        parts = self._root_list(gather_list, "gather_list", root, value)
+        return self._submit(
+            "gather_v", (value,), parts, _trailing(value), None, packed=True, root=root,
+            output_counts=_counts(parts), async_op=async_op, backend=backend, compress=compress, tag=tag,
+        )  # fmt: skip
+
+    def scatter(
+        self,
+        tensor: torch.Tensor,
+        scatter_list: Sequence[torch.Tensor] | None = None,
+        src: int = 0,
+        async_op: bool = False,
+        *,
+        backend: str | None = None,
+        compress: Compress = None,
+        tag: str | None = None,
+    ) -> Work | None:
+        """Send `scatter_list[r]` of rank `src` (None elsewhere) into `tensor` of rank r, all of the same size."""
+        value, root = as_tensor(tensor, "tensor"), self._member(src, "src")
+        parts = self._root_list(scatter_list, "scatter_list", root, value, same_size=True)
+        return self._submit(
+            "scatter", parts, (value,), value.shape, value.numel() * self.size, packed=True, root=root,
+            async_op=async_op, backend=backend, compress=compress, tag=tag,
+        )  # fmt: skip
+
+    def scatter_v(
+        self,
+        tensor: torch.Tensor,
+        scatter_list: Sequence[torch.Tensor] | None = None,
+        src: int = 0,
+        async_op: bool = False,
+        *,
+        backend: str | None = None,
+        compress: Compress = None,
+        tag: str | None = None,
+    ) -> Work | None:
+        """As `scatter`, with sizes that differ along dim 0."""
+        value, root = as_tensor(tensor, "tensor"), self._member(src, "src")
+        parts = self._root_list(scatter_list, "scatter_list", root, value)
+        return self._submit(
+            "scatter_v", parts, (value,), _trailing(value), None, packed=True, root=root,
+            input_counts=_counts(parts), async_op=async_op, backend=backend, compress=compress, tag=tag,
+        )  # fmt: skip
+
+    def barrier(
+        self, async_op: bool = False, *, backend: str | None = None, tag: str | None = None
+    ) -> Work | None:
+        """Return once every rank has called it."""
+        return self._issue(
+            "barrier", None, (), 0, (), (), async_op=async_op, backend=backend, compress=None, tag=tag
+        )
+
+    # -- coalesced --------------------------------------------------------------------------------
+
+    def all_reduce_coalesced(
+        self,
+        tensors: Sequence[torch.Tensor],
+        op: ReduceOp = "SUM",
+        async_op: bool = False,
+        *,
+        backend: str | None = None,
+        compress: Compress = None,
+        tag: str | None = None,
+    ) -> Work | None:
+        """`all_reduce` of each tensor, in flight together; one handle."""
+        works = [self.all_reduce(t, op, True, backend=backend, compress=compress, tag=tag) for t in tensors]
+        return self._joint(works, "all_reduce_coalesced", tensors, async_op, tag)
+
+    def all_gather_coalesced(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        async_op: bool = False,
+        *,
+        backend: str | None = None,
+        compress: Compress = None,
+        tag: str | None = None,
+    ) -> Work | None:
+        """`all_gather_into_tensor` of each pair, in flight together; one handle."""
+        works = [
+            self.all_gather_into_tensor(out, value, True, backend=backend, compress=compress, tag=tag)
+            for out, value in _pairs(outputs, inputs)
+        ]
+        return self._joint(works, "all_gather_coalesced", outputs, async_op, tag)
+
+    def reduce_scatter_coalesced(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        op: ReduceOp = "SUM",
+        async_op: bool = False,
+        *,
+        backend: str | None = None,
+        compress: Compress = None,
+        tag: str | None = None,
+    ) -> Work | None:
+        """`reduce_scatter_tensor` of each pair, in flight together; one handle."""
+        works = [
+            self.reduce_scatter_tensor(out, value, op, True, backend=backend, compress=compress, tag=tag)
+            for out, value in _pairs(outputs, inputs)
+        ]
+        return self._joint(works, "reduce_scatter_coalesced", inputs, async_op, tag)
+
+    def _joint(
+        self,
+        works: Sequence[Work | None],
+        kind: str,
+        tensors: Sequence[torch.Tensor],
+        async_op: bool,
+        tag: str | None,
+    ) -> Work | None:
+        nbytes = sum(int(as_tensor(t, "tensors").nbytes) for t in tensors)
+        work = JointWork([w for w in works if w is not None], kind, nbytes=nbytes, tag=tag)
+        return work if async_op else work.wait()
+
+    # -- point to point ---------------------------------------------------------------------------
+
+    def send(
+        self,
+        tensor: torch.Tensor,
+        dst: int,
+        tag: int = 0,
+        *,
+        backend: str | None = None,
+        compress: Compress = None,
+        label: str | None = None,
+    ) -> None:
+        """Send `tensor` to rank `dst`; returns when it may be changed again."""
+        self.isend(tensor, dst, tag, backend=backend, compress=compress, label=label).wait()
+
+    def recv(
+        self,
+        tensor: torch.Tensor,
+        src: int | None = None,
+        tag: int = 0,
+        *,
+        backend: str | None = None,
+        compress: Compress = None,
+        label: str | None = None,
+    ) -> None:
+        """Receive into `tensor` from rank `src`, or from whoever sends first with this `tag`."""
+        self.irecv(tensor, src, tag, backend=backend, compress=compress, label=label).wait()
+
+    def isend(
+        self,
+        tensor: torch.Tensor,
+        dst: int,
+        tag: int = 0,
+        *,
+        backend: str | None = None,
+        compress: Compress = None,
+        label: str | None = None,
+    ) -> Work:
+        """Start a send. `tag` must equal the receiver's; `label` is the name that rules and logs show."""
+        value = as_tensor(tensor, "tensor")
+        work = self._submit(
+            "send", (value,), (), value.shape, value.numel(), peer=self._member(dst, "dst"),
+            match_tag=_match_tag(tag), async_op=True, backend=backend, compress=compress, tag=label,
+        )  # fmt: skip
+        assert work is not None
+        return work
+
+    def irecv(
+        self,
+        tensor: torch.Tensor,
+        src: int | None = None,
+        tag: int = 0,
+        *,
+        backend: str | None = None,
+        compress: Compress = None,
+        label: str | None = None,
+    ) -> Work:
+        """Start a receive; `Work.source_rank()` says whom it came from."""
+        value = as_tensor(tensor, "tensor")
+        peer = None if src is None else self._member(src, "src")
+        work = self._submit(
+            "recv", (), (value,), value.shape, value.numel(), peer=peer,
+            match_tag=_match_tag(tag), async_op=True, backend=backend, compress=compress, tag=label,
+        )  # fmt: skip
+        assert work is not None
+        return work
+
+    def batch_isend_irecv(self, p2p_ops: Sequence[P2POp]) -> list[Work]:
+        """Start all sends and receives of a batch, in any order that peers may also use."""
+        works = []
+        for index, operation in enumerate(p2p_ops):
+            name = getattr(operation.op, "__name__", "")
+            if name not in ("isend", "irecv"):
+                raise InvalidArgument(f"p2p_ops[{index}].op: expected mcr.isend or mcr.irecv, got {operation.op!r}")
+            communicator = operation.group or self
+            works.append(getattr(communicator, name)(operation.tensor, operation.peer, operation.tag))
+        return works
+
+    # -- objects ----------------------------------------------------------------------------------
+
+    def broadcast_object(self, obj: Any, src: int) -> Any:
+        """The object of rank `src`, on every rank. Pickled: between the ranks of one's own job only."""
+        is_source = self._member(src, "src") == self.rank
+        payload = _pickled(obj) if is_source else torch.empty(0, dtype=torch.uint8)
+        length = torch.tensor([payload.numel()])
+        self.broadcast(length, src, compress=False)
+        if not is_source:
+            payload = torch.empty(int(length), dtype=torch.uint8)
+        self.broadcast(payload, src, compress=False)
+        return obj if is_source else _unpickled(payload)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Every rank's object, in rank order. Pickled: between the ranks of one's own job only."""
+        payload = _pickled(obj)
+        lengths = torch.empty(self.size, dtype=torch.int64)
+        self.all_gather_into_tensor(lengths, torch.tensor([payload.numel()]), compress=False)
+        parts = [torch.empty(int(length), dtype=torch.uint8) for length in lengths]
+        self.all_gather_v(parts, payload, compress=False)
+        return [_unpickled(part) for part in parts]
+
+    # -- groups and persistent operations ---------------------------------------------------------
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """Partition the group: ranks with equal `color`, ordered by `key`, then rank. Collective.
+
+        Returns the new communicator, or None where `color` is None.
+        """
+        self._splits += 1
+        choices = self.all_gather_object((color, key))
+        if color is None:
+            return None
+        members = sorted((k, index) for index, (c, k) in enumerate(choices) if c == color)
+        ranks = tuple(self.ranks[index] for _, index in members)
+        return self._runtime.open_group(f"{self.name}.{self._splits}.{color}", ranks)
+
+    def persistent(self, kind: str, *tensors: Any, **options: Any) -> PersistentOp:
+        """Bind an operation to its tensors once: `op()` runs it, `op.start()` returns a `Work`.
+
+        Collective, and so is every call of the result. `kind` is the name of an operation with fixed sizes;
+        what follows are its own arguments. The tensors must be contiguous and stay where they are. A
+        `Work` must be waited for before the next start.
+        """
+        check_persistent(kind, tensors, options)
+        recipe = Recipe(self)
+        getattr(recipe, kind)(*tensors, **options)
+        return bind_persistent(recipe.plan.issue, recipe.message)
+
+    # -- the way down -----------------------------------------------------------------------------
+
+    def _submit(
+        self,
+        kind: Kind,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        shape: Sequence[int],
+        numel: int | None,
+        *,
+        packed: bool = False,
+        **call: Any,
+    ) -> Work | None:
+        """Make tensors flat and contiguous, issue, and copy results back where that took copies.
+
+        `numel` is the payload in elements, None when it differs between ranks. `packed`: inputs and
+        outputs are lists of tensors that travel as one.
+        """
+        like = (inputs or outputs)[0]
+        nbytes = None if numel is None else numel * like.element_size()
+        sources, targets, copy_out = self._prepared(inputs, outputs, packed)
+        return self._issue(kind, like, shape, nbytes, sources, targets, copy_out=copy_out, **call)
+
+    def _prepared(
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], packed: bool
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], Callable[[], None] | None]:
+        if len(inputs) == 1 and len(outputs) == 1 and inputs[0] is outputs[0]:
+            value = inputs[0]
+            if is_plain(value):
+                return (value,), (value,), None
+            copy = plain(value)
+            return (copy,), (copy,), lambda: _assign(value, copy)
+        source = pack(inputs) if packed and len(inputs) > 1 else plain(inputs[0]) if inputs else None
+        target, copied = _space(outputs, packed)
+        if source is not None and target is not None and overlap(source, target):
+            source = source.clone()
+        copy_out = None
+        if copied and target is not None:
+            space = target
+            copy_out = lambda: unpack(space.view(-1), outputs)  # noqa: E731 - a name would say no more
+        return (() if source is None else (source,)), (() if target is None else (target,)), copy_out
+
+    def _issue(
+        self,
+        kind: Kind,
+        like: torch.Tensor | None,
+        shape: Sequence[int],
+        nbytes: int | None,
+        inputs: tuple[torch.Tensor, ...],
+        outputs: tuple[torch.Tensor, ...],
+        *,
+        async_op: bool,
+        backend: str | None,
+        compress: Compress,
+        tag: str | None,
+        reduce_op: ReduceOp | None = None,
+        root: int | None = None,
+        copy_out: Callable[[], None] | None = None,
+        **rest: Any,
+    ) -> Work | None:
+        plan = self._plan(
+            kind, like, shape, None if nbytes is None or like is None else nbytes // like.element_size(),
+            reduce_op=reduce_op, root=root, async_op=async_op, backend=backend, compress=compress, tag=tag,
+        )  # fmt: skip
+        return self._go(plan, Message(plan.signature, inputs, outputs, **rest), copy_out)
+
+    def _go(self, plan: Plan, message: Message, copy_out: Callable[[], None] | None) -> Work | None:
+        work = plan.issue(message)
+        if copy_out is not None:
+            work.then(copy_out)
+        return work if plan.signature.async_op else work.wait()
+
+    def _plan(
+        self,
+        kind: Kind,
+        like: torch.Tensor | None,
+        shape: Sequence[int],
+        numel: int | None,
+        *,
+        reduce_op: ReduceOp | None = None,
+        root: int | None = None,
+        async_op: bool = False,
+        backend: str | None = None,
+        compress: Compress = None,
+        tag: str | None = None,
+    ) -> Plan:
+        dtype = None if like is None else like.dtype
+        device = "cpu" if like is None else like.device.type
+        codec = tuple(sorted(compress.items())) if isinstance(compress, Mapping) else compress
+        key = (kind, dtype, tuple(shape), numel, device, reduce_op, root, async_op, backend, codec, tag)
+        plan = self._plans.get(key)
+        if plan is None:
+            nbytes = None if numel is None else numel * (0 if dtype is None else dtype.itemsize)
+            signature = Signature(
+                kind, dtype, tuple(shape), nbytes, self.name, self.size, device,
+                _reduce_op(reduce_op), root, tag, backend, codec, async_op,
+            )  # fmt: skip
+            plan = self._plans[key] = Plan(signature, self._chain(signature).issue)
+        return plan  # type: ignore[no-any-return]
+
+    def _chain(self, signature: Signature) -> Bound:
+        chain = self._chains.get(signature)
+        if chain is None:
+            self._validate(signature)
+            chain = self._chains[signature] = self._pipeline.bind(signature)
+        return chain
+
+    def _validate(self, signature: Signature) -> None:
+        if self.rank < 0:
+            raise Unsupported(
+                f"this rank is not a member of group '{self.name}' (ranks {list(self.ranks)}); only members may use it"
+            )
+        if signature.tag is not None and not isinstance(signature.tag, str):
+            raise InvalidArgument(f"tag: expected a string, got {signature.tag!r}")
+        if signature.compress is True:
+            raise InvalidArgument("compress: expected None, False, a codec's name or a mapping, got True")
+        if signature.kind in REDUCING and signature.dtype is not None and signature.reduce_op is not None:
+            check_reducible(signature.reduce_op, signature.dtype)
+
+    # -- arguments --------------------------------------------------------------------------------
+
+    def _member(self, rank: int, name: str) -> int:
+        """The group rank of a global rank."""
+        local = self._group.local.get(rank) if isinstance(rank, int) else None
+        if local is None:
+            raise InvalidArgument(f"{name}: rank {rank!r} is not in group '{self.name}'; its ranks: {list(self.ranks)}")
+        return local
+
+    def _list(
+        self,
+        tensors: Sequence[torch.Tensor],
+        name: str,
+        *,
+        like: torch.Tensor | None = None,
+        same_size: bool = False,
+    ) -> tuple[torch.Tensor, ...]:
+        if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
+            raise InvalidArgument(f"{name}: expected a list of {self.size} tensors, got {type(tensors).__name__}")
+        if len(tensors) != self.size:
+            raise InvalidArgument(f"{name}: expected {self.size} tensors, one per rank, got {len(tensors)}")
+        parts = tuple(as_tensor(tensor, f"{name}[{index}]") for index, tensor in enumerate(tensors))
+        first = parts[0] if like is None else like
+        for index, part in enumerate(parts):
+            _same_dtype(part, first, f"{name}[{index}]")
+            if same_size:
+                self._expect(part.numel() == first.numel(), f"{name}[{index}]", part, "the rank's own tensor", first)
+        return parts
+
+    def _root_list(
+        self,
+        tensors: Sequence[torch.Tensor] | None,
+        name: str,
+        root: int,
+        like: torch.Tensor,
+        *,
+        same_size: bool = False,
+    ) -> tuple[torch.Tensor, ...]:
+        if root != self.rank:
+            if tensors:
+                raise InvalidArgument(f"{name}: only the root, rank {self.ranks[root]}, passes it")
+            return ()
+        if tensors is None:
+            raise InvalidArgument(f"{name}: expected {self.size} tensors on the root, got None")
+        parts = self._list(tensors, name, like=like, same_size=same_size)
+        self._expect(parts[self.rank].numel() == like.numel(), f"{name}[{self.rank}]", parts[self.rank], "tensor", like)
+        return parts
+
+    def _splits_of(self, tensor: torch.Tensor, sizes: Sequence[int] | None, name: str) -> tuple[int, ...]:
+        rows = tensor.shape[0] if tensor.ndim else 1
+        if sizes is None:
+            self._divisible(tensor, name)
+            sizes = [rows // self.size] * self.size
+        sizes = [int(size) for size in sizes]
+        if len(sizes) != self.size or min(sizes) < 0 or sum(sizes) != rows:
+            raise InvalidArgument(
+                f"{name}_split_sizes: expected {self.size} sizes that sum to dim 0 of {name} ({rows}), "
+                f"got {sizes} (sum {sum(sizes)})"
+            )
+        width = tensor.numel() // rows if rows else 0
+        return tuple(size * width for size in sizes)
+
+    def _divisible(self, tensor: torch.Tensor, name: str) -> None:
+        rows = tensor.shape[0] if tensor.ndim else 1
+        if rows % self.size:
+            raise InvalidArgument(
+                f"{name}: dim 0 is {rows}, which does not divide by {self.size} ranks; pass split sizes"
+            )
+
+    @staticmethod
+    def _expect(holds: bool, name: str, tensor: torch.Tensor, what: str, other: torch.Tensor) -> None:
+        if not holds:
+            raise InvalidArgument(
+                f"{name}: shape {list(tensor.shape)} does not fit {what} of shape {list(other.shape)}"
+            )
+
+
+class Recipe(Communicator):
+    """A communicator whose operations are prepared and kept instead of issued."""
+
+    plan: Plan
+    message: Message
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.__dict__.update(vars(communicator))
+        self._plans = {}
+
+    def _go(self, plan: Plan, message: Message, copy_out: Callable[[], None] | None) -> None:
+        assert copy_out is None, "persistent operations take contiguous tensors"
+        self.plan = plan
+        self.message = message
+
+
+def _reduce_op(op: Any) -> ReduceOp | None:
+    """Our name of a reduce op; torch.distributed's are understood too."""
+    if op is None or op in REDUCE_OPS:
+        return op  # type: ignore[no-any-return]
+    name = str(op).rpartition(".")[2]
+    if name in REDUCE_OPS and type(op).__module__.startswith("torch."):
+        return name  # type: ignore[return-value]
+    raise InvalidArgument(f"op: unknown reduce op {op!r}; known: {', '.join(REDUCE_OPS)}")
+
+
+def _same_dtype(a: torch.Tensor, b: torch.Tensor, name: str = "output") -> None:
+    if a.dtype != b.dtype or a.device != b.device:
+        raise InvalidArgument(
+            f"{name}: {dtype_name(a.dtype)} on {a.device} does not fit {dtype_name(b.dtype)} on {b.device}"
+        )
+
+
+def _space(outputs: Sequence[torch.Tensor], packed: bool) -> tuple[torch.Tensor | None, bool]:
+    if not outputs:
+        return None, False
+    if packed and len(outputs) > 1:
+        return pack_space(outputs)
+    target = plain_like(outputs[0])
+    return target, target is not outputs[0]
+
+
+def _assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    tensor.copy_(value)
+
+
+def _trailing(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape[1:])
+
+
+def _counts(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    return tuple(tensor.numel() for tensor in tensors)
+
+
+def _pairs(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    if len(outputs) != len(inputs):
+        raise InvalidArgument(f"outputs: expected as many as inputs ({len(inputs)}), got {len(outputs)}")
+    return list(zip(outputs, inputs, strict=True))
+
+
+def _match_tag(tag: int) -> int:
+    if not isinstance(tag, int) or not 0 <= tag < 2**24:
+        raise InvalidArgument(f"tag: expected an integer from 0 to {2**24 - 1}, got {tag!r} (a name goes into label=)")
+    return tag
+
+
+def _pickled(obj: Any) -> torch.Tensor:
+    buffer = io.BytesIO()
+    pickle.dump(obj, buffer, protocol=pickle.HIGHEST_PROTOCOL)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+
+
+def _unpickled(payload: torch.Tensor) -> Any:
+    return pickle.loads(payload.numpy().tobytes())

@@ -1,0 +1,1 @@
+"""Order, progress, deadlines: from a bound operation to a library call."""

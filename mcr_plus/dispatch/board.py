@@ -1,0 +1,245 @@
+"""What each rank of a group is doing, visible to the others without communication.
+
+Every rank owns a row: a counter of the operations it has issued, and a ring in which it posts an
+operation's 48-bit digest and description. Only the owner writes its row. Peers look at it to compare
+signatures before an operation starts, to see who has not arrived, and never wait on each other here.
+
+On one host the rows lie in anonymous shared memory: a memfd that peers open through /proc, so no name
+ever exists that could be left behind. Across hosts, or where that fails on any rank, posts go through
+the job's store instead; then only checked and long-waiting operations are posted.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final, Protocol
+
+from mcr_plus.message import Group
+
+if TYPE_CHECKING:
+    import torch.distributed
+
+RING: Final = 512
+TEXT: Final = 192
+_HEADER: Final = 64
+_WORDS: Final = _HEADER // 8
+_ROW: Final = _HEADER + RING * (8 + TEXT)
+_DIGEST_BITS: Final = 48
+_TAG_MASK: Final = 0xFFFF
+CLOSED: Final = 1
+
+
+def pad(text: str) -> bytes:
+    """A description as the fixed-size record that `post` takes."""
+    return text.encode()[: TEXT - 1].ljust(TEXT, b"\0")
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """What is known of a peer at a sequence number.
+
+    `issued` is how many operations it has issued; `digest` and `text` are None unless it has posted
+    this very operation (and not overwritten it since).
+    """
+
+    issued: int
+    digest: int | None = None
+    text: str | None = None
+
+
+class GroupBoard(Protocol):
+    """The rows of one group. `counter[0]` is this rank's count of issued operations."""
+
+    counter: memoryview
+
+    def post(self, sequence: int, digest: int, text: bytes) -> None:
+        """Publish operation `sequence`; `text` comes from `pad`."""
+        ...
+
+    def look(self, rank: int, sequence: int) -> Sighting:
+        """What group rank `rank` has published, with its record of `sequence` if there is one."""
+        ...
+
+    def forgotten(self, sighting: Sighting, sequence: int) -> bool:
+        """Whether the peer may have posted `sequence` and overwritten it since."""
+        ...
+
+    def mark_closed(self) -> None:
+        """Say that this rank leaves in good order."""
+        ...
+
+    def is_closed(self, rank: int) -> bool:
+        """Whether `rank` has left in good order."""
+        ...
+
+
+class SharedBoard:
+    """Rows in a memory-mapped memfd."""
+
+    def __init__(self, memory: mmap.mmap, group: Group) -> None:
+        self._view = memoryview(memory)
+        base = group.rank * _ROW
+        self.counter = self._view[base : base + 8].cast("Q")
+        self._flags = self._view[base + 8 : base + 16].cast("Q")
+        self._words = self._view[base + _HEADER : base + _HEADER + RING * 8].cast("Q")
+        self._texts = self._view[base + _HEADER + RING * 8 : base + _ROW]
+        self._all = self._view[: group.size * _ROW].cast("B").cast("Q")
+
+    def post(self, sequence: int, digest: int, text: bytes) -> None:
+        """See `GroupBoard.post`."""
+        slot = sequence % RING
+        self._texts[slot * TEXT : slot * TEXT + TEXT] = text
+        # One aligned 8-byte store publishes tag and digest together; the text was written before.
+        self._words[slot] = (sequence & _TAG_MASK) << _DIGEST_BITS | digest
+
+    def digest_at(self, rank: int, sequence: int) -> int | None:
+        """The digest that `rank` has posted for `sequence`; the fast half of `look`."""
+        word = self._all[rank * (_ROW // 8) + _WORDS + sequence % RING]
+        return word & ((1 << _DIGEST_BITS) - 1) if word >> _DIGEST_BITS == sequence & _TAG_MASK else None
+
+    def look(self, rank: int, sequence: int) -> Sighting:
+        """See `GroupBoard.look`."""
+        issued = self._all[rank * (_ROW // 8)]
+        digest = self.digest_at(rank, sequence) if issued >= sequence else None
+        if digest is None:
+            return Sighting(issued)
+        start = rank * _ROW + _HEADER + RING * 8 + sequence % RING * TEXT
+        text = bytes(self._view[start : start + TEXT]).rstrip(b"\0").decode(errors="replace")
+        return Sighting(issued, digest, text)
+
+    def forgotten(self, sighting: Sighting, sequence: int) -> bool:
+        """See `GroupBoard.forgotten`."""
+        return sighting.issued - sequence >= RING
+
+    def mark_closed(self) -> None:
+        """See `GroupBoard.mark_closed`."""
+        self._flags[0] = CLOSED
+
+    def is_closed(self, rank: int) -> bool:
+        """See `GroupBoard.is_closed`."""
+        return self._all[rank * (_ROW // 8) + 1] == CLOSED
+
+
+class StoreBoard:
+    """Rows as keys of the job's store: slower, and right across hosts.
+
+    The counter stays local; a peer's `issued` is the last sequence number it has posted.
+    """
+
+    _RECORD: Final = struct.Struct(f"<QQ{TEXT}s")
+
+    def __init__(self, store: torch.distributed.Store, group: Group) -> None:
+        self._store = store
+        self._group = group
+        self._posted: list[int] = []
+        self.counter = memoryview(bytearray(8)).cast("Q")
+
+    def _key(self, rank: int, sequence: int | str) -> str:
+        return f"board/{self._group.name}/{rank}/{sequence}"
+
+    def post(self, sequence: int, digest: int, text: bytes) -> None:
+        """See `GroupBoard.post`."""
+        if self._posted and self._posted[-1] == sequence:
+            return
+        record = self._RECORD.pack(sequence, digest, text)
+        self._store.set(self._key(self._group.rank, sequence), record)
+        self._store.set(self._key(self._group.rank, "last"), record)
+        self._posted.append(sequence)
+        if len(self._posted) > RING:
+            self._store.delete_key(self._key(self._group.rank, self._posted.pop(0)))
+
+    def _read(self, key: str) -> tuple[int, int, str] | None:
+        if not self._store.check([key]):
+            return None
+        sequence, digest, text = self._RECORD.unpack(self._store.get(key))
+        return sequence, digest, text.rstrip(b"\0").decode(errors="replace")
+
+    def look(self, rank: int, sequence: int) -> Sighting:
+        """See `GroupBoard.look`."""
+        record = self._read(self._key(rank, sequence))
+        if record is not None:
+            return Sighting(max(sequence, record[0]), record[1], record[2])
+        last = self._read(self._key(rank, "last"))
+        return Sighting(last[0] if last else 0)
+
+    def forgotten(self, sighting: Sighting, sequence: int) -> bool:
+        """A peer that has passed `sequence` may have done so without posting only if it had no check to do."""
+        return sighting.issued - sequence >= RING
+
+    def mark_closed(self) -> None:
+        """See `GroupBoard.mark_closed`."""
+        self._store.set(self._key(self._group.rank, "closed"), b"1")
+
+    def is_closed(self, rank: int) -> bool:
+        """See `GroupBoard.is_closed`."""
+        return bool(self._store.check([self._key(rank, "closed")]))
+
+
+class NoBoard:
+    """A group of one rank: nobody to compare with."""
+
+    def __init__(self) -> None:
+        self.counter = memoryview(bytearray(8)).cast("Q")
+
+    def post(self, sequence: int, digest: int, text: bytes) -> None:
+        """Nobody looks."""
+
+    def look(self, rank: int, sequence: int) -> Sighting:  # noqa: ARG002 - the protocol's names
+        """There is no peer."""
+        return Sighting(sequence)
+
+    def forgotten(self, sighting: Sighting, sequence: int) -> bool:  # noqa: ARG002
+        """There is no peer."""
+        return True
+
+    def mark_closed(self) -> None:
+        """Nobody looks."""
+
+    def is_closed(self, rank: int) -> bool:  # noqa: ARG002
+        """There is no peer."""
+        return False
+
+
+def _map_shared(store: torch.distributed.Store, group: Group) -> mmap.mmap | None:
+    size = group.size * _ROW
+    key = f"board/{group.name}/memory"
+    try:
+        if group.rank == 0:
+            descriptor = os.memfd_create("mcr_plus", os.MFD_CLOEXEC)
+            os.ftruncate(descriptor, size)
+            memory = mmap.mmap(descriptor, size)
+            # The descriptor stays open for the life of the process: peers may open it late.
+            store.set(key, f"{os.getpid()}:{descriptor}:{os.fstat(descriptor).st_ino}")
+            return memory
+        pid, number, inode = store.get(key).decode().split(":")
+        descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            # Another PID namespace may hold a process of the same number: the inode tells.
+            if os.fstat(descriptor).st_ino != int(inode) or os.fstat(descriptor).st_size != size:
+                return None
+            return mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+    except (OSError, AttributeError, ValueError):
+        if group.rank == 0:
+            store.set(key, "0:0:0")
+        return None
+
+
+def open_board(store: torch.distributed.Store | None, group: Group, shared: bool, timeout: float) -> GroupBoard:
+    """Open the board of `group`; collective over its ranks, which all get the same kind."""
+    if group.size == 1 or store is None:
+        return NoBoard()
+    memory = _map_shared(store, group) if shared else None
+    counts = f"board/{group.name}/votes"
+    store.add(f"{counts}/{'yes' if memory is not None else 'no'}", 1)
+    if store.add(f"{counts}/all", 1) == group.size:
+        store.set(f"{counts}/done", b"1")
+    store.wait([f"{counts}/done"], timedelta(seconds=timeout))
+    if memory is not None and store.add(f"{counts}/no", 0) == 0:
+        return SharedBoard(memory, group)
+    return StoreBoard(store, group)

@@ -1,0 +1,404 @@
+"""One order, progress and deadlines: the part of the runtime that all operations of a process share."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final, Literal
+
+from mcr_plus.dispatch.board import GroupBoard, SharedBoard
+from mcr_plus.errors import BackendError, CommTimeout, McrError, NotInitialized, OrderMismatch
+
+if TYPE_CHECKING:
+    from mcr_plus.dispatch.operation import Lane
+    from mcr_plus.dispatch.peers import Peers
+    from mcr_plus.dispatch.work import IssuedWork
+    from mcr_plus.interfaces import Backend
+    from mcr_plus.message import Group
+
+WaitPolicy = Literal["auto", "spin", "yield", "sleep"]
+
+_NOBODY: Final = -1
+_LOOK_EVERY: Final = 0.002  # seconds between looks at the board while waiting
+_LOOK_EVERY_SLOW: Final = 0.05  # once a wait is long, and for peers' processes
+_YIELD_FOR: Final = 0.002  # seconds of yielding before a waiting rank begins to sleep
+_DEATH_GRACE: Final = 0.2  # a message of a rank that has just died may still be on its way
+_REAP: Final = 2  # finished handles let go per issue: amortised, never a scan
+
+
+class GroupState:
+    """What this process knows of one group: its numbering, its board, its thread and its failure."""
+
+    def __init__(self, group: Group, board: GroupBoard) -> None:
+        self.group = group
+        self.board = board
+        self.sequence = 0
+        self.failure: BaseException | None = None
+        self.closed = False
+        self._thread = threading.current_thread()
+        self.owner = threading.get_ident()
+
+    def admit(self) -> None:
+        """Decide about a caller that is not the group's thread: the slow path of every refusal.
+
+        Raises:
+            NotInitialized: the group is closed, or belongs to the parent of a forked process.
+            BackendError: an earlier operation of the group failed.
+            OrderMismatch: another thread uses this group, so the order of operations is not defined.
+        """
+        name = self.group.name
+        if self.closed:
+            raise NotInitialized(f"group '{name}' is closed: finalize or close has been called")
+        if self.failure is not None:
+            raise BackendError(f"group '{name}' cannot be used after an earlier failure: {self.failure}")
+        if self.owner == _NOBODY:
+            raise NotInitialized(
+                f"group '{name}' belongs to the parent process; a forked child must call mcr.init itself, "
+                "under a launcher of its own"
+            )
+        caller = threading.current_thread()
+        # Threads that Python did not start (autograd's) run while their caller waits: no second order.
+        if isinstance(caller, threading._DummyThread):
+            return
+        if not self._thread.is_alive():
+            self.take_over()
+            return
+        raise OrderMismatch(
+            f"group '{name}' is used by thread '{self._thread.name}', and now by '{caller.name}': the order of "
+            "their operations would differ between ranks. Give each thread a group of its own "
+            "(mcr.new_group), or hand this one over with comm.take_over() when the other thread is done"
+        )
+
+    def take_over(self) -> None:
+        """Make the calling thread the group's thread."""
+        self._thread = threading.current_thread()
+        self.owner = threading.get_ident()
+
+    def fail(self, error: BaseException) -> None:
+        """Refuse further operations: numbering or data of this group can no longer be trusted."""
+        if self.failure is None:
+            self.failure = error
+            self.owner = 0  # no thread has this identity: every issue goes to `admit`
+
+    def close(self) -> None:
+        """Refuse further operations."""
+        self.closed = True
+        self.owner = 0
+
+    def abandon(self) -> None:
+        """Called in a forked child."""
+        self.owner = _NOBODY
+
+
+class Engine:
+    """Starts operations in order, drives progress while anyone waits, and watches deadlines."""
+
+    def __init__(self, peers: Peers, *, wait: WaitPolicy, oversubscribed: bool) -> None:
+        self.lock = threading.RLock()
+        self.peers = peers
+        self.recorders: tuple[Callable[[IssuedWork], None], ...] = ()
+        self.backends: list[Backend] = []
+        self.failed = False
+        self._wait_policy = wait
+        self._oversubscribed = oversubscribed
+        self._held: deque[IssuedWork] = deque()
+        self._lanes: list[Lane] = []  # those with deferred operations
+        self._unordered: list[IssuedWork] = []  # deferred sends and receives
+
+    # -- starting ---------------------------------------------------------------------------------
+
+    def spins_for(self, backend_spins: int) -> int:
+        """How often a waiting rank polls at full speed, given what the library likes."""
+        if self._wait_policy == "spin":
+            return 1 << 16
+        if self._wait_policy == "sleep":
+            return 1
+        return min(backend_spins, 20) if self._oversubscribed else backend_spins
+
+    def hold(self, work: IssuedWork) -> None:
+        """Keep an asynchronous operation alive until it is done, even if the caller drops its handle."""
+        held = self._held
+        for _ in range(_REAP):
+            if not held or not (held[0].is_done or self._try(held[0])):
+                break
+            held.popleft()
+        held.append(work)
+
+    def defer(self, work: IssuedWork) -> None:
+        """Queue an operation that may not start yet; those of its lane that follow queue behind it."""
+        lane = work.operation.lane
+        if work.operation.check:
+            self.post(work)
+        if not lane.pending:
+            self._lanes.append(lane)
+        lane.pending.append(work)
+        self._advance_lane(lane)
+        if not lane.pending:
+            self._lanes.remove(lane)
+
+    def defer_unordered(self, work: IssuedWork) -> None:
+        """Queue a send or receive that waits for its data."""
+        self._unordered.append(work)
+
+    def settle(self, lane: Lane) -> None:
+        """Wait until every operation of a lane has started."""
+        while lane.pending:
+            self.wait(lane.pending[0])
+
+    def post(self, work: IssuedWork) -> None:
+        """Publish what this rank is doing."""
+        operation = work.operation
+        if not operation.signature.is_p2p:
+            operation.state.board.post(work.sequence, operation.digest, operation.text)
+
+    def _advance_lane(self, lane: Lane) -> None:
+        pending = lane.pending
+        while pending and (pending[0].is_done or self._may_start(pending[0])):
+            work = pending.popleft()
+            if not work.is_done:
+                self._start(work)
+
+    def _may_start(self, work: IssuedWork) -> bool:
+        """Whether a deferred operation can start; it may fail here instead."""
+        operation = work.operation
+        if operation.check:
+            agreed = self._compare(work)
+            if work.is_done:
+                return True
+            if not agreed:
+                return False
+            operation.check = operation.check_every
+        after = work.message.after
+        if after is None:
+            return True
+        if not after.is_completed():
+            return False
+        if (error := after.exception()) is not None:
+            self.fail(work, error)
+        return True
+
+    def _start(self, work: IssuedWork) -> None:
+        message = work.message
+        try:
+            if message.prepare is not None:
+                message.prepare()
+            work.poll = work.operation.start(message)
+        except Exception as error:
+            self.fail(work, error)
+            return
+        if work.finish and work.operation.on_stream:
+            finish, work.finish = work.finish, None
+            for function in finish:
+                work.poll.chain(function)  # type: ignore[attr-defined]  # stream polls have it
+
+    # -- agreement --------------------------------------------------------------------------------
+
+    def _compare(self, work: IssuedWork) -> bool:
+        """Whether all peers have posted the same signature; fails `work` if one posted another."""
+        board, sequence = work.operation.state.board, work.sequence
+        digest = work.operation.digest
+        me = work.operation.state.group.rank
+        fast = board.digest_at if isinstance(board, SharedBoard) else None
+        for rank in range(work.operation.state.group.size):
+            if rank == me or (fast is not None and fast(rank, sequence) == digest):
+                continue
+            sighting = board.look(rank, sequence)
+            if sighting.digest == digest or board.forgotten(sighting, sequence):
+                continue
+            if sighting.digest is not None or sighting.issued > sequence:
+                self.fail(work, self._mismatch(work, rank, sighting.text))
+                return False
+            return False
+        return True
+
+    def _mismatch(self, work: IssuedWork, rank: int, theirs: str | None) -> OrderMismatch:
+        group = work.operation.state.group
+        mine = work.operation.signature.describe()
+        theirs = theirs or "another operation, issued before and not described"
+        return OrderMismatch(
+            f"operation #{work.sequence} of group '{group.name}': rank {group.rank} issued {mine}; "
+            f"rank {rank} issued {theirs}. All ranks of a group must issue the same operations in the same order"
+        )
+
+    def _look_for_mismatch(self, work: IssuedWork) -> None:
+        """While waiting: has any peer posted something else under this number?"""
+        operation = work.operation
+        board, group = operation.state.board, operation.state.group
+        for rank in range(group.size):
+            if rank != group.rank:
+                sighting = board.look(rank, work.sequence)
+                if sighting.digest is not None and sighting.digest != operation.digest:
+                    self.fail(work, self._mismatch(work, rank, sighting.text))
+                    return
+
+    # -- waiting ----------------------------------------------------------------------------------
+
+    def advance(self, work: IssuedWork) -> None:
+        """Poll one operation and let deferred ones start."""
+        with self.lock:
+            if not work.is_done and not self._try(work):
+                self.progress()
+
+    def _try(self, work: IssuedWork) -> bool:
+        """Poll; True when done. Under the lock, or by the only thread that knows the operation."""
+        poll = work.poll
+        if poll is None or work.is_done:
+            return work.is_done
+        try:
+            if poll():
+                work.complete()
+        except Exception as error:
+            self.fail(work, error)
+        return work.is_done
+
+    def progress(self) -> None:
+        """Advance everything that needs the host: deferred operations and the libraries themselves."""
+        for backend in self.backends:
+            backend.progress()
+        if self._lanes:
+            for lane in self._lanes:
+                self._advance_lane(lane)
+            self._lanes = [lane for lane in self._lanes if lane.pending]
+        if self._unordered:
+            self._unordered = [work for work in self._unordered if not self._start_unordered(work)]
+
+    def _start_unordered(self, work: IssuedWork) -> bool:
+        after = work.message.after
+        if work.is_done:
+            return True
+        if after is not None and not after.is_completed():
+            return False
+        self._start(work)
+        return True
+
+    def wait(self, work: IssuedWork, timeout: float | timedelta | None = None) -> None:
+        """Poll until `work` is done, driving everything else; on expiry fail it, or raise for `timeout`.
+
+        A stream operation is waited for only until it has been handed to its stream.
+        """
+        operation = work.operation
+        began = time.monotonic()
+        patience = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        next_look = began
+        while not work.is_done:
+            with self.lock:
+                if self._try(work):
+                    return
+                if operation.on_stream and work.poll is not None:
+                    work.poll.order_current_stream()  # type: ignore[attr-defined]
+                    return
+                self.progress()
+                now = time.monotonic()
+                if now >= next_look:
+                    self._examine(work, now - began)
+                    next_look = now + (_LOOK_EVERY if now - began < 1.0 else _LOOK_EVERY_SLOW)
+            if work.is_done:
+                return
+            waited = now - began
+            if waited >= operation.timeout:
+                self.fail(work, self._expired(work, waited))
+                return
+            if patience is not None and waited >= patience:
+                raise self._expired(work, waited)
+            self._pause(waited, operation)
+
+    def _pause(self, waited: float, operation: object) -> None:
+        policy = self._wait_policy
+        if policy == "spin":
+            return
+        if policy == "sleep" or waited > _YIELD_FOR:
+            time.sleep(20e-6 if waited < 0.05 else 200e-6)
+        elif policy == "yield" or getattr(operation, "yields", True):
+            os.sched_yield()
+        else:
+            time.sleep(0)
+
+    def _examine(self, work: IssuedWork, waited: float) -> None:
+        """A wait that takes longer: say where we are, and look at the others."""
+        operation = work.operation
+        if operation.state.group.size == 1:
+            return
+        if not operation.signature.is_p2p:
+            self.post(work)
+            self._look_for_mismatch(work)
+        if not work.is_done and waited > _LOOK_EVERY_SLOW:
+            dead = self._dead(work)
+            if dead and waited > _DEATH_GRACE:
+                self.fail(work, BackendError(f"{operation.name(work.sequence)} on {operation.backend}: {dead}"))
+
+    def _dead(self, work: IssuedWork) -> str:
+        """Which ranks this operation needs have died; empty if none."""
+        state = work.operation.state
+        found = []
+        for rank in self._needed(work):
+            status = self.peers.status(state.group.ranks[rank])
+            if status == "dead" and not state.board.is_closed(rank):
+                found.append(f"rank {rank} has died")
+            elif status == "dead" and state.board.look(rank, work.sequence).issued < work.sequence:
+                found.append(f"rank {rank} has left without issuing it")
+        return ", ".join(found)
+
+    def _needed(self, work: IssuedWork) -> Sequence[int]:
+        group, peer = work.operation.state.group, work.message.peer
+        if work.operation.signature.is_p2p:
+            return [peer] if peer is not None and peer != group.rank else []
+        return [rank for rank in range(group.size) if rank != group.rank]
+
+    def _expired(self, work: IssuedWork, waited: float) -> CommTimeout:
+        operation = work.operation
+        state = operation.state
+        missing, notes = [], []
+        for rank in self._needed(work):
+            issued = state.board.look(rank, work.sequence).issued
+            status = self.peers.status(state.group.ranks[rank])
+            absent = not operation.signature.is_p2p and issued < work.sequence
+            if absent or operation.signature.is_p2p:
+                missing.append(rank)
+            if absent or status != "running":
+                at = f"last issued #{issued}" if absent else "has issued it"
+                notes.append(f"rank {rank} {at}" + (f", process {status}" if status != "unknown" else ""))
+        who = f"missing ranks: {missing}" if missing else "all ranks have issued it"
+        detail = f" ({'; '.join(notes)})" if notes else ""
+        return CommTimeout(
+            f"{operation.name(work.sequence)} on {operation.backend} not done after {waited:.1f} s; {who}{detail}"
+        )
+
+    def fail(self, work: IssuedWork, error: BaseException) -> None:
+        """End an operation badly, and its group with it."""
+        if not work.is_done:
+            # The library may still write to these tensors: they are never let go.
+            self.peers.keep.append((work.message, work.message.inputs, work.message.outputs, work.poll))
+            work.fail(error)
+        error = work.error or error
+        self.failed = True
+        work.operation.state.fail(error)
+        for waiting in list(work.operation.lane.pending):
+            if waiting is not work and not waiting.is_done:
+                waiting.fail(BackendError(f"not started: an operation before it failed: {error}"))
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Wait for every operation in flight; the first error is raised at the end."""
+        errors: list[BaseException] = []
+        while self._held:
+            work = self._held[0]
+            try:
+                self.wait(work)
+                if work.operation.on_stream:
+                    while not self._try(work):
+                        time.sleep(20e-6)
+            except McrError as error:
+                errors.append(error)
+            self._held.popleft()
+        if errors:
+            raise errors[0]
+
+    @property
+    def in_flight(self) -> int:
+        """Asynchronous operations not yet known to be done."""
+        return sum(not work.is_done for work in self._held)

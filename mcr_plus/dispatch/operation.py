@@ -1,0 +1,149 @@
+"""An operation bound to one library for one signature: what the pipeline ends in."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from threading import get_ident
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from mcr_plus.dispatch.board import pad
+from mcr_plus.dispatch.work import IssuedWork, Work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mcr_plus.dispatch.engine import Engine, GroupState
+    from mcr_plus.interfaces import Channel, Issue, Poll, Start
+    from mcr_plus.message import Message, Signature
+
+
+@dataclass(eq=False)
+class Lane:
+    """Operations of one group on one library that have been issued but not started, in program order.
+
+    An operation waits here for the data it depends on and for the check of its signature. Those behind
+    it wait too, because a library matches operations by their order.
+    """
+
+    pending: deque[IssuedWork] = field(default_factory=deque)
+
+
+class Operation:
+    """What a bound chain ends in. `issue` is its entry; everything it needs is resolved.
+
+    Attributes:
+        inline: a synchronous host operation: only the calling thread polls it, so it needs no lock.
+        spins: polls at full speed before the engine's waiting loop takes over.
+        channel: where the library's own persistent requests come from; None if no library is involved.
+        check: whether the next issue compares signatures with the peers first.
+    """
+
+    def __init__(
+        self,
+        signature: Signature,
+        start: Start,
+        engine: Engine,
+        state: GroupState,
+        lane: Lane,
+        *,
+        channel: Channel | None,
+        on_stream: bool,
+        spins: int,
+        timeout: float,
+        check_every: bool = False,
+    ) -> None:
+        self.signature = signature
+        self.backend = signature.backend or ""
+        self.start = start
+        self.channel = channel
+        self.engine = engine
+        self.state = state
+        self.lane = lane
+        self.on_stream = on_stream
+        self.inline = not (signature.async_op or on_stream or signature.is_p2p)
+        self.spins = range(spins)
+        self.timeout = timeout
+        self.digest = signature.digest()
+        self.text = pad(signature.describe())
+        self.check_every = check_every
+        self.check = state.group.size > 1 and not signature.is_p2p
+
+    def name(self, sequence: int) -> str:
+        """For error messages: `all_reduce SUM float32[4] (#7 in group 'world')`."""
+        number = "point-to-point" if self.signature.is_p2p else f"#{sequence}"
+        return f"{self.signature.describe()} ({number} in group '{self.state.group.name}')"
+
+    def bind(self) -> Issue:
+        """The callable that issues this operation."""
+        issue = self._bind_p2p() if self.signature.is_p2p else self._bind_collective(self.start)
+        issue.operation = self  # type: ignore[attr-defined]  # `persistent` asks what a chain ends in
+        return issue
+
+    def bind_persistent(self, message: Message) -> tuple[Callable[[], object], Poll] | None:
+        """Start and test of the library's persistent request for the message's tensors, if it has one."""
+        binder = getattr(self.channel, "bind_persistent", None)
+        if binder is None:
+            return None
+        self.engine.settle(self.lane)  # creating the request is an operation in the library's order
+        with self.engine.lock:
+            return binder(self.signature, message)  # type: ignore[no-any-return]
+
+    def bind_started(self, start: Start) -> Issue:
+        """As `bind`, with another way to start the same operation."""
+        return self._bind_collective(start)
+
+    def _bind_collective(self, start: Start) -> Issue:
+        engine, state, lane = self.engine, self.state, self.lane
+        lock, counter, pending = engine.lock, state.board.counter, lane.pending
+        inline = self.inline
+
+        def issue(message: Message) -> Work:
+            if get_ident() != state.owner:
+                state.admit()
+            with lock:
+                state.sequence = sequence = state.sequence + 1
+                counter[0] = sequence
+                work = IssuedWork(self, message, None, sequence)
+                if engine.recorders:
+                    work.t_issue = perf_counter()
+                if self.check or pending or message.after is not None:
+                    engine.defer(work)
+                else:
+                    try:
+                        if message.prepare is not None:
+                            message.prepare()
+                        work.poll = start(message)
+                    except Exception as error:
+                        engine.fail(work, error)
+                if not inline:
+                    engine.hold(work)
+            return work
+
+        return issue
+
+    def _bind_p2p(self) -> Issue:
+        # Send and receive are matched by peer and tag, not by order: they bypass numbering and lanes.
+        engine, state, start = self.engine, self.state, self.start
+
+        def issue(message: Message) -> Work:
+            if get_ident() != state.owner:
+                state.admit()
+            with engine.lock:
+                work = IssuedWork(self, message, None, 0)
+                if engine.recorders:
+                    work.t_issue = perf_counter()
+                if message.after is not None:
+                    engine.defer_unordered(work)
+                else:
+                    try:
+                        if message.prepare is not None:
+                            message.prepare()
+                        work.poll = start(message)
+                    except Exception as error:
+                        engine.fail(work, error)
+                engine.hold(work)
+            return work
+
+        return issue

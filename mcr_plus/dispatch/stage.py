@@ -1,0 +1,89 @@
+"""dispatch: the end of the pipeline, where an operation is bound to a library's own call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mcr_plus.backends.local import done
+from mcr_plus.config import DispatchOptions
+from mcr_plus.dispatch.engine import Engine, GroupState
+from mcr_plus.dispatch.operation import Lane, Operation
+from mcr_plus.dispatch.staging import stage_through_host
+from mcr_plus.errors import Unsupported
+from mcr_plus.interfaces import Backend, Channel, Context, Issue, Next, Poll, Start
+from mcr_plus.message import Message, Signature
+
+
+@dataclass(frozen=True)
+class Line:
+    """A library as one group uses it: the open channel, and the operations waiting to start on it."""
+
+    backend: Backend
+    channel: Channel
+    lane: Lane
+
+
+@dataclass(frozen=True)
+class GroupRuntime:
+    """What dispatch works with; a group that only explains has none."""
+
+    engine: Engine
+    state: GroupState
+    lines: Mapping[str, Line]
+    operations: dict[Signature, Issue]
+
+
+class DispatchStage:
+    """Binds a signature to a library call, with its deadline and its place in the order."""
+
+    def __init__(self, options: DispatchOptions, context: Context) -> None:
+        self._options = options
+        self._runtime = context.runtime
+
+    def bind(self, signature: Signature, next: Next) -> Issue:  # noqa: A002
+        """The callable that issues the operation; the same one whenever the signature comes again."""
+        if signature.backend is None:
+            raise Unsupported(f"{signature.describe()} reached dispatch without a backend: a select stage is missing")
+        next.note(f"deadline {self._options.timeout:g} s, signatures compared: {self._options.check}")
+        runtime = self._runtime
+        if runtime is None:
+            return _refuse
+        issue = runtime.operations.get(signature)
+        if issue is None:
+            issue = runtime.operations[signature] = self._bind(signature, runtime)
+        return issue
+
+    def _bind(self, signature: Signature, runtime: GroupRuntime) -> Issue:
+        line = runtime.lines[signature.backend or ""]
+        backend = line.backend
+        if signature.device != "cpu" and not backend.on_stream and backend.name != "local":
+            return stage_through_host(signature, self._operation(signature.replace(device="cpu"), runtime).bind())
+        return self._operation(signature, runtime).bind()
+
+    def _operation(self, signature: Signature, runtime: GroupRuntime) -> Operation:
+        line = runtime.lines[signature.backend or ""]
+        backend = line.backend
+        # Nothing to move: the operation keeps its number and its check, but needs no library.
+        empty = signature.nbytes == 0 and not signature.is_p2p and signature.kind != "barrier"
+        start: Start = _nothing if empty else line.channel.bind(signature)
+        return Operation(
+            signature,
+            start,
+            runtime.engine,
+            runtime.state,
+            line.lane,
+            channel=None if empty else line.channel,
+            on_stream=backend.on_stream and not empty,
+            spins=runtime.engine.spins_for(backend.spins),
+            timeout=self._options.timeout,
+            check_every=self._options.check == "every",
+        )
+
+
+def _nothing(message: Message) -> Poll:  # noqa: ARG001 - a Start
+    return done
+
+
+def _refuse(message: Message) -> None:
+    raise Unsupported(f"{message.signature.describe()}: this pipeline only explains, it has no ranks")

@@ -1,0 +1,275 @@
+"""Handles of operations."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from mcr_plus.errors import BackendError, McrError
+
+if TYPE_CHECKING:
+    from mcr_plus.dispatch.operation import Operation
+    from mcr_plus.interfaces import Poll
+    from mcr_plus.message import Message
+
+
+@dataclass(frozen=True)
+class Info:
+    """What an operation was and which way it took.
+
+    `bytes` is the payload, `wire_bytes` what was handed to the library (None for vector collectives);
+    `fused` counts the members packed into the operation; `sequence` is its number in its group. Times
+    are `time.perf_counter()` seconds, 0.0 and None unless recording was on; `t_done` is when completion
+    was noticed, since looking more often would change the program.
+    """
+
+    kind: str
+    backend: str
+    codec: str | None
+    bytes: int | None
+    wire_bytes: int | None
+    fused: int
+    sequence: int
+    tag: str | None
+    group: str
+    t_issue: float = 0.0
+    t_done: float | None = None
+
+
+class Work(ABC):
+    """A started operation. Keeps its tensors alive until it is done.
+
+    Any thread may wait, one at a time. A wait drives the progress of everything in flight. After an error
+    every further `wait` raises the same error.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def wait(self, timeout: float | timedelta | None = None) -> None:
+        """Return once the result may be used.
+
+        On a CUDA stream the current stream is ordered after the operation and the host runs on; otherwise
+        the host waits. `timeout` is in seconds and bounds this wait only: when it expires `CommTimeout` is
+        raised and the operation goes on. The operation's own deadline (`dispatch: {timeout: …}`) is final.
+
+        Raises:
+            CommTimeout, OrderMismatch, BackendError: what went wrong with the operation.
+        """
+
+    @abstractmethod
+    def is_completed(self) -> bool:
+        """Whether the operation is done, well or badly. Does not wait, but drives progress."""
+
+    @abstractmethod
+    def exception(self) -> BaseException | None:
+        """What went wrong, or None (also while the operation is still running)."""
+
+    @abstractmethod
+    def then(self, function: Callable[[], None]) -> Work:
+        """Run `function` when the operation is done, before anyone sees it as done; returns self.
+
+        For stages: decoding, copying out. On a CUDA stream the function is run at once under the
+        operation's stream, so what it launches comes after the operation.
+        """
+
+    @property
+    @abstractmethod
+    def info(self) -> Info:
+        """What this operation was and which way it took."""
+
+    def source_rank(self) -> int | None:
+        """After a finished receive: the group rank the message came from. None for anything else."""
+        return None
+
+
+class IssuedWork(Work):
+    """The handle of one library call."""
+
+    __slots__ = (
+        "error",
+        "finish",
+        "is_done",
+        "message",
+        "operation",
+        "poll",
+        "sequence",
+        "source",
+        "t_done",
+        "t_issue",
+    )
+
+    def __init__(self, operation: Operation, message: Message, poll: Poll | None, sequence: int) -> None:
+        self.operation = operation
+        self.message = message
+        self.poll = poll
+        self.sequence = sequence
+        self.is_done = False
+        self.error: BaseException | None = None
+        self.finish: list[Callable[[], None]] | None = None
+
+    def wait(self, timeout: float | timedelta | None = None) -> None:  # noqa: D102
+        if not self.is_done:
+            operation = self.operation
+            poll = self.poll
+            if poll is not None and operation.inline:
+                try:
+                    for _ in operation.spins:
+                        if poll():
+                            self.complete()
+                            break
+                except Exception as error:
+                    operation.engine.fail(self, error)
+            if not self.is_done:
+                operation.engine.wait(self, timeout)
+        if self.error is not None:
+            raise self.error
+
+    def is_completed(self) -> bool:  # noqa: D102
+        if not self.is_done:
+            self.operation.engine.advance(self)
+        return self.is_done
+
+    def exception(self) -> BaseException | None:  # noqa: D102
+        return self.error
+
+    def source_rank(self) -> int | None:  # noqa: D102
+        return getattr(self, "source", None)
+
+    @property
+    def info(self) -> Info:  # noqa: D102
+        signature, message = self.operation.signature, self.message
+        return Info(
+            kind=signature.kind,
+            backend=self.operation.backend,
+            codec=message.codec,
+            bytes=signature.nbytes if message.origin is None else message.origin,
+            wire_bytes=signature.nbytes,
+            fused=message.fused,
+            sequence=self.sequence,
+            tag=signature.tag,
+            group=signature.group,
+            t_issue=getattr(self, "t_issue", 0.0),
+            t_done=getattr(self, "t_done", None),
+        )
+
+    def then(self, function: Callable[[], None]) -> Work:  # noqa: D102
+        if self.is_done:
+            if self.error is None:
+                function()
+        elif self.operation.on_stream and self.poll is not None:
+            self.poll.chain(function)  # type: ignore[attr-defined]  # stream polls have it
+        elif self.finish is None:
+            self.finish = [function]
+        else:
+            self.finish.append(function)
+        return self
+
+    def complete(self) -> None:
+        """Mark as done and run what was to follow. For the engine."""
+        if self.finish is not None:
+            try:
+                for function in self.finish:
+                    function()
+            except Exception as error:
+                self.error = error
+        self._settle()
+
+    def fail(self, error: BaseException) -> None:
+        """Mark as done with an error. For the engine."""
+        if isinstance(error, Exception) and not isinstance(error, McrError):
+            operation = self.operation
+            text = f"{operation.backend}: {operation.name(self.sequence)} failed: {error}"
+            named = BackendError(text)
+            named.__cause__ = error
+            error = named
+        self.error = error
+        self._settle()
+
+    def _settle(self) -> None:
+        operation = self.operation
+        self.is_done = True
+        if operation.engine.recorders:
+            self.t_done = perf_counter()
+            for record in operation.engine.recorders:
+                record(self)
+        if not operation.inline:  # the handle may outlive the op by far: let the tensors go
+            if operation.signature.kind == "recv":
+                self.source = getattr(self.poll, "source", self.message.peer)
+            message = self.message
+            message.inputs = message.outputs = ()
+            message.after = message.prepare = None
+        self.poll = self.finish = None
+
+
+class JointWork(Work):
+    """Several handles as one: what a stage or a coalesced call hands out for the ops it issued.
+
+    Done when all members are done. `kind`, `tag` and `nbytes` describe the operation the user asked for.
+    """
+
+    __slots__ = ("_finish", "codec", "kind", "members", "nbytes", "tag")
+
+    def __init__(
+        self,
+        members: Sequence[Work],
+        kind: str,
+        *,
+        nbytes: int | None = None,
+        tag: str | None = None,
+        codec: str | None = None,
+    ) -> None:
+        self.members = members
+        self.kind = kind
+        self.nbytes = nbytes
+        self.tag = tag
+        self.codec = codec
+        self._finish: list[Callable[[], None]] = []
+
+    def wait(self, timeout: float | timedelta | None = None) -> None:  # noqa: D102
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        deadline = None if seconds is None else perf_counter() + seconds
+        for member in self.members:
+            member.wait(None if deadline is None else max(0.0, deadline - perf_counter()))
+        self._settle()
+
+    def is_completed(self) -> bool:  # noqa: D102
+        if not all([member.is_completed() for member in self.members]):
+            return False
+        if self.exception() is None:
+            self._settle()
+        return True
+
+    def exception(self) -> BaseException | None:  # noqa: D102
+        return next((error for member in self.members if (error := member.exception()) is not None), None)
+
+    def then(self, function: Callable[[], None]) -> Work:  # noqa: D102
+        self._finish.append(function)
+        return self
+
+    def _settle(self) -> None:
+        finish, self._finish = self._finish, []
+        for function in finish:
+            function()
+
+    @property
+    def info(self) -> Info:  # noqa: D102
+        parts = [member.info for member in self.members]
+        wire = [part.wire_bytes for part in parts]
+        return Info(
+            kind=self.kind,
+            backend="+".join(dict.fromkeys(part.backend for part in parts)) or "local",
+            codec=self.codec or next((part.codec for part in parts if part.codec), None),
+            bytes=self.nbytes,
+            wire_bytes=None if None in wire else sum(size for size in wire if size is not None),
+            fused=sum(part.fused for part in parts) if self.kind.endswith("coalesced") else 1,
+            sequence=parts[-1].sequence if parts else 0,
+            tag=self.tag,
+            group=parts[-1].group if parts else "",
+            t_issue=min((part.t_issue for part in parts), default=0.0),
+            t_done=None if any(part.t_done is None for part in parts) else max(p.t_done or 0.0 for p in parts),
+        )

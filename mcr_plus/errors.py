@@ -1,0 +1,55 @@
+"""Every error mcr_plus raises.
+
+    McrError
+    ├── ConfigError        YAML, tables, algorithm files: always with file and place
+    ├── NotInitialized
+    ├── Unsupported        an op, dtype or option that a backend or codec cannot do
+    │   └── InvalidArgument   also a ValueError: an argument that no backend could take
+    ├── BackendError       the library failed: its own message, op, sequence, backend
+    │   └── BackendUnavailable
+    ├── CommTimeout        names op, sequence, group, backend, missing ranks
+    ├── OrderMismatch      ranks issued different ops: names both
+    └── LaunchError
+"""
+
+from __future__ import annotations
+
+
+class McrError(Exception):
+    """Base of all errors raised by mcr_plus."""
+
+
+class ConfigError(McrError):
+    """A configuration, table or algorithm file is wrong; the message begins with `file:line: path:`."""
+
+
+class NotInitialized(McrError):  # noqa: N818 - public name
+    """`init` has not been called, was called twice, or `finalize` has been called since."""
+
+
+class Unsupported(McrError):  # noqa: N818 - public name
+    """An argument, dtype, reduce op or option that cannot be done here; the message says what can."""
+
+
+class InvalidArgument(Unsupported, ValueError):  # noqa: N818 - public name
+    """An argument that makes no sense: a wrong shape, rank, split or type."""
+
+
+class BackendError(McrError):
+    """A communication library failed or a peer died."""
+
+
+class BackendUnavailable(BackendError):
+    """A backend was asked for that cannot run here; the message says how to get it."""
+
+
+class CommTimeout(McrError):  # noqa: N818 - public name
+    """An operation passed its deadline; the message names the ranks that have not arrived."""
+
+
+class OrderMismatch(McrError):  # noqa: N818 - public name
+    """Ranks of a group issued different operations under the same sequence number."""
+
+
+class LaunchError(McrError):
+    """A job could not be started, or a rank of it failed."""

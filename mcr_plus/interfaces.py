@@ -1,0 +1,163 @@
+"""The seams of the system: stage, backend, and what passes between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from mcr_plus.message import Group, Message, Signature
+
+if TYPE_CHECKING:
+    import torch.distributed
+
+    from mcr_plus.config import Config
+    from mcr_plus.dispatch.stage import GroupRuntime
+    from mcr_plus.dispatch.work import Work
+
+Issue = Callable[[Message], "Work"]
+"""Start an operation and return its handle; never waits for a peer."""
+
+Poll = Callable[[], bool]
+"""Whether a started operation is done; drives its library's progress; raises what went wrong."""
+
+Start = Callable[[Message], Poll]
+"""Hand an operation to a library; returns at once."""
+
+
+@dataclass(frozen=True)
+class Support:
+    """How a backend does an operation.
+
+    `native` is one call of the library; `emulated` says in `how` what it is made of; for `no`, `how` says
+    what is missing and what is supported instead.
+    """
+
+    level: Literal["native", "emulated", "no"]
+    how: str = ""
+
+    def __bool__(self) -> bool:
+        return self.level != "no"
+
+
+NATIVE = Support("native")
+
+
+@dataclass(frozen=True)
+class Availability:
+    """Whether a backend can run here; if not, why, and what to install or do."""
+
+    available: bool
+    version: str = ""
+    reason: str = ""
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class World:
+    """What backends and stages know about the job.
+
+    `store` is the job's own key-value store (a `torch.distributed.Store`), None for a single process and
+    while explaining. `hosts` has one entry per global rank.
+    """
+
+    rank: int
+    size: int
+    hosts: tuple[str, ...]
+    timeout: float
+    store: torch.distributed.Store | None = None
+
+    @property
+    def single_host(self) -> bool:
+        """Whether all ranks share a machine."""
+        return len(set(self.hosts)) <= 1
+
+
+class Channel(Protocol):
+    """One group of ranks inside one library. Its operations start in the same order on all ranks."""
+
+    def bind(self, signature: Signature) -> Start:
+        """Resolve everything about `signature`; raises `Unsupported` for what `supports` denies."""
+        ...
+
+    def close(self) -> None:
+        """Release the library's group. Called once, in the same order on all ranks, when nothing is in flight."""
+        ...
+
+
+class Backend(Protocol):
+    """One communication library in one job. Constructed with the `World`, on all ranks alike.
+
+    `on_stream`: operations run on a CUDA stream and polls are event queries. `spins`: how often a waiting
+    rank polls at full speed before it gives way. `progress` drives operations that need the host.
+    """
+
+    name: str
+    on_stream: bool
+    spins: int
+
+    def __init__(self, world: World) -> None: ...
+
+    @classmethod
+    def availability(cls) -> Availability:
+        """Looks at what is installed; does not initialise the library."""
+        ...
+
+    @classmethod
+    def supports(cls, signature: Signature) -> Support:
+        """A function of the signature alone, so equal on all ranks."""
+        ...
+
+    def open(self, group: Group) -> Channel:
+        """Create the library's group; collective over the group's ranks."""
+        ...
+
+    def progress(self) -> None:
+        """Let the library advance everything in flight."""
+        ...
+
+    def close(self, clean: bool) -> None:
+        """End the library. `clean` is False when operations may be stuck: then nothing may block."""
+        ...
+
+
+class Next(Protocol):
+    """The rest of the pipeline, as a stage sees it while binding."""
+
+    def __call__(self, signature: Signature) -> Issue:
+        """The bound rest of the pipeline for `signature`, which may differ from the stage's own."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Say what was decided and why; shown by `explain`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a stage is built with: configuration, the job, and one group.
+
+    `backends` are those of the job, in fallback order. `runtime` is for dispatch, None while explaining.
+    """
+
+    config: Config
+    world: World
+    group: Group
+    backends: Mapping[str, type[Backend]]
+    runtime: GroupRuntime | None = None
+
+
+class Stage(Protocol):
+    """A step of the pipeline, built once per group as `StageClass(options, context)`.
+
+    `bind` is called once per signature. A stage with nothing to do returns `next(signature)` and costs
+    nothing at run time. One that has something to do returns a callable closing over what it resolved; it
+    may bind `next` to other signatures and issue several operations. What it decides may depend on the
+    signature and the configuration alone.
+    """
+
+    def __init__(self, options: Any, context: Context) -> None: ...
+
+    def bind(self, signature: Signature, next: Next) -> Issue:  # noqa: A002 - the field's word for it
+        """Bind this stage to `signature`."""
+        ...

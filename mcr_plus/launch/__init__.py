@@ -1,0 +1,9 @@
+"""Starts ranks on one host: under MPI, or under torchrun's elastic agent."""
+
+from __future__ import annotations
+
+from mcr_plus.launch.flavour import MpiLauncher, mpi_flavour, mpi_usable
+from mcr_plus.launch.job import Outcome, Via, run_job
+from mcr_plus.launch.run import launch
+
+__all__ = ["MpiLauncher", "Outcome", "Via", "launch", "mpi_flavour", "mpi_usable", "run_job"]

@@ -1,0 +1,107 @@
+"""Starts ranks through torchrun's elastic agent: `python -m mcr_plus.launch.agent RANKS FOLDER COMMAND…`.
+
+A process of its own, so that `mcr-plus run` watches it the way it watches mpiexec. One host, no
+restarts. The store that ranks meet in listens on 127.0.0.1 only: torch's TCPStore binds every
+interface, whatever host it is given, unless it is handed a socket.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from datetime import timedelta
+from typing import cast
+
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+_HOST = "127.0.0.1"
+_STORE_TIMEOUT = timedelta(minutes=5)
+_MONITOR_INTERVAL_S = 0.05
+
+
+def loopback_store(timeout: timedelta = _STORE_TIMEOUT) -> TCPStore:
+    """A TCPStore server whose socket is bound to loopback, on a free port."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind((_HOST, 0))
+    listener.listen()
+    port = listener.getsockname()[1]
+    return TCPStore(
+        _HOST,
+        port,
+        None,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
+
+
+class LoopbackRendezvous(RendezvousHandler):
+    """A meeting of one agent with itself, around a store on loopback."""
+
+    def __init__(self) -> None:
+        """Open the store."""
+        self._store = loopback_store()
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Ranks connect to this store; rank 0 does not open one of its own."""
+        return True
+
+    def get_backend(self) -> str:
+        """Name shown in torch's logs."""
+        return "mcr-loopback"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """The only agent is rank 0 of 1."""
+        meeting = RendezvousStoreInfo(_HOST, self._store.port)
+        return RendezvousInfo(PrefixStore("mcr_plus.agent", self._store), 0, 1, meeting)
+
+    def is_closed(self) -> bool:
+        """Never: there is one meeting."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing to tell: nobody else could join."""
+
+    def num_nodes_waiting(self) -> int:
+        """Nobody else can come."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Name of the run: that of the job."""
+        return os.environ.get("MCR_JOB_ID", "mcr_plus")
+
+    def shutdown(self) -> bool:
+        """The store ends with the process."""
+        return True
+
+
+def main() -> int:
+    """Start the ranks and wait for them; 1 if one failed."""
+    ranks, folder, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=ranks,
+        rdzv_handler=LoopbackRendezvous(),
+        entrypoint=command[0],
+        args=tuple(command[1:]),
+        max_restarts=0,
+        monitor_interval=_MONITOR_INTERVAL_S,
+    )
+    agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=folder))
+    try:
+        result = cast("RunResult | None", agent.run())
+    except SignalException as stopped:
+        return 128 + stopped.sigval
+    return 1 if result is None or result.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""The command line and the environment under which ranks are started."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mcr_plus.launch.flavour import MpiLauncher
+from mcr_plus.launch.scratch import JOB_VARIABLE, Scratch
+
+_WRAPPER = Path(__file__).with_name("wrapper.py")
+_LOOPBACK_SETTINGS = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TP_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "UCX_TLS": "self,sm",  # MPICH: UCX's TCP transport listens even if nothing uses it
+    "FI_TCP_IFACE": "lo",
+    "I_MPI_FABRICS": "shm",
+}
+_LOOPBACK_ON_GPU = {"UCX_TLS": "self,sm,cuda"}
+# What tells a rank who it is: none of it may leak from a job around us into the job we start.
+_OF_ANOTHER_JOB = re.compile(
+    r"(RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE|NAME)|GROUP_WORLD_SIZE|MASTER_(ADDR|PORT)|MPI_LOCAL\w+)$"
+    r"|OMPI_COMM_|OMPI_UNIVERSE|PMIX_|PMI_|PMI2_|PRTE_(?!MCA_)|TORCHELASTIC_|HYDRA_|MCR_JOB|MCR_LAUNCHER"
+)
+
+
+def cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def mpi_command(launcher: MpiLauncher, command: Sequence[str], ranks: int) -> list[str]:
+    """What starts `ranks` ranks of `command` under MPI on this host."""
+    options = _openmpi_options(launcher, ranks) if launcher.flavour == "openmpi" else _hydra_options()
+    return [launcher.path, *options, "-n", str(ranks), *_wrapped(_abort_on_error(command))]
+
+
+def torch_command(scratch: Scratch, command: Sequence[str], ranks: int) -> list[str]:
+    """What starts `ranks` ranks of `command` under torchrun's elastic agent."""
+    agent = [sys.executable, "-m", "mcr_plus.launch.agent", str(ranks), str(scratch.root)]
+    return [*agent, *_wrapped(command)]
+
+
+def environment(
+    base: Mapping[str, str], scratch: Scratch, ranks: int, *, config: Path | None, terminal: str | None
+) -> dict[str, str]:
+    """The environment of a job: `base`, defaults it does not set, and the job's own settings."""
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, cores() // ranks)),
+        "PYTHONUNBUFFERED": "1",
+        **_LOOPBACK_SETTINGS,
+        **(_LOOPBACK_ON_GPU if Path("/dev/nvidiactl").exists() else {}),
+    }
+    inherited = {name: value for name, value in base.items() if not _OF_ANOTHER_JOB.match(name)}
+    return {**defaults, **inherited, **_job_settings(scratch, config, terminal)}
+
+
+def _job_settings(scratch: Scratch, config: Path | None, terminal: str | None) -> dict[str, str]:
+    settings = {JOB_VARIABLE: scratch.name, "MCR_LAUNCHER": "mcr-plus", "MCR_JOB_FOLDER": str(scratch.root)}
+    for base in ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base"):
+        settings[base] = str(scratch.root)
+    for part in ("btl_sm", "btl_vader", "osc_sm", "osc_rdma"):
+        settings[f"OMPI_MCA_{part}_backing_directory"] = str(scratch.shm)
+    if config is not None:
+        settings["MCR_CONFIG"] = str(config.resolve())
+    if terminal is not None:
+        settings["MCR_JOB_TERMINAL"] = terminal
+    return settings
+
+
+def _openmpi_options(launcher: MpiLauncher, ranks: int) -> list[str]:
+    shared_memory = "sm" if launcher.major >= 5 else "vader"
+    options = ["--oversubscribe", "--bind-to", "none"]
+    options += ["--mca", "pml", "ob1", "--mca", "btl", f"self,{shared_memory}"]
+    if ranks > cores():
+        options += ["--mca", "mpi_yield_when_idle", "1"]
+    if os.geteuid() == 0:
+        options.append("--allow-run-as-root")
+    return options
+
+
+def _hydra_options() -> list[str]:
+    return ["-launcher", "fork", "-iface", "lo", "-localhost", "127.0.0.1"]
+
+
+def dying_with(parent: int, command: Sequence[str]) -> list[str]:
+    """`command`, asked by the kernel to end (SIGTERM) when process `parent`, ours, dies of anything."""
+    return [*_wrapped(["--launcher", str(parent)]), *command]
+
+
+def _wrapped(command: Sequence[str]) -> list[str]:
+    return [sys.executable, "-I", "-S", str(_WRAPPER), *command]
+
+
+def _abort_on_error(command: Sequence[str]) -> list[str]:
+    """Run a Python program under mpi4py's own runner, if it can be.
+
+    Without it a rank that raises waits in MPI_Finalize for the others, and they wait for it.
+    """
+    words = list(command)
+    is_program = words[:1] == [sys.executable] and len(words) > 1
+    runs_something = is_program and (words[1] in ("-m", "-c") or not words[1].startswith("-"))
+    if runs_something and importlib.util.find_spec("mpi4py") is not None:
+        return [words[0], "-m", "mpi4py", *words[1:]]
+    return words

@@ -1,0 +1,79 @@
+"""Find the program that starts MPI ranks, and tell which MPI it belongs to."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+Flavour = Literal["openmpi", "hydra"]
+
+_NAMES = ("mpiexec", "mpirun")
+_VERSION_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class MpiLauncher:
+    """An `mpiexec` and what it is: Open MPI's, or Hydra (MPICH, Intel MPI and their kin)."""
+
+    path: str
+    flavour: Flavour
+    version: str
+
+    @property
+    def major(self) -> int:
+        """The first number of the version."""
+        return int(self.version.split(".")[0])
+
+
+def mpi_flavour() -> MpiLauncher | None:
+    """The MPI launcher that `mcr-plus run` would use; None when there is none it understands.
+
+    A wheel puts its launcher next to the interpreter, so that place is looked at before PATH:
+    mpi4py loads the library of the same wheel.
+    """
+    for path in _candidates():
+        if (launcher := _identify(path)) is not None:
+            return launcher
+    return None
+
+
+def mpi_usable() -> bool:
+    """Can ranks be started under MPI here: mpi4py is installed and a launcher is found."""
+    return importlib.util.find_spec("mpi4py") is not None and mpi_flavour() is not None
+
+
+def _candidates() -> list[str]:
+    beside = [str(Path(sys.executable).parent / name) for name in _NAMES]
+    on_path = [found for name in _NAMES if (found := shutil.which(name)) is not None]
+    return [path for path in dict.fromkeys([*beside, *on_path]) if Path(path).is_file()]
+
+
+@lru_cache(maxsize=16)
+def _identify(path: str) -> MpiLauncher | None:
+    try:
+        answer = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=_VERSION_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return parse_version(path, answer.stdout + answer.stderr)
+
+
+def parse_version(path: str, text: str) -> MpiLauncher | None:
+    """Read what `mpiexec --version` printed."""
+    flavour: Flavour
+    if "Open MPI" in text or "OpenRTE" in text:
+        flavour = "openmpi"
+    elif "HYDRA" in text or "Intel(R) MPI" in text:
+        flavour = "hydra"
+    else:
+        return None
+    version = re.search(r"\d+\.\d+(?:\.\d+)*", text)
+    return MpiLauncher(path, flavour, version.group() if version else "0")

@@ -1,0 +1,100 @@
+"""The job's key-value store: how ranks find each other, whatever started them."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from mcr_plus.config import LaunchEnvironment
+from mcr_plus.errors import BackendUnavailable, LaunchError
+from mcr_plus.launch.network import LOOPBACK, host_address
+
+
+def open_store(environment: LaunchEnvironment, attempt: int, timeout: float) -> dist.Store:
+    """Connect to the job's store, creating it on rank 0 if the launcher has none; collective.
+
+    A store of our own listens on loopback when all ranks share the host. `attempt` counts the calls of
+    `init` in this process, so that keys of an earlier one are never seen.
+
+    Raises:
+        LaunchError: the ranks cannot find each other, or have not done so within `timeout` seconds.
+    """
+    limit = timedelta(seconds=timeout)
+    try:
+        if environment.launcher in ("openmpi", "mpich") and environment.master_addr is None:
+            store = _through_mpi(environment, limit)
+        else:
+            store = _through_address(environment, limit)
+    except (dist.DistError, OSError, ValueError, RuntimeError) as error:
+        raise LaunchError(f"rank {environment.rank} found no store within {timeout:g} s: {error}") from error
+    return dist.PrefixStore(f"mcr_plus/{attempt}", store)
+
+
+def _through_address(environment: LaunchEnvironment, limit: timedelta) -> dist.Store:
+    address, port = environment.master_addr, environment.master_port
+    if address is None or port is None:
+        raise LaunchError(
+            f"the job was started by {environment.launcher} with {environment.world_size} ranks, but "
+            "MASTER_ADDR and MASTER_PORT are not set; set them, or start it with mcr-plus run, torchrun or mpirun"
+        )
+    is_server = environment.rank == 0 and not environment.agent_store
+    options: dict[str, Any] = {}
+    if is_server and address in (LOOPBACK, "localhost"):
+        listener = _listen(LOOPBACK, port)
+        options = {"master_listen_fd": listener.detach()}
+    # multi_tenant: the user's own init_process_group may use the same port in this process.
+    return dist.TCPStore(
+        address,
+        port,
+        environment.world_size,
+        is_server,
+        limit,
+        wait_for_workers=False,
+        multi_tenant=True,
+        **options,
+    )
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    """A listening socket bound to one address: TCPStore by itself binds all interfaces."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((address, port))
+    listener.listen(1024)
+    return listener
+
+
+def _through_mpi(environment: LaunchEnvironment, limit: timedelta) -> dist.Store:
+    """Started by mpirun without an address: MPI carries the address of a store on rank 0."""
+    from mcr_plus.backends.mpi import load_mpi
+
+    try:
+        mpi = load_mpi()
+    except BackendUnavailable as error:
+        raise LaunchError(
+            f"started by {environment.launcher}, but {error}; or set MASTER_ADDR and MASTER_PORT"
+        ) from error
+    comm = mpi.COMM_WORLD
+    if comm.size != environment.world_size:
+        raise LaunchError(
+            f"the launcher says {environment.world_size} ranks, MPI says {comm.size}: "
+            "mpirun and the MPI library that mpi4py loads do not belong together"
+        )
+    node = comm.Split_type(mpi.COMM_TYPE_SHARED)
+    address = LOOPBACK if node.size == comm.size else ""
+    node.Free()
+    place = bytearray(64)
+    listener = None
+    if comm.rank == 0:
+        listener = _listen(address or host_address(), 0)
+        host, port = listener.getsockname()
+        place[:] = f"{host}:{port}".encode().ljust(64)
+    comm.Bcast([place, mpi.BYTE], root=0)
+    host, _, number = place.decode().strip().partition(":")
+    options: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener.detach()}
+    return dist.TCPStore(
+        host, int(number), comm.size, comm.rank == 0, limit, wait_for_workers=False, **options
+    )

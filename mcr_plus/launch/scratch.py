@@ -1,0 +1,174 @@
+"""Folders of a job: owner-only, and gone when the job is, however it ended.
+
+A job has one folder in the temporary directory and one in shared memory, of the same name, which
+holds the launcher's pid. The launcher keeps a lock on the first for as long as it lives; the kernel
+drops the lock when the launcher dies, so the next launcher of this user can tell stale folders from
+folders in use, whatever killed their owner.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import signal
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+JOB_VARIABLE = "MCR_JOB_ID"
+
+_SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "mcr-job"
+# MPICH and UCX name their segments themselves and offer no setting for the place.
+_FOREIGN_SEGMENT = re.compile(r"mpich_shm_|mpich_shar_|ucx_shm_posix_|Intel_MPI_|fi_shm|shm-\w+-\w+$")
+_SETTLE_S = 0.05
+_KILL_DEADLINE_S = 5.0
+
+
+@dataclass(slots=True)
+class Scratch:
+    """The folders of one job; a context manager that removes them and whatever still runs in the job."""
+
+    root: Path
+    shm: Path
+    lock: int
+
+    @property
+    def name(self) -> str:
+        """The job's name: value of the variable that marks all its processes."""
+        return self.root.name
+
+    def __enter__(self) -> Scratch:
+        """Return the folders."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave nothing of the job behind."""
+        kill_job(self.name)
+        remove_orphaned_segments()
+        _remove(self.root, self.shm)
+        os.close(self.lock)
+
+
+def create() -> Scratch:
+    """Make the folders of a new job, after removing those of jobs whose launcher is dead."""
+    remove_stale()
+    base = Path(tempfile.gettempdir())
+    name = f"{_PREFIX}-{os.getuid()}-{os.getpid()}-{time.monotonic_ns():x}"
+    unlocked = base / f".{name}"
+    unlocked.mkdir(mode=0o700)
+    lock = os.open(unlocked, os.O_RDONLY | os.O_CLOEXEC)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    root = unlocked.rename(base / name)  # only now: a folder of this name without a lock is stale
+    shm = _shm_folder(name)
+    if shm != root:
+        shm.mkdir(mode=0o700)
+    return Scratch(root, shm, lock)
+
+
+def remove_stale() -> None:
+    """Remove folders and processes that dead launchers of this user have left."""
+    stale = [
+        _remove_if_stale(root) for root in Path(tempfile.gettempdir()).glob(f"{_PREFIX}-{os.getuid()}-*")
+    ]
+    if any(stale):
+        remove_orphaned_segments()
+
+
+def processes_of(job: str) -> list[int]:
+    """Live processes that carry the job's mark in their environment, this process left out."""
+    mark = f"{JOB_VARIABLE}={job}".encode()
+    return [pid for pid in _own_processes() if mark in _read(pid, "environ").split(b"\0")]
+
+
+def kill_job(job: str) -> None:
+    """SIGKILL every process of a job and wait until none is left."""
+    deadline = time.monotonic() + _KILL_DEADLINE_S
+    while (pids := processes_of(job)) and time.monotonic() < deadline:
+        for pid in pids:
+            _kill(pid)
+        time.sleep(0.01)
+
+
+def remove_orphaned_segments() -> None:
+    """Remove shared-memory files of MPICH and UCX that belong to this user and that nobody maps.
+
+    Looked at twice: a file just created by another job is mapped a moment later.
+    """
+    orphans = _orphaned_segments()
+    if orphans:
+        time.sleep(_SETTLE_S)
+        for path in orphans & _orphaned_segments():
+            path.unlink(missing_ok=True)
+
+
+def _shm_folder(name: str) -> Path:
+    """Where the job's shared memory goes; the temporary directory on a system without /dev/shm."""
+    return (_SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())) / name
+
+
+def _remove_if_stale(root: Path) -> bool:
+    """Remove the folders and processes of a job whose launcher's lock is free."""
+    try:
+        descriptor = os.open(root, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    else:
+        if os.fstat(descriptor).st_uid == os.getuid():
+            kill_job(root.name)
+            _remove(root, _shm_folder(root.name))
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def _remove(*folders: Path) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _orphaned_segments() -> set[Path]:
+    if not _SHARED_MEMORY.is_dir():
+        return set()
+    ours = {path for path in _SHARED_MEMORY.iterdir() if _FOREIGN_SEGMENT.match(path.name) and _is_ours(path)}
+    if not ours:
+        return set()
+    mapped = b"".join(_read(pid, "maps") for pid in _own_processes())
+    return {path for path in ours if os.fsencode(path) not in mapped}
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return path.lstat().st_uid == os.getuid()
+    except OSError:
+        return False
+
+
+def _own_processes() -> list[int]:
+    me = os.getpid()
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and int(entry) != me]
+
+
+def _read(pid: int, name: str) -> bytes:
+    """A file of /proc; empty for a process that is gone or somebody else's."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except OSError:
+        pass

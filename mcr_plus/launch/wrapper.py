@@ -1,0 +1,107 @@
+"""Stands between a launcher and one rank: `python wrapper.py COMMAND…`, started once per rank.
+
+It gives the rank its own channels to `mcr-plus run` (so output can be told apart under any MPI),
+reports how the rank ended, and makes sure that the rank dies when the launcher does. Standard
+library only: it is run by path, in an interpreter without site-packages, to cost milliseconds.
+
+`python wrapper.py --launcher PID COMMAND…` becomes the launcher itself (mpiexec), to be asked to end
+when process PID dies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from types import FrameType
+
+_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+_PR_SET_PDEATHSIG = 1
+_COMMAND_NOT_FOUND = 127
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def main() -> int:
+    """Run the command of this rank; end the way it ended."""
+    if sys.argv[1] == "--launcher":
+        _die_with(int(sys.argv[2]), signal.SIGTERM)
+        os.execvp(sys.argv[3], sys.argv[3:])
+    rank = next(int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ)
+    folder = os.environ["MCR_JOB_FOLDER"]
+    _die_with(os.getppid(), signal.SIGKILL)
+    status = os.open(f"{folder}/status", os.O_WRONLY | os.O_CLOEXEC)
+    _attach(folder, rank)
+    child = _spawn(sys.argv[1:])
+    _forward_signals(child)
+    _report(status, rank, child, None)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    _report(status, rank, child, code)
+    return _end_like(code)
+
+
+def _die_with(parent: int, number: int) -> None:
+    """Have the kernel send this process a signal when its parent dies."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _attach(folder: str, rank: int) -> None:
+    """Replace stdout and stderr by this rank's channels; rank 0 may have the terminal itself."""
+    terminal = os.environ.get("MCR_JOB_TERMINAL") if rank == 0 else None
+    for target, path in ((1, terminal or f"{folder}/out.{rank}"), (2, f"{folder}/err.{rank}")):
+        channel = os.open(path, os.O_WRONLY | os.O_NOCTTY)
+        os.dup2(channel, target)
+        os.close(channel)
+
+
+def _spawn(command: list[str]) -> int:
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        try:
+            _die_with(parent, signal.SIGKILL)
+            os.execvp(command[0], command)
+        except OSError as error:
+            print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+        os._exit(_COMMAND_NOT_FOUND)
+    return child
+
+
+def _forward_signals(child: int) -> None:
+    def forward(number: int, _frame: FrameType | None) -> None:
+        try:
+            os.kill(child, number)
+        except ProcessLookupError:
+            pass
+
+    for number in _FORWARDED:
+        signal.signal(number, forward)
+
+
+def _report(status: int, rank: int, pid: int, code: int | None) -> None:
+    """One line, shorter than a pipe's atomic write: ranks share the channel."""
+    line = json.dumps({"rank": rank, "pid": pid, "code": code, "time": time.monotonic()})
+    try:
+        os.write(status, line.encode() + b"\n")
+    except OSError:
+        pass  # the launcher is gone; this process is about to be
+
+
+def _end_like(code: int) -> int:
+    """Die of the signal that killed the rank, so that MPI's own launcher sees it too."""
+    if code >= 0:
+        return code
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the rank has left its core; this one tells nothing
+    if -code != signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+    return 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

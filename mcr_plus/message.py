@@ -1,0 +1,202 @@
+"""One communication operation as plain data: what to move, never how."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, get_args
+
+import torch
+
+from mcr_plus.errors import Unsupported
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from mcr_plus.dispatch.work import Work
+
+Kind = Literal[
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "all_gather_v",
+    "reduce_scatter",
+    "reduce_scatter_v",
+    "all_to_all",
+    "all_to_all_v",
+    "gather",
+    "gather_v",
+    "scatter",
+    "scatter_v",
+    "send",
+    "recv",
+    "barrier",
+]
+KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+ROOTED: Final = frozenset({"broadcast", "reduce", "gather", "gather_v", "scatter", "scatter_v"})
+VECTOR: Final = frozenset({"all_gather_v", "reduce_scatter_v", "all_to_all_v", "gather_v", "scatter_v"})
+REDUCING: Final = frozenset({"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v"})
+
+ReduceOp = Literal["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
+REDUCE_OPS: Final[tuple[ReduceOp, ...]] = get_args(ReduceOp)
+SUM: Final = "SUM"
+AVG: Final = "AVG"
+PRODUCT: Final = "PRODUCT"
+MIN: Final = "MIN"
+MAX: Final = "MAX"
+BAND: Final = "BAND"
+BOR: Final = "BOR"
+BXOR: Final = "BXOR"
+
+FLOATS: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+INTEGERS: Final = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+COMPLEX: Final = (torch.complex64, torch.complex128)
+DTYPES: Final = (*FLOATS, *INTEGERS, torch.bool, *COMPLEX)
+
+# On bool, arithmetic means logic: SUM and MAX are OR, PRODUCT and MIN are AND.
+REDUCIBLE: Final[Mapping[str, tuple[torch.dtype, ...]]] = {
+    "SUM": DTYPES,
+    "AVG": (*FLOATS, *COMPLEX),
+    "PRODUCT": DTYPES,
+    "MIN": (*FLOATS, *INTEGERS, torch.bool),
+    "MAX": (*FLOATS, *INTEGERS, torch.bool),
+    "BAND": (*INTEGERS, torch.bool),
+    "BOR": (*INTEGERS, torch.bool),
+    "BXOR": (*INTEGERS, torch.bool),
+}
+
+Codec = str | tuple[tuple[str, object], ...]
+"""A codec override: a name, or sorted (key, value) pairs of name and options."""
+
+
+def dtype_name(dtype: torch.dtype | None) -> str:
+    """`float32` for `torch.float32`; `none` for operations without data."""
+    return "none" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+class Signature(NamedTuple):
+    """Everything all ranks of a group share about an operation; the only thing a decision may read.
+
+    `shape` is the shape of the tensor each rank passes, without dim 0 for vector collectives, whose
+    sizes differ between ranks. `nbytes` is the payload in bytes by the convention of nccl-tests (the
+    larger of a rank's input and output), or None for vector collectives. `root` is a group rank.
+    """
+
+    kind: Kind
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    nbytes: int | None
+    group: str
+    ranks: int
+    device: str = "cpu"
+    reduce_op: ReduceOp | None = None
+    root: int | None = None
+    tag: str | None = None
+    backend: str | None = None
+    compress: Codec | Literal[False] | None = None
+    async_op: bool = False
+
+    def replace(self, **changes: object) -> Self:
+        """The same signature with some fields changed: how a stage describes the op it really issues."""
+        return self._replace(**changes)  # type: ignore[arg-type]
+
+    @property
+    def is_p2p(self) -> bool:
+        """Whether only two ranks take part."""
+        return self.kind in ("send", "recv")
+
+    def describe(self) -> str:
+        """One line for people and for the board: `all_reduce SUM float32[4] tag=mlp`."""
+        parts: list[str] = [self.kind]
+        if self.reduce_op:
+            parts.append(self.reduce_op)
+        if self.dtype is not None:
+            dims = ",".join(map(str, self.shape))
+            parts.append(f"{dtype_name(self.dtype)}[{'*,' * (self.kind in VECTOR)}{dims}]".replace(",]", "]"))
+        for name in ("root", "tag", "backend", "compress"):
+            value = getattr(self, name)
+            if value is not None:
+                parts.append(f"{name}={value}")
+        if self.device != "cpu":
+            parts.append(self.device)
+        if self.async_op:
+            parts.append("async")
+        return " ".join(parts)
+
+    def digest(self) -> int:
+        """48 bits that are equal on ranks with equal signatures (never Python's salted `hash`)."""
+        data = repr(tuple(self)).encode()
+        return int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "big")
+
+
+class Message:
+    """One operation on its way: the shared signature plus what only this rank knows.
+
+    Tensors are contiguous and flat sizes fit the signature; `outputs` are the inputs themselves when the
+    op works in place. They stay referenced until the op is done and must not be touched before that.
+
+    Attributes:
+        inputs, outputs: empty on ranks that pass none (non-root ranks of gather and scatter).
+        input_counts, output_counts: elements per rank, for vector collectives.
+        peer, match_tag: source or destination group rank (None: any source) and integer tag of send/recv.
+        after: the op starts only once this is done; the calling thread does not wait for it.
+        prepare: local work run just before the op starts, once `after` is done.
+        fused: how many members were packed into this op.
+        codec: name of the codec that encoded the payload, for records.
+        origin: bytes before encoding, for records; None when not encoded.
+    """
+
+    input_counts: tuple[int, ...] | None = None
+    output_counts: tuple[int, ...] | None = None
+    peer: int | None = None
+    match_tag: int = 0
+    after: Work | None = None
+    prepare: Callable[[], None] | None = None
+    fused: int = 1
+    codec: str | None = None
+    origin: int | None = None
+
+    # Defaults live on the class: building a message with none of them is on every operation's path.
+    def __init__(
+        self,
+        signature: Signature,
+        inputs: tuple[torch.Tensor, ...] = (),
+        outputs: tuple[torch.Tensor, ...] = (),
+        **rest: object,
+    ) -> None:
+        self.signature = signature
+        self.inputs = inputs
+        self.outputs = outputs
+        if rest:
+            self.__dict__.update(rest)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A set of ranks: global ranks in group order, and which of them this process is."""
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    @cached_property
+    def local(self) -> dict[int, int]:
+        """Global rank → group rank."""
+        return {rank: index for index, rank in enumerate(self.ranks)}
+
+
+def check_reducible(op: ReduceOp, dtype: torch.dtype) -> None:
+    """Raise `Unsupported` unless `op` has a meaning on `dtype`."""
+    known = REDUCIBLE[op]
+    if dtype not in known:
+        raise Unsupported(
+            f"reduce op {op} on {dtype_name(dtype)}; {op} is defined on {', '.join(map(dtype_name, known))}"
+        )

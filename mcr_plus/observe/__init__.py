@@ -1,0 +1,1 @@
+"""What operations did, without changing the program."""

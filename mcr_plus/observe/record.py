@@ -1,0 +1,174 @@
+"""What the operations of a stretch of program did, without any synchronisation of its own."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from mcr_plus.dispatch.engine import Engine
+    from mcr_plus.dispatch.work import IssuedWork
+
+# Bus bandwidth over algorithm bandwidth for n ranks (nccl-tests, doc/PERFORMANCE.md).
+_BUS: Final = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "gather": lambda n: (n - 1) / n,
+    "scatter": lambda n: (n - 1) / n,
+}
+
+
+def bus_factor(kind: str, ranks: int) -> float:
+    """busbw / algbw of a kind of operation on `ranks` ranks; 1 for kinds without a formula."""
+    factor = _BUS.get(kind)
+    return factor(ranks) if factor else 1.0
+
+
+@dataclass(frozen=True)
+class Record:
+    """One operation. Times are `time.perf_counter()` seconds.
+
+    `t_done` is when completion was noticed: at the wait, or earlier if something else drove progress. For
+    operations on a CUDA stream that is when the host next looked. `bytes` is None where sizes differ
+    between ranks.
+    """
+
+    sequence: int
+    kind: str
+    tag: str | None
+    group: str
+    backend: str
+    codec: str | None
+    bytes: int | None
+    wire_bytes: int | None
+    fused: int
+    t_issue: float
+    t_done: float
+    ranks: int
+    error: str | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a summary; `size_class` is the power of two that the operations' bytes do not exceed."""
+
+    kind: str
+    backend: str
+    size_class: int | None
+    count: int
+    bytes: int
+    p50_us: float
+    p95_us: float
+    algbw_GBps: float  # noqa: N815 - the field's unit
+    busbw_GBps: float  # noqa: N815
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+
+def size_class(nbytes: int | None) -> int | None:
+    """The smallest power of two that is at least `nbytes`; None for unknown sizes, 0 for none."""
+    return None if nbytes is None else 0 if nbytes == 0 else 1 << (nbytes - 1).bit_length()
+
+
+class Log:
+    """Records in the order in which the operations were seen to end."""
+
+    def __init__(self, rank: int) -> None:
+        self.records: list[Record] = []
+        self._rank = rank
+
+    def add(self, work: IssuedWork) -> None:
+        """Note a finished operation. For the engine."""
+        info = work.info
+        issued = info.t_issue
+        if not issued:
+            return  # issued before recording began
+        self.records.append(
+            Record(
+                sequence=info.sequence,
+                kind=info.kind,
+                tag=info.tag,
+                group=info.group,
+                backend=info.backend,
+                codec=info.codec,
+                bytes=info.bytes,
+                wire_bytes=info.wire_bytes,
+                fused=info.fused,
+                t_issue=issued,
+                t_done=info.t_done or issued,
+                ranks=work.operation.signature.ranks,
+                error=None if work.error is None else str(work.error),
+            )
+        )
+
+    def summary(self) -> list[Row]:
+        """One row per kind, backend and size class, sorted; failed operations are left out.
+
+        Bandwidths are bytes over the summed time of the row, busbw by the formulas of nccl-tests.
+        """
+        groups: dict[tuple[str, str, int, int], list[Record]] = defaultdict(list)
+        for record in self.records:
+            if record.error is None:
+                size = size_class(record.bytes)
+                groups[record.kind, record.backend, -1 if size is None else size, record.ranks].append(record)
+        return [_row(key, records) for key, records in sorted(groups.items())]
+
+    def save(self, path: str | Path) -> None:
+        """Write a trace that Perfetto and chrome://tracing read: one row per group and backend."""
+        lanes = sorted({(record.group, record.backend) for record in self.records})
+        events: list[dict[str, Any]] = [
+            {"ph": "M", "name": "process_name", "pid": self._rank, "tid": 0, "args": {"name": f"rank {self._rank}"}}
+        ]
+        for index, (group, backend) in enumerate(lanes):
+            name = {"name": f"{group} {backend}"}
+            events.append({"ph": "M", "name": "thread_name", "pid": self._rank, "tid": index, "args": name})
+        for record in self.records:
+            events.extend(_events(record, self._rank, lanes.index((record.group, record.backend))))
+        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def _events(record: Record, pid: int, tid: int) -> Iterator[dict[str, Any]]:
+    # Asynchronous events ("b"/"e"): operations of one row overlap.
+    common = {"cat": "communication", "id": f"{record.group}#{record.sequence}@{record.t_issue}", "pid": pid}
+    name = record.kind if record.tag is None else f"{record.kind} {record.tag}"
+    yield {**common, "ph": "b", "name": name, "tid": tid, "ts": record.t_issue * 1e6, "args": asdict(record)}
+    yield {**common, "ph": "e", "name": name, "tid": tid, "ts": record.t_done * 1e6}
+
+
+def _row(key: tuple[str, str, int, int], records: Sequence[Record]) -> Row:
+    kind, backend, size, ranks = key
+    seconds = np.array([record.t_done - record.t_issue for record in records])
+    total = sum(record.bytes or 0 for record in records)
+    algbw = total / max(float(seconds.sum()), 1e-12) / 1e9
+    return Row(
+        kind=kind,
+        backend=backend,
+        size_class=None if size < 0 else size,
+        count=len(records),
+        bytes=total,
+        p50_us=float(np.percentile(seconds, 50)) * 1e6,
+        p95_us=float(np.percentile(seconds, 95)) * 1e6,
+        algbw_GBps=algbw,
+        busbw_GBps=algbw * bus_factor(kind, ranks),
+    )
+
+
+@contextmanager
+def recording(engine: Engine, rank: int) -> Iterator[Log]:
+    """Record every operation that is issued inside the block and seen to end inside it. Blocks may nest."""
+    log = Log(rank)
+    engine.recorders = (*engine.recorders, log.add)
+    try:
+        yield log
+    finally:
+        engine.recorders = tuple(recorder for recorder in engine.recorders if recorder != log.add)

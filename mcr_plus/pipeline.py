@@ -1,0 +1,94 @@
+"""The pipeline: stages bound to a signature, once, from the first to the last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+from mcr_plus import registry
+from mcr_plus.errors import ConfigError
+from mcr_plus.interfaces import Context, Issue, Stage
+from mcr_plus.message import Signature, dtype_name
+
+if TYPE_CHECKING:
+    from mcr_plus.config import Rule
+
+
+@dataclass(frozen=True)
+class Note:
+    """What one stage decided about one signature; `place` is the rule's `file:line`, if a rule applied."""
+
+    stage: str
+    signature: Signature
+    text: str
+    place: str | None = None
+
+
+@dataclass
+class Bound:
+    """A bound chain and how it came about."""
+
+    issue: Issue
+    notes: list[Note] = field(default_factory=list)
+
+
+class Pipeline:
+    """The stages of one group. Rules give a stage other options; each variant is built when first needed."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._names = [spec.name for spec in context.config.pipeline]
+        self._stages: dict[tuple[str, str | None], Stage] = {}
+
+    def bind(self, signature: Signature) -> Bound:
+        """Bind all stages to `signature`. Raises `Unsupported` if no way through exists."""
+        bound = Bound(_unbound)
+        bound.issue = self._bind_from(0, signature, bound.notes)
+        return bound
+
+    def _bind_from(self, index: int, signature: Signature, notes: list[Note]) -> Issue:
+        if index == len(self._names):
+            raise ConfigError(f"pipeline: stage '{self._names[-1]}' is last but passes operations on")
+        rule = self._rule(signature)
+        if rule is not None and rule.backend is not None and signature.backend is None:
+            signature = signature.replace(backend=rule.backend)
+        name = self._names[index]
+        place = rule.place if rule is not None else None
+        following = _Next(
+            lambda changed: self._bind_from(index + 1, changed, notes),
+            lambda text: notes.append(Note(name, signature, text, place)),
+        )
+        return self._stage(name, rule).bind(signature, following)
+
+    def _rule(self, signature: Signature) -> Rule | None:
+        return self._context.config.rule_for(
+            signature.kind, signature.nbytes, dtype_name(signature.dtype), signature.tag, ranks=signature.ranks
+        )
+
+    def _stage(self, name: str, rule: Rule | None) -> Stage:
+        overridden = rule is not None and rule.options(name) is not None
+        key = (name, rule.place if overridden and rule is not None else None)
+        stage = self._stages.get(key)
+        if stage is None:
+            factory = cast("Callable[[Any, Context], Stage]", registry.get("stages", name))
+            options = self._context.config.options(name, rule)
+            stage = self._stages[key] = factory(options, self._context)
+        return stage
+
+
+class _Next:
+    """See `interfaces.Next`."""
+
+    __slots__ = ("_bind", "note")
+
+    def __init__(self, bind: Callable[[Signature], Issue], note: Callable[[str], None]) -> None:
+        self._bind = bind
+        self.note = note
+
+    def __call__(self, signature: Signature) -> Issue:
+        return self._bind(signature)
+
+
+def _unbound(message: Any) -> Any:
+    raise ConfigError(f"operation {message.signature.describe()} was issued while it was being bound")

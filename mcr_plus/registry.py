@@ -1,0 +1,128 @@
+"""Stages, codecs and backends by name: one visible dict per kind, plus entry points for outsiders.
+
+An outside package adds to a kind through the entry point group of that kind:
+
+    [project.entry-points."mcr_plus.codecs"]
+    topk = "my_package.topk:topk"
+
+Our own things are named as `module:attr` and imported when they are first asked for, so that looking
+up one backend never imports the library of another.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Iterable
+
+from mcr_plus.errors import Unsupported
+
+STAGES: dict[str, object] = {
+    "compress": "mcr_plus.compression.stage:CompressStage",
+    "select": "mcr_plus.selection.stage:SelectStage",
+    "dispatch": "mcr_plus.dispatch.stage:DispatchStage",
+}
+CODECS: dict[str, object] = {
+    "bf16": "mcr_plus.compression.cast:bf16",
+    "fp16": "mcr_plus.compression.cast:fp16",
+}
+BACKENDS: dict[str, object] = {
+    "local": "mcr_plus.backends.local:LocalBackend",
+    "gloo": "mcr_plus.backends.gloo:GlooBackend",
+    "mpi": "mcr_plus.backends.mpi:MpiBackend",
+    "nccl": "mcr_plus.backends.nccl:NcclBackend",
+}
+REGISTRIES: dict[str, dict[str, object]] = {"stages": STAGES, "codecs": CODECS, "backends": BACKENDS}
+
+_found: dict[str, dict[str, importlib.metadata.EntryPoint]] = {}  # read once per kind; see refresh()
+
+
+def names(kind: str) -> tuple[str, ...]:
+    """Return every known name of a kind ("stages", "codecs" or "backends"), sorted; imports none of them."""
+    return tuple(sorted({*_registry(kind), *_entry_points(kind)}))
+
+
+def get(kind: str, name: str) -> object:
+    """Return what is registered under `name`, importing it if it has not been asked for before.
+
+    Raises `Unsupported` naming the known names when there is no such name, and naming the entry point
+    or the module when it cannot be imported.
+    """
+    registry = _registry(kind)
+    if name in registry:
+        entry = registry[name]
+        return _import(kind, name, entry) if isinstance(entry, str) else entry
+    found = _entry_points(kind)
+    if name not in found:
+        raise Unsupported(f"unknown {kind[:-1]} {name!r}; known: {', '.join(names(kind))}")
+    return _load(found[name])
+
+
+def register(kind: str, name: str, obj: object) -> None:
+    """Add `obj` to a kind under `name`; `obj` may be a `module:attr` text, imported when it is asked for.
+
+    Registering the same object again does nothing; another object under a taken name is `Unsupported`.
+    """
+    registry = _registry(kind)
+    taken = registry.get(name, _entry_points(kind).get(name))
+    if taken is None:
+        registry[name] = obj
+    elif not (isinstance(taken, str) and taken == obj) and get(kind, name) is not obj:
+        raise Unsupported(f"the {kind[:-1]} name {name!r} is taken by {taken!r}; choose another for {obj!r}")
+
+
+def refresh() -> None:
+    """Forget the entry points, so that the next look-up reads them again from the installed packages."""
+    _found.clear()
+
+
+def _registry(kind: str) -> dict[str, object]:
+    if kind not in REGISTRIES:
+        raise Unsupported(f"unknown registry {kind!r}; known: {', '.join(REGISTRIES)}")
+    return REGISTRIES[kind]
+
+
+def _entry_points(kind: str) -> dict[str, importlib.metadata.EntryPoint]:
+    if kind not in _found:
+        group = f"mcr_plus.{kind}"
+        _found[kind] = _by_name(kind, importlib.metadata.entry_points(group=group))
+    return _found[kind]
+
+
+def _by_name(
+    kind: str, points: Iterable[importlib.metadata.EntryPoint]
+) -> dict[str, importlib.metadata.EntryPoint]:
+    """Index entry points by name; two different things under one name are refused, never chosen between."""
+    found: dict[str, importlib.metadata.EntryPoint] = {}
+    for point in points:
+        first = found.setdefault(point.name, point)
+        if first.value != point.value:
+            raise Unsupported(f"{_describe(point)} and {_describe(first)} have the same name; uninstall one")
+        taken = REGISTRIES[kind].get(point.name)
+        if taken is not None:
+            raise Unsupported(f"{_describe(point)} has a name that {taken!r} has taken; uninstall it")
+    return found
+
+
+def _load(point: importlib.metadata.EntryPoint) -> object:
+    try:
+        loaded: object = point.load()
+    except Exception as error:
+        # No chained traceback: it would lead the reader through importlib, away from the package at fault.
+        raise Unsupported(f"{_describe(point)} cannot be loaded: {type(error).__name__}: {error}") from None
+    return loaded
+
+
+def _import(kind: str, name: str, reference: str) -> object:
+    module, _, attribute = reference.partition(":")
+    try:
+        loaded: object = getattr(importlib.import_module(module), attribute)
+    except Exception as error:
+        what = f"{kind[:-1]} {name!r} ({reference}) cannot be loaded"
+        raise Unsupported(f"{what}: {type(error).__name__}: {error}") from error
+    return loaded
+
+
+def _describe(point: importlib.metadata.EntryPoint) -> str:
+    package = f" of {point.dist.name} {point.dist.version}" if point.dist is not None else ""
+    return f"entry point '{point.name} = {point.value}' in group {point.group}{package}"

@@ -1,0 +1,1 @@
+"""Which library an operation goes to."""

@@ -1,0 +1,107 @@
+"""Programs that tests start on ranks: `python programs.py NAME ARGS…`. Each says `up` when it is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+class Peers:
+    """The other ranks: through mpi4py under an MPI launcher, else through torch.distributed's gloo."""
+
+    def __init__(self) -> None:
+        self._torch = "TORCHELASTIC_RUN_ID" in os.environ
+        if self._torch:
+            import torch.distributed as dist
+
+            dist.init_process_group("gloo")
+            self.rank = dist.get_rank()
+        else:
+            from mpi4py import MPI
+
+            self.rank = MPI.COMM_WORLD.rank
+
+    def barrier(self) -> None:
+        """Wait for the others."""
+        if self._torch:
+            import torch.distributed as dist
+
+            dist.barrier()
+        else:
+            from mpi4py import MPI
+
+            MPI.COMM_WORLD.Barrier()
+
+
+def _meet() -> Peers:
+    peers = Peers()
+    peers.barrier()
+    print(f"up rank={peers.rank} pid={os.getpid()}", flush=True)
+    peers.barrier()
+    return peers
+
+
+def finish() -> None:
+    """Work, and end well."""
+    _meet()
+
+
+def sleep() -> None:
+    """Never end by itself."""
+    _meet()
+    time.sleep(600)
+
+
+def stubborn() -> None:
+    """Never end by itself, nor when asked to."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sleep()
+
+
+def fail(how: str) -> None:
+    """Rank 1 fails in some way while the others wait for it."""
+    peers = _meet()
+    if peers.rank == 1:
+        _FAILURES[how]()
+    peers.barrier()
+
+
+def lines(count: str) -> None:
+    """Print many numbered lines at once."""
+    for number in range(int(count)):
+        print(f"line {number} " + "x" * 200)
+        print(f"error {number} " + "y" * 200, file=sys.stderr)
+
+
+def environment(*names: str) -> None:
+    """Print variables."""
+    for name in names:
+        print(f"{name}={os.environ.get(name, '')}", flush=True)
+
+
+def arguments(*words: str) -> None:
+    """Print the arguments."""
+    print(words, flush=True)
+
+
+def _raise() -> None:
+    raise ValueError("the reason it failed")
+
+
+_FAILURES: dict[str, Callable[[], Any]] = {
+    "raise": _raise,
+    "exit": lambda: sys.exit(7),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "abort": os.abort,
+}
+_PROGRAMS: dict[str, Callable[..., None]] = {
+    "finish": finish, "sleep": sleep, "stubborn": stubborn, "fail": fail, "lines": lines,
+    "environment": environment, "arguments": arguments,
+}  # fmt: skip
+
+if __name__ == "__main__":
+    _PROGRAMS[sys.argv[1]](*sys.argv[2:])

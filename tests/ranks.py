@@ -1,0 +1,208 @@
+"""Runs a function on several ranks in processes of their own, and collects what each rank made of it.
+
+    def double(x: int) -> int: ...            # at the top level of a test module
+    results = run_ranks(double, 2, args=[21])
+    assert [result.value for result in results] == [42, 42]
+
+Arguments and return values travel as JSON. Each launch costs an import of torch per rank (about two
+seconds on two cores), so let one launch do many checks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Via = Literal["mpi", "torch"]
+
+_POLL_S = 0.02
+_GRACE_S = 10.0
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What one rank did."""
+
+    rank: int
+    returncode: int | None  # minus the signal that killed it; None: it had not ended in time
+    stdout: str
+    stderr: str
+    value: Any  # what the function returned; None if it did not return
+
+
+class RanksFailed(AssertionError):  # noqa: N818 - what failed is the test
+    """A rank failed or did not end; the message holds the end of every rank's stderr."""
+
+    def __init__(self, what: str, results: list[RankResult]) -> None:
+        endings = [f"--- rank {r.rank}: returncode {r.returncode}\n{r.stderr[-3000:]}" for r in results]
+        super().__init__("\n".join([what, *endings]))
+        self.results = results
+
+
+def run_ranks(
+    target: str | Callable[..., Any],
+    ranks: int,
+    *,
+    args: Sequence[Any] = (),
+    via: Via = "mpi",
+    env: Mapping[str, str] | None = None,
+    timeout: float = 60,
+    check: bool = True,
+) -> list[RankResult]:
+    """Call `target` (a top-level function, or "module:name") on each rank; one result per rank, in order.
+
+    `via="mpi"` starts ranks as `mcr-plus run` does: when one dies, the rest are ended. `via="torch"`
+    gives them torchrun's environment and a store on loopback, but no agent: when one dies, the others
+    go on until they end by themselves, `timeout` passes, or ten seconds after the last rank that
+    failed. `env` adds to the environment. With `check`, a rank that fails raises `RanksFailed`;
+    running out of time always does. No process of the job is left when this returns or raises.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="mcr-test-"))
+    try:
+        command = _prepare(folder, target, args)
+        start = _run_mpi if via == "mpi" else _run_torch
+        codes, late = start(command, ranks, folder, {**os.environ, **(env or {})}, timeout)
+        results = [_result(folder, rank, codes[rank]) for rank in range(ranks)]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if late:
+        raise RanksFailed(f"not done within {timeout} s", results)
+    if check and any(result.returncode != 0 for result in results):
+        raise RanksFailed("a rank failed", results)
+    return results
+
+
+def _prepare(folder: Path, target: str | Callable[..., Any], args: Sequence[Any]) -> list[str]:
+    """Write down the call; return the command that makes it."""
+    if not isinstance(target, str):
+        target = f"{target.__module__}:{target.__qualname__}"
+    (folder / "call.json").write_text(json.dumps({"target": target, "args": list(args)}))
+    return [sys.executable, __file__, str(folder)]
+
+
+def _result(folder: Path, rank: int, code: int | None) -> RankResult:
+    value = folder / f"value.{rank}"
+    return RankResult(
+        rank,
+        code,
+        _text(folder / f"out.{rank}"),
+        _text(folder / f"err.{rank}"),
+        json.loads(value.read_text()) if value.exists() else None,
+    )
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+Codes = list["int | None"]
+
+
+def _run_mpi(
+    command: list[str], ranks: int, folder: Path, env: dict[str, str], timeout: float
+) -> tuple[Codes, bool]:
+    from mcr_plus.launch import run_job
+
+    def keep(rank: int, stream: str, line: bytes) -> None:
+        with (folder / f"{stream}.{rank}").open("ab") as file:
+            file.write(line)
+
+    outcome = run_job(command, ranks, via="mpi", sink=keep, env=env, timeout=timeout)
+    for line in outcome.log if not outcome.worked else ():
+        keep(0, "err", f"mpiexec: {line}\n".encode())
+    return [state.end for state in outcome.states], outcome.timed_out
+
+
+def _run_torch(
+    command: list[str], ranks: int, folder: Path, env: dict[str, str], timeout: float
+) -> tuple[Codes, bool]:
+    from mcr_plus.launch.agent import loopback_store
+
+    store = loopback_store()
+    settings = env | _torch_settings(ranks, store.port)
+    processes = [_start_rank(command, rank, folder, settings) for rank in range(ranks)]
+    try:
+        late = _wait(processes, timeout)
+        return [process.poll() for process in processes], late
+    finally:
+        for process in processes:
+            _kill_group(process)
+
+
+def _torch_settings(ranks: int, port: int) -> dict[str, str]:
+    return {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _start_rank(
+    command: list[str], rank: int, folder: Path, settings: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    with (folder / f"out.{rank}").open("wb") as out, (folder / f"err.{rank}").open("wb") as err:
+        return subprocess.Popen(
+            command,
+            env=settings | own,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> bool:
+    """Wait for all; True if time ran out. After a failure the others have a grace time, no more."""
+    deadline = time.monotonic() + timeout
+    failed = 0
+    while any(process.poll() is None for process in processes):
+        if time.monotonic() > deadline:
+            return True
+        failures = sum(process.poll() not in (None, 0) for process in processes)
+        if failures > failed:
+            failed, deadline = failures, min(deadline, time.monotonic() + _GRACE_S)
+        time.sleep(_POLL_S)
+    return False
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def _own_rank() -> int:
+    names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+    return next(int(os.environ[name]) for name in names if name in os.environ)
+
+
+def _main(folder: Path) -> None:
+    """Be one rank: make the call, keep its value."""
+    call = json.loads((folder / "call.json").read_text())
+    module, _, name = call["target"].partition(":")
+    value = getattr(importlib.import_module(module), name)(*call["args"])
+    written = folder / f".value.{_own_rank()}"
+    written.write_text(json.dumps(value))
+    written.rename(folder / f"value.{_own_rank()}")
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))

@@ -1,0 +1,235 @@
+"""The `mcr-plus` command: exit status, one JSON document, errors as one line."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from mcr_plus.cli.main import main
+from mcr_plus.cli.output import plain_lines
+from mcr_plus.cli.run import ViaChoice, choose_via, program
+
+PROGRAMS = str(Path(__file__).with_name("programs.py"))
+GOOD = """\
+version: 1
+backends: [gloo]
+pipeline:
+  - select: {}
+  - dispatch: {timeout: 30s}
+"""
+
+
+class Answer(NamedTuple):
+    """What a command left behind."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def mcr_plus(*words: str) -> Answer:
+    """Run the command in this process: torch is imported once."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["mcr-plus", *words])
+        try:
+            main()
+            code = 0
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else 0
+    return Answer(code, out.getvalue(), err.getvalue())
+
+
+def mcr_plus_process(*words: str, cwd: Path | None = None) -> Answer:
+    """Run the command as users do."""
+    command = [sys.executable, "-m", "mcr_plus.cli.main", *words]
+    answer = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, cwd=cwd, stdin=subprocess.DEVNULL
+    )
+    return Answer(answer.returncode, answer.stdout, answer.stderr)
+
+
+def json_of(*words: str) -> Any:
+    answer = mcr_plus(*words)
+    assert answer.returncode == 0, answer.stderr
+    return json.loads(answer.stdout)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(GOOD)
+    return path
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    path = tmp_path / "broken.yaml"
+    path.write_text(GOOD + "speed: high\n")
+    return path
+
+
+def test_doctor_names_every_backend_and_says_how_to_get_the_missing() -> None:
+    document = json_of("doctor", "--json")
+    backends = {status["name"]: status for status in document["backends"]}
+    assert {"gloo", "mpi", "nccl", "local"} <= backends.keys()
+    assert backends["gloo"]["available"]
+    assert all(s["reason"] and s["remedy"] for s in backends.values() if not s["available"])
+    assert "operations" not in document
+
+
+def test_doctor_ops_covers_kind_times_backend() -> None:
+    document = json_of("doctor", "--json", "--ops")
+    rows = document["operations"]
+    kinds, backends = {row["kind"] for row in rows}, {row["backend"] for row in rows}
+    assert len(rows) == len(kinds) * len(backends)
+    assert "all_reduce" in kinds
+    assert {row["support"] for row in rows} <= {"native", "emulated", "no"}
+    assert all(row["how"] for row in rows if row["support"] != "native")
+
+
+def test_doctor_is_plain_text_in_a_pipe() -> None:
+    answer = mcr_plus_process("doctor", "--ops")
+    assert answer.returncode == 0, answer.stderr
+    assert "gloo" in answer.stdout
+    assert "│" not in answer.stdout
+    assert "\x1b" not in answer.stdout
+
+
+def test_validate_prints_a_pipeline_that_validates(config: Path, tmp_path: Path) -> None:
+    answer = mcr_plus("validate", str(config))
+    assert answer.returncode == 0, answer.stderr
+    again = tmp_path / "again.yaml"
+    again.write_text(answer.stdout)
+    assert mcr_plus("validate", str(again)).stdout == answer.stdout
+
+
+@pytest.mark.parametrize(
+    ("before", "behind"), [(["validate"], []), (["run", "-n", "1", "--config"], [PROGRAMS, "arguments"])]
+)
+def test_bad_configuration_is_one_line_and_status_2(
+    before: list[str], behind: list[str], broken: Path
+) -> None:
+    answer = mcr_plus(*before, str(broken), *behind)
+    assert answer.returncode == 2
+    assert answer.stdout == ""
+    assert answer.stderr.splitlines() == [answer.stderr.strip()]
+    assert f"{broken}:6: speed: unknown key" in answer.stderr
+
+
+def test_missing_configuration_is_status_2(tmp_path: Path) -> None:
+    answer = mcr_plus("validate", str(tmp_path / "none.yaml"))
+    assert answer.returncode == 2
+    assert "none.yaml" in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["nonsense"],
+        ["run"],
+        ["run", "x.py"],
+        ["run", "-n", "0", PROGRAMS],
+        ["run", "-n", "two", PROGRAMS],
+        ["run", "-n", "2", "no_such_script.py"],
+        ["run", "-n", "2", "--via", "pigeon", PROGRAMS],
+        ["validate"],
+        ["explain", "all_reduce"],
+        ["explain", "all_redcue", "8"],
+        ["explain", "all_reduce", "8 parsecs"],
+        ["explain", "all_reduce", "8", "--dtype", "float33"],
+        ["explain", "all_reduce", "8", "--ranks", "0"],
+        ["doctor", "--nonsense"],
+    ],
+    ids=" ".join,
+)
+def test_bad_usage_is_status_2(words: list[str]) -> None:
+    answer = mcr_plus(*words)
+    assert answer.returncode == 2
+    assert "Traceback" not in answer.stderr
+
+
+def test_explain_json_is_one_document() -> None:
+    document = json_of("explain", "all_reduce", "64KiB", "--ranks", "2", "--json")
+    assert isinstance(document, dict)
+
+
+def test_explain_obeys_the_configuration(config: Path) -> None:
+    document = json_of("explain", "all_reduce", "64KiB", "--config", str(config), "--json")
+    assert "gloo" in json.dumps(document)
+
+
+def test_explain_reads_for_people() -> None:
+    answer = mcr_plus("explain", "all_reduce", "64KiB")
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout
+
+
+def test_run_gives_the_configuration_to_the_ranks(config: Path) -> None:
+    words = ["run", "-n", "1", "--config", config.name, PROGRAMS, "environment", "MCR_CONFIG", "MCR_LAUNCHER"]
+    answer = mcr_plus_process(*words, cwd=config.parent)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout == f"MCR_CONFIG={config.resolve()}\nMCR_LAUNCHER=mcr-plus\n"
+
+
+def test_run_tags_lines() -> None:
+    answer = mcr_plus_process("run", "-n", "2", "--tag-output", PROGRAMS, "arguments", "a")
+    assert sorted(answer.stdout.splitlines()) == ["[0] ('a',)", "[1] ('a',)"]
+
+
+def test_run_failure_is_status_1_whatever_the_rank_said() -> None:
+    answer = mcr_plus_process("run", "-n", "2", PROGRAMS, "no such program")
+    assert answer.returncode == 1
+    assert answer.stderr.splitlines()[-1].strip() == "KeyError: 'no such program'"
+
+
+def test_run_of_a_module() -> None:
+    answer = mcr_plus_process("run", "-n", "1", "-m", "platform")
+    assert answer.returncode == 0, answer.stderr
+    assert "Linux" in answer.stdout
+
+
+def test_auto_takes_mpi_where_it_is_wanted_and_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mcr_plus.cli.run.mpi_usable", lambda: True)
+    assert choose_via(ViaChoice.auto, None) == "mpi"
+    assert choose_via(ViaChoice.auto, ("gloo", "mpi")) == "mpi"
+    assert choose_via(ViaChoice.auto, ("gloo",)) == "torch"
+    assert choose_via(ViaChoice.mpi, ("gloo",)) == "mpi"
+    assert choose_via(ViaChoice.torch, None) == "torch"
+    monkeypatch.setattr("mcr_plus.cli.run.mpi_usable", lambda: False)
+    assert choose_via(ViaChoice.auto, None) == "torch"
+
+
+def test_program_of_a_script(tmp_path: Path) -> None:
+    script, tool, text = tmp_path / "a.py", tmp_path / "tool", tmp_path / "text"
+    for path in (script, tool, text):
+        path.touch(mode=0o700 if path == tool else 0o600)
+    assert program(str(script)) == [sys.executable, str(script)]
+    assert program(str(tool)) == [str(tool)]
+    assert program(str(text)) == [sys.executable, str(text)]
+
+
+def test_plain_table_is_aligned() -> None:
+    assert plain_lines("title", ("a", "bb"), [("long", "x")]) == ["title", "a     bb", "long  x", ""]
+
+
+def test_version_and_help() -> None:
+    assert mcr_plus("--version").stdout.startswith("mcr-plus ")
+    assert mcr_plus("--help").returncode == 0
+
+
+def test_installed_command_is_the_module() -> None:
+    command = Path(sys.executable).with_name("mcr-plus")
+    if not command.exists():
+        pytest.skip("not installed as a command")
+    answer = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
+    assert answer.stdout == mcr_plus("--version").stdout

@@ -1,0 +1,990 @@
+"""Configuration: what is read, what is refused and where the refusal points, and the launch environment."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from mcr_plus import registry
+from mcr_plus.config import (
+    CompressOptions,
+    Config,
+    DispatchOptions,
+    LaunchEnvironment,
+    Range,
+    SelectOptions,
+    dump,
+    fingerprint,
+    format_size,
+    kind_matches,
+    launch_environment,
+    load,
+    loads,
+    parse_duration,
+    parse_range,
+    parse_size,
+    socket_interface,
+    stage_options,
+)
+from mcr_plus.errors import ConfigError, LaunchError
+from mcr_plus.message import KINDS
+
+MIB = 1 << 20
+EXAMPLE = """\
+version: 1
+backends: [mpi, gloo]                 # order = fallback order
+pipeline:
+  - compress: {codec: none}
+  - select:   {table: tables/two_ranks.yaml}
+  - dispatch: {timeout: 300s}
+rules:                                # first match wins; only what it names is overridden
+  - match: {kind: all_to_all, tag: "moe.*", bytes: ">=1MiB"}
+    compress: {codec: bf16}
+  - match: {param: "*.bias"}
+    compress: {codec: fp16}
+    dispatch: {timeout: 5s}
+  - match: {kind: broadcast}
+    backend: mpi
+"""
+
+
+@pytest.fixture(autouse=True)
+def _restore(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave no registered name behind, and read no configuration of the person who runs the tests."""
+    monkeypatch.delenv("MCR_CONFIG", raising=False)
+    for name, entries in registry.REGISTRIES.items():
+        monkeypatch.setitem(registry.REGISTRIES, name, dict(entries))
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        loads(text, "run.yaml")
+    return str(caught.value)
+
+
+# --- What is read ---------------------------------------------------------------------------------------
+
+
+def test_the_example_of_the_documentation() -> None:
+    config = loads(EXAMPLE, "conf/run.yaml")
+    assert config.backends == ("mpi", "gloo")
+    assert [stage.name for stage in config.pipeline] == ["compress", "select", "dispatch"]
+    assert [stage.place for stage in config.pipeline] == [f"conf/run.yaml:{line}" for line in (4, 5, 6)]
+    lines = enumerate((8, 10, 13))
+    assert [rule.place for rule in config.rules] == [f"conf/run.yaml:{n}: rules[{i}]" for i, n in lines]
+    assert config.rules[0].match.bytes == Range(MIB)
+    assert config.rules[2].backend == "mpi"
+
+
+@pytest.mark.parametrize(
+    "config", [Config(), load(None), load({}), load({"version": 1}), loads("version: 1")]
+)
+def test_the_default(config: Config) -> None:
+    assert config == Config()
+    assert config.backends is None
+    assert [(s.name, s.options) for s in config.pipeline] == [
+        ("compress", CompressOptions(codec="none")),
+        ("select", SelectOptions(table=None)),
+        ("dispatch", DispatchOptions(timeout=300.0, check="first", wait="auto")),
+    ]
+    assert config.rules == ()
+
+
+def test_stages_may_have_no_options_written() -> None:
+    written = loads("version: 1\npipeline:\n  - compress:\n  - select: {}\n  - dispatch:\n")
+    assert written == Config()
+
+
+def test_a_stage_left_out_is_not_there() -> None:
+    config = load({"pipeline": [{"select": None}, {"dispatch": None}]})
+    assert config.options("compress") is None
+    assert config.options("dispatch") == DispatchOptions()
+
+
+def test_the_environment_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "env.yaml"
+    path.write_text("version: 1\nbackends: [gloo]\n")
+    monkeypatch.setenv("MCR_CONFIG", str(path))
+    assert load(None).backends == ("gloo",)
+    assert load({}).backends is None
+    monkeypatch.setenv("MCR_CONFIG", str(tmp_path / "absent.yaml"))
+    with pytest.raises(ConfigError, match=r"absent\.yaml:1: document: cannot read .*No such file"):
+        load(None)
+    monkeypatch.setenv("MCR_CONFIG", "")
+    assert load(None) == Config()
+
+
+def test_configurations_are_frozen_and_hashable() -> None:
+    config = loads(EXAMPLE)
+    options = config.options("dispatch")
+    assert isinstance(options, DispatchOptions)
+    with pytest.raises(Exception, match="frozen"):
+        options.timeout = 3.0
+    with pytest.raises(AttributeError):
+        config.version = 2  # type: ignore[misc]
+    assert hash(config) == hash(loads(EXAMPLE))
+
+
+def test_yaml_stays_plain_data() -> None:
+    config = load({"rules": [{"match": {"tag": "x"}, "dispatch": {"timeout": 1}}]})
+    assert config == loads("version: 1\nrules: [{match: {tag: 'x'}, dispatch: {timeout: 1}}]")
+    dated = loads("version: 1\nrules: [{match: {tag: 2020-01-01}, backend: mpi}]")
+    assert dated.rules[0].match.tag == "2020-01-01"
+
+
+# --- Files that are refused -----------------------------------------------------------------------------
+
+PIPE = "version: 1\npipeline:\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "version: 1\nspeed: 3\n",
+            "2: speed: unknown key 'speed'; known: version, backends, pipeline, rules",
+        ),
+        ("version: 1\nbackend: [mpi]\n", "2: backend: unknown key 'backend'; known: "),
+        ("backends: [mpi]\n", "1: version: missing; expected version: 1"),
+        ("\nversion: 2\n", "2: version: unknown version 2; known: 1"),
+        ("version: '1'\n", "1: version: unknown version '1'; known: 1"),
+        ("version: 1.0\n", "1: version: unknown version 1.0"),
+        ("version: yes\n", "1: version: unknown version True"),
+        ("version: 1\nbackends: []\n", "2: backends: empty list"),
+        ("version: 1\nbackends: mpi\n", "2: backends: expected a list, got 'mpi'"),
+        ("version: 1\nbackends:\n  - mpi\n  - ncll\n", "4: backends[1]: unknown backend 'ncll'; known: "),
+        (
+            "version: 1\nbackends: [ncll]\n",
+            "2: backends[0]: unknown backend 'ncll'; known: gloo, local, mpi, nccl",
+        ),
+        ("version: 1\nbackends: [mpi, mpi]\n", "2: backends[1]: backend 'mpi' is written twice"),
+        ("version: 1\nbackends: [[mpi]]\n", "2: backends[0]: unknown backend ['mpi']"),
+        ("version: 1\npipeline: []\n", "2: pipeline: empty pipeline"),
+        ("version: 1\npipeline: {select: {}}\n", "2: pipeline: expected a list"),
+        (PIPE + "  - select\n", "3: pipeline[0]: expected one stage with its options"),
+        (PIPE + "  - {select: {}, dispatch: {}}\n", "3: pipeline[0]: expected one stage with its options"),
+        (PIPE + "  - {}\n", "3: pipeline[0]: expected one stage with its options"),
+        (
+            PIPE + "  - fuse: {}\n",
+            "3: pipeline[0].fuse: unknown stage 'fuse'; known: compress, dispatch, select",
+        ),
+        (PIPE + "  - dispach: {}\n", "3: pipeline[0].dispach: unknown stage 'dispach'; known: "),
+        (PIPE + "  - select: {}\n", "2: pipeline: no stage 'dispatch'"),
+        (PIPE + "  - dispatch: {}\n", "2: pipeline: no stage 'select'"),
+        (
+            PIPE + "  - dispatch: {}\n  - select: {}\n",
+            "4: pipeline[1].select: stage 'select' stands after 'dispatch'",
+        ),
+        (
+            PIPE + "  - select: {}\n  - compress: {}\n  - dispatch: {}\n",
+            "4: pipeline[1].compress: stage 'compress'",
+        ),
+        (
+            PIPE + "  - select: {}\n  - select: {}\n  - dispatch: {}\n",
+            "4: pipeline[1].select: cyclic pipeline",
+        ),
+        (
+            PIPE + "  - select: {}\n  - dispatch: {}\n  - select: {}\n",
+            "5: pipeline[2].select: cyclic pipeline",
+        ),
+        (PIPE + "  - select: 5\n  - dispatch: {}\n", "3: pipeline[0].select: expected a mapping, got 5"),
+        (PIPE + "  - select: []\n  - dispatch: {}\n", "3: pipeline[0].select: expected a mapping, got []"),
+        (
+            PIPE + "  - select: {tabel: x}\n  - dispatch: {}\n",
+            "3: pipeline[0].select.tabel: unknown key 'tabel'",
+        ),
+        (
+            PIPE + "  - select: {table: 5}\n  - dispatch: {}\n",
+            "3: pipeline[0].select.table: expected the path",
+        ),
+        ("version: 1\nrules: {}\n", "2: rules: expected a list"),
+        ("version: 1\nrules: [5]\n", "2: rules[0]: expected a mapping, got 5"),
+    ],
+)
+def test_refused_files(text: str, expected: str) -> None:
+    assert refusal(text).startswith(f"run.yaml:{expected}")
+
+
+def test_the_message_of_the_issue() -> None:
+    text = (
+        PIPE + "  - compress:\n\n\n      # a comment\n      codec: int9\n  - select: {}\n  - dispatch: {}\n"
+    )
+    place = "run.yaml:7: pipeline[0].compress.codec: "
+    assert refusal(text).startswith(f"{place}unknown codec 'int9'; known: bf16, fp16, none")
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("version: 1\nbackends: [ncll]\n", "did you mean 'nccl'?"),
+        ("version: 1\npipelin: []\n", "did you mean 'pipeline'?"),
+        (PIPE + "  - dispach: {}\n", "did you mean 'dispatch'?"),
+        ("version: 1\nrules: [{match: {kind: allreduce}, backend: mpi}]\n", "did you mean 'all_reduce'?"),
+        (PIPE + "  - compress: {codec: bf61}\n  - select:\n  - dispatch:\n", "did you mean 'bf16'?"),
+        (PIPE + "  - select:\n  - dispatch: {check: evry}\n", "did you mean 'every'?"),
+    ],
+)
+def test_near_misses_get_a_hint(text: str, hint: str) -> None:
+    assert refusal(text).endswith(hint)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"compress": {"codec": "int9"}}, "compress.codec: unknown codec 'int9'; known: bf16, fp16, none"),
+        ({"compress": {"codec": None}}, "compress.codec: unknown codec None"),
+        ({"compress": {"codec": ["bf16"]}}, "compress.codec: unknown codec ['bf16']"),
+        ({"compress": {"codec": "bf16", "ratio": 1}}, "compress.ratio: unknown key 'ratio'; known: codec"),
+        ({"compress": {"ratio": 1}}, "compress.ratio: unknown key 'ratio'; known: codec"),
+        ({"compress": {"codec_options": {}}}, "compress.codec_options: unknown key"),
+        ({"select": {"table": ""}}, "select.table: expected the path of a table file, got ''"),
+        ({"select": {"table": "a\0b"}}, "select.table: expected the path of a table file"),
+        (
+            {"dispatch": {"timeout": "300KB"}},
+            "dispatch.timeout: wrong unit 'KB'; expected seconds or ms, s, min",
+        ),
+        (
+            {"dispatch": {"timeout": 0}},
+            "dispatch.timeout: expected a duration that is finite and more than 0",
+        ),
+        ({"dispatch": {"timeout": "-5s"}}, "dispatch.timeout: expected a duration that is finite"),
+        ({"dispatch": {"timeout": float("nan")}}, "dispatch.timeout: expected a duration that is finite"),
+        ({"dispatch": {"timeout": float("inf")}}, "dispatch.timeout: expected a duration that is finite"),
+        ({"dispatch": {"timeout": 10**400}}, "dispatch.timeout: expected a duration that is finite"),
+        ({"dispatch": {"timeout": True}}, "dispatch.timeout: expected a duration such as 300s"),
+        ({"dispatch": {"timeout": None}}, "dispatch.timeout: expected a duration such as 300s"),
+        ({"dispatch": {"timeout": "soon"}}, "dispatch.timeout: expected a duration such as 300s"),
+        ({"dispatch": {"check": "always"}}, "dispatch.check: unknown value 'always'; known: first, every"),
+        (
+            {"dispatch": {"wait": "nap"}},
+            "dispatch.wait: unknown value 'nap'; known: auto, spin, yield, sleep",
+        ),
+        ({"dispatch": {"colour": 1}}, "dispatch.colour: unknown key 'colour'; known: check, timeout, wait"),
+    ],
+)
+def test_refused_options(options: dict[str, Any], expected: str) -> None:
+    (name,) = options
+    with pytest.raises(ConfigError) as caught:
+        stage_options(name, options[name])
+    assert str(caught.value).startswith(f"<dict>: {expected}")
+    pipeline = [options if stage == name else {stage: {}} for stage in ("compress", "select", "dispatch")]
+    with pytest.raises(ConfigError) as caught:
+        load({"pipeline": pipeline})
+    index = ("compress", "select", "dispatch").index(name)
+    assert str(caught.value).startswith(f"<dict>: pipeline[{index}].{expected}")
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ("{backend: mpi}", "rules[0]: no match"),
+        ("{match: {}, backend: mpi}", "rules[0].match: empty match; expected at least one of kind"),
+        ("{match: null, backend: mpi}", "rules[0].match: empty match"),
+        ("{match: {tag: null}, backend: mpi}", "rules[0].match: empty match"),
+        ("{match: all_reduce, backend: mpi}", "rules[0].match: expected a mapping"),
+        ("{match: {tag: x}}", "rules[0]: changes nothing; expected at least one of backend, compress"),
+        ("{match: {tag: x}, dispatch: {}}", "rules[0]: changes nothing"),
+        ("{match: {tag: x}, backend: ncll}", "rules[0].backend: unknown backend 'ncll'"),
+        (
+            "{match: {tag: x}, backend: nccl}",
+            "rules[0].backend: backend 'nccl' is not in backends; known: mpi, gloo",
+        ),
+        ("{match: {tag: x}, backend: [mpi]}", "rules[0].backend: unknown backend ['mpi']"),
+        (
+            "{match: {tag: x}, colour: red}",
+            "rules[0].colour: unknown key 'colour'; known: match, backend, compress",
+        ),
+        ("{match: {tag: x}, fuse: {}}", "rules[0].fuse: unknown key 'fuse'"),
+        (
+            "{match: {tga: x}, backend: mpi}",
+            "rules[0].match.tga: unknown key 'tga'; known: bytes, dtype, kind",
+        ),
+        ("{match: {kind: allreduce}, backend: mpi}", "rules[0].match.kind: unknown kind 'allreduce'"),
+        ("{match: {kind: []}, backend: mpi}", "rules[0].match.kind: empty list"),
+        ("{match: {kind: [send, 5]}, backend: mpi}", "rules[0].match.kind: unknown kind 5"),
+        ("{match: {dtype: float}, backend: mpi}", "rules[0].match.dtype: unknown dtype 'float'"),
+        ("{match: {tag: 5}, backend: mpi}", "rules[0].match.tag: expected a valid string, got 5"),
+        ("{match: {tag: ''}, backend: mpi}", "rules[0].match.tag: "),
+        (
+            "{match: {bytes: 1KB}, backend: mpi}",
+            "rules[0].match.bytes: wrong unit 'KB'; expected bytes or B, KiB",
+        ),
+        ("{match: {bytes: '>=1 mib'}, backend: mpi}", "rules[0].match.bytes: wrong unit 'mib'"),
+        ("{match: {bytes: 2..1}, backend: mpi}", "rules[0].match.bytes: empty range"),
+        ("{match: {bytes: '<0'}, backend: mpi}", "rules[0].match.bytes: empty range"),
+        ("{match: {bytes: '~5'}, backend: mpi}", "rules[0].match.bytes: expected a size"),
+        ("{match: {bytes: ''}, backend: mpi}", "rules[0].match.bytes: expected a size"),
+        ("{match: {bytes: .nan}, backend: mpi}", "rules[0].match.bytes: expected a size"),
+        ("{match: {bytes: -1}, backend: mpi}", "rules[0].match.bytes: expected a size"),
+        ("{match: {ranks: 2KiB}, backend: mpi}", "rules[0].match.ranks: expected a whole number"),
+        ("{match: {ranks: 2.5}, backend: mpi}", "rules[0].match.ranks: expected a whole number"),
+        ("{match: {tag: x}, compress: {codec: int9}}", "rules[0].compress.codec: unknown codec 'int9'"),
+        ("{match: {tag: x}, compress: {ratio: 2}}", "rules[0].compress.ratio: unknown key 'ratio'"),
+        ("{match: {tag: x}, dispatch: {timeout: 5h}}", "rules[0].dispatch.timeout: wrong unit 'h'"),
+        ("{match: {tag: x}, dispatch: [1]}", "rules[0].dispatch: expected a mapping"),
+    ],
+)
+def test_refused_rules(rule: str, expected: str) -> None:
+    text = f"version: 1\nbackends: [mpi, gloo]\nrules:\n  - {rule}\n"
+    assert refusal(text).startswith(f"run.yaml:4: {expected}")
+
+
+def test_a_rule_for_a_stage_that_is_not_there() -> None:
+    text = PIPE + "  - select:\n  - dispatch:\nrules:\n  - match: {tag: x}\n    compress: {codec: bf16}\n"
+    assert refusal(text).startswith("run.yaml:7: rules[0].compress: stage 'compress' is not in the pipeline")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "1: document: expected a mapping at the root, got an empty document"),
+        ("# nothing\n", "1: document: expected a mapping"),
+        ("- 1\n", "1: document: expected a mapping at the root, got a list"),
+        ("hello\n", "1: document: expected a mapping at the root, got the text 'hello'"),
+        ("version: 1\n---\nversion: 1\n", "2: document: not valid YAML"),
+        ("version: 1\nversion: 1\n", "2: version: written twice, first at line 1"),
+        (PIPE + "  - select: {table: a, table: b}\n", "3: pipeline[0].select.table: written twice"),
+        ("version: !!python/object/apply:os.system ['true']\n", "1: document: tag"),
+        ("version: 1\nrules: !!python/object:builtins.object {}\n", "2: document: tag"),
+        ("version: !!int 1\n", "1: document: tag"),
+        ("version: !mine 1\n", "1: document: tag"),
+        ("!!map\nversion: 1\n", "1: document: tag"),
+        ("version: &a 1\n", "1: document: anchors are refused"),
+        ("version: 1\nbackends: &a [*a]\n", "2: document: anchors are refused"),
+        ("version: 1\nbackends: *all\n", "2: document: aliases are refused"),
+        ("version: 1\n<<: {backends: [mpi]}\n", "2: <<: unknown key '<<'"),
+        ("version: 1\n1: 2\n", "2: document: expected a name as key, got '1'"),
+        ("version: 1\n[a]: 2\n", "2: document: expected a name as key, got a list"),
+        ("version: 1\n? {a: 1}\n: 2\n", "2: document: expected a name as key, got a mapping"),
+        ("version: 1\nbackends: [mpi\n", "3: document: not valid YAML"),
+        ("version: 1\n\tbackends: [mpi]\n", "2: document: not valid YAML"),
+        ("version: 1\nx: \x07\n", "2: document: not valid YAML: character"),
+        ("version: 1\nrules:\n  - match: {bytes: >=1MiB}\n", "3: document: not valid YAML"),
+        ("version: 1\nrules:\n  - match:\n      bytes: >=1MiB\n", "4: document: not valid YAML"),
+        ("version: 1\nrules: " + "[" * 100 + "]" * 100, "2: document: nested more than 32 levels deep"),
+        ("version: 1\nrules: " + "[" * 500_000, "2: document: nested more than 32 levels deep"),
+        ("version: " + "9" * 5000, "1: version: "),
+        ("version: 0x_\n", "1: version: "),
+    ],
+)
+def test_yaml_that_is_more_than_plain_data(text: str, expected: str) -> None:
+    assert refusal(text).startswith(f"run.yaml:{expected}")
+
+
+def test_an_unquoted_comparison_gets_a_hint() -> None:
+    assert refusal("version: 1\nrules:\n  - match:\n      bytes: >=1MiB\n").endswith("in quotes")
+
+
+def test_no_tag_is_ever_run(tmp_path: Path) -> None:
+    witness = tmp_path / "witness"
+    path = f"!!python/object/apply:pathlib.Path ['{witness}']"
+    assert "tag" in refusal(f"version: 1\nx: !!python/object/apply:pathlib.Path.touch [{path}]")
+    assert not witness.exists()
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "big.yaml").write_text("version: 1\n" + "#" * MIB)
+    (tmp_path / "latin.yaml").write_bytes(b"version: 1 # \xe9\n")
+    reasons = {
+        "big.yaml": "larger than 1 MiB",
+        "latin.yaml": "not UTF-8 at byte 13",
+        "no.yaml": "cannot read",
+    }
+    for name, what in reasons.items():
+        with pytest.raises(ConfigError, match=what) as caught:
+            load(tmp_path / name)
+        assert str(caught.value).startswith(f"{tmp_path / name}:1: document: ")
+    for odd in (tmp_path, "a\0b", "x" * 5000):
+        with pytest.raises(ConfigError, match="cannot read"):
+            load(odd)
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "bom.yaml"
+    path.write_bytes(b"\xef\xbb\xbfversion: 1\n")
+    assert load(path) == Config()
+
+
+def cyclic() -> dict[str, Any]:
+    data: dict[str, Any] = {"version": 1}
+    data["pipeline"] = [data]
+    return data
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ({"speed": 3}, "speed: unknown key 'speed'"),
+        ({"version": 2}, "version: unknown version 2"),
+        ({"backends": ["ncll"]}, "backends[0]: unknown backend 'ncll'"),
+        ({"backends": {"mpi"}}, "backends: expected plain data, got {'mpi'}"),
+        ({1: 2}, "document: expected a name as key, got 1"),
+        (cyclic(), "pipeline[0]: nested more than 32 levels deep, or holds itself"),
+    ],
+)
+def test_refused_dicts(data: Any, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(data)
+    assert str(caught.value).startswith(f"<dict>: {expected}")
+
+
+# --- Sizes, durations, ranges, kinds --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "nbytes"),
+    [
+        (0, 0),
+        (7, 7),
+        ("7", 7),
+        ("7B", 7),
+        ("64KiB", 65536),
+        ("64 KiB", 65536),
+        ("25MiB", 26214400),
+        ("1GiB", 1 << 30),
+    ],
+)
+def test_sizes(value: object, nbytes: int) -> None:
+    assert parse_size(value) == nbytes
+
+
+@pytest.mark.parametrize("value", ["1KB", "1kb", "1MB", "1k", "1s", "5 bits"])
+def test_wrong_units_of_size(value: str) -> None:
+    with pytest.raises(ValueError, match=r"wrong unit .*expected bytes or B, KiB, MiB, GiB"):
+        parse_size(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        -1,
+        1.0,
+        1.5,
+        float("nan"),
+        True,
+        None,
+        [],
+        "",
+        "KiB",
+        "-1KiB",
+        "1.5MiB",
+        "nan",
+        "1e3",
+        "٣",
+        1 << 63,
+        "9" * 30,
+    ],
+)
+def test_sizes_that_are_none(value: object) -> None:
+    with pytest.raises(ValueError, match="expected a size such as 64KiB"):
+        parse_size(value)
+
+
+@given(st.integers(0, (1 << 63) - 1))
+def test_sizes_round_trip(nbytes: int) -> None:
+    assert parse_size(format_size(nbytes)) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [(300, 300), (0.5, 0.5), ("300s", 300), ("5ms", 0.005), ("2min", 120), ("1.5 s", 1.5), ("7", 7)],
+)
+def test_durations(value: object, seconds: float) -> None:
+    assert parse_duration(value) == seconds
+
+
+@pytest.mark.parametrize(
+    ("value", "inside", "outside"),
+    [
+        (5, [5], [4, 6]),
+        ("5", [5], [4, 6]),
+        ("1KiB", [1024], [1023, 1025]),
+        ("==5", [5], [4, 6]),
+        (">=1MiB", [MIB, 1 << 50, None], [MIB - 1, 0]),
+        (">1MiB", [MIB + 1, None], [MIB]),
+        ("<4KiB", [0, 4095], [4096, None]),
+        ("<= 4KiB", [0, 4096], [4097, None]),
+        ("64KiB..1MiB", [65536, MIB - 1], [65535, MIB, None]),
+        ("64KiB ..", [65536, 1 << 60, None], [65535]),
+        ("0..", [0, None], []),
+    ],
+)
+def test_ranges(value: object, inside: list[int | None], outside: list[int | None]) -> None:
+    found = parse_range(value)
+    assert all(found.covers(n) for n in inside)
+    assert not any(found.covers(n) for n in outside)
+    assert parse_range(str(found)) == found
+
+
+@pytest.mark.parametrize("value", ["..", "..5", "1..2..3", "1...5", "> =5", "=5", "!=5", "*", None, [1, 2]])
+def test_ranges_that_are_none(value: object) -> None:
+    with pytest.raises(ValueError, match="expected a size"):
+        parse_range(value)
+
+
+def test_kinds_cover_their_vector_form() -> None:
+    covered = {pattern: {kind for kind in KINDS if kind_matches(pattern, kind)} for pattern in KINDS}
+    for kind in KINDS:
+        expected = {kind, f"{kind}_v"} if f"{kind}_v" in KINDS else {kind}
+        assert covered[kind] == expected
+        assert kind_matches("*", kind)
+
+
+# --- Rules ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("op", "index"),
+    [
+        ({"kind": "all_to_all", "nbytes": MIB, "tag": "moe.dispatch"}, 0),
+        ({"kind": "all_to_all_v", "nbytes": None, "tag": "moe.dispatch"}, 0),
+        ({"kind": "all_to_all", "nbytes": MIB - 1, "tag": "moe.dispatch"}, None),
+        ({"kind": "all_to_all", "nbytes": MIB, "tag": "Moe.dispatch"}, None),
+        ({"kind": "all_to_all", "nbytes": MIB, "tag": None}, None),
+        ({"kind": "all_reduce", "nbytes": MIB, "tag": "moe.dispatch"}, None),
+        ({"kind": "all_to_all", "nbytes": MIB, "tag": "moe.x", "param": "mlp.bias"}, 0),
+        ({"kind": "all_reduce", "nbytes": 8, "tag": None, "param": "mlp.bias"}, 1),
+        ({"kind": "broadcast", "nbytes": 8, "tag": None, "param": "mlp.bias"}, 1),
+        ({"kind": "broadcast", "nbytes": 8, "tag": None}, 2),
+    ],
+)
+def test_the_first_rule_that_matches(op: dict[str, Any], index: int | None) -> None:
+    config = loads(EXAMPLE)
+    found = config.rule_for(dtype="float32", **op)
+    assert found is (None if index is None else config.rules[index])
+
+
+@pytest.mark.parametrize(
+    ("match", "matching", "other"),
+    [
+        ({"dtype": "float32"}, {"dtype": "float32"}, {"dtype": "float16"}),
+        ({"dtype": ["float16", "bfloat16"]}, {"dtype": "bfloat16"}, {"dtype": "float32"}),
+        ({"kind": ["send", "recv"]}, {"kind": "recv"}, {"kind": "all_reduce"}),
+        ({"ranks": 4}, {"ranks": 4}, {"ranks": 3}),
+        ({"ranks": ">=4"}, {"ranks": 9}, {"ranks": 3}),
+        ({"ranks": ">=4"}, {"ranks": 9}, {"ranks": None}),
+    ],
+)
+def test_what_a_match_reads(match: dict[str, Any], matching: dict[str, Any], other: dict[str, Any]) -> None:
+    config = load({"rules": [{"match": match, "backend": "mpi"}]})
+    op: dict[str, Any] = {"kind": "all_reduce", "nbytes": 8, "dtype": "float32", "ranks": 2}
+    assert config.rule_for(**{**op, **matching}) is config.rules[0]
+    assert config.rule_for(**{**op, **other}) is None
+
+
+def test_only_what_a_rule_names_is_overridden() -> None:
+    config = load(
+        {
+            "pipeline": [{"select": {}}, {"dispatch": {"timeout": 60, "wait": "spin"}}],
+            "rules": [{"match": {"kind": "send"}, "dispatch": {"timeout": "5s"}}],
+        }
+    )
+    (rule,) = config.rules
+    assert config.options("dispatch") == DispatchOptions(timeout=60.0, wait="spin")
+    assert config.options("dispatch", rule) == DispatchOptions(timeout=5.0, wait="spin")
+    assert config.options("select", rule) == SelectOptions()
+    assert rule.options("select") is None
+    assert dump(config)["rules"] == [{"match": {"kind": ["send"]}, "dispatch": {"timeout": 5.0}}]
+
+
+def test_places_are_not_compared() -> None:
+    one, other = loads(EXAMPLE, "a.yaml"), loads("\n\n" + EXAMPLE, "b/c.yaml")
+    assert one == other
+    assert one.rules[0].place != other.rules[0].place
+
+
+def test_with_backends() -> None:
+    config = loads(EXAMPLE, "run.yaml")
+    assert config.with_backends(["gloo", "mpi"]).backends == ("gloo", "mpi")
+    assert config.with_backends(["gloo", "mpi"]).rules[0].place == "run.yaml:8: rules[0]"
+    for names, what in [
+        (["ncll"], "backends[0]: unknown backend 'ncll'"),
+        ([], "backends: empty"),
+        (["gloo"], "run.yaml:13: rules[2].backend: backend 'mpi' is not in backends; known: gloo"),
+    ]:
+        with pytest.raises(ConfigError, match=re.escape(what)):
+            config.with_backends(names)
+
+
+# --- Stages and codecs of other packages ----------------------------------------------------------------
+
+
+class TopkOptions(BaseModel):
+    model_config = {"extra": "forbid"}
+    ratio: float
+    exact: bool = False
+
+
+def topk() -> SimpleNamespace:
+    return SimpleNamespace(Options=TopkOptions)
+
+
+def test_a_codec_with_options_of_its_own() -> None:
+    registry.register("codecs", "topk", topk())
+    options = stage_options("compress", {"codec": "topk", "ratio": 0.01})
+    assert options == CompressOptions(codec="topk", codec_options=TopkOptions(ratio=0.01))
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"codec": "topk"}, "compress.ratio: missing"),
+        ({"codec": "topk", "ratio": "much"}, "compress.ratio: expected a valid number"),
+        ({"codec": "topk", "ratio": 1, "x": 1}, "compress.x: unknown key 'x'; known: codec, exact, ratio"),
+    ]
+    for options_given, what in cases:
+        with pytest.raises(ConfigError, match=re.escape(what)):
+            stage_options("compress", options_given)
+
+
+def test_a_rule_changes_one_option_of_a_codec_or_the_codec() -> None:
+    registry.register("codecs", "topk", topk())
+    config = load(
+        {
+            "pipeline": [{"compress": {"codec": "topk", "ratio": 0.1}}, {"select": {}}, {"dispatch": {}}],
+            "rules": [
+                {"match": {"tag": "a"}, "compress": {"exact": True}},
+                {"match": {"tag": "b"}, "compress": {"codec": "bf16"}},
+            ],
+        }
+    )
+    first, second = config.rules
+    assert first.options("compress") == CompressOptions(
+        codec="topk", codec_options=TopkOptions(ratio=0.1, exact=True)
+    )
+    assert second.options("compress") == CompressOptions(codec="bf16")
+    assert dump(config)["rules"][0]["compress"] == {"exact": True}
+    assert load(dump(config)) == config
+
+
+class AuditOptions(BaseModel):
+    model_config = {"extra": "forbid", "frozen": True}
+    every: int = 10
+
+
+class Audit:
+    Options = AuditOptions
+
+
+def test_a_stage_of_another_package() -> None:
+    registry.register("stages", "audit", Audit)
+    config = load({"pipeline": [{"audit": {"every": 3}}, {"select": {}}, {"dispatch": {}}]})
+    assert config.options("audit") == AuditOptions(every=3)
+    assert load(dump(config)) == config
+    last: dict[str, Any] = {"pipeline": [{"select": {}}, {"dispatch": {}}, {"audit": {}}]}
+    with pytest.raises(ConfigError, match=r"pipeline\[2\]\.audit: .*expected dispatch last"):
+        load(last)
+    with pytest.raises(ConfigError, match=r"pipeline\[0\]\.audit\.x: unknown key 'x'; known: every"):
+        load({"pipeline": [{"audit": {"x": 3}}, {"select": {}}, {"dispatch": {}}]})
+
+
+@pytest.mark.parametrize(
+    ("stage", "what"),
+    [
+        ("no_such_package_anywhere:Stage", "cannot be loaded: ModuleNotFoundError"),
+        (SimpleNamespace(Options=dict), "expected a pydantic model"),
+        (SimpleNamespace(), "unknown key 'x'; known: none, it takes no options"),
+    ],
+)
+def test_stages_of_other_packages_that_are_wrong(stage: object, what: str) -> None:
+    registry.register("stages", "odd", stage)
+    with pytest.raises(ConfigError, match=re.escape(what)) as caught:
+        load({"pipeline": [{"odd": {"x": 1}}, {"select": {}}, {"dispatch": {}}]})
+    assert str(caught.value).startswith("<dict>: pipeline[0].odd")
+
+
+# --- Dump, load, fingerprint ----------------------------------------------------------------------------
+
+names = st.text("abcxyz.*?[]", min_size=1, max_size=8)
+sizes = st.integers(0, 1 << 40)
+ranges = st.one_of(
+    sizes,
+    sizes.map(lambda n: f">={n}"),
+    sizes.map(lambda n: f"<{n + 1}KiB"),
+    st.tuples(sizes, st.integers(1, 1 << 20)).map(lambda t: f"{t[0]}..{t[0] + t[1]}"),
+)
+durations = st.one_of(st.integers(1, 10**6), st.integers(1, 999).map("{}ms".format), st.floats(1e-6, 1e6))
+codecs = st.sampled_from(["none", "bf16", "fp16"])
+compress = st.fixed_dictionaries({}, optional={"codec": codecs})
+select = st.fixed_dictionaries({}, optional={"table": st.one_of(st.none(), names)})
+dispatch = st.fixed_dictionaries(
+    {},
+    optional={
+        "timeout": durations,
+        "check": st.sampled_from(["first", "every"]),
+        "wait": st.sampled_from(["auto", "spin", "yield", "sleep"]),
+    },
+)
+backend_lists = st.permutations(["gloo", "mpi", "local", "nccl"])
+matches = st.fixed_dictionaries(
+    {},
+    optional={
+        "kind": st.one_of(st.sampled_from(KINDS), st.lists(st.sampled_from(KINDS), min_size=1, max_size=3)),
+        "tag": names,
+        "param": names,
+        "bytes": ranges,
+        "dtype": st.sampled_from(["float32", "bfloat16", "bool"]),
+        "ranks": st.one_of(st.integers(1, 64), st.just(">=3")),
+    },
+).filter(bool)
+
+
+@st.composite
+def rules(draw: st.DrawFn) -> dict[str, Any]:
+    rule: dict[str, Any] = {"match": draw(matches)}
+    parts = {
+        "backend": st.sampled_from(["gloo", "mpi"]),
+        "compress": compress,
+        "select": select,
+        "dispatch": dispatch,
+    }
+    for key, values in parts.items():
+        if draw(st.booleans()):
+            rule[key] = draw(values)
+    if not any(rule[key] for key in rule if key != "match"):
+        rule["backend"] = "mpi"
+    return rule
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> dict[str, Any]:
+    data: dict[str, Any] = {"version": 1}
+    if draw(st.booleans()):
+        data["backends"] = list(draw(backend_lists))
+    if draw(st.booleans()):
+        parts = {"compress": draw(compress), "select": draw(select), "dispatch": draw(dispatch)}
+        data["pipeline"] = [{name: options or None} for name, options in parts.items()]
+    data["rules"] = draw(st.lists(rules(), max_size=4))
+    return data
+
+
+@given(configurations())
+def test_round_trip(data: dict[str, Any]) -> None:
+    config = load(data)
+    dumped = dump(config)
+    assert load(dumped) == config
+    assert load(json.loads(json.dumps(dumped))) == config
+    assert loads(yaml.safe_dump(dumped)) == config
+    assert loads(yaml.safe_dump(data)) == config
+    assert dump(load(dumped)) == dumped
+
+
+def test_dump_says_what_was_written() -> None:
+    assert dump(loads(EXAMPLE)) == {
+        "version": 1,
+        "backends": ["mpi", "gloo"],
+        "pipeline": [
+            {"compress": {"codec": "none"}},
+            {"select": {"table": "tables/two_ranks.yaml"}},
+            {"dispatch": {"timeout": 300.0, "check": "first", "wait": "auto"}},
+        ],
+        "rules": [
+            {
+                "match": {"kind": ["all_to_all"], "tag": "moe.*", "bytes": "1048576.."},
+                "compress": {"codec": "bf16"},
+            },
+            {"match": {"param": "*.bias"}, "compress": {"codec": "fp16"}, "dispatch": {"timeout": 5.0}},
+            {"match": {"kind": ["broadcast"]}, "backend": "mpi"},
+        ],
+    }
+
+
+def with_table(folder: Path, content: str, table: str = "t/table.yaml") -> Config:
+    (folder / "t").mkdir(parents=True, exist_ok=True)
+    (folder / table).write_text(content)
+    path = folder / "run.yaml"
+    path.write_text(f"version: 1\npipeline:\n  - select: {{table: {table}}}\n  - dispatch:\n")
+    return load(path)
+
+
+def test_a_table_is_found_from_the_folder_of_the_file(tmp_path: Path) -> None:
+    options = with_table(tmp_path, "x").options("select")
+    assert isinstance(options, SelectOptions)
+    assert options.table is not None
+    assert options.table.text == "t/table.yaml"
+    assert options.table.resolve() == tmp_path / "t" / "table.yaml"
+
+
+def test_a_table_of_a_dict_is_found_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "table.yaml").write_text("x")
+    monkeypatch.chdir(tmp_path)
+    options = stage_options("select", {"table": Path("table.yaml")})
+    assert isinstance(options, SelectOptions)
+    assert options.table is not None
+    assert options.table.resolve().read_text() == "x"
+
+
+def test_a_table_that_is_not_there(tmp_path: Path) -> None:
+    config = with_table(tmp_path, "x")
+    (tmp_path / "t" / "table.yaml").unlink()
+    with pytest.raises(ConfigError) as caught:
+        fingerprint(config)
+    place = f"{tmp_path / 'run.yaml'}:3: pipeline[0].select.table: "
+    assert str(caught.value).startswith(f"{place}no table file 't/table.yaml'")
+
+
+def test_fingerprint(tmp_path: Path) -> None:
+    one = with_table(tmp_path / "a", "content")
+    same = with_table(tmp_path / "b", "content", "t/other_name.yaml")
+    other = with_table(tmp_path / "c", "content ")
+    assert re.fullmatch("[0-9a-f]{64}", fingerprint(one))
+    assert fingerprint(one) == fingerprint(same)
+    assert fingerprint(one) != fingerprint(other)
+    assert fingerprint(Config()) == fingerprint(loads("version: 1  # a comment"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"backends": ["mpi", "gloo"]},
+        {"backends": ["gloo", "mpi"]},
+        {"pipeline": [{"select": {}}, {"dispatch": {}}]},
+        {"pipeline": [{"compress": {"codec": "bf16"}}, {"select": {}}, {"dispatch": {}}]},
+        {"pipeline": [{"compress": {}}, {"select": {}}, {"dispatch": {"timeout": 1}}]},
+        {"rules": [{"match": {"tag": "a"}, "backend": "mpi"}]},
+        {"rules": [{"match": {"tag": "b"}, "backend": "mpi"}]},
+        {"rules": [{"match": {"tag": "a"}, "backend": "gloo"}]},
+    ],
+)
+def test_whatever_decides_is_in_the_fingerprint(change: dict[str, Any]) -> None:
+    changes: list[dict[str, Any]] = [{}, {"rules": [{"match": {"param": "a"}, "backend": "mpi"}]}]
+    assert fingerprint(load(change)) not in {fingerprint(load(other)) for other in changes}
+    assert fingerprint(load(change)) == fingerprint(load(dump(load(change))))
+
+
+# --- The launch environment -----------------------------------------------------------------------------
+
+TORCHRUN = {
+    "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "job7", "TORCHELASTIC_USE_AGENT_STORE": "True",
+}  # fmt: skip
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_RANK": "3", "PMIX_NAMESPACE": "prterun-host-77@1",
+}  # fmt: skip
+HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+SRUN = {
+    "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "42", "SLURM_PROCID": "3", "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1(x2)",
+    "SLURM_NTASKS_PER_NODE": "64",
+}  # fmt: skip
+SBATCH = {"SLURM_JOB_ID": "42", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}
+
+
+def without(environ: dict[str, str], *names: str) -> dict[str, str]:
+    return {key: value for key, value in environ.items() if key not in names}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, LaunchEnvironment(0, 1, 0, 1, "single")),
+        (TORCHRUN, LaunchEnvironment(3, 8, 1, 2, "torchrun", "node0", 29400, True, "job7")),
+        (
+            without(TORCHRUN, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
+            LaunchEnvironment(3, 8, 1, 2, "env", "node0", 29400, False, "node0:29400"),
+        ),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, LaunchEnvironment(1, 2, 1, 2, "env")),
+        (
+            TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"},
+            LaunchEnvironment(3, 8, 1, 2, "torchrun", "node0", 29400, True, "node0:29400"),
+        ),
+        (OPENMPI, LaunchEnvironment(3, 8, 1, 2, "openmpi", job_id="prterun-host-77@1")),
+        (HYDRA, LaunchEnvironment(3, 8, 1, 2, "mpich")),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, LaunchEnvironment(1, 2, 1, 2, "mpich")),
+        (without(HYDRA, "PMI_RANK") | {"PMIX_RANK": "3"}, LaunchEnvironment(3, 8, 1, 2, "mpich")),
+        (SRUN, LaunchEnvironment(3, 8, 1, 2, "slurm", job_id="42.0")),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "4"}, LaunchEnvironment(3, 4, 1, 2, "slurm", job_id="42.0")),
+        (SRUN | {"PMI_RANK": "3", "PMI_SIZE": "8"}, LaunchEnvironment(3, 8, 1, 2, "slurm", job_id="42.0")),
+        (SRUN | {"PMIX_RANK": "3"}, LaunchEnvironment(3, 8, 1, 2, "slurm", job_id="42.0")),
+        (SBATCH, LaunchEnvironment(0, 1, 0, 1, "single")),
+        (SBATCH | {"SLURM_STEP_ID": "4294967291"}, LaunchEnvironment(0, 1, 0, 1, "single")),
+        (SBATCH | {"SLURM_STEP_ID": "4294967290"}, LaunchEnvironment(0, 1, 0, 1, "single")),
+        (
+            SRUN | OPENMPI | {"SLURM_PROCID": "0"},
+            LaunchEnvironment(3, 8, 1, 2, "openmpi", job_id="prterun-host-77@1"),
+        ),
+        (SRUN | HYDRA | {"SLURM_PROCID": "0"}, LaunchEnvironment(3, 8, 1, 2, "mpich")),
+        (
+            TORCHRUN | OPENMPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"},
+            LaunchEnvironment(3, 8, 1, 2, "torchrun", "node0", 29400, True, "job7"),
+        ),
+        (
+            OPENMPI | {"MASTER_ADDR": "a", "MASTER_PORT": "1", "MCR_LAUNCHER": "mcr-plus", "MCR_JOB_ID": "j"},
+            LaunchEnvironment(3, 8, 1, 2, "openmpi", "a", 1, False, "j"),
+        ),
+        (
+            TORCHRUN | {"MCR_LAUNCHER": "mcr-plus", "MCR_JOB_ID": "j"},
+            LaunchEnvironment(3, 8, 1, 2, "mcr-plus", "node0", 29400, True, "j"),
+        ),
+        ({"MCR_LAUNCHER": "mcr-plus"}, LaunchEnvironment()),
+        ({"RANK": "", "WORLD_SIZE": " "}, LaunchEnvironment()),
+    ],
+)
+def test_launchers(environ: dict[str, str], expected: LaunchEnvironment) -> None:
+    assert launch_environment(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "what"),
+    [
+        ({"RANK": "abc", "WORLD_SIZE": "2"}, "RANK='abc': expected a whole number"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK='-1': expected a whole number"),
+        ({"RANK": "1.0", "WORLD_SIZE": "2"}, "RANK='1.0': expected a whole number"),
+        ({"RANK": "9" * 5000, "WORLD_SIZE": "2"}, "expected a whole number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2: expected a number below WORLD_SIZE=2"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE='0': expected a whole number from 1"),
+        ({"RANK": "0"}, "WORLD_SIZE is not set, but RANK is"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set, but WORLD_SIZE is"),
+        (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK=2: expected a number below LOCAL_WORLD_SIZE=2"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9: expected at most WORLD_SIZE=8"),
+        (TORCHRUN | {"MASTER_PORT": "x"}, "MASTER_PORT='x'"),
+        (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT='70000': expected a whole number from 0 to 65535"),
+        (without(OPENMPI, "OMPI_COMM_WORLD_SIZE"), "OMPI_COMM_WORLD_SIZE is not set"),
+        (OPENMPI | {"OMPI_COMM_WORLD_RANK": "8"}, "OMPI_COMM_WORLD_RANK=8"),
+        (HYDRA | {"PMI_SIZE": "none"}, "PMI_SIZE='none'"),
+        (without(SRUN, "SLURM_PROCID"), "SLURM_PROCID is not set"),
+        (SRUN | {"SLURM_STEP_ID": "x"}, "SLURM_STEP_ID='x'"),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2(3)"}, "SLURM_STEP_TASKS_PER_NODE='2(3)'"),
+        (SRUN | {"SLURM_NODEID": "5"}, "SLURM_NODEID=5"),
+        ({"MCR_LAUNCHER": "other"}, "MCR_LAUNCHER='other'"),
+    ],
+)
+def test_launch_environments_that_contradict_themselves(environ: dict[str, str], what: str) -> None:
+    with pytest.raises(LaunchError, match=re.escape(what)):
+        launch_environment(environ)
+
+
+def test_socket_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert socket_interface({}) is None
+    assert socket_interface({"GLOO_SOCKET_IFNAME": " "}) is None
+    assert socket_interface({"GLOO_SOCKET_IFNAME": "eth0,eth1"}) == "eth0"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert socket_interface() == "lo"
+
+
+def test_every_rule_has_a_place_of_its_own() -> None:
+    rule = {"match": {"tag": "x"}, "backend": "mpi"}
+    places = [r.place for r in load({"rules": [rule, rule]}).rules]
+    assert places == ["<dict>: rules[0]", "<dict>: rules[1]"]
+
+
+def test_the_environment_of_the_process_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert launch_environment().rank == 1
+    assert launch_environment({}).world_size == 1
+
+
+def test_checking_the_plain_codecs_imports_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "mcr_plus.compression.cast", raising=False)
+    stage_options("compress", {"codec": "bf16"})
+    assert "mcr_plus.compression.cast" not in sys.modules

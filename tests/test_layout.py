@@ -1,0 +1,94 @@
+"""The three top-level folders, their links inside the package, and what must not be in the files."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LINKED = ("kernels", "fusion", "compression")
+SOURCES = ("mcr_plus", *LINKED, "tests", "benchmarks", "examples")
+# A path below somebody's home or build folder; system paths such as /proc and /dev/shm are meant.
+PERSONAL_PATH = re.compile(r"[\"'\s(=](/(?:home|root|Users|work|workspace|mnt|opt|builds?)/\S+)")
+
+
+def python_files() -> list[Path]:
+    """Every Python file once: the links are not followed."""
+    return sorted(path for folder in SOURCES for path in _walk(ROOT / folder))
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for place, _, names in os.walk(folder, followlinks=False):
+        yield from (Path(place) / name for name in names if name.endswith(".py"))
+
+
+def text_files() -> list[Path]:
+    """Files that git knows or would take."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    paths = [ROOT / name for name in listed.stdout.split("\0") if name]
+    return [path for path in paths if path.is_file() and not path.is_symlink()]
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_link_is_relative_and_resolves_to_the_folder(name: str) -> None:
+    link = ROOT / "mcr_plus" / name
+    assert link.is_symlink()
+    assert os.readlink(link) == f"../{name}"
+    assert link.resolve() == ROOT / name
+    assert link.is_dir()
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_folder_has_no_init(name: str) -> None:
+    """A regular package at the root would shadow the standard library's `compression` (Python 3.14)."""
+    assert not (ROOT / name / "__init__.py").exists()
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_folder_imports_as_part_of_the_package(name: str) -> None:
+    module = importlib.import_module(f"mcr_plus.{name}")
+    assert {Path(place).resolve() for place in module.__path__} == {ROOT / name}
+
+
+@pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_are_absolute(path: Path) -> None:
+    imports = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    assert [node.lineno for node in imports if node.level] == []
+
+
+@pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_linked_folders_are_imported_through_the_package(path: Path) -> None:
+    found = [
+        name
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in _imported(node)
+        if name.split(".")[0] in LINKED
+    ]
+    assert found == []
+
+
+def _imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+
+
+def test_no_personal_paths() -> None:
+    found = []
+    for path in text_files():
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError:
+            continue
+        found += [f"{path.relative_to(ROOT)}: {match}" for match in PERSONAL_PATH.findall(text)]
+    assert found == []

@@ -1,0 +1,158 @@
+"""The registry by name, and what an installed outside package can add to it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mcr_plus import registry
+from mcr_plus.errors import Unsupported
+
+OWN = {
+    "stages": ("compress", "dispatch", "select"),
+    "codecs": ("bf16", "fp16"),
+    "backends": ("gloo", "local", "mpi", "nccl"),
+}
+MODULE = """
+class Codec:
+    name = "mine"
+"""
+
+
+@pytest.fixture(autouse=True)
+def _restore(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Leave no registered name and no fake package behind."""
+    for name, entries in registry.REGISTRIES.items():
+        monkeypatch.setitem(registry.REGISTRIES, name, dict(entries))
+    registry.refresh()
+    yield
+    registry.refresh()
+    sys.modules.pop("fake_package", None)
+
+
+def install(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, entry_points: str, name: str = "fake-package"
+) -> None:
+    """Put a package on the path as an installer would: a module, and its metadata beside it."""
+    info = folder / f"{name.replace('-', '_')}-1.2.dist-info"
+    info.mkdir(parents=True)
+    (folder / "fake_package.py").write_text(MODULE)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text(entry_points)
+    monkeypatch.syspath_prepend(str(folder))
+    registry.refresh()
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_own_names(kind: str) -> None:
+    assert set(OWN[kind]) <= set(registry.names(kind))
+    assert list(registry.names(kind)) == sorted(registry.names(kind))
+
+
+def test_own_references_name_a_module_and_an_attribute() -> None:
+    for entries in registry.REGISTRIES.values():
+        for reference in entries.values():
+            assert isinstance(reference, str)
+            module, attribute = reference.split(":")
+            assert module.startswith("mcr_plus.")
+            assert attribute.isidentifier()
+
+
+def test_names_import_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, "[mcr_plus.codecs]\nmine = fake_package:Codec\n")
+    assert "mine" in registry.names("codecs")
+    assert "fake_package" not in sys.modules
+
+
+def test_entry_point_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "mine" not in registry.names("codecs")
+    install(tmp_path, monkeypatch, "[mcr_plus.codecs]\nmine = fake_package:Codec\n")
+    codec = registry.get("codecs", "mine")
+    assert getattr(codec, "name", None) == "mine"
+    assert registry.get("codecs", "mine") is codec
+    assert "mine" not in registry.names("backends")
+
+
+@pytest.mark.parametrize(
+    ("value", "cause"),
+    [
+        ("fake_package:Missing", "AttributeError"),
+        ("no_such_package_anywhere:Codec", "ModuleNotFoundError"),
+        ("fake_package:Codec.name.absent", "AttributeError"),
+    ],
+)
+def test_broken_entry_point_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, cause: str
+) -> None:
+    install(tmp_path, monkeypatch, f"[mcr_plus.codecs]\nbroken = {value}\n")
+    with pytest.raises(Unsupported) as caught:
+        registry.get("codecs", "broken")
+    text = str(caught.value)
+    for part in (f"'broken = {value}'", "mcr_plus.codecs", "fake-package 1.2", cause):
+        assert part in text
+    assert caught.value.__suppress_context__
+
+
+def test_broken_entry_point_leaves_the_others_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(
+        tmp_path, monkeypatch, "[mcr_plus.codecs]\nbroken = nowhere_at_all:x\nmine = fake_package:Codec\n"
+    )
+    assert {"broken", "mine", "bf16"} <= set(registry.names("codecs"))
+    assert registry.get("codecs", "mine")
+
+
+def test_entry_point_under_one_of_our_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, "[mcr_plus.backends]\ngloo = fake_package:Codec\n")
+    with pytest.raises(Unsupported, match=r"fake-package 1\.2.*taken"):
+        registry.names("backends")
+
+
+def test_two_packages_with_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path / "a", monkeypatch, "[mcr_plus.codecs]\nmine = fake_package:Codec\n", "package-a")
+    install(tmp_path / "b", monkeypatch, "[mcr_plus.codecs]\nmine = fake_package:Other\n", "package-b")
+    with pytest.raises(Unsupported, match="same name") as caught:
+        registry.get("codecs", "mine")
+    assert "package-a" in str(caught.value)
+    assert "package-b" in str(caught.value)
+
+
+def test_unknown_name_and_kind() -> None:
+    with pytest.raises(Unsupported, match=r"unknown backend 'ncll'; known: .*gloo, local, mpi, nccl"):
+        registry.get("backends", "ncll")
+    with pytest.raises(Unsupported, match=r"unknown registry 'colours'; known: stages, codecs, backends"):
+        registry.names("colours")
+
+
+def test_register() -> None:
+    thing = object()
+    registry.register("codecs", "thing", thing)
+    registry.register("codecs", "thing", thing)
+    assert registry.get("codecs", "thing") is thing
+    assert "thing" in registry.names("codecs")
+    with pytest.raises(Unsupported, match="'thing' is taken"):
+        registry.register("codecs", "thing", object())
+    assert registry.get("codecs", "thing") is thing
+
+
+def test_register_a_reference_and_what_it_refers_to() -> None:
+    registry.register("codecs", "path", "pathlib:Path")
+    assert registry.get("codecs", "path") is Path
+    registry.register("codecs", "path", Path)
+
+
+def test_register_what_an_entry_point_already_offers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, "[mcr_plus.codecs]\nmine = fake_package:Codec\n")
+    registry.register("codecs", "mine", registry.get("codecs", "mine"))
+    with pytest.raises(Unsupported, match="'mine' is taken"):
+        registry.register("codecs", "mine", object())
+    registry.refresh()
+    assert "mine" in registry.names("codecs")
+
+
+def test_reference_that_cannot_be_imported() -> None:
+    registry.register("codecs", "gone", "no_such_package_anywhere:x")
+    with pytest.raises(Unsupported, match=r"codec 'gone' \(no_such_package_anywhere:x\) cannot be loaded"):
+        registry.get("codecs", "gone")

@@ -34,8 +34,8 @@ $(stamp): pyproject.toml constraints.txt
 	@echo "installing into $(venv) ($(MPI)); the first time takes a few minutes"
 	@test -x $(bin)/python || $(PYTHON) -m venv $(venv)
 	@rm -f $(venv)/.installed-*
-	@$(bin)/python -m pip uninstall --quiet --yes $(other) 2>/dev/null
-	@$(bin)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(extra),dev]"
+	@$(bin)/python -m pip uninstall -qq --yes $(other) 2>/dev/null
+	@$(bin)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[$(extra),dev]"
 	@touch $@
 
 demo: $(stamp)

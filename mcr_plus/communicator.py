@@ -125,6 +125,10 @@ class Communicator:
         """
         self._lines.state.take_over()
 
+    def flush(self) -> None:
+        """Issue what stages hold back (fusion). A program-order fact: every rank must call it alike."""
+        self._pipeline.flush()
+
     def shut(self, clean: bool) -> None:
         """Close the group's channels. For the runtime, once nothing is in flight."""
         self._plans.clear()

@@ -749,7 +749,7 @@ class Config:
         """Return this configuration with another list of backends, checked as if the file held it."""
         names = _backends(dict_document({"backends": list(backends)}))
         for rule in self.rules:
-            if rule.backend is not None and names is not None and rule.backend not in names:
+            if rule.backend is not None and names is not None and backend_name(rule.backend) not in names:
                 what = f"backend {rule.backend!r} is not in backends; known: {', '.join(names)}"
                 raise ConfigError(f"{rule.place}.backend: {what}")
         return replace(self, backends=names)
@@ -873,10 +873,15 @@ def _backends(document: Document) -> tuple[str, ...] | None:
     return tuple(names)
 
 
+def backend_name(choice: object) -> object:
+    """Return the backend's part of `name` or `name:algorithm`; what is no text comes back as it is."""
+    return choice.partition(":")[0] if isinstance(choice, str) else choice
+
+
 def check_backend(name: object, document: Document, keys: Keys) -> None:
-    """Refuse the name of a backend that is not registered."""
+    """Refuse the name of a backend that is not registered; `name:algorithm` chooses one of its algorithms."""
     known = registry.names("backends")
-    if name not in known:
+    if backend_name(name) not in known:
         raise document.error(keys, unknown("backend", name, known))
 
 
@@ -972,7 +977,7 @@ def _check_rule_backend(
     document: Document, keys: Keys, name: object, backends: tuple[str, ...] | None
 ) -> None:
     check_backend(name, document, keys)
-    if backends is not None and name not in backends:
+    if backends is not None and backend_name(name) not in backends:
         raise document.error(keys, f"backend {name!r} is not in backends; known: {', '.join(backends)}")
 
 

@@ -105,7 +105,11 @@ class Backend(Protocol):
 
     @classmethod
     def supports(cls, signature: Signature) -> Support:
-        """A function of the signature alone, so equal on all ranks."""
+        """A function of the signature alone, so equal on all ranks.
+
+        `signature.algorithm` is None or one of the backend's own; a name it does not know is a "no" that
+        lists those it does.
+        """
         ...
 
     def open(self, group: Group) -> Channel:
@@ -161,3 +165,6 @@ class Stage(Protocol):
     def bind(self, signature: Signature, next: Next) -> Issue:  # noqa: A002 - the field's word for it
         """Bind this stage to `signature`."""
         ...
+
+    # A stage that holds operations back also has `flush() -> None`, which issues them. It is called at the
+    # end of the program and by `Communicator.flush`, at the same place of the program on all ranks.

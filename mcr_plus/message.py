@@ -82,7 +82,8 @@ class Signature(NamedTuple):
 
     `shape` is the shape of the tensor each rank passes, without dim 0 for vector collectives, whose
     sizes differ between ranks. `nbytes` is the payload in bytes by the convention of nccl-tests (the
-    larger of a rank's input and output), or None for vector collectives. `root` is a group rank.
+    larger of a rank's input and output), or None for vector collectives. `root` is a group rank. `backend`
+    is what the caller asked for (`name` or `name:algorithm`) until select splits it and fills `algorithm`.
     """
 
     kind: Kind
@@ -98,6 +99,7 @@ class Signature(NamedTuple):
     backend: str | None = None
     compress: Codec | Literal[False] | None = None
     async_op: bool = False
+    algorithm: str | None = None
 
     def replace(self, **changes: object) -> Self:
         """The same signature with some fields changed: how a stage describes the op it really issues."""
@@ -116,7 +118,7 @@ class Signature(NamedTuple):
         if self.dtype is not None:
             dims = ",".join(map(str, self.shape))
             parts.append(f"{dtype_name(self.dtype)}[{'*,' * (self.kind in VECTOR)}{dims}]".replace(",]", "]"))
-        for name in ("root", "tag", "backend", "compress"):
+        for name in ("root", "tag", "backend", "algorithm", "compress"):
             value = getattr(self, name)
             if value is not None:
                 parts.append(f"{name}={value}")

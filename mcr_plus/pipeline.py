@@ -47,6 +47,14 @@ class Pipeline:
         bound.issue = self._bind_from(0, signature, bound.notes)
         return bound
 
+    def flush(self) -> None:
+        """Let every stage issue what it holds back, in pipeline order."""
+        for name in self._names:
+            for (owner, _), stage in list(self._stages.items()):
+                flush = getattr(stage, "flush", None)
+                if owner == name and flush is not None:
+                    flush()
+
     def _bind_from(self, index: int, signature: Signature, notes: list[Note]) -> Issue:
         if index == len(self._names):
             raise ConfigError(f"pipeline: stage '{self._names[-1]}' is last but passes operations on")

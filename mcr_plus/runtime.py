@@ -19,7 +19,7 @@ from mcr_plus import registry
 from mcr_plus.backends import backend_class
 from mcr_plus.communicator import Communicator
 from mcr_plus.config import Config, DispatchOptions, LaunchEnvironment
-from mcr_plus.dispatch.board import open_board
+from mcr_plus.dispatch.board import Failure, open_board
 from mcr_plus.dispatch.engine import Engine, GroupState
 from mcr_plus.dispatch.operation import Lane
 from mcr_plus.dispatch.peers import Peers
@@ -114,15 +114,20 @@ class Runtime:
         clean = clean and not self.engine.failed
         if clean:
             try:
+                for communicator in self._communicators:
+                    communicator.flush()
                 self.engine.drain()
             except McrError as failure:
                 error, clean = failure, False
+        for state in self._states:
+            if clean:
+                state.board.mark_closed()
+            else:
+                state.board.mark_failed(Failure(0, "it left the job after an error"))
         clean = clean and self._meet()
         for communicator in reversed(self._communicators):
             communicator.shut(clean)
         for state in self._states:
-            if clean:
-                state.board.mark_closed()
             state.close()
         for backend in self._backends.values():
             backend.close(clean)
@@ -148,7 +153,8 @@ class Runtime:
         return True
 
     def abandon(self) -> None:
-        """In a forked child: the parent's groups are not ours."""
+        """In a forked child: the parent's groups are not ours, and neither is its end."""
+        self.closed = True
         for state in self._states:
             state.abandon()
 
@@ -196,6 +202,7 @@ class _Job:
         atexit.unregister(self.at_exit)
         if self.runtime is not None:
             self.runtime.abandon()
+            self.runtime = None
 
 
 _job = _Job()

@@ -172,7 +172,7 @@ class Verdict:
         return "\n".join([*self.trace, f"=> {self.outcome}"])
 
 
-class Mismatch(Exception):
+class MispairedError(Exception):
     """The library pairs two different operations: garbage."""
 
 
@@ -252,7 +252,7 @@ class Model:
         return answer
 
     def refuses(self, state: State) -> bool:
-        """Whether a rank has seen that a peer posted another operation: there the engine raises OrderMismatch."""
+        """Whether a rank has seen a peer post something else: there the engine raises OrderMismatch."""
         return self.program.checked and any(
             here.status[number] == DEFERRED
             and self.program.ops[number].pair is None
@@ -281,7 +281,9 @@ class Model:
             theirs = self._handed(state, peer, number)
             if len(theirs) >= len(mine) and theirs[len(mine) - 1] != number:
                 other = self.program.label(theirs[len(mine) - 1])
-                raise Mismatch(f"rank {rank}: {self.program.label(number)} paired with rank {peer}'s {other}")
+                raise MispairedError(
+                    f"rank {rank}: {self.program.label(number)} paired with rank {peer}'s {other}"
+                )
 
     def _handed(self, state: State, rank: int, number: int) -> Sequence[int]:
         ops = self.program.ops
@@ -317,7 +319,7 @@ class Model:
         return moved if status >= (STARTED if ordered else DONE) else None
 
     def _driven(self, state: State, rank: int) -> tuple[Callable[[int], bool], Callable[[int], bool]]:
-        """Which deferred operations this rank starts, and which H operations it polls, where it stands now."""
+        """Which deferred operations a rank starts, and which H operations it polls, where it stands."""
         here, script = state[rank], self.program.scripts[rank]
         if self.autonomous:
             return _everything, _everything
@@ -415,11 +417,9 @@ class Model:
         rows = []
         for rank, here in enumerate(state):
             script = self.program.scripts[rank]
-            at = (
-                "{} {}".format(script[here.pc].verb, self.program.label(script[here.pc].op))
-                if here.pc < len(script)
-                else "drain"
-            )
+            at = "drain"
+            if here.pc < len(script):
+                at = f"{script[here.pc].verb} {self.program.label(script[here.pc].op)}"
             left = [
                 f"#{op} {words[here.status[op]]}"
                 for op in self.program.issued[rank]
@@ -460,7 +460,7 @@ def check(program: Program, rules: Rules = ALL_RULES, *, reduced: bool = True) -
         state = waiting.popleft()
         try:
             found = model.successors(state, reduced=reduced)
-        except Mismatch as mismatch:
+        except MispairedError as mismatch:
             return Verdict("mismatch", len(cause), trace(state, str(mismatch)))
         if not found and not model.finished(state):
             if not model.refuses(state):
@@ -486,7 +486,7 @@ def makes_sense(program: Program) -> bool:
     try:
         while found := model.successors(state):
             state = found[0][1]
-    except Mismatch:
+    except MispairedError:
         return True
     return model.finished(state) or model.refuses(state)
 
@@ -521,9 +521,8 @@ def operations(
     for lines in product(product(libraries, groups, (False, True) if messages else (False,)), repeat=count):
         if not _canonical(groups, [group for _, group, _ in lines]):
             continue
-        plain = tuple(
-            Op(library, g, pair=groups[g][:2] if message else None) for library, g, message in lines
-        )
+        pairs = [(groups[g][0], groups[g][1]) if message else None for _, g, message in lines]
+        plain = tuple(Op(library, g, pair=pair) for (library, g, _), pair in zip(lines, pairs, strict=True))
         yield plain
         for late in range(count):
             for early in range(late):
@@ -541,7 +540,7 @@ def _canonical(groups: Mapping[str, tuple[int, ...]], used: Sequence[str]) -> bo
 
 
 def orders(ops: Sequence[Op], mine: Sequence[int], *, one_order: bool) -> list[tuple[int, ...]]:
-    """The orders in which a rank may issue: `after` looks back, and a group keeps its order if `one_order`."""
+    """The orders in which a rank may issue: `after` looks back; a group keeps its order if `one_order`."""
 
     def allowed(order: tuple[int, ...]) -> bool:
         place = {number: index for index, number in enumerate(order)}
@@ -600,7 +599,7 @@ def programs(
 
 
 def sample(groups: Mapping[str, tuple[int, ...]], count: int, random: Random) -> Program:
-    """A random program that makes sense: waits and synchronisations anywhere, messages, checks, CPU tensors."""
+    """A random program that makes sense: waits anywhere, messages, signature checks, CPU tensors."""
     ranks = range(1 + max(max(members) for members in groups.values()))
     while True:
         ops = tuple(_random_op(groups, number, random) for number in range(count))

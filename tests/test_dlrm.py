@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -349,20 +350,19 @@ def test_loss_and_accuracy_are_torchs() -> None:
 
 
 def test_communication_is_summed_by_kind_tag_and_backend() -> None:
-    def record(kind: str, tag: str | None, backend: str, start: float, end: float) -> Any:
-        return SimpleNamespace(kind=kind, tag=tag, backend=backend, bytes=100, t_issue=start, t_done=end)
+    def record(kind: str, tag: str | None, backend: str, nbytes: int | None, start: float, end: float) -> Any:
+        times = {"t_issue": start, "t_done": end}
+        return SimpleNamespace(kind=kind, tag=tag, backend=backend, bytes=nbytes, **times)
 
-    rows = train.communication(
-        [
-            record("all_to_all", "a", "mpi", 0, 1),
-            record("all_to_all", "a", "mpi", 1, 4),
-            record("all_to_all", "a", "mpi", 4, 6),
-            record("all_reduce", None, "gloo", 0, 1),
-        ],
-        seconds=10,
-    )
-    assert rows == [
-        train.CommunicationRow("all_to_all", "a", "mpi", 3, 300, 2e6, 0.6),
+    records = [
+        record("all_to_all", "a", "mpi", None, 0, 1),
+        record("all_to_all", "a", "mpi", None, 1, 4),
+        record("all_to_all", "a", "mpi", None, 4, 6),
+        record("all_reduce", None, "gloo", 100, 0, 1),
+    ]
+    log: Any = SimpleNamespace(records=records)
+    assert train.communication(train.Recording(log, Counter(a=700)), seconds=10) == [
+        train.CommunicationRow("all_to_all", "a", "mpi", 3, 700, 2e6, 0.6),
         train.CommunicationRow("all_reduce", "", "gloo", 1, 100, 1e6, 0.1),
     ]
 

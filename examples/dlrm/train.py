@@ -15,9 +15,10 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from itertools import chain, count, islice
 from pathlib import Path
 from statistics import median
@@ -29,6 +30,7 @@ import typer
 from criteo import Batch, DataError, Reader
 from model import DLRM, Comms, Handle, ModelConfig, loss
 from numpy.typing import NDArray
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -40,6 +42,7 @@ from mcr_plus.errors import BackendUnavailable, McrError
 
 HERE = Path(__file__).parent
 RECORDED = 2000  # steps whose communication is noted, so that a long run does not fill the memory
+STYLE: Any = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False, "title_justify": "left"}
 WINDOW = 10  # steps at the start and at the end whose mean loss is reported
 
 # --- transports: the one job on several libraries ---------------------------------------------------
@@ -48,18 +51,33 @@ WINDOW = 10  # steps at the start and at the end whose mean loss is reported
 class Record(Protocol):
     """What mcr_plus notes of an operation, as far as it is shown here."""
 
-    kind: str
-    tag: str | None
-    backend: str
-    bytes: int
-    t_issue: float
-    t_done: float
+    @property
+    def kind(self) -> str: ...
+    @property
+    def tag(self) -> str | None: ...
+    @property
+    def backend(self) -> str: ...
+    @property
+    def bytes(self) -> int | None: ...  # None where the ranks' sizes differ, as in an uneven all_to_all
+    @property
+    def t_issue(self) -> float: ...
+    @property
+    def t_done(self) -> float: ...
 
 
 class Log(Protocol):
-    records: Sequence[Any]
+    @property
+    def records(self) -> Sequence[Record]: ...
 
     def save(self, path: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The library's log, and what it cannot know."""
+
+    log: Log
+    sent: Counter[str] = field(default_factory=Counter)  # bytes this rank gave to all_to_all, by tag
 
 
 class Transport(Comms, Protocol):
@@ -69,7 +87,7 @@ class Transport(Comms, Protocol):
         """The `value` of every rank, on every rank."""
         ...
 
-    def record(self) -> AbstractContextManager[Log | None]:
+    def record(self) -> AbstractContextManager[Recording | None]:
         """Note all operations inside, if the library can."""
         ...
 
@@ -83,6 +101,7 @@ class McrTransport:
         mcr.init(None if config is None else str(config), backends=backends)
         self.rank = mcr.get_rank()
         self.world_size = mcr.get_world_size()
+        self._sent: Counter[str] = Counter()
 
     def all_to_all_single(
         self,
@@ -92,6 +111,7 @@ class McrTransport:
         input_split_sizes: list[int],
         tag: str,
     ) -> None:
+        self._sent[tag] += input.nbytes
         mcr.all_to_all_single(output, input, output_split_sizes, input_split_sizes, tag=tag)
 
     def all_reduce(self, tensor: Tensor, tag: str) -> Handle:
@@ -100,8 +120,13 @@ class McrTransport:
     def gather(self, value: Any) -> list[Any]:
         return list(mcr.all_gather_object(value))
 
-    def record(self) -> AbstractContextManager[Log | None]:
-        return cast("AbstractContextManager[Log | None]", mcr.record())
+    @contextmanager
+    def record(self) -> Iterator[Recording]:
+        with mcr.record() as log:
+            recording = Recording(log)
+            self._sent = recording.sent
+            yield recording
+        self._sent = Counter()
 
     def close(self) -> None:
         mcr.finalize()
@@ -146,7 +171,7 @@ class TorchTransport:
         dist.all_gather_object(values, value)
         return values
 
-    def record(self) -> AbstractContextManager[Log | None]:
+    def record(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def close(self) -> None:
@@ -209,15 +234,16 @@ class CommunicationRow:
     share: float  # of the step time; what overlaps with computing or other operations counts in full
 
 
-def communication(records: Iterable[Record], seconds: float) -> list[CommunicationRow]:
-    """Sum up by kind, tag and backend the `records` of `seconds` of training, the longest first."""
+def communication(recording: Recording, seconds: float) -> list[CommunicationRow]:
+    """Sum up by kind, tag and backend what was recorded in `seconds` of training, the longest first."""
     groups: dict[tuple[str, str, str], list[Record]] = {}
-    for record in records:
+    for record in recording.log.records:
         groups.setdefault((record.kind, record.tag or "", record.backend), []).append(record)
     rows = []
     for key, group in groups.items():
         times = [record.t_done - record.t_issue for record in group]
-        total = sum(record.bytes for record in group)
+        sizes = [record.bytes for record in group if record.bytes is not None]
+        total = sum(sizes) if sizes else recording.sent[key[1]]
         rows.append(CommunicationRow(*key, len(group), total, median(times) * 1e6, sum(times) / seconds))
     return sorted(rows, key=lambda row: -row.share)
 
@@ -294,7 +320,7 @@ class Trainer:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=job.lr)
 
     def run(self) -> Result:
-        steps, log = self._train()
+        steps, recording = self._train()
         recorded = sum(step.seconds for step in steps[:RECORDED])
         labels, scores = self._evaluate()
         return Result(
@@ -304,14 +330,14 @@ class Trainer:
             scores=scores,
             seconds=sum(step.seconds for step in steps),
             samples_per_second=median(step.rows for step in steps) / median(step.seconds for step in steps),
-            communication=communication(log.records, recorded) if log else [],
-            log=log,
+            communication=communication(recording, recorded) if recording else [],
+            log=recording.log if recording else None,
         )
 
-    def _train(self) -> tuple[list[Step], Log | None]:
+    def _train(self) -> tuple[list[Step], Recording | None]:
         steps: list[Step] = []
-        with ExitStack() as recording:
-            log = recording.enter_context(self.comms.record())
+        with ExitStack() as until:
+            recording = until.enter_context(self.comms.record())
             start = time.perf_counter()
             for batch in islice(self._passes(), self.job.steps):
                 part = self._step(batch)
@@ -320,8 +346,8 @@ class Trainer:
                 start = end
                 self._show(steps, len(batch.labels))
                 if len(steps) == RECORDED:
-                    recording.close()
-        return steps, log
+                    until.close()
+        return steps, recording
 
     def _passes(self) -> Iterator[Batch]:
         """The file again and again: `epochs` times, or without end if it is `steps` that count."""
@@ -364,7 +390,7 @@ class Trainer:
 
 
 class Monitor:
-    """A progress bar on a terminal; elsewhere (mpirun pipes what ranks print) a line at every tenth."""
+    """A progress bar on a terminal, and elsewhere a line at every tenth."""
 
     def __init__(self, console: Console, title: str) -> None:
         self.console = console
@@ -428,10 +454,10 @@ def report(result: Result, console: Console) -> None:
 
 def communication_table(rows: Sequence[CommunicationRow]) -> Table:
     caption = "operations that overlap with others count in full"
-    table = Table(title="Communication of rank 0 while training", caption=caption)
+    table = Table(title="Communication of rank 0 while training", caption=caption, **STYLE)
     for name in ("op", "tag", "backend"):
-        table.add_column(name)
-    for name in ("count", "MiB", "p50 µs", "of step time"):
+        table.add_column(name, no_wrap=True)
+    for name in ("count", "MiB", "p50 µs", "% of step"):
         table.add_column(name, justify="right")
     for row in rows:
         numbers = (f"{row.count:,}", f"{row.bytes / 2**20:,.1f}", f"{row.p50_us:,.0f}", f"{row.share:.1%}")
@@ -535,13 +561,12 @@ def report_comparison(rows: Sequence[Comparison], console: Console) -> None:
 
 
 def comparison_table(rows: Iterable[Comparison]) -> Table:
-    table = Table(title="The same job on each library")
-    table.add_column("library")
-    for name in ("ranks", "samples/s", "speed-up", "final loss", "AUC", "max loss diff"):
+    table = Table(title="The same job on each library", **STYLE)
+    table.add_column("library", no_wrap=True)
+    for name in ("samples/s", "speed-up", "final loss", "AUC", "max loss diff"):
         table.add_column(name, justify="right")
     for row in rows:
         cells = (
-            _cell(row.ranks, "d"),
             _cell(row.samples_per_second, ",.0f"),
             _cell(row.speedup, ".2f"),
             _cell(row.final_loss, ".5f"),

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Final
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -75,6 +77,8 @@ class GlooBackend:
     @classmethod
     def supports(cls, signature: Signature) -> Support:
         """Everything on CPU tensors; what gloo lacks is built from all_to_all or all_gather."""
+        if signature.algorithm is not None:
+            return Support("no", f"algorithm '{signature.algorithm}'; gloo has none to choose from")
         if signature.device != "cpu":
             return Support("emulated", "staged through host memory")
         kind = signature.kind
@@ -154,7 +158,8 @@ def _poll(work: Any, finish: Callable[[], None] | None = None) -> Poll:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as flat bytes: gloo moves every dtype this way."""
-    return tensor.reshape(-1).view(torch.uint8)
+    # Not reshape(-1): a contiguous tensor of one element may have any stride, which `view` refuses.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 class _GlooChannel:
@@ -363,7 +368,7 @@ class _GlooChannel:
         call = self._pg.send
 
         def start(message: Message) -> Poll:
-            return _poll(call([_bytes(message.inputs[0])], message.peer, message.match_tag))
+            return _Watched(call([_bytes(message.inputs[0])], message.peer, message.match_tag))
 
         return start
 
@@ -373,8 +378,8 @@ class _GlooChannel:
         def start(message: Message) -> Poll:
             target = [_bytes(message.outputs[0])]
             if message.peer is not None:
-                return _poll(pg.recv(target, message.peer, message.match_tag))
-            return _AnySource(pg.recv_anysource(target, message.match_tag))
+                return _Watched(pg.recv(target, message.peer, message.match_tag))
+            return _WatchedAnySource(pg.recv_anysource(target, message.match_tag))
 
         return start
 
@@ -384,20 +389,71 @@ class _GlooChannel:
         return (lambda message: _poll(call(options))) if self._group.size > 1 else (lambda message: done)
 
 
-class _AnySource:
+class _Watchers:
+    """Threads that each block on one gloo work; idle ones are used again.
+
+    gloo's sends and receives cannot be asked whether they are done, and a wait with a timeout closes the
+    connection when it expires. The data moves without these threads: they only notice.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[SimpleQueue[Callable[[], None]]] = []
+
+    def run(self, task: Callable[[], None]) -> None:
+        try:
+            inbox = self._idle.pop()
+        except IndexError:
+            inbox = SimpleQueue()
+            # A daemon: a work that never ends must not keep the process.
+            Thread(target=self._work, args=(inbox,), name="mcr-gloo-watch", daemon=True).start()
+        inbox.put(task)
+
+    def _work(self, inbox: SimpleQueue[Callable[[], None]]) -> None:
+        while True:
+            inbox.get()()
+            self._idle.append(inbox)
+
+
+_watchers = _Watchers()
+
+
+class _Watched:
+    """Poll of a send or receive. The watching thread is started by the first poll."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._state: Literal["new", "watched", "done"] = "new"
+        self._error: Exception | None = None
+
+    def __call__(self) -> bool:
+        if self._state == "new":
+            self._state = "watched"
+            _watchers.run(self._watch)
+        if self._state != "done":
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _watch(self) -> None:
+        try:
+            self._finish()
+        except Exception as error:
+            self._error = error
+        self._state = "done"
+
+    def _finish(self) -> None:
+        self._work.wait()
+
+
+class _WatchedAnySource(_Watched):
     """A receive from whoever sends first."""
 
     source: int
 
-    def __init__(self, work: Any) -> None:
-        self._work = work
-
-    def __call__(self) -> bool:
-        if not self._work.is_completed():
-            return False
+    def _finish(self) -> None:
         self._work.wait()
         self.source = self._work._source_rank()
-        return True
 
 
 def _divide(tensor: torch.Tensor, size: int) -> None:

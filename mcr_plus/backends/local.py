@@ -87,6 +87,8 @@ class LocalBackend:
     @classmethod
     def supports(cls, signature: Signature) -> Support:
         """Everything, in groups of one rank."""
+        if signature.algorithm is not None:
+            return Support("no", f"algorithm '{signature.algorithm}'; local has none to choose from")
         if signature.ranks != 1:
             return Support("no", f"groups of {signature.ranks} ranks; local is for groups of one")
         return NATIVE

@@ -26,6 +26,7 @@ _MAX_COUNT: Final = 2**31 - 1
 _SPECS: Final = 4096  # buffer descriptions kept per bound operation
 _HALVES: Final = (torch.float16, torch.bfloat16)
 _HALF_OPS: Final = ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
+_SATURATED: Final = (torch.int8, torch.int16, torch.uint8)  # by Open MPI's vectorised SUM
 
 _DATATYPES: Final = {
     torch.float64: "DOUBLE",
@@ -128,6 +129,8 @@ class MpiBackend:
     @classmethod
     def supports(cls, signature: Signature) -> Support:
         """Everything on CPU tensors of up to 2³¹ − 1 elements."""
+        if signature.algorithm is not None:
+            return Support("no", f"algorithm '{signature.algorithm}'; mpi has none to choose from")
         if signature.device != "cpu":
             return Support("emulated", "staged through host memory")
         if signature.dtype is not None and (signature.nbytes or 0) > _MAX_COUNT * signature.dtype.itemsize:
@@ -136,6 +139,8 @@ class MpiBackend:
             return NATIVE
         if signature.dtype in _HALVES:
             return Support("emulated", "an MPI_Op of our own that widens to float32 (compiled by numba)")
+        if signature.dtype in _SATURATED and signature.reduce_op == "SUM":
+            return Support("emulated", "an MPI_Op of our own that wraps around (compiled by numba)")
         if signature.reduce_op == "AVG":
             return Support("emulated", "SUM, then divided by the number of ranks")
         return NATIVE
@@ -179,11 +184,23 @@ _stuck: list[bool] = []
 
 @cache
 def _half_op(name: str, dtype: torch.dtype) -> Any:
-    """An MPI_Op whose C function is compiled by numba: a Python callback would take the GIL per segment."""
+    """Reductions of float16 and bfloat16, which MPI does not know."""
     from mcr_plus.kernels.half_reduce import reducer
 
+    return _own_op(reducer("SUM" if name == "AVG" else name, dtype))  # type: ignore[arg-type]
+
+
+@cache
+def _wrapping_op(dtype: torch.dtype) -> Any:
+    """SUM of small integers that wraps around."""
+    from mcr_plus.kernels.wrapping_sum import wrapping_sum
+
+    return _own_op(wrapping_sum(dtype))
+
+
+def _own_op(function: Any) -> Any:
+    """An MPI_Op whose C function is compiled by numba: a Python callback would take the GIL per segment."""
     mpi = load_mpi()
-    function = reducer("SUM" if name == "AVG" else name, dtype)  # type: ignore[arg-type]
     op = mpi.Op()
     status = _libmpi().MPI_Op_create(
         ctypes.c_void_p(function.address), ctypes.c_int(1), ctypes.c_void_p(mpi._addressof(op))
@@ -267,6 +284,8 @@ class _MpiChannel:
             if op not in _HALF_OPS:
                 raise Unsupported(f"reduce op {op} on {dtype_name(dtype)}; known: {', '.join(_HALF_OPS)}")
             return _half_op(op, dtype)
+        if dtype in _SATURATED and op == "SUM":
+            return _wrapping_op(dtype)
         if dtype is torch.bool:
             return getattr(self._mpi, _BOOL_OPS.get(op, "LXOR"))
         return getattr(self._mpi, _OPS[op])

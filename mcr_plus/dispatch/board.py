@@ -1,8 +1,9 @@
 """What each rank of a group is doing, visible to the others without communication.
 
-Every rank owns a row: a counter of the operations it has issued, and a ring in which it posts an
-operation's 48-bit digest and description. Only the owner writes its row. Peers look at it to compare
-signatures before an operation starts, to see who has not arrived, and never wait on each other here.
+Every rank owns a row: a counter of the operations it has issued, a ring in which it posts an operation's
+48-bit digest and description, and a note on why it gave up, if it did. Only the owner writes its row.
+Peers look at it to compare signatures before an operation starts, to see who has not arrived or will not
+come, and never wait on each other here.
 
 On one host the rows lie in anonymous shared memory: a memfd that peers open through /proc, so no name
 ever exists that could be left behind. Across hosts, or where that fails on any rank, posts go through
@@ -14,9 +15,10 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, ClassVar, Final, Protocol, TypeVar
 
 from mcr_plus.message import Group
 
@@ -25,12 +27,17 @@ if TYPE_CHECKING:
 
 RING: Final = 512
 TEXT: Final = 192
+NOTE: Final = 448
 _HEADER: Final = 64
 _WORDS: Final = _HEADER // 8
-_ROW: Final = _HEADER + RING * (8 + TEXT)
+_TEXTS: Final = _HEADER + RING * 8
+_NOTES: Final = _TEXTS + RING * TEXT
+_ROW: Final = _NOTES + NOTE
 _DIGEST_BITS: Final = 48
 _TAG_MASK: Final = 0xFFFF
-CLOSED: Final = 1
+_CLOSED: Final = 1
+_FAILED: Final = 2
+_Answer = TypeVar("_Answer")
 
 
 def pad(text: str) -> bytes:
@@ -49,6 +56,27 @@ class Sighting:
     issued: int
     digest: int | None = None
     text: str | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank gave up a group: the number of the operation that failed (0: none did), and the error."""
+
+    sequence: int
+    text: str
+
+    _NUMBER: ClassVar = struct.Struct("<Q")
+
+    def packed(self) -> bytes:
+        """As a record of `NOTE` bytes."""
+        text = self.text.encode()[: NOTE - self._NUMBER.size]
+        return (self._NUMBER.pack(self.sequence) + text).ljust(NOTE, b"\0")
+
+    @classmethod
+    def unpacked(cls, record: bytes) -> Failure:
+        """What `packed` made."""
+        (sequence,) = cls._NUMBER.unpack_from(record)
+        return cls(sequence, record[cls._NUMBER.size :].rstrip(b"\0").decode(errors="replace"))
 
 
 class GroupBoard(Protocol):
@@ -73,7 +101,15 @@ class GroupBoard(Protocol):
         ...
 
     def is_closed(self, rank: int) -> bool:
-        """Whether `rank` has left in good order."""
+        """Whether `rank` leaves, or has left, in good order."""
+        ...
+
+    def mark_failed(self, failure: Failure) -> None:
+        """Say that this rank will issue nothing more in this group, and why; only the first time counts."""
+        ...
+
+    def failure(self, rank: int) -> Failure | None:
+        """Why `rank` has given up the group; None if it has not."""
         ...
 
 
@@ -86,7 +122,8 @@ class SharedBoard:
         self.counter = self._view[base : base + 8].cast("Q")
         self._flags = self._view[base + 8 : base + 16].cast("Q")
         self._words = self._view[base + _HEADER : base + _HEADER + RING * 8].cast("Q")
-        self._texts = self._view[base + _HEADER + RING * 8 : base + _ROW]
+        self._texts = self._view[base + _TEXTS : base + _NOTES]
+        self._note = self._view[base + _NOTES : base + _ROW]
         self._all = self._view[: group.size * _ROW].cast("B").cast("Q")
 
     def post(self, sequence: int, digest: int, text: bytes) -> None:
@@ -107,7 +144,7 @@ class SharedBoard:
         digest = self.digest_at(rank, sequence) if issued >= sequence else None
         if digest is None:
             return Sighting(issued)
-        start = rank * _ROW + _HEADER + RING * 8 + sequence % RING * TEXT
+        start = rank * _ROW + _TEXTS + sequence % RING * TEXT
         text = bytes(self._view[start : start + TEXT]).rstrip(b"\0").decode(errors="replace")
         return Sighting(issued, digest, text)
 
@@ -117,11 +154,24 @@ class SharedBoard:
 
     def mark_closed(self) -> None:
         """See `GroupBoard.mark_closed`."""
-        self._flags[0] = CLOSED
+        self._flags[0] |= _CLOSED
 
     def is_closed(self, rank: int) -> bool:
         """See `GroupBoard.is_closed`."""
-        return self._all[rank * (_ROW // 8) + 1] == CLOSED
+        return bool(self._all[rank * (_ROW // 8) + 1] & _CLOSED)
+
+    def mark_failed(self, failure: Failure) -> None:
+        """See `GroupBoard.mark_failed`."""
+        if not self._flags[0] & _FAILED:
+            self._note[:] = failure.packed()
+            self._flags[0] |= _FAILED
+
+    def failure(self, rank: int) -> Failure | None:
+        """See `GroupBoard.failure`."""
+        if not self._all[rank * (_ROW // 8) + 1] & _FAILED:
+            return None
+        end = (rank + 1) * _ROW
+        return Failure.unpacked(bytes(self._view[end - NOTE : end]))
 
 
 class StoreBoard:
@@ -133,50 +183,88 @@ class StoreBoard:
     _RECORD: Final = struct.Struct(f"<QQ{TEXT}s")
 
     def __init__(self, store: torch.distributed.Store, group: Group) -> None:
-        self._store = store
+        self._store: torch.distributed.Store | None = store
         self._group = group
         self._posted: list[int] = []
+        self._failed = False
         self.counter = memoryview(bytearray(8)).cast("Q")
 
-    def _key(self, rank: int, sequence: int | str) -> str:
-        return f"board/{self._group.name}/{rank}/{sequence}"
+    def _key(self, rank: int, name: int | str) -> str:
+        return f"board/{self._group.name}/{rank}/{name}"
+
+    def _ask(self, question: Callable[[torch.distributed.Store], _Answer], otherwise: _Answer) -> _Answer:
+        """What the store answers. Once it has not (its rank may have died), it is not asked again."""
+        if self._store is None:
+            return otherwise
+        try:
+            return question(self._store)
+        except RuntimeError:
+            self._store = None
+            return otherwise
+
+    def _write(self, name: int | str, value: bytes) -> None:
+        key = self._key(self._group.rank, name)
+        self._ask(lambda store: store.set(key, value), None)
+
+    def _read(self, rank: int, name: int | str) -> bytes | None:
+        key = self._key(rank, name)
+        return self._ask(lambda store: store.get(key) if store.check([key]) else None, None)
 
     def post(self, sequence: int, digest: int, text: bytes) -> None:
         """See `GroupBoard.post`."""
         if self._posted and self._posted[-1] == sequence:
             return
         record = self._RECORD.pack(sequence, digest, text)
-        self._store.set(self._key(self._group.rank, sequence), record)
-        self._store.set(self._key(self._group.rank, "last"), record)
+        self._write(sequence, record)
+        self._write("last", record)
         self._posted.append(sequence)
         if len(self._posted) > RING:
-            self._store.delete_key(self._key(self._group.rank, self._posted.pop(0)))
+            forgotten = self._key(self._group.rank, self._posted.pop(0))
+            self._ask(lambda store: store.delete_key(forgotten), False)
 
-    def _read(self, key: str) -> tuple[int, int, str] | None:
-        if not self._store.check([key]):
+    def _record(self, rank: int, name: int | str) -> tuple[int, int, str] | None:
+        record = self._read(rank, name)
+        if record is None:
             return None
-        sequence, digest, text = self._RECORD.unpack(self._store.get(key))
+        sequence, digest, text = self._RECORD.unpack(record)
         return sequence, digest, text.rstrip(b"\0").decode(errors="replace")
 
     def look(self, rank: int, sequence: int) -> Sighting:
         """See `GroupBoard.look`."""
-        record = self._read(self._key(rank, sequence))
+        record = self._record(rank, sequence)
         if record is not None:
             return Sighting(max(sequence, record[0]), record[1], record[2])
-        last = self._read(self._key(rank, "last"))
+        last = self._record(rank, "last")
         return Sighting(last[0] if last else 0)
 
     def forgotten(self, sighting: Sighting, sequence: int) -> bool:
         """A peer that has passed `sequence` may have done so without posting only if it had no check to do."""
         return sighting.issued - sequence >= RING
 
+    def _publish_counter(self) -> None:
+        """Before leaving: what was issued and not posted has been issued all the same."""
+        self._write("last", self._RECORD.pack(self.counter[0], 0, b""))
+
     def mark_closed(self) -> None:
         """See `GroupBoard.mark_closed`."""
-        self._store.set(self._key(self._group.rank, "closed"), b"1")
+        self._publish_counter()
+        self._write("closed", b"1")
 
     def is_closed(self, rank: int) -> bool:
         """See `GroupBoard.is_closed`."""
-        return bool(self._store.check([self._key(rank, "closed")]))
+        return self._read(rank, "closed") is not None
+
+    def mark_failed(self, failure: Failure) -> None:
+        """See `GroupBoard.mark_failed`."""
+        if not self._failed:
+            self._failed = True
+            self._publish_counter()
+            self._write("failed", failure.packed())
+
+    def failure(self, rank: int) -> Failure | None:
+        """See `GroupBoard.failure`."""
+        record = self._read(rank, "failed")
+        return None if record is None else Failure.unpacked(record)
 
 
 class NoBoard:
@@ -202,6 +290,13 @@ class NoBoard:
     def is_closed(self, rank: int) -> bool:  # noqa: ARG002
         """There is no peer."""
         return False
+
+    def mark_failed(self, failure: Failure) -> None:
+        """Nobody looks."""
+
+    def failure(self, rank: int) -> Failure | None:  # noqa: ARG002
+        """There is no peer."""
+        return None
 
 
 def _map_shared(store: torch.distributed.Store, group: Group) -> mmap.mmap | None:

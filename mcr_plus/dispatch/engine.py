@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Literal
 
-from mcr_plus.dispatch.board import GroupBoard, SharedBoard
+from mcr_plus.dispatch.board import Failure, GroupBoard, SharedBoard
 from mcr_plus.errors import BackendError, CommTimeout, McrError, NotInitialized, OrderMismatch
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ _LOOK_EVERY: Final = 0.002  # seconds between looks at the board while waiting
 _LOOK_EVERY_SLOW: Final = 0.05  # once a wait is long, and for peers' processes
 _YIELD_FOR: Final = 0.002  # seconds of yielding before a waiting rank begins to sleep
 _DEATH_GRACE: Final = 0.2  # a message of a rank that has just died may still be on its way
+_RAISED_BY_PEER: Final = {"OrderMismatch": OrderMismatch, "CommTimeout": CommTimeout}
 _REAP: Final = 2  # finished handles let go per issue: amortised, never a scan
 
 
@@ -123,7 +124,7 @@ class Engine:
         """Keep an asynchronous operation alive until it is done, even if the caller drops its handle."""
         held = self._held
         for _ in range(_REAP):
-            if not held or not (held[0].is_done or self._try(held[0])):
+            if not held or not (held[0].is_done or self.try_poll(held[0])):
                 break
             held.popleft()
         held.append(work)
@@ -175,7 +176,7 @@ class Engine:
         after = work.message.after
         if after is None:
             return True
-        if not after.is_completed():
+        if not after.probe():
             return False
         if (error := after.exception()) is not None:
             self.fail(work, error)
@@ -240,10 +241,10 @@ class Engine:
     def advance(self, work: IssuedWork) -> None:
         """Poll one operation and let deferred ones start."""
         with self.lock:
-            if not work.is_done and not self._try(work):
+            if not work.is_done and not self.try_poll(work):
                 self.progress()
 
-    def _try(self, work: IssuedWork) -> bool:
+    def try_poll(self, work: IssuedWork) -> bool:
         """Poll; True when done. Under the lock, or by the only thread that knows the operation."""
         poll = work.poll
         if poll is None or work.is_done:
@@ -270,7 +271,7 @@ class Engine:
         after = work.message.after
         if work.is_done:
             return True
-        if after is not None and not after.is_completed():
+        if after is not None and not after.probe():
             return False
         self._start(work)
         return True
@@ -286,7 +287,7 @@ class Engine:
         next_look = began
         while not work.is_done:
             with self.lock:
-                if self._try(work):
+                if self.try_poll(work):
                     return
                 if operation.on_stream and work.poll is not None:
                     work.poll.order_current_stream()  # type: ignore[attr-defined]
@@ -326,21 +327,41 @@ class Engine:
             self.post(work)
             self._look_for_mismatch(work)
         if not work.is_done and waited > _LOOK_EVERY_SLOW:
-            dead = self._dead(work)
-            if dead and waited > _DEATH_GRACE:
-                self.fail(work, BackendError(f"{operation.name(work.sequence)} on {operation.backend}: {dead}"))
+            gone = self._gone(work)
+            if gone and self._is_sure(work):
+                name = f"{operation.name(work.sequence)} on {operation.backend}"
+                self.fail(work, _RAISED_BY_PEER.get(gone[0][1], BackendError)(f"{name}: {_told(gone)}"))
 
-    def _dead(self, work: IssuedWork) -> str:
-        """Which ranks this operation needs have died; empty if none."""
-        state = work.operation.state
+    def _is_sure(self, work: IssuedWork) -> bool:
+        """Whether `work` has been in doubt for long enough: what it waits for may still be on its way."""
+        now = time.monotonic()
+        since: float | None = getattr(work, "doubted", None)
+        if since is None:
+            work.doubted = since = now
+        return now - since > _DEATH_GRACE
+
+    def _gone(self, work: IssuedWork) -> list[tuple[str, str]]:
+        """Which ranks will not take part any more, and the kind of error they gave as the reason."""
+        state, sequence = work.operation.state, work.sequence
         found = []
         for rank in self._needed(work):
-            status = self.peers.status(state.group.ranks[rank])
-            if status == "dead" and not state.board.is_closed(rank):
-                found.append(f"rank {rank} has died")
-            elif status == "dead" and state.board.look(rank, work.sequence).issued < work.sequence:
-                found.append(f"rank {rank} has left without issuing it")
-        return ", ".join(found)
+            board = state.board
+            closed, failure = board.is_closed(rank), board.failure(rank)
+            absent = not work.operation.signature.is_p2p and board.look(rank, sequence).issued < sequence
+            if failure is not None and (absent or not sequence or 0 < failure.sequence <= sequence):
+                found.append((f"rank {rank} has given up: {failure.text}", failure.text.partition(":")[0]))
+            elif closed and absent:
+                found.append((f"rank {rank} has left without issuing it", ""))
+            elif not closed and self.peers.status(state.group.ranks[rank]) == "dead":
+                found.append((f"rank {rank} has died", ""))
+        return found
+
+    def _blame(self, work: IssuedWork) -> str:
+        """Which ranks are behind an error of the library; a process may take a moment to be seen dead."""
+        deadline = time.monotonic() + _DEATH_GRACE
+        while not (gone := self._gone(work)) and time.monotonic() < deadline:
+            time.sleep(_LOOK_EVERY)
+        return _told(gone)
 
     def _needed(self, work: IssuedWork) -> Sequence[int]:
         group, peer = work.operation.state.group, work.message.peer
@@ -372,10 +393,12 @@ class Engine:
         if not work.is_done:
             # The library may still write to these tensors: they are never let go.
             self.peers.keep.append((work.message, work.message.inputs, work.message.outputs, work.poll))
-            work.fail(error)
+            work.fail(error, "" if isinstance(error, McrError) else self._blame(work))
         error = work.error or error
         self.failed = True
-        work.operation.state.fail(error)
+        state = work.operation.state
+        state.board.mark_failed(Failure(work.sequence, f"{type(error).__name__}: {error}"))
+        state.fail(error)
         for waiting in list(work.operation.lane.pending):
             if waiting is not work and not waiting.is_done:
                 waiting.fail(BackendError(f"not started: an operation before it failed: {error}"))
@@ -390,7 +413,7 @@ class Engine:
             try:
                 self.wait(work)
                 if work.operation.on_stream:
-                    while not self._try(work):
+                    while not self.try_poll(work):
                         time.sleep(20e-6)
             except McrError as error:
                 errors.append(error)
@@ -402,3 +425,7 @@ class Engine:
     def in_flight(self) -> int:
         """Asynchronous operations not yet known to be done."""
         return sum(not work.is_done for work in self._held)
+
+
+def _told(gone: list[tuple[str, str]]) -> str:
+    return ", ".join(text for text, _ in gone)

@@ -82,8 +82,12 @@ class Work(ABC):
     def info(self) -> Info:
         """What this operation was and which way it took."""
 
+    def probe(self) -> bool:
+        """As `is_completed`, without driving anything else: what the engine asks while it makes progress."""
+        return self.is_completed()
+
     def source_rank(self) -> int | None:
-        """After a finished receive: the group rank the message came from. None for anything else."""
+        """After a finished receive: the rank (of the whole job) it came from. None for anything else."""
         return None
 
 
@@ -91,6 +95,7 @@ class IssuedWork(Work):
     """The handle of one library call."""
 
     __slots__ = (
+        "doubted",
         "error",
         "finish",
         "is_done",
@@ -133,6 +138,9 @@ class IssuedWork(Work):
         if not self.is_done:
             self.operation.engine.advance(self)
         return self.is_done
+
+    def probe(self) -> bool:  # noqa: D102
+        return self.is_done or self.operation.engine.try_poll(self)
 
     def exception(self) -> BaseException | None:  # noqa: D102
         return self.error
@@ -179,11 +187,12 @@ class IssuedWork(Work):
                 self.error = error
         self._settle()
 
-    def fail(self, error: BaseException) -> None:
-        """Mark as done with an error. For the engine."""
+    def fail(self, error: BaseException, blame: str = "") -> None:
+        """Mark as done with an error; `blame` names the ranks behind a library's own. For the engine."""
         if isinstance(error, Exception) and not isinstance(error, McrError):
             operation = self.operation
-            text = f"{operation.backend}: {operation.name(self.sequence)} failed: {error}"
+            reason = f"{blame}; {error}" if blame else error
+            text = f"{operation.backend}: {operation.name(self.sequence)} failed: {reason}"
             named = BackendError(text)
             named.__cause__ = error
             error = named
@@ -199,7 +208,8 @@ class IssuedWork(Work):
                 record(self)
         if not operation.inline:  # the handle may outlive the op by far: let the tensors go
             if operation.signature.kind == "recv":
-                self.source = getattr(self.poll, "source", self.message.peer)
+                source = getattr(self.poll, "source", self.message.peer)
+                self.source = None if source is None else operation.state.group.ranks[source]
             message = self.message
             message.inputs = message.outputs = ()
             message.after = message.prepare = None
@@ -238,7 +248,13 @@ class JointWork(Work):
         self._settle()
 
     def is_completed(self) -> bool:  # noqa: D102
-        if not all([member.is_completed() for member in self.members]):
+        return self._ended([member.is_completed() for member in self.members])
+
+    def probe(self) -> bool:  # noqa: D102
+        return self._ended([member.probe() for member in self.members])
+
+    def _ended(self, members: list[bool]) -> bool:
+        if not all(members):
             return False
         if self.exception() is None:
             self._settle()

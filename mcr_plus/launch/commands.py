@@ -66,6 +66,8 @@ def _job_settings(scratch: Scratch, config: Path | None, terminal: str | None) -
         settings[base] = str(scratch.root)
     for part in ("btl_sm", "btl_vader", "osc_sm", "osc_rdma"):
         settings[f"OMPI_MCA_{part}_backing_directory"] = str(scratch.shm)
+    for parameter in ("PRTE_MCA_odls_base_sigkill_timeout", "OMPI_MCA_odls_base_sigkill_timeout"):
+        settings[parameter] = "3"  # one second, the default, is too short on a busy machine to report an end
     if config is not None:
         settings["MCR_CONFIG"] = str(config.resolve())
     if terminal is not None:

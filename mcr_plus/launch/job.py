@@ -124,9 +124,16 @@ class _Job:
             finally:
                 self._end(driver)
         self._channels.drain()
+        self._complete(driver.returncode)
         return Outcome(
             tuple(self._channels.states), driver.returncode, self._interrupted, self._timed_out, self._log()
         )
+
+    def _complete(self, status: int) -> None:
+        """A rank that raised and was killed before its end could be reported failed all the same."""
+        for state in self._channels.states:
+            if state.end is None and state.raised is not None:
+                state.code, state.ended = status or 1, time.monotonic()
 
     def _start(self) -> subprocess.Popen[bytes]:
         stdin = subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None

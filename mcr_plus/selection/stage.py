@@ -29,16 +29,18 @@ class SelectStage:
 
     def bind(self, signature: Signature, next: Next) -> Issue:  # noqa: A002
         """Bind to the chosen backend."""
-        name, why = self._choose(signature)
-        support = self._support(name, signature)
+        choice, why = self._choose(signature)
+        name, _, algorithm = choice.partition(":")
+        chosen = signature.replace(backend=name, algorithm=algorithm or None)
+        support = self._context.backends[name].supports(chosen)
         how = "" if support.level == "native" else f", emulated: {support.how}"
-        next.note(f"backend {name} ({why}{how})")
-        return next(signature.replace(backend=name))
+        next.note(f"backend {choice} ({why}{how})")
+        return next(chosen)
 
     def _choose(self, signature: Signature) -> tuple[str, str]:
         if signature.ranks == 1:
             if signature.backend is not None:
-                registry.get("backends", signature.backend)  # an unknown name is an error here too
+                registry.get("backends", signature.backend.partition(":")[0])  # an unknown name is an error here too
             return "local", "a group of one rank needs no library"
         if signature.backend is not None:
             self._require(signature.backend, signature, "asked for by name")
@@ -79,19 +81,21 @@ class SelectStage:
             return ["gloo", "mpi"]
         return ["mpi", "gloo"]
 
-    def _support(self, name: str, signature: Signature) -> Support:
-        return self._context.backends[name].supports(signature)
+    def _support(self, choice: str, signature: Signature) -> Support:
+        name, _, algorithm = choice.partition(":")
+        return self._context.backends[name].supports(signature.replace(backend=name, algorithm=algorithm or None))
 
-    def _require(self, name: str, signature: Signature, why: str) -> None:
+    def _require(self, choice: str, signature: Signature, why: str) -> None:
+        name = choice.partition(":")[0]
         known = self._context.backends
         if name not in known:
             raise Unsupported(
                 f"backend '{name}' ({why}) is not part of this job; backends here: {', '.join(known)}"
             )
-        support = self._support(name, signature)
+        support = self._support(choice, signature)
         if not support:
             others = [other for other in known if self._support(other, signature)]
             raise Unsupported(
-                f"backend '{name}' ({why}) cannot do {signature.describe()}: {support.how}; "
+                f"backend '{choice}' ({why}) cannot do {signature.describe()}: {support.how}; "
                 f"backends that can: {', '.join(others) or 'none'}"
             )

@@ -119,6 +119,8 @@ class NcclBackend:
     @classmethod
     def supports(cls, signature: Signature) -> Support:
         """Everything on CUDA tensors except reductions that NCCL lacks."""
+        if signature.algorithm is not None:
+            return Support("no", f"algorithm '{signature.algorithm}'; nccl has none to choose from")
         how = _EMULATIONS.get(signature.kind)
         if signature.kind == "barrier":
             return Support("emulated", how or "")
@@ -143,7 +145,7 @@ class NcclBackend:
         """
         if self._world.store is None and group.size > 1:
             raise Unsupported("backend nccl needs the store of a running job")
-        channel = NcclChannel(self._nccl, self._streams(), group, self._world)
+        channel = NcclChannel(self._nccl, self._streams(), group, self._world, self.progress)
         self._channels.append(channel)
         try:
             channel.connect()
@@ -211,10 +213,13 @@ def _parts(tensor: torch.Tensor, size: int, counts: Sequence[int] | None) -> lis
 class NcclChannel:
     """One group's communicators."""
 
-    def __init__(self, nccl: Nccl, streams: Streams, group: Group, world: World) -> None:
+    def __init__(
+        self, nccl: Nccl, streams: Streams, group: Group, world: World, drive: Callable[[], None]
+    ) -> None:
         self._nccl = nccl
         self._streams = streams
         self._group = group
+        self._drive = drive
         self._timeout = world.timeout
         self._store = world.store
         self._scratch = streams.scratch()
@@ -235,6 +240,7 @@ class NcclChannel:
             own,
             name=f"communicator of group '{self._group.name}'{among}",
             identity=partial(self._publish if own == 0 else self._ask, key),
+            drive=self._drive,
             timeout=self._timeout,
         )
 

@@ -102,7 +102,8 @@ class Link:
     """A communicator of `size` ranks, this one being `rank`.
 
     `identity` returns the communicator's unique id, or None as long as it is not known; it is asked until
-    it is. `name` is for messages. After an error everything on the link fails with it.
+    it is. `drive` makes progress on all links of the process: whoever waits calls it, because a peer may be
+    waiting on another link. `name` is for messages. After an error everything on the link fails with it.
     """
 
     def __init__(
@@ -114,11 +115,13 @@ class Link:
         *,
         name: str,
         identity: Callable[[], bytes | None],
+        drive: Callable[[], None],
         timeout: float,
     ) -> None:
         self.nccl = nccl
         self.streams = streams
         self.name = name
+        self.drive = drive
         self.timeout = timeout
         self.comm = 0
         self.error: NcclError | None = None
@@ -264,13 +267,14 @@ class Link:
         """
         deadline = time.monotonic() + self.timeout
         while not self.is_idle:
-            self.advance()
+            self.drive()
             if self.error is not None:
                 raise self.error
             if time.monotonic() > deadline:
                 raise CommTimeout(
                     f"backend nccl: the {self.name} was not ready after {self.timeout:g} s on rank "
-                    f"{self._rank} of {self._size}; a rank has not come or cannot be reached (NCCL_DEBUG=INFO tells more)"
+                    f"{self._rank} of {self._size}; some rank has not come "
+                    "or cannot be reached (NCCL_DEBUG=INFO tells more)"
                 )
             time.sleep(_NAP)
 
@@ -356,6 +360,7 @@ class StreamPoll:
         link = self._link
         deadline = time.monotonic() + link.timeout
         while not self() and not self.ready:
+            link.drive()
             if time.monotonic() > deadline:
                 raise CommTimeout(
                     f"backend nccl: an operation on the {link.name} has waited {link.timeout:g} s for a peer"

@@ -1,0 +1,429 @@
+"""A library with NCCL's C ABI that works on host memory, and streams to go with it, for ranks in one process.
+
+Its functions are C function pointers with prototypes copied from nccl.h, so what callers pass is marshalled
+as for the real library. Streams run in order, an operation runs once all its ranks have reached it, and
+`Simulator.run` says so when nothing more can run: a deadlock on a GPU is one here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from ctypes import CFUNCTYPE, POINTER, c_int, c_size_t, c_void_p
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+IN_PROGRESS = 7
+DTYPES = {
+    0: torch.int8,
+    1: torch.uint8,
+    2: torch.int32,
+    4: torch.int64,
+    6: torch.float16,
+    7: torch.float32,
+    8: torch.float64,
+    9: torch.bfloat16,
+}
+
+
+class CUniqueId(ctypes.Structure):
+    _fields_ = (("internal", ctypes.c_char * 128),)
+
+
+class CConfig(ctypes.Structure):
+    _fields_ = (
+        ("size", c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", c_int),
+    )
+
+
+# nccl.h, version 2.14: results and arguments
+PROTOTYPES: dict[str, tuple[Any, ...]] = {
+    "ncclGetVersion": (c_int, POINTER(c_int)),
+    "ncclGetErrorString": (c_void_p, c_int),
+    "ncclGetLastError": (c_void_p, c_void_p),
+    "ncclGetUniqueId": (c_int, POINTER(CUniqueId)),
+    "ncclCommInitRank": (c_int, POINTER(c_void_p), c_int, CUniqueId, c_int),
+    "ncclCommInitRankConfig": (c_int, POINTER(c_void_p), c_int, CUniqueId, c_int, POINTER(CConfig)),
+    "ncclCommFinalize": (c_int, c_void_p),
+    "ncclCommDestroy": (c_int, c_void_p),
+    "ncclCommAbort": (c_int, c_void_p),
+    "ncclCommGetAsyncError": (c_int, c_void_p, POINTER(c_int)),
+    "ncclAllReduce": (c_int, c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
+    "ncclReduce": (c_int, c_void_p, c_void_p, c_size_t, c_int, c_int, c_int, c_void_p, c_void_p),
+    "ncclBroadcast": (c_int, c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
+    "ncclAllGather": (c_int, c_void_p, c_void_p, c_size_t, c_int, c_void_p, c_void_p),
+    "ncclReduceScatter": (c_int, c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
+    "ncclSend": (c_int, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
+    "ncclRecv": (c_int, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
+    "ncclGroupStart": (c_int,),
+    "ncclGroupEnd": (c_int,),
+}
+
+
+@dataclass(eq=False)
+class Entry:
+    """Something in a stream."""
+
+    done: bool = False
+
+
+@dataclass(eq=False)
+class Wait(Entry):
+    other: Entry | None = None
+
+
+@dataclass(eq=False)
+class Task:
+    """One NCCL call: its name and arguments without communicator and stream."""
+
+    comm: Comm
+    name: str
+    args: tuple[Any, ...]
+    done: bool = False
+
+
+@dataclass(eq=False)
+class Unit(Entry):
+    """Calls that run together."""
+
+    tasks: list[Task] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Comm:
+    """One rank's communicator. `state` and `slow` are for tests to set: an error, and polls in progress."""
+
+    handle: int
+    identity: bytes
+    size: int
+    rank: int
+    blocking: bool
+    state: int = 0
+    slow: int = 0
+    backlog: list[tuple[FakeStream, Unit]] = field(default_factory=list)
+
+
+class FakeStream:
+    def __init__(self, simulator: Simulator, name: str) -> None:
+        self.simulator = simulator
+        self.name = name
+        self.entries: list[Entry] = []
+        self.cuda_stream = simulator.add_stream(self)
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.simulator.trace.append(f"{self.name} waits")
+        self.entries.append(Wait(other=event.entry))
+        self.simulator.run()
+
+
+class FakeEvent:
+    entry: Entry | None = None
+
+    def record(self, stream: FakeStream) -> None:
+        stream.simulator.trace.append(f"{stream.name} records")
+        self.entry = stream.entries[-1] if stream.entries else None
+
+    def query(self) -> bool:
+        return self.entry is None or self.entry.done
+
+
+class FakeStreams:
+    """`Streams` for CPU tensors, whose device number is -1."""
+
+    device = -1
+
+    def __init__(self, simulator: Simulator) -> None:
+        self.simulator = simulator
+        self.caller = FakeStream(simulator, "caller")
+        self.now = self.caller
+        self.kept: list[torch.Tensor] = []
+
+    def create(self) -> FakeStream:
+        return FakeStream(self.simulator, "comm")
+
+    def current(self) -> FakeStream:
+        return self.now
+
+    def event(self) -> FakeEvent:
+        return FakeEvent()
+
+    @contextlib.contextmanager
+    def under(self, stream: FakeStream) -> Iterator[None]:
+        before, self.now = self.now, stream
+        yield
+        self.now = before
+
+    def selected(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def keep(self, tensor: torch.Tensor, stream: FakeStream) -> None:
+        self.kept.append(tensor)
+
+    def scratch(self) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.int32)
+
+
+class Simulator:
+    """All ranks' communicators. `fails` maps a function's name to the result code it shall return."""
+
+    def __init__(self, version: int = 23203) -> None:
+        self.version = version
+        self.calls: list[tuple[Any, ...]] = []  # name, communicator's rank, arguments
+        self.trace: list[str] = []
+        self.fails: dict[str, int] = {}
+        self.last_error = b"the last error"
+        self.slow = 0
+        self.comms: dict[int, Comm] = {}
+        self.members: dict[bytes, dict[int, Comm]] = defaultdict(dict)
+        self.closed: list[tuple[str, int]] = []
+        self.configs: list[CConfig] = []
+        self._streams: list[FakeStream] = []
+        self._thread = threading.local()
+        self._lock = threading.RLock()
+        self._texts: list[Any] = []
+
+    def library(self, *without: str) -> Any:
+        """An object to use as a CDLL; `without` names functions that it shall lack."""
+
+        class Library:
+            pass
+
+        library = Library()
+        for name, types in PROTOTYPES.items():
+            if name not in without:
+                setattr(library, name, CFUNCTYPE(*types)(self._handler(name)))
+        return library
+
+    def _handler(self, name: str) -> Any:
+        method = getattr(self, f"_{name}", None)
+
+        def call(*args: Any) -> int:
+            with self._lock:
+                if name in self.fails:
+                    return self.fails[name]
+                result: int = method(*args) if method is not None else self._post(name, *args)
+                return result
+
+        return call
+
+    # -- texts, communicators ---------------------------------------------------------------------
+
+    def _text(self, text: bytes) -> int:
+        buffer = ctypes.create_string_buffer(text)
+        self._texts.append(buffer)
+        return ctypes.addressof(buffer)
+
+    def _ncclGetVersion(self, version: Any) -> int:  # noqa: N802 - the library's names
+        version[0] = self.version
+        return 0
+
+    def _ncclGetErrorString(self, code: int) -> int:  # noqa: N802
+        return self._text(f"error {code}".encode())
+
+    def _ncclGetLastError(self, comm: int) -> int:  # noqa: N802
+        return self._text(self.last_error)
+
+    def _ncclGetUniqueId(self, identity: Any) -> int:  # noqa: N802
+        self._ids = getattr(self, "_ids", 0) + 1
+        ctypes.memset(identity, self._ids, 128)
+        return 0
+
+    def _ncclCommInitRank(self, comm: Any, size: int, identity: CUniqueId, rank: int) -> int:  # noqa: N802
+        key = bytes(identity)
+        handle = 1000 + len(self.comms)
+        new = Comm(handle, key, size, rank, blocking=True, slow=self.slow)
+        self.comms[handle] = self.members[key][rank] = new
+        comm[0] = handle
+        return 0
+
+    def _ncclCommInitRankConfig(  # noqa: N802
+        self, comm: Any, size: int, identity: CUniqueId, rank: int, config: Any
+    ) -> int:
+        copy = CConfig()
+        ctypes.memmove(ctypes.byref(copy), config, ctypes.sizeof(CConfig))
+        self.configs.append(copy)
+        self._ncclCommInitRank(comm, size, identity, rank)
+        self.comms[comm[0]].blocking = False
+        return IN_PROGRESS
+
+    def _ncclCommGetAsyncError(self, handle: int, state: Any) -> int:  # noqa: N802
+        comm = self.comms[handle]
+        state[0] = comm.state
+        if comm.state == 0 and len(self.members[comm.identity]) < comm.size:
+            state[0] = IN_PROGRESS
+        elif comm.state == 0 and comm.slow:
+            comm.slow -= 1
+            state[0] = IN_PROGRESS
+        if state[0] == 0:
+            backlog, comm.backlog = comm.backlog, []
+            for stream, unit in backlog:
+                self._enqueue(stream, unit)
+        return 0
+
+    def _close(self, how: str, handle: int) -> int:
+        self.closed.append((how, handle))
+        return 0
+
+    def _ncclCommFinalize(self, handle: int) -> int:  # noqa: N802
+        return self._close("finalize", handle)
+
+    def _ncclCommDestroy(self, handle: int) -> int:  # noqa: N802
+        return self._close("destroy", handle)
+
+    def _ncclCommAbort(self, handle: int) -> int:  # noqa: N802
+        return self._close("abort", handle)
+
+    # -- calls ------------------------------------------------------------------------------------
+
+    def add_stream(self, stream: FakeStream) -> int:
+        self._streams.append(stream)
+        return len(self._streams)
+
+    @property
+    def _grouped(self) -> list[tuple[FakeStream, Task]]:
+        if not hasattr(self._thread, "grouped"):
+            self._thread.grouped, self._thread.depth = [], 0
+        grouped: list[tuple[FakeStream, Task]] = self._thread.grouped
+        return grouped
+
+    def _ncclGroupStart(self) -> int:  # noqa: N802
+        self._grouped  # noqa: B018 - makes it
+        self.calls.append(("GroupStart",))
+        self._thread.depth += 1
+        return 0
+
+    def _ncclGroupEnd(self) -> int:  # noqa: N802
+        self.calls.append(("GroupEnd",))
+        self._thread.depth -= 1
+        return self._flush() if self._thread.depth == 0 else 0
+
+    def _post(self, name: str, *args: Any) -> int:
+        comm, stream = self.comms[args[-2]], self._streams[args[-1] - 1]
+        task = Task(comm, name.removeprefix("nccl"), args[:-2])
+        self.calls.append((task.name, comm.rank, *task.args))
+        self.trace.append(task.name)
+        self._grouped.append((stream, task))
+        return self._flush() if self._thread.depth == 0 else 0
+
+    def _flush(self) -> int:
+        grouped, self._thread.grouped = self._grouped, []
+        result = 0
+        for stream in dict.fromkeys(stream for stream, _ in grouped):
+            unit = Unit(tasks=[task for other, task in grouped if other is stream])
+            comm = unit.tasks[0].comm
+            if comm.slow:
+                comm.backlog.append((stream, unit))
+                result = IN_PROGRESS
+            else:
+                self._enqueue(stream, unit)
+        return result
+
+    def _enqueue(self, stream: FakeStream, unit: Unit) -> None:
+        stream.entries.append(unit)
+        self.run()
+
+    # -- running ----------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Run what can run."""
+        with self._lock:
+            while any(self._step(stream) for stream in self._streams) or self._match():
+                pass
+
+    @property
+    def stuck(self) -> bool:
+        """Whether something waits for what has not come."""
+        return any(not entry.done for stream in self._streams for entry in stream.entries)
+
+    def _head(self, stream: FakeStream) -> Entry | None:
+        return next((entry for entry in stream.entries if not entry.done), None)
+
+    def _step(self, stream: FakeStream) -> bool:
+        head = self._head(stream)
+        if isinstance(head, Wait):
+            head.done = head.other is None or head.other.done
+        elif isinstance(head, Unit):
+            head.done = all(task.done for task in head.tasks)
+        return head is not None and head.done
+
+    def _match(self) -> bool:
+        """Execute calls whose peers are there too; whether there were any."""
+        running: dict[bytes, dict[int, list[Task]]] = defaultdict(lambda: defaultdict(list))
+        for stream in self._streams:
+            head = self._head(stream)
+            for task in head.tasks if isinstance(head, Unit) else ():
+                if not task.done:
+                    running[task.comm.identity][task.comm.rank].append(task)
+        return any(self._match_comm(by_rank) for by_rank in running.values())
+
+    def _match_comm(self, by_rank: dict[int, list[Task]]) -> bool:
+        messages = [task for tasks in by_rank.values() for task in tasks if task.name in ("Send", "Recv")]
+        found = False
+        for send in messages:
+            if send.name == "Send" and not send.done:
+                found |= self._deliver(send, messages)
+        size = next(iter(by_rank.values()))[0].comm.size
+        queues = [[t for t in by_rank.get(r, []) if t.name not in ("Send", "Recv")] for r in range(size)]
+        for tasks in zip(*queues, strict=False):
+            _execute(list(tasks))
+            found = True
+        return found
+
+    def _deliver(self, send: Task, messages: list[Task]) -> bool:
+        address, count, dtype, peer = send.args
+        for recv in messages:
+            if recv.name == "Recv" and not recv.done and recv.comm.rank == peer:
+                target, expected, kind, source = recv.args
+                if source == send.comm.rank:
+                    assert (expected, kind) == (count, dtype), "a message of another size than expected"
+                    ctypes.memmove(target, address, count * DTYPES[dtype].itemsize)
+                    send.done = recv.done = True
+                    return True
+        return False
+
+
+def memory(address: int, count: int, dtype: int) -> torch.Tensor:
+    """`count` elements at `address`."""
+    kind = DTYPES[dtype]
+    return torch.frombuffer((ctypes.c_char * (count * kind.itemsize)).from_address(address), dtype=kind)
+
+
+def _reduced(parts: list[torch.Tensor], op: int) -> torch.Tensor:
+    stacked = torch.stack(parts)
+    if op == 4:
+        return stacked.mean(0)
+    functions = {0: torch.sum, 1: torch.prod, 2: torch.amax, 3: torch.amin}
+    result: torch.Tensor = functions[op](stacked, 0)  # type: ignore[operator]
+    return result.to(stacked.dtype)
+
+
+def _execute(tasks: list[Task]) -> None:
+    """One collective, given every rank's call, in rank order."""
+    first = tasks[0]
+    assert all(task.name == first.name and task.args[2:] == first.args[2:] for task in tasks), "calls differ"
+    count, dtype, *rest = first.args[2:]
+    size = len(tasks)
+    if first.name == "Broadcast":
+        parts = [memory(tasks[rest[0]].args[0], count, dtype).clone()]
+    else:
+        scale = size if first.name == "ReduceScatter" else 1
+        parts = [memory(task.args[0], count * scale, dtype).clone() for task in tasks]
+    for rank, task in enumerate(tasks):
+        task.done = True
+        target = task.args[1]
+        if first.name == "AllReduce" or (first.name == "Reduce" and rank == rest[1]):
+            memory(target, count, dtype).copy_(_reduced(parts, rest[0]))
+        elif first.name == "Broadcast":
+            memory(target, count, dtype).copy_(parts[0])
+        elif first.name == "AllGather":
+            memory(target, count * size, dtype).copy_(torch.cat(parts))
+        elif first.name == "ReduceScatter":
+            memory(target, count, dtype).copy_(_reduced(parts, rest[0]).view(size, count)[rank])

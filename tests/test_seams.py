@@ -1,0 +1,418 @@
+"""The seams that later parts plug into, each proven by the smallest thing of its shape."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+import mcr_plus as mcr
+from mcr_plus import registry
+from mcr_plus.config import NoOptions
+from mcr_plus.dispatch.work import Info, JointWork, Work
+from mcr_plus.interfaces import Context, Issue, Next
+from mcr_plus.message import Message, Signature
+
+# -- fusion's shape: holds two messages, issues one ---------------------------------------------------
+
+
+class HeldWork(Work):
+    """A member of a pair: waiting for it sends the pair."""
+
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
+
+    def wait(self, timeout: float | timedelta | None = None) -> None:
+        self._pair.send().wait(timeout)
+
+    def is_completed(self) -> bool:
+        return self._pair.sent is not None and self._pair.sent.is_completed()
+
+    def exception(self) -> BaseException | None:
+        return None if self._pair.sent is None else self._pair.sent.exception()
+
+    def then(self, function: Callable[[], None]) -> Work:
+        self._pair.following.append(function)
+        return self
+
+    @property
+    def info(self) -> Info:
+        assert self._pair.sent is not None
+        return self._pair.sent.info
+
+
+class Pair:
+    """Up to two tensors that travel as one."""
+
+    def __init__(self, issue: Callable[[int], tuple[Issue, Signature]]) -> None:
+        self._issue = issue
+        self.messages: list[Message] = []
+        self.following: list[Callable[[], None]] = []
+        self.sent: Work | None = None
+
+    def send(self) -> Work:
+        if self.sent is None:
+            tensors = [message.outputs[0].view(-1) for message in self.messages]
+            flat = torch.cat(tensors)
+            issue, signature = self._issue(len(tensors))
+            self.sent = issue(Message(signature, (flat,), (flat,), fused=len(tensors)))
+            for index, tensor in enumerate(tensors):
+                part = flat[index * tensor.numel() : (index + 1) * tensor.numel()]
+                self.sent.then(lambda tensor=tensor, part=part: tensor.copy_(part))
+            for function in self.following:
+                self.sent.then(function)
+        return self.sent
+
+
+class PairStage:
+    """Holds an asynchronous all_reduce until a second one of the same signature comes."""
+
+    Options = NoOptions
+
+    def __init__(self, options: NoOptions, context: Context) -> None:
+        self._open: list[Pair] = []
+
+    def bind(self, signature: Signature, next: Next) -> Issue:
+        if signature.kind != "all_reduce" or not signature.async_op:
+            return next(signature)
+        assert signature.nbytes is not None
+        numel = torch.Size(signature.shape).numel()
+        bound: dict[int, tuple[Issue, Signature]] = {}
+        for count in (1, 2):
+            joint = signature.replace(shape=(count * numel,), nbytes=count * signature.nbytes)
+            bound[count] = (next(joint), joint)
+        pair: list[Pair] = []
+
+        def issue(message: Message) -> Work:
+            if not pair or pair[0].sent is not None:
+                pair[:] = [Pair(bound.__getitem__)]
+                self._open.append(pair[0])
+            current = pair[0]
+            current.messages.append(message)
+            if len(current.messages) == 2:
+                current.send()
+                pair.clear()
+            return HeldWork(current)
+
+        return issue
+
+    def flush(self) -> None:
+        for pair in self._open:
+            pair.send()
+        self._open.clear()
+
+
+PIPELINE = [{"compress": {"codec": "none"}}, {"select": {}}, {"dispatch": {"timeout": "20s"}}]
+
+
+def _init(stage: str | None = None, **more: Any) -> mcr.Communicator:
+    torch.set_num_threads(1)
+    pipeline = PIPELINE if stage is None else [{stage: {}}, *PIPELINE]
+    return mcr.init({"version": 1, "pipeline": pipeline, **more})
+
+
+def hold_two_issue_one() -> dict[str, Any]:
+    registry.register("stages", "pair", PairStage)
+    comm = _init("pair", backends=["mpi", "gloo"])
+    tensors = [torch.full((3,), float(comm.rank + 10 * index)) for index in range(3)]
+    with mcr.record() as log:
+        works = [mcr.all_reduce(tensor, async_op=True) for tensor in tensors]
+        assert works[0] is not None
+        works[0].wait()
+        comm.flush()  # the third is alone in its bucket
+        works[2].wait()  # type: ignore[union-attr]
+    result = {
+        "values": [tensor.tolist() for tensor in tensors],
+        "fused": [record.fused for record in log.records],
+        "bytes": [record.bytes for record in log.records],
+    }
+    late = torch.ones(2)
+    mcr.all_reduce(late, async_op=True)  # nobody waits: finalize sends it
+    mcr.finalize()
+    return {**result, "late": late.tolist()}
+
+
+def test_stage_may_hold_messages_and_issue_one() -> None:
+    for result in run_ranks(hold_two_issue_one, 2):
+        assert result.value["values"] == [[1.0] * 3, [21.0] * 3, [41.0] * 3]
+        assert result.value["fused"] == [2, 1]
+        assert result.value["bytes"] == [24, 12]
+        assert result.value["late"] == [2.0, 2.0]
+
+
+# -- compression's and hierarchy's shape: one op becomes two on two libraries ------------------------
+
+
+class TwoStepStage:
+    """all_reduce = reduce_scatter on one library, then all_gather on another."""
+
+    Options = NoOptions
+
+    def __init__(self, options: NoOptions, context: Context) -> None:
+        self._rank = context.group.rank
+
+    def bind(self, signature: Signature, next: Next) -> Issue:
+        numel = torch.Size(signature.shape).numel()
+        if signature.kind != "all_reduce" or numel % signature.ranks:
+            return next(signature)
+        shard = (numel // signature.ranks,)
+        scatter = signature.replace(kind="reduce_scatter", shape=shard, backend="mpi")
+        gather = signature.replace(kind="all_gather", shape=shard, backend="gloo", reduce_op=None)
+        first, second = next(scatter), next(gather)
+
+        def issue(message: Message) -> Work:
+            value = message.outputs[0].view(-1)
+            part = value.new_empty(shard)
+            begun = first(Message(scatter, (value,), (part,)))
+            ended = second(Message(gather, (part,), (value,), after=begun))
+            return JointWork([begun, ended], signature.kind, nbytes=signature.nbytes, tag=signature.tag)
+
+        return issue
+
+
+def one_becomes_two() -> dict[str, Any]:
+    registry.register("stages", "two_step", TwoStepStage)
+    comm = _init("two_step", backends=["mpi", "gloo"])
+    first, second = (torch.arange(4.0) + comm.rank * 10**power for power in (1, 2))
+    plain = torch.ones(3)
+    with mcr.record() as log:
+        # Two rewritten operations and a plain one in flight on both libraries, waited for in any order.
+        works = [mcr.all_reduce(first, async_op=True), mcr.all_reduce(second, async_op=True)]
+        odd = mcr.all_reduce(plain, async_op=True, backend="gloo")
+        for work in (odd, *(works if comm.rank else reversed(works))):
+            assert work is not None
+            work.wait()
+        again = torch.full((2,), float(comm.rank))
+        mcr.all_reduce(again)
+    info = works[0].info if works[0] is not None else None
+    mcr.finalize()
+    return {
+        "values": [tensor.tolist() for tensor in (first, second, plain, again)],
+        "ways": sorted({(record.kind, record.backend) for record in log.records}),
+        "info": [info.kind, info.backend, info.bytes] if info else None,
+    }
+
+
+def test_stage_may_rewrite_an_op_into_two_on_two_libraries() -> None:
+    for result in run_ranks(one_becomes_two, 2):
+        index = torch.arange(4.0)
+        expected = [(2 * index + 10).tolist(), (2 * index + 100).tolist(), [2.0] * 3, [1.0] * 2]
+        assert result.value["values"] == expected
+        ways = [["all_gather", "gloo"], ["all_reduce", "gloo"], ["reduce_scatter", "mpi"]]
+        assert result.value["ways"] == ways
+        assert result.value["info"] == ["all_reduce", "mpi+gloo", 16]
+
+
+# -- MSCCL's shape: an outside package brings a backend with algorithms ------------------------------
+
+OUTSIDE = '''
+from mcr_plus.interfaces import NATIVE, Availability, Support
+
+class Channel:
+    """all_reduce over the job's store: `star` (rank 0 adds up) or `all` (everyone adds up)."""
+
+    def __init__(self, store, group):
+        self._store, self._group, self._count = store, group, 0
+
+    def bind(self, signature):
+        return self._star if signature.algorithm == "star" else self._all
+
+    def _post(self, key, tensor):
+        self._store.set(key, tensor.numpy().tobytes())
+
+    def _read(self, key, like):
+        import torch
+        return torch.frombuffer(bytearray(self._store.get(key)), dtype=like.dtype).view(like.shape)
+
+    def _all(self, message):
+        value = message.outputs[0]
+        self._count += 1
+        keys = [f"toy/{self._group.name}/{self._count}/{rank}" for rank in range(self._group.size)]
+        self._post(keys[self._group.rank], value)
+
+        def poll():
+            if not self._store.check(keys):
+                return False
+            value.copy_(sum(self._read(key, value) for key in keys))
+            return True
+
+        return poll
+
+    def _star(self, message):
+        value, group = message.outputs[0], self._group
+        self._count += 1
+        base = f"toy/{group.name}/{self._count}"
+        keys = [f"{base}/{rank}" for rank in range(group.size)]
+        self._post(keys[group.rank], value)
+
+        def poll():
+            if group.rank == 0 and self._store.check(keys) and not self._store.check([f"{base}/sum"]):
+                self._post(f"{base}/sum", sum(self._read(key, value) for key in keys))
+            if not self._store.check([f"{base}/sum"]):
+                return False
+            value.copy_(self._read(f"{base}/sum", value))
+            return True
+
+        return poll
+
+    def close(self):
+        pass
+
+class StoreBackend:
+    name = "toystore"
+    on_stream = False
+    spins = 1
+
+    def __init__(self, world):
+        self._world = world
+
+    @classmethod
+    def availability(cls):
+        return Availability(True, "1.0")
+
+    @classmethod
+    def supports(cls, signature):
+        if signature.algorithm not in (None, "star", "all"):
+            return Support("no", f"algorithm '{signature.algorithm}'; known: all, star")
+        if signature.kind != "all_reduce" or signature.reduce_op != "SUM":
+            return Support("no", "anything but all_reduce SUM")
+        return NATIVE
+
+    def open(self, group):
+        return Channel(self._world.store, group)
+
+    def progress(self):
+        pass
+
+    def close(self, clean):
+        pass
+'''
+
+
+def _install_outside(folder: Path) -> None:
+    """What pip leaves behind for a package with an entry point."""
+    (folder / "toystore.py").write_text(OUTSIDE)
+    info = folder / "toystore-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toystore\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[mcr_plus.backends]\ntoystore = toystore:StoreBackend\n")
+
+
+def use_outside_backend(folder: str) -> dict[str, Any]:
+    sys.path.insert(0, folder)
+    rules = [{"match": {"tag": "star.*"}, "backend": "toystore:star"}]
+    comm = _init(backends=["mpi", "toystore"], rules=rules)
+    values = []
+    with mcr.record() as log:
+        for options in ({"backend": "toystore"}, {"backend": "toystore:all"}, {"tag": "star.x"}, {}):
+            value = torch.arange(3.0) + comm.rank
+            mcr.all_reduce(value, **options)  # type: ignore[arg-type]
+            values.append(value.tolist())
+    with pytest.raises(mcr.Unsupported, match="algorithm 'ring'; known: all, star"):
+        mcr.all_reduce(torch.ones(1), backend="toystore:ring")
+    mcr.finalize()
+    return {"values": values, "backends": [record.backend for record in log.records]}
+
+
+def test_outside_package_brings_a_backend_with_algorithms(tmp_path: Path) -> None:
+    _install_outside(tmp_path)
+    for result in run_ranks(use_outside_backend, 2, args=[str(tmp_path)]):
+        assert result.value["values"] == [[1.0, 3.0, 5.0]] * 4
+        assert result.value["backends"] == ["toystore", "toystore", "toystore", "mpi"]
+
+
+def test_doctor_lists_an_outside_backend(tmp_path: Path) -> None:
+    _install_outside(tmp_path)
+    command = [sys.executable, "-m", "mcr_plus.cli.main", "doctor", "--json"]
+    path = {"PYTHONPATH": str(tmp_path)}
+    import json
+    import os
+
+    shown = subprocess.run(command, env={**os.environ, **path}, capture_output=True, text=True, check=True)
+    assert "toystore" in json.dumps(json.loads(shown.stdout))
+
+
+# -- the drop-in's shape: a ProcessGroup of three methods under DDP ----------------------------------
+
+
+class TorchWork(dist._Work):
+    """Our handle as torch sees it."""
+
+    def __init__(self, work: Work, result: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._inner = work
+        self._result = result
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._inner.wait()
+        return True
+
+    def get_future(self) -> Any:
+        self._inner.wait()
+        future: Any = torch.futures.Future()
+        future.set_result(self._result)
+        return future
+
+
+class Shell(dist.ProcessGroup):
+    """What DDP needs of a process group, over a Communicator."""
+
+    def __init__(self, comm: mcr.Communicator) -> None:
+        super().__init__(comm.rank, comm.size)
+        self._comm = comm
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return "mcr_shell"
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        work = self._comm.all_reduce(tensors[0], "SUM", True, tag="ddp")
+        assert work is not None
+        return TorchWork(work, tensors)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
+        work = self._comm.broadcast(tensors[0], self._comm.ranks[opts.rootRank], True)
+        assert work is not None
+        return TorchWork(work, tensors)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        work = self._comm.all_gather(outputs[0], inputs[0], True)
+        assert work is not None
+        return TorchWork(work, outputs)
+
+
+def ddp_step() -> dict[str, Any]:
+    comm = _init(backends=["mpi", "gloo"])
+    dist.Backend.register_backend("mcr_shell", lambda *_: Shell(comm), devices=["cpu"])
+    store = dist.HashStore()
+    dist.init_process_group("mcr_shell", store=store, rank=comm.rank, world_size=comm.size)
+    torch.manual_seed(comm.rank)  # DDP must make the parameters equal
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
+    inputs = torch.arange(6.0).view(2, 3) + comm.rank
+    model(inputs).square().mean().backward()
+    gradients = [parameter.grad.tolist() for parameter in model.parameters() if parameter.grad is not None]
+    weights = [parameter.tolist() for parameter in model.parameters()]
+    mcr.finalize()
+    return {"gradients": gradients, "weights": weights}
+
+
+def test_three_method_process_group_carries_a_ddp_step() -> None:
+    first, second = (result.value for result in run_ranks(ddp_step, 2))
+    assert first == second
+    weight, bias = (torch.tensor(values, dtype=torch.float64) for values in first["weights"])
+    weight.requires_grad_()
+    bias.requires_grad_()
+    total = torch.zeros((), dtype=torch.float64)
+    for rank in range(2):
+        inputs = torch.arange(6.0, dtype=torch.float64).view(2, 3) + rank
+        total = total + torch.nn.functional.linear(inputs, weight, bias).square().mean() / 2
+    expected = torch.autograd.grad(total, [weight, bias])
+    for ours, right in zip(first["gradients"], expected, strict=True):
+        assert torch.allclose(torch.tensor(ours, dtype=torch.float64), right, rtol=1e-5)

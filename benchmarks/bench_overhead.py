@@ -34,7 +34,9 @@ SLOW_CALLS = 50
 MANY = 10_000
 
 
-def take_turns(candidates: Mapping[str, tuple[Callable[[], Any], int]], rounds: int) -> dict[str, list[float]]:
+def take_turns(
+    candidates: Mapping[str, tuple[Callable[[], Any], int]], rounds: int
+) -> dict[str, list[float]]:
     """Microseconds per call of each candidate, one entry per round; ranks start each turn together."""
     turns: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(rounds):
@@ -97,7 +99,9 @@ def beside_in_flight(comm: mcr.Communicator, count: int, rounds: int) -> dict[st
 
 
 def measure(rounds: int) -> dict[str, float]:
-    comm = mcr.init({"version": 1, "backends": ["mpi", "gloo"], "pipeline": [{"select": {}}, {"dispatch": {}}]})
+    comm = mcr.init(
+        {"version": 1, "backends": ["mpi", "gloo"], "pipeline": [{"select": {}}, {"dispatch": {}}]}
+    )
     store = dist.TCPStore("127.0.0.1", _free_port(comm), comm.size, comm.rank == 0)
     dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
     turns = take_turns(candidates(comm), rounds)

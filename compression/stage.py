@@ -28,7 +28,7 @@ class CompressStage:
     def __init__(self, options: CompressOptions, context: Context) -> None:  # noqa: ARG002 - a Stage
         self._codec = None if options.codec == "none" else options.codec
 
-    def bind(self, signature: Signature, next: Next) -> Issue:  # noqa: A002
+    def bind(self, signature: Signature, next: Next) -> Issue:
         """Bind to the operation on encoded values, or to the operation itself."""
         wanted = signature.compress
         plain = signature.replace(compress=None)
@@ -44,7 +44,9 @@ class CompressStage:
         codec = cast("Cast", registry.get("codecs", name))
         reason = _refusal(codec, signature)
         if reason is None:
-            next.note(f"codec {name}: {dtype_name(signature.dtype)} travels as {dtype_name(codec.wire_dtype)}")
+            next.note(
+                f"codec {name}: {dtype_name(signature.dtype)} travels as {dtype_name(codec.wire_dtype)}"
+            )
             return _encoded(codec, plain, next)
         if wanted is not None:
             raise Unsupported(f"compress={wanted!r} on {plain.describe()}: {reason}")
@@ -59,7 +61,9 @@ def _named(wanted: object) -> str:
     name = options.pop("codec", None)
     if not isinstance(name, str) or options:
         unknown = f"unknown options {sorted(options)}" if options else "no 'codec'"
-        raise Unsupported(f"compress={dict(cast('tuple[tuple[str, object], ...]', wanted))}: {unknown}; no codec here has any")
+        raise Unsupported(
+            f"compress={dict(cast('tuple[tuple[str, object], ...]', wanted))}: {unknown}; no codec here has any"
+        )
     return name
 
 
@@ -71,9 +75,11 @@ def _refusal(codec: Cast, signature: Signature) -> str | None:
     return None
 
 
-def _encoded(codec: Cast, signature: Signature, next: Next) -> Issue:  # noqa: A002
+def _encoded(codec: Cast, signature: Signature, next: Next) -> Issue:
     assert signature.dtype is not None
-    nbytes = None if signature.nbytes is None else _scaled(signature.nbytes, signature.dtype, codec.wire_dtype)
+    nbytes = (
+        None if signature.nbytes is None else _scaled(signature.nbytes, signature.dtype, codec.wire_dtype)
+    )
     inner = signature.replace(dtype=codec.wire_dtype, nbytes=nbytes)
     divide = signature.reduce_op == "AVG"
     if divide:
@@ -86,10 +92,16 @@ def _encoded(codec: Cast, signature: Signature, next: Next) -> Issue:  # noqa: A
         sources = tuple(torch.empty_like(tensor, dtype=codec.wire_dtype) for tensor in message.inputs)
         in_place = {id(tensor): source for tensor, source in zip(message.inputs, sources, strict=True)}
         targets = tuple(
-            in_place[id(tensor)] if id(tensor) in in_place else torch.empty_like(tensor, dtype=codec.wire_dtype)
+            in_place[id(tensor)]
+            if id(tensor) in in_place
+            else torch.empty_like(tensor, dtype=codec.wire_dtype)
             for tensor in message.outputs
         )
-        rest = {key: value for key, value in vars(message).items() if key not in ("signature", "inputs", "outputs")}
+        rest = {
+            key: value
+            for key, value in vars(message).items()
+            if key not in ("signature", "inputs", "outputs")
+        }
         earlier: Callable[[], None] | None = rest.pop("prepare", None)
         values = message.inputs
 

@@ -30,14 +30,18 @@ def as_tensor(value: Any, name: str) -> torch.Tensor:
 
 def _from_dlpack(value: Any, name: str) -> torch.Tensor:
     if not hasattr(value, "__dlpack__"):
-        raise InvalidArgument(f"{name}: expected a tensor or an array with DLPack, got {type(value).__name__}")
+        raise InvalidArgument(
+            f"{name}: expected a tensor or an array with DLPack, got {type(value).__name__}"
+        )
     flags = getattr(value, "flags", None)
     if flags is not None and getattr(flags, "writeable", True) is False:
         raise InvalidArgument(f"{name}: the array is read-only; pass a writeable one")
     try:
         return torch.from_dlpack(value)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        raise InvalidArgument(f"{name}: {type(value).__name__} cannot be shared through DLPack: {error}") from error
+        raise InvalidArgument(
+            f"{name}: {type(value).__name__} cannot be shared through DLPack: {error}"
+        ) from error
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -47,7 +51,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or a contiguous copy without lazy conjugation."""
-    return tensor if is_plain(tensor) else tensor.clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
+    return (
+        tensor
+        if is_plain(tensor)
+        else tensor.clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
+    )
 
 
 def plain_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -58,7 +66,9 @@ def plain_like(tensor: torch.Tensor) -> torch.Tensor:
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two contiguous tensors share memory."""
     start_a, start_b = a.data_ptr(), b.data_ptr()
-    return start_a < start_b + b.numel() * b.element_size() and start_b < start_a + a.numel() * a.element_size()
+    return (
+        start_a < start_b + b.numel() * b.element_size() and start_b < start_a + a.numel() * a.element_size()
+    )
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:

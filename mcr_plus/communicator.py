@@ -244,7 +244,7 @@ class Communicator:
     def all_gather_into_tensor(
         self,
         output: torch.Tensor,
-        input: torch.Tensor,  # noqa: A002 - torch.distributed's name
+        input: torch.Tensor,
         async_op: bool = False,
         *,
         backend: str | None = None,
@@ -253,7 +253,9 @@ class Communicator:
     ) -> Work | None:
         """Gather every rank's `input` of n elements into `output` of size × n elements, in rank order."""
         target, source = as_tensor(output, "output"), as_tensor(input, "input")
-        self._expect(target.numel() == source.numel() * self.size, "output", target, f"{self.size} × input", source)
+        self._expect(
+            target.numel() == source.numel() * self.size, "output", target, f"{self.size} × input", source
+        )
         _same_dtype(target, source)
         return self._submit(
             "all_gather", (source,), (target,), source.shape, target.numel(),
@@ -270,7 +272,7 @@ class Communicator:
         compress: Compress = None,
         tag: str | None = None,
     ) -> Work | None:
-        """Gather every rank's `tensor` into `tensor_list`, all of the same size; see `all_gather_v` otherwise."""
+        """Gather every rank's `tensor` into `tensor_list`, all of the same size."""
         value = as_tensor(tensor, "tensor")
         parts = self._list(tensor_list, "tensor_list", like=value, same_size=True)
         return self._submit(
@@ -288,7 +290,7 @@ class Communicator:
         compress: Compress = None,
         tag: str | None = None,
     ) -> Work | None:
-        """As `all_gather`, with sizes that differ along dim 0; `tensor_list[r]` has the size of rank r's tensor."""
+        """As `all_gather`, with sizes that differ along dim 0; `tensor_list[r]` fits rank r's tensor."""
         value = as_tensor(tensor, "tensor")
         parts = self._list(tensor_list, "tensor_list", like=value)
         mine = parts[self.rank]
@@ -301,7 +303,7 @@ class Communicator:
     def reduce_scatter_tensor(
         self,
         output: torch.Tensor,
-        input: torch.Tensor,  # noqa: A002
+        input: torch.Tensor,
         op: ReduceOp = "SUM",
         async_op: bool = False,
         *,
@@ -311,7 +313,9 @@ class Communicator:
     ) -> Work | None:
         """Reduce `input` of size × n elements over ranks; rank r gets part r in `output` of n elements."""
         target, source = as_tensor(output, "output"), as_tensor(input, "input")
-        self._expect(source.numel() == target.numel() * self.size, "input", source, f"{self.size} × output", target)
+        self._expect(
+            source.numel() == target.numel() * self.size, "input", source, f"{self.size} × output", target
+        )
         _same_dtype(target, source)
         return self._submit(
             "reduce_scatter", (source,), (target,), target.shape, source.numel(), reduce_op=op,
@@ -361,7 +365,7 @@ class Communicator:
     def all_to_all_single(
         self,
         output: torch.Tensor,
-        input: torch.Tensor,  # noqa: A002
+        input: torch.Tensor,
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
         async_op: bool = False,
@@ -421,7 +425,7 @@ class Communicator:
         compress: Compress = None,
         tag: str | None = None,
     ) -> Work | None:
-        """Gather every rank's `tensor` into `gather_list` of rank `dst` (None elsewhere), all of the same size."""
+        """Gather every rank's `tensor`, all of one size, into `gather_list` of rank `dst` (None elsewhere)."""
         value, root = as_tensor(tensor, "tensor"), self._member(dst, "dst")
         parts = self._root_list(gather_list, "gather_list", root, value, same_size=True)
         return self._submit(
@@ -459,7 +463,7 @@ class Communicator:
         compress: Compress = None,
         tag: str | None = None,
     ) -> Work | None:
-        """Send `scatter_list[r]` of rank `src` (None elsewhere) into `tensor` of rank r, all of the same size."""
+        """Send `scatter_list[r]` of rank `src` (None elsewhere), all of one size, into `tensor` of rank r."""
         value, root = as_tensor(tensor, "tensor"), self._member(src, "src")
         parts = self._root_list(scatter_list, "scatter_list", root, value, same_size=True)
         return self._submit(
@@ -630,7 +634,9 @@ class Communicator:
         for index, operation in enumerate(p2p_ops):
             name = getattr(operation.op, "__name__", "")
             if name not in ("isend", "irecv"):
-                raise InvalidArgument(f"p2p_ops[{index}].op: expected mcr.isend or mcr.irecv, got {operation.op!r}")
+                raise InvalidArgument(
+                    f"p2p_ops[{index}].op: expected mcr.isend or mcr.irecv, got {operation.op!r}"
+                )
             communicator = operation.group or self
             works.append(getattr(communicator, name)(operation.tensor, operation.peer, operation.tag))
         return works
@@ -794,7 +800,8 @@ class Communicator:
     def _validate(self, signature: Signature) -> None:
         if self.rank < 0:
             raise Unsupported(
-                f"this rank is not a member of group '{self.name}' (ranks {list(self.ranks)}); only members may use it"
+                f"this rank is not a member of group '{self.name}' (ranks {list(self.ranks)}); "
+                "only members may use it"
             )
         if signature.tag is not None and not isinstance(signature.tag, str):
             raise InvalidArgument(f"tag: expected a string, got {signature.tag!r}")
@@ -809,7 +816,9 @@ class Communicator:
         """The group rank of a global rank."""
         local = self._group.local.get(rank) if isinstance(rank, int) else None
         if local is None:
-            raise InvalidArgument(f"{name}: rank {rank!r} is not in group '{self.name}'; its ranks: {list(self.ranks)}")
+            raise InvalidArgument(
+                f"{name}: rank {rank!r} is not in group '{self.name}'; its ranks: {list(self.ranks)}"
+            )
         return local
 
     def _list(
@@ -821,7 +830,9 @@ class Communicator:
         same_size: bool = False,
     ) -> tuple[torch.Tensor, ...]:
         if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
-            raise InvalidArgument(f"{name}: expected a list of {self.size} tensors, got {type(tensors).__name__}")
+            raise InvalidArgument(
+                f"{name}: expected a list of {self.size} tensors, got {type(tensors).__name__}"
+            )
         if len(tensors) != self.size:
             raise InvalidArgument(f"{name}: expected {self.size} tensors, one per rank, got {len(tensors)}")
         parts = tuple(as_tensor(tensor, f"{name}[{index}]") for index, tensor in enumerate(tensors))
@@ -829,7 +840,9 @@ class Communicator:
         for index, part in enumerate(parts):
             _same_dtype(part, first, f"{name}[{index}]")
             if same_size:
-                self._expect(part.numel() == first.numel(), f"{name}[{index}]", part, "the rank's own tensor", first)
+                self._expect(
+                    part.numel() == first.numel(), f"{name}[{index}]", part, "the rank's own tensor", first
+                )
         return parts
 
     def _root_list(
@@ -848,7 +861,9 @@ class Communicator:
         if tensors is None:
             raise InvalidArgument(f"{name}: expected {self.size} tensors on the root, got None")
         parts = self._list(tensors, name, like=like, same_size=same_size)
-        self._expect(parts[self.rank].numel() == like.numel(), f"{name}[{self.rank}]", parts[self.rank], "tensor", like)
+        self._expect(
+            parts[self.rank].numel() == like.numel(), f"{name}[{self.rank}]", parts[self.rank], "tensor", like
+        )
         return parts
 
     def _splits_of(self, tensor: torch.Tensor, sizes: Sequence[int] | None, name: str) -> tuple[int, ...]:
@@ -944,7 +959,9 @@ def _pairs(
 
 def _match_tag(tag: int) -> int:
     if not isinstance(tag, int) or not 0 <= tag < 2**24:
-        raise InvalidArgument(f"tag: expected an integer from 0 to {2**24 - 1}, got {tag!r} (a name goes into label=)")
+        raise InvalidArgument(
+            f"tag: expected an integer from 0 to {2**24 - 1}, got {tag!r} (a name goes into label=)"
+        )
     return tag
 
 

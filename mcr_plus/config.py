@@ -20,8 +20,8 @@ import hashlib
 import json
 import math
 import os
-import socket
 import re
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -761,7 +761,9 @@ class Config:
             options = spec.options
             if not isinstance(options, DispatchOptions) or "timeout" in options.model_fields_set:
                 return spec
-            return replace(spec, options=stage_options("dispatch", {**plain_options(options), "timeout": seconds}))
+            return replace(
+                spec, options=stage_options("dispatch", {**plain_options(options), "timeout": seconds})
+            )
 
         return replace(self, pipeline=tuple(changed(spec) for spec in self.pipeline))
 

@@ -1,15 +1,15 @@
 """Every error mcr_plus raises.
 
-    McrError
-    ├── ConfigError        YAML, tables, algorithm files: always with file and place
-    ├── NotInitialized
-    ├── Unsupported        an op, dtype or option that a backend or codec cannot do
-    │   └── InvalidArgument   also a ValueError: an argument that no backend could take
-    ├── BackendError       the library failed: its own message, op, sequence, backend
-    │   └── BackendUnavailable
-    ├── CommTimeout        names op, sequence, group, backend, missing ranks
-    ├── OrderMismatch      ranks issued different ops: names both
-    └── LaunchError
+McrError
+├── ConfigError        YAML, tables, algorithm files: always with file and place
+├── NotInitialized
+├── Unsupported        an op, dtype or option that a backend or codec cannot do
+│   └── InvalidArgument   also a ValueError: an argument that no backend could take
+├── BackendError       the library failed: its own message, op, sequence, backend
+│   └── BackendUnavailable
+├── CommTimeout        names op, sequence, group, backend, missing ranks
+├── OrderMismatch      ranks issued different ops: names both
+└── LaunchError
 """
 
 from __future__ import annotations

@@ -21,6 +21,32 @@ Issue = Callable[[Message], "Work"]
 Poll = Callable[[], bool]
 """Whether a started operation is done; drives its library's progress; raises what went wrong."""
 
+
+class StreamPoll(Protocol):
+    """The poll of an operation on a CUDA stream.
+
+    `ready` tells whether the operation has been handed to its stream; before that its library still needs
+    the host. The other two may be called once it is ready, and never block.
+    """
+
+    @property
+    def ready(self) -> bool:
+        """Whether the stream has the operation."""
+        ...
+
+    def __call__(self) -> bool:
+        """See `Poll`."""
+        ...
+
+    def order_current_stream(self) -> None:
+        """Make the current stream wait for the operation."""
+        ...
+
+    def chain(self, function: Callable[[], None]) -> None:
+        """Run `function` under the operation's stream; the operation is done when that is done too."""
+        ...
+
+
 Start = Callable[[Message], Poll]
 """Hand an operation to a library; returns at once."""
 
@@ -81,7 +107,7 @@ class Channel(Protocol):
         ...
 
     def close(self) -> None:
-        """Release the library's group. Called once, in the same order on all ranks, when nothing is in flight."""
+        """Release the library's group: once, in the same order on all ranks, with nothing in flight."""
         ...
 
 
@@ -162,7 +188,7 @@ class Stage(Protocol):
 
     def __init__(self, options: Any, context: Context) -> None: ...
 
-    def bind(self, signature: Signature, next: Next) -> Issue:  # noqa: A002 - the field's word for it
+    def bind(self, signature: Signature, next: Next) -> Issue:
         """Bind this stage to `signature`."""
         ...
 

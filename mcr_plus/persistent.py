@@ -60,7 +60,9 @@ def bind_persistent(issue: Issue, message: Message) -> PersistentOp:
     return PersistentOp(_fast(operation, message, begin, test), _handle(operation, message, begin, test))
 
 
-def _handle(operation: Operation, message: Message, begin: Callable[[], Any], test: Poll) -> Callable[[], Work]:
+def _handle(
+    operation: Operation, message: Message, begin: Callable[[], Any], test: Poll
+) -> Callable[[], Work]:
     """The persistent request behind an ordinary handle."""
     issue = operation.bind_started(lambda _: _started(begin, test))
     return lambda: issue(message)
@@ -79,13 +81,7 @@ def _fast(operation: Operation, message: Message, begin: Callable[[], Any], test
     slow = _handle(operation, message, begin, test)
 
     def run() -> None:
-        if (
-            get_ident() != state.owner
-            or pending
-            or operation.check
-            or checked_every_time
-            or engine.recorders
-        ):
+        if get_ident() != state.owner or pending or operation.check or checked_every_time or engine.recorders:
             slow().wait()
             return
         with lock:

@@ -71,7 +71,11 @@ class Pipeline:
 
     def _rule(self, signature: Signature) -> Rule | None:
         return self._context.config.rule_for(
-            signature.kind, signature.nbytes, dtype_name(signature.dtype), signature.tag, ranks=signature.ranks
+            signature.kind,
+            signature.nbytes,
+            dtype_name(signature.dtype),
+            signature.tag,
+            ranks=signature.ranks,
         )
 
     def _stage(self, name: str, rule: Rule | None) -> Stage:

@@ -24,7 +24,15 @@ from mcr_plus.dispatch.engine import Engine, GroupState
 from mcr_plus.dispatch.operation import Lane
 from mcr_plus.dispatch.peers import Peers
 from mcr_plus.dispatch.stage import GroupRuntime, Line
-from mcr_plus.errors import BackendUnavailable, ConfigError, InvalidArgument, LaunchError, McrError, NotInitialized, OrderMismatch
+from mcr_plus.errors import (
+    BackendUnavailable,
+    ConfigError,
+    InvalidArgument,
+    LaunchError,
+    McrError,
+    NotInitialized,
+    OrderMismatch,
+)
 from mcr_plus.interfaces import Backend, Context, World
 from mcr_plus.launch.rendezvous import open_store
 from mcr_plus.message import Group
@@ -43,7 +51,6 @@ class Runtime:
         self,
         config: Config,
         world: World,
-        environment: LaunchEnvironment,
         backends: Mapping[str, type[Backend]],
     ) -> None:
         options = config.options("dispatch")
@@ -92,12 +99,14 @@ class Runtime:
         size = self.world.size
         wrong = [rank for rank in chosen if not isinstance(rank, int) or not 0 <= rank < size]
         if wrong or len(set(chosen)) != len(chosen) or not chosen:
-            raise InvalidArgument(f"ranks: expected distinct ranks from 0 to {size - 1}, at least one, got {list(ranks)}")
+            raise InvalidArgument(
+                f"ranks: expected distinct ranks from 0 to {size - 1}, at least one, got {list(ranks)}"
+            )
         for rank, theirs in enumerate(self.communicator.all_gather_object(chosen)):
             if theirs != chosen:
                 raise OrderMismatch(
-                    f"new_group: rank {self.world.rank} passed {list(chosen)}, rank {rank} passed {list(theirs)}; "
-                    "all ranks of the job must create the same groups in the same order"
+                    f"new_group: rank {self.world.rank} passed {list(chosen)}, rank {rank} passed "
+                    f"{list(theirs)}; all ranks of the job must create the same groups in the same order"
                 )
         self._groups += 1
         return self.open_group(f"group{self._groups}", chosen)
@@ -146,7 +155,9 @@ class Runtime:
             # The store's own server must outlive the last question put to it.
             store.add("closing/gone", 1)
             deadline = time.monotonic() + _LAST_WAIT
-            while world.rank == 0 and store.add("closing/gone", 0) < world.size and time.monotonic() < deadline:
+            while (
+                world.rank == 0 and store.add("closing/gone", 0) < world.size and time.monotonic() < deadline
+            ):
                 time.sleep(0.001)
         except Exception:
             return False
@@ -247,7 +258,7 @@ def init(
         world = _join(environment, seconds or 300.0, _job.attempts)
         _compare_configs(checked, world)
         chosen = _choose_backends(checked, world)
-        runtime = Runtime(checked, world, environment, chosen)
+        runtime = Runtime(checked, world, chosen)
         _job.hook()
         _job.runtime = runtime
         for backend in runtime.engine.backends:
@@ -295,18 +306,24 @@ def _compare_configs(config: Config, world: World) -> None:
 def _choose_backends(config: Config, world: World) -> dict[str, type[Backend]]:
     """The backends of the job: those asked for, or all that are there on every rank."""
     wanted = config.backends
-    classes = {name: backend_class(name) for name in (wanted or registry.names("backends")) if name != "local"}
+    classes = {
+        name: backend_class(name) for name in (wanted or registry.names("backends")) if name != "local"
+    }
     lacking = {}
     for name, kind in classes.items():
         found = kind.availability()
         if not found.available:
             lacking[name] = f"{found.reason}; {found.remedy}"
-    everywhere = _gather(world, "backends", ",".join(lacking)) if world.store is not None else [",".join(lacking)]
+    everywhere = (
+        _gather(world, "backends", ",".join(lacking)) if world.store is not None else [",".join(lacking)]
+    )
     for rank, names in enumerate(everywhere):
         for name in filter(None, names.split(",")):
             if wanted is not None and world.size > 1:
                 where = f" on rank {rank}" if name not in lacking else ""
-                raise BackendUnavailable(f"backend {name} was asked for and is not available{where}: {lacking.get(name, '')}")
+                raise BackendUnavailable(
+                    f"backend {name} was asked for and is not available{where}: {lacking.get(name, '')}"
+                )
             classes.pop(name, None)
     if world.size > 1:
         classes = _without_strangers(classes, world, strict=wanted is not None)
@@ -385,4 +402,3 @@ def new_group(ranks: Sequence[int]) -> Communicator:
     Other ranks get a communicator too; its `rank` is -1 and it refuses operations.
     """
     return current().new_group(ranks)
-

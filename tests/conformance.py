@@ -46,7 +46,9 @@ class Laid:
 
     def __init__(self, values: Array, dtype: torch.dtype, layout: str) -> None:
         self._base: torch.Tensor | None = None
-        self.tensor = torch.tensor(values, dtype=dtype) if layout == "plain" else self._view(values, dtype, layout)
+        self.tensor = (
+            torch.tensor(values, dtype=dtype) if layout == "plain" else self._view(values, dtype, layout)
+        )
 
     def _view(self, values: Array, dtype: torch.dtype, layout: str) -> torch.Tensor:
         shape = values.shape
@@ -100,9 +102,7 @@ class Case:
 
     def __str__(self) -> str:
         mode = "async" if self.async_op else "sync"
-        return (
-            f"{self.name} {self.op or ''} {self.dtype} on {self.backend}, group {self.group}, {self.shape}, {mode}"
-        )
+        return f"{self.name} {self.op or ''} {self.dtype} on {self.backend}, group {self.group}, {self.shape}, {mode}"
 
 
 class Scene:
@@ -470,14 +470,16 @@ def make_groups(comm: mcr.Communicator) -> dict[str, mcr.Communicator]:
     return groups
 
 
-def table(backends: Sequence[str | None]) -> dict[str, Any]:
-    """The whole table; what this rank found, and the value of `bits` to compare between ranks."""
-    failures = Failures()
-    with mcr.init(backends=None, timeout=30) as comm:
-        groups = make_groups(comm)
-        run_table(every_type(backends, list(groups)), groups, failures)
-        run_table(every_shape(backends, [name for name in groups if name != "overlapping"]), groups, failures)
-    return failures.report()
+def types_table(comm: mcr.Communicator, backends: Sequence[str | None], failures: Failures) -> None:
+    """Run `every_type`."""
+    groups = make_groups(comm)
+    run_table(every_type(backends, list(groups)), groups, failures)
 
 
-__all__ = ["Case", "Scene", "make_groups", "run_table", "table", "wide"]
+def shapes_table(comm: mcr.Communicator, backends: Sequence[str | None], failures: Failures) -> None:
+    """Run `every_shape`."""
+    groups = make_groups(comm)
+    run_table(every_shape(backends, [name for name in groups if name != "overlapping"]), groups, failures)
+
+
+TABLES: Final = {"types": types_table, "shapes": shapes_table}

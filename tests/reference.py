@@ -145,7 +145,9 @@ def difference(got: torch.Tensor, expected: Array, allowed: float | Array = 0.0)
     if not np.any(wrong):
         return None
     where = tuple(int(i[0]) for i in np.nonzero(wrong)) if wrong.ndim else ()
-    return f"{int(np.sum(wrong))} of {wrong.size} wrong; at {where}: {values[where]}, expected {expected[where]}"
+    return (
+        f"{int(np.sum(wrong))} of {wrong.size} wrong; at {where}: {values[where]}, expected {expected[where]}"
+    )
 
 
 class Failures:
@@ -175,7 +177,9 @@ class Failures:
             text = f"{type(error).__name__}: {error}"
             missing = [fragment for fragment in fragments if fragment not in str(error)]
             wrong = type(error) is not kind or missing
-            self.check(name, f"expected {kind.__name__} with {list(fragments)}, got {text}" if wrong else None)
+            self.check(
+                name, f"expected {kind.__name__} with {list(fragments)}, got {text}" if wrong else None
+            )
             return text
         self.check(name, f"expected {kind.__name__}, returned {value!r}")
         return ""

@@ -43,6 +43,15 @@ INTEGERS = [b"1", b"-1", b"", b"7", b"1382", b"4", b"15", b"2", b"181", b"1", b"
 CATEGORIES = [b"%08x" % (0xDEADBE00 + column) for column in range(26)]
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small matrices are faster without a pool of threads, above all on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 # --- ranks as threads: the communication seam without a library ---------------------------------------
 
 

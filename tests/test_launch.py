@@ -36,6 +36,7 @@ class Run:
 
     def __init__(self, folder: Path, words: list[str], python: str = sys.executable) -> None:
         self.output = folder / "output.txt"
+        self.segments_before = set(segments())
         command = [python, "-m", "mcr_plus.cli.main", "run", *words]
         environ = os.environ | {"TMPDIR": str(folder)}
         with self.output.open("wb") as file:
@@ -97,17 +98,23 @@ def leftovers(folder: Path, *runs: Run) -> list[str]:
     """What jobs have left in a temporary directory and in shared memory (other jobs may be running)."""
     ours = [path for run in runs for path in SHARED_MEMORY.glob(f"mcr-job-*-{run.process.pid}-*")]
     temporary = [path for path in folder.iterdir() if path.name != "output.txt"]
-    return [str(path) for path in [*ours, *temporary, *unmapped_segments()]]
+    unmapped = unmapped_segments() - runs[0].segments_before
+    return [str(path) for path in [*ours, *temporary, *unmapped]]
+
+
+def segments() -> list[Path]:
+    """Segments of Open MPI and MPICH outside the folder of a job."""
+    return [path for path in SHARED_MEMORY.iterdir() if re.match(r"sm_segment|mpich_shm", path.name)]
 
 
 def unmapped_segments() -> set[Path]:
-    """Segments of Open MPI and MPICH that no process uses, a moment after they were seen."""
-    segments = {path for path in SHARED_MEMORY.iterdir() if re.match(r"sm_segment|mpich_shm", path.name)}
-    if not segments:
+    """Those that no process uses, a moment after they were seen."""
+    found = segments()
+    if not found:
         return set()
     time.sleep(0.2)
     maps = "".join(_maps(entry) for entry in os.listdir("/proc") if entry.isdigit())
-    return {path for path in segments if path.exists() and str(path) not in maps}
+    return {path for path in found if path.exists() and str(path) not in maps}
 
 
 def _maps(pid: str) -> str:

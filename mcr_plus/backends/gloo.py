@@ -386,7 +386,11 @@ class _GlooChannel:
     def _barrier(self, signature: Signature) -> Start:  # noqa: ARG002
         options = _opts(c10d.BarrierOptions(), timeout=self._timeout)
         call = self._pg.barrier
-        return (lambda message: _poll(call(options))) if self._group.size > 1 else (lambda message: done)
+
+        def start(message: Message) -> Poll:  # noqa: ARG001
+            return _poll(call(options))
+
+        return start
 
 
 class _Watchers:

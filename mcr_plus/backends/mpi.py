@@ -52,7 +52,14 @@ _OPS: Final = {
     "BOR": "BOR",
     "BXOR": "BXOR",
 }
-_BOOL_OPS: Final = {"SUM": "LOR", "MAX": "LOR", "BOR": "LOR", "PRODUCT": "LAND", "MIN": "LAND", "BAND": "LAND"}
+_BOOL_OPS: Final = {
+    "SUM": "LOR",
+    "MAX": "LOR",
+    "BOR": "LOR",
+    "PRODUCT": "LAND",
+    "MIN": "LAND",
+    "BAND": "LAND",
+}
 
 
 @cache
@@ -71,7 +78,9 @@ def load_mpi() -> Any:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise BackendUnavailable(f"backend mpi: no MPI library could be loaded ({error}); {_REMEDY}") from error
+        raise BackendUnavailable(
+            f"backend mpi: no MPI library could be loaded ({error}); {_REMEDY}"
+        ) from error
     return MPI
 
 
@@ -259,7 +268,9 @@ class _MpiChannel:
             return self._divided(bound, signature)
         return bound
 
-    def bind_persistent(self, signature: Signature, message: Message) -> tuple[Callable[[], Any], Poll] | None:
+    def bind_persistent(
+        self, signature: Signature, message: Message
+    ) -> tuple[Callable[[], Any], Poll] | None:
         """Start and test of an MPI-4 persistent request on the message's buffers; None if there is none.
 
         Collective: every rank must make the same calls in the same order.
@@ -489,7 +500,9 @@ class _MpiChannel:
         is_root, datatype = self._group.rank == root, self._datatype(signature)
 
         def start(message: Message) -> Poll:
-            target = self._parts(spec, message.outputs[0], message.output_counts, datatype) if is_root else None
+            target = (
+                self._parts(spec, message.outputs[0], message.output_counts, datatype) if is_root else None
+            )
             poll: Poll = call(spec(message.inputs[0]), target, root).Test
             return poll
 

@@ -325,7 +325,9 @@ def _map_shared(store: torch.distributed.Store, group: Group) -> mmap.mmap | Non
         return None
 
 
-def open_board(store: torch.distributed.Store | None, group: Group, shared: bool, timeout: float) -> GroupBoard:
+def open_board(
+    store: torch.distributed.Store | None, group: Group, shared: bool, timeout: float
+) -> GroupBoard:
     """Open the board of `group`; collective over its ranks, which all get the same kind."""
     if group.size == 1 or store is None:
         return NoBoard()

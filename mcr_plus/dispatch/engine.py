@@ -7,17 +7,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, cast
 
 from mcr_plus.dispatch.board import Failure, GroupBoard, SharedBoard
+from mcr_plus.dispatch.streams import CallerStream
 from mcr_plus.errors import BackendError, CommTimeout, McrError, NotInitialized, OrderMismatch
 
 if TYPE_CHECKING:
     from mcr_plus.dispatch.operation import Lane
     from mcr_plus.dispatch.peers import Peers
     from mcr_plus.dispatch.work import IssuedWork
-    from mcr_plus.interfaces import Backend
+    from mcr_plus.interfaces import Backend, StreamPoll
     from mcr_plus.message import Group
 
 WaitPolicy = Literal["auto", "spin", "yield", "sleep"]
@@ -132,6 +134,8 @@ class Engine:
     def defer(self, work: IssuedWork) -> None:
         """Queue an operation that may not start yet; those of its lane that follow queue behind it."""
         lane = work.operation.lane
+        if work.operation.on_stream:
+            work.caller = CallerStream()
         if work.operation.check:
             self.post(work)
         if not lane.pending:
@@ -185,16 +189,17 @@ class Engine:
     def _start(self, work: IssuedWork) -> None:
         message = work.message
         try:
-            if message.prepare is not None:
-                message.prepare()
-            work.poll = work.operation.start(message)
+            with work.caller if work.operation.on_stream else nullcontext():
+                if message.prepare is not None:
+                    message.prepare()
+                work.poll = work.operation.start(message)
         except Exception as error:
             self.fail(work, error)
             return
         if work.finish and work.operation.on_stream:
             finish, work.finish = work.finish, None
             for function in finish:
-                work.poll.chain(function)  # type: ignore[attr-defined]  # stream polls have it
+                _stream(work).chain(function)
 
     # -- agreement --------------------------------------------------------------------------------
 
@@ -276,10 +281,13 @@ class Engine:
         self._start(work)
         return True
 
-    def wait(self, work: IssuedWork, timeout: float | timedelta | None = None) -> None:
+    def wait(
+        self, work: IssuedWork, timeout: float | timedelta | None = None, *, until_done: bool = False
+    ) -> None:
         """Poll until `work` is done, driving everything else; on expiry fail it, or raise for `timeout`.
 
-        A stream operation is waited for only until it has been handed to its stream.
+        An operation on a stream is waited for only until it has been handed to the stream, and the current
+        stream ordered after it, unless `until_done`.
         """
         operation = work.operation
         began = time.monotonic()
@@ -289,8 +297,8 @@ class Engine:
             with self.lock:
                 if self.try_poll(work):
                     return
-                if operation.on_stream and work.poll is not None:
-                    work.poll.order_current_stream()  # type: ignore[attr-defined]
+                if operation.on_stream and not until_done and work.poll is not None and _stream(work).ready:
+                    _stream(work).order_current_stream()
                     return
                 self.progress()
                 now = time.monotonic()
@@ -411,10 +419,7 @@ class Engine:
         while self._held:
             work = self._held[0]
             try:
-                self.wait(work)
-                if work.operation.on_stream:
-                    while not self.try_poll(work):
-                        time.sleep(20e-6)
+                self.wait(work, until_done=True)
             except McrError as error:
                 errors.append(error)
             self._held.popleft()
@@ -425,6 +430,10 @@ class Engine:
     def in_flight(self) -> int:
         """Asynchronous operations not yet known to be done."""
         return sum(not work.is_done for work in self._held)
+
+
+def _stream(work: IssuedWork) -> StreamPoll:
+    return cast("StreamPoll", work.poll)
 
 
 def _told(gone: list[tuple[str, str]]) -> str:

@@ -124,8 +124,10 @@ class Operation:
         return issue
 
     def _bind_p2p(self) -> Issue:
-        # Send and receive are matched by peer and tag, not by order: they bypass numbering and lanes.
+        # Send and receive are matched by peer and tag, not by order: they have no number, and bypass the
+        # lane. Not on a stream, which runs its operations in order: there they keep their place.
         engine, state, start = self.engine, self.state, self.start
+        pending = self.lane.pending if self.on_stream else ()
 
         def issue(message: Message) -> Work:
             if get_ident() != state.owner:
@@ -134,7 +136,9 @@ class Operation:
                 work = IssuedWork(self, message, None, 0)
                 if engine.recorders:
                     work.t_issue = perf_counter()
-                if message.after is not None:
+                if pending or (self.on_stream and message.after is not None):
+                    engine.defer(work)
+                elif message.after is not None:
                     engine.defer_unordered(work)
                 else:
                     try:

@@ -9,7 +9,7 @@ from mcr_plus.backends.local import done
 from mcr_plus.config import DispatchOptions
 from mcr_plus.dispatch.engine import Engine, GroupState
 from mcr_plus.dispatch.operation import Lane, Operation
-from mcr_plus.dispatch.staging import stage_through_host
+from mcr_plus.dispatch.streams import stage_through_host
 from mcr_plus.errors import Unsupported
 from mcr_plus.interfaces import Backend, Channel, Context, Issue, Next, Poll, Start
 from mcr_plus.message import Message, Signature
@@ -41,10 +41,12 @@ class DispatchStage:
         self._options = options
         self._runtime = context.runtime
 
-    def bind(self, signature: Signature, next: Next) -> Issue:  # noqa: A002
+    def bind(self, signature: Signature, next: Next) -> Issue:
         """The callable that issues the operation; the same one whenever the signature comes again."""
         if signature.backend is None:
-            raise Unsupported(f"{signature.describe()} reached dispatch without a backend: a select stage is missing")
+            raise Unsupported(
+                f"{signature.describe()} reached dispatch without a backend: a select stage is missing"
+            )
         next.note(f"deadline {self._options.timeout:g} s, signatures compared: {self._options.check}")
         runtime = self._runtime
         if runtime is None:
@@ -58,7 +60,9 @@ class DispatchStage:
         line = runtime.lines[signature.backend or ""]
         backend = line.backend
         if signature.device != "cpu" and not backend.on_stream and backend.name != "local":
-            return stage_through_host(signature, self._operation(signature.replace(device="cpu"), runtime).bind())
+            return stage_through_host(
+                signature, self._operation(signature.replace(device="cpu"), runtime).bind()
+            )
         return self._operation(signature, runtime).bind()
 
     def _operation(self, signature: Signature, runtime: GroupRuntime) -> Operation:

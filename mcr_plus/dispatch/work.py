@@ -95,6 +95,7 @@ class IssuedWork(Work):
     """The handle of one library call."""
 
     __slots__ = (
+        "caller",
         "doubted",
         "error",
         "finish",
@@ -287,5 +288,7 @@ class JointWork(Work):
             tag=self.tag,
             group=parts[-1].group if parts else "",
             t_issue=min((part.t_issue for part in parts), default=0.0),
-            t_done=None if any(part.t_done is None for part in parts) else max(p.t_done or 0.0 for p in parts),
+            t_done=None
+            if any(part.t_done is None for part in parts)
+            else max(p.t_done or 0.0 for p in parts),
         )

@@ -24,7 +24,7 @@ def _interface_address(name: str) -> str | None:
 
 
 def host_address() -> str:
-    """The IPv4 address of the interface named by `GLOO_SOCKET_IFNAME`, else of the first that is not loopback.
+    """The IPv4 address of the interface that `GLOO_SOCKET_IFNAME` names, else of the first but loopback.
 
     Raises `LaunchError` naming the interfaces when there is none.
     """

@@ -127,7 +127,13 @@ class Log:
         """Write a trace that Perfetto and chrome://tracing read: one row per group and backend."""
         lanes = sorted({(record.group, record.backend) for record in self.records})
         events: list[dict[str, Any]] = [
-            {"ph": "M", "name": "process_name", "pid": self._rank, "tid": 0, "args": {"name": f"rank {self._rank}"}}
+            {
+                "ph": "M",
+                "name": "process_name",
+                "pid": self._rank,
+                "tid": 0,
+                "args": {"name": f"rank {self._rank}"},
+            }
         ]
         for index, (group, backend) in enumerate(lanes):
             name = {"name": f"{group} {backend}"}

@@ -27,7 +27,7 @@ class SelectStage:
         self._table: Table | None = load_table(options.table.resolve()) if options.table is not None else None
         self._context = context
 
-    def bind(self, signature: Signature, next: Next) -> Issue:  # noqa: A002
+    def bind(self, signature: Signature, next: Next) -> Issue:
         """Bind to the chosen backend."""
         choice, why = self._choose(signature)
         name, _, algorithm = choice.partition(":")
@@ -40,7 +40,9 @@ class SelectStage:
     def _choose(self, signature: Signature) -> tuple[str, str]:
         if signature.ranks == 1:
             if signature.backend is not None:
-                registry.get("backends", signature.backend.partition(":")[0])  # an unknown name is an error here too
+                registry.get(
+                    "backends", signature.backend.partition(":")[0]
+                )  # an unknown name is an error here too
             return "local", "a group of one rank needs no library"
         if signature.backend is not None:
             self._require(signature.backend, signature, "asked for by name")
@@ -66,7 +68,9 @@ class SelectStage:
                 skipped = f" after {'; '.join(refused)}" if refused else ""
                 return name, f"built-in preference{skipped}"
             refused.append(f"{name}: {support.how}")
-        raise Unsupported(f"no backend can do {signature.describe()}: {'; '.join(refused) or 'none is there'}")
+        raise Unsupported(
+            f"no backend can do {signature.describe()}: {'; '.join(refused) or 'none is there'}"
+        )
 
     def _preference(self, signature: Signature) -> list[str]:
         known = list(self._context.backends)
@@ -83,7 +87,9 @@ class SelectStage:
 
     def _support(self, choice: str, signature: Signature) -> Support:
         name, _, algorithm = choice.partition(":")
-        return self._context.backends[name].supports(signature.replace(backend=name, algorithm=algorithm or None))
+        return self._context.backends[name].supports(
+            signature.replace(backend=name, algorithm=algorithm or None)
+        )
 
     def _require(self, choice: str, signature: Signature, why: str) -> None:
         name = choice.partition(":")[0]

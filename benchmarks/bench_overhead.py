@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 import mcr_plus as mcr
+from mcr_plus.c10d import TCPStore
 
 Turns = Mapping[str, list[float]]
 
@@ -102,7 +103,7 @@ def measure(rounds: int) -> dict[str, float]:
     comm = mcr.init(
         {"version": 1, "backends": ["mpi", "gloo"], "pipeline": [{"select": {}}, {"dispatch": {}}]}
     )
-    store = dist.TCPStore("127.0.0.1", _free_port(comm), comm.size, comm.rank == 0)
+    store = TCPStore("127.0.0.1", _free_port(comm), comm.size, comm.rank == 0)
     dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
     turns = take_turns(candidates(comm), rounds)
     results = {name: median(values) for name, values in turns.items()}

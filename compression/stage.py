@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from mcr_plus import registry
-from mcr_plus.compression.cast import Cast
-from mcr_plus.config import CompressOptions
+from mcr_plus.config import CompressOptions, stage_options
 from mcr_plus.dispatch.work import Work
-from mcr_plus.errors import Unsupported
-from mcr_plus.interfaces import Context, Issue, Next
+from mcr_plus.errors import ConfigError, InvalidArgument, Unsupported
+from mcr_plus.interfaces import Codec, Context, Issue, Next
 from mcr_plus.message import REDUCING, Message, Signature, dtype_name
 
 _SUMS = ("SUM", "AVG")
@@ -26,22 +25,22 @@ class CompressStage:
     """
 
     def __init__(self, options: CompressOptions, context: Context) -> None:  # noqa: ARG002 - a Stage
-        self._codec = None if options.codec == "none" else options.codec
+        self._options = options
 
     def bind(self, signature: Signature, next: Next) -> Issue:
         """Bind to the operation on encoded values, or to the operation itself."""
         wanted = signature.compress
         plain = signature.replace(compress=None)
-        if wanted is False or wanted == "none":
-            next.note("off, by the call")
-            return next(plain)
-        name = self._codec if wanted is None else _named(wanted)
-        if name is None:
+        options = self._options if wanted is None else _wanted(signature)
+        name = options.codec
+        if name == "none":
+            if wanted is not None:
+                next.note("off, by the call")
             return next(plain)
         if signature.ranks == 1:
             next.note(f"codec {name} not used: a group of one rank sends nothing")
             return next(plain)
-        codec = cast("Cast", registry.get("codecs", name))
+        codec = _codec(options)
         reason = _refusal(codec, signature)
         if reason is None:
             next.note(
@@ -54,20 +53,30 @@ class CompressStage:
         return next(plain)
 
 
-def _named(wanted: object) -> str:
-    if isinstance(wanted, str):
-        return wanted
-    options = dict(cast("tuple[tuple[str, object], ...]", wanted))
-    name = options.pop("codec", None)
-    if not isinstance(name, str) or options:
-        unknown = f"unknown options {sorted(options)}" if options else "no 'codec'"
-        raise Unsupported(
-            f"compress={dict(cast('tuple[tuple[str, object], ...]', wanted))}: {unknown}; no codec here has any"
-        )
-    return name
+def _wanted(signature: Signature) -> CompressOptions:
+    """Check what the call asked for as if a configuration had."""
+    wanted = signature.compress
+    data: dict[str, Any]
+    if isinstance(wanted, tuple):
+        data = dict(wanted)
+        if "codec" not in data:
+            raise InvalidArgument(f"{signature.kind}: compress={data}: no codec; expected the key 'codec'")
+    else:
+        data = {"codec": wanted or "none"}
+    try:
+        return cast("CompressOptions", stage_options("compress", data, name=signature.kind))
+    except ConfigError as error:
+        raise InvalidArgument(str(error)) from None
 
 
-def _refusal(codec: Cast, signature: Signature) -> str | None:
+def _codec(options: CompressOptions) -> Codec:
+    entry: Any = registry.get("codecs", options.codec)
+    if (declared := getattr(entry, "Options", None)) is not None:
+        entry = entry(declared() if options.codec_options is None else options.codec_options)
+    return cast("Codec", entry)
+
+
+def _refusal(codec: Codec, signature: Signature) -> str | None:
     if signature.dtype not in codec.dtypes:
         return f"codec {codec.name} takes {', '.join(map(dtype_name, codec.dtypes))}"
     if signature.kind in REDUCING and signature.reduce_op not in _SUMS:
@@ -75,7 +84,7 @@ def _refusal(codec: Cast, signature: Signature) -> str | None:
     return None
 
 
-def _encoded(codec: Cast, signature: Signature, next: Next) -> Issue:
+def _encoded(codec: Codec, signature: Signature, next: Next) -> Issue:
     assert signature.dtype is not None
     nbytes = (
         None if signature.nbytes is None else _scaled(signature.nbytes, signature.dtype, codec.wire_dtype)

@@ -9,10 +9,11 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, Final
 
+import numba
 import torch
-from numba import carray, cfunc, types
 
-SATURATED: Final = {torch.int8: types.int8, torch.int16: types.int16, torch.uint8: types.uint8}
+_numba: Any = numba  # annotated in part, which type checkers take for a mistake of ours
+_INTEGERS: Final = {torch.int8: numba.int8, torch.int16: numba.int16, torch.uint8: numba.uint8}
 
 
 @cache
@@ -22,9 +23,12 @@ def wrapping_sum(dtype: torch.dtype) -> Any:
     The signature of MPI_User_function (MPI 4.1, section 6.9.5); `.address` is the function pointer. Kept
     alive by the cache. Compiled on first use, for this machine.
     """
-    pointer = types.CPointer(SATURATED[dtype])
+    pointer = _numba.types.CPointer(_INTEGERS[dtype])
 
-    @cfunc(types.void(pointer, pointer, types.CPointer(types.int32), types.voidptr))  # type: ignore[untyped-decorator]
+    count_pointer = _numba.types.CPointer(_numba.int32)
+    carray = _numba.carray
+
+    @_numba.cfunc(_numba.void(pointer, pointer, count_pointer, _numba.types.voidptr))
     def run(source, target, count, datatype):  # type: ignore[no-untyped-def]  # noqa: ARG001
         values, results = carray(source, count[0]), carray(target, count[0])
         for i in range(results.size):

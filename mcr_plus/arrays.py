@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from mcr_plus.errors import InvalidArgument, Unsupported
 from mcr_plus.message import DTYPES, dtype_name
@@ -16,16 +17,15 @@ def as_tensor(value: Any, name: str) -> torch.Tensor:
 
     Raises `InvalidArgument` for anything else, `Unsupported` for layouts and dtypes that cannot travel.
     """
-    if not isinstance(value, torch.Tensor):
-        value = _from_dlpack(value, name)
-    if value.layout is not torch.strided:
-        raise Unsupported(f"{name}: layout {value.layout}; only strided (dense) tensors travel")
-    if value.device.type not in ("cpu", "cuda"):
-        raise Unsupported(f"{name}: device {value.device}; known: cpu, cuda")
-    if value.dtype not in DTYPES:
+    tensor = value if isinstance(value, torch.Tensor) else _from_dlpack(value, name)
+    if tensor.layout is not torch.strided:
+        raise Unsupported(f"{name}: layout {tensor.layout}; only strided (dense) tensors travel")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise Unsupported(f"{name}: device {tensor.device}; known: cpu, cuda")
+    if tensor.dtype not in DTYPES:
         known = ", ".join(map(dtype_name, DTYPES))
-        raise Unsupported(f"{name}: dtype {dtype_name(value.dtype)}; known: {known}")
-    return value.detach() if value.requires_grad else value
+        raise Unsupported(f"{name}: dtype {dtype_name(tensor.dtype)}; known: {known}")
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _from_dlpack(value: Any, name: str) -> torch.Tensor:
@@ -37,7 +37,7 @@ def _from_dlpack(value: Any, name: str) -> torch.Tensor:
     if flags is not None and getattr(flags, "writeable", True) is False:
         raise InvalidArgument(f"{name}: the array is read-only; pass a writeable one")
     try:
-        return torch.from_dlpack(value)
+        return from_dlpack(value)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise InvalidArgument(
             f"{name}: {type(value).__name__} cannot be shared through DLPack: {error}"
@@ -61,6 +61,15 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 def plain_like(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or an uninitialised contiguous one to be copied back from."""
     return tensor if is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def check_apart(tensor: torch.Tensor) -> None:
+    """Raise `InvalidArgument` unless each element has a place of its own, so that results can be written."""
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise InvalidArgument(
+            f"a tensor of shape {list(tensor.shape)} is to be written, but its elements share memory "
+            f"(strides {list(tensor.stride())}, as from expand); pass a copy: tensor.contiguous()"
+        )
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -11,9 +11,20 @@ import torch
 from mcr_plus import runtime
 from mcr_plus.communicator import Communicator, Compress, P2POp
 from mcr_plus.dispatch.work import Work
+from mcr_plus.errors import InvalidArgument
 from mcr_plus.message import ReduceOp
 from mcr_plus.observe.record import Log, recording
 from mcr_plus.persistent import PersistentOp
+from mcr_plus.runtime import job
+
+
+def _of(group: Communicator | None) -> Communicator:
+    """The group that an argument names."""
+    if group is None:
+        return job.communicator or runtime.world()
+    if not isinstance(group, Communicator):
+        raise InvalidArgument(f"group: expected a Communicator or None (the whole job), got {group!r}")
+    return group
 
 
 def all_reduce(
@@ -27,9 +38,7 @@ def all_reduce(
     tag: str | None = None,
 ) -> Work | None:
     """Reduce `tensor` (any shape) over all ranks, in place; all ranks get the same bits."""
-    return (group or runtime.world()).all_reduce(
-        tensor, op, async_op, backend=backend, compress=compress, tag=tag
-    )
+    return _of(group).all_reduce(tensor, op, async_op, backend=backend, compress=compress, tag=tag)
 
 
 def broadcast(
@@ -43,9 +52,7 @@ def broadcast(
     tag: str | None = None,
 ) -> Work | None:
     """Copy `tensor` of rank `src` into that of every rank."""
-    return (group or runtime.world()).broadcast(
-        tensor, src, async_op, backend=backend, compress=compress, tag=tag
-    )
+    return _of(group).broadcast(tensor, src, async_op, backend=backend, compress=compress, tag=tag)
 
 
 def reduce(
@@ -60,9 +67,7 @@ def reduce(
     tag: str | None = None,
 ) -> Work | None:
     """Reduce `tensor` over all ranks into that of rank `dst`; the others keep theirs."""
-    return (group or runtime.world()).reduce(
-        tensor, dst, op, async_op, backend=backend, compress=compress, tag=tag
-    )
+    return _of(group).reduce(tensor, dst, op, async_op, backend=backend, compress=compress, tag=tag)
 
 
 def all_gather(
@@ -76,9 +81,7 @@ def all_gather(
     tag: str | None = None,
 ) -> Work | None:
     """Gather every rank's `tensor` into `tensor_list`, all of the same size; see `all_gather_v` otherwise."""
-    return (group or runtime.world()).all_gather(
-        tensor_list, tensor, async_op, backend=backend, compress=compress, tag=tag
-    )
+    return _of(group).all_gather(tensor_list, tensor, async_op, backend=backend, compress=compress, tag=tag)
 
 
 def all_gather_into_tensor(
@@ -92,7 +95,7 @@ def all_gather_into_tensor(
     tag: str | None = None,
 ) -> Work | None:
     """Gather every rank's `input` of n elements into `output` of size × n elements, in rank order."""
-    return (group or runtime.world()).all_gather_into_tensor(
+    return _of(group).all_gather_into_tensor(
         output, input, async_op, backend=backend, compress=compress, tag=tag
     )
 
@@ -108,9 +111,7 @@ def all_gather_v(
     tag: str | None = None,
 ) -> Work | None:
     """As `all_gather`, with sizes that differ along dim 0; `tensor_list[r]` has the size of rank r's tensor."""
-    return (group or runtime.world()).all_gather_v(
-        tensor_list, tensor, async_op, backend=backend, compress=compress, tag=tag
-    )
+    return _of(group).all_gather_v(tensor_list, tensor, async_op, backend=backend, compress=compress, tag=tag)
 
 
 def reduce_scatter(
@@ -125,7 +126,7 @@ def reduce_scatter(
     tag: str | None = None,
 ) -> Work | None:
     """Reduce `input_list[r]` over ranks into `output` of rank r, all of the same size."""
-    return (group or runtime.world()).reduce_scatter(
+    return _of(group).reduce_scatter(
         output, input_list, op, async_op, backend=backend, compress=compress, tag=tag
     )
 
@@ -142,7 +143,7 @@ def reduce_scatter_tensor(
     tag: str | None = None,
 ) -> Work | None:
     """Reduce `input` of size × n elements over ranks; rank r gets part r in `output` of n elements."""
-    return (group or runtime.world()).reduce_scatter_tensor(
+    return _of(group).reduce_scatter_tensor(
         output, input, op, async_op, backend=backend, compress=compress, tag=tag
     )
 
@@ -159,7 +160,7 @@ def reduce_scatter_v(
     tag: str | None = None,
 ) -> Work | None:
     """As `reduce_scatter`, with sizes that differ along dim 0; `input_list[r]` fits rank r's output."""
-    return (group or runtime.world()).reduce_scatter_v(
+    return _of(group).reduce_scatter_v(
         output, input_list, op, async_op, backend=backend, compress=compress, tag=tag
     )
 
@@ -175,7 +176,7 @@ def all_to_all(
     tag: str | None = None,
 ) -> Work | None:
     """Send `input_list[r]` to rank r and receive from it into `output_list[r]`; sizes may differ."""
-    return (group or runtime.world()).all_to_all(
+    return _of(group).all_to_all(
         output_list, input_list, async_op, backend=backend, compress=compress, tag=tag
     )
 
@@ -193,7 +194,7 @@ def all_to_all_single(
     tag: str | None = None,
 ) -> Work | None:
     """Send part r of `input` to rank r and receive its part for us into `output`, in rank order."""
-    return (group or runtime.world()).all_to_all_single(
+    return _of(group).all_to_all_single(
         output,
         input,
         output_split_sizes,
@@ -217,9 +218,7 @@ def gather(
     tag: str | None = None,
 ) -> Work | None:
     """Gather every rank's `tensor` into `gather_list` of rank `dst` (None elsewhere), all of the same size."""
-    return (group or runtime.world()).gather(
-        tensor, gather_list, dst, async_op, backend=backend, compress=compress, tag=tag
-    )
+    return _of(group).gather(tensor, gather_list, dst, async_op, backend=backend, compress=compress, tag=tag)
 
 
 def gather_v(
@@ -234,7 +233,7 @@ def gather_v(
     tag: str | None = None,
 ) -> Work | None:
     """As `gather`, with sizes that differ along dim 0."""
-    return (group or runtime.world()).gather_v(
+    return _of(group).gather_v(
         tensor, gather_list, dst, async_op, backend=backend, compress=compress, tag=tag
     )
 
@@ -251,7 +250,7 @@ def scatter(
     tag: str | None = None,
 ) -> Work | None:
     """Send `scatter_list[r]` of rank `src` (None elsewhere) into `tensor` of rank r, all of the same size."""
-    return (group or runtime.world()).scatter(
+    return _of(group).scatter(
         tensor, scatter_list, src, async_op, backend=backend, compress=compress, tag=tag
     )
 
@@ -268,7 +267,7 @@ def scatter_v(
     tag: str | None = None,
 ) -> Work | None:
     """As `scatter`, with sizes that differ along dim 0."""
-    return (group or runtime.world()).scatter_v(
+    return _of(group).scatter_v(
         tensor, scatter_list, src, async_op, backend=backend, compress=compress, tag=tag
     )
 
@@ -281,7 +280,7 @@ def barrier(
     tag: str | None = None,
 ) -> Work | None:
     """Return once every rank has called it."""
-    return (group or runtime.world()).barrier(async_op, backend=backend, tag=tag)
+    return _of(group).barrier(async_op, backend=backend, tag=tag)
 
 
 def all_reduce_coalesced(
@@ -295,9 +294,7 @@ def all_reduce_coalesced(
     tag: str | None = None,
 ) -> Work | None:
     """`all_reduce` of each tensor, in flight together; one handle."""
-    return (group or runtime.world()).all_reduce_coalesced(
-        tensors, op, async_op, backend=backend, compress=compress, tag=tag
-    )
+    return _of(group).all_reduce_coalesced(tensors, op, async_op, backend=backend, compress=compress, tag=tag)
 
 
 def all_gather_coalesced(
@@ -311,7 +308,7 @@ def all_gather_coalesced(
     tag: str | None = None,
 ) -> Work | None:
     """`all_gather_into_tensor` of each pair, in flight together; one handle."""
-    return (group or runtime.world()).all_gather_coalesced(
+    return _of(group).all_gather_coalesced(
         outputs, inputs, async_op, backend=backend, compress=compress, tag=tag
     )
 
@@ -328,7 +325,7 @@ def reduce_scatter_coalesced(
     tag: str | None = None,
 ) -> Work | None:
     """`reduce_scatter_tensor` of each pair, in flight together; one handle."""
-    return (group or runtime.world()).reduce_scatter_coalesced(
+    return _of(group).reduce_scatter_coalesced(
         outputs, inputs, op, async_op, backend=backend, compress=compress, tag=tag
     )
 
@@ -344,7 +341,7 @@ def send(
     label: str | None = None,
 ) -> None:
     """Send `tensor` to rank `dst`; returns when it may be changed again."""
-    (group or runtime.world()).send(tensor, dst, tag, backend=backend, compress=compress, label=label)
+    _of(group).send(tensor, dst, tag, backend=backend, compress=compress, label=label)
 
 
 def recv(
@@ -358,7 +355,7 @@ def recv(
     label: str | None = None,
 ) -> None:
     """Receive into `tensor` from rank `src`, or from whoever sends first with this `tag`."""
-    (group or runtime.world()).recv(tensor, src, tag, backend=backend, compress=compress, label=label)
+    _of(group).recv(tensor, src, tag, backend=backend, compress=compress, label=label)
 
 
 def isend(
@@ -372,7 +369,7 @@ def isend(
     label: str | None = None,
 ) -> Work:
     """Start a send. `tag` must equal the receiver's; `label` is the name that rules and logs show."""
-    return (group or runtime.world()).isend(tensor, dst, tag, backend=backend, compress=compress, label=label)
+    return _of(group).isend(tensor, dst, tag, backend=backend, compress=compress, label=label)
 
 
 def irecv(
@@ -386,27 +383,27 @@ def irecv(
     label: str | None = None,
 ) -> Work:
     """Start a receive; `Work.source_rank()` says whom it came from."""
-    return (group or runtime.world()).irecv(tensor, src, tag, backend=backend, compress=compress, label=label)
+    return _of(group).irecv(tensor, src, tag, backend=backend, compress=compress, label=label)
 
 
 def batch_isend_irecv(p2p_ops: Sequence[P2POp], group: Communicator | None = None) -> list[Work]:
     """Start all sends and receives of a batch, in any order that peers may also use."""
-    return (group or runtime.world()).batch_isend_irecv(p2p_ops)
+    return _of(group).batch_isend_irecv(p2p_ops)
 
 
 def broadcast_object(obj: Any, src: int, group: Communicator | None = None) -> Any:
     """The object of rank `src`, on every rank. Pickled: between the ranks of one's own job only."""
-    return (group or runtime.world()).broadcast_object(obj, src)
+    return _of(group).broadcast_object(obj, src)
 
 
 def all_gather_object(obj: Any, group: Communicator | None = None) -> list[Any]:
     """Every rank's object, in rank order. Pickled: between the ranks of one's own job only."""
-    return (group or runtime.world()).all_gather_object(obj)
+    return _of(group).all_gather_object(obj)
 
 
 def persistent(kind: str, *tensors: Any, group: Communicator | None = None, **options: Any) -> PersistentOp:
     """Bind an operation to its tensors once: `op()` runs it, `op.start()` returns a `Work`."""
-    return (group or runtime.world()).persistent(kind, *tensors, **options)
+    return _of(group).persistent(kind, *tensors, **options)
 
 
 @contextmanager

@@ -7,11 +7,22 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from mcr_plus.arrays import as_tensor, is_plain, overlap, pack, pack_space, plain, plain_like, unpack
+from mcr_plus.arrays import (
+    as_tensor,
+    check_apart,
+    is_plain,
+    overlap,
+    pack,
+    pack_space,
+    plain,
+    plain_like,
+    unpack,
+)
 from mcr_plus.dispatch.work import JointWork, Work
 from mcr_plus.errors import InvalidArgument, Unsupported
 from mcr_plus.message import (
@@ -34,6 +45,8 @@ if TYPE_CHECKING:
     from mcr_plus.runtime import Runtime
 
 Compress = str | Mapping[str, object] | bool | None
+
+_IN_PLACE = ("all_reduce", "broadcast", "reduce")  # kinds whose input is their output
 
 
 @dataclass(frozen=True)
@@ -188,15 +201,7 @@ class Communicator:
             "all_reduce", value, value.shape, value.numel(),
             reduce_op=op, async_op=async_op, backend=backend, compress=compress, tag=tag,
         )  # fmt: skip
-        signature, issue = plan.signature, plan.issue
-
-        def run(x: torch.Tensor) -> Work | None:
-            both = (x,)
-            work = issue(Message(signature, both, both))
-            if async_op:
-                return work
-            return work.wait()
-
+        run = _in_place(plan, async_op)
         key = (
             tensor.dtype, tensor.shape, tensor.device, True, op, async_op, backend, compress, tag, False
         )  # fmt: skip
@@ -388,6 +393,7 @@ class Communicator:
                 "all_to_all", (source,), (target,), source.shape, source.numel(),
                 async_op=async_op, backend=backend, compress=compress, tag=tag,
             )  # fmt: skip
+        self._expect(_trailing(target) == _trailing(source), "output", target, "the rows of input", source)
         return self._submit(
             "all_to_all_v", (source,), (target,), _trailing(source), None,
             output_counts=self._splits_of(target, output_split_sizes, "output"),
@@ -511,8 +517,10 @@ class Communicator:
         tag: str | None = None,
     ) -> Work | None:
         """`all_reduce` of each tensor, in flight together; one handle."""
-        works = [self.all_reduce(t, op, True, backend=backend, compress=compress, tag=tag) for t in tensors]
-        return self._joint(works, "all_reduce_coalesced", tensors, async_op, tag)
+        batch = Batch(self, [])
+        for tensor in _several(tensors, "tensors"):
+            batch._first_all_reduce(tensor, op, True, backend, compress, tag)
+        return self._joint(batch.issue(), "all_reduce_coalesced", tensors, async_op, tag)
 
     def all_gather_coalesced(
         self,
@@ -525,11 +533,10 @@ class Communicator:
         tag: str | None = None,
     ) -> Work | None:
         """`all_gather_into_tensor` of each pair, in flight together; one handle."""
-        works = [
-            self.all_gather_into_tensor(out, value, True, backend=backend, compress=compress, tag=tag)
-            for out, value in _pairs(outputs, inputs)
-        ]
-        return self._joint(works, "all_gather_coalesced", outputs, async_op, tag)
+        batch = Batch(self, [])
+        for out, value in _pairs(outputs, inputs):
+            batch.all_gather_into_tensor(out, value, True, backend=backend, compress=compress, tag=tag)
+        return self._joint(batch.issue(), "all_gather_coalesced", outputs, async_op, tag)
 
     def reduce_scatter_coalesced(
         self,
@@ -543,23 +550,25 @@ class Communicator:
         tag: str | None = None,
     ) -> Work | None:
         """`reduce_scatter_tensor` of each pair, in flight together; one handle."""
-        works = [
-            self.reduce_scatter_tensor(out, value, op, True, backend=backend, compress=compress, tag=tag)
-            for out, value in _pairs(outputs, inputs)
-        ]
-        return self._joint(works, "reduce_scatter_coalesced", inputs, async_op, tag)
+        batch = Batch(self, [])
+        for out, value in _pairs(outputs, inputs):
+            batch.reduce_scatter_tensor(out, value, op, True, backend=backend, compress=compress, tag=tag)
+        return self._joint(batch.issue(), "reduce_scatter_coalesced", inputs, async_op, tag)
 
     def _joint(
         self,
-        works: Sequence[Work | None],
+        works: Sequence[Work],
         kind: str,
         tensors: Sequence[torch.Tensor],
         async_op: bool,
         tag: str | None,
     ) -> Work | None:
         nbytes = sum(int(as_tensor(t, "tensors").nbytes) for t in tensors)
-        work = JointWork([w for w in works if w is not None], kind, nbytes=nbytes, tag=tag)
-        return work if async_op else work.wait()
+        work = JointWork(works, kind, nbytes=nbytes, tag=tag)
+        if async_op:
+            return work
+        work.wait()
+        return None
 
     # -- point to point ---------------------------------------------------------------------------
 
@@ -605,8 +614,7 @@ class Communicator:
             "send", (value,), (), value.shape, value.numel(), peer=self._member(dst, "dst"),
             match_tag=_match_tag(tag), async_op=True, backend=backend, compress=compress, tag=label,
         )  # fmt: skip
-        assert work is not None
-        return work
+        return cast("Work", work)
 
     def irecv(
         self,
@@ -625,21 +633,26 @@ class Communicator:
             "recv", (), (value,), value.shape, value.numel(), peer=peer,
             match_tag=_match_tag(tag), async_op=True, backend=backend, compress=compress, tag=label,
         )  # fmt: skip
-        assert work is not None
-        return work
+        return cast("Work", work)
 
     def batch_isend_irecv(self, p2p_ops: Sequence[P2POp]) -> list[Work]:
         """Start all sends and receives of a batch, in any order that peers may also use."""
-        works = []
-        for index, operation in enumerate(p2p_ops):
+        ready: list[Callable[[], Work | None]] = []
+        for index, operation in enumerate(_several(p2p_ops, "p2p_ops")):
+            if not isinstance(operation, P2POp):
+                raise InvalidArgument(f"p2p_ops[{index}]: expected a P2POp, got {type(operation).__name__}")
             name = getattr(operation.op, "__name__", "")
             if name not in ("isend", "irecv"):
                 raise InvalidArgument(
                     f"p2p_ops[{index}].op: expected mcr.isend or mcr.irecv, got {operation.op!r}"
                 )
-            communicator = operation.group or self
-            works.append(getattr(communicator, name)(operation.tensor, operation.peer, operation.tag))
-        return works
+            if not (operation.group is None or isinstance(operation.group, Communicator)):
+                raise InvalidArgument(
+                    f"p2p_ops[{index}].group: expected a Communicator or None, got {operation.group!r}"
+                )
+            batch = Batch(operation.group or self, ready)
+            getattr(batch, name)(operation.tensor, operation.peer, operation.tag)
+        return Batch(self, ready).issue()
 
     # -- objects ----------------------------------------------------------------------------------
 
@@ -710,16 +723,17 @@ class Communicator:
         """
         like = (inputs or outputs)[0]
         nbytes = None if numel is None else numel * like.element_size()
-        sources, targets, copy_out = self._prepared(inputs, outputs, packed)
+        sources, targets, copy_out = self._prepared(inputs, outputs, packed, kind in _IN_PLACE)
         return self._issue(kind, like, shape, nbytes, sources, targets, copy_out=copy_out, **call)
 
     def _prepared(
-        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], packed: bool
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], packed: bool, in_place: bool
     ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], Callable[[], None] | None]:
-        if len(inputs) == 1 and len(outputs) == 1 and inputs[0] is outputs[0]:
+        if in_place and inputs[0] is outputs[0]:
             value = inputs[0]
             if is_plain(value):
                 return (value,), (value,), None
+            check_apart(value)
             copy = plain(value)
             return (copy,), (copy,), lambda: _assign(value, copy)
         source = pack(inputs) if packed and len(inputs) > 1 else plain(inputs[0]) if inputs else None
@@ -728,6 +742,8 @@ class Communicator:
             source = source.clone()
         copy_out = None
         if copied and target is not None:
+            for output in outputs:
+                check_apart(output)
             space = target
             copy_out = lambda: unpack(space.view(-1), outputs)  # noqa: E731 - a name would say no more
         return (() if source is None else (source,)), (() if target is None else (target,)), copy_out
@@ -778,10 +794,17 @@ class Communicator:
     ) -> Plan:
         dtype = None if like is None else like.dtype
         device = "cpu" if like is None else like.device.type
+        if isinstance(compress, Mapping):
+            _check_options(reduce_op, backend, compress, tag)
         codec = tuple(sorted(compress.items())) if isinstance(compress, Mapping) else compress
         key = (kind, dtype, tuple(shape), numel, device, reduce_op, root, async_op, backend, codec, tag)
-        plan = self._plans.get(key)
+        try:
+            plan = self._plans.get(key)
+        except TypeError:  # unhashable, so none of the things an option may be
+            _check_options(reduce_op, backend, compress, tag)
+            raise
         if plan is None:
+            _check_options(reduce_op, backend, compress, tag)
             nbytes = None if numel is None else numel * (0 if dtype is None else dtype.itemsize)
             signature = Signature(
                 kind, dtype, tuple(shape), nbytes, self.name, self.size, device,
@@ -793,6 +816,8 @@ class Communicator:
     def _chain(self, signature: Signature) -> Bound:
         chain = self._chains.get(signature)
         if chain is None:
+            if self._lines.state.closed:
+                self._lines.state.admit()  # raises: there is nothing left to bind to
             self._validate(signature)
             chain = self._chains[signature] = self._pipeline.bind(signature)
         return chain
@@ -803,18 +828,16 @@ class Communicator:
                 f"this rank is not a member of group '{self.name}' (ranks {list(self.ranks)}); "
                 "only members may use it"
             )
-        if signature.tag is not None and not isinstance(signature.tag, str):
-            raise InvalidArgument(f"tag: expected a string, got {signature.tag!r}")
-        if signature.compress is True:
-            raise InvalidArgument("compress: expected None, False, a codec's name or a mapping, got True")
-        if signature.kind in REDUCING and signature.dtype is not None and signature.reduce_op is not None:
+        if signature.kind in REDUCING and signature.dtype is not None:
+            if signature.reduce_op is None:
+                raise InvalidArgument(f"op: unknown reduce op None; known: {', '.join(REDUCE_OPS)}")
             check_reducible(signature.reduce_op, signature.dtype)
 
     # -- arguments --------------------------------------------------------------------------------
 
     def _member(self, rank: int, name: str) -> int:
         """The group rank of a global rank."""
-        local = self._group.local.get(rank) if isinstance(rank, int) else None
+        local = self._group.local.get(rank) if _is_int(rank) else None
         if local is None:
             raise InvalidArgument(
                 f"{name}: rank {rank!r} is not in group '{self.name}'; its ranks: {list(self.ranks)}"
@@ -871,12 +894,15 @@ class Communicator:
         if sizes is None:
             self._divisible(tensor, name)
             sizes = [rows // self.size] * self.size
-        sizes = [int(size) for size in sizes]
-        if len(sizes) != self.size or min(sizes) < 0 or sum(sizes) != rows:
+        sizes = list(_several(sizes, f"{name}_split_sizes"))
+        if not all(_is_int(size) and size >= 0 for size in sizes):
+            raise InvalidArgument(f"{name}_split_sizes: expected {self.size} integers from 0, got {sizes}")
+        if len(sizes) != self.size or sum(sizes) != rows:
             raise InvalidArgument(
                 f"{name}_split_sizes: expected {self.size} sizes that sum to dim 0 of {name} ({rows}), "
                 f"got {sizes} (sum {sum(sizes)})"
             )
+        sizes = [int(size) for size in sizes]
         width = tensor.numel() // rows if rows else 0
         return tuple(size * width for size in sizes)
 
@@ -895,6 +921,24 @@ class Communicator:
             )
 
 
+class Batch(Communicator):
+    """A communicator whose operations are checked and kept, and issued once all are known to be good.
+
+    `ready` may be shared by batches of several groups.
+    """
+
+    def __init__(self, communicator: Communicator, ready: list[Callable[[], Work | None]]) -> None:
+        self.__dict__.update(vars(communicator))
+        self._ready = ready
+
+    def _go(self, plan: Plan, message: Message, copy_out: Callable[[], None] | None) -> None:
+        self._ready.append(partial(Communicator._go, self, plan, message, copy_out))
+
+    def issue(self) -> list[Work]:
+        """Issue them in order; they must be asynchronous."""
+        return [work for start in self._ready if (work := start()) is not None]
+
+
 class Recipe(Communicator):
     """A communicator whose operations are prepared and kept instead of issued."""
 
@@ -909,6 +953,22 @@ class Recipe(Communicator):
         assert copy_out is None, "persistent operations take contiguous tensors"
         self.plan = plan
         self.message = message
+
+
+def _in_place(plan: Plan, async_op: bool) -> Callable[[torch.Tensor], Work | None]:
+    """What a repeated call comes down to: a message, and the bound chain."""
+    signature, issue = plan.signature, plan.issue
+    direct: Callable[[Message], None] | None = getattr(issue, "run", None)
+    if direct is not None:
+
+        def run(x: torch.Tensor) -> None:
+            both = (x,)
+            direct(Message(signature, both, both))
+
+        return run
+    if async_op:
+        return lambda x: issue(Message(signature, (x,), (x,)))
+    return lambda x: issue(Message(signature, (x,), (x,))).wait()  # type: ignore[func-returns-value]
 
 
 def _reduce_op(op: Any) -> ReduceOp | None:
@@ -957,8 +1017,35 @@ def _pairs(
     return list(zip(outputs, inputs, strict=True))
 
 
+def _several(values: Any, name: str) -> Sequence[Any]:
+    """The list that an argument must be."""
+    if isinstance(values, (torch.Tensor, str)) or not isinstance(values, Sequence):
+        raise InvalidArgument(f"{name}: expected a list, got {type(values).__name__}")
+    return values
+
+
+def _is_int(value: object) -> bool:
+    """Whether `value` is an integer; NumPy's are, truth values are not."""
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+
+
+def _check_options(op: object, backend: object, compress: object, tag: object) -> None:
+    """Raise `InvalidArgument` for options of a wrong type."""
+    if op is not None:
+        _reduce_op(op)
+    for name, value in (("backend", backend), ("tag", tag)):
+        if value is not None and not isinstance(value, str):
+            raise InvalidArgument(f"{name}: expected a string or None, got {value!r}")
+    if not (compress is None or compress is False or isinstance(compress, (str, Mapping))):
+        raise InvalidArgument(
+            f"compress: expected None, False, a codec's name or a mapping, got {compress!r}"
+        )
+    if isinstance(compress, Mapping) and not all(isinstance(key, str) for key in compress):
+        raise InvalidArgument(f"compress: expected names of options as keys, got {list(compress)}")
+
+
 def _match_tag(tag: int) -> int:
-    if not isinstance(tag, int) or not 0 <= tag < 2**24:
+    if not _is_int(tag) or not 0 <= tag < 2**24:
         raise InvalidArgument(
             f"tag: expected an integer from 0 to {2**24 - 1}, got {tag!r} (a name goes into label=)"
         )

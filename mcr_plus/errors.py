@@ -1,4 +1,4 @@
-"""Every error mcr_plus raises.
+"""Every error mcr_plus raises, and how their texts quote values and unknown names.
 
 McrError
 ├── ConfigError        YAML, tables, algorithm files: always with file and place
@@ -13,6 +13,9 @@ McrError
 """
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
 
 
 class McrError(Exception):
@@ -53,3 +56,16 @@ class OrderMismatch(McrError):  # noqa: N818 - public name
 
 class LaunchError(McrError):
     """A job could not be started, or a rank of it failed."""
+
+
+def unknown(what: str, value: object, known: Sequence[str]) -> str:
+    """Phrase an unknown name: the bad value, the known ones, and the one that was probably meant."""
+    close = difflib.get_close_matches(value, known, n=1) if isinstance(value, str) else []
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"unknown {what} {short(value)}; known: {', '.join(known)}{hint}"
+
+
+def short(value: object) -> str:
+    """Write a value as an error quotes it: its repr, cut at 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

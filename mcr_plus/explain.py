@@ -13,14 +13,8 @@ from mcr_plus import registry
 from mcr_plus.backends import backend_class
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.interfaces import Context, World
-from mcr_plus.message import DTYPES, KINDS, REDUCING, ROOTED, VECTOR, Group, Kind, Signature, dtype_name
+from mcr_plus.message import ALIASES, DTYPES, KINDS, REDUCING, ROOTED, VECTOR, Group, Signature, dtype_name
 from mcr_plus.pipeline import Pipeline
-
-_NAMES: dict[str, Kind] = {
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-}
 
 
 def explain(
@@ -79,9 +73,9 @@ def explain(
 
 
 def _signature(kind: str, nbytes: int, dtype: str, ranks: int, tag: str | None, device: str) -> Signature:
-    name = _NAMES.get(kind, kind)
+    name = ALIASES.get(kind, kind)
     if name not in KINDS:
-        raise InvalidArgument(f"kind: unknown operation {kind!r}; known: {', '.join((*KINDS, *_NAMES))}")
+        raise InvalidArgument(f"kind: unknown operation {kind!r}; known: {', '.join((*KINDS, *ALIASES))}")
     known = {dtype_name(each): each for each in DTYPES}
     if dtype not in known:
         raise InvalidArgument(f"dtype: unknown {dtype!r}; known: {', '.join(known)}")

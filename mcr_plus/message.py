@@ -36,6 +36,12 @@ Kind = Literal[
     "barrier",
 ]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+ALIASES: Final[Mapping[str, Kind]] = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+"""Kinds as calls spell them, where configurations, tables and `explain` name an operation."""
 ROOTED: Final = frozenset({"broadcast", "reduce", "gather", "gather_v", "scatter", "scatter_v"})
 VECTOR: Final = frozenset({"all_gather_v", "reduce_scatter_v", "all_to_all_v", "gather_v", "scatter_v"})
 REDUCING: Final = frozenset({"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v"})
@@ -97,7 +103,7 @@ class Signature(NamedTuple):
     root: int | None = None
     tag: str | None = None
     backend: str | None = None
-    compress: Codec | Literal[False] | None = None
+    compress: Codec | bool | None = None
     async_op: bool = False
     algorithm: str | None = None
 
@@ -161,7 +167,9 @@ class Message:
     codec: str | None = None
     origin: int | None = None
 
-    # Defaults live on the class: building a message with none of them is on every operation's path.
+    # Slots for what every message has; the rest has its defaults on the class, and is rarely set.
+    __slots__ = ("__dict__", "inputs", "outputs", "signature")
+
     def __init__(
         self,
         signature: Signature,

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from threading import get_ident
-from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from mcr_plus.arrays import as_tensor, is_plain
 from mcr_plus.dispatch.operation import Operation
-from mcr_plus.dispatch.work import IssuedWork, Work
+from mcr_plus.dispatch.work import Work
 from mcr_plus.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from mcr_plus.interfaces import Issue, Poll
+    from mcr_plus.interfaces import Issue
     from mcr_plus.message import Message
 
 KINDS = (
@@ -27,16 +25,16 @@ KINDS = (
 )
 
 
-class PersistentOp:
-    """What `mcr.persistent` returns: `op()` runs the operation, `op.start()` returns its `Work`."""
-
-    def __init__(self, run: Callable[[], None], start: Callable[[], Work]) -> None:
-        self._run = run
-        self.start = start
+class PersistentOp(Protocol):
+    """What `mcr.persistent` returns."""
 
     def __call__(self) -> None:
         """Run the operation and return once its result may be used."""
-        self._run()
+        ...
+
+    def start(self) -> Work:
+        """Start the operation. Its `Work` must be done before the next start or call."""
+        ...
 
 
 def check_persistent(kind: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -51,54 +49,23 @@ def check_persistent(kind: str, tensors: tuple[Any, ...], options: dict[str, Any
 
 
 def bind_persistent(issue: Issue, message: Message) -> PersistentOp:
-    """A bound chain for one message; the library's own persistent request where the chain is one call of it."""
+    """A bound chain for one message, on the library's persistent request where it is one call of it."""
     operation = getattr(issue, "operation", None)
-    native = operation.bind_persistent(message) if isinstance(operation, Operation) else None
-    if native is None or not isinstance(operation, Operation):
-        return PersistentOp(lambda: issue(message).wait(), lambda: issue(message))
-    begin, test = native
-    return PersistentOp(_fast(operation, message, begin, test), _handle(operation, message, begin, test))
+    native = operation.persistent(message) if isinstance(operation, Operation) else None
+    run: Any = partial(getattr(issue, "run", None) or partial(_run, issue), message)
+    if native is not None:
+        issue, run = native
+    latest: list[Work] = []
+
+    def start() -> Work:
+        if latest and not latest[0].is_completed():
+            raise InvalidArgument("the persistent operation is still in flight; wait for its Work first")
+        latest[:] = [issue(message)]
+        return latest[0]
+
+    run.start = start
+    return cast("PersistentOp", run)
 
 
-def _handle(
-    operation: Operation, message: Message, begin: Callable[[], Any], test: Poll
-) -> Callable[[], Work]:
-    """The persistent request behind an ordinary handle."""
-    issue = operation.bind_started(lambda _: _started(begin, test))
-    return lambda: issue(message)
-
-
-def _started(begin: Callable[[], Any], test: Poll) -> Poll:
-    begin()
-    return test
-
-
-def _fast(operation: Operation, message: Message, begin: Callable[[], Any], test: Poll) -> Callable[[], None]:
-    """Run to completion with nothing but the start and the polls, while all goes well."""
-    engine, state = operation.engine, operation.state
-    lock, counter, pending, spins = engine.lock, state.board.counter, operation.lane.pending, operation.spins
-    checked_every_time = operation.check_every
-    slow = _handle(operation, message, begin, test)
-
-    def run() -> None:
-        if get_ident() != state.owner or pending or operation.check or checked_every_time or engine.recorders:
-            slow().wait()
-            return
-        with lock:
-            state.sequence = sequence = state.sequence + 1
-            counter[0] = sequence
-            begin()
-        try:
-            for _ in spins:
-                if test():
-                    return
-        except Exception as error:
-            work = IssuedWork(operation, message, test, sequence)
-            engine.fail(work, error)
-            work.wait()
-        work = IssuedWork(operation, message, test, sequence)
-        work.t_issue = perf_counter()
-        engine.wait(work)
-        work.wait()
-
-    return run
+def _run(issue: Issue, message: Message) -> None:
+    issue(message).wait()

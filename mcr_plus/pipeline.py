@@ -92,14 +92,17 @@ class Pipeline:
 class _Next:
     """See `interfaces.Next`."""
 
-    __slots__ = ("_bind", "note")
+    __slots__ = ("_bind", "_note")
 
     def __init__(self, bind: Callable[[Signature], Issue], note: Callable[[str], None]) -> None:
         self._bind = bind
-        self.note = note
+        self._note = note
 
     def __call__(self, signature: Signature) -> Issue:
         return self._bind(signature)
+
+    def note(self, text: str) -> None:
+        self._note(text)
 
 
 def _unbound(message: Any) -> Any:

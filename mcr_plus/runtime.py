@@ -18,12 +18,13 @@ from mcr_plus import config as configuration
 from mcr_plus import registry
 from mcr_plus.backends import backend_class
 from mcr_plus.communicator import Communicator
-from mcr_plus.config import Config, DispatchOptions, LaunchEnvironment
+from mcr_plus.config import Config, DispatchOptions
 from mcr_plus.dispatch.board import Failure, open_board
 from mcr_plus.dispatch.engine import Engine, GroupState
 from mcr_plus.dispatch.operation import Lane
 from mcr_plus.dispatch.peers import Peers
 from mcr_plus.dispatch.stage import GroupRuntime, Line
+from mcr_plus.environment import LaunchEnvironment, cores, host_name, launch_environment
 from mcr_plus.errors import (
     BackendUnavailable,
     ConfigError,
@@ -39,7 +40,7 @@ from mcr_plus.message import Group
 from mcr_plus.pipeline import Pipeline
 
 if TYPE_CHECKING:
-    import torch.distributed
+    from mcr_plus.c10d import Store
 
 _LAST_WAIT: Final = 5.0  # seconds that ranks wait for each other at a clean end
 
@@ -61,11 +62,10 @@ class Runtime:
         self._classes = backends
         self._peers = Peers(world.rank, world.hosts, world.store)
         local = sum(host == world.hosts[world.rank] for host in world.hosts)
-        self.engine = Engine(self._peers, wait=options.wait, oversubscribed=local > configuration.cores())
+        self.engine = Engine(self._peers, wait=options.wait, oversubscribed=local > cores())
         self._backends: dict[str, Backend] = {name: kind(world) for name, kind in backends.items()}
         self.engine.backends = list(self._backends.values())
         self._communicators: list[Communicator] = []
-        self._states: list[GroupState] = []
         self._groups = 0
         self.communicator = self.open_group("world", tuple(range(world.size)))
 
@@ -89,7 +89,9 @@ class Runtime:
         usable = {name: self._classes[name] for name in lines} if rank >= 0 else dict(self._classes)
         context = Context(self.config, world, group, usable, runtime)
         communicator = Communicator(self, group, Pipeline(context), runtime)
-        self._states.append(state)
+        self.engine.states.append(state)
+        state.recorded = bool(self.engine.recorders)
+        state.refresh()
         self._communicators.append(communicator)
         return communicator
 
@@ -119,6 +121,7 @@ class Runtime:
     def close(self, clean: bool) -> None:
         """Take everything down. Waits for what is in flight if `clean`, and raises its first error."""
         self.closed = True
+        job.communicator = None
         error: McrError | None = None
         clean = clean and not self.engine.failed
         if clean:
@@ -128,7 +131,7 @@ class Runtime:
                 self.engine.drain()
             except McrError as failure:
                 error, clean = failure, False
-        for state in self._states:
+        for state in self.engine.states:
             if clean:
                 state.board.mark_closed()
             else:
@@ -136,7 +139,7 @@ class Runtime:
         clean = clean and self._meet()
         for communicator in reversed(self._communicators):
             communicator.shut(clean)
-        for state in self._states:
+        for state in self.engine.states:
             state.close()
         for backend in self._backends.values():
             backend.close(clean)
@@ -150,7 +153,7 @@ class Runtime:
             return True
         try:
             if store.add("closing", 1) == world.size:
-                store.set("closed", b"1")
+                store.set("closed", "1")
             store.wait(["closed"], timedelta(seconds=_LAST_WAIT))
             # The store's own server must outlive the last question put to it.
             store.add("closing/gone", 1)
@@ -166,16 +169,16 @@ class Runtime:
     def abandon(self) -> None:
         """In a forked child: the parent's groups are not ours, and neither is its end."""
         self.closed = True
-        for state in self._states:
+        for state in self.engine.states:
             state.abandon()
 
 
-class _Job:
+class Job:
     """The process's one runtime, and how its process ends."""
 
     def __init__(self) -> None:
         self.runtime: Runtime | None = None
-        self.finalized = False
+        self.communicator: Communicator | None = None  # of all ranks, between init and finalize
         self.attempts = 0
         self.crashed = False
         self.hooked = False
@@ -202,6 +205,10 @@ class _Job:
         with contextlib.suppress(McrError):
             if runtime is not None and not runtime.closed:
                 runtime.close(clean=not self.crashed)
+        for backend in self.used.values():
+            before_exit = getattr(backend, "before_exit", None)
+            if before_exit is not None:
+                before_exit()
         if not self.crashed:
             for backend in self.used.values():
                 finalize = getattr(backend, "finalize", None)
@@ -216,7 +223,7 @@ class _Job:
             self.runtime = None
 
 
-_job = _Job()
+job = Job()
 _lock = threading.Lock()
 
 
@@ -245,7 +252,7 @@ def init(
         LaunchError: the ranks cannot find each other.
     """
     with _lock:
-        if _job.runtime is not None and not _job.runtime.closed:
+        if job.runtime is not None and not job.runtime.closed:
             raise NotInitialized("init was called before; call finalize first (or use `with mcr.init(...)`)")
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         checked = configuration.load(config)
@@ -253,21 +260,22 @@ def init(
             checked = checked.with_backends(tuple(backends))
         if seconds is not None:
             checked = checked.with_timeout(seconds)
-        environment = configuration.launch_environment()
-        _job.attempts += 1
-        world = _join(environment, seconds or 300.0, _job.attempts)
+        environment = launch_environment()
+        job.attempts += 1
+        world = _join(environment, seconds or 300.0, job.attempts)
         _compare_configs(checked, world)
         chosen = _choose_backends(checked, world)
         runtime = Runtime(checked, world, chosen)
-        _job.hook()
-        _job.runtime = runtime
+        job.hook()
+        job.runtime = runtime
+        job.communicator = runtime.communicator
         for backend in runtime.engine.backends:
-            _job.used[id(backend)] = backend
+            job.used[id(backend)] = backend
         return runtime.communicator
 
 
 def _join(environment: LaunchEnvironment, timeout: float, attempt: int) -> World:
-    name = configuration.host_name()
+    name = host_name()
     if environment.world_size == 1:
         return World(0, 1, (name,), timeout)
     store = open_store(environment, attempt, timeout)
@@ -285,7 +293,7 @@ def _join(environment: LaunchEnvironment, timeout: float, attempt: int) -> World
 
 def _gather(world: World, what: str, value: str) -> list[str]:
     """Every rank's value, through the store."""
-    store = cast("torch.distributed.Store", world.store)
+    store = cast("Store", world.store)
     store.set(f"{what}/{world.rank}", value)
     return [store.get(f"{what}/{rank}").decode() for rank in range(world.size)]
 
@@ -357,13 +365,12 @@ def finalize() -> None:
     Raises `NotInitialized` without a matching `init`, or the first error of an operation in flight.
     """
     runtime = current()
-    _job.finalized = True
     runtime.close(clean=True)
 
 
 def current() -> Runtime:
     """The runtime between `init` and `finalize`."""
-    runtime = _job.runtime
+    runtime = job.runtime
     if runtime is None:
         raise NotInitialized("mcr.init has not been called in this process")
     if runtime.closed:
@@ -373,12 +380,12 @@ def current() -> Runtime:
 
 def is_initialized() -> bool:
     """Whether `init` has been called, and `finalize` not since."""
-    return _job.runtime is not None and not _job.runtime.closed
+    return job.runtime is not None and not job.runtime.closed
 
 
 def world() -> Communicator:
     """The communicator of all ranks."""
-    return current().communicator
+    return job.communicator or current().communicator
 
 
 def get_backends() -> list[str]:

@@ -24,6 +24,7 @@ from reference import Array, Failures, difference, inputs, reduced, rough, sum_b
 import mcr_plus as mcr
 from mcr_plus.arrays import as_tensor
 from mcr_plus.message import COMPLEX, FLOATS
+from mcr_plus.persistent import PersistentOp
 
 Backends = Sequence["str | None"]
 Section = Callable[[mcr.Communicator, Backends, Failures], None]
@@ -33,12 +34,16 @@ COUNT: Final = 10
 FLOAT: Final = torch.float32
 
 
-def mine(comm: mcr.Communicator, count: int = COUNT, salt: int = 0, dtype: torch.dtype = FLOAT) -> torch.Tensor:
+def mine(
+    comm: mcr.Communicator, count: int = COUNT, salt: int = 0, dtype: torch.dtype = FLOAT
+) -> torch.Tensor:
     """This rank's input."""
     return torch.tensor(inputs(dtype, comm.rank, (count,), salt), dtype=dtype)
 
 
-def everyones(comm: mcr.Communicator, count: int = COUNT, salt: int = 0, dtype: torch.dtype = FLOAT) -> list[Array]:
+def everyones(
+    comm: mcr.Communicator, count: int = COUNT, salt: int = 0, dtype: torch.dtype = FLOAT
+) -> list[Array]:
     """The inputs of all ranks."""
     return [inputs(dtype, rank, (count,), salt) for rank in range(comm.size)]
 
@@ -93,7 +98,9 @@ def _rough_sum(
 
 def same_bits(comm: mcr.Communicator, name: str, tensor: torch.Tensor, failures: Failures) -> None:
     """All ranks of the group hold the same bits."""
-    prints = comm.all_gather_object(zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()))
+    prints = comm.all_gather_object(
+        zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    )
     failures.expect(f"{name}: equal bits on all ranks", len(set(prints)) == 1, prints)
 
 
@@ -188,17 +195,17 @@ def _compressed_sums(
         expected, bound = reduced(terms, op), sum_bound(terms, wire, size + 1)
 
         tensor = sent[comm.rank].clone()
-        comm.all_reduce(tensor, op, **how)  # type: ignore[arg-type]
+        comm.all_reduce(tensor, op, **how)
         failures.check(f"all_reduce {name}", difference(tensor, expected, bound))
         same_bits(comm, name, tensor, failures)
 
         tensor = sent[comm.rank].clone()
-        comm.reduce(tensor, comm.ranks[0], op, **how)  # type: ignore[arg-type]
+        comm.reduce(tensor, comm.ranks[0], op, **how)
         wanted, allowed = (expected, bound) if comm.rank == 0 else (terms[comm.rank], 0.0)
         failures.check(f"reduce {name}", difference(tensor, wanted, allowed))
 
         part, here = torch.zeros(count, dtype=dtype), slice(comm.rank * count, (comm.rank + 1) * count)
-        comm.reduce_scatter_tensor(part, sent[comm.rank], op, **how)  # type: ignore[arg-type]
+        comm.reduce_scatter_tensor(part, sent[comm.rank], op, **how)
         failures.check(f"reduce_scatter {name}", difference(part, expected[here], bound[here]))
 
 
@@ -206,7 +213,9 @@ def _codec_as_mapping(comm: mcr.Communicator, backend: str | None, failures: Fai
     tensor = mine(comm)
     work = started(comm.all_reduce(tensor, async_op=True, backend=backend, compress={"codec": "bf16"}))
     work.wait()
-    failures.expect("a codec named by a mapping", work.info.codec == (None if comm.size == 1 else "bf16"), work.info)
+    failures.expect(
+        "a codec named by a mapping", work.info.codec == (None if comm.size == 1 else "bf16"), work.info
+    )
     comm.all_reduce(tensor, backend=backend, compress=False)
 
 
@@ -246,7 +255,7 @@ def _tags_out_of_order(comm: mcr.Communicator, backend: str | None, name: str, f
         failures.check(f"tag {tag} {name}", difference(target, inputs(FLOAT, left, (COUNT,), tag % 1000)))
     failures.expect(f"label {name}", works[0].info.tag == "moe", works[0].info)
     failures.expect(f"kind {name}", [w.info.kind for w in works] == ["send"] * 4 + ["recv"] * 4)
-    failures.expect(f"source {name}", works[-1].source_rank() == left, works[-1].source_rank())
+    failures.expect(f"source {name}", works[-1].source_rank() == comm.ranks[left])
 
 
 def _any_source(comm: mcr.Communicator, backend: str | None, name: str, failures: Failures) -> None:
@@ -259,11 +268,17 @@ def _any_source(comm: mcr.Communicator, backend: str | None, name: str, failures
             target = torch.zeros(COUNT)
             work = comm.irecv(target, tag=3, backend=backend)
             work.wait()
-            source = work.source_rank()
+            rank = work.source_rank()
+            assert rank is not None
+            source = comm.ranks.index(rank)
             sources.append(source)
-            failures.check(f"any source {name}", difference(target, inputs(FLOAT, source or 0, (COUNT,), 8)))
+            failures.check(f"any source {name}", difference(target, inputs(FLOAT, source, (COUNT,), 8)))
         expected = list(range(1, comm.size)) or [0]
-        failures.expect(f"every source once {name}", sorted(map(int, map(str, sources))) == expected, sources)
+        failures.expect(
+            f"every source once {name}",
+            set(sources) == set(expected) and len(sources) == len(expected),
+            sources,
+        )
     comm.barrier(backend=backend)
 
 
@@ -305,7 +320,9 @@ def objects(comm: mcr.Communicator, backends: Backends, failures: Failures) -> N
     for group in (comm, mcr.new_group(list(range(comm.size))[::-1])):
         for root in range(group.size):
             given = {"from": root, "data": list(range(1000 * root)), "none": None}
-            got = mcr.broadcast_object(given if group.rank == root else "other", group.ranks[root], group=group)
+            got = mcr.broadcast_object(
+                given if group.rank == root else "other", group.ranks[root], group=group
+            )
             failures.expect(f"broadcast_object from {root}, group {group.name}", got == given, got)
         own = (group.rank, "x" * 5000 * group.rank)
         everyone = group.all_gather_object(own)
@@ -351,11 +368,10 @@ def _persistent(
 ) -> None:
     size, me, root = comm.size, comm.rank, comm.size - 1
     small, large = COUNT, COUNT * size
-    ins = {n: torch.zeros(n, dtype=dtype) for n in ("all_reduce", "broadcast", "reduce")} if False else {}
     how: dict[str, Any] = {"group": comm, "backend": backend}
-    for name, count in (("all_reduce", small), ("broadcast", small), ("reduce", small), ("gather", small)):
-        ins[name] = torch.zeros(count, dtype=dtype)
-    ins["scatter"], ins["exchange"] = torch.zeros(large, dtype=dtype), torch.zeros(large, dtype=dtype)
+    sizes = dict.fromkeys(("all_reduce", "broadcast", "reduce", "gather"), small)
+    sizes |= dict.fromkeys(("scatter", "exchange"), large)
+    ins = {name: torch.zeros(count, dtype=dtype) for name, count in sizes.items()}
     gathered, scattered = torch.zeros(large, dtype=dtype), torch.zeros(small, dtype=dtype)
     exchanged = torch.zeros(large, dtype=dtype)
     runs = {
@@ -387,7 +403,7 @@ def _persistent(
             failures.check(what, difference(tensor, wanted, allowed))
 
 
-def _run_all(operations: list[mcr.PersistentOp], turn: int) -> None:
+def _run_all(operations: list[PersistentOp], turn: int) -> None:
     """Even turns by a call; odd turns all in flight together, the last one waited for first."""
     if turn % 2 == 0:
         for operation in operations:
@@ -422,7 +438,10 @@ def arrays(comm: mcr.Communicator, backends: Backends, failures: Failures) -> No
     shared = as_tensor(array, "tensor").data_ptr() == array.ctypes.data
     failures.expect("an array is used where it lies", shared)
     array.setflags(write=False)
-    failures.raises("read-only array", lambda: comm.all_reduce(array), mcr.InvalidArgument, "tensor", "read-only")  # type: ignore[arg-type]
+    do: Any = comm  # the annotations say tensors
+    failures.raises(
+        "read-only array", lambda: do.all_reduce(array), mcr.InvalidArgument, "tensor", "read-only"
+    )
 
 
 def _arrays(comm: mcr.Communicator, how: dict[str, Any], name: str, failures: Failures) -> None:
@@ -438,7 +457,7 @@ def _arrays(comm: mcr.Communicator, how: dict[str, Any], name: str, failures: Fa
     around = np.full((size, 7), 5.0)
     forms = {
         "in rows": parts[me].copy(),
-        "in columns": np.asfortranarray(parts[me]),
+        "in columns": parts[me].copy(order="F"),
         "strided": around[:, 1:7:2],
     }
     forms["strided"][...] = parts[me]
@@ -499,7 +518,7 @@ def _conjugated(comm: mcr.Communicator, backend: str | None, failures: Failures)
     failures.check(f"after a conjugated one on {backend}", difference(plain, reduced(values, "SUM")))
     negated = mine(comm, dtype=torch.complex64).conj().imag
     comm.all_reduce(negated, backend=backend)
-    failures.check(f"negated on {backend}", difference(negated, -reduced(values, "SUM").imag))
+    failures.check(f"negated on {backend}", difference(negated, np.negative(np.imag(reduced(values, "SUM")))))
 
 
 def _torch_reduce_ops(comm: mcr.Communicator, backend: str | None, failures: Failures) -> None:
@@ -542,7 +561,9 @@ def overlapping(comm: mcr.Communicator, backends: Backends, failures: Failures) 
         target = source[me * COUNT : (me + 1) * COUNT]
         comm.reduce_scatter_tensor(target, source, backend=backend)
         chunk = slice(me * COUNT, (me + 1) * COUNT)
-        failures.check(f"reduce_scatter in place on {backend}", difference(target, reduced(many, "SUM")[chunk]))
+        failures.check(
+            f"reduce_scatter in place on {backend}", difference(target, reduced(many, "SUM")[chunk])
+        )
 
         wanted = np.concatenate([part[chunk] for part in many])
         both = mine(comm, size * COUNT)
@@ -551,7 +572,7 @@ def overlapping(comm: mcr.Communicator, backends: Backends, failures: Failures) 
         both, splits = mine(comm, size * COUNT), [COUNT] * size
         comm.all_to_all_single(both, both, splits, splits, backend=backend)
         failures.check(f"exchange with splits in place on {backend}", difference(both, wanted))
-        pieces = list(mine(comm, size * COUNT).split(COUNT))
+        pieces = list(torch.split(mine(comm, size * COUNT), COUNT))
         comm.all_to_all(pieces, pieces, backend=backend)
         failures.check(f"exchange of lists in place on {backend}", difference(torch.cat(pieces), wanted))
 
@@ -559,7 +580,9 @@ def overlapping(comm: mcr.Communicator, backends: Backends, failures: Failures) 
         pieces[me].copy_(mine(comm))
         comm.gather(pieces[me], pieces if me == 0 else None, backend=backend)
         if me == 0:
-            failures.check(f"gather into its input on {backend}", difference(torch.cat(pieces), np.concatenate(parts)))
+            failures.check(
+                f"gather into its input on {backend}", difference(torch.cat(pieces), np.concatenate(parts))
+            )
 
 
 # -- handles -----------------------------------------------------------------------------------------
@@ -605,8 +628,20 @@ def _infos(comm: mcr.Communicator, backend: str | None, failures: Failures) -> N
         ("all_reduce", comm.all_reduce(own.clone(), **how), 40, 40, None),
         ("broadcast", comm.broadcast(own.clone(), 0, **how), 40, 40, None),
         ("all_gather", comm.all_gather_into_tensor(large, own, **how), 40 * size, 40 * size, None),
-        ("reduce_scatter", comm.reduce_scatter_tensor(own, large, **how), 40 * size, 40 * size, None),
-        ("all_to_all_v", comm.all_to_all(list(large.split(COUNT)), [own] * size, **how), None, None, None),
+        (
+            "reduce_scatter",
+            comm.reduce_scatter_tensor(torch.zeros(COUNT), own.repeat(size), **how),
+            40 * size,
+            40 * size,
+            None,
+        ),
+        (
+            "all_to_all_v",
+            comm.all_to_all(list(torch.split(torch.zeros(size * COUNT), COUNT)), [own] * size, **how),
+            None,
+            None,
+            None,
+        ),
         ("all_reduce", comm.all_reduce(own.clone(), compress="bf16", **how), 40, 20 if codec else 40, codec),
     ]
     for number, (kind, work, nbytes, wire, name) in enumerate(works, begin.info.sequence + 1):
@@ -614,17 +649,16 @@ def _infos(comm: mcr.Communicator, backend: str | None, failures: Failures) -> N
         info = work.info
         got = (info.kind, info.backend, info.codec, info.bytes, info.wire_bytes, info.fused, info.sequence)
         failures.expect(f"info on {backend}", got == (kind, chosen, name, nbytes, wire, 1, number), info)
-        failures.expect(f"tag and group on {backend}", (info.tag, info.group) == ("test.info", comm.name), info)
+        failures.expect(
+            f"tag and group on {backend}", (info.tag, info.group) == ("test.info", comm.name), info
+        )
     begin.wait()
     joint = started(comm.all_reduce_coalesced([own, large], **how))
     joint.wait()
     info, total = joint.info, 40 * (size + 1)
-    got = (info.kind, info.backend, info.bytes, info.wire_bytes, info.fused, info.tag)
-    failures.expect(
-        f"info of coalesced on {backend}",
-        got == ("all_reduce_coalesced", chosen, total, total, 2, "test.info"),
-        info,
-    )
+    right = (info.kind, info.backend, info.tag) == ("all_reduce_coalesced", chosen, "test.info")
+    right = right and (info.bytes, info.wire_bytes, info.fused) == (total, total, 2)
+    failures.expect(f"info of coalesced on {backend}", right, info)
 
 
 def _mixed(comm: mcr.Communicator, backends: Backends, failures: Failures) -> None:
@@ -660,7 +694,9 @@ def dropped(comm: mcr.Communicator, backends: Backends, failures: Failures) -> N
                 del junk
             else:
                 work.wait()
-                failures.check(f"peer dropped its handle on {backend}", difference(tensor, summed(comm, count, turn)))
+                failures.check(
+                    f"peer dropped its handle on {backend}", difference(tensor, summed(comm, count, turn))
+                )
             receipt.wait()
             wanted = inputs(FLOAT, left, (count,), turn + 50)
             failures.check(f"peer dropped its send on {backend}", difference(target, wanted))
@@ -674,7 +710,9 @@ def groups(comm: mcr.Communicator, backends: Backends, failures: Failures) -> No
     """Ranks of groups, ranks in arguments, splits, and who is no member."""
     size, me = comm.size, comm.rank
     backwards = mcr.new_group(list(range(size))[::-1])
-    failures.expect("ranks keep the given order", backwards.ranks == tuple(range(size))[::-1], backwards.ranks)
+    failures.expect(
+        "ranks keep the given order", backwards.ranks == tuple(range(size))[::-1], backwards.ranks
+    )
     failures.expect("rank in a group", mcr.get_rank(backwards) == size - 1 - me == backwards.rank)
     failures.expect("size of a group", mcr.get_world_size(backwards) == size == backwards.size)
     failures.expect("the world", (mcr.get_rank(), mcr.get_world_size(), mcr.world()) == (me, size, comm))
@@ -736,6 +774,7 @@ def beside_torch(folder: str, backends: Backends, failures: Failures) -> None:
     theirs("beside ours")
     handle = dist.all_reduce(torch.zeros(1000), async_op=True)
     ours("while theirs is in flight")
+    assert handle is not None
     handle.wait()
     mcr.finalize()
     theirs("after finalize")
@@ -762,8 +801,10 @@ def again(folder: str, backends: Backends, failures: Failures) -> None:
         "version": 1,
         "pipeline": [{"compress": {"codec": "bf16"}}, {"select": {}}, {"dispatch": {"timeout": "20s"}}],
     }
-    for turn, (config, chosen) in enumerate([(None, None), (compressing, None), *((None, [n]) for n in named)] * 2):
-        comm = mcr.init(config, backends=chosen, timeout=TIMEOUT)  # type: ignore[arg-type]
+    for turn, (config, chosen) in enumerate(
+        [(None, None), (compressing, None), *((None, [n]) for n in named)] * 2
+    ):
+        comm = mcr.init(config, backends=chosen, timeout=TIMEOUT)
         failures.expect("initialised", mcr.is_initialized())
         if chosen:
             failures.expect("only the backends asked for", comm.size == 1 or mcr.get_backends() == chosen)

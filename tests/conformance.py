@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from itertools import cycle, product
 from typing import Any, Final
 
+import numpy as np
 import torch
-from reference import Array, Failures, Shape, difference, inputs, reduced, unit_roundoff, wide
+from reference import Array, Failures, Shape, difference, inputs, reduced, unit_roundoff
 
 import mcr_plus as mcr
 from mcr_plus.message import DTYPES, REDUCIBLE
@@ -80,7 +81,7 @@ class Laid:
 def neighbours(values: Sequence[Array], dtype: torch.dtype) -> list[torch.Tensor]:
     """Tensors that lie next to each other in memory, not at its beginning."""
     base = torch.zeros(4 + sum(value.size for value in values), dtype=dtype)
-    parts = base[4:].split([value.size for value in values])
+    parts = torch.split(base[4:], [value.size for value in values])
     tensors = [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
     for tensor, value in zip(tensors, values, strict=True):
         tensor.copy_(torch.tensor(value, dtype=dtype))
@@ -101,8 +102,8 @@ class Case:
     salt: int
 
     def __str__(self) -> str:
-        mode = "async" if self.async_op else "sync"
-        return f"{self.name} {self.op or ''} {self.dtype} on {self.backend}, group {self.group}, {self.shape}, {mode}"
+        where = f"on {self.backend}, group {self.group}, {self.shape}"
+        return f"{self.name} {self.op or ''} {self.dtype} {where}, {'async' if self.async_op else 'sync'}"
 
 
 class Scene:
@@ -196,12 +197,13 @@ class Scene:
         """A tensor that must not change."""
         self.checks.append(lambda: (d := difference(tensor, values)) and f"an input was changed: {d}")
 
-    def reduced(self, shape: Shape | None = None, part: int = 0) -> tuple[Array, float | Array]:
+    def reduced(self, shape: Shape | None = None, part: int = 0) -> tuple[Array, Array]:
         """The reduction of all ranks' inputs, and how far the result may be off."""
         op = self.case.op or "SUM"
         value = reduced([self.data(rank, shape, part) for rank in self.ranks], op)
         # Sums of our inputs are exact; a mean is rounded once, after a division in the type itself or wider.
-        return value, abs(value) * 2 * unit_roundoff(self.case.dtype) * 2**0.5 if op == "AVG" else 0.0
+        factor = 2 * unit_roundoff(self.case.dtype) * 2**0.5 if op == "AVG" else 0.0
+        return value, np.abs(value) * factor
 
 
 # -- operations ---------------------------------------------------------------------------------------
@@ -237,8 +239,7 @@ def _reduce_scatter(s: Scene) -> Any:
 
 def _reduce_scatter_tensor(s: Scene) -> Any:
     value, allowed = s.reduced(s.stacked())
-    bound = allowed if isinstance(allowed, float) else allowed[s.me]
-    return s.call(s.target(value[s.me], bound), s.source(s.data(s.me, s.stacked())))
+    return s.call(s.target(value[s.me], allowed[s.me]), s.source(s.data(s.me, s.stacked())))
 
 
 def _reduce_scatter_v(s: Scene) -> Any:
@@ -250,9 +251,7 @@ def _reduce_scatter_v(s: Scene) -> Any:
 def _reduce_scatter_coalesced(s: Scene) -> Any:
     shapes = [s.stacked(), (len(s.ranks), 3)]
     wanted = [s.reduced(shape, part) for part, shape in enumerate(shapes)]
-    outputs = [
-        s.target(value[s.me], bound if isinstance(bound, float) else bound[s.me]) for value, bound in wanted
-    ]
+    outputs = [s.target(value[s.me], allowed[s.me]) for value, allowed in wanted]
     return s.call(outputs, [s.source(s.data(s.me, shape, part)) for part, shape in enumerate(shapes)])
 
 
@@ -359,14 +358,10 @@ def _rows_between(s: Scene, sender: int, receiver: int) -> int:
 
 
 def _stack(parts: Sequence[Array]) -> Array:
-    import numpy as np
-
     return np.stack(parts)
 
 
 def _joined(parts: Sequence[Array]) -> Array:
-    import numpy as np
-
     return np.concatenate(parts)
 
 
@@ -407,6 +402,8 @@ def every_type(backends: Iterable[str | None], groups: Sequence[str]) -> Iterato
     shapes = cycle(SHAPES)
     cells = product(what, backends, (False, True), groups)
     for salt, ((name, op, dtype), backend, async_op, group) in enumerate(cells):
+        if backend is None and group != "world":
+            continue  # the pipeline's choice is one of the others
         # Twelve shapes and a table of even strides: one more step now and then lets all combinations occur.
         if salt % 61 == 0:
             next(shapes)
@@ -418,6 +415,8 @@ def every_shape(backends: Iterable[str | None], groups: Sequence[str]) -> Iterat
     dtypes = cycle((torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64))
     cells = product(OPERATIONS, backends, SHAPES, (False, True), groups)
     for salt, (name, backend, shape, async_op, group) in enumerate(cells):
+        if backend is None and group != "world":
+            continue
         op, dtype = ("SUM" if name in REDUCTIONS else None), next(dtypes)
         for again in (0, 4):  # the same root in groups of 1, 2 and 4; another one in groups of 3
             yield Case(name, backend, dtype, op, group, shape, async_op, salt + again)

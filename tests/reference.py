@@ -54,7 +54,8 @@ def _mixed(rank: int, count: int, salt: int) -> npt.NDArray[np.uint64]:
     x = x * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    mixed: npt.NDArray[np.uint64] = x ^ (x >> np.uint64(31))
+    return mixed
 
 
 @lru_cache(maxsize=8192)
@@ -82,7 +83,8 @@ def inputs(dtype: torch.dtype, rank: int, shape: Shape, salt: int = 0, *, produc
 
 def _quarters(bits: npt.NDArray[np.uint64]) -> Array:
     """Multiples of 1/4 below 8: a few of them add up exactly even in bfloat16."""
-    return ((bits % np.uint64(61)).astype(np.float64) - 30) / 4
+    quarters: Array = ((bits % np.uint64(61)).astype(np.float64) - 30) / 4
+    return quarters
 
 
 def rough(dtype: torch.dtype, rank: int, count: int, salt: int = 0) -> torch.Tensor:
@@ -170,7 +172,7 @@ class Failures:
     def raises(
         self, name: str, function: Callable[[], object], kind: type[BaseException], *fragments: str
     ) -> str:
-        """Count a call that must raise exactly `kind` with all `fragments` in its message; return the message."""
+        """Count a call that must raise exactly `kind`, with all `fragments` in the message returned."""
         try:
             value = function()
         except Exception as error:

@@ -131,6 +131,28 @@ def test_missing_configuration_is_status_2(tmp_path: Path) -> None:
     assert "Traceback" not in answer.stderr
 
 
+TABLE = "version: 1\nrules: [{kind: all_reduce, bytes: 0.., backend: gloo}]\n"
+
+
+@pytest.mark.parametrize(
+    ("table", "error"),
+    [
+        (TABLE, None),
+        (None, "run.yaml:2: pipeline[0].select.table: no table file 'table.yaml'"),
+        (TABLE.replace("gloo", "glue"), "table.yaml:2: rules[0].backend: unknown backend 'glue'"),
+    ],
+    ids=["good", "missing", "bad"],
+)
+def test_validate_reads_the_tables(tmp_path: Path, table: str | None, error: str | None) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("version: 1\npipeline: [{select: {table: table.yaml}}, {dispatch: {}}]\n")
+    if table is not None:
+        (tmp_path / "table.yaml").write_text(table)
+    answer = mcr_plus("validate", str(path))
+    assert answer.returncode == (2 if error else 0)
+    assert error is None or answer.stderr.startswith(f"mcr-plus: {tmp_path}/{error}")
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -161,6 +183,10 @@ def test_bad_usage_is_status_2(words: list[str]) -> None:
 def test_explain_json_is_one_document() -> None:
     document = json_of("explain", "all_reduce", "64KiB", "--ranks", "2", "--json")
     assert isinstance(document, dict)
+
+
+def test_explain_takes_the_spelling_of_calls() -> None:
+    assert json_of("explain", "all_to_all_single", "64KiB", "--json")["kind"] == "all_to_all"
 
 
 def test_explain_obeys_the_configuration(config: Path) -> None:

@@ -20,24 +20,18 @@ from mcr_plus.config import (
     CompressOptions,
     Config,
     DispatchOptions,
-    LaunchEnvironment,
-    Range,
     SelectOptions,
     dump,
     fingerprint,
-    format_size,
     kind_matches,
-    launch_environment,
     load,
     loads,
-    parse_duration,
-    parse_range,
-    parse_size,
-    socket_interface,
     stage_options,
 )
+from mcr_plus.environment import LaunchEnvironment, launch_environment, socket_interface
 from mcr_plus.errors import ConfigError, LaunchError
-from mcr_plus.message import KINDS
+from mcr_plus.message import ALIASES, KINDS
+from mcr_plus.units import Range, format_size, parse_duration, parse_range, parse_size
 
 MIB = 1 << 20
 EXAMPLE = """\
@@ -582,6 +576,16 @@ def test_what_a_match_reads(match: dict[str, Any], matching: dict[str, Any], oth
     assert config.rule_for(**{**op, **other}) is None
 
 
+@pytest.mark.parametrize(("spelling", "kind"), ALIASES.items())
+def test_kinds_may_be_spelt_as_calls_spell_them(spelling: str, kind: str) -> None:
+    config = load({"rules": [{"match": {"kind": ["barrier", spelling]}, "backend": "mpi"}]})
+    assert config.rule_for(kind, 8, "float32") is config.rules[0]
+    assert dump(config)["rules"][0]["match"] == {"kind": ["barrier", kind]}
+    same = load({"rules": [{"match": {"kind": ["barrier", kind]}, "backend": "mpi"}]})
+    assert config == same
+    assert fingerprint(config) == fingerprint(same)
+
+
 def test_only_what_a_rule_names_is_overridden() -> None:
     config = load(
         {
@@ -829,6 +833,20 @@ def test_a_table_that_is_not_there(tmp_path: Path) -> None:
         fingerprint(config)
     place = f"{tmp_path / 'run.yaml'}:3: pipeline[0].select.table: "
     assert str(caught.value).startswith(f"{place}no table file 't/table.yaml'")
+
+
+def test_the_tables_of_a_configuration() -> None:
+    config = load(
+        {
+            "pipeline": [{"select": {"table": "a.yaml"}}, {"dispatch": {}}],
+            "rules": [
+                {"match": {"tag": "x"}, "select": {"table": "b.yaml"}},
+                {"match": {"tag": "y"}, "backend": "mpi"},
+            ],
+        }
+    )
+    assert [table.text for table in config.tables] == ["a.yaml", "b.yaml"]
+    assert load({}).tables == ()
 
 
 def test_fingerprint(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcr_plus.errors import ConfigError
+from mcr_plus.message import ALIASES
 from mcr_plus.selection.table import MAX_RULES, Table, load_table
 
 K = 1024
@@ -78,6 +79,14 @@ def test_a_kind_covers_its_vector_form_only(tmp_path: Path) -> None:
     assert backend(found, "gather", 4) == "mpi"
     assert backend(found, "scatter_v", None) == "nccl"
     assert backend(found, "all_gather", 4) is None
+
+
+@pytest.mark.parametrize(("spelling", "kind"), ALIASES.items())
+def test_kinds_may_be_spelt_as_calls_spell_them(tmp_path: Path, spelling: str, kind: str) -> None:
+    found = table(tmp_path, f"kind: {spelling}, bytes: 0.., backend: gloo")
+    assert backend(found, kind, 8) == "gloo"
+    with pytest.raises(ConfigError, match="overlaps"):
+        table(tmp_path, *(f"kind: {name}, bytes: 0.., backend: gloo" for name in (spelling, kind)))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ waiting ranks give way at once, because those threads need the cores.
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from collections.abc import Callable
 from datetime import timedelta
 from queue import SimpleQueue
@@ -14,14 +16,14 @@ from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 
+from mcr_plus import c10d
 from mcr_plus.backends.fold import fold
 from mcr_plus.backends.local import done
-from mcr_plus.errors import Unsupported
+from mcr_plus.errors import OrderMismatch, Unsupported
 from mcr_plus.interfaces import NATIVE, Availability, Channel, Poll, Start, Support, World
 from mcr_plus.launch.network import host_address
-from mcr_plus.message import REDUCING, Group, Message, ReduceOp, Signature
+from mcr_plus.message import REDUCING, Group, Message, ReduceOp, Signature, dtype_name
 
 # What gloo reduces itself; the rest is moved as bytes and folded by every rank in the same order.
 _REDUCES: Final = (
@@ -61,7 +63,7 @@ class GlooBackend:
         self._timeout = timedelta(seconds=world.timeout) + _SLACK
         self._groups: list[Any] = []
         address = "127.0.0.1" if world.single_host else host_address()
-        self._device = dist.ProcessGroupGloo.create_device(hostname=address)
+        self._device = c10d.ProcessGroupGloo.create_device(hostname=address)
 
     @classmethod
     def availability(cls) -> Availability:
@@ -94,12 +96,10 @@ class GlooBackend:
         """See `Backend.open`."""
         if self._world.store is None:
             raise Unsupported("backend gloo needs the store of a running job")
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [self._device]
-        options._timeout = self._timeout
-        options._threads = 2
-        store = dist.PrefixStore(f"gloo/{group.name}", self._world.store)
-        process_group = dist.ProcessGroupGloo(store, group.rank, group.size, options)
+        store = c10d.PrefixStore(f"gloo/{group.name}", self._world.store)
+        process_group = c10d.gloo_group(
+            store, group.rank, group.size, devices=[self._device], threads=2, timeout=self._timeout
+        )
         self._groups.append(process_group)
         return _GlooChannel(process_group, group, self._timeout)
 
@@ -110,14 +110,30 @@ class GlooBackend:
         """See `Backend.close`.
 
         Destroying a group joins its threads. With an operation stuck that would block until gloo's own
-        timeout, so then the groups are left to the end of the process.
+        timeout, so then the groups are never destroyed, not even by the interpreter's end.
         """
         if not clean:
-            _immortal.extend(self._groups)
+            for group in self._groups:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            _stuck.extend(self._groups)
         self._groups.clear()
 
+    def before_exit(self) -> None:
+        """Keep the end of the process from becoming an abort.
 
-_immortal: list[Any] = []
+        A thread that still waits for a peer wakes up when the peer closes its connection. If the interpreter
+        is ending just then, the thread is ended inside C++ code, for which std::terminate aborts the process
+        (pytorch #190489). With another handler such a thread sleeps until the process is gone, a moment later.
+        """
+        if _stuck:
+            try:
+                set_terminate = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
+                set_terminate(ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p))
+            except (OSError, AttributeError):
+                pass  # another C++ library: then the abort is possible
+
+
+_stuck: list[Any] = []
 
 
 def _gloo_reduces(signature: Signature) -> bool:
@@ -131,14 +147,14 @@ def _opts(options: Any, **values: Any) -> Any:
 
 
 _NATIVE_OP: Final[dict[str, Any]] = {
-    "SUM": dist.ReduceOp.SUM,
-    "AVG": dist.ReduceOp.SUM,
-    "PRODUCT": dist.ReduceOp.PRODUCT,
-    "MIN": dist.ReduceOp.MIN,
-    "MAX": dist.ReduceOp.MAX,
-    "BAND": dist.ReduceOp.BAND,
-    "BOR": dist.ReduceOp.BOR,
-    "BXOR": dist.ReduceOp.BXOR,
+    "SUM": c10d.ReduceOp.SUM,
+    "AVG": c10d.ReduceOp.SUM,
+    "PRODUCT": c10d.ReduceOp.PRODUCT,
+    "MIN": c10d.ReduceOp.MIN,
+    "MAX": c10d.ReduceOp.MAX,
+    "BAND": c10d.ReduceOp.BAND,
+    "BOR": c10d.ReduceOp.BOR,
+    "BXOR": c10d.ReduceOp.BXOR,
 }
 
 
@@ -167,6 +183,7 @@ class _GlooChannel:
         self._pg = process_group
         self._group = group
         self._timeout = timeout
+        self._sent: dict[tuple[int | None, int], int] = {}  # messages so far, by peer and tag
 
     def close(self) -> None:
         self._pg = None
@@ -364,22 +381,24 @@ class _GlooChannel:
 
         return start
 
-    def _send(self, signature: Signature) -> Start:  # noqa: ARG002
-        call = self._pg.send
+    def _send(self, signature: Signature) -> Start:
+        call, sent = self._pg.send, self._sent
 
         def start(message: Message) -> Poll:
-            return _Watched(call([_bytes(message.inputs[0])], message.peer, message.match_tag))
+            value, peer, tag = message.inputs[0], message.peer, message.match_tag
+            number = sent[peer, tag] = sent.get((peer, tag), 0) + 1
+            works = [call([_slip(signature, value, number)], peer, tag * _SLOTS)]
+            if value.numel():
+                works.append(call([_bytes(value)], peer, _slot(tag, number)))
+            return _WatchedSend(works)
 
         return start
 
-    def _recv(self, signature: Signature) -> Start:  # noqa: ARG002
-        pg = self._pg
+    def _recv(self, signature: Signature) -> Start:
+        pg, group = self._pg, self._group
 
         def start(message: Message) -> Poll:
-            target = [_bytes(message.outputs[0])]
-            if message.peer is not None:
-                return _Watched(pg.recv(target, message.peer, message.match_tag))
-            return _WatchedAnySource(pg.recv_anysource(target, message.match_tag))
+            return _WatchedReceive(pg, group, signature, message)
 
         return start
 
@@ -424,8 +443,7 @@ _watchers = _Watchers()
 class _Watched:
     """Poll of a send or receive. The watching thread is started by the first poll."""
 
-    def __init__(self, work: Any) -> None:
-        self._work = work
+    def __init__(self) -> None:
         self._state: Literal["new", "watched", "done"] = "new"
         self._error: Exception | None = None
 
@@ -447,17 +465,80 @@ class _Watched:
         self._state = "done"
 
     def _finish(self) -> None:
-        self._work.wait()
+        raise NotImplementedError
 
 
-class _WatchedAnySource(_Watched):
-    """A receive from whoever sends first."""
+class _WatchedSend(_Watched):
+    """The slip that announces a message, and the message."""
+
+    def __init__(self, works: list[Any]) -> None:
+        super().__init__()
+        self._works = works
+
+    def _finish(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+class _WatchedReceive(_Watched):
+    """Reads the slip first: gloo would take bytes of another dtype, and aborts if a message is too long."""
 
     source: int
 
+    def __init__(self, pg: Any, group: Group, signature: Signature, message: Message) -> None:
+        super().__init__()
+        self._pg = pg
+        self._group = group
+        self._signature = signature
+        self._target = message.outputs[0]
+        self._tag = message.match_tag
+        self._slip = torch.empty(_SLIP.size, dtype=torch.uint8)
+        slip, slot = [self._slip], self._tag * _SLOTS
+        if message.peer is None:
+            self._work = pg.recv_anysource(slip, slot)
+        else:
+            self.source = message.peer
+            self._work = pg.recv(slip, message.peer, slot)
+        self()  # the message must come in even if nobody polls
+
     def _finish(self) -> None:
         self._work.wait()
-        self.source = self._work._source_rank()
+        if not hasattr(self, "source"):
+            self.source = self._work._source_rank()
+        number, nbytes, dtype, text = _SLIP.unpack(self._slip.numpy().tobytes())
+        target, me = self._target, self._group.rank
+        if (nbytes, dtype) != (target.nbytes, _dtype_text(target)):
+            raise OrderMismatch(
+                f"message #{number} with tag {self._tag} in group '{self._group.name}': rank {self.source} issued "
+                f"{_text(text)} ({nbytes} bytes); rank {me} issued {self._signature.describe()} ({target.nbytes} bytes)"
+            )
+        if nbytes:
+            self._pg.recv([_bytes(target)], self.source, _slot(self._tag, number)).wait()
+
+
+# A slip: number of the message between two ranks under a tag, bytes, dtype, description.
+_SLIP: Final = struct.Struct("<QQ16s192s")
+_SLOTS: Final = 2**7  # gloo's tags per tag of ours: one for slips, the others for messages in turn
+
+
+def _slot(tag: int, number: int) -> int:
+    """Where message `number` goes: receives may learn of their messages in any order."""
+    return tag * _SLOTS + 1 + number % (_SLOTS - 1)
+
+
+def _slip(signature: Signature, value: torch.Tensor, number: int) -> torch.Tensor:
+    text = signature.describe().encode()[:192]
+    return torch.frombuffer(
+        bytearray(_SLIP.pack(number, value.nbytes, _dtype_text(value), text)), dtype=torch.uint8
+    )
+
+
+def _dtype_text(tensor: torch.Tensor) -> bytes:
+    return dtype_name(tensor.dtype).encode().ljust(16, b"\0")
+
+
+def _text(record: bytes) -> str:
+    return record.rstrip(b"\0").decode(errors="replace")
 
 
 def _divide(tensor: torch.Tensor, size: int) -> None:

@@ -38,20 +38,28 @@ class _Mailbox:
         return done
 
     def receive(self, message: Message) -> Poll:
-        sent, target = self._sent[message.match_tag], message.outputs[0]
+        return _Receive(self._sent[message.match_tag], message.outputs[0])
 
-        def poll() -> bool:
-            if not sent:
-                return False
-            value = sent.popleft()
-            if value.dtype != target.dtype or value.numel() != target.numel():
-                raise ValueError(
-                    f"received {value.numel()} × {value.dtype}, expected {target.numel()} × {target.dtype}"
-                )
-            target.copy_(value.view(target.shape))
-            return True
 
-        return poll
+class _Receive:
+    """A receive being polled."""
+
+    source = 0
+
+    def __init__(self, sent: deque[torch.Tensor], target: torch.Tensor) -> None:
+        self._sent = sent
+        self._target = target
+
+    def __call__(self) -> bool:
+        if not self._sent:
+            return False
+        value, target = self._sent.popleft(), self._target
+        if value.dtype != target.dtype or value.numel() != target.numel():
+            raise ValueError(
+                f"received {value.numel()} × {value.dtype}, expected {target.numel()} × {target.dtype}"
+            )
+        target.copy_(value.view(target.shape))
+        return True
 
 
 class _LocalChannel:

@@ -24,9 +24,9 @@ def explain(
     # imported here: torch takes seconds, and other commands do without it
     from mcr_plus.config import DTYPE_NAMES
     from mcr_plus.explain import explain as explain_operation
-    from mcr_plus.message import KINDS
+    from mcr_plus.message import ALIASES, KINDS
 
-    _check_known("kind", kind, KINDS, "KIND")
+    _check_known("kind", kind, (*KINDS, *ALIASES), "KIND")
     _check_known("dtype", dtype, DTYPE_NAMES, "--dtype")
     way = explain_operation(kind, _size(nbytes), dtype=dtype, ranks=ranks, config=config, tag=tag)
     if as_json:
@@ -36,14 +36,14 @@ def explain(
 
 
 def _check_known(what: str, value: str, known: tuple[str, ...], place: str) -> None:
-    from mcr_plus.config import unknown
+    from mcr_plus.errors import unknown
 
     if value not in known:
         raise typer.BadParameter(unknown(what, value, known), param_hint=place)
 
 
 def _size(text: str) -> int:
-    from mcr_plus.config import parse_size
+    from mcr_plus.units import parse_size
 
     try:
         return parse_size(int(text) if text.isdigit() else text)

@@ -15,10 +15,14 @@ def validate(
     file: Annotated[Path, typer.Argument(help="A pipeline YAML file.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Check FILE and print the pipeline it stands for, defaults filled in."""
+    """Check FILE and the tables it names; print the pipeline it stands for, defaults filled in."""
     from mcr_plus.config import dump, load
+    from mcr_plus.selection.table import load_table
 
-    resolved = dump(load(file))
+    config = load(file)
+    for table in config.tables:
+        load_table(table.resolve())
+    resolved = dump(config)
     if as_json:
         print_json(resolved)
     else:

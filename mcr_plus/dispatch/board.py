@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar, Final, Protocol, TypeVar
 
+from mcr_plus.c10d import put
 from mcr_plus.message import Group
 
 if TYPE_CHECKING:
-    import torch.distributed
+    from mcr_plus.c10d import Store
 
 RING: Final = 512
 TEXT: Final = 192
@@ -182,8 +183,8 @@ class StoreBoard:
 
     _RECORD: Final = struct.Struct(f"<QQ{TEXT}s")
 
-    def __init__(self, store: torch.distributed.Store, group: Group) -> None:
-        self._store: torch.distributed.Store | None = store
+    def __init__(self, store: Store, group: Group) -> None:
+        self._store: Store | None = store
         self._group = group
         self._posted: list[int] = []
         self._failed = False
@@ -192,7 +193,7 @@ class StoreBoard:
     def _key(self, rank: int, name: int | str) -> str:
         return f"board/{self._group.name}/{rank}/{name}"
 
-    def _ask(self, question: Callable[[torch.distributed.Store], _Answer], otherwise: _Answer) -> _Answer:
+    def _ask(self, question: Callable[[Store], _Answer], otherwise: _Answer) -> _Answer:
         """What the store answers. Once it has not (its rank may have died), it is not asked again."""
         if self._store is None:
             return otherwise
@@ -204,7 +205,7 @@ class StoreBoard:
 
     def _write(self, name: int | str, value: bytes) -> None:
         key = self._key(self._group.rank, name)
-        self._ask(lambda store: store.set(key, value), None)
+        self._ask(lambda store: put(store, key, value), None)
 
     def _read(self, rank: int, name: int | str) -> bytes | None:
         key = self._key(rank, name)
@@ -299,7 +300,7 @@ class NoBoard:
         return None
 
 
-def _map_shared(store: torch.distributed.Store, group: Group) -> mmap.mmap | None:
+def _map_shared(store: Store, group: Group) -> mmap.mmap | None:
     size = group.size * _ROW
     key = f"board/{group.name}/memory"
     try:
@@ -326,7 +327,7 @@ def _map_shared(store: torch.distributed.Store, group: Group) -> mmap.mmap | Non
 
 
 def open_board(
-    store: torch.distributed.Store | None, group: Group, shared: bool, timeout: float
+    store: Store | None, group: Group, shared: bool, timeout: float
 ) -> GroupBoard:
     """Open the board of `group`; collective over its ranks, which all get the same kind."""
     if group.size == 1 or store is None:
@@ -335,7 +336,7 @@ def open_board(
     counts = f"board/{group.name}/votes"
     store.add(f"{counts}/{'yes' if memory is not None else 'no'}", 1)
     if store.add(f"{counts}/all", 1) == group.size:
-        store.set(f"{counts}/done", b"1")
+        store.set(f"{counts}/done", "1")
     store.wait([f"{counts}/done"], timedelta(seconds=timeout))
     if memory is not None and store.add(f"{counts}/no", 0) == 0:
         return SharedBoard(memory, group)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 WaitPolicy = Literal["auto", "spin", "yield", "sleep"]
 
 _NOBODY: Final = -1
+_FIRST_LOOK: Final = 50e-6  # seconds of waiting before others are told, and looked at
 _LOOK_EVERY: Final = 0.002  # seconds between looks at the board while waiting
 _LOOK_EVERY_SLOW: Final = 0.05  # once a wait is long, and for peers' processes
 _YIELD_FOR: Final = 0.002  # seconds of yielding before a waiting rank begins to sleep
@@ -34,7 +35,25 @@ _REAP: Final = 2  # finished handles let go per issue: amortised, never a scan
 
 
 class GroupState:
-    """What this process knows of one group: its numbering, its board, its thread and its failure."""
+    """What this process knows of one group: its numbering, its board, its thread and its failure.
+
+    `sequence` is the number of the last operation issued. The short way of a synchronous operation does not
+    publish it: peers only ask about ranks that wait, and whoever waits publishes.
+    """
+
+    __slots__ = (
+        "_shared",
+        "_thread",
+        "board",
+        "closed",
+        "failure",
+        "fast",
+        "group",
+        "owner",
+        "recorded",
+        "sequence",
+        "waiting_lanes",
+    )
 
     def __init__(self, group: Group, board: GroupBoard) -> None:
         self.group = group
@@ -42,8 +61,17 @@ class GroupState:
         self.sequence = 0
         self.failure: BaseException | None = None
         self.closed = False
+        self.recorded = False
+        self.waiting_lanes = 0
+        self._shared = False
         self._thread = threading.current_thread()
         self.owner = threading.get_ident()
+        self.fast = self.owner
+
+    def refresh(self) -> None:
+        """Say whether the owner may take the short way, without lock and handle: nothing is special."""
+        special = self._shared or self.recorded or self.waiting_lanes or self.owner <= 0
+        self.fast = 0 if special else self.owner
 
     def admit(self) -> None:
         """Decide about a caller that is not the group's thread: the slow path of every refusal.
@@ -57,7 +85,7 @@ class GroupState:
         if self.closed:
             raise NotInitialized(f"group '{name}' is closed: finalize or close has been called")
         if self.failure is not None:
-            raise BackendError(f"group '{name}' cannot be used after an earlier failure: {self.failure}")
+            raise BackendError(f"group '{name}' cannot be used after it has failed: {self.failure}")
         if self.owner == _NOBODY:
             raise NotInitialized(
                 f"group '{name}' belongs to the parent process; a forked child must call mcr.init itself, "
@@ -66,6 +94,8 @@ class GroupState:
         caller = threading.current_thread()
         # Threads that Python did not start (autograd's) run while their caller waits: no second order.
         if isinstance(caller, threading._DummyThread):
+            self._shared = True
+            self.refresh()
             return
         if not self._thread.is_alive():
             self.take_over()
@@ -80,21 +110,23 @@ class GroupState:
         """Make the calling thread the group's thread."""
         self._thread = threading.current_thread()
         self.owner = threading.get_ident()
+        self.refresh()
 
     def fail(self, error: BaseException) -> None:
         """Refuse further operations: numbering or data of this group can no longer be trusted."""
         if self.failure is None:
             self.failure = error
-            self.owner = 0  # no thread has this identity: every issue goes to `admit`
+            self.owner = self.fast = 0  # no thread has this identity: every issue goes to `admit`
 
     def close(self) -> None:
         """Refuse further operations."""
         self.closed = True
-        self.owner = 0
+        self.owner = self.fast = 0
 
     def abandon(self) -> None:
         """Called in a forked child."""
         self.owner = _NOBODY
+        self.fast = 0
 
 
 class Engine:
@@ -104,6 +136,7 @@ class Engine:
         self.lock = threading.RLock()
         self.peers = peers
         self.recorders: tuple[Callable[[IssuedWork], None], ...] = ()
+        self.states: list[GroupState] = []
         self.backends: list[Backend] = []
         self.failed = False
         self._wait_policy = wait
@@ -139,15 +172,25 @@ class Engine:
         if work.operation.check:
             self.post(work)
         if not lane.pending:
-            self._lanes.append(lane)
+            self._lane_waits(lane, work.operation.state, True)
         lane.pending.append(work)
         self._advance_lane(lane)
-        if not lane.pending:
-            self._lanes.remove(lane)
 
     def defer_unordered(self, work: IssuedWork) -> None:
         """Queue a send or receive that waits for its data."""
         self._unordered.append(work)
+
+    def record_to(self, recorders: tuple[Callable[[IssuedWork], None], ...]) -> None:
+        """Tell these of every operation that ends."""
+        self.recorders = recorders
+        for state in self.states:
+            state.recorded = bool(recorders)
+            state.refresh()
+
+    def _lane_waits(self, lane: Lane, state: GroupState, waits: bool) -> None:
+        (self._lanes.append if waits else self._lanes.remove)(lane)
+        state.waiting_lanes += 1 if waits else -1
+        state.refresh()
 
     def settle(self, lane: Lane) -> None:
         """Wait until every operation of a lane has started."""
@@ -157,13 +200,17 @@ class Engine:
     def post(self, work: IssuedWork) -> None:
         """Publish what this rank is doing."""
         operation = work.operation
+        state = operation.state
+        state.board.counter[0] = state.sequence
         if not operation.signature.is_p2p:
-            operation.state.board.post(work.sequence, operation.digest, operation.text)
+            state.board.post(work.sequence, operation.digest, operation.text)
 
     def _advance_lane(self, lane: Lane) -> None:
         pending = lane.pending
         while pending and (pending[0].is_done or self._may_start(pending[0])):
             work = pending.popleft()
+            if not pending:
+                self._lane_waits(lane, work.operation.state, False)
             if not work.is_done:
                 self._start(work)
 
@@ -227,7 +274,8 @@ class Engine:
         theirs = theirs or "another operation, issued before and not described"
         return OrderMismatch(
             f"operation #{work.sequence} of group '{group.name}': rank {group.rank} issued {mine}; "
-            f"rank {rank} issued {theirs}. All ranks of a group must issue the same operations in the same order"
+            f"rank {rank} issued {theirs}. All ranks of a group must issue the same operations "
+            "in the same order"
         )
 
     def _look_for_mismatch(self, work: IssuedWork) -> None:
@@ -266,9 +314,8 @@ class Engine:
         for backend in self.backends:
             backend.progress()
         if self._lanes:
-            for lane in self._lanes:
+            for lane in list(self._lanes):
                 self._advance_lane(lane)
-            self._lanes = [lane for lane in self._lanes if lane.pending]
         if self._unordered:
             self._unordered = [work for work in self._unordered if not self._start_unordered(work)]
 
@@ -290,9 +337,16 @@ class Engine:
         stream ordered after it, unless `until_done`.
         """
         operation = work.operation
+        if not operation.inline and work.poll is not None:  # an inline one has had its polls at full speed
+            for _ in operation.spins:
+                with self.lock:
+                    if self.try_poll(work):
+                        return
+                if operation.on_stream:
+                    break
         began = time.monotonic()
         patience = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        next_look = began
+        next_look = began + _FIRST_LOOK
         while not work.is_done:
             with self.lock:
                 if self.try_poll(work):
@@ -331,8 +385,8 @@ class Engine:
         operation = work.operation
         if operation.state.group.size == 1:
             return
+        self.post(work)
         if not operation.signature.is_p2p:
-            self.post(work)
             self._look_for_mismatch(work)
         if not work.is_done and waited > _LOOK_EVERY_SLOW:
             gone = self._gone(work)
@@ -393,7 +447,8 @@ class Engine:
         who = f"missing ranks: {missing}" if missing else "all ranks have issued it"
         detail = f" ({'; '.join(notes)})" if notes else ""
         return CommTimeout(
-            f"{operation.name(work.sequence)} on {operation.backend} not done after {waited:.1f} s; {who}{detail}"
+            f"{operation.name(work.sequence)} on {operation.backend} not done after {waited:.1f} s; "
+            f"{who}{detail}"
         )
 
     def fail(self, work: IssuedWork, error: BaseException) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from copy import copy
 from dataclasses import dataclass, field
 from threading import get_ident
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from mcr_plus.dispatch.board import pad
 from mcr_plus.dispatch.work import IssuedWork, Work
@@ -76,35 +77,54 @@ class Operation:
         return f"{self.signature.describe()} ({number} in group '{self.state.group.name}')"
 
     def bind(self) -> Issue:
-        """The callable that issues this operation."""
-        issue = self._bind_p2p() if self.signature.is_p2p else self._bind_collective(self.start)
-        issue.operation = self  # type: ignore[attr-defined]  # `persistent` asks what a chain ends in
+        """The callable that issues this operation.
+
+        It carries `operation`, and for synchronous ones `run`: the same as issuing and waiting, without a
+        handle while all goes well.
+        """
+        issue = self._bind_p2p() if self.signature.is_p2p else self._bind_collective()
+        issue.operation = self  # type: ignore[attr-defined]
+        if self.inline:
+            issue.run = self._bind_run(issue)  # type: ignore[attr-defined]
         return issue
 
-    def bind_persistent(self, message: Message) -> tuple[Callable[[], object], Poll] | None:
-        """Start and test of the library's persistent request for the message's tensors, if it has one."""
+    def persistent(self, message: Message) -> tuple[Issue, Callable[[], None]] | None:
+        """The same operation by the library's persistent request for the message's tensors, if it has one.
+
+        Returns how to issue it and how to run it. Collective. Persistent and ordinary calls cannot meet in a
+        library, so the two have different digests.
+        """
         binder = getattr(self.channel, "bind_persistent", None)
         if binder is None:
             return None
         self.engine.settle(self.lane)  # creating the request is an operation in the library's order
         with self.engine.lock:
-            return binder(self.signature, message)  # type: ignore[no-any-return]
+            request: tuple[Callable[[], object], Poll] | None = binder(self.signature, message)
+        if request is None:
+            return None
+        begin, test = request
 
-    def bind_started(self, start: Start) -> Issue:
-        """As `bind`, with another way to start the same operation."""
-        return self._bind_collective(start)
+        def start(message: Message) -> Poll:  # noqa: ARG001 - a Start
+            begin()
+            return test
 
-    def _bind_collective(self, start: Start) -> Issue:
-        engine, state, lane = self.engine, self.state, self.lane
-        lock, counter, pending = engine.lock, state.board.counter, lane.pending
+        twin = copy(self)
+        twin.start = start
+        twin.digest = self.digest ^ 1
+        twin.text = pad(f"persistent {self.signature.describe()}")
+        twin.check = self.state.group.size > 1
+        return twin.bind(), twin.bind_rerun(message, begin, test)
+
+    def _bind_collective(self) -> Issue:
+        engine, state, start = self.engine, self.state, self.start
+        lock, counter, pending = engine.lock, state.board.counter, self.lane.pending
         inline = self.inline
 
         def issue(message: Message) -> Work:
             if get_ident() != state.owner:
                 state.admit()
             with lock:
-                state.sequence = sequence = state.sequence + 1
-                counter[0] = sequence
+                counter[0] = state.sequence = sequence = state.sequence + 1
                 work = IssuedWork(self, message, None, sequence)
                 if engine.recorders:
                     work.t_issue = perf_counter()
@@ -122,6 +142,55 @@ class Operation:
             return work
 
         return issue
+
+    def _bind_run(self, issue: Issue) -> Callable[[Message], None]:
+        state, start, spins = self.state, self.start, self.spins
+
+        # No lock: `fast` is this thread only while no other thread uses the group and no lane waits.
+        def run(message: Message) -> None:
+            if get_ident() != state.fast or self.check:
+                issue(message).wait()
+                return
+            state.sequence += 1
+            poll = None
+            try:
+                poll = start(message)
+                for _ in spins:
+                    if poll():
+                        return
+            except Exception as error:
+                self._fail_run(message, poll, error)
+            IssuedWork(self, message, poll, state.sequence).wait()
+
+        return run
+
+    def bind_rerun(self, message: Message, begin: Callable[[], object], test: Poll) -> Callable[[], None]:
+        """As `run` for one message and a persistent request, without even a call to start it."""
+        state, spins, issue = self.state, self.spins, self.bind()
+        check = True
+
+        def run() -> None:
+            nonlocal check
+            if check or get_ident() != state.fast:
+                issue(message).wait()
+                check = self.check
+                return
+            state.sequence += 1
+            try:
+                begin()
+                for _ in spins:
+                    if test():
+                        return
+            except Exception as error:
+                self._fail_run(message, test, error)
+            IssuedWork(self, message, test, state.sequence).wait()
+
+        return run
+
+    def _fail_run(self, message: Message, poll: Poll | None, error: Exception) -> NoReturn:
+        work = IssuedWork(self, message, poll, self.state.sequence)
+        self.engine.fail(work, error)
+        raise work.error or error
 
     def _bind_p2p(self) -> Issue:
         # Send and receive are matched by peer and tag, not by order: they have no number, and bypass the

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    import torch.distributed
+    from mcr_plus.c10d import Store
 
 Status = Literal["running", "stopped", "dead", "unknown"]
 
@@ -26,7 +26,7 @@ def _read_stat(pid: int | str) -> tuple[str, str] | None:
 class Peers:
     """Process ids of all ranks, exchanged once. Only ranks that share our /proc can be watched."""
 
-    def __init__(self, rank: int, hosts: tuple[str, ...], store: torch.distributed.Store | None) -> None:
+    def __init__(self, rank: int, hosts: tuple[str, ...], store: Store | None) -> None:
         self.keep: list[Any] = []  # memory that a library may still write to
         self._rank = rank
         self._hosts = hosts

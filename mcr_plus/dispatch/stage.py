@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NoReturn
 
 from mcr_plus.backends.local import done
 from mcr_plus.config import DispatchOptions
@@ -89,5 +90,5 @@ def _nothing(message: Message) -> Poll:  # noqa: ARG001 - a Start
     return done
 
 
-def _refuse(message: Message) -> None:
+def _refuse(message: Message) -> NoReturn:
     raise Unsupported(f"{message.signature.describe()}: this pipeline only explains, it has no ranks")

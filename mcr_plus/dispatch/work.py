@@ -13,6 +13,7 @@ from mcr_plus.errors import BackendError, McrError
 
 if TYPE_CHECKING:
     from mcr_plus.dispatch.operation import Operation
+    from mcr_plus.dispatch.streams import CallerStream
     from mcr_plus.interfaces import Poll
     from mcr_plus.message import Message
 
@@ -108,6 +109,13 @@ class IssuedWork(Work):
         "t_done",
         "t_issue",
     )
+
+    # Set only where they are needed: the constructor is on every operation's path.
+    caller: CallerStream  # where the caller's stream stood, for a deferred stream operation
+    doubted: float  # since when a peer has seemed to be gone
+    source: int | None
+    t_issue: float
+    t_done: float
 
     def __init__(self, operation: Operation, message: Message, poll: Poll | None, sequence: int) -> None:
         self.operation = operation

@@ -13,11 +13,12 @@ import sys
 from datetime import timedelta
 from typing import cast
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from mcr_plus.c10d import PrefixStore, TCPStore
 
 _HOST = "127.0.0.1"
 _STORE_TIMEOUT = timedelta(minutes=5)

@@ -7,7 +7,7 @@ import socket
 import struct
 from typing import Final
 
-from mcr_plus import config
+from mcr_plus.environment import socket_interface
 from mcr_plus.errors import LaunchError
 
 LOOPBACK: Final = "127.0.0.1"
@@ -29,7 +29,7 @@ def host_address() -> str:
     Raises `LaunchError` naming the interfaces when there is none.
     """
     names = [name for _, name in socket.if_nameindex()]
-    chosen = config.socket_interface()
+    chosen = socket_interface()
     for name in [chosen] if chosen else names:
         address = _interface_address(name)
         if address is not None and (chosen or not address.startswith("127.")):

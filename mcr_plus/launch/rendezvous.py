@@ -6,14 +6,15 @@ import socket
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import DistError
 
-from mcr_plus.config import LaunchEnvironment
+from mcr_plus.c10d import PrefixStore, Store, TCPStore
+from mcr_plus.environment import LaunchEnvironment
 from mcr_plus.errors import BackendUnavailable, LaunchError
 from mcr_plus.launch.network import LOOPBACK, host_address
 
 
-def open_store(environment: LaunchEnvironment, attempt: int, timeout: float) -> dist.Store:
+def open_store(environment: LaunchEnvironment, attempt: int, timeout: float) -> Store:
     """Connect to the job's store, creating it on rank 0 if the launcher has none; collective.
 
     A store of our own listens on loopback when all ranks share the host. `attempt` counts the calls of
@@ -28,17 +29,18 @@ def open_store(environment: LaunchEnvironment, attempt: int, timeout: float) -> 
             store = _through_mpi(environment, limit)
         else:
             store = _through_address(environment, limit)
-    except (dist.DistError, OSError, ValueError, RuntimeError) as error:
+    except (DistError, OSError, ValueError, RuntimeError) as error:
         raise LaunchError(f"rank {environment.rank} found no store within {timeout:g} s: {error}") from error
-    return dist.PrefixStore(f"mcr_plus/{attempt}", store)
+    return PrefixStore(f"mcr_plus/{attempt}", store)
 
 
-def _through_address(environment: LaunchEnvironment, limit: timedelta) -> dist.Store:
+def _through_address(environment: LaunchEnvironment, limit: timedelta) -> Store:
     address, port = environment.master_addr, environment.master_port
     if address is None or port is None:
         raise LaunchError(
             f"the job was started by {environment.launcher} with {environment.world_size} ranks, but "
-            "MASTER_ADDR and MASTER_PORT are not set; set them, or start it with mcr-plus run, torchrun or mpirun"
+            "MASTER_ADDR and MASTER_PORT are not set; set them, or start it with mcr-plus run, torchrun or "
+            "mpirun"
         )
     is_server = environment.rank == 0 and not environment.agent_store
     options: dict[str, Any] = {}
@@ -46,7 +48,7 @@ def _through_address(environment: LaunchEnvironment, limit: timedelta) -> dist.S
         listener = _listen(LOOPBACK, port)
         options = {"master_listen_fd": listener.detach()}
     # multi_tenant: the user's own init_process_group may use the same port in this process.
-    return dist.TCPStore(
+    return TCPStore(
         address,
         port,
         environment.world_size,
@@ -67,7 +69,7 @@ def _listen(address: str, port: int) -> socket.socket:
     return listener
 
 
-def _through_mpi(environment: LaunchEnvironment, limit: timedelta) -> dist.Store:
+def _through_mpi(environment: LaunchEnvironment, limit: timedelta) -> Store:
     """Started by mpirun without an address: MPI carries the address of a store on rank 0."""
     from mcr_plus.backends.mpi import load_mpi
 
@@ -95,6 +97,6 @@ def _through_mpi(environment: LaunchEnvironment, limit: timedelta) -> dist.Store
     comm.Bcast([place, mpi.BYTE], root=0)
     host, _, number = place.decode().strip().partition(":")
     options: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener.detach()}
-    return dist.TCPStore(
+    return TCPStore(
         host, int(number), comm.size, comm.rank == 0, limit, wait_for_workers=False, **options
     )

@@ -173,8 +173,8 @@ def _row(key: tuple[str, str, int, int], records: Sequence[Record]) -> Row:
 def recording(engine: Engine, rank: int) -> Iterator[Log]:
     """Record every operation that is issued inside the block and seen to end inside it. Blocks may nest."""
     log = Log(rank)
-    engine.recorders = (*engine.recorders, log.add)
+    engine.record_to((*engine.recorders, log.add))
     try:
         yield log
     finally:
-        engine.recorders = tuple(recorder for recorder in engine.recorders if recorder != log.add)
+        engine.record_to(tuple(recorder for recorder in engine.recorders if recorder != log.add))

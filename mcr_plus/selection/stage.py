@@ -61,7 +61,7 @@ class SelectStage:
         return self._preferred(signature)
 
     def _preferred(self, signature: Signature) -> tuple[str, str]:
-        refused = []
+        refused: list[str] = []
         for name in self._preference(signature):
             support = self._support(name, signature)
             if support:

@@ -21,28 +21,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, InstanceOf
+from pydantic import AfterValidator, BeforeValidator, InstanceOf
 
-from mcr_plus.config import (
-    DTYPE_NAMES,
-    Document,
-    Keys,
-    Range,
-    StageOptions,
-    check_backend,
-    check_keys,
-    check_version,
-    format_size,
-    kind_matches,
-    list_at,
-    mapping_at,
-    parse_count,
-    parse_range,
-    read_document,
-    unknown,
-    validate,
-)
-from mcr_plus.message import KINDS
+from mcr_plus.config import DTYPE_NAMES, StageOptions, check_backend, kind_matches, kind_name, validate
+from mcr_plus.document import Document, Keys, check_keys, check_version, list_at, mapping_at, read_document
+from mcr_plus.errors import unknown
+from mcr_plus.message import ALIASES, KINDS
+from mcr_plus.units import Range, format_size, parse_count, parse_range
 
 DEVICES = ("cpu", "cuda")
 MAX_RULES = 2048  # checking for rules out of reach compares all pairs of keys
@@ -155,7 +140,7 @@ def _counts(value: object) -> Range:
 
 
 class _RuleModel(StageOptions):
-    kind: Annotated[str, _name_of("kind", ("*", *KINDS))]
+    kind: Annotated[str, AfterValidator(kind_name), _name_of("kind", ("*", *KINDS, *ALIASES))]
     bytes: Annotated[InstanceOf[Range], BeforeValidator(parse_range)]
     backend: str
     dtype: Annotated[str, _name_of("dtype", DTYPE_NAMES)] | None = None

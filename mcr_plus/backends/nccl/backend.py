@@ -7,7 +7,6 @@ and no receives from anyone. Has not run on a GPU yet.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from mcr_plus.backends.nccl.abi import (
     load,
 )
 from mcr_plus.backends.nccl.link import CudaStreams, Link, Streams
+from mcr_plus.environment import default_variable
 from mcr_plus.errors import BackendError, BackendUnavailable, Unsupported
 from mcr_plus.interfaces import NATIVE, Availability, Channel, Poll, Start, Support, World
 from mcr_plus.message import REDUCING, Group, Message, Signature, dtype_name
@@ -94,7 +94,7 @@ class NcclBackend:
         self._world = world
         if world.single_host:
             # NCCL would listen on every host's network; a single host needs none.
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+            default_variable("NCCL_SOCKET_IFNAME", "lo")
         self._nccl = nccl or load(self.library)
         self._streams = streams
         self._channels: list[NcclChannel] = []

@@ -1,0 +1,272 @@
+"""YAML documents that remember their lines: the only reader of YAML.
+
+    read_document("run.yaml")        a Document: plain data, and the line of every entry
+    dict_document({"version": 1})    the same from a mapping of the program
+    document.error(keys, what)       a ConfigError that begins with `file:line: path:`
+
+A document is plain data: one mapping without tags, anchors, aliases or keys written twice. What lets a
+short file mean something large, hidden or executable is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mcr_plus.errors import ConfigError, short, unknown
+
+MAX_FILE_BYTES = 1 << 20
+MAX_DEPTH = 32
+
+Keys = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Document:
+    """Plain data (dict, list, str, int, float, bool, None) and where each part of it was written.
+
+    `folder` is what relative paths in the document are relative to.
+    """
+
+    data: dict[str, Any]
+    name: str
+    folder: Path
+    lines: Mapping[Keys, int] | None = None
+
+    def place(self, keys: Keys) -> str:
+        """Return `file:line` of the entry at `keys`, or of the closest one around it; `<dict>` for a dict."""
+        if self.lines is None:
+            return self.name
+        while keys and keys not in self.lines:
+            keys = keys[:-1]
+        return f"{self.name}:{self.lines.get(keys, 1)}"
+
+    def error(self, keys: Keys, what: str) -> ConfigError:
+        """Return an error that begins with the place of the entry at `keys`."""
+        return ConfigError(f"{self.place(keys)}: {path_text(keys)}: {what}")
+
+
+def path_text(keys: Keys) -> str:
+    """Write the way to an entry as errors do: `pipeline[1].compress.codec`."""
+    text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
+    return text.removeprefix(".") or "document"
+
+
+def read_document(path: str | Path) -> Document:
+    """Read a YAML file of at most 1 MiB; raises `ConfigError` for everything that is not plain data."""
+    name = str(path)
+    return parse_document(_read_text(Path(path), f"{name}:1: document"), name, Path(path).parent)
+
+
+def read_bytes(path: Path, place: str) -> bytes:
+    """Return the content of a file of at most 1 MiB; `ConfigError` that begins with `place` otherwise."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a name with a null byte in it
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{place}: cannot read {str(path)!r}: {reason}") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"{place}: {str(path)!r} is larger than 1 MiB; expected a small YAML file")
+    return content
+
+
+def _read_text(path: Path, place: str) -> str:
+    try:
+        return read_bytes(path, place).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{place}: not UTF-8 at byte {error.start}; expected YAML text") from None
+
+
+def parse_document(text: str, name: str, folder: Path) -> Document:
+    """Parse YAML text: one document, a mapping at the root, no tags, anchors, aliases or duplicate keys."""
+    try:
+        node = _Loader(text).get_single_node()
+    except _Refused as error:
+        raise ConfigError(f"{name}:{error.line}: document: {error.what}") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        what = ", ".join(part for part in (error.context, error.problem) if part)
+        raise _yaml_error(name, mark.line + 1 if mark else 1, what) from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, int(error.position)) + 1
+        raise _yaml_error(name, line, f"character {error.character!r} is not allowed") from None
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"{name}:1: document: expected a mapping at the root, got {_node_kind(node)}")
+    lines: dict[Keys, int] = {}
+    return Document(_mapping(node, (), Document({}, name, folder, lines), lines), name, folder, lines)
+
+
+def _yaml_error(name: str, line: int, what: str) -> ConfigError:
+    # A plain comparison such as `bytes: >=1MiB` is what sends people here most often.
+    hint = "; put a text that begins with > in quotes" if "chomping" in what else ""
+    return ConfigError(f"{name}:{line}: document: not valid YAML: {what}{hint}")
+
+
+def _node_kind(node: yaml.Node | None) -> str:
+    if node is None:
+        return "an empty document"
+    if isinstance(node, yaml.ScalarNode):
+        return f"the text {short(node.value)}"
+    return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
+
+
+class _Refused(yaml.YAMLError):
+    """Valid YAML, but more than plain data."""
+
+    def __init__(self, event: yaml.Event, what: str) -> None:
+        self.line = event.start_mark.line + 1 if event.start_mark else 1
+        self.what = what
+
+
+class _Loader(yaml.SafeLoader):
+    """Composes nodes only; refuses what lets a short file mean something large, hidden or executable."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]
+        self._refuse(event)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def _refuse(self, event: yaml.Event) -> None:
+        if isinstance(event, yaml.AliasEvent):
+            raise _Refused(event, "aliases are refused; put a text that begins with * in quotes")
+        if getattr(event, "anchor", None) is not None:
+            raise _Refused(event, "anchors are refused; put a text that begins with & in quotes")
+        if (tag := getattr(event, "tag", None)) is not None:
+            raise _Refused(event, f"tag {tag!r} is refused; expected plain data")
+        if self.depth == MAX_DEPTH:
+            raise _Refused(event, f"nested more than {MAX_DEPTH} levels deep")
+
+
+def _plain(node: yaml.Node, keys: Keys, document: Document, lines: dict[Keys, int]) -> Any:
+    """Turn a node into plain data, noting the line of every entry in `lines`."""
+    if isinstance(node, yaml.MappingNode):
+        return _mapping(node, keys, document, lines)
+    if isinstance(node, yaml.SequenceNode):
+        lines.update({(*keys, i): item.start_mark.line + 1 for i, item in enumerate(node.value)})
+        return [_plain(item, (*keys, i), document, lines) for i, item in enumerate(node.value)]
+    assert isinstance(node, yaml.ScalarNode)
+    try:
+        return _scalar(node)
+    except ValueError as error:
+        raise document.error(keys, f"{error}") from None
+
+
+def _mapping(
+    node: yaml.MappingNode, keys: Keys, document: Document, lines: dict[Keys, int]
+) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        line = key_node.start_mark.line + 1
+        if _scalar_type(key_node) != "str":
+            got = short(key_node.value) if isinstance(key_node, yaml.ScalarNode) else _node_kind(key_node)
+            raise ConfigError(f"{document.name}:{line}: {path_text(keys)}: expected a name as key, got {got}")
+        key = key_node.value
+        here = (*keys, key)
+        if key in data:
+            first = lines[here]
+            lines[here] = line
+            raise document.error(here, f"written twice, first at line {first}; expected every key once")
+        lines[here] = line
+        data[key] = _plain(value_node, here, document, lines)
+    return data
+
+
+def _scalar_type(node: yaml.Node) -> str:
+    """Return "str", "null", "bool", "int", "float" for a scalar; dates and base-60 numbers are text."""
+    name = node.tag.removeprefix("tag:yaml.org,2002:")
+    if name not in ("null", "bool", "int", "float"):
+        return "str" if isinstance(node, yaml.ScalarNode) else name
+    return "str" if ":" in node.value else name
+
+
+_SCALARS = yaml.constructor.SafeConstructor()
+
+
+def _scalar(node: yaml.ScalarNode) -> str | int | float | bool | None:
+    """Return the value YAML 1.1 gives a scalar; raises ValueError for a number that Python cannot read."""
+    text: str = node.value
+    match _scalar_type(node):
+        case "null":
+            return None
+        case "bool":
+            return text.lower() in ("yes", "true", "on")
+        case "int":
+            return _SCALARS.construct_yaml_int(node)
+        case "float":
+            return _SCALARS.construct_yaml_float(node)
+        case _:
+            return text
+
+
+def dict_document(data: Mapping[str, Any], name: str = "<dict>", folder: Path | None = None) -> Document:
+    """Copy a mapping into plain data; raises `ConfigError` for what a YAML file could not hold."""
+    place = Document({}, name, folder or Path())
+    copied = _copy(data, (), place)
+    if not isinstance(copied, dict):
+        raise place.error((), f"expected a mapping at the root, got {short(data)}")
+    return replace(place, data=copied)
+
+
+def _copy(value: object, keys: Keys, document: Document) -> Any:
+    if len(keys) > MAX_DEPTH:
+        raise document.error(keys[:2], f"nested more than {MAX_DEPTH} levels deep, or holds itself")
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise document.error(keys, f"expected a name as key, got {short(key)}")
+        return {key: _copy(item, (*keys, key), document) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_copy(item, (*keys, i), document) for i, item in enumerate(value)]
+    if isinstance(value, Path):
+        return str(value)
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    raise document.error(keys, f"expected plain data, got {short(value)}")
+
+
+# --- Questions every document is asked ------------------------------------------------------------------
+
+
+def mapping_at(document: Document, keys: Keys) -> dict[str, Any]:
+    """Return the mapping at `keys`; nothing written there (null) is an empty one."""
+    value: Any = document.data
+    for key in keys:
+        value = value[key]
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise document.error(keys, f"expected a mapping, got {short(value)}")
+    return value
+
+
+def list_at(document: Document, key: str) -> list[Any] | None:
+    """Return the list under a key of the root, None if there is none; anything else is refused."""
+    value = document.data.get(key)
+    if value is not None and not isinstance(value, list):
+        raise document.error((key,), f"expected a list, got {short(value)}")
+    return value
+
+
+def check_keys(document: Document, keys: Keys, known: Sequence[str]) -> None:
+    """Refuse a mapping that has other keys than the known ones."""
+    for key in mapping_at(document, keys):
+        if key not in known:
+            raise document.error((*keys, key), unknown("key", key, known))
+
+
+def check_version(version: object, document: Document) -> None:
+    """Refuse a document whose `version` is not the one that this release reads."""
+    if version is None:
+        raise document.error(("version",), "missing; expected version: 1")
+    if isinstance(version, bool) or not isinstance(version, int) or version != 1:
+        raise document.error(("version",), f"unknown version {short(version)}; known: 1")

@@ -1,0 +1,170 @@
+"""The compress stage: which codec an operation gets, with which options, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from pydantic import BaseModel
+
+from mcr_plus import registry
+from mcr_plus.compression.stage import CompressStage
+from mcr_plus.config import CompressOptions, Config, load, stage_options
+from mcr_plus.errors import InvalidArgument, Unsupported
+from mcr_plus.interfaces import Context, Issue, World
+from mcr_plus.message import Codec, Group, Message, Signature
+
+
+class ScaleOptions(BaseModel):
+    model_config = {"extra": "forbid", "frozen": True}
+    by: int = 2
+
+
+class Scale:
+    """Values times a number, as float64; registered as the class itself."""
+
+    Options = ScaleOptions
+    name = "scale"
+    wire_dtype = torch.float64
+    dtypes = (torch.float32,)
+
+    def __init__(self, options: ScaleOptions) -> None:
+        self.by = options.by
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(values * self.by)
+
+    def decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(payload / self.by)
+
+
+class Rest:
+    """The rest of a pipeline: keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.signatures: list[Signature] = []
+        self.messages: list[Message] = []
+        self.after: list[Callable[[], None]] = []
+
+    def __call__(self, signature: Signature) -> Issue:
+        self.signatures.append(signature)
+        return self.issue
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def issue(self, message: Message) -> Any:
+        self.messages.append(message)
+        return self
+
+    def then(self, function: Callable[[], None]) -> Rest:
+        self.after.append(function)
+        return self
+
+
+@pytest.fixture(autouse=True)
+def _scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.REGISTRIES, "codecs", {**registry.CODECS, "scale": Scale})
+
+
+CONTEXT = Context(Config(), World(0, 2, ("localhost",) * 2, 300.0), Group("world", (0, 1), 0), {})
+
+
+def bind(
+    compress: Codec | bool | None = None, options: dict[str, Any] | None = None, ranks: int = 2
+) -> tuple[Issue, Rest]:
+    stage = CompressStage(cast("CompressOptions", stage_options("compress", options or {})), CONTEXT)
+    rest = Rest()
+    signature = Signature(
+        "all_reduce", torch.float32, (3,), 12, "world", ranks, reduce_op="SUM", compress=compress
+    )
+    return stage.bind(signature, rest), rest
+
+
+def wire(issue: Issue, rest: Rest) -> list[float]:
+    """What travels when 1, 2, 3 are sent; checks that decoding gives them back."""
+    tensor = torch.tensor([1.0, 2.0, 3.0])
+    issue(Message(Signature("all_reduce", tensor.dtype, (3,), 12, "world", 2), (tensor,), (tensor,)))
+    (message,) = rest.messages
+    assert message.prepare is not None
+    message.prepare()
+    values: list[float] = message.inputs[0].tolist()
+    tensor.zero_()
+    for function in rest.after:
+        function()
+    assert tensor.tolist() == [1, 2, 3]
+    return values
+
+
+@pytest.mark.parametrize(
+    ("compress", "options", "expected"),
+    [
+        (None, {"codec": "scale"}, [2, 4, 6]),
+        (None, {"codec": "scale", "by": 5}, [5, 10, 15]),
+        ("scale", {}, [2, 4, 6]),
+        ("scale", {"codec": "scale", "by": 5}, [2, 4, 6]),
+        ((("by", 3), ("codec", "scale")), {}, [3, 6, 9]),
+        ((("codec", "bf16"),), {"codec": "scale"}, [1, 2, 3]),
+    ],
+)
+def test_a_codec_gets_its_options(
+    compress: Codec | None, options: dict[str, Any], expected: list[float]
+) -> None:
+    assert wire(*bind(compress, options)) == expected
+
+
+@pytest.mark.parametrize("compress", [False, "none", (("codec", "none"),)])
+def test_a_call_switches_it_off(compress: Codec | bool) -> None:
+    issue, rest = bind(compress, {"codec": "scale"})
+    assert issue == rest.issue
+    assert rest.notes == ["off, by the call"]
+    assert rest.signatures[0].compress is None
+
+
+def test_one_rank_sends_nothing() -> None:
+    issue, rest = bind(None, {"codec": "scale"}, ranks=1)
+    assert issue == rest.issue
+    assert rest.notes == ["codec scale not used: a group of one rank sends nothing"]
+
+
+@pytest.mark.parametrize(
+    ("compress", "what"),
+    [
+        ("int9", "all_reduce: compress.codec: unknown codec 'int9'; known: bf16, fp16, none, scale"),
+        ((("codec", "scale"), ("to", 3)), "all_reduce: compress.to: unknown key 'to'; known: by, codec"),
+        ((("by", "x"), ("codec", "scale")), "all_reduce: compress.by: expected a valid integer"),
+        ((("by", 3), ("codec", "bf16")), "all_reduce: compress.by: unknown key 'by'; known: codec"),
+        ((("by", 3),), "no codec; expected the key 'codec'"),
+        ((), "no codec; expected the key 'codec'"),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_options_of_a_call_are_checked(compress: Codec, what: str, ranks: int) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        bind(compress, ranks=ranks)
+    assert what in str(caught.value)
+
+
+def test_what_a_codec_cannot_take() -> None:
+    registry.REGISTRIES["codecs"]["narrow"] = type("Narrow", (), {"name": "narrow", "dtypes": ()})()
+    with pytest.raises(Unsupported, match="codec narrow takes"):
+        bind("narrow")
+    assert bind(None, {"codec": "narrow"})[1].notes == ["codec narrow not used: codec narrow takes "]
+
+
+def test_a_rule_gives_a_codec_other_options() -> None:
+    config = load(
+        {
+            "pipeline": [{"compress": {"codec": "scale", "by": 4}}, {"select": {}}, {"dispatch": {}}],
+            "rules": [{"match": {"tag": "x"}, "compress": {"by": 7}}],
+        }
+    )
+    for rule, expected in ((None, 4), (config.rules[0], 7)):
+        options = config.options("compress", rule)
+        assert isinstance(options, CompressOptions)
+        rest = Rest()
+        signature = Signature("broadcast", torch.float32, (3,), 12, "world", 2, root=0)
+        assert wire(CompressStage(options, CONTEXT).bind(signature, rest), rest)[0] == expected

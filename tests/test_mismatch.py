@@ -1,0 +1,378 @@
+"""Ranks that do different things are told so, on every rank, instead of getting garbage or waiting.
+
+A corpus of faulty programs and their correct twins: every fault must be found, nothing else reported.
+Each program has a group of its own, because a group is of no use after a mismatch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from ranks import Via, run_ranks
+
+import mcr_plus as mcr
+from mcr_plus.launch import mpi_usable
+
+DEADLINE_S = 10.0
+START_LIMIT_S = 180.0
+
+needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
+both = pytest.mark.parametrize("via", [pytest.param("mpi", marks=needs_mpi), "torch"])
+
+Group = mcr.Communicator
+Program = Callable[[Group, str], None]
+
+
+def configuration(check: str = "first", deadline: float = DEADLINE_S) -> dict[str, Any]:
+    return {"version": 1, "pipeline": [{"compress": {}}, {"select": {}}, {"dispatch": {"timeout": f"{deadline}s", "check": check}}]}
+
+
+def libraries(via: str) -> list[str]:
+    return ["mpi", "gloo"] if via == "mpi" else ["gloo"]
+
+
+# -- the corpus -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """What most ranks do, what the last rank does, and words by which a report must name both."""
+
+    good: Program
+    bad: Program
+    words: tuple[str, str]
+
+
+def _all_reduce(shape: tuple[int, ...] = (4,), dtype: torch.dtype = torch.float32, **options: Any) -> Program:
+    def run(group: Group, backend: str) -> None:
+        group.all_reduce(torch.ones(shape, dtype=dtype), **{"backend": backend, **options})
+
+    return run
+
+
+def _waited(group: Group, backend: str) -> None:
+    work = group.all_reduce(torch.ones(4), async_op=True, backend=backend)
+    assert work is not None
+    work.wait()
+
+
+def _broadcast(source: int) -> Program:
+    return lambda group, backend: _none(group.broadcast(torch.ones(4), group.ranks[source], backend=backend))
+
+
+def _all_gather(group: Group, backend: str) -> None:
+    group.all_gather_into_tensor(torch.empty(4 * group.size), torch.ones(4), backend=backend)
+
+
+def _all_to_all(group: Group, backend: str) -> None:
+    group.all_to_all_single(torch.empty(4 * group.size), torch.ones(4 * group.size), backend=backend)
+
+
+def _barrier(group: Group, backend: str) -> None:
+    group.barrier(backend=backend)
+
+
+def _in_order(*programs: Program) -> Program:
+    def run(group: Group, backend: str) -> None:
+        for program in programs:
+            program(group, backend)
+
+    return run
+
+
+def _none(result: object) -> None:
+    assert result is None
+
+
+def _on_the_other(group: Group, backend: str) -> None:
+    group.all_reduce(torch.ones(4), backend="gloo" if backend == "mpi" else "mpi")
+
+
+A, B = _all_reduce(tag="a"), _all_reduce(tag="b")
+CASES = {
+    "op": Case(_all_reduce(), _broadcast(0), ("all_reduce", "broadcast")),
+    "exchange": Case(_all_gather, _all_to_all, ("all_gather", "all_to_all")),
+    "barrier": Case(_barrier, _all_reduce(), ("barrier", "all_reduce")),
+    "reduce op": Case(_all_reduce(), _all_reduce(op="MAX"), ("SUM", "MAX")),
+    "dtype": Case(_all_reduce(), _all_reduce(dtype=torch.int32), ("float32", "int32")),
+    "size": Case(_all_reduce(), _all_reduce((5,)), (r"\[4\]", r"\[5\]")),
+    "shape": Case(_all_reduce(), _all_reduce((2, 2)), (r"\[4\]", r"\[2,2\]")),
+    "root": Case(_broadcast(0), _broadcast(1), ("root=0", "root=1")),
+    "order": Case(_in_order(A, B), _in_order(B, A), ("tag=a", "tag=b")),
+    "tag": Case(A, B, ("tag=a", "tag=b")),
+    "async": Case(_all_reduce(), _waited, (r"float32\[4\]", "async")),
+    "compress": Case(_all_reduce(), _all_reduce(compress="bf16"), ("float32", "bfloat16")),
+    "backend": Case(_all_reduce(), _on_the_other, ("backend=mpi", "backend=gloo")),
+}
+
+
+# -- on ranks -------------------------------------------------------------------------------------
+
+
+def _outcome(run: Callable[[], object]) -> dict[str, Any]:
+    """What a program came to: the error's type and text, or none, and the time it took."""
+    began = time.monotonic()
+    try:
+        run()
+    except mcr.McrError as error:
+        kind, text = type(error).__name__, str(error)
+    else:
+        kind, text = None, ""
+    return {"error": kind, "text": text, "seconds": time.monotonic() - began}
+
+
+def corpus(via: str, check: str) -> list[dict[str, Any]]:
+    """Runs on ranks: every case on every library, in a group of all and in one of two ranks."""
+    mcr.init(configuration(check), backends=libraries(via))
+    size = mcr.get_world_size()
+    members = [list(range(size))] + ([[size - 1, 0]] if size > 2 else [])
+    cases = {name: case for name, case in CASES.items() if via == "mpi" or name != "backend"}
+    runs = [
+        (name, backend, mcr.new_group(ranks))
+        for name in cases
+        for backend in libraries(via)
+        for ranks in members
+    ]
+    return [result for run in runs for result in _try_case(*run, bound_before=check == "every")]
+
+
+def _try_case(name: str, backend: str, group: Group, bound_before: bool) -> list[dict[str, Any]]:
+    if group.rank < 0:
+        return []
+    case = CASES[name]
+    deviates = group.rank == group.size - 1
+    twins = [case.good, case.bad] if bound_before else [case.good] if _is_apart(name) else []
+    told = {"case": f"{name}/{backend}/{group.size}"}
+    # Twins first: after the fault the group is of no use. Both programs run on all ranks alike.
+    results = [told | {"twin": True} | _outcome(lambda twin=twin: twin(group, backend)) for twin in twins]  # type: ignore[misc]
+    program = case.bad if deviates else case.good
+    fault = _outcome(lambda: _in_order(program, _all_reduce())(group, backend))
+    again = _outcome(lambda: group.barrier(backend=backend))
+    return [*results, told | {"twin": False, "again": again["error"]} | fault]
+
+
+def _is_apart(name: str) -> bool:
+    """Cases whose good program is bound before the fault even in the corpus of first binds."""
+    return name in ("size", "tag", "reduce op")
+
+
+def other_groups() -> dict[str, Any]:
+    """Runs on ranks: new_group with other ranks, or in another order, on the last rank."""
+    mcr.init(configuration())
+    size, last = mcr.get_world_size(), mcr.get_rank() == mcr.get_world_size() - 1
+    good = list(range(size))
+    return {
+        "twin": _outcome(lambda: mcr.new_group(good)),
+        "ranks": _outcome(lambda: mcr.new_group(good[:-1] if last else good)),
+        "order": _outcome(lambda: mcr.new_group(good[::-1] if last else good)),
+        "still works": _outcome(lambda: mcr.new_group(good).barrier()),
+    }
+
+
+def other_configuration() -> dict[str, Any]:
+    """Runs on ranks: the configuration of the last rank has another deadline."""
+    rank = int(os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0"))))
+    return _outcome(lambda: mcr.init(configuration(deadline=20.0 if rank == 1 else 10.0)))
+
+
+# -- tests ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("via", "ranks", "check"),
+    [
+        pytest.param("mpi", 3, "first", marks=needs_mpi),
+        pytest.param("mpi", 3, "every", marks=needs_mpi),
+        pytest.param("mpi", 2, "every", marks=needs_mpi),
+        ("torch", 2, "first"),
+        ("torch", 3, "every"),
+    ],
+)
+def test_every_mismatch_is_found_and_nothing_else(via: Via, ranks: int, check: str) -> None:
+    results = run_ranks(corpus, ranks, args=[via, check], via=via, timeout=START_LIMIT_S)
+    assert [result.returncode for result in results] == [0] * ranks
+    outcomes = [outcome | {"rank": result.rank} for result in results for outcome in result.value]
+    false_alarms = [outcome for outcome in outcomes if outcome["twin"] and outcome["error"]]
+    assert false_alarms == []
+    faults = [outcome for outcome in outcomes if not outcome["twin"]]
+    per_case = len(libraries(via)) * (ranks + (2 if ranks > 2 else 0))
+    assert len(faults) == per_case * (len(CASES) - (via != "mpi"))
+    assert [fault for fault in faults if fault["error"] != "OrderMismatch"] == []
+    assert [fault for fault in faults if fault["seconds"] > DEADLINE_S] == []
+    assert [fault for fault in faults if not _names_all(fault)] == []
+    assert [fault for fault in faults if fault["again"] != "BackendError"] == []
+
+
+def _names_all(fault: dict[str, Any]) -> bool:
+    """Two ranks, what both did, the operation's number and the group."""
+    text = fault["text"]
+    words = CASES[fault["case"].split("/")[0]].words
+    named = set(re.findall(r"rank (\d+)", text))
+    return (
+        len(named) >= 2
+        and re.search(r"#\d+ of group '\w+'", text) is not None
+        and all(re.search(word, text) for word in words)
+    )
+
+
+@both
+def test_new_group_with_other_ranks(via: Via) -> None:
+    for result in run_ranks(other_groups, 3, via=via, timeout=START_LIMIT_S):
+        kinds = {name: outcome["error"] for name, outcome in result.value.items()}
+        assert kinds == {"twin": None, "ranks": "OrderMismatch", "order": "OrderMismatch", "still works": None}
+        text = result.value["ranks"]["text"]
+        assert "[0, 1, 2]" in text
+        assert "[0, 1]" in text
+        assert "rank 2" in text
+
+
+@both
+def test_configuration_that_differs_between_ranks(via: Via) -> None:
+    for result in run_ranks(other_configuration, 2, via=via, timeout=START_LIMIT_S):
+        assert result.value["error"] == "ConfigError"
+        assert "differs between ranks: rank 0 and ranks [1]" in result.value["text"]
+
+
+# -- misuse that other libraries answer with garbage ------------------------------------------------
+
+
+def threads(via: str) -> dict[str, Any]:
+    """Runs on ranks: two threads on one group, then two threads with a group each."""
+    mcr.init(configuration(), backends=libraries(via))
+    found = {}
+    for backend in libraries(via):
+        everyone = list(range(mcr.get_world_size()))
+        shared, others = mcr.new_group(everyone), [mcr.new_group(everyone) for _ in range(2)]
+        handed_over = mcr.new_group(everyone)
+        found[backend] = {
+            "one group": _in_threads([shared, shared], backend),
+            "one group, taken over by one": _in_threads([handed_over, handed_over], backend, owners={0}),
+            "a group each": _in_threads(others, backend, owners={0, 1}),
+        }
+    return found
+
+
+def _in_threads(groups: list[Group], backend: str, owners: set[int] = frozenset()) -> list[dict[str, int]]:  # type: ignore[assignment]
+    counts = [{"right": 0, "wrong": 0, "refused": 0} for _ in groups]
+    ready = threading.Barrier(len(groups))
+
+    def work(index: int) -> None:
+        group = groups[index]
+        if index in owners:
+            group.take_over()
+        ready.wait()
+        for step in range(200):
+            value = torch.full((4,), float(1000 * index + step))
+            try:
+                group.all_reduce(value, backend=backend)
+            except (mcr.OrderMismatch, mcr.BackendError):
+                counts[index]["refused"] += 1
+            else:
+                right = bool((value == group.size * (1000 * index + step)).all())
+                counts[index]["right" if right else "wrong"] += 1
+
+    running = [threading.Thread(target=work, args=(index,)) for index in range(len(groups))]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    return counts
+
+
+@both
+def test_two_threads(via: Via) -> None:
+    refused, right = {"right": 0, "wrong": 0, "refused": 200}, {"right": 200, "wrong": 0, "refused": 0}
+    for result in run_ranks(threads, 2, args=[via], via=via, timeout=START_LIMIT_S):
+        for found in result.value.values():
+            assert found["one group"] == [refused, refused]
+            assert found["one group, taken over by one"] == [right, refused]
+            assert found["a group each"] == [right, right]
+
+
+def messages(via: str) -> dict[str, Any]:
+    """Runs on ranks: sends and receives that do not fit, and some that do."""
+    mcr.init(configuration(), backends=libraries(via))
+    sizes = {"twin": (8, 8), "longer": (8, 4), "much longer": (1 << 20, 4), "shorter": (4, 8), "dtype": (4, 4)}
+    runs = [
+        (backend, name, source, mcr.new_group([0, 1]))
+        for backend in libraries(via)
+        for name in sizes
+        for source in (0, None)
+    ]
+    found = {}
+    for backend, name, source, group in runs:
+        sent, received = sizes[name]
+        dtype = torch.int32 if name == "dtype" else torch.float32
+
+        def exchange(group: Group = group, backend: str = backend, sent: int = sent, received: int = received, dtype: torch.dtype = dtype, source: int | None = source) -> None:
+            if group.rank == 0:
+                group.send(torch.ones(sent), 1, backend=backend)
+            else:
+                group.recv(torch.zeros(received, dtype=dtype), source, backend=backend)
+
+        found[f"{backend}/{name}/{source}"] = _outcome(exchange)
+    return found
+
+
+@both
+def test_messages_that_do_not_fit(via: Via) -> None:
+    sender, receiver = run_ranks(messages, 2, args=[via], via=via, timeout=START_LIMIT_S)
+    for name, outcome in receiver.value.items():
+        assert outcome["error"] == (None if "twin" in name else "OrderMismatch"), (name, outcome)
+        if "twin" not in name:
+            assert "rank 0 issued send float32[" in outcome["text"], name
+            assert "rank 1 issued recv " in outcome["text"], name
+    for name, outcome in sender.value.items():
+        # A short message may have been on its way before the receiver looked at it.
+        assert outcome["error"] in (None, *["OrderMismatch"] * ("twin" not in name)), (name, outcome)
+
+
+def fork(via: str) -> dict[str, Any]:
+    """Runs on ranks: a forked child tries the parent's communicator; the parent then goes on."""
+    group = mcr.init(configuration(), backends=libraries(via))
+    value = torch.ones(4)
+    group.all_reduce(value)
+    bound = group.persistent("all_reduce", value)
+    attempts: dict[str, Callable[[], object]] = {
+        "function": lambda: mcr.all_reduce(torch.ones(4)),
+        "method": lambda: group.all_reduce(torch.ones(4)),
+        "persistent": bound,
+        "message": lambda: group.isend(torch.ones(4), 0),
+        "new group": lambda: mcr.new_group([0]),
+        "finalize": mcr.finalize,
+        "block": lambda: group.__exit__(),
+    }
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with os.fdopen(writer, "w") as pipe:
+            for name, attempt in attempts.items():
+                outcome = _outcome(attempt)
+                print(name, outcome["error"], outcome["text"], sep="|", file=pipe)
+        sys.exit(3)  # through the interpreter's whole end, which must neither hang nor touch the parent's job
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        told = [line.split("|", 2) for line in pipe.read().splitlines()]
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    group.all_reduce(value)
+    return {"told": told, "code": code, "value": value[0].item()}
+
+
+@both
+@pytest.mark.filterwarnings("ignore")
+def test_forked_child_is_refused(via: Via) -> None:
+    for result in run_ranks(fork, 2, args=[via], via=via, timeout=START_LIMIT_S):
+        for name, error, text in result.value["told"]:
+            assert (name, error) == (name, "None" if name == "block" else "NotInitialized"), text
+        assert any("belongs to the parent process" in text for _, _, text in result.value["told"])
+        assert result.value["code"] == 3
+        assert result.value["value"] == 4.0

@@ -120,7 +120,7 @@ def _encoded(codec: Codec, signature: Signature, next: Next) -> Issue:
             for tensor, payload in zip(values, sources, strict=True):
                 codec.encode(tensor / ranks if divide else tensor, payload)
 
-        rest.setdefault("origin", signature.nbytes)
+        rest.setdefault("origin", message.own_bytes() if signature.nbytes is None else signature.nbytes)
         encoded = Message(inner, sources, targets, **rest, codec=name, prepare=prepare)
         outputs = message.outputs
 

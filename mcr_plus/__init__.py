@@ -9,62 +9,66 @@ Every operation flows through one declared pipeline and comes out on the library
         mcr.all_reduce(x)
 """
 
-from mcr_plus.collectives import (
-    all_gather,
-    all_gather_coalesced,
-    all_gather_into_tensor,
-    all_gather_object,
-    all_gather_v,
-    all_reduce,
-    all_reduce_coalesced,
-    all_to_all,
-    all_to_all_single,
-    barrier,
-    batch_isend_irecv,
-    broadcast,
-    broadcast_object,
-    gather,
-    gather_v,
-    irecv,
-    isend,
-    persistent,
-    record,
-    recv,
-    reduce,
-    reduce_scatter,
-    reduce_scatter_coalesced,
-    reduce_scatter_tensor,
-    reduce_scatter_v,
-    scatter,
-    scatter_v,
-    send,
-)
-from mcr_plus.communicator import Communicator, P2POp
-from mcr_plus.dispatch.work import Work
-from mcr_plus.errors import (
-    BackendError,
-    BackendUnavailable,
-    CommTimeout,
-    ConfigError,
-    InvalidArgument,
-    LaunchError,
-    McrError,
-    NotInitialized,
-    OrderMismatch,
-    Unsupported,
-)
-from mcr_plus.explain import explain
-from mcr_plus.message import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
-from mcr_plus.runtime import (
-    finalize,
-    get_backends,
-    get_rank,
-    get_world_size,
-    init,
-    is_initialized,
-    new_group,
-    world,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mcr_plus.collectives import (
+        all_gather,
+        all_gather_coalesced,
+        all_gather_into_tensor,
+        all_gather_object,
+        all_gather_v,
+        all_reduce,
+        all_reduce_coalesced,
+        all_to_all,
+        all_to_all_single,
+        barrier,
+        batch_isend_irecv,
+        broadcast,
+        broadcast_object,
+        gather,
+        gather_v,
+        irecv,
+        isend,
+        persistent,
+        record,
+        recv,
+        reduce,
+        reduce_scatter,
+        reduce_scatter_coalesced,
+        reduce_scatter_tensor,
+        reduce_scatter_v,
+        scatter,
+        scatter_v,
+        send,
+    )
+    from mcr_plus.communicator import Communicator, P2POp
+    from mcr_plus.dispatch.work import Work
+    from mcr_plus.errors import (
+        BackendError,
+        BackendUnavailable,
+        CommTimeout,
+        ConfigError,
+        InvalidArgument,
+        LaunchError,
+        McrError,
+        NotInitialized,
+        OrderMismatch,
+        Unsupported,
+    )
+    from mcr_plus.explanation import explain
+    from mcr_plus.message import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
+    from mcr_plus.runtime import (
+        finalize,
+        get_backends,
+        get_rank,
+        get_world_size,
+        init,
+        is_initialized,
+        new_group,
+        world,
+    )
 
 __version__ = "0.1.0"
 
@@ -128,3 +132,20 @@ __all__ = [
     "send",
     "world",
 ]
+
+_HOMES = ("collectives", "communicator", "runtime", "errors", "message", "dispatch.work", "explanation")
+
+
+def __getattr__(name: str) -> object:
+    # Importing torch takes seconds; `mcr-plus run` and `--help` can do without.
+    if name in __all__:
+        for home in _HOMES:
+            module = import_module(f"mcr_plus.{home}")
+            if name in vars(module):
+                globals()[name] = vars(module)[name]
+                return globals()[name]
+    raise AttributeError(f"module 'mcr_plus' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -26,15 +26,15 @@ class ConfigError(McrError):
     """A configuration, table or algorithm file is wrong; the message begins with `file:line: path:`."""
 
 
-class NotInitialized(McrError):  # noqa: N818 - public name
+class NotInitialized(McrError):
     """`init` has not been called, was called twice, or `finalize` has been called since."""
 
 
-class Unsupported(McrError):  # noqa: N818 - public name
+class Unsupported(McrError):
     """An argument, dtype, reduce op or option that cannot be done here; the message says what can."""
 
 
-class InvalidArgument(Unsupported, ValueError):  # noqa: N818 - public name
+class InvalidArgument(Unsupported, ValueError):
     """An argument that makes no sense: a wrong shape, rank, split or type."""
 
 
@@ -46,11 +46,11 @@ class BackendUnavailable(BackendError):
     """A backend was asked for that cannot run here; the message says how to get it."""
 
 
-class CommTimeout(McrError):  # noqa: N818 - public name
+class CommTimeout(McrError):
     """An operation passed its deadline; the message names the ranks that have not arrived."""
 
 
-class OrderMismatch(McrError):  # noqa: N818 - public name
+class OrderMismatch(McrError):
     """Ranks of a group issued different operations under the same sequence number."""
 
 

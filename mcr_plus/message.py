@@ -155,6 +155,7 @@ class Message:
         fused: how many members were packed into this op.
         codec: name of the codec that encoded the payload, for records.
         origin: bytes before encoding, for records; None when not encoded.
+        seen_bytes: `own_bytes` of tensors that have been let go.
     """
 
     input_counts: tuple[int, ...] | None = None
@@ -166,6 +167,7 @@ class Message:
     fused: int = 1
     codec: str | None = None
     origin: int | None = None
+    seen_bytes: int = 0
 
     # Slots for what every message has; the rest has its defaults on the class, and is rarely set.
     __slots__ = ("__dict__", "inputs", "outputs", "signature")
@@ -182,6 +184,11 @@ class Message:
         self.outputs = outputs
         if rest:
             self.__dict__.update(rest)
+
+    def own_bytes(self) -> int:
+        """The larger of what this rank sends and receives; remembered once the tensors are let go."""
+        sent, received = (sum(tensor.nbytes for tensor in part) for part in (self.inputs, self.outputs))
+        return max(sent, received, self.seen_bytes)
 
 
 @dataclass(frozen=True)

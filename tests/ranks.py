@@ -41,7 +41,7 @@ class RankResult:
     value: Any  # what the function returned; None if it did not return
 
 
-class RanksFailed(AssertionError):  # noqa: N818 - what failed is the test
+class RanksFailed(AssertionError):
     """A rank failed or did not end; the message holds the end of every rank's stderr."""
 
     def __init__(self, what: str, results: list[RankResult]) -> None:

@@ -28,14 +28,12 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "dlrm"
-sys.path.insert(0, str(EXAMPLE))
+import criteo
+import model
+import train
 
-import criteo  # noqa: E402
-import model  # noqa: E402
-import train  # noqa: E402
-
-import mcr_plus  # noqa: E402
-from mcr_plus.errors import BackendUnavailable  # noqa: E402
+import mcr_plus
+from mcr_plus.errors import BackendUnavailable
 
 T = TypeVar("T")
 SMALL = model.ModelConfig(embedding_dim=4, table_rows=20, bottom=(8,), top=(8,), dtype=torch.float64, seed=3)
@@ -76,7 +74,7 @@ class Board:
 
 @dataclass
 class ThreadComms:
-    """A `train.Transport` between threads; `fault` is added to whatever it reduces."""
+    """A `transports.Transport` between threads; `fault` is added to whatever it reduces."""
 
     rank: int
     board: Board
@@ -90,7 +88,7 @@ class ThreadComms:
     def all_to_all_single(
         self,
         output: Tensor,
-        input: Tensor,  # noqa: A002
+        input: Tensor,
         output_split_sizes: list[int],
         input_split_sizes: list[int],
         tag: str,
@@ -339,23 +337,23 @@ def test_auc_counts_pairs(seed: int) -> None:
     scores = np.array([draw.randrange(8) / 4 - 1 for _ in range(60)])  # many ties
     positives, negatives = scores[labels == 1], scores[labels == 0]
     won = sum(float(p > n) + 0.5 * float(p == n) for p in positives for n in negatives)
-    assert train.auc(labels, scores) == pytest.approx(won / (len(positives) * len(negatives)))
+    assert report.auc(labels, scores) == pytest.approx(won / (len(positives) * len(negatives)))
 
 
 def test_auc_at_its_ends() -> None:
     labels = np.array([0, 0, 1, 1])
-    assert train.auc(labels, np.array([1, 2, 3, 4])) == 1
-    assert train.auc(labels, np.array([4, 3, 2, 1])) == 0
-    assert train.auc(labels, np.zeros(4)) == 0.5
-    assert math.isnan(train.auc(np.ones(4), np.arange(4)))
-    assert math.isnan(train.auc(np.empty(0), np.empty(0)))
+    assert report.auc(labels, np.array([1, 2, 3, 4])) == 1
+    assert report.auc(labels, np.array([4, 3, 2, 1])) == 0
+    assert report.auc(labels, np.zeros(4)) == 0.5
+    assert math.isnan(report.auc(np.ones(4), np.arange(4)))
+    assert math.isnan(report.auc(np.empty(0), np.empty(0)))
 
 
 def test_loss_and_accuracy_are_torchs() -> None:
     labels, scores = torch.tensor([0.0, 1, 1, 0]), torch.tensor([-3.0, 2, -1, 100])
     expected = nn.functional.binary_cross_entropy_with_logits(scores, labels)
-    assert train.log_loss(labels.numpy(), scores.numpy()) == pytest.approx(expected.item())
-    assert train.accuracy(labels.numpy(), scores.numpy()) == 0.5
+    assert report.log_loss(labels.numpy(), scores.numpy()) == pytest.approx(expected.item())
+    assert report.accuracy(labels.numpy(), scores.numpy()) == 0.5
 
 
 def test_communication_is_summed_by_kind_tag_and_backend() -> None:
@@ -370,9 +368,9 @@ def test_communication_is_summed_by_kind_tag_and_backend() -> None:
         record("all_reduce", None, "gloo", 100, 0, 1),
     ]
     log: Any = SimpleNamespace(records=records)
-    assert train.communication(train.Recording(log, Counter(a=700)), seconds=10) == [
-        train.CommunicationRow("all_to_all", "a", "mpi", 3, 700, 2e6, 0.6),
-        train.CommunicationRow("all_reduce", "", "gloo", 1, 100, 1e6, 0.1),
+    assert report.communication(transports.Recording(log, Counter(a=700)), seconds=10) == [
+        report.CommunicationRow("all_to_all", "a", "mpi", 3, 700, 2e6, 0.6),
+        report.CommunicationRow("all_reduce", "", "gloo", 1, 100, 1e6, 0.1),
     ]
 
 
@@ -455,7 +453,7 @@ def job(data: Path, **changes: Any) -> train.Job:
     return train.Job(**{**options, **changes})
 
 
-def train_on(comms: train.Transport, work: train.Job) -> tuple[train.Result, Tensor]:
+def train_on(comms: transports.Transport, work: train.Job) -> tuple[report.Result, Tensor]:
     trainer = train.Trainer(work, comms, lambda *_: None)
     result = trainer.run()
     return result, trainer.model.embedding.weight.detach()
@@ -474,9 +472,9 @@ def test_any_number_of_ranks_trains_the_same_model(size: int, generated: Path) -
     several = on_ranks(size, lambda comms: train_on(comms, job(generated)))
     assert len(single.losses) == 14
     for result, _ in several:
-        assert train.difference(result.losses, single.losses) < 1e-12
-        assert train.log_loss(result.labels, result.scores) == pytest.approx(
-            train.log_loss(single.labels, single.scores)
+        assert report.difference(result.losses, single.losses) < 1e-12
+        assert report.log_loss(result.labels, result.scores) == pytest.approx(
+            report.log_loss(single.labels, single.scores)
         )
     torch.testing.assert_close(torch.cat([part for _, part in several]), weight)
 
@@ -507,7 +505,7 @@ def test_it_learns() -> None:
     )
     result, _ = train_on(alone(), work)
     assert result.last < result.first - 0.02
-    assert train.auc(result.labels, result.scores) > 0.65
+    assert report.auc(result.labels, result.scores) > 0.65
 
 
 def test_steps_go_round_the_file(generated: Path) -> None:
@@ -527,7 +525,7 @@ def command(main: Callable[..., None]) -> typer.Typer:
 @pytest.fixture
 def transports(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ThreadComms | None]]:
     """One rank on every library; None is a library that is not there."""
-    known: dict[str, ThreadComms | None] = {name: alone() for name in train.TITLES}
+    known: dict[str, ThreadComms | None] = {name: alone() for name in transports.TITLES}
 
     def open_transport(name: str, config: Path) -> ThreadComms:
         if (transport := known[name]) is None:
@@ -610,7 +608,7 @@ def test_two_processes_on_torch_train_the_same_model(generated: Path, tmp_path: 
     work = job(generated, model=model.ModelConfig(table_rows=20), batch_size=128)
     single, _ = train_on(alone(), work)
     losses = json.loads((tmp_path / "out.json").read_text())["train_loss"]["steps"]
-    assert train.difference(np.array(losses), single.losses) < train.TOLERANCE
+    assert report.difference(np.array(losses), single.losses) < report.TOLERANCE
 
 
 def mpi_is_there() -> bool:
@@ -626,7 +624,7 @@ def test_all_libraries_train_the_same_model_on_two_ranks(generated: Path, tmp_pa
     done = launch(mpiexec, "--compare", "--data", generated, "--steps", 5, "--json", tmp_path / "out.json")
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads((tmp_path / "out.json").read_text())
-    assert [run["transport"] for run in document["runs"]] == list(train.TITLES.values())
+    assert [run["transport"] for run in document["runs"]] == list(transports.TITLES.values())
     for run in document["runs"]:
         assert run["missing"] is None
         assert run["ranks"] == 2

@@ -131,7 +131,9 @@ class Program:
     def _finish(self, pending: Pending) -> None:
         for work in pending.works:
             work.wait()
-        if pending.got is not None and not np.array_equal(pending.got.numpy(), pending.expected):
+        if pending.got is None or pending.expected is None:
+            return
+        if not np.array_equal(pending.got.numpy(), pending.expected):
             self.failures.append(f"seed {self._seed} rank {self._rank} {pending.step}: got {pending.got[:8]}")
 
     def _common(self, step: Step) -> dict[str, Any]:
@@ -221,7 +223,7 @@ def fuzz(first_seed: int, programs: int, backends: list[str]) -> dict[str, Any]:
     return {"failures": failures[:5], "done": done}
 
 
-@pytest.mark.parametrize(("ranks", "programs"), [(2, 1200), (3, 500), (4, 300)])
+@pytest.mark.parametrize(("ranks", "programs"), [(2, 1500), (3, 800), (4, 500)])
 def test_random_programs_give_the_oracles_results(ranks: int, programs: int) -> None:
     programs = int(os.environ.get("MCR_FUZZ_PROGRAMS", programs))
     results = run_ranks(fuzz, ranks, args=[ranks * 1_000_000, programs, ["mpi", "gloo"]], timeout=3000)

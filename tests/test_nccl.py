@@ -22,13 +22,13 @@ import numpy as np
 import pytest
 import torch
 from fake_nccl import PROTOTYPES, FakeStreams, Simulator
-from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined, unused-ignore]
 
 from mcr_plus import registry
 from mcr_plus.backends.nccl import NcclBackend, abi
 from mcr_plus.backends.nccl.abi import Nccl, NcclError
 from mcr_plus.backends.nccl.backend import NcclChannel
 from mcr_plus.backends.nccl.link import StreamPoll
+from mcr_plus.c10d import FileStore, HashStore
 from mcr_plus.dispatch.board import NoBoard
 from mcr_plus.dispatch.engine import Engine, GroupState
 from mcr_plus.dispatch.operation import Lane, Operation

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 import mcr_plus as mcr
-from mcr_plus import registry
+from mcr_plus import c10d, registry
 from mcr_plus.config import NoOptions
 from mcr_plus.dispatch.work import Info, JointWork, Work
 from mcr_plus.interfaces import Context, Issue, Next
@@ -49,6 +49,13 @@ class HeldWork(Work):
         return self._pair.sent.info
 
 
+def _copier(source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
+    def copy() -> None:
+        target.copy_(source)
+
+    return copy
+
+
 class Pair:
     """Up to two tensors that travel as one."""
 
@@ -66,7 +73,7 @@ class Pair:
             self.sent = issue(Message(signature, (flat,), (flat,), fused=len(tensors)))
             for index, tensor in enumerate(tensors):
                 part = flat[index * tensor.numel() : (index + 1) * tensor.numel()]
-                self.sent.then(lambda tensor=tensor, part=part: tensor.copy_(part))
+                self.sent.then(_copier(part, tensor))
             for function in self.following:
                 self.sent.then(function)
         return self.sent
@@ -163,6 +170,7 @@ class TwoStepStage:
         numel = torch.Size(signature.shape).numel()
         if signature.kind != "all_reduce" or numel % signature.ranks:
             return next(signature)
+        nbytes = numel * 4
         shard = (numel // signature.ranks,)
         scatter = signature.replace(kind="reduce_scatter", shape=shard, backend="mpi")
         gather = signature.replace(kind="all_gather", shape=shard, backend="gloo", reduce_op=None)
@@ -173,7 +181,7 @@ class TwoStepStage:
             part = value.new_empty(shard)
             begun = first(Message(scatter, (value,), (part,)))
             ended = second(Message(gather, (part,), (value,), after=begun))
-            return JointWork([begun, ended], signature.kind, nbytes=signature.nbytes, tag=signature.tag)
+            return JointWork([begun, ended], signature.kind, nbytes=nbytes, tag=signature.tag)
 
         return issue
 
@@ -343,7 +351,7 @@ def test_doctor_lists_an_outside_backend(tmp_path: Path) -> None:
 # -- the drop-in's shape: a ProcessGroup of three methods under DDP ----------------------------------
 
 
-class TorchWork(dist._Work):
+class TorchWork(c10d.Work):
     """Our handle as torch sees it."""
 
     def __init__(self, work: Work, result: list[torch.Tensor]) -> None:
@@ -366,18 +374,19 @@ class Shell(dist.ProcessGroup):
     """What DDP needs of a process group, over a Communicator."""
 
     def __init__(self, comm: mcr.Communicator) -> None:
-        super().__init__(comm.rank, comm.size)
+        super().__init__(comm.rank, comm.size)  # type: ignore[call-arg]  # the stubs lack this one
         self._comm = comm
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return "mcr_shell"
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+    # The stubs demand every overload; DDP uses one.
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         work = self._comm.all_reduce(tensors[0], "SUM", True, tag="ddp")
         assert work is not None
         return TorchWork(work, tensors)
 
-    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         work = self._comm.broadcast(tensors[0], self._comm.ranks[opts.rootRank], True)
         assert work is not None
         return TorchWork(work, tensors)
@@ -391,7 +400,7 @@ class Shell(dist.ProcessGroup):
 def ddp_step() -> dict[str, Any]:
     comm = _init(backends=["mpi", "gloo"])
     dist.Backend.register_backend("mcr_shell", lambda *_: Shell(comm), devices=["cpu"])
-    store = dist.HashStore()
+    store = c10d.HashStore()
     dist.init_process_group("mcr_shell", store=store, rank=comm.rank, world_size=comm.size)
     torch.manual_seed(comm.rank)  # DDP must make the parameters equal
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))

@@ -39,7 +39,7 @@ class Comms(Protocol):
     def all_to_all_single(
         self,
         output: Tensor,
-        input: Tensor,  # noqa: A002 - torch.distributed's name
+        input: Tensor,
         output_split_sizes: list[int],
         input_split_sizes: list[int],
         tag: str,

@@ -180,7 +180,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 class _GlooChannel:
     def __init__(self, process_group: Any, group: Group, timeout: timedelta) -> None:
-        self._pg = process_group
+        self._pg: Any = process_group  # None once closed
         self._group = group
         self._timeout = timeout
         self._sent: dict[tuple[int | None, int], int] = {}  # messages so far, by peer and tag

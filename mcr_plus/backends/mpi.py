@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import torch
 
+from mcr_plus.backends.mailbox import Mailbox, Receive
 from mcr_plus.errors import BackendUnavailable, Unsupported
 from mcr_plus.interfaces import NATIVE, Availability, Channel, Poll, Start, Support, World
 from mcr_plus.message import REDUCING, Group, Message, ReduceOp, Signature, dtype_name
@@ -174,6 +175,8 @@ class MpiBackend:
     def progress(self) -> None:
         """One probe lets the library advance every request."""
         self._probe()
+        for channel in self._channels:
+            channel.mailbox.progress()
 
     def close(self, clean: bool) -> None:
         """See `Backend.close`. Finalising is left to the end of the process: it can be done only once."""
@@ -232,32 +235,12 @@ def _libmpi() -> ctypes.CDLL:
     raise BackendUnavailable("backend mpi: the loaded MPI library was not found in this process")
 
 
-class _Receive:
-    """A receive being polled; knows its source and checks what came."""
-
-    source: int
-
-    def __init__(self, mpi: Any, request: Any, datatype: Any, count: int) -> None:
-        self._status = mpi.Status()
-        self._request = request
-        self._datatype = datatype
-        self._count = count
-
-    def __call__(self) -> bool:
-        if not self._request.Test(self._status):
-            return False
-        self.source = self._status.Get_source()
-        count = self._status.Get_count(self._datatype)
-        if count != self._count:
-            raise ValueError(f"received {count} elements from rank {self.source}, expected {self._count}")
-        return True
-
-
 class _MpiChannel:
     def __init__(self, mpi: Any, comm: Any, messages: Any, group: Group) -> None:
         self._mpi = mpi
         self._comm = comm
         self._messages = messages
+        self.mailbox = Mailbox(mpi, messages, group)
         self._group = group
         self._staged_requests = 0
 
@@ -613,23 +596,21 @@ class _MpiChannel:
     # -- messages ---------------------------------------------------------------------------------
 
     def _send(self, signature: Signature) -> Start:
-        spec, call = self._spec(signature), self._messages.Isend
+        assert signature.dtype is not None
+        spec, call, tag, dtype = self._spec(signature), self._messages.Isend, self.mailbox.tag, signature.dtype
 
         def start(message: Message) -> Poll:
-            poll: Poll = call(spec(message.inputs[0]), message.peer, message.match_tag).Test
+            poll: Poll = call(spec(message.inputs[0]), message.peer, tag(dtype, message.match_tag)).Test
             return poll
 
         return start
 
     def _recv(self, signature: Signature) -> Start:
-        spec, call, mpi = self._spec(signature), self._messages.Irecv, self._mpi
-        datatype, any_source = self._datatype(signature), mpi.ANY_SOURCE
+        spec, mailbox = self._spec(signature), self.mailbox
 
         def start(message: Message) -> Poll:
             out = message.outputs[0]
-            source = any_source if message.peer is None else message.peer
-            request = call(spec(out), source, message.match_tag)
-            return _Receive(mpi, request, datatype, out.numel())
+            return mailbox.post(Receive(mailbox, signature, message.peer, message.match_tag, out, spec(out)))
 
         return start
 

@@ -23,7 +23,7 @@ def explain(
     """Show the way an operation of KIND and BYTES would take, and why."""
     # imported here: torch takes seconds, and other commands do without it
     from mcr_plus.config import DTYPE_NAMES
-    from mcr_plus.explain import explain as explain_operation
+    from mcr_plus.explanation import explain as explain_operation
     from mcr_plus.message import ALIASES, KINDS
 
     _check_known("kind", kind, (*KINDS, *ALIASES), "KIND")

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 class Info:
     """What an operation was and which way it took.
 
-    `bytes` is the payload, `wire_bytes` what was handed to the library (None for vector collectives);
+    `bytes` is the payload, `wire_bytes` what was handed to the library; of vector collectives, whose sizes
+    differ between ranks, both are this rank's own (the larger of what it sends and receives);
     `fused` counts the members packed into the operation; `sequence` is its number in its group. Times
     are `time.perf_counter()` seconds, 0.0 and None unless recording was on; `t_done` is when completion
     was noticed, since looking more often would change the program.
@@ -31,8 +32,8 @@ class Info:
     kind: str
     backend: str
     codec: str | None
-    bytes: int | None
-    wire_bytes: int | None
+    bytes: int
+    wire_bytes: int
     fused: int
     sequence: int
     tag: str | None
@@ -160,12 +161,13 @@ class IssuedWork(Work):
     @property
     def info(self) -> Info:  # noqa: D102
         signature, message = self.operation.signature, self.message
+        wire_bytes = signature.nbytes if signature.nbytes is not None else message.own_bytes()
         return Info(
             kind=signature.kind,
             backend=self.operation.backend,
             codec=message.codec,
-            bytes=signature.nbytes if message.origin is None else message.origin,
-            wire_bytes=signature.nbytes,
+            bytes=wire_bytes if message.origin is None else message.origin,
+            wire_bytes=wire_bytes,
             fused=message.fused,
             sequence=self.sequence,
             tag=signature.tag,
@@ -220,6 +222,8 @@ class IssuedWork(Work):
                 source = getattr(self.poll, "source", self.message.peer)
                 self.source = None if source is None else operation.state.group.ranks[source]
             message = self.message
+            if operation.signature.nbytes is None:
+                message.seen_bytes = message.own_bytes()
             message.inputs = message.outputs = ()
             message.after = message.prepare = None
         self.poll = self.finish = None
@@ -238,7 +242,7 @@ class JointWork(Work):
         members: Sequence[Work],
         kind: str,
         *,
-        nbytes: int | None = None,
+        nbytes: int,
         tag: str | None = None,
         codec: str | None = None,
     ) -> None:
@@ -284,13 +288,12 @@ class JointWork(Work):
     @property
     def info(self) -> Info:  # noqa: D102
         parts = [member.info for member in self.members]
-        wire = [part.wire_bytes for part in parts]
         return Info(
             kind=self.kind,
             backend="+".join(dict.fromkeys(part.backend for part in parts)) or "local",
             codec=self.codec or next((part.codec for part in parts if part.codec), None),
             bytes=self.nbytes,
-            wire_bytes=None if None in wire else sum(size for size in wire if size is not None),
+            wire_bytes=sum(part.wire_bytes for part in parts),
             fused=sum(part.fused for part in parts) if self.kind.endswith("coalesced") else 1,
             sequence=parts[-1].sequence if parts else 0,
             tag=self.tag,

@@ -29,7 +29,7 @@ _BUS: Final = {
 
 def bus_factor(kind: str, ranks: int) -> float:
     """busbw / algbw of a kind of operation on `ranks` ranks; 1 for kinds without a formula."""
-    factor = _BUS.get(kind)
+    factor = _BUS.get(kind.removesuffix("_v"))
     return factor(ranks) if factor else 1.0
 
 
@@ -38,8 +38,8 @@ class Record:
     """One operation. Times are `time.perf_counter()` seconds.
 
     `t_done` is when completion was noticed: at the wait, or earlier if something else drove progress. For
-    operations on a CUDA stream that is when the host next looked. `bytes` is None where sizes differ
-    between ranks.
+    operations on a CUDA stream that is when the host next looked. `bytes` and `wire_bytes` are this rank's
+    own where sizes differ between ranks.
     """
 
     sequence: int
@@ -48,8 +48,8 @@ class Record:
     group: str
     backend: str
     codec: str | None
-    bytes: int | None
-    wire_bytes: int | None
+    bytes: int
+    wire_bytes: int
     fused: int
     t_issue: float
     t_done: float
@@ -63,7 +63,7 @@ class Row:
 
     kind: str
     backend: str
-    size_class: int | None
+    size_class: int
     count: int
     bytes: int
     p50_us: float
@@ -75,9 +75,9 @@ class Row:
         return getattr(self, name)
 
 
-def size_class(nbytes: int | None) -> int | None:
-    """The smallest power of two that is at least `nbytes`; None for unknown sizes, 0 for none."""
-    return None if nbytes is None else 0 if nbytes == 0 else 1 << (nbytes - 1).bit_length()
+def size_class(nbytes: int) -> int:
+    """The smallest power of two that is at least `nbytes`; 0 for none."""
+    return 0 if nbytes == 0 else 1 << (nbytes - 1).bit_length()
 
 
 class Log:
@@ -119,8 +119,8 @@ class Log:
         groups: dict[tuple[str, str, int, int], list[Record]] = defaultdict(list)
         for record in self.records:
             if record.error is None:
-                size = size_class(record.bytes)
-                groups[record.kind, record.backend, -1 if size is None else size, record.ranks].append(record)
+                key = (record.kind, record.backend, size_class(record.bytes), record.ranks)
+                groups[key].append(record)
         return [_row(key, records) for key, records in sorted(groups.items())]
 
     def save(self, path: str | Path) -> None:
@@ -154,12 +154,12 @@ def _events(record: Record, pid: int, tid: int) -> Iterator[dict[str, Any]]:
 def _row(key: tuple[str, str, int, int], records: Sequence[Record]) -> Row:
     kind, backend, size, ranks = key
     seconds = np.array([record.t_done - record.t_issue for record in records])
-    total = sum(record.bytes or 0 for record in records)
+    total = sum(record.bytes for record in records)
     algbw = total / max(float(seconds.sum()), 1e-12) / 1e9
     return Row(
         kind=kind,
         backend=backend,
-        size_class=None if size < 0 else size,
+        size_class=size,
         count=len(records),
         bytes=total,
         p50_us=float(np.percentile(seconds, 50)) * 1e6,

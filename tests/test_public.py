@@ -1,0 +1,39 @@
+"""What `import mcr_plus` offers: exactly the contract's names, spelt once."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import mcr_plus as mcr
+from mcr_plus import collectives
+
+FUNCTIONS = [name for name in mcr.__all__ if hasattr(mcr.Communicator, name)]
+
+
+def test_every_public_name_resolves() -> None:
+    for name in mcr.__all__:
+        assert getattr(mcr, name) is not None
+    assert dir(mcr) == sorted(mcr.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = mcr.nonsense
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_function_and_method_take_the_same_arguments(name: str) -> None:
+    function = dict(inspect.signature(getattr(collectives, name)).parameters)
+    method = dict(inspect.signature(getattr(mcr.Communicator, name)).parameters)
+    group = function.pop("group")
+    assert group.default is None
+    method.pop("self")
+    assert list(function) == list(method)
+    for key, parameter in method.items():
+        assert (function[key].default, function[key].kind) == (parameter.default, parameter.kind)
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    code = "import sys, mcr_plus, mcr_plus.cli.main; assert 'torch' not in sys.modules, 'torch'"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -31,13 +31,12 @@ _SIXTEEN: Final = ir.Constant(_I32, 16)
 def _conversion(source: Any, target: Any, emit: Emit) -> Any:
     """A numba function of one value from LLVM instructions."""
 
-    @_numba.extending.intrinsic
     def convert(typing_context: Any, value: Any) -> Any:  # noqa: ARG001 - numba's calling convention
         if value != source:
             raise TypingError(f"expected {source}, got {value}")
         return target(source), lambda context, builder, signature, args: emit(builder, args[0])  # noqa: ARG005
 
-    return convert
+    return _numba.extending.intrinsic(convert)
 
 
 def _emit_narrow_bfloat16(builder: Any, value: Any) -> Any:

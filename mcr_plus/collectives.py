@@ -14,7 +14,7 @@ from mcr_plus.dispatch.work import Work
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.message import ReduceOp
 from mcr_plus.observe.record import Log, recording
-from mcr_plus.persistent import PersistentOp
+from mcr_plus.rerun import PersistentOp
 from mcr_plus.runtime import job
 
 
@@ -110,7 +110,7 @@ def all_gather_v(
     compress: Compress = None,
     tag: str | None = None,
 ) -> Work | None:
-    """As `all_gather`, with sizes that differ along dim 0; `tensor_list[r]` has the size of rank r's tensor."""
+    """As `all_gather`, with sizes that differ along dim 0; `tensor_list[r]` has the size of rank r's."""
     return _of(group).all_gather_v(tensor_list, tensor, async_op, backend=backend, compress=compress, tag=tag)
 
 
@@ -217,7 +217,7 @@ def gather(
     compress: Compress = None,
     tag: str | None = None,
 ) -> Work | None:
-    """Gather every rank's `tensor` into `gather_list` of rank `dst` (None elsewhere), all of the same size."""
+    """Gather every rank's `tensor`, all of one size, into `gather_list` of rank `dst` (None elsewhere)."""
     return _of(group).gather(tensor, gather_list, dst, async_op, backend=backend, compress=compress, tag=tag)
 
 

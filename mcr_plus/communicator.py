@@ -36,8 +36,8 @@ from mcr_plus.message import (
     check_reducible,
     dtype_name,
 )
-from mcr_plus.persistent import PersistentOp, bind_persistent, check_persistent
 from mcr_plus.pipeline import Bound, Pipeline
+from mcr_plus.rerun import PersistentOp, bind_persistent, check_persistent
 
 if TYPE_CHECKING:
     from mcr_plus.dispatch.stage import GroupRuntime
@@ -431,7 +431,7 @@ class Communicator:
         compress: Compress = None,
         tag: str | None = None,
     ) -> Work | None:
-        """Gather every rank's `tensor`, all of one size, into `gather_list` of rank `dst` (None elsewhere)."""
+        """Gather the ranks' tensors, all of one size, into `gather_list` of rank `dst` (None elsewhere)."""
         value, root = as_tensor(tensor, "tensor"), self._member(dst, "dst")
         parts = self._root_list(gather_list, "gather_list", root, value, same_size=True)
         return self._submit(
@@ -689,7 +689,7 @@ class Communicator:
             return None
         members = sorted((k, index) for index, (c, k) in enumerate(choices) if c == color)
         ranks = tuple(self.ranks[index] for _, index in members)
-        return self._runtime.open_group(f"{self.name}.{self._splits}.{color}", ranks)
+        return self._runtime.open_group(f"{self.name}.{self._splits}.{color!r}", ranks)
 
     def persistent(self, kind: str, *tensors: Any, **options: Any) -> PersistentOp:
         """Bind an operation to its tensors once: `op()` runs it, `op.start()` returns a `Work`.
@@ -811,7 +811,7 @@ class Communicator:
                 _reduce_op(reduce_op), root, tag, backend, codec, async_op,
             )  # fmt: skip
             plan = self._plans[key] = Plan(signature, self._chain(signature).issue)
-        return plan  # type: ignore[no-any-return]
+        return plan
 
     def _chain(self, signature: Signature) -> Bound:
         chain = self._chains.get(signature)
@@ -968,7 +968,7 @@ def _in_place(plan: Plan, async_op: bool) -> Callable[[torch.Tensor], Work | Non
         return run
     if async_op:
         return lambda x: issue(Message(signature, (x,), (x,)))
-    return lambda x: issue(Message(signature, (x,), (x,))).wait()  # type: ignore[func-returns-value]
+    return lambda x: issue(Message(signature, (x,), (x,))).wait()
 
 
 def _reduce_op(op: Any) -> ReduceOp | None:
@@ -977,7 +977,7 @@ def _reduce_op(op: Any) -> ReduceOp | None:
         return op  # type: ignore[no-any-return]
     name = str(op).rpartition(".")[2]
     if name in REDUCE_OPS and type(op).__module__.startswith("torch."):
-        return name  # type: ignore[return-value]
+        return name
     raise InvalidArgument(f"op: unknown reduce op {op!r}; known: {', '.join(REDUCE_OPS)}")
 
 

@@ -86,6 +86,12 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
     )
 
 
+def started_by_mpi(environ: Mapping[str, str] | None = None) -> bool:
+    """Tell whether a launcher has told this process about an MPI job (Open MPI, hydra, or srun with PMI)."""
+    env = os.environ if environ is None else environ
+    return any(name in env for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"))
+
+
 def config_file() -> str | None:
     """Return the path of the configuration file that MCR_CONFIG names; None if it is unset or empty."""
     return os.environ.get("MCR_CONFIG") or None

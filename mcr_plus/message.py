@@ -135,9 +135,9 @@ class Signature(NamedTuple):
         return " ".join(parts)
 
     def digest(self) -> int:
-        """48 bits that are equal on ranks with equal signatures (never Python's salted `hash`)."""
+        """32 bits that are equal on ranks with equal signatures (never Python's salted `hash`)."""
         data = repr(tuple(self)).encode()
-        return int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "big")
+        return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest(), "big")
 
 
 class Message:

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any
 
 from mcr_plus import config as configuration
-from mcr_plus import registry
-from mcr_plus.backends import backend_class
+from mcr_plus.backends import backend_class, preferred_backends
 from mcr_plus.communicator import Communicator
 from mcr_plus.config import Config, DispatchOptions
 from mcr_plus.dispatch.board import Failure, open_board
 from mcr_plus.dispatch.engine import Engine, GroupState
+from mcr_plus.dispatch.meeting import meet
 from mcr_plus.dispatch.operation import Lane
 from mcr_plus.dispatch.peers import Peers
 from mcr_plus.dispatch.stage import GroupRuntime, Line
@@ -29,20 +29,14 @@ from mcr_plus.errors import (
     BackendUnavailable,
     ConfigError,
     InvalidArgument,
-    LaunchError,
     McrError,
     NotInitialized,
     OrderMismatch,
 )
 from mcr_plus.interfaces import Backend, Context, World
-from mcr_plus.launch.rendezvous import open_store
+from mcr_plus.launch.rendezvous import exchange, open_store
 from mcr_plus.message import Group
 from mcr_plus.pipeline import Pipeline
-
-if TYPE_CHECKING:
-    from mcr_plus.c10d import Store
-
-_LAST_WAIT: Final = 5.0  # seconds that ranks wait for each other at a clean end
 
 
 class Runtime:
@@ -60,10 +54,12 @@ class Runtime:
         self.world = world
         self.closed = False
         self._classes = backends
-        self._peers = Peers(world.rank, world.hosts, world.store)
+        self._peers = Peers(world.rank, world.hosts, world.store, world.timeout)
         local = sum(host == world.hosts[world.rank] for host in world.hosts)
         self.engine = Engine(self._peers, wait=options.wait, oversubscribed=local > cores())
-        self._backends: dict[str, Backend] = {name: kind(world) for name, kind in backends.items()}
+        # A single process needs no library: whatever is named, copies do it.
+        needed = {"local": backends["local"]} if world.size == 1 else backends
+        self._backends: dict[str, Backend] = {name: kind(world) for name, kind in needed.items()}
         self.engine.backends = list(self._backends.values())
         self._communicators: list[Communicator] = []
         self._groups = 0
@@ -72,7 +68,7 @@ class Runtime:
     @property
     def backend_names(self) -> list[str]:
         """The libraries of this job, in fallback order."""
-        return list(self._backends)
+        return [name for name in self._classes if name != "local" or self.world.size == 1]
 
     def open_group(self, name: str, ranks: tuple[int, ...]) -> Communicator:
         """Create the communicator of `ranks`; collective over them."""
@@ -136,7 +132,7 @@ class Runtime:
                 state.board.mark_closed()
             else:
                 state.board.mark_failed(Failure(0, "it left the job after an error"))
-        clean = clean and self._meet()
+        clean = clean and self.meet()
         for communicator in reversed(self._communicators):
             communicator.shut(clean)
         for state in self.engine.states:
@@ -146,25 +142,10 @@ class Runtime:
         if error is not None:
             raise error
 
-    def _meet(self) -> bool:
-        """Wait, not for long, until all ranks are here: nobody may leave while others still need it."""
-        store, world = self.world.store, self.world
-        if store is None or world.size == 1:
-            return True
-        try:
-            if store.add("closing", 1) == world.size:
-                store.set("closed", "1")
-            store.wait(["closed"], timedelta(seconds=_LAST_WAIT))
-            # The store's own server must outlive the last question put to it.
-            store.add("closing/gone", 1)
-            deadline = time.monotonic() + _LAST_WAIT
-            while (
-                world.rank == 0 and store.add("closing/gone", 0) < world.size and time.monotonic() < deadline
-            ):
-                time.sleep(0.001)
-        except Exception:
-            return False
-        return True
+    def meet(self) -> bool:
+        """Wait, not for long, until all ranks have come to their end, however their operations went."""
+        job.together = meet(self.world, "closing", self._peers)
+        return job.together
 
     def abandon(self) -> None:
         """In a forked child: the parent's groups are not ours, and neither is its end."""
@@ -182,6 +163,7 @@ class Job:
         self.attempts = 0
         self.crashed = False
         self.hooked = False
+        self.together = True  # all ranks have come to this point: what ends a library together may be called
         self.used: dict[int, Backend] = {}
 
     def hook(self) -> None:
@@ -204,13 +186,17 @@ class Job:
         runtime = self.runtime
         with contextlib.suppress(McrError):
             if runtime is not None and not runtime.closed:
+                self.together = False
                 runtime.close(clean=not self.crashed)
+        if runtime is not None and not self.together and not self.crashed:
+            runtime.meet()
         for backend in self.used.values():
             before_exit = getattr(backend, "before_exit", None)
             if before_exit is not None:
                 before_exit()
-        if not self.crashed:
-            for backend in self.used.values():
+        if self.together and not self.crashed:
+            users: list[Any] = [*self.used.values()] or _loaded_without_use()
+            for backend in users:
                 finalize = getattr(backend, "finalize", None)
                 if finalize is not None:
                     finalize()
@@ -221,6 +207,11 @@ class Job:
         if self.runtime is not None:
             self.runtime.abandon()
             self.runtime = None
+
+
+def _loaded_without_use() -> list[type[Backend]]:
+    """MPI, if it carried the store's address of a job that did not come about."""
+    return [backend_class("mpi")] if "mcr_plus.backends.mpi" in sys.modules else []
 
 
 job = Job()
@@ -256,6 +247,8 @@ def init(
             raise NotInitialized("init was called before; call finalize first (or use `with mcr.init(...)`)")
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         checked = configuration.load(config)
+        if isinstance(backends, str):
+            raise ConfigError(f"backends: expected a list of names, got {backends!r}")
         if backends is not None:
             checked = checked.with_backends(tuple(backends))
         if seconds is not None:
@@ -263,11 +256,16 @@ def init(
         environment = launch_environment()
         job.attempts += 1
         world = _join(environment, seconds or 300.0, job.attempts)
-        _compare_configs(checked, world)
-        chosen = _choose_backends(checked, world)
-        runtime = Runtime(checked, world, chosen)
         job.hook()
+        try:
+            _compare_configs(checked, world)
+            chosen = _choose_backends(checked, world)
+            runtime = Runtime(checked, world, chosen)
+        except McrError:
+            job.together = meet(world, "refused")  # so that every rank can read the reason
+            raise
         job.runtime = runtime
+        job.together = False
         job.communicator = runtime.communicator
         for backend in runtime.engine.backends:
             job.used[id(backend)] = backend
@@ -279,23 +277,16 @@ def _join(environment: LaunchEnvironment, timeout: float, attempt: int) -> World
     if environment.world_size == 1:
         return World(0, 1, (name,), timeout)
     store = open_store(environment, attempt, timeout)
-    store.set(f"hosts/{environment.rank}", name)
-    limit = timedelta(seconds=timeout)
-    keys = [f"hosts/{rank}" for rank in range(environment.world_size)]
-    try:
-        store.wait(keys, limit)
-    except RuntimeError as error:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        raise LaunchError(f"ranks {missing} did not call init within {timeout:g} s") from error
-    hosts = tuple(store.get(key).decode() for key in keys)
-    return World(environment.rank, environment.world_size, hosts, timeout, store)
+    rank, size = environment.rank, environment.world_size
+    hosts = tuple(exchange(store, rank, size, "hosts", name, timeout))
+    return World(rank, size, hosts, timeout, store)
 
 
 def _gather(world: World, what: str, value: str) -> list[str]:
-    """Every rank's value, through the store."""
-    store = cast("Store", world.store)
-    store.set(f"{what}/{world.rank}", value)
-    return [store.get(f"{what}/{rank}").decode() for rank in range(world.size)]
+    """Every rank's value."""
+    if world.store is None:
+        return [value]
+    return exchange(world.store, world.rank, world.size, what, value, world.timeout)
 
 
 def _compare_configs(config: Config, world: World) -> None:
@@ -314,31 +305,25 @@ def _compare_configs(config: Config, world: World) -> None:
 def _choose_backends(config: Config, world: World) -> dict[str, type[Backend]]:
     """The backends of the job: those asked for, or all that are there on every rank."""
     wanted = config.backends
-    classes = {
-        name: backend_class(name) for name in (wanted or registry.names("backends")) if name != "local"
-    }
+    classes = {name: backend_class(name) for name in (wanted or preferred_backends()) if name != "local"}
     lacking = {}
     for name, kind in classes.items():
         found = kind.availability()
         if not found.available:
             lacking[name] = f"{found.reason}; {found.remedy}"
-    everywhere = (
-        _gather(world, "backends", ",".join(lacking)) if world.store is not None else [",".join(lacking)]
-    )
-    for rank, names in enumerate(everywhere):
-        for name in filter(None, names.split(",")):
-            if wanted is not None and world.size > 1:
-                where = f" on rank {rank}" if name not in lacking else ""
+    everywhere = [json.loads(text) for text in _gather(world, "backends", json.dumps(lacking))]
+    for rank, missing in enumerate(everywhere):
+        for name, reason in missing.items():
+            if wanted is not None:
+                where = f" on rank {rank}" if world.size > 1 else ""
                 raise BackendUnavailable(
-                    f"backend {name} was asked for and is not available{where}: {lacking.get(name, '')}"
+                    f"backend {name} was asked for and is not available{where}: {reason}"
                 )
             classes.pop(name, None)
     if world.size > 1:
         classes = _without_strangers(classes, world, strict=wanted is not None)
         if not classes:
-            raise BackendUnavailable(f"no backend is available on all ranks: {lacking}")
-    else:
-        classes = {}
+            raise BackendUnavailable(f"no backend is available on all ranks: {everywhere}")
     return {**classes, "local": backend_class("local")}
 
 
@@ -390,7 +375,7 @@ def world() -> Communicator:
 
 def get_backends() -> list[str]:
     """Names of the libraries this job uses, in fallback order."""
-    return [name for name in current().backend_names if name != "local" or current().world.size == 1]
+    return current().backend_names
 
 
 def get_rank(group: Communicator | None = None) -> int:

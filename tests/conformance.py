@@ -478,7 +478,9 @@ def types_table(comm: mcr.Communicator, backends: Sequence[str | None], failures
 def shapes_table(comm: mcr.Communicator, backends: Sequence[str | None], failures: Failures) -> None:
     """Run `every_shape`."""
     groups = make_groups(comm)
-    run_table(every_shape(backends, [name for name in groups if name in ("world", "reversed")]), groups, failures)
+    run_table(
+        every_shape(backends, [name for name in groups if name in ("world", "reversed")]), groups, failures
+    )
 
 
 TABLES: Final = {"types": types_table, "shapes": shapes_table}

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-Via = Literal["mpi", "torch"]
+Via = Literal["mpi", "ulfm", "torch"]
 
 _POLL_S = 0.02
 _GRACE_S = 10.0
@@ -65,13 +65,14 @@ def run_ranks(
     `via="mpi"` starts ranks as `mcr-plus run` does: when one dies, the rest are ended. `via="torch"`
     gives them torchrun's environment and a store on loopback, but no agent: when one dies, the others
     go on until they end by themselves, `timeout` passes, or ten seconds after the last rank that
-    failed. `env` adds to the environment. With `check`, a rank that fails raises `RanksFailed`;
+    failed. `via="ulfm"` does the same under Open MPI, with its fault tolerance. `env` adds to the
+    environment. With `check`, a rank that fails raises `RanksFailed`;
     running out of time always does. No process of the job is left when this returns or raises.
     """
     folder = Path(tempfile.mkdtemp(prefix="mcr-test-"))
     try:
         command = _prepare(folder, target, args)
-        start = _run_mpi if via == "mpi" else _run_torch
+        start = {"mpi": _run_mpi, "ulfm": _run_ulfm, "torch": _run_torch}[via]
         codes, late = start(command, ranks, folder, {**os.environ, **(env or {})}, timeout)
         results = [_result(folder, rank, codes[rank]) for rank in range(ranks)]
     finally:
@@ -124,6 +125,37 @@ def _run_mpi(
     return [state.end for state in outcome.states], outcome.timed_out
 
 
+def _run_ulfm(
+    command: list[str], ranks: int, folder: Path, env: dict[str, str], timeout: float
+) -> tuple[Codes, bool]:
+    from mcr_plus.launch import commands, mpi_flavour, scratch
+    from mcr_plus.launch.channels import Channels
+
+    def keep(rank: int, stream: str, line: bytes) -> None:
+        with (folder / f"{stream}.{rank}").open("ab") as file:
+            file.write(line)
+
+    launcher = mpi_flavour()
+    assert launcher is not None
+    with scratch.create() as folders:
+        # env: a program that mpi4py's runner does not see, for it would end all ranks when one raises
+        words = commands.mpi_command(launcher, ["/usr/bin/env", *command], ranks)
+        words[1:1] = ["--with-ft", "ulfm"]
+        settings = commands.environment(env, folders, ranks, config=None, terminal=None)
+        channels = Channels(folders.root, ranks, keep)
+        with (folder / "err.0").open("ab") as log:
+            launched = subprocess.Popen(
+                words, env=settings, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        try:
+            late = _wait(lambda: [state.end for state in channels.states], channels.pump, timeout)
+            channels.drain()
+            return [state.end for state in channels.states], late
+        finally:
+            _kill_group(launched)
+            channels.close()
+
+
 def _run_torch(
     command: list[str], ranks: int, folder: Path, env: dict[str, str], timeout: float
 ) -> tuple[Codes, bool]:
@@ -133,7 +165,7 @@ def _run_torch(
     settings = env | _torch_settings(ranks, store.port)
     processes = [_start_rank(command, rank, folder, settings) for rank in range(ranks)]
     try:
-        late = _wait(processes, timeout)
+        late = _wait(lambda: [process.poll() for process in processes], time.sleep, timeout)
         return [process.poll() for process in processes], late
     finally:
         for process in processes:
@@ -167,17 +199,17 @@ def _start_rank(
         )
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> bool:
+def _wait(codes: Callable[[], Codes], pause: Callable[[float], object], timeout: float) -> bool:
     """Wait for all; True if time ran out. After a failure the others have a grace time, no more."""
     deadline = time.monotonic() + timeout
     failed = 0
-    while any(process.poll() is None for process in processes):
+    while None in (now := codes()):
         if time.monotonic() > deadline:
             return True
-        failures = sum(process.poll() not in (None, 0) for process in processes)
+        failures = sum(code not in (None, 0) for code in now)
         if failures > failed:
             failed, deadline = failures, min(deadline, time.monotonic() + _GRACE_S)
-        time.sleep(_POLL_S)
+        pause(_POLL_S)
     return False
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankResult, run_ranks
+from ranks import RankResult, RanksFailed, run_ranks
 from reference import Failures
 
 import mcr_plus as mcr
@@ -539,10 +539,21 @@ LAUNCHES: Final = {"two ranks": ("mpi" if mpi_usable() else "torch", 2), "three 
 
 
 @cache
-def found(launch: str) -> list[RankResult]:
-    """What the ranks of a launch found; started once."""
+def launched(launch: str) -> list[RankResult] | RanksFailed:
+    """What the ranks of a launch found, or how they failed; started once."""
     via, ranks = LAUNCHES[launch]
-    return run_ranks("test_arguments:both", ranks, via=via, timeout=90)  # type: ignore[arg-type]
+    try:
+        return run_ranks("test_arguments:both", ranks, via=via, timeout=90)  # type: ignore[arg-type]
+    except RanksFailed as failure:
+        return failure
+
+
+def found(launch: str) -> list[RankResult]:
+    """What the ranks of a launch found."""
+    results = launched(launch)
+    if isinstance(results, RanksFailed):
+        raise results
+    return results
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)

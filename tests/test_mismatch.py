@@ -33,7 +33,14 @@ Program = Callable[[Group, str], None]
 
 
 def configuration(check: str = "first", deadline: float = DEADLINE_S) -> dict[str, Any]:
-    return {"version": 1, "pipeline": [{"compress": {}}, {"select": {}}, {"dispatch": {"timeout": f"{deadline}s", "check": check}}]}
+    return {
+        "version": 1,
+        "pipeline": [
+            {"compress": {}},
+            {"select": {}},
+            {"dispatch": {"timeout": f"{deadline}s", "check": check}},
+        ],
+    }
 
 
 def libraries(via: str) -> list[str]:
@@ -121,12 +128,12 @@ CASES = {
 def _outcome(run: Callable[[], object]) -> dict[str, Any]:
     """What a program came to: the error's type and text, or none, and the time it took."""
     began = time.monotonic()
+    kind: str | None = None
+    text = ""
     try:
         run()
     except mcr.McrError as error:
         kind, text = type(error).__name__, str(error)
-    else:
-        kind, text = None, ""
     return {"error": kind, "text": text, "seconds": time.monotonic() - began}
 
 
@@ -180,7 +187,9 @@ def other_groups() -> dict[str, Any]:
 
 def other_configuration() -> dict[str, Any]:
     """Runs on ranks: the configuration of the last rank has another deadline."""
-    rank = int(os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0"))))
+    rank = int(
+        os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
+    )
     return _outcome(lambda: mcr.init(configuration(deadline=20.0 if rank == 1 else 10.0)))
 
 
@@ -228,7 +237,12 @@ def _names_all(fault: dict[str, Any]) -> bool:
 def test_new_group_with_other_ranks(via: Via) -> None:
     for result in run_ranks(other_groups, 3, via=via, timeout=START_LIMIT_S):
         kinds = {name: outcome["error"] for name, outcome in result.value.items()}
-        assert kinds == {"twin": None, "ranks": "OrderMismatch", "order": "OrderMismatch", "still works": None}
+        assert kinds == {
+            "twin": None,
+            "ranks": "OrderMismatch",
+            "order": "OrderMismatch",
+            "still works": None,
+        }
         text = result.value["ranks"]["text"]
         assert "[0, 1, 2]" in text
         assert "[0, 1]" in text
@@ -301,7 +315,13 @@ def test_two_threads(via: Via) -> None:
 def messages(via: str) -> dict[str, Any]:
     """Runs on ranks: sends and receives that do not fit, and some that do."""
     mcr.init(configuration(), backends=libraries(via))
-    sizes = {"twin": (8, 8), "longer": (8, 4), "much longer": (1 << 20, 4), "shorter": (4, 8), "dtype": (4, 4)}
+    sizes = {
+        "twin": (8, 8),
+        "longer": (8, 4),
+        "much longer": (1 << 20, 4),
+        "shorter": (4, 8),
+        "dtype": (4, 4),
+    }
     runs = [
         (backend, name, source, mcr.new_group([0, 1]))
         for backend in libraries(via)
@@ -313,7 +333,14 @@ def messages(via: str) -> dict[str, Any]:
         sent, received = sizes[name]
         dtype = torch.int32 if name == "dtype" else torch.float32
 
-        def exchange(group: Group = group, backend: str = backend, sent: int = sent, received: int = received, dtype: torch.dtype = dtype, source: int | None = source) -> None:
+        def exchange(
+            group: Group = group,
+            backend: str = backend,
+            sent: int = sent,
+            received: int = received,
+            dtype: torch.dtype = dtype,
+            source: int | None = source,
+        ) -> None:
             if group.rank == 0:
                 group.send(torch.ones(sent), 1, backend=backend)
             else:

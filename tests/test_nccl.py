@@ -582,7 +582,7 @@ def test_messages_of_no_size(job: Job) -> None:
 
 
 def operation(channel: NcclChannel, signed: Signature) -> Operation:
-    engine = Engine(Peers(0, ("host",), None), wait="auto", oversubscribed=False)
+    engine = Engine(Peers(0, ("host",), None, 1.0), wait="auto", oversubscribed=False)
     state = GroupState(Group("world", (0,), 0), NoBoard())
     return Operation(
         signed,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -37,3 +38,12 @@ def test_function_and_method_take_the_same_arguments(name: str) -> None:
 def test_importing_the_package_does_not_import_torch() -> None:
     code = "import sys, mcr_plus, mcr_plus.cli.main; assert 'torch' not in sys.modules, 'torch'"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_no_module_hides_a_public_name() -> None:
+    # Importing a submodule sets an attribute of its name on the package.
+    folder = Path(mcr.__file__ or "").parent
+    modules = {path.stem for path in folder.glob("*.py")} | {
+        path.name for path in folder.iterdir() if path.is_dir()
+    }
+    assert modules.isdisjoint(mcr.__all__)

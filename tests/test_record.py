@@ -43,7 +43,17 @@ def record_some(folder: str) -> dict[str, Any]:
     mcr.finalize()
     return {
         "records": [
-            [r.kind, r.tag, r.group, r.backend, r.codec, r.bytes, r.wire_bytes, r.fused, r.t_done >= r.t_issue]
+            [
+                r.kind,
+                r.tag,
+                r.group,
+                r.backend,
+                r.codec,
+                r.bytes,
+                r.wire_bytes,
+                r.fused,
+                r.t_done >= r.t_issue,
+            ]
             for r in log.records
         ],
         "sequences": [r.sequence for r in log.records],

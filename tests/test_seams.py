@@ -391,7 +391,7 @@ class Shell(dist.ProcessGroup):
         assert work is not None
         return TorchWork(work, tensors)
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:  # type: ignore[override, unused-ignore]
         work = self._comm.all_gather(outputs[0], inputs[0], True)
         assert work is not None
         return TorchWork(work, outputs)

@@ -156,7 +156,7 @@ class GradientBuffer:
         pieces = torch.split(self.buffer, [p.numel() for p in self.parameters])
         for parameter, piece in zip(self.parameters, pieces, strict=True):
             parameter.grad = piece.view_as(parameter)  # autograd adds into it, so nothing is copied
-            parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(self._arrived)
 
     def _arrived(self, _parameter: Tensor) -> None:
         self.missing -= 1

@@ -17,7 +17,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from transports import Log, Record, Recording
+from transports import Log, Record
 
 STYLE: Any = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False, "title_justify": "left"}
 WINDOW = 10  # steps at the start and at the end whose mean loss is reported
@@ -61,16 +61,15 @@ class CommunicationRow:
     share: float  # of the step time; what overlaps with computing or other operations counts in full
 
 
-def communication(recording: Recording, seconds: float) -> list[CommunicationRow]:
+def communication(log: Log, seconds: float) -> list[CommunicationRow]:
     """Sum up by kind, tag and backend what was recorded in `seconds` of training, the longest first."""
     groups: dict[tuple[str, str, str], list[Record]] = {}
-    for record in recording.log.records:
+    for record in log.records:
         groups.setdefault((record.kind, record.tag or "", record.backend), []).append(record)
     rows = []
     for key, group in groups.items():
         times = [record.t_done - record.t_issue for record in group]
-        sizes = [record.bytes for record in group if record.bytes is not None]
-        total = sum(sizes) if sizes else recording.sent[key[1]]
+        total = sum(record.bytes for record in group)
         rows.append(CommunicationRow(*key, len(group), total, median(times) * 1e6, sum(times) / seconds))
     return sorted(rows, key=lambda row: -row.share)
 
@@ -99,6 +98,7 @@ class Result:
     @property
     def _window(self) -> int:
         return max(1, min(WINDOW, len(self.losses) // 2))
+
 
 # --- while it runs ----------------------------------------------------------------------------------
 
@@ -133,6 +133,7 @@ class Monitor:
             self.tenth = int(10 * fraction)
             place = f"{self.title}  {fraction:4.0%}  step {step}"
             self.console.print(f"{place}  loss {loss_text}  {rate_text} samples/s")
+
 
 # --- one run ----------------------------------------------------------------------------------------
 
@@ -195,6 +196,7 @@ def write_json(content: dict[str, Any], path: Path) -> None:
         sys.stdout.write(text)
     else:
         path.write_text(text)
+
 
 # --- the same job on every library ------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ from report import (
     write_json,
 )
 from rich.console import Console
-from transports import TITLES, Recording, Transport, TransportName, open_transport
+from transports import TITLES, Log, Transport, TransportName, open_transport
 
 from mcr_plus.errors import BackendUnavailable, McrError
 
@@ -92,7 +92,7 @@ class Trainer:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=job.lr)
 
     def run(self) -> Result:
-        steps, recording = self._train()
+        steps, log = self._train()
         recorded = sum(step.seconds for step in steps[:RECORDED])
         labels, scores = self._evaluate()
         return Result(
@@ -102,14 +102,14 @@ class Trainer:
             scores=scores,
             seconds=sum(step.seconds for step in steps),
             samples_per_second=median(step.rows for step in steps) / median(step.seconds for step in steps),
-            communication=communication(recording, recorded) if recording else [],
-            log=recording.log if recording else None,
+            communication=[] if log is None else communication(log, recorded),
+            log=log,
         )
 
-    def _train(self) -> tuple[list[Step], Recording | None]:
+    def _train(self) -> tuple[list[Step], Log | None]:
         steps: list[Step] = []
         with ExitStack() as until:
-            recording = until.enter_context(self.comms.record())
+            log = until.enter_context(self.comms.record())
             start = time.perf_counter()
             for batch in islice(self._passes(), self.job.steps):
                 part = self._step(batch)
@@ -119,7 +119,7 @@ class Trainer:
                 self._show(steps, len(batch.labels))
                 if len(steps) == RECORDED:
                     until.close()
-        return steps, recording
+        return steps, log
 
     def _passes(self) -> Iterator[Batch]:
         """The file again and again: `epochs` times, or without end if it is `steps` that count."""
@@ -134,7 +134,7 @@ class Trainer:
     def _step(self, batch: Batch) -> float:
         self.model.zero_gradients()
         part = loss(self.model(batch.dense, batch.sparse, batch.sizes), batch.labels, batch.sizes)
-        part.backward()  # type: ignore[no-untyped-call]
+        part.backward()
         self.model.wait_for_gradients()
         self.optimizer.step()
         return part.item()
@@ -187,6 +187,7 @@ def compare(job: Job, config: Path, console: Console) -> list[Comparison]:
         reference = reference or result
         rows.append(compared(title, result, reference))
     return rows
+
 
 # --- command line -----------------------------------------------------------------------------------
 

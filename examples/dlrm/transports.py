@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
@@ -28,7 +26,7 @@ class Record(Protocol):
     @property
     def backend(self) -> str: ...
     @property
-    def bytes(self) -> int | None: ...  # None where the ranks' sizes differ, as in an uneven all_to_all
+    def bytes(self) -> int: ...  # this rank's, where the ranks' sizes differ
     @property
     def t_issue(self) -> float: ...
     @property
@@ -42,14 +40,6 @@ class Log(Protocol):
     def save(self, path: str) -> None: ...
 
 
-@dataclass(frozen=True)
-class Recording:
-    """The library's log, and what it cannot know."""
-
-    log: Log
-    sent: Counter[str] = field(default_factory=Counter)  # bytes this rank gave to all_to_all, by tag
-
-
 class Transport(Comms, Protocol):
     """The model's `Comms`, and what the job around it needs."""
 
@@ -57,7 +47,7 @@ class Transport(Comms, Protocol):
         """The `value` of every rank, on every rank."""
         ...
 
-    def record(self) -> AbstractContextManager[Recording | None]:
+    def record(self) -> AbstractContextManager[Log | None]:
         """Note all operations inside, if the library can."""
         ...
 
@@ -71,17 +61,15 @@ class McrTransport:
         mcr.init(None if config is None else str(config), backends=backends)
         self.rank = mcr.get_rank()
         self.world_size = mcr.get_world_size()
-        self._sent: Counter[str] = Counter()
 
     def all_to_all_single(
         self,
         output: Tensor,
-        input: Tensor,  # noqa: A002
+        input: Tensor,
         output_split_sizes: list[int],
         input_split_sizes: list[int],
         tag: str,
     ) -> None:
-        self._sent[tag] += input.nbytes
         mcr.all_to_all_single(output, input, output_split_sizes, input_split_sizes, tag=tag)
 
     def all_reduce(self, tensor: Tensor, tag: str) -> Handle:
@@ -90,13 +78,8 @@ class McrTransport:
     def gather(self, value: Any) -> list[Any]:
         return list(mcr.all_gather_object(value))
 
-    @contextmanager
-    def record(self) -> Iterator[Recording]:
-        with mcr.record() as log:
-            recording = Recording(log)
-            self._sent = recording.sent
-            yield recording
-        self._sent = Counter()
+    def record(self) -> AbstractContextManager[Log]:
+        return mcr.record()
 
     def close(self) -> None:
         mcr.finalize()
@@ -126,7 +109,7 @@ class TorchTransport:
     def all_to_all_single(
         self,
         output: Tensor,
-        input: Tensor,  # noqa: A002
+        input: Tensor,
         output_split_sizes: list[int],
         input_split_sizes: list[int],
         tag: str,  # noqa: ARG002

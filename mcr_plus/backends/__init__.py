@@ -9,6 +9,8 @@ from mcr_plus import registry
 from mcr_plus.interfaces import Backend
 from mcr_plus.message import KINDS, Kind, Signature
 
+PREFERENCE = ("nccl", "mpi", "gloo")
+
 
 @dataclass(frozen=True)
 class BackendStatus:
@@ -34,6 +36,13 @@ class OperationRow:
 def backend_class(name: str) -> type[Backend]:
     """The backend registered under `name`; raises `Unsupported` naming the known ones."""
     return cast("type[Backend]", registry.get("backends", name))
+
+
+def preferred_backends() -> list[str]:
+    """Every known backend, in the order of preference where nothing else decides; outside ones last."""
+    names = registry.names("backends")
+    ours = [name for name in PREFERENCE if name in names]
+    return ours + [name for name in names if name not in ours]
 
 
 def availability() -> list[BackendStatus]:

@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from mcr_plus import c10d
 from mcr_plus.backends.fold import fold
-from mcr_plus.backends.local import done
 from mcr_plus.errors import OrderMismatch, Unsupported
 from mcr_plus.interfaces import NATIVE, Availability, Channel, Poll, Start, Support, World
 from mcr_plus.launch.network import host_address
@@ -123,14 +122,18 @@ class GlooBackend:
 
         A thread that still waits for a peer wakes up when the peer closes its connection. If the interpreter
         is ending just then, the thread is ended inside C++ code, for which std::terminate aborts the process
-        (pytorch #190489). With another handler such a thread sleeps until the process is gone, a moment later.
+        (pytorch #190489). With another handler such a thread sleeps for the moment until the process is gone.
+        And gloo's own threads go on while C++ libraries destroy their globals, which now and then corrupts
+        the heap and makes the process spin for ever: so after the interpreter's end the process ends at once.
         """
         if _stuck:
             try:
-                set_terminate = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
-                set_terminate(ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p))
+                cxx, libc = ctypes.CDLL("libstdc++.so.6"), ctypes.CDLL(None)
+                cxx._ZSt13set_terminatePFvvE(ctypes.cast(libc.pause, ctypes.c_void_p))
+                libc.fflush(None)
+                libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)  # called as _exit(status)
             except (OSError, AttributeError):
-                pass  # another C++ library: then the abort is possible
+                pass  # other C and C++ libraries: then an abort is possible
 
 
 _stuck: list[Any] = []
@@ -506,11 +509,12 @@ class _WatchedReceive(_Watched):
         if not hasattr(self, "source"):
             self.source = self._work._source_rank()
         number, nbytes, dtype, text = _SLIP.unpack(self._slip.numpy().tobytes())
-        target, me = self._target, self._group.rank
+        target, group = self._target, self._group
         if (nbytes, dtype) != (target.nbytes, _dtype_text(target)):
             raise OrderMismatch(
-                f"message #{number} with tag {self._tag} in group '{self._group.name}': rank {self.source} issued "
-                f"{_text(text)} ({nbytes} bytes); rank {me} issued {self._signature.describe()} ({target.nbytes} bytes)"
+                f"message #{number} with tag {self._tag} in group '{group.name}': rank {self.source} issued "
+                f"{_text(text)} ({nbytes} bytes); rank {group.rank} issued {self._signature.describe()} "
+                f"({target.nbytes} bytes)"
             )
         if nbytes:
             self._pg.recv([_bytes(target)], self.source, _slot(self._tag, number)).wait()

@@ -39,10 +39,10 @@ class Receive:
         self.number = 0  # order of posting
         self.polls = 0
         self.request: Any = None
-        self.error: OrderMismatch | None = None
+        self.error: Exception | None = None
 
     def __call__(self) -> bool:
-        """Poll; raises `OrderMismatch` for a message that does not fit."""
+        """Poll; raises `OrderMismatch` for a message that does not fit, and what the library raises."""
         if self.request is None:
             if self.error is None:
                 self._box.match(self.tag)
@@ -59,7 +59,9 @@ class Mailbox:
     A message goes to the receive posted first among those it fits by source and tag, as in MPI.
     """
 
-    def __init__(self, mpi: Any, comm: Any, group: Group) -> None:
+    def __init__(self, mpi: Any, comm: Any, group: Group, busy: set[Mailbox]) -> None:
+        """Stand in `busy` whenever receives wait here."""
+        self._busy = busy
         self._mpi = mpi
         self._comm = comm
         self._group = group
@@ -79,6 +81,7 @@ class Mailbox:
         self._posted += 1
         receive.number = self._posted
         self._waiting.setdefault(receive.tag, {}).setdefault(receive.peer, deque()).append(receive)
+        self._busy.add(self)
         self.match(receive.tag)
         return receive
 
@@ -95,12 +98,14 @@ class Mailbox:
         if queues is None:
             return
         for peer, queue in list(queues.items()):
-            while queue and self._meets(queue[0], self._sources(queue[0], queues)):
+            while queue and self._is_over(queue[0], queues):
                 queue.popleft()
             if not queue:
                 del queues[peer]
         if not queues:
             del self._waiting[tag]
+            if not self._waiting:
+                self._busy.discard(self)
 
     def _sources(self, receive: Receive, queues: dict[int | None, deque[Receive]]) -> Sequence[int]:
         """From where this receive may take a message, which is not where an earlier one waits for it."""
@@ -110,6 +115,14 @@ class Mailbox:
         if receive.peer is not None:
             return () if None in earlier else (receive.peer,)
         return [rank for rank in range(self._group.size) if rank not in earlier]
+
+    def _is_over(self, receive: Receive, queues: dict[int | None, deque[Receive]]) -> bool:
+        """Whether a receive's time here is over. Its poll raises what went wrong, whoever noticed."""
+        try:
+            return self._meets(receive, self._sources(receive, queues))
+        except Exception as error:
+            receive.error = error
+            return True
 
     def _meets(self, receive: Receive, sources: Sequence[int]) -> bool:
         """Whether the message has come: then the receive has been started, or has failed."""
@@ -133,25 +146,27 @@ class Mailbox:
         if not self._comm.Iprobe(source, tag, status):
             return False
         receive.source = status.Get_source()
-        nbytes = status.Get_count(self._mpi.BYTE)
-        if nbytes == receive.target.nbytes:
+        # In elements: the bytes of a large message may not fit MPI's counts.
+        count = status.Get_count(receive.spec[1])
+        if count == receive.target.numel():
             receive.request = self._comm.Irecv(receive.spec, receive.source, tag)
         else:
             assert receive.signature.dtype is not None
-            self._refuse(receive, receive.source, receive.signature.dtype, nbytes)
+            self._refuse(receive, receive.source, receive.signature.dtype, count)
         return True
 
     def _stranger(self, receive: Receive, source: int, tag: int, dtype: torch.dtype) -> bool:
         """A message of another dtype is there. One of the right dtype sent before it would be there too."""
-        sender, nbytes = self._status.Get_source(), self._status.Get_count(self._mpi.BYTE)
+        sender = self._status.Get_source()
+        count = self._status.Get_count(self._mpi.BYTE) // dtype.itemsize
         if not self._let_in(receive, source, tag):
-            self._refuse(receive, sender, dtype, nbytes)
+            self._refuse(receive, sender, dtype, count)
         return True
 
-    def _refuse(self, receive: Receive, sender: int, dtype: torch.dtype, nbytes: int) -> None:
-        group = self._group
+    def _refuse(self, receive: Receive, sender: int, dtype: torch.dtype, count: int) -> None:
+        group, nbytes = self._group, count * dtype.itemsize
         receive.error = OrderMismatch(
             f"message with tag {receive.tag} in group '{group.name}': rank {sender} issued send "
-            f"{dtype_name(dtype)}[{nbytes // dtype.itemsize}] ({nbytes} bytes); rank {group.rank} issued "
+            f"{dtype_name(dtype)}[{count}] ({nbytes} bytes); rank {group.rank} issued "
             f"{receive.signature.describe()} ({receive.target.nbytes} bytes)"
         )

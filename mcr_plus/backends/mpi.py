@@ -19,6 +19,7 @@ from typing import Any, Final
 import torch
 
 from mcr_plus.backends.mailbox import Mailbox, Receive
+from mcr_plus.environment import started_by_mpi
 from mcr_plus.errors import BackendUnavailable, Unsupported
 from mcr_plus.interfaces import NATIVE, Availability, Channel, Poll, Start, Support, World
 from mcr_plus.message import REDUCING, Group, Message, ReduceOp, Signature, dtype_name
@@ -106,12 +107,13 @@ class MpiBackend:
     on_stream = False
     spins = 400
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World) -> None:  # noqa: ARG002 - a Backend
         self._mpi = load_mpi()
         comm = self._mpi.COMM_WORLD
         self._comm = comm
         self._probe = self._mpi.COMM_SELF.Dup().Iprobe
         self._channels: list[_MpiChannel] = []
+        self._busy: set[Mailbox] = set()  # those in which receives wait
 
     @classmethod
     def availability(cls) -> Availability:
@@ -127,6 +129,10 @@ class MpiBackend:
     @classmethod
     def serves(cls, world: World) -> str:
         """Why MPI cannot serve this job, empty if it can: it must have been started by an MPI launcher."""
+        remedy = "start the job with mcr-plus run or mpirun"
+        # Initialising MPI in a process that it did not start takes a second, for a world of one rank.
+        if "mpi4py.MPI" not in sys.modules and not started_by_mpi():
+            return f"no MPI launcher started this job; {remedy}"
         try:
             comm = load_mpi().COMM_WORLD
         except BackendUnavailable as error:
@@ -135,7 +141,7 @@ class MpiBackend:
             return ""
         return (
             f"MPI sees rank {comm.rank} of {comm.size} where the job has rank {world.rank} of {world.size}; "
-            "start the job with mcr-plus run or mpirun"
+            f"{remedy}"
         )
 
     @classmethod
@@ -168,32 +174,29 @@ class MpiBackend:
         for each in (comm, messages):
             each.Set_errhandler(mpi.ERRORS_RETURN)
         members.Free()
-        channel = _MpiChannel(mpi, comm, messages, group)
+        channel = _MpiChannel(mpi, comm, messages, group, self._busy)
         self._channels.append(channel)
         return channel
 
     def progress(self) -> None:
         """One probe lets the library advance every request."""
         self._probe()
-        for channel in self._channels:
-            channel.mailbox.progress()
+        if self._busy:
+            for mailbox in tuple(self._busy):
+                mailbox.progress()
 
-    def close(self, clean: bool) -> None:
+    def close(self, clean: bool) -> None:  # noqa: ARG002 - a Backend
         """See `Backend.close`. Finalising is left to the end of the process: it can be done only once."""
         self._channels.clear()
-        if not clean:
-            _stuck.append(True)
 
-    def finalize(self) -> None:
-        """End MPI when the process ends in good order; MPI_Finalize waits for all ranks."""
-        mpi = self._mpi
+    @staticmethod
+    def finalize() -> None:
+        """End MPI when all ranks have come to the end of their processes; MPI_Finalize waits for all."""
+        mpi = load_mpi()
         import mpi4py
 
-        if not _stuck and not mpi4py.rc.finalize and mpi.Is_initialized() and not mpi.Is_finalized():
+        if not mpi4py.rc.finalize and mpi.Is_initialized() and not mpi.Is_finalized():
             mpi.Finalize()
-
-
-_stuck: list[bool] = []
 
 
 @cache
@@ -201,7 +204,7 @@ def _half_op(name: str, dtype: torch.dtype) -> Any:
     """Reductions of float16 and bfloat16, which MPI does not know."""
     from mcr_plus.kernels.half_reduce import reducer
 
-    return _own_op(reducer("SUM" if name == "AVG" else name, dtype))  # type: ignore[arg-type]
+    return _own_op(reducer("SUM" if name == "AVG" else name, dtype))
 
 
 @cache
@@ -235,12 +238,16 @@ def _libmpi() -> ctypes.CDLL:
     raise BackendUnavailable("backend mpi: the loaded MPI library was not found in this process")
 
 
+def _nothing_yet() -> bool:
+    raise RuntimeError("started before its request was made")
+
+
 class _MpiChannel:
-    def __init__(self, mpi: Any, comm: Any, messages: Any, group: Group) -> None:
+    def __init__(self, mpi: Any, comm: Any, messages: Any, group: Group, busy: set[Mailbox]) -> None:
         self._mpi = mpi
         self._comm = comm
         self._messages = messages
-        self.mailbox = Mailbox(mpi, messages, group)
+        self.mailbox = Mailbox(mpi, messages, group, busy)
         self._group = group
         self._staged_requests = 0
 
@@ -375,17 +382,19 @@ class _MpiChannel:
         return self._staged(signature, op, start) if small else start
 
     def _staged(self, signature: Signature, op: Any, otherwise: Start) -> Start:
-        """A small all_reduce by a persistent request on a buffer of our own.
+        """A small all_reduce by a persistent request on buffers of our own.
 
         Starting one is cheaper than a nonblocking call, by more than two small copies cost. A synchronous
-        operation of a signature is never in flight twice, so one buffer will do. The request is made by
-        the first start, because starts come in the same order on all ranks.
+        operation of a signature is never in flight twice, so one pair of buffers will do. The request is
+        made by the first start, because starts come in the same order on all ranks.
         """
-        mpi, comm, nbytes = self._mpi, self._comm, signature.nbytes or 0
+        nbytes = signature.nbytes or 0
         source, result = memoryview(bytearray(nbytes)), memoryview(bytearray(nbytes))
+        from_address = self._mpi.buffer.fromaddress
         views: dict[int, memoryview] = {}
-        begin: Callable[[], Any] | None = None
-        test: Poll | None = None
+        chosen: Start
+        begin: Callable[[], Any] = _nothing_yet
+        test: Callable[[], bool] = _nothing_yet
         target = result
         busy = False
 
@@ -395,43 +404,21 @@ class _MpiChannel:
             if found is None:
                 if len(views) >= _SPECS:
                     views.clear()
-                found = views[address] = memoryview(mpi.buffer.fromaddress(address, nbytes))
+                found = views[address] = memoryview(from_address(address, nbytes))
             return found
-
-        def prepare() -> bool:
-            nonlocal begin, test
-            if self._staged_requests >= _STAGED_REQUESTS:
-                return False
-            self._staged_requests += 1
-            try:
-                datatype = self._datatype(signature)
-                request = comm.Allreduce_init([source, datatype], [result, datatype], op)
-            except NotImplementedError:  # a library older than MPI 4
-                self._staged_requests = _STAGED_REQUESTS
-                return False
-            begin, test = request.Start, request.Test
-            return True
 
         def poll() -> bool:
             nonlocal busy
-            assert test is not None
             if not test():
                 return False
             target[:] = result
             busy = False
             return True
 
-        chosen: bool | None = None
-
-        def start(message: Message) -> Poll:
-            nonlocal target, busy, chosen
-            if chosen is None:
-                chosen = prepare()
-            if not chosen:
-                return otherwise(message)
+        def restart(message: Message) -> Poll:
+            nonlocal target, busy
             if busy:
-                raise RuntimeError("two synchronous operations of one signature in flight; issue them with async_op")
-            assert begin is not None
+                raise RuntimeError("two synchronous operations of one signature in flight; use async_op")
             value, out = message.inputs[0], message.outputs[0]
             target = views.get(out.data_ptr()) or view(out)
             source[:] = target if out is value else view(value)
@@ -439,7 +426,28 @@ class _MpiChannel:
             begin()
             return poll
 
-        return start
+        def first(message: Message) -> Poll:
+            nonlocal chosen, begin, test
+            request = self._staged_request(signature, op, source, result)
+            if request is None:
+                chosen = otherwise
+            else:
+                chosen, begin, test = restart, request.Start, request.Test
+            return chosen(message)
+
+        chosen = first
+        return lambda message: chosen(message)
+
+    def _staged_request(self, signature: Signature, op: Any, source: memoryview, result: memoryview) -> Any:
+        if self._staged_requests >= _STAGED_REQUESTS:
+            return None
+        self._staged_requests += 1
+        datatype = self._datatype(signature)
+        try:
+            return self._comm.Allreduce_init([source, datatype], [result, datatype], op)
+        except NotImplementedError:  # a library older than MPI 4
+            self._staged_requests = _STAGED_REQUESTS
+            return None
 
     def _reduce(self, signature: Signature) -> Start:
         assert signature.dtype is not None
@@ -597,7 +605,8 @@ class _MpiChannel:
 
     def _send(self, signature: Signature) -> Start:
         assert signature.dtype is not None
-        spec, call, tag, dtype = self._spec(signature), self._messages.Isend, self.mailbox.tag, signature.dtype
+        spec, call, tag = self._spec(signature), self._messages.Isend, self.mailbox.tag
+        dtype = signature.dtype
 
         def start(message: Message) -> Poll:
             poll: Poll = call(spec(message.inputs[0]), message.peer, tag(dtype, message.match_tag)).Test

@@ -1,7 +1,7 @@
 """What each rank of a group is doing, visible to the others without communication.
 
 Every rank owns a row: a counter of the operations it has issued, a ring in which it posts an operation's
-48-bit digest and description, and a note on why it gave up, if it did. Only the owner writes its row.
+32-bit digest and description, and a note on why it gave up, if it did. Only the owner writes its row.
 Peers look at it to compare signatures before an operation starts, to see who has not arrived or will not
 come, and never wait on each other here.
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,8 +35,10 @@ _WORDS: Final = _HEADER // 8
 _TEXTS: Final = _HEADER + RING * 8
 _NOTES: Final = _TEXTS + RING * TEXT
 _ROW: Final = _NOTES + NOTE
-_DIGEST_BITS: Final = 48
-_TAG_MASK: Final = 0xFFFF
+# A slot holds the low 32 bits of the sequence number above the digest. They are many, because a slot is not
+# overwritten by operations that are not posted: a post must not look like one of 2³² operations later.
+_DIGEST_BITS: Final = 32
+_TAG_MASK: Final = 0xFFFFFFFF
 _CLOSED: Final = 1
 _FAILED: Final = 2
 _Answer = TypeVar("_Answer")
@@ -81,9 +84,15 @@ class Failure:
 
 
 class GroupBoard(Protocol):
-    """The rows of one group. `counter[0]` is this rank's count of issued operations."""
+    """The rows of one group. `counter[0]` is this rank's count of issued operations.
+
+    `first_look` and `look_every` say after how many seconds of waiting, and how often, looking at all peers
+    is worth its cost.
+    """
 
     counter: memoryview
+    first_look: float
+    look_every: float
 
     def post(self, sequence: int, digest: int, text: bytes) -> None:
         """Publish operation `sequence`; `text` comes from `pad`."""
@@ -91,6 +100,10 @@ class GroupBoard(Protocol):
 
     def look(self, rank: int, sequence: int) -> Sighting:
         """What group rank `rank` has published, with its record of `sequence` if there is one."""
+        ...
+
+    def agreed(self, sequence: int, digest: int) -> bool:
+        """Whether all ranks have posted this digest for `sequence`. False may mean that one forgot it."""
         ...
 
     def forgotten(self, sighting: Sighting, sequence: int) -> bool:
@@ -117,7 +130,11 @@ class GroupBoard(Protocol):
 class SharedBoard:
     """Rows in a memory-mapped memfd."""
 
+    first_look = 50e-6
+    look_every = 0.002
+
     def __init__(self, memory: mmap.mmap, group: Group) -> None:
+        self._size = group.size
         self._view = memoryview(memory)
         base = group.rank * _ROW
         self.counter = self._view[base : base + 8].cast("Q")
@@ -134,15 +151,20 @@ class SharedBoard:
         # One aligned 8-byte store publishes tag and digest together; the text was written before.
         self._words[slot] = (sequence & _TAG_MASK) << _DIGEST_BITS | digest
 
-    def digest_at(self, rank: int, sequence: int) -> int | None:
-        """The digest that `rank` has posted for `sequence`; the fast half of `look`."""
+    def agreed(self, sequence: int, digest: int) -> bool:
+        """See `GroupBoard.agreed`."""
+        word = (sequence & _TAG_MASK) << _DIGEST_BITS | digest
+        slots = range(_WORDS + sequence % RING, self._size * (_ROW // 8), _ROW // 8)
+        return all(self._all[slot] == word for slot in slots)
+
+    def _digest_at(self, rank: int, sequence: int) -> int | None:
         word = self._all[rank * (_ROW // 8) + _WORDS + sequence % RING]
         return word & ((1 << _DIGEST_BITS) - 1) if word >> _DIGEST_BITS == sequence & _TAG_MASK else None
 
     def look(self, rank: int, sequence: int) -> Sighting:
         """See `GroupBoard.look`."""
         issued = self._all[rank * (_ROW // 8)]
-        digest = self.digest_at(rank, sequence) if issued >= sequence else None
+        digest = self._digest_at(rank, sequence) if issued >= sequence else None
         if digest is None:
             return Sighting(issued)
         start = rank * _ROW + _TEXTS + sequence % RING * TEXT
@@ -186,7 +208,12 @@ class StoreBoard:
     def __init__(self, store: Store, group: Group) -> None:
         self._store: Store | None = store
         self._group = group
-        self._posted: list[int] = []
+        self._posted: dict[int, None] = {}  # in order
+        self._last = 0
+        self._next_question = 0.0
+        # A look is two requests per peer to a server that all ranks share.
+        self.first_look = 0.02
+        self.look_every = max(0.05, 0.0005 * group.size)
         self._failed = False
         self.counter = memoryview(bytearray(8)).cast("Q")
 
@@ -213,15 +240,30 @@ class StoreBoard:
 
     def post(self, sequence: int, digest: int, text: bytes) -> None:
         """See `GroupBoard.post`."""
-        if self._posted and self._posted[-1] == sequence:
+        if self._last < self.counter[0]:
+            self._last = self.counter[0]
+            self._publish_counter()
+        if sequence in self._posted:
             return
-        record = self._RECORD.pack(sequence, digest, text)
-        self._write(sequence, record)
-        self._write("last", record)
-        self._posted.append(sequence)
+        self._write(sequence, self._RECORD.pack(sequence, digest, text))
+        self._ask(lambda store: store.add(self._votes(sequence, digest), 1), 0)
+        self._posted[sequence] = None
         if len(self._posted) > RING:
-            forgotten = self._key(self._group.rank, self._posted.pop(0))
-            self._ask(lambda store: store.delete_key(forgotten), False)
+            oldest = next(iter(self._posted))
+            del self._posted[oldest]
+            self._ask(lambda store: store.delete_key(self._key(self._group.rank, oldest)), False)
+
+    def _votes(self, sequence: int, digest: int) -> str:
+        return f"board/{self._group.name}/votes/{sequence}/{digest:x}"
+
+    def agreed(self, sequence: int, digest: int) -> bool:
+        """See `GroupBoard.agreed`. One request however many ranks there are, and not too often."""
+        now = time.monotonic()
+        if now < self._next_question:
+            return False
+        self._next_question = now + 10e-6 * self._group.size
+        votes = self._ask(lambda store: store.add(self._votes(sequence, digest), 0), 0)
+        return votes == self._group.size
 
     def _record(self, rank: int, name: int | str) -> tuple[int, int, str] | None:
         record = self._read(rank, name)
@@ -239,7 +281,7 @@ class StoreBoard:
         return Sighting(last[0] if last else 0)
 
     def forgotten(self, sighting: Sighting, sequence: int) -> bool:
-        """A peer that has passed `sequence` may have done so without posting only if it had no check to do."""
+        """A peer that has passed `sequence` may have skipped posting only if it had no check to do."""
         return sighting.issued - sequence >= RING
 
     def _publish_counter(self) -> None:
@@ -271,6 +313,8 @@ class StoreBoard:
 class NoBoard:
     """A group of one rank: nobody to compare with."""
 
+    first_look = look_every = 1.0
+
     def __init__(self) -> None:
         self.counter = memoryview(bytearray(8)).cast("Q")
 
@@ -280,6 +324,10 @@ class NoBoard:
     def look(self, rank: int, sequence: int) -> Sighting:  # noqa: ARG002 - the protocol's names
         """There is no peer."""
         return Sighting(sequence)
+
+    def agreed(self, sequence: int, digest: int) -> bool:  # noqa: ARG002
+        """There is no peer."""
+        return True
 
     def forgotten(self, sighting: Sighting, sequence: int) -> bool:  # noqa: ARG002
         """There is no peer."""
@@ -326,9 +374,7 @@ def _map_shared(store: Store, group: Group) -> mmap.mmap | None:
         return None
 
 
-def open_board(
-    store: Store | None, group: Group, shared: bool, timeout: float
-) -> GroupBoard:
+def open_board(store: Store | None, group: Group, shared: bool, timeout: float) -> GroupBoard:
     """Open the board of `group`; collective over its ranks, which all get the same kind."""
     if group.size == 1 or store is None:
         return NoBoard()

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Literal, cast
 
-from mcr_plus.dispatch.board import Failure, GroupBoard, SharedBoard
+from mcr_plus.dispatch.board import Failure, GroupBoard
 from mcr_plus.dispatch.streams import CallerStream
 from mcr_plus.errors import BackendError, CommTimeout, McrError, NotInitialized, OrderMismatch
 
@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 WaitPolicy = Literal["auto", "spin", "yield", "sleep"]
 
 _NOBODY: Final = -1
-_FIRST_LOOK: Final = 50e-6  # seconds of waiting before others are told, and looked at
-_LOOK_EVERY: Final = 0.002  # seconds between looks at the board while waiting
-_LOOK_EVERY_SLOW: Final = 0.05  # once a wait is long, and for peers' processes
+_LONG_WAIT: Final = 0.05  # seconds; from here on peers' processes are looked at too
+_VERY_LONG_WAIT: Final = 1.0  # from here on a look is rarer
 _YIELD_FOR: Final = 0.002  # seconds of yielding before a waiting rank begins to sleep
 _DEATH_GRACE: Final = 0.2  # a message of a rank that has just died may still be on its way
 _RAISED_BY_PEER: Final = {"OrderMismatch": OrderMismatch, "CommTimeout": CommTimeout}
@@ -101,8 +100,8 @@ class GroupState:
             self.take_over()
             return
         raise OrderMismatch(
-            f"group '{name}' is used by thread '{self._thread.name}', and now by '{caller.name}': the order of "
-            "their operations would differ between ranks. Give each thread a group of its own "
+            f"group '{name}' is used by thread '{self._thread.name}', and now by '{caller.name}': the order "
+            "of their operations would differ between ranks. Give each thread a group of its own "
             "(mcr.new_group), or hand this one over with comm.take_over() when the other thread is done"
         )
 
@@ -254,10 +253,18 @@ class Engine:
         """Whether all peers have posted the same signature; fails `work` if one posted another."""
         board, sequence = work.operation.state.board, work.sequence
         digest = work.operation.digest
+        if board.agreed(sequence, digest):
+            return True
+        now = time.monotonic()
+        look_at = getattr(work, "look_at", None)
+        if look_at is None or now < look_at:
+            if look_at is None:
+                work.look_at = now + board.first_look
+            return False
+        work.look_at = now + board.look_every
         me = work.operation.state.group.rank
-        fast = board.digest_at if isinstance(board, SharedBoard) else None
         for rank in range(work.operation.state.group.size):
-            if rank == me or (fast is not None and fast(rank, sequence) == digest):
+            if rank == me:
                 continue
             sighting = board.look(rank, sequence)
             if sighting.digest == digest or board.forgotten(sighting, sequence):
@@ -346,7 +353,8 @@ class Engine:
                     break
         began = time.monotonic()
         patience = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        next_look = began + _FIRST_LOOK
+        board = operation.state.board
+        next_look = began + board.first_look
         while not work.is_done:
             with self.lock:
                 if self.try_poll(work):
@@ -358,7 +366,8 @@ class Engine:
                 now = time.monotonic()
                 if now >= next_look:
                     self._examine(work, now - began)
-                    next_look = now + (_LOOK_EVERY if now - began < 1.0 else _LOOK_EVERY_SLOW)
+                    longer = 1 if now - began < _VERY_LONG_WAIT else 25
+                    next_look = now + min(board.look_every * longer, 1.0)
             if work.is_done:
                 return
             waited = now - began
@@ -388,7 +397,7 @@ class Engine:
         self.post(work)
         if not operation.signature.is_p2p:
             self._look_for_mismatch(work)
-        if not work.is_done and waited > _LOOK_EVERY_SLOW:
+        if not work.is_done and waited > _LONG_WAIT:
             gone = self._gone(work)
             if gone and self._is_sure(work):
                 name = f"{operation.name(work.sequence)} on {operation.backend}"
@@ -422,7 +431,7 @@ class Engine:
         """Which ranks are behind an error of the library; a process may take a moment to be seen dead."""
         deadline = time.monotonic() + _DEATH_GRACE
         while not (gone := self._gone(work)) and time.monotonic() < deadline:
-            time.sleep(_LOOK_EVERY)
+            time.sleep(0.002)
         return _told(gone)
 
     def _needed(self, work: IssuedWork) -> Sequence[int]:

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from mcr_plus.launch.rendezvous import exchange
+
 if TYPE_CHECKING:
     from mcr_plus.c10d import Store
 
@@ -26,7 +28,7 @@ def _read_stat(pid: int | str) -> tuple[str, str] | None:
 class Peers:
     """Process ids of all ranks, exchanged once. Only ranks that share our /proc can be watched."""
 
-    def __init__(self, rank: int, hosts: tuple[str, ...], store: Store | None) -> None:
+    def __init__(self, rank: int, hosts: tuple[str, ...], store: Store | None, timeout: float) -> None:
         self.keep: list[Any] = []  # memory that a library may still write to
         self._rank = rank
         self._hosts = hosts
@@ -35,9 +37,9 @@ class Peers:
             return
         own = _read_stat(os.getpid())
         namespace = _namespace()
-        store.set(f"peers/{rank}", json.dumps([os.getpid(), own[1] if own else "", namespace]))
-        for peer in range(len(hosts)):
-            pid, started, theirs = json.loads(store.get(f"peers/{peer}"))
+        mine = json.dumps([os.getpid(), own[1] if own else "", namespace])
+        for peer, text in enumerate(exchange(store, rank, len(hosts), "peers", mine, timeout)):
+            pid, started, theirs = json.loads(text)
             visible = own is not None and theirs == namespace and hosts[peer] == hosts[rank]
             self._processes.append((pid, started, "visible" if visible else ""))
 

@@ -68,7 +68,7 @@ class _Arrival(Work):
     def wait(self, timeout: float | timedelta | None = None) -> None:  # noqa: ARG002
         raise TypeError("a copy is waited for by its operation")
 
-    def then(self, function: Callable[[], None]) -> Work:
+    def then(self, function: Callable[[], None]) -> Work:  # noqa: ARG002
         raise TypeError("a copy has nothing to follow it")
 
     @property

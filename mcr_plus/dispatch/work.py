@@ -102,6 +102,7 @@ class IssuedWork(Work):
         "error",
         "finish",
         "is_done",
+        "look_at",
         "message",
         "operation",
         "poll",
@@ -113,6 +114,7 @@ class IssuedWork(Work):
 
     # Set only where they are needed: the constructor is on every operation's path.
     caller: CallerStream  # where the caller's stream stood, for a deferred stream operation
+    look_at: float  # when to look at peers one by one, while signatures are compared
     doubted: float  # since when a peer has seemed to be gone
     source: int | None
     t_issue: float

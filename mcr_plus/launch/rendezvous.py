@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 from torch.distributed import DistError
 
@@ -12,6 +13,9 @@ from mcr_plus.c10d import PrefixStore, Store, TCPStore
 from mcr_plus.environment import LaunchEnvironment
 from mcr_plus.errors import BackendUnavailable, LaunchError
 from mcr_plus.launch.network import LOOPBACK, host_address
+
+_SLACK: Final = 10.0  # seconds that rank 0's verdict may take to arrive
+_stores: dict[tuple[str, int], Store] = {}  # those of this process that listen or are connected
 
 
 def open_store(environment: LaunchEnvironment, attempt: int, timeout: float) -> Store:
@@ -34,6 +38,34 @@ def open_store(environment: LaunchEnvironment, attempt: int, timeout: float) -> 
     return PrefixStore(f"mcr_plus/{attempt}", store)
 
 
+def exchange(store: Store, rank: int, size: int, what: str, value: str, timeout: float) -> list[str]:
+    """Every rank's `value`, by rank; collective. `what` names the exchange and must be new.
+
+    Rank 0 collects and publishes, so that the store sees a few requests per rank and not one per pair.
+    Raises `LaunchError` naming the ranks that have not come within `timeout` seconds.
+    """
+    store.set(f"{what}/{rank}", value)
+    if rank == 0:
+        keys = [f"{what}/{peer}" for peer in range(size)]
+        try:
+            store.wait(keys, timedelta(seconds=timeout))
+            values = [store.get(key).decode() for key in keys]
+            store.set(f"{what}/all", json.dumps({"values": values}))
+        except RuntimeError:
+            missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
+            store.set(f"{what}/all", json.dumps({"missing": missing}))
+    try:
+        store.wait([f"{what}/all"], timedelta(seconds=timeout + _SLACK))
+        result = json.loads(store.get(f"{what}/all"))
+    except RuntimeError as error:
+        raise LaunchError(f"rank 0 did not answer within {timeout:g} s ({what}): {error}") from error
+    if "missing" in result:
+        raise LaunchError(f"ranks {result['missing']} did not call init within {timeout:g} s")
+    values = result["values"]
+    assert isinstance(values, list)
+    return values
+
+
 def _through_address(environment: LaunchEnvironment, limit: timedelta) -> Store:
     address, port = environment.master_addr, environment.master_port
     if address is None or port is None:
@@ -42,13 +74,16 @@ def _through_address(environment: LaunchEnvironment, limit: timedelta) -> Store:
             "MASTER_ADDR and MASTER_PORT are not set; set them, or start it with mcr-plus run, torchrun or "
             "mpirun"
         )
+    known = _stores.get((address, port))
+    if known is not None:  # init after finalize: the address is taken, by ourselves
+        return known
     is_server = environment.rank == 0 and not environment.agent_store
     options: dict[str, Any] = {}
     if is_server and address in (LOOPBACK, "localhost"):
         listener = _listen(LOOPBACK, port)
         options = {"master_listen_fd": listener.detach()}
     # multi_tenant: the user's own init_process_group may use the same port in this process.
-    return TCPStore(
+    store = _stores[address, port] = TCPStore(
         address,
         port,
         environment.world_size,
@@ -58,6 +93,7 @@ def _through_address(environment: LaunchEnvironment, limit: timedelta) -> Store:
         multi_tenant=True,
         **options,
     )
+    return store
 
 
 def _listen(address: str, port: int) -> socket.socket:
@@ -97,6 +133,4 @@ def _through_mpi(environment: LaunchEnvironment, limit: timedelta) -> Store:
     comm.Bcast([place, mpi.BYTE], root=0)
     host, _, number = place.decode().strip().partition(":")
     options: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener.detach()}
-    return TCPStore(
-        host, int(number), comm.size, comm.rank == 0, limit, wait_for_workers=False, **options
-    )
+    return TCPStore(host, int(number), comm.size, comm.rank == 0, limit, wait_for_workers=False, **options)

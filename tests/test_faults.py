@@ -1,0 +1,272 @@
+"""Ranks that die, stop or do not come: the others are told which, in time, and end well.
+
+`ulfm` is Open MPI with its fault tolerance, whose launcher leaves the survivors of a dead rank alone;
+`torch` starts ranks with nobody over them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankResult, Via, run_ranks
+from test_launch import END_LIMIT_S, Start, folder, gone, is_loopback, leftovers, start
+
+import mcr_plus as mcr
+from mcr_plus.launch import loopback, mpi_flavour, mpi_usable, scratch
+
+DEADLINE_S = 3.0
+SLACK_S = 1.0
+DEATH_S = 1.0
+START_LIMIT_S = 180.0
+VICTIM = 1
+
+__all__ = ["folder", "start"]  # fixtures
+
+needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
+
+
+def _has_fault_tolerance() -> bool:
+    launcher = mpi_flavour() if mpi_usable() else None
+    return launcher is not None and launcher.flavour == "openmpi" and launcher.major >= 5
+
+
+survivors = pytest.mark.parametrize(
+    "via",
+    [
+        pytest.param(
+            "ulfm", marks=pytest.mark.skipif(not _has_fault_tolerance(), reason="needs Open MPI 5 or later")
+        ),
+        "torch",
+    ],
+)
+
+
+def configuration(deadline: float = DEADLINE_S) -> dict[str, Any]:
+    return {"version": 1, "pipeline": [{"select": {}}, {"dispatch": {"timeout": f"{deadline}s"}}]}
+
+
+def libraries(via: str) -> list[str]:
+    return ["gloo"] if via == "torch" else ["mpi", "gloo"]
+
+
+# -- on ranks -------------------------------------------------------------------------------------
+
+
+def _stop() -> None:
+    """SIGSTOP, with a process left behind that ends this one once the survivors have had their time."""
+    command = ["sh", "-c", f"sleep {2 * DEADLINE_S + 6}; kill -9 {os.getpid()}"]
+    subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _raise() -> None:
+    raise ValueError("the reason it failed")
+
+
+FAULTS: dict[str, Callable[[], object]] = {
+    "never calls": lambda: time.sleep(2 * DEADLINE_S + 4),
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGSTOP": _stop,
+    "exits": lambda: sys.exit(0),
+    "raises": _raise,
+}
+
+
+def fault(name: str, via: str) -> dict[str, dict[str, Any]]:
+    """Runs on ranks: one falls out; the others wait for it in every way, each in a group of its own."""
+    mcr.init(configuration(), backends=libraries(via))
+    everyone = list(range(mcr.get_world_size()))
+    forms: dict[str, Callable[[mcr.Communicator, str], Callable[[], object]]] = {
+        "sync": lambda group, backend: lambda: group.all_reduce(torch.ones(4), backend=backend),
+        "async": lambda group, backend: lambda: _start(group, backend).wait(),
+        "persistent": lambda group, backend: group.persistent("all_reduce", torch.ones(4), backend=backend),
+        "receive": lambda group, backend: lambda: group.recv(torch.ones(4), VICTIM, backend=backend),
+    }
+    waits = {}
+    for backend in libraries(via):
+        for form, prepare in forms.items():
+            group = mcr.new_group(everyone)
+            waits[f"{backend} {form}"] = (group, prepare(group, backend))
+            group.all_reduce(torch.ones(4), backend=backend)
+    mcr.barrier()
+    if mcr.get_rank() == VICTIM:
+        FAULTS[name]()
+        return {}
+    time.sleep(0.05)
+    with ThreadPoolExecutor(len(waits)) as pool:
+        futures = {name: pool.submit(_attempt, *wait) for name, wait in waits.items()}
+        return {name: future.result() for name, future in futures.items()}
+
+
+def _start(group: mcr.Communicator, backend: str) -> mcr.Work:
+    work = group.all_reduce(torch.ones(4), async_op=True, backend=backend)
+    assert work is not None
+    return work
+
+
+def _attempt(group: mcr.Communicator, run: Callable[[], object]) -> dict[str, Any]:
+    group.take_over()
+    began = time.monotonic()
+    try:
+        run()
+    except mcr.McrError as error:
+        return {"error": type(error).__name__, "text": str(error), "seconds": time.monotonic() - began}
+    return {"error": None, "text": "", "seconds": time.monotonic() - began}
+
+
+def patience(via: str) -> list[dict[str, Any]]:
+    """Runs on ranks: rank 1 comes a second late; rank 0 loses patience before, and waits again."""
+    mcr.init(configuration(), backends=libraries(via))
+    found = []
+    for backend in libraries(via):
+        value = torch.full((4,), float(mcr.get_rank() + 1))
+        mcr.all_reduce(torch.ones(4), backend=backend)
+        mcr.barrier(backend=backend)
+        began = time.monotonic()
+        if mcr.get_rank() == 1:
+            time.sleep(1.0)
+        work = mcr.all_reduce(value, async_op=True, backend=backend)
+        assert work is not None
+        text, gave_up = "", 0.0
+        if mcr.get_rank() == 0:
+            try:
+                work.wait(timeout=0.2)
+            except mcr.CommTimeout as error:
+                text, gave_up = str(error), time.monotonic() - began
+        work.wait()
+        found.append({"text": text, "gave up": gave_up, "value": value.tolist()})
+        mcr.all_reduce(value, backend=backend)
+    return found
+
+
+# -- faults ---------------------------------------------------------------------------------------
+
+
+@survivors
+@pytest.mark.parametrize("name", FAULTS)
+def test_survivors_are_told_who_is_missing(name: str, via: Via) -> None:
+    results = run_ranks(fault, 3, args=[name, via], via=via, timeout=START_LIMIT_S, check=False)
+    others = [result for result in results if result.rank != VICTIM]
+    assert [result.returncode for result in others] == [0, 0], _endings(results)
+    limit = DEATH_S if name == "SIGKILL" else DEADLINE_S + SLACK_S
+    for result in others:
+        assert len(result.value) == 4 * len(libraries(via))
+        for form, outcome in result.value.items():
+            assert outcome["error"] in ("CommTimeout", "BackendError"), (form, outcome)
+            assert outcome["seconds"] <= limit, (form, outcome)
+            assert re.search(rf"rank {VICTIM}\b|ranks: \[{VICTIM}\]", outcome["text"]), (form, outcome)
+            assert ("recv" if "receive" in form else "all_reduce") in outcome["text"], (form, outcome)
+
+
+def _endings(results: list[RankResult]) -> str:
+    return "\n".join(
+        f"rank {result.rank}: {result.returncode}\n{result.stderr[-2000:]}" for result in results
+    )
+
+
+@pytest.mark.parametrize("via", [pytest.param("mpi", marks=needs_mpi), "torch"])
+def test_wait_of_little_patience_can_be_repeated(via: Via) -> None:
+    first, second = run_ranks(patience, 2, args=[via], via=via, timeout=START_LIMIT_S)
+    for mine, theirs in zip(first.value, second.value, strict=True):
+        assert 0.2 <= mine["gave up"] < 0.9
+        assert "missing ranks: [1]" in mine["text"]
+        assert mine["value"] == theirs["value"] == [3.0] * 4
+
+
+# -- ends -----------------------------------------------------------------------------------------
+
+_EXIT = """
+import sys
+import torch
+import mcr_plus as mcr
+
+via, ending = sys.argv[1:]
+comm = mcr.init(backends=["gloo"] if via == "torch" else ["mpi", "gloo"])
+for backend in mcr.get_backends():
+    x = torch.ones(1024)
+    mcr.all_reduce(x, backend=backend)
+    work = mcr.all_reduce(x, async_op=True, backend=backend)
+    work.wait()
+    mcr.new_group([1, 0]).broadcast(x, 0, backend=backend)
+    if comm.rank == 0:
+        mcr.isend(x, 1, backend=backend)
+    else:
+        mcr.recv(x, 0, backend=backend)
+    mcr.all_reduce(x, async_op=True, backend=backend)
+if ending == "finalize":
+    mcr.finalize()
+print("end", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "count",
+    [int(os.environ.get("MCR_TEST_EXITS", "5")), pytest.param(50, marks=pytest.mark.slow, id="50")],
+)
+@pytest.mark.parametrize("ending", ["finalize", "no finalize"])
+@pytest.mark.parametrize("via", [pytest.param("mpi", marks=needs_mpi), "torch"])
+def test_every_run_ends_well(tmp_path: Path, via: str, ending: str, count: int) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(_EXIT)
+    command = [
+        sys.executable,
+        "-m",
+        "mcr_plus.cli.main",
+        "run",
+        "-n",
+        "2",
+        "--via",
+        via,
+        str(program),
+        via,
+        ending,
+    ]
+    runs = [subprocess.run(command, capture_output=True, text=True, check=False) for _ in range(count)]
+    assert [run.returncode for run in runs] == [0] * count, [run.stderr for run in runs if run.returncode]
+    assert [run.stdout for run in runs] == ["end\nend\n"] * count
+    assert [run.stderr for run in runs] == [""] * count
+
+
+_KILLED = """
+import os, signal, time
+import torch
+import mcr_plus as mcr
+
+comm = mcr.init()
+value = torch.ones(1 << 18)
+for backend in mcr.get_backends():
+    mcr.all_reduce(value, backend=backend)
+print(f"up rank={comm.rank} pid={os.getpid()}", flush=True)
+for _ in range(100_000):
+    for backend in mcr.get_backends():
+        mcr.all_reduce(value, backend=backend)
+"""
+
+
+@pytest.mark.parametrize("via", [pytest.param("mpi", marks=needs_mpi), "torch"])
+def test_kill_9_in_the_middle_leaves_nothing(start: Start, folder: Path, tmp_path: Path, via: str) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(_KILLED)
+    run = start("-n", "3", "--via", via, str(program))
+    pids = run.wait_until_up(3)
+    job = run.job()
+    listening = [entry for pid in scratch.processes_of(job) for entry in loopback.listeners(pid)]
+    assert listening, "nothing listens: this test looks at the wrong processes"
+    assert [entry for entry in listening if not is_loopback(entry.address)] == []
+    os.kill(pids[VICTIM], signal.SIGKILL)
+    assert run.wait(END_LIMIT_S) == 1
+    assert f"rank {VICTIM} of 3 was killed by SIGKILL" in run.text()
+    assert gone(pids)
+    assert scratch.processes_of(job) == []
+    assert leftovers(folder, run) == []

@@ -248,7 +248,8 @@ def init(
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         checked = configuration.load(config)
         if isinstance(backends, str):
-            raise ConfigError(f"backends: expected a list of names, got {backends!r}")
+            known = ", ".join(preferred_backends())
+            raise ConfigError(f"backends: expected a list of names, got {backends!r}; known: {known}")
         if backends is not None:
             checked = checked.with_backends(tuple(backends))
         if seconds is not None:

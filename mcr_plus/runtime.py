@@ -152,6 +152,10 @@ class Runtime:
         self.closed = True
         for state in self.engine.states:
             state.abandon()
+        for backend in self._backends.values():
+            abandon = getattr(backend, "abandon", None)
+            if abandon is not None:
+                abandon()
 
 
 class Job:

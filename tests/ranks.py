@@ -66,8 +66,8 @@ def run_ranks(
     gives them torchrun's environment and a store on loopback, but no agent: when one dies, the others
     go on until they end by themselves, `timeout` passes, or ten seconds after the last rank that
     failed. `via="ulfm"` does the same under Open MPI, with its fault tolerance. `env` adds to the
-    environment. With `check`, a rank that fails raises `RanksFailed`;
-    running out of time always does. No process of the job is left when this returns or raises.
+    environment. With `check`, a rank that fails raises `RanksFailed`; running out of time always does.
+    No process of the job is left when this returns or raises.
     """
     folder = Path(tempfile.mkdtemp(prefix="mcr-test-"))
     try:
@@ -140,7 +140,7 @@ def _run_ulfm(
     with scratch.create() as folders:
         # env: a program that mpi4py's runner does not see, for it would end all ranks when one raises
         words = commands.mpi_command(launcher, ["/usr/bin/env", *command], ranks)
-        words[1:1] = ["--with-ft", "ulfm"]
+        words[1:1] = ["--with-ft", "ulfm", "--rtos", "error-nonzero-status=0"]
         settings = commands.environment(env, folders, ranks, config=None, terminal=None)
         channels = Channels(folders.root, ranks, keep)
         with (folder / "err.0").open("ab") as log:
@@ -221,7 +221,8 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _own_rank() -> int:
+def own_rank() -> int:
+    """The rank of this process, as its launcher says, before `init`."""
     names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
     return next(int(os.environ[name]) for name in names if name in os.environ)
 
@@ -231,9 +232,9 @@ def _main(folder: Path) -> None:
     call = json.loads((folder / "call.json").read_text())
     module, _, name = call["target"].partition(":")
     value = getattr(importlib.import_module(module), name)(*call["args"])
-    written = folder / f".value.{_own_rank()}"
+    written = folder / f".value.{own_rank()}"
     written.write_text(json.dumps(value))
-    written.rename(folder / f"value.{_own_rank()}")
+    written.rename(folder / f"value.{own_rank()}")
 
 
 if __name__ == "__main__":

@@ -112,10 +112,14 @@ class GlooBackend:
         timeout, so then the groups are never destroyed, not even by the interpreter's end.
         """
         if not clean:
-            for group in self._groups:
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-            _stuck.extend(self._groups)
+            self.abandon()
         self._groups.clear()
+
+    def abandon(self) -> None:
+        """Never destroy the groups: also in a forked child, which does not have their threads."""
+        for group in self._groups:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        _stuck.extend(self._groups)
 
     def before_exit(self) -> None:
         """Keep the end of the process from becoming an abort.

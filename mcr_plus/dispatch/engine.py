@@ -412,20 +412,25 @@ class Engine:
         return now - since > _DEATH_GRACE
 
     def _gone(self, work: IssuedWork) -> list[tuple[str, str]]:
-        """Which ranks will not take part any more, and the kind of error they gave as the reason."""
+        """Which ranks will not take part any more, and the kind of error they gave as the reason.
+
+        A rank that gave up over an operation passes on what another did: it counts if nobody else is gone.
+        """
         state, sequence = work.operation.state, work.sequence
-        found = []
+        found: list[tuple[str, str]] = []
+        passed_on: list[tuple[str, str]] = []
         for rank in self._needed(work):
             board = state.board
             closed, failure = board.is_closed(rank), board.failure(rank)
             absent = not work.operation.signature.is_p2p and board.look(rank, sequence).issued < sequence
             if failure is not None and (absent or not sequence or 0 < failure.sequence <= sequence):
-                found.append((f"rank {rank} has given up: {failure.text}", failure.text.partition(":")[0]))
+                told = (f"rank {rank} has given up: {failure.text}", failure.text.partition(":")[0])
+                (passed_on if failure.sequence else found).append(told)
             elif closed and absent:
                 found.append((f"rank {rank} has left without issuing it", ""))
             elif not closed and self.peers.status(state.group.ranks[rank]) == "dead":
                 found.append((f"rank {rank} has died", ""))
-        return found
+        return found or passed_on[:1]
 
     def _blame(self, work: IssuedWork) -> str:
         """Which ranks are behind an error of the library; a process may take a moment to be seen dead."""
@@ -450,9 +455,10 @@ class Engine:
             absent = not operation.signature.is_p2p and issued < work.sequence
             if absent or operation.signature.is_p2p:
                 missing.append(rank)
-            if absent or status != "running":
-                at = f"last issued #{issued}" if absent else "has issued it"
-                notes.append(f"rank {rank} {at}" + (f", process {status}" if status != "unknown" else ""))
+            if absent or status not in ("running", "unknown"):
+                at = [f"last issued #{issued}"] if absent else []
+                at += [f"process {status}"] if status != "unknown" else []
+                notes.append(f"rank {rank}: {', '.join(at)}")
         who = f"missing ranks: {missing}" if missing else "all ranks have issued it"
         detail = f" ({'; '.join(notes)})" if notes else ""
         return CommTimeout(

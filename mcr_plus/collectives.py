@@ -11,20 +11,10 @@ import torch
 from mcr_plus import runtime
 from mcr_plus.communicator import Communicator, Compress, P2POp
 from mcr_plus.dispatch.work import Work
-from mcr_plus.errors import InvalidArgument
 from mcr_plus.message import ReduceOp
 from mcr_plus.observe.record import Log, recording
 from mcr_plus.rerun import PersistentOp
-from mcr_plus.runtime import job
-
-
-def _of(group: Communicator | None) -> Communicator:
-    """The group that an argument names."""
-    if group is None:
-        return job.communicator or runtime.world()
-    if not isinstance(group, Communicator):
-        raise InvalidArgument(f"group: expected a Communicator or None (the whole job), got {group!r}")
-    return group
+from mcr_plus.runtime import member_of as _of
 
 
 def all_reduce(
@@ -333,9 +323,9 @@ def reduce_scatter_coalesced(
 def send(
     tensor: torch.Tensor,
     dst: int,
-    group: Communicator | None = None,
     tag: int = 0,
     *,
+    group: Communicator | None = None,
     backend: str | None = None,
     compress: Compress = None,
     label: str | None = None,
@@ -347,9 +337,9 @@ def send(
 def recv(
     tensor: torch.Tensor,
     src: int | None = None,
-    group: Communicator | None = None,
     tag: int = 0,
     *,
+    group: Communicator | None = None,
     backend: str | None = None,
     compress: Compress = None,
     label: str | None = None,
@@ -361,9 +351,9 @@ def recv(
 def isend(
     tensor: torch.Tensor,
     dst: int,
-    group: Communicator | None = None,
     tag: int = 0,
     *,
+    group: Communicator | None = None,
     backend: str | None = None,
     compress: Compress = None,
     label: str | None = None,
@@ -375,9 +365,9 @@ def isend(
 def irecv(
     tensor: torch.Tensor,
     src: int | None = None,
-    group: Communicator | None = None,
     tag: int = 0,
     *,
+    group: Communicator | None = None,
     backend: str | None = None,
     compress: Compress = None,
     label: str | None = None,

@@ -37,7 +37,7 @@ from mcr_plus.message import (
     dtype_name,
 )
 from mcr_plus.pipeline import Bound, Pipeline
-from mcr_plus.rerun import PersistentOp, bind_persistent, check_persistent
+from mcr_plus.rerun import Call, PersistentOp, bind_persistent, check_persistent
 
 if TYPE_CHECKING:
     from mcr_plus.dispatch.stage import GroupRuntime
@@ -662,10 +662,11 @@ class Communicator:
         payload = _pickled(obj) if is_source else torch.empty(0, dtype=torch.uint8)
         length = torch.tensor([payload.numel()])
         self.broadcast(length, src, compress=False)
-        if not is_source:
-            payload = torch.empty(int(length), dtype=torch.uint8)
-        self.broadcast(payload, src, compress=False)
-        return obj if is_source else _unpickled(payload)
+        # In powers of two: a new size would be a new signature, to be bound and compared.
+        room = torch.empty(1 << (int(length) - 1).bit_length(), dtype=torch.uint8)
+        room[: payload.numel()] = payload
+        self.broadcast(room, src, compress=False)
+        return obj if is_source else _unpickled(room[: int(length)])
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Every rank's object, in rank order. Pickled: between the ranks of one's own job only."""
@@ -699,9 +700,10 @@ class Communicator:
         `Work` must be waited for before the next start.
         """
         check_persistent(kind, tensors, options)
-        recipe = Recipe(self)
-        getattr(recipe, kind)(*tensors, **options)
-        return bind_persistent(recipe.plan.issue, recipe.message)
+        now, later = Recipe(self), Recipe(self)
+        getattr(now, kind)(*tensors, **options)
+        getattr(later, kind)(*tensors, async_op=True, **options)
+        return bind_persistent(now.call, later.call)
 
     # -- the way down -----------------------------------------------------------------------------
 
@@ -942,8 +944,7 @@ class Batch(Communicator):
 class Recipe(Communicator):
     """A communicator whose operations are prepared and kept instead of issued."""
 
-    plan: Plan
-    message: Message
+    call: Call
 
     def __init__(self, communicator: Communicator) -> None:
         self.__dict__.update(vars(communicator))
@@ -951,8 +952,7 @@ class Recipe(Communicator):
 
     def _go(self, plan: Plan, message: Message, copy_out: Callable[[], None] | None) -> None:
         assert copy_out is None, "persistent operations take contiguous tensors"
-        self.plan = plan
-        self.message = message
+        self.call = Call(plan.issue, message)
 
 
 def _in_place(plan: Plan, async_op: bool) -> Callable[[torch.Tensor], Work | None]:

@@ -187,7 +187,11 @@ class Next(Protocol):
     """The rest of the pipeline, as a stage sees it while binding."""
 
     def __call__(self, signature: Signature) -> Issue:
-        """The bound rest of the pipeline for `signature`, which may differ from the stage's own."""
+        """The bound rest of the pipeline for `signature`, which may differ from the stage's own.
+
+        With another kind, dtype or shape it is bound as an asynchronous operation, so that a stage may have
+        several in flight.
+        """
         ...
 
     def note(self, text: str) -> None:

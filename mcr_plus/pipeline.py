@@ -64,7 +64,7 @@ class Pipeline:
         name = self._names[index]
         place = rule.place if rule is not None else None
         following = _Next(
-            lambda changed: self._bind_from(index + 1, changed, notes),
+            lambda changed: self._bind_from(index + 1, _in_flight(changed, signature), notes),
             lambda text: notes.append(Note(name, signature, text, place)),
         )
         return self._stage(name, rule).bind(signature, following)
@@ -87,6 +87,12 @@ class Pipeline:
             options = self._context.config.options(name, rule)
             stage = self._stages[key] = factory(options, self._context)
         return stage
+
+
+def _in_flight(changed: Signature, own: Signature) -> Signature:
+    """An operation that a stage issues for another: several may be in flight at once, whoever waits."""
+    same = changed.kind == own.kind and changed.dtype == own.dtype and changed.shape == own.shape
+    return changed if same else changed.replace(async_op=True)
 
 
 class _Next:

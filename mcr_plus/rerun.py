@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from mcr_plus.arrays import as_tensor, is_plain
 from mcr_plus.dispatch.operation import Operation
 from mcr_plus.dispatch.work import Work
 from mcr_plus.errors import InvalidArgument
+from mcr_plus.message import Message
 
 if TYPE_CHECKING:
     from mcr_plus.interfaces import Issue
-    from mcr_plus.message import Message
 
 KINDS = (
     "all_reduce",
@@ -23,6 +23,18 @@ KINDS = (
     "all_to_all_single",
     "barrier",
 )
+
+
+class Call(NamedTuple):
+    """A bound chain and the message it is to issue; `rest` is what the message has besides tensors."""
+
+    issue: Issue
+    message: Message
+
+    @property
+    def rest(self) -> dict[str, Any]:
+        """What a message for the same tensors must be given too."""
+        return vars(self.message).copy()
 
 
 class PersistentOp(Protocol):
@@ -48,19 +60,26 @@ def check_persistent(kind: str, tensors: tuple[Any, ...], options: dict[str, Any
             raise InvalidArgument(f"tensors[{index}]: a persistent operation needs contiguous tensors")
 
 
-def bind_persistent(issue: Issue, message: Message) -> PersistentOp:
-    """A bound chain for one message, on the library's persistent request where it is one call of it."""
-    operation = getattr(issue, "operation", None)
-    native = operation.persistent(message) if isinstance(operation, Operation) else None
-    run: Any = partial(getattr(issue, "run", None) or partial(_run, issue), message)
+def bind_persistent(now: Call, later: Call) -> PersistentOp:
+    """Calls bound to their tensors, on a persistent request of the library where the chain is one call of it.
+
+    `now` is the synchronous call, `later` the same with a handle; neither has been issued.
+    """
+    operation = getattr(now.issue, "operation", None)
+    native = operation.persistent(now.message) if isinstance(operation, Operation) else None
+    issue, signature = later.issue, later.message.signature
+    run: Any = partial(getattr(now.issue, "run", None) or partial(_run, now.issue), now.message)
     if native is not None:
         issue, run = native
+        signature = now.message.signature
+    # Held here: a library's request refers to these tensors, and a handle lets go of its message's.
+    inputs, outputs, rest = later.message.inputs, later.message.outputs, later.rest
     latest: list[Work] = []
 
     def start() -> Work:
         if latest and not latest[0].is_completed():
             raise InvalidArgument("the persistent operation is still in flight; wait for its Work first")
-        latest[:] = [issue(message)]
+        latest[:] = [issue(Message(signature, inputs, outputs, **rest))]
         return latest[0]
 
     run.start = start

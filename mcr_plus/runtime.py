@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import operator
 import os
 import sys
 import threading
@@ -20,7 +21,7 @@ from mcr_plus.communicator import Communicator
 from mcr_plus.config import Config, DispatchOptions
 from mcr_plus.dispatch.board import Failure, open_board
 from mcr_plus.dispatch.engine import Engine, GroupState
-from mcr_plus.dispatch.meeting import meet
+from mcr_plus.dispatch.meeting import SHORT, meet
 from mcr_plus.dispatch.operation import Lane
 from mcr_plus.dispatch.peers import Peers
 from mcr_plus.dispatch.stage import GroupRuntime, Line
@@ -93,9 +94,12 @@ class Runtime:
 
     def new_group(self, ranks: Sequence[int]) -> Communicator:
         """See `mcr_plus.new_group`."""
-        chosen = tuple(ranks)
         size = self.world.size
-        wrong = [rank for rank in chosen if not isinstance(rank, int) or not 0 <= rank < size]
+        try:
+            chosen = tuple(operator.index(rank) for rank in ranks)
+        except TypeError:
+            raise InvalidArgument(f"ranks: expected a list of ranks, got {ranks!r}") from None
+        wrong = [rank for rank in chosen if not 0 <= rank < size]
         if wrong or len(set(chosen)) != len(chosen) or not chosen:
             raise InvalidArgument(
                 f"ranks: expected distinct ranks from 0 to {size - 1}, at least one, got {list(ranks)}"
@@ -128,23 +132,31 @@ class Runtime:
             except McrError as failure:
                 error, clean = failure, False
         for state in self.engine.states:
+            state.publish()
             if clean:
                 state.board.mark_closed()
             else:
                 state.board.mark_failed(Failure(0, "it left the job after an error"))
-        clean = clean and self.meet()
+        clean = clean and self.meet(self.world.timeout)
         for communicator in reversed(self._communicators):
             communicator.shut(clean)
         for state in self.engine.states:
             state.close()
+            if clean:
+                state.board.close()
         for backend in self._backends.values():
             backend.close(clean)
         if error is not None:
             raise error
 
-    def meet(self) -> bool:
-        """Wait, not for long, until all ranks have come to their end, however their operations went."""
-        job.together = meet(self.world, "closing", self._peers)
+    def meet(self, patience: float = SHORT) -> bool:
+        """Wait until all ranks have come to their end, however their operations went."""
+        board = self.engine.states[0].board
+
+        def has_failed(rank: int) -> bool:
+            return patience > SHORT and board.failure(rank) is not None
+
+        job.together = meet(self.world, "closing", self._peers, patience=patience, has_failed=has_failed)
         return job.together
 
     def abandon(self) -> None:
@@ -378,6 +390,15 @@ def world() -> Communicator:
     return job.communicator or current().communicator
 
 
+def member_of(group: Communicator | None) -> Communicator:
+    """The communicator a call means: `group`, or that of all ranks."""
+    if group is None:
+        return job.communicator or current().communicator
+    if not isinstance(group, Communicator):
+        raise InvalidArgument(f"group: expected a Communicator or None, got {group!r}")
+    return group
+
+
 def get_backends() -> list[str]:
     """Names of the libraries this job uses, in fallback order."""
     return current().backend_names
@@ -385,12 +406,12 @@ def get_backends() -> list[str]:
 
 def get_rank(group: Communicator | None = None) -> int:
     """This process's rank in `group` (None: in the job); -1 if it is not a member."""
-    return (group or world()).rank
+    return member_of(group).rank
 
 
 def get_world_size(group: Communicator | None = None) -> int:
     """Number of ranks in `group` (None: in the job)."""
-    return (group or world()).size
+    return member_of(group).size
 
 
 def new_group(ranks: Sequence[int]) -> Communicator:

@@ -331,11 +331,11 @@ def _ring(s: Scene) -> Any:
     if not s.case.async_op and len(s.ranks) > 1:
         # Blocking, so one rank must begin by receiving.
         if s.me == 0:
-            mcr.recv(target, left, s.comm, tag, backend=backend)
-            mcr.send(source, right, s.comm, tag, backend=backend)
+            mcr.recv(target, left, tag, group=s.comm, backend=backend)
+            mcr.send(source, right, tag, group=s.comm, backend=backend)
         else:
-            mcr.send(source, right, s.comm, tag, backend=backend)
-            mcr.recv(target, left, s.comm, tag, backend=backend)
+            mcr.send(source, right, tag, group=s.comm, backend=backend)
+            mcr.recv(target, left, tag, group=s.comm, backend=backend)
         return None
     works = [s.comm.isend(source, right, tag, backend=backend)] if sends_first else []
     works.append(s.comm.irecv(target, left, tag, backend=backend))

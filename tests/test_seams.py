@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -425,3 +427,51 @@ def test_three_method_process_group_carries_a_ddp_step() -> None:
     expected = torch.autograd.grad(total, [weight, bias])
     for ours, right in zip(first["gradients"], expected, strict=True):
         assert torch.allclose(torch.tensor(ours, dtype=torch.float64), right, rtol=1e-5)
+
+
+# -- lives that do not end together ------------------------------------------------------------------
+
+
+def end_apart(seconds: float, finalize: bool) -> float:
+    comm = _init(backends=["mpi", "gloo"])
+    mcr.all_reduce(torch.ones(3))
+    if comm.rank == 1:
+        time.sleep(seconds)  # a checkpoint, an evaluation
+    if finalize:
+        mcr.finalize()
+    return seconds
+
+
+@pytest.mark.parametrize("finalize", [True, False])
+def test_a_rank_may_work_on_after_the_others_have_ended(finalize: bool) -> None:
+    results = run_ranks(end_apart, 2, args=[8.0, finalize])
+    assert [result.value for result in results] == [8.0, 8.0]
+
+
+def drop_persistent() -> list[float]:
+    comm = _init(backends=["mpi", "gloo"])
+    right = []
+    for backend in ("mpi", "gloo"):
+        for op, expected in (("SUM", 3.0), ("AVG", 1.5)):
+            for size in range(1000, 1010):
+                # Started, dropped, and its memory asked for again while it is in flight.
+                mcr.persistent("all_reduce", torch.ones(size), op=op, backend=backend).start()
+                gc.collect()
+                torch.zeros(size)
+            kept = [torch.zeros(64), torch.zeros(64)]
+            calls = [mcr.persistent("all_reduce", tensor, op=op, backend=backend) for tensor in kept]
+            for tensor in kept:
+                tensor.fill_(comm.rank + 1)
+            works = [call.start() for call in calls]  # two of one signature in flight, and a plain one
+            plain = torch.full((64,), comm.rank + 1.0)
+            mcr.all_reduce(plain, op, backend=backend)  # type: ignore[arg-type]
+            for work in reversed(works):
+                work.wait()
+            right += [float((tensor == expected).all()) for tensor in (*kept, plain)]
+    mcr.finalize()
+    return right
+
+
+def test_started_persistent_operations_live_until_they_are_done() -> None:
+    for result in run_ranks(drop_persistent, 2):
+        assert result.value == [1.0] * 12

@@ -110,6 +110,10 @@ class GroupBoard(Protocol):
         """Whether the peer may have posted `sequence` and overwritten it since."""
         ...
 
+    def close(self) -> None:
+        """Give the memory back. Nothing else may be called afterwards."""
+        ...
+
     def mark_closed(self) -> None:
         """Say that this rank leaves in good order."""
         ...
@@ -135,6 +139,7 @@ class SharedBoard:
 
     def __init__(self, memory: mmap.mmap, group: Group) -> None:
         self._size = group.size
+        self._memory = memory
         self._view = memoryview(memory)
         base = group.rank * _ROW
         self.counter = self._view[base : base + 8].cast("Q")
@@ -175,6 +180,12 @@ class SharedBoard:
         """See `GroupBoard.forgotten`."""
         return sighting.issued - sequence >= RING
 
+    def close(self) -> None:
+        """See `GroupBoard.close`."""
+        for view in (self.counter, self._flags, self._words, self._texts, self._note, self._all, self._view):
+            view.release()
+        self._memory.close()
+
     def mark_closed(self) -> None:
         """See `GroupBoard.mark_closed`."""
         self._flags[0] |= _CLOSED
@@ -208,7 +219,7 @@ class StoreBoard:
     def __init__(self, store: Store, group: Group) -> None:
         self._store: Store | None = store
         self._group = group
-        self._posted: dict[int, None] = {}  # in order
+        self._posted: dict[int, int] = {}  # sequence → digest, in order
         self._last = 0
         self._next_question = 0.0
         # A look is two requests per peer to a server that all ranks share.
@@ -247,11 +258,13 @@ class StoreBoard:
             return
         self._write(sequence, self._RECORD.pack(sequence, digest, text))
         self._ask(lambda store: store.add(self._votes(sequence, digest), 1), 0)
-        self._posted[sequence] = None
+        self._posted[sequence] = digest
         if len(self._posted) > RING:
             oldest = next(iter(self._posted))
-            del self._posted[oldest]
+            votes = self._votes(oldest, self._posted.pop(oldest))
             self._ask(lambda store: store.delete_key(self._key(self._group.rank, oldest)), False)
+            if self._group.rank == 0:
+                self._ask(lambda store: store.delete_key(votes), False)
 
     def _votes(self, sequence: int, digest: int) -> str:
         return f"board/{self._group.name}/votes/{sequence}/{digest:x}"
@@ -287,6 +300,9 @@ class StoreBoard:
     def _publish_counter(self) -> None:
         """Before leaving: what was issued and not posted has been issued all the same."""
         self._write("last", self._RECORD.pack(self.counter[0], 0, b""))
+
+    def close(self) -> None:
+        """The store belongs to the job."""
 
     def mark_closed(self) -> None:
         """See `GroupBoard.mark_closed`."""
@@ -333,6 +349,9 @@ class NoBoard:
         """There is no peer."""
         return True
 
+    def close(self) -> None:
+        """There is nothing to give back."""
+
     def mark_closed(self) -> None:
         """Nobody looks."""
 
@@ -348,7 +367,8 @@ class NoBoard:
         return None
 
 
-def _map_shared(store: Store, group: Group) -> mmap.mmap | None:
+def _map_shared(store: Store, group: Group) -> tuple[mmap.mmap | None, int | None]:
+    """The group's memory, and on rank 0 the descriptor that peers open it by."""
     size = group.size * _ROW
     key = f"board/{group.name}/memory"
     try:
@@ -356,34 +376,35 @@ def _map_shared(store: Store, group: Group) -> mmap.mmap | None:
             descriptor = os.memfd_create("mcr_plus", os.MFD_CLOEXEC)
             os.ftruncate(descriptor, size)
             memory = mmap.mmap(descriptor, size)
-            # The descriptor stays open for the life of the process: peers may open it late.
             store.set(key, f"{os.getpid()}:{descriptor}:{os.fstat(descriptor).st_ino}")
-            return memory
+            return memory, descriptor
         pid, number, inode = store.get(key).decode().split(":")
         descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
         try:
             # Another PID namespace may hold a process of the same number: the inode tells.
             if os.fstat(descriptor).st_ino != int(inode) or os.fstat(descriptor).st_size != size:
-                return None
-            return mmap.mmap(descriptor, size)
+                return None, None
+            return mmap.mmap(descriptor, size), None
         finally:
             os.close(descriptor)
     except (OSError, AttributeError, ValueError):
         if group.rank == 0:
             store.set(key, "0:0:0")
-        return None
+        return None, None
 
 
 def open_board(store: Store | None, group: Group, shared: bool, timeout: float) -> GroupBoard:
     """Open the board of `group`; collective over its ranks, which all get the same kind."""
     if group.size == 1 or store is None:
         return NoBoard()
-    memory = _map_shared(store, group) if shared else None
+    memory, descriptor = _map_shared(store, group) if shared else (None, None)
     counts = f"board/{group.name}/votes"
     store.add(f"{counts}/{'yes' if memory is not None else 'no'}", 1)
     if store.add(f"{counts}/all", 1) == group.size:
         store.set(f"{counts}/done", "1")
     store.wait([f"{counts}/done"], timedelta(seconds=timeout))
+    if descriptor is not None:  # all have mapped it, or never will
+        os.close(descriptor)
     if memory is not None and store.add(f"{counts}/no", 0) == 0:
         return SharedBoard(memory, group)
     return StoreBoard(store, group)

@@ -72,6 +72,10 @@ class GroupState:
         special = self._shared or self.recorded or self.waiting_lanes or self.owner <= 0
         self.fast = 0 if special else self.owner
 
+    def publish(self) -> None:
+        """Let peers see how many operations have been issued."""
+        self.board.counter[0] = self.sequence
+
     def admit(self) -> None:
         """Decide about a caller that is not the group's thread: the slow path of every refusal.
 
@@ -200,7 +204,7 @@ class Engine:
         """Publish what this rank is doing."""
         operation = work.operation
         state = operation.state
-        state.board.counter[0] = state.sequence
+        state.publish()
         if not operation.signature.is_p2p:
             state.board.post(work.sequence, operation.digest, operation.text)
 
@@ -208,10 +212,10 @@ class Engine:
         pending = lane.pending
         while pending and (pending[0].is_done or self._may_start(pending[0])):
             work = pending.popleft()
-            if not pending:
-                self._lane_waits(lane, work.operation.state, False)
             if not work.is_done:
                 self._start(work)
+            if not pending:  # only now: the short way takes no lock, and must not overtake this start
+                self._lane_waits(lane, work.operation.state, False)
 
     def _may_start(self, work: IssuedWork) -> bool:
         """Whether a deferred operation can start; it may fail here instead."""
@@ -376,18 +380,16 @@ class Engine:
                 return
             if patience is not None and waited >= patience:
                 raise self._expired(work, waited)
-            self._pause(waited, operation)
+            self._pause(waited)
 
-    def _pause(self, waited: float, operation: object) -> None:
+    def _pause(self, waited: float) -> None:
         policy = self._wait_policy
         if policy == "spin":
             return
         if policy == "sleep" or waited > _YIELD_FOR:
             time.sleep(20e-6 if waited < 0.05 else 200e-6)
-        elif policy == "yield" or getattr(operation, "yields", True):
-            os.sched_yield()
         else:
-            time.sleep(0)
+            os.sched_yield()
 
     def _examine(self, work: IssuedWork, waited: float) -> None:
         """A wait that takes longer: say where we are, and look at the others."""
@@ -471,10 +473,12 @@ class Engine:
         if not work.is_done:
             # The library may still write to these tensors: they are never let go.
             self.peers.keep.append((work.message, work.message.inputs, work.message.outputs, work.poll))
-            work.fail(error, "" if isinstance(error, McrError) else self._blame(work))
+            ours = isinstance(error, McrError) or not isinstance(error, Exception)
+            work.fail(error, "" if ours else self._blame(work))
         error = work.error or error
         self.failed = True
         state = work.operation.state
+        state.publish()
         state.board.mark_failed(Failure(work.sequence, f"{type(error).__name__}: {error}"))
         state.fail(error)
         for waiting in list(work.operation.lane.pending):

@@ -91,8 +91,8 @@ class Operation:
     def persistent(self, message: Message) -> tuple[Issue, Callable[[], None]] | None:
         """The same operation by the library's persistent request for the message's tensors, if it has one.
 
-        Returns how to issue it and how to run it. Collective. Persistent and ordinary calls cannot meet in a
-        library, so the two have different digests.
+        Returns how to issue it (with a handle of its own life) and how to run it. Collective. Persistent and
+        ordinary calls cannot meet in a library, so the two have different digests.
         """
         binder = getattr(self.channel, "bind_persistent", None)
         if binder is None:
@@ -113,7 +113,9 @@ class Operation:
         twin.digest = self.digest ^ 1
         twin.text = pad(f"persistent {self.signature.describe()}")
         twin.check = self.state.group.size > 1
-        return twin.bind(), twin.bind_rerun(message, begin, test)
+        handled = copy(twin)
+        handled.inline = False
+        return handled.bind(), twin.bind_rerun(message, begin, test)
 
     def _bind_collective(self) -> Issue:
         engine, state, start = self.engine, self.state, self.start
@@ -158,7 +160,7 @@ class Operation:
                 for _ in spins:
                     if poll():
                         return
-            except Exception as error:
+            except BaseException as error:  # an interrupt too: the library still has the tensors
                 self._fail_run(message, poll, error)
             IssuedWork(self, message, poll, state.sequence).wait()
 
@@ -181,13 +183,13 @@ class Operation:
                 for _ in spins:
                     if test():
                         return
-            except Exception as error:
+            except BaseException as error:
                 self._fail_run(message, test, error)
             IssuedWork(self, message, test, state.sequence).wait()
 
         return run
 
-    def _fail_run(self, message: Message, poll: Poll | None, error: Exception) -> NoReturn:
+    def _fail_run(self, message: Message, poll: Poll | None, error: BaseException) -> NoReturn:
         work = IssuedWork(self, message, poll, self.state.sequence)
         self.engine.fail(work, error)
         raise work.error or error

@@ -237,7 +237,7 @@ class JointWork(Work):
     Done when all members are done. `kind`, `tag` and `nbytes` describe the operation the user asked for.
     """
 
-    __slots__ = ("_finish", "codec", "kind", "members", "nbytes", "tag")
+    __slots__ = ("_error", "_finish", "_is_done", "codec", "kind", "members", "nbytes", "tag")
 
     def __init__(
         self,
@@ -254,6 +254,8 @@ class JointWork(Work):
         self.tag = tag
         self.codec = codec
         self._finish: list[Callable[[], None]] = []
+        self._is_done = False
+        self._error: BaseException | None = None
 
     def wait(self, timeout: float | timedelta | None = None) -> None:  # noqa: D102
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
@@ -261,6 +263,8 @@ class JointWork(Work):
         for member in self.members:
             member.wait(None if deadline is None else max(0.0, deadline - perf_counter()))
         self._settle()
+        if self._error is not None:
+            raise self._error
 
     def is_completed(self) -> bool:  # noqa: D102
         return self._ended([member.is_completed() for member in self.members])
@@ -269,23 +273,32 @@ class JointWork(Work):
         return self._ended([member.probe() for member in self.members])
 
     def _ended(self, members: list[bool]) -> bool:
-        if not all(members):
-            return False
-        if self.exception() is None:
+        if all(members):
             self._settle()
-        return True
+        return self._is_done
 
     def exception(self) -> BaseException | None:  # noqa: D102
-        return next((error for member in self.members if (error := member.exception()) is not None), None)
+        errors = (member.exception() for member in self.members)
+        return self._error or next((error for error in errors if error is not None), None)
 
     def then(self, function: Callable[[], None]) -> Work:  # noqa: D102
         self._finish.append(function)
+        if self._is_done:
+            self._run_finish()
         return self
 
     def _settle(self) -> None:
+        if not self._is_done:
+            self._is_done = True
+            self._run_finish()
+
+    def _run_finish(self) -> None:
         finish, self._finish = self._finish, []
-        for function in finish:
-            function()
+        try:
+            for function in finish if self.exception() is None else ():
+                function()
+        except Exception as error:
+            self._error = error
 
     @property
     def info(self) -> Info:  # noqa: D102

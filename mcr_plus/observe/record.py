@@ -6,7 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -70,8 +70,31 @@ class Row:
     p95_us: float
     algbw_GBps: float  # noqa: N815 - the field's unit
     busbw_GBps: float  # noqa: N815
+    ranks: int
+
+    @property
+    def p50(self) -> float:
+        """Median time in seconds."""
+        return self.p50_us / 1e6
+
+    @property
+    def p95(self) -> float:
+        """95th percentile of the times in seconds."""
+        return self.p95_us / 1e6
+
+    @property
+    def algbw(self) -> float:
+        """`algbw_GBps`."""
+        return self.algbw_GBps
+
+    @property
+    def busbw(self) -> float:
+        """`busbw_GBps`."""
+        return self.busbw_GBps
 
     def __getitem__(self, name: str) -> Any:
+        if name not in (*(field.name for field in fields(self)), "p50", "p95", "algbw", "busbw"):
+            raise KeyError(name)
         return getattr(self, name)
 
 
@@ -112,7 +135,7 @@ class Log:
         )
 
     def summary(self) -> list[Row]:
-        """One row per kind, backend and size class, sorted; failed operations are left out.
+        """One row per kind, backend, size class and number of ranks, sorted; failed operations are left out.
 
         Bandwidths are bytes over the summed time of the row, busbw by the formulas of nccl-tests.
         """
@@ -166,6 +189,7 @@ def _row(key: tuple[str, str, int, int], records: Sequence[Record]) -> Row:
         p95_us=float(np.percentile(seconds, 95)) * 1e6,
         algbw_GBps=algbw,
         busbw_GBps=algbw * bus_factor(kind, ranks),
+        ranks=ranks,
     )
 
 

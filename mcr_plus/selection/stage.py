@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from mcr_plus import registry
+from mcr_plus.backends import backend_class
 from mcr_plus.config import SelectOptions
 from mcr_plus.errors import Unsupported
 from mcr_plus.interfaces import Context, Issue, Next, Support
@@ -95,8 +96,11 @@ class SelectStage:
         name = choice.partition(":")[0]
         known = self._context.backends
         if name not in known:
+            found = backend_class(name).availability()
+            missing = "" if found.available else f" ({found.reason}; {found.remedy})"
             raise Unsupported(
-                f"backend '{name}' ({why}) is not part of this job; backends here: {', '.join(known)}"
+                f"backend '{name}' ({why}) is not part of this job{missing}; "
+                f"backends here: {', '.join(known)}"
             )
         support = self._support(choice, signature)
         if not support:

@@ -82,6 +82,10 @@ def _signature(kind: str, nbytes: int, dtype: str, ranks: int, tag: str | None, 
     if nbytes < 0 or ranks < 1:
         raise InvalidArgument(f"bytes and ranks: expected at least 0 and 1, got {nbytes} and {ranks}")
     torch_dtype: torch.dtype = known[dtype]
+    if nbytes % torch_dtype.itemsize:
+        raise InvalidArgument(
+            f"bytes: {nbytes} is not a whole number of {dtype} ({torch_dtype.itemsize} bytes)"
+        )
     vector = name in VECTOR
     return Signature(
         kind=name,

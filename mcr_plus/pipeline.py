@@ -62,7 +62,8 @@ class Pipeline:
         if rule is not None and rule.backend is not None and signature.backend is None:
             signature = signature.replace(backend=rule.backend)
         name = self._names[index]
-        place = rule.place if rule is not None else None
+        touched = rule is not None and (rule.options(name) is not None or (name == "select" and rule.backend))
+        place = rule.place if rule is not None and touched else None
         following = _Next(
             lambda changed: self._bind_from(index + 1, _in_flight(changed, signature), notes),
             lambda text: notes.append(Note(name, signature, text, place)),

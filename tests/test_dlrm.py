@@ -364,7 +364,7 @@ def test_loss_and_accuracy_are_torchs() -> None:
 
 def test_communication_is_summed_by_kind_tag_and_backend() -> None:
     def record(kind: str, tag: str | None, backend: str, nbytes: int, start: float, end: float) -> Any:
-        times = {"t_issue": start, "t_done": end}
+        times = {"t_issue": start, "t_done": end, "waited": (end - start) / 4}
         return SimpleNamespace(kind=kind, tag=tag, backend=backend, bytes=nbytes, **times)
 
     records = [
@@ -375,8 +375,8 @@ def test_communication_is_summed_by_kind_tag_and_backend() -> None:
     ]
     log: Any = SimpleNamespace(records=records)
     assert report.communication(log, seconds=10) == [
-        report.CommunicationRow("all_to_all", "a", "mpi", 3, 700, 2e6, 0.6),
-        report.CommunicationRow("all_reduce", "", "gloo", 1, 100, 1e6, 0.1),
+        report.CommunicationRow("all_to_all", "a", "mpi", 3, 700, 2e6, 0.6, 0.15),
+        report.CommunicationRow("all_reduce", "", "gloo", 1, 100, 1e6, 0.1, 0.025),
     ]
 
 

@@ -329,7 +329,10 @@ def messages(via: str) -> dict[str, Any]:
         for name in MESSAGES
         for source in (0, None)
     ]
-    return {label: _outcome(partial(_exchange, *run)) for label, *run in runs}
+    return {
+        label: _outcome(partial(_exchange, group, backend, name, source))
+        for label, group, backend, name, source in runs
+    }
 
 
 def _exchange(group: Group, backend: str, name: str, source: int | None) -> None:

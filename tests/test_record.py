@@ -58,6 +58,10 @@ def record_some(folder: str) -> dict[str, Any]:
         ],
         "sequences": [r.sequence for r in log.records],
         "inner": len(inner.records),
+        "waited": [
+            log.records[-1].waited,
+            log.records[0].t_done - log.records[0].t_issue - log.records[0].waited,
+        ],
         "rows": rows,
         "barrier": [log.records[-1].t_done - log.records[-1].t_issue, waited],
     }
@@ -86,6 +90,8 @@ def test_records_summary_and_trace(tmp_path: Path) -> None:
         ]
         recorded, waited = value["barrier"]
         assert recorded == pytest.approx(waited, abs=0.02)
+        assert value["waited"][0] == pytest.approx(waited, abs=0.02)
+        assert value["waited"][1] >= 0
         trace = json.loads((tmp_path / f"trace{rank}.json").read_text())["traceEvents"]
         begun = [event for event in trace if event["ph"] == "b"]
         ended = {event["id"]: event["ts"] for event in trace if event["ph"] == "e"}

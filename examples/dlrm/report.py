@@ -59,6 +59,7 @@ class CommunicationRow:
     bytes: int
     p50_us: float
     share: float  # of the step time; what overlaps with computing or other operations counts in full
+    waited: float  # share of the step time in which the program waited for it
 
 
 def communication(log: Log, seconds: float) -> list[CommunicationRow]:
@@ -70,8 +71,10 @@ def communication(log: Log, seconds: float) -> list[CommunicationRow]:
     for key, group in groups.items():
         times = [record.t_done - record.t_issue for record in group]
         total = sum(record.bytes for record in group)
-        rows.append(CommunicationRow(*key, len(group), total, median(times) * 1e6, sum(times) / seconds))
-    return sorted(rows, key=lambda row: -row.share)
+        waited = sum(record.waited for record in group) / seconds
+        p50_us, share = median(times) * 1e6, sum(times) / seconds
+        rows.append(CommunicationRow(*key, len(group), total, p50_us, share, waited))
+    return sorted(rows, key=lambda row: -row.waited)
 
 
 @dataclass(frozen=True)
@@ -155,15 +158,19 @@ def report(result: Result, console: Console) -> None:
 
 
 def communication_table(rows: Sequence[CommunicationRow]) -> Table:
-    caption = "operations that overlap with others count in full"
+    waited = sum(row.waited for row in rows)
+    caption = (
+        "in flight: from issue to the moment its end was noticed, overlapped work included\n"
+        f"waited: what communication really cost, {waited:.1%} of the step in all; the rest is computing"
+    )
     table = Table(title="Communication of rank 0 while training", caption=caption, **STYLE)
     for name in ("op", "tag", "backend"):
         table.add_column(name, no_wrap=True)
-    for name in ("count", "MiB", "p50 µs", "% of step"):
+    for name in ("count", "MiB", "p50 µs", "in flight", "waited"):
         table.add_column(name, justify="right")
     for row in rows:
-        numbers = (f"{row.count:,}", f"{row.bytes / 2**20:,.1f}", f"{row.p50_us:,.0f}", f"{row.share:.1%}")
-        table.add_row(row.kind, row.tag, row.backend, *numbers)
+        numbers = (f"{row.count:,}", f"{row.bytes / 2**20:,.1f}", f"{row.p50_us:,.0f}")
+        table.add_row(row.kind, row.tag, row.backend, *numbers, f"{row.share:.1%}", f"{row.waited:.1%}")
     return table
 
 

@@ -30,7 +30,7 @@ def run(
     ] = None,
     via: Annotated[ViaChoice, typer.Option(help="What starts the ranks.")] = ViaChoice.auto,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as in python -m.")] = False,
-    tag_output: Annotated[bool, typer.Option("--tag-output", help="Begin each line with [rank].")] = False,
+    tag_output: Annotated[bool, typer.Option("--tag-output", help=r"Begin each line with \[rank].")] = False,
 ) -> None:
     """Run SCRIPT on -n ranks of this host; its options stand behind it."""
     chosen = choose_via(via, _configured_backends(config))

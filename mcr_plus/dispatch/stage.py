@@ -48,6 +48,10 @@ class DispatchStage:
             raise Unsupported(
                 f"{signature.describe()} reached dispatch without a backend: a select stage is missing"
             )
+        if signature.compress not in (None, False):
+            raise Unsupported(
+                f"compress={signature.compress!r} on {signature.kind}: this pipeline has no compress stage"
+            )
         next.note(f"deadline {self._options.timeout:g} s, signatures compared: {self._options.check}")
         runtime = self._runtime
         if runtime is None:

@@ -110,6 +110,7 @@ class IssuedWork(Work):
         "source",
         "t_done",
         "t_issue",
+        "t_wait",
     )
 
     # Set only where they are needed: the constructor is on every operation's path.
@@ -118,6 +119,7 @@ class IssuedWork(Work):
     doubted: float  # since when a peer has seemed to be gone
     source: int | None
     t_issue: float
+    t_wait: float  # when somebody began to wait
     t_done: float
 
     def __init__(self, operation: Operation, message: Message, poll: Poll | None, sequence: int) -> None:
@@ -133,6 +135,8 @@ class IssuedWork(Work):
         if not self.is_done:
             operation = self.operation
             poll = self.poll
+            if operation.engine.recorders:
+                self.t_wait = perf_counter()
             if poll is not None and operation.inline:
                 try:
                     for _ in operation.spins:

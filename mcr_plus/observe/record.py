@@ -39,7 +39,8 @@ class Record:
 
     `t_done` is when completion was noticed: at the wait, or earlier if something else drove progress. For
     operations on a CUDA stream that is when the host next looked. `bytes` and `wire_bytes` are this rank's
-    own where sizes differ between ranks.
+    own where sizes differ between ranks. `waited` is how many of the seconds somebody spent waiting: what
+    the operation really cost the program, where the rest was hidden behind other work.
     """
 
     sequence: int
@@ -53,6 +54,7 @@ class Record:
     fused: int
     t_issue: float
     t_done: float
+    waited: float
     ranks: int
     error: str | None
 
@@ -129,6 +131,7 @@ class Log:
                 fused=info.fused,
                 t_issue=issued,
                 t_done=info.t_done or issued,
+                waited=max(0.0, (info.t_done or issued) - getattr(work, "t_wait", info.t_done or issued)),
                 ranks=work.operation.signature.ranks,
                 error=None if work.error is None else str(work.error),
             )

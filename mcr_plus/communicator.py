@@ -174,6 +174,7 @@ class Communicator:
                 compress,
                 tag,
                 tensor.requires_grad,
+                tensor.is_neg(),
             ]
         except (KeyError, TypeError, AttributeError):
             run = None
@@ -203,7 +204,8 @@ class Communicator:
         )  # fmt: skip
         run = _in_place(plan, async_op)
         key = (
-            tensor.dtype, tensor.shape, tensor.device, True, op, async_op, backend, compress, tag, False
+            tensor.dtype, tensor.shape, tensor.device, True, op, async_op, backend, compress, tag,
+            False, False,
         )  # fmt: skip
         if not value.dtype.is_complex:  # a lazily conjugated tensor would look the same
             self._plans[key] = run

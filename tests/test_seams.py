@@ -475,3 +475,24 @@ def drop_persistent() -> list[float]:
 def test_started_persistent_operations_live_until_they_are_done() -> None:
     for result in run_ranks(drop_persistent, 2):
         assert result.value == [1.0] * 12
+
+
+# -- values that memory does not show ----------------------------------------------------------------
+
+
+def reduce_negated(backend: str) -> list[float]:
+    comm = _init(backends=["mpi", "gloo"])
+    mcr.all_reduce(torch.ones(1), mcr.MAX, backend=backend)  # the same shape, so that its plan is known
+    stored = torch.tensor([5.0 + 2 * comm.rank])
+    negated = torch.complex(torch.zeros(1), stored).conj().imag  # -5 and -7, by a flag on the tensor
+    assert negated.is_contiguous()
+    assert negated.is_neg()
+    mcr.all_reduce(negated, mcr.MAX, backend=backend)
+    mcr.finalize()
+    return [float(value) for value in negated]
+
+
+@pytest.mark.parametrize("backend", ["mpi", "gloo"])
+def test_lazily_negated_tensors_are_reduced_by_value(backend: str) -> None:
+    for result in run_ranks(reduce_negated, 2, args=[backend]):
+        assert result.value == [-5.0]

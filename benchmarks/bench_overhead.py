@@ -5,7 +5,8 @@
 All candidates take turns within one run, so that noise meets them alike; ratios are between medians of the
 turns. Candidates: raw mpi4py with prepared buffers, `mcr.persistent`, `mcr.all_reduce`, and
 torch.distributed's gloo; then the same plain call beside ten thousand known signatures and beside ten
-thousand operations in flight, the cost of a signature seen for the first time, and `check: every`.
+thousand operations in flight, while recording and afterwards, the cost of a signature seen for the first
+time, and `check: every`.
 """
 
 from __future__ import annotations
@@ -99,6 +100,19 @@ def beside_in_flight(comm: mcr.Communicator, count: int, rounds: int) -> dict[st
     return turns
 
 
+def beside_recording(comm: mcr.Communicator, rounds: int) -> dict[str, list[float]]:
+    """The plain call before, while and after its operations are recorded, in turns."""
+    tensor = torch.ones(2)
+    call = {"call": (lambda: comm.all_reduce(tensor, mcr.MAX), CALLS)}
+    turns: dict[str, list[float]] = {"before": [], "while": [], "after": []}
+    for _ in range(rounds):
+        turns["before"] += take_turns(call, 1)["call"]
+        with mcr.record():
+            turns["while"] += take_turns(call, 1)["call"]
+        turns["after"] += take_turns(call, 1)["call"]
+    return turns
+
+
 def measure(rounds: int) -> dict[str, float]:
     comm = mcr.init(
         {"version": 1, "backends": ["mpi", "gloo"], "pipeline": [{"select": {}}, {"dispatch": {}}]}
@@ -107,6 +121,8 @@ def measure(rounds: int) -> dict[str, float]:
     dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
     turns = take_turns(candidates(comm), rounds)
     results = {name: median(values) for name, values in turns.items()}
+    for when, values in beside_recording(comm, rounds).items():
+        results[f"{when} recording"] = median(values)
     before = median(take_turns({"plain": (candidates(comm)["comm.all_reduce"])}, rounds)["plain"])
     results["first call of a signature"] = first_calls(comm, MANY)
     results[f"beside {MANY} signatures, before"] = before

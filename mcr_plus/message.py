@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, get_args
@@ -184,6 +184,22 @@ class Message:
         self.outputs = outputs
         if rest:
             self.__dict__.update(rest)
+
+    def flows(self, group: Group) -> tuple[Sequence[int], Sequence[int]]:
+        """Elements sent to and expected from each rank of `group`; of a vector collective."""
+        signature, me, none = self.signature, group.rank, [0] * group.size
+        sent, expected = self.input_counts or none, self.output_counts or none
+        mine = sum(tensor.numel() for tensor in self.inputs)
+        if signature.kind == "all_gather_v":
+            sent = [mine] * group.size
+        elif signature.kind == "gather_v":
+            sent = [mine if rank == signature.root else 0 for rank in range(group.size)]
+        elif signature.kind == "reduce_scatter_v":
+            expected = [sent[me]] * group.size
+        elif signature.kind == "scatter_v":
+            mine = sum(tensor.numel() for tensor in self.outputs)
+            expected = [mine if rank == signature.root else 0 for rank in range(group.size)]
+        return sent, expected
 
     def own_bytes(self) -> int:
         """The larger of what this rank sends and receives; remembered once the tensors are let go."""

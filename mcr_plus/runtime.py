@@ -21,7 +21,7 @@ from mcr_plus.communicator import Communicator
 from mcr_plus.config import Config, DispatchOptions
 from mcr_plus.dispatch.board import Failure, open_board
 from mcr_plus.dispatch.engine import Engine, GroupState
-from mcr_plus.dispatch.meeting import SHORT, meet
+from mcr_plus.dispatch.meeting import SHORT, call_off, let_go_first, meet
 from mcr_plus.dispatch.operation import Lane
 from mcr_plus.dispatch.peers import Peers
 from mcr_plus.dispatch.stage import GroupRuntime, Line
@@ -159,6 +159,12 @@ class Runtime:
         job.together = meet(self.world, "closing", self._peers, patience=patience, has_failed=has_failed)
         return job.together
 
+    def crash(self) -> None:
+        """Leave after an uncaught exception: wait for nobody, but let whoever caused it leave first."""
+        call_off(self.world, self._peers)
+        self.leave(clean=False)
+        let_go_first(self._peers, self.engine.blamed)
+
     def abandon(self) -> None:
         """In a forked child: the parent's groups are not ours, and neither is its end."""
         self.closed = True
@@ -200,12 +206,14 @@ class Job:
     def at_exit(self) -> None:
         """Leave in good order if the program has; in no case wait for ranks that will not come."""
         runtime = self.runtime
-        with contextlib.suppress(McrError):
-            if runtime is not None and not runtime.closed:
-                self.together = False
-                runtime.close(clean=not self.crashed)
-        if runtime is not None and not self.together and not self.crashed:
-            runtime.meet()
+        if runtime is not None and self.crashed:
+            runtime.crash()
+        elif runtime is not None:
+            with contextlib.suppress(McrError):
+                self.together &= runtime.closed
+                runtime.leave(clean=True)
+            if not self.together:
+                runtime.meet()
         for backend in self.used.values():
             before_exit = getattr(backend, "before_exit", None)
             if before_exit is not None:

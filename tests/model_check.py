@@ -598,6 +598,19 @@ def programs(
                 yield program
 
 
+def spmd_programs(
+    groups: Mapping[str, tuple[int, ...]], count: int, *, checked: bool = False
+) -> Iterator[Program]:
+    """Every program of `count` collectives in which all ranks, members of all groups, do the same."""
+    ranks = len(next(iter(groups.values())))
+    order = list(range(count))
+    for ops in operations(groups, count, messages=False):
+        for steps in scripts(ops, order, one_order=True):
+            program = Program(groups, ops, (steps,) * ranks, checked)
+            if program.issued[0] == tuple(order) and makes_sense(program):
+                yield program
+
+
 def sample(groups: Mapping[str, tuple[int, ...]], count: int, random: Random) -> Program:
     """A random program that makes sense: waits anywhere, messages, signature checks, CPU tensors."""
     ranks = range(1 + max(max(members) for members in groups.values()))

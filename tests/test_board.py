@@ -77,6 +77,27 @@ def test_old_posts_are_not_taken_for_new_ones(earlier: int, laps: int) -> None:
     assert first.look(1, earlier).digest == 1
 
 
+@KINDS
+def test_counts_are_seen_by_those_they_are_about(make: Callable[[int], Boards]) -> None:
+    first, second, third = make(3)
+    for sequence in (1, 2, RING + 1):
+        second.post_counts(sequence, [10 + sequence, 11, 12], [20, 21, 22 + sequence])
+        issue(second, sequence, 5)
+    assert first.counts(1, 2) == (12, 20)
+    assert third.counts(1, 2) == (12, 24)
+    assert first.counts(1, RING + 1) == (11 + RING, 20)
+    assert first.counts(1, RING + 2) is None
+    assert first.counts(2, 2) is None
+
+
+def test_overwritten_counts_are_not_taken_for_old_ones() -> None:
+    first, second = shared(2)
+    for sequence in (1, RING + 1):
+        second.post_counts(sequence, [sequence, 0], [0, 0])
+        issue(second, sequence, 5)
+    assert first.counts(1, 1) is None
+
+
 def test_a_post_may_be_forgotten() -> None:
     first, second = shared(2)
     issue(second, 3, 1)

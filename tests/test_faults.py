@@ -274,3 +274,36 @@ def test_kill_9_in_the_middle_leaves_nothing(start: Start, folder: Path, tmp_pat
     assert gone(pids)
     assert scratch.processes_of(job) == []
     assert leftovers(folder, run) == []
+
+
+_LEAVES = """
+import sys
+import torch
+import mcr_plus as mcr
+
+comm = mcr.init()
+value = torch.ones(4)
+if sys.argv[1] == "in a block":
+    with comm:
+        mcr.all_reduce(value)
+        if comm.rank == 1:
+            sys.exit(3)
+        mcr.all_reduce(value)
+mcr.all_reduce(value)
+if comm.rank == 1:
+    sys.exit(3)
+mcr.all_reduce(value)
+"""
+
+
+@pytest.mark.parametrize("how", ["in a block", "outside"])
+@pytest.mark.parametrize("via", [pytest.param("mpi", marks=needs_mpi), "torch"])
+def test_rank_that_leaves_is_blamed_and_not_those_that_miss_it(
+    start: Start, tmp_path: Path, via: str, how: str
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(_LEAVES)
+    run = start("-n", "3", "--via", via, str(program), how)
+    assert run.wait() == 1
+    assert "rank 1 has" in run.text()
+    assert run.text().splitlines()[-1] == "mcr-plus: rank 1 of 3 exited with status 3, without a word"

@@ -105,6 +105,33 @@ def _on_the_other(group: Group, backend: str) -> None:
     group.all_reduce(torch.ones(4), backend="gloo" if backend == "mpi" else "mpi")
 
 
+def _vector(kind: str, extra: int) -> Program:
+    """Sizes that differ between ranks, and with `extra` also from those of the twin."""
+
+    def run(group: Group, backend: str) -> None:
+        rank, size = group.rank, group.size
+        ones = partial(torch.ones, dtype=torch.float32)
+        to_first = [ones(2 + extra), *(ones(2) for _ in range(size - 1))]
+        of_last = [*(ones(2) for _ in range(size - 1)), ones(2 + extra)]
+        source = group.ranks[0]
+        calls: dict[str, Callable[[], object]] = {
+            "all_gather_v": lambda: group.all_gather_v(to_first, to_first[rank], backend=backend),
+            "reduce_scatter_v": lambda: group.reduce_scatter_v(to_first[rank], to_first, backend=backend),
+            "all_to_all_v": lambda: group.all_to_all(
+                [ones(2 + extra * (rank == 0)) for _ in range(size)], to_first, backend=backend
+            ),
+            "gather_v": lambda: group.gather_v(
+                of_last[rank], None if rank else of_last, source, backend=backend
+            ),
+            "scatter_v": lambda: group.scatter_v(
+                of_last[rank].clone(), None if rank else of_last, source, backend=backend
+            ),
+        }
+        calls[kind]()
+
+    return run
+
+
 A, B = _all_reduce(tag="a"), _all_reduce(tag="b")
 CASES = {
     "op": Case(_all_reduce(), _broadcast(0), ("all_reduce", "broadcast")),
@@ -120,6 +147,10 @@ CASES = {
     "async": Case(_all_reduce(), _waited, (r"float32\[4\]", "async")),
     "compress": Case(_all_reduce(), _all_reduce(compress="bf16"), ("float32", "bfloat16")),
     "backend": Case(_all_reduce(), _on_the_other, ("backend=mpi", "backend=gloo")),
+    **{
+        kind: Case(_vector(kind, 0), _vector(kind, 1), (kind, r"(?=.*\b2\b)(?=.*\b3\b)"))
+        for kind in ("all_gather_v", "reduce_scatter_v", "all_to_all_v", "gather_v", "scatter_v")
+    },
 }
 
 

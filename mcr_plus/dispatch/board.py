@@ -1,7 +1,8 @@
 """What each rank of a group is doing, visible to the others without communication.
 
 Every rank owns a row: a counter of the operations it has issued, a ring in which it posts an operation's
-32-bit digest and description, and a note on why it gave up, if it did. Only the owner writes its row.
+32-bit digest and description (and for vector collectives how much it sends to and expects from each rank),
+and a note on why it gave up, if it did. Only the owner writes its row.
 Peers look at it to compare signatures before an operation starts, to see who has not arrived or will not
 come, and never wait on each other here.
 
@@ -16,7 +17,8 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar, Final, Protocol, TypeVar
@@ -34,7 +36,7 @@ _HEADER: Final = 64
 _WORDS: Final = _HEADER // 8
 _TEXTS: Final = _HEADER + RING * 8
 _NOTES: Final = _TEXTS + RING * TEXT
-_ROW: Final = _NOTES + NOTE
+_COUNTS: Final = _NOTES + NOTE  # the rest of a row: RING times what is sent to and expected from each rank
 # A slot holds the low 32 bits of the sequence number above the digest. They are many, because a slot is not
 # overwritten by operations that are not posted: a post must not look like one of 2³² operations later.
 _DIGEST_BITS: Final = 32
@@ -98,6 +100,17 @@ class GroupBoard(Protocol):
         """Publish operation `sequence`; `text` comes from `pad`."""
         ...
 
+    def post_counts(self, sequence: int, sent: Sequence[int], expected: Sequence[int]) -> None:
+        """Publish, before `post`, how many elements a vector collective moves to and from each group rank."""
+        ...
+
+    def counts(self, rank: int, sequence: int) -> tuple[int, int] | None:
+        """How many elements `rank` sends to this rank in `sequence`, and how many it expects from it.
+
+        To be asked when all have agreed on the operation; None if the peer has overwritten it since.
+        """
+        ...
+
     def look(self, rank: int, sequence: int) -> Sighting:
         """What group rank `rank` has published, with its record of `sequence` if there is one."""
         ...
@@ -138,16 +151,19 @@ class SharedBoard:
     look_every = 0.002
 
     def __init__(self, memory: mmap.mmap, group: Group) -> None:
-        self._size = group.size
+        self._size, self._rank = group.size, group.rank
+        self._row = row = _row_bytes(group.size)
+        self._row_words = row // 8
         self._memory = memory
         self._view = memoryview(memory)
-        base = group.rank * _ROW
+        base = group.rank * row
         self.counter = self._view[base : base + 8].cast("Q")
         self._flags = self._view[base + 8 : base + 16].cast("Q")
         self._words = self._view[base + _HEADER : base + _HEADER + RING * 8].cast("Q")
         self._texts = self._view[base + _TEXTS : base + _NOTES]
-        self._note = self._view[base + _NOTES : base + _ROW]
-        self._all = self._view[: group.size * _ROW].cast("B").cast("Q")
+        self._note = self._view[base + _NOTES : base + _COUNTS]
+        self._counts = self._view[base + _COUNTS : base + row].cast("Q")
+        self._all = self._view[: group.size * row].cast("B").cast("Q")
 
     def post(self, sequence: int, digest: int, text: bytes) -> None:
         """See `GroupBoard.post`."""
@@ -156,23 +172,35 @@ class SharedBoard:
         # One aligned 8-byte store publishes tag and digest together; the text was written before.
         self._words[slot] = (sequence & _TAG_MASK) << _DIGEST_BITS | digest
 
+    def post_counts(self, sequence: int, sent: Sequence[int], expected: Sequence[int]) -> None:
+        """See `GroupBoard.post_counts`."""
+        start = sequence % RING * 2 * self._size
+        self._counts[start : start + 2 * self._size] = memoryview(array("Q", [*sent, *expected]))
+
+    def counts(self, rank: int, sequence: int) -> tuple[int, int] | None:
+        """See `GroupBoard.counts`."""
+        slot = _COUNTS // 8 + sequence % RING * 2 * self._size
+        at = rank * self._row_words + slot + self._rank
+        found = self._all[at], self._all[at + self._size]
+        return found if self._digest_at(rank, sequence) is not None else None
+
     def agreed(self, sequence: int, digest: int) -> bool:
         """See `GroupBoard.agreed`."""
         word = (sequence & _TAG_MASK) << _DIGEST_BITS | digest
-        slots = range(_WORDS + sequence % RING, self._size * (_ROW // 8), _ROW // 8)
+        slots = range(_WORDS + sequence % RING, self._size * self._row_words, self._row_words)
         return all(self._all[slot] == word for slot in slots)
 
     def _digest_at(self, rank: int, sequence: int) -> int | None:
-        word = self._all[rank * (_ROW // 8) + _WORDS + sequence % RING]
+        word = self._all[rank * self._row_words + _WORDS + sequence % RING]
         return word & ((1 << _DIGEST_BITS) - 1) if word >> _DIGEST_BITS == sequence & _TAG_MASK else None
 
     def look(self, rank: int, sequence: int) -> Sighting:
         """See `GroupBoard.look`."""
-        issued = self._all[rank * (_ROW // 8)]
+        issued = self._all[rank * self._row_words]
         digest = self._digest_at(rank, sequence) if issued >= sequence else None
         if digest is None:
             return Sighting(issued)
-        start = rank * _ROW + _TEXTS + sequence % RING * TEXT
+        start = rank * self._row + _TEXTS + sequence % RING * TEXT
         text = bytes(self._view[start : start + TEXT]).rstrip(b"\0").decode(errors="replace")
         return Sighting(issued, digest, text)
 
@@ -182,7 +210,8 @@ class SharedBoard:
 
     def close(self) -> None:
         """See `GroupBoard.close`."""
-        for view in (self.counter, self._flags, self._words, self._texts, self._note, self._all, self._view):
+        parts = (self.counter, self._flags, self._words, self._texts, self._note, self._counts, self._all)
+        for view in (*parts, self._view):
             view.release()
         self._memory.close()
 
@@ -192,7 +221,7 @@ class SharedBoard:
 
     def is_closed(self, rank: int) -> bool:
         """See `GroupBoard.is_closed`."""
-        return bool(self._all[rank * (_ROW // 8) + 1] & _CLOSED)
+        return bool(self._all[rank * self._row_words + 1] & _CLOSED)
 
     def mark_failed(self, failure: Failure) -> None:
         """See `GroupBoard.mark_failed`."""
@@ -202,10 +231,10 @@ class SharedBoard:
 
     def failure(self, rank: int) -> Failure | None:
         """See `GroupBoard.failure`."""
-        if not self._all[rank * (_ROW // 8) + 1] & _FAILED:
+        if not self._all[rank * self._row_words + 1] & _FAILED:
             return None
-        end = (rank + 1) * _ROW
-        return Failure.unpacked(bytes(self._view[end - NOTE : end]))
+        start = rank * self._row + _NOTES
+        return Failure.unpacked(bytes(self._view[start : start + NOTE]))
 
 
 class StoreBoard:
@@ -262,9 +291,24 @@ class StoreBoard:
         if len(self._posted) > RING:
             oldest = next(iter(self._posted))
             votes = self._votes(oldest, self._posted.pop(oldest))
-            self._ask(lambda store: store.delete_key(self._key(self._group.rank, oldest)), False)
+            for name in (oldest, f"counts/{oldest}"):
+                key = self._key(self._group.rank, name)
+                self._ask(lambda store, key=key: store.delete_key(key), False)  # type: ignore[misc]
             if self._group.rank == 0:
                 self._ask(lambda store: store.delete_key(votes), False)
+
+    def post_counts(self, sequence: int, sent: Sequence[int], expected: Sequence[int]) -> None:
+        """See `GroupBoard.post_counts`."""
+        if sequence not in self._posted:
+            self._write(f"counts/{sequence}", array("Q", [*sent, *expected]).tobytes())
+
+    def counts(self, rank: int, sequence: int) -> tuple[int, int] | None:
+        """See `GroupBoard.counts`."""
+        record = self._read(rank, f"counts/{sequence}")
+        if record is None:
+            return None
+        words = memoryview(record).cast("Q")
+        return words[self._group.rank], words[self._group.size + self._group.rank]
 
     def _votes(self, sequence: int, digest: int) -> str:
         return f"board/{self._group.name}/votes/{sequence}/{digest:x}"
@@ -337,6 +381,13 @@ class NoBoard:
     def post(self, sequence: int, digest: int, text: bytes) -> None:
         """Nobody looks."""
 
+    def post_counts(self, sequence: int, sent: Sequence[int], expected: Sequence[int]) -> None:
+        """Nobody looks."""
+
+    def counts(self, rank: int, sequence: int) -> tuple[int, int] | None:  # noqa: ARG002
+        """There is no peer."""
+        return None
+
     def look(self, rank: int, sequence: int) -> Sighting:  # noqa: ARG002 - the protocol's names
         """There is no peer."""
         return Sighting(sequence)
@@ -367,9 +418,14 @@ class NoBoard:
         return None
 
 
+def _row_bytes(ranks: int) -> int:
+    """Bytes of a row in a group of `ranks`; what is never written takes no memory."""
+    return _COUNTS + RING * 2 * ranks * 8
+
+
 def _map_shared(store: Store, group: Group) -> tuple[mmap.mmap | None, int | None]:
     """The group's memory, and on rank 0 the descriptor that peers open it by."""
-    size = group.size * _ROW
+    size = group.size * _row_bytes(group.size)
     key = f"board/{group.name}/memory"
     try:
         if group.rank == 0:

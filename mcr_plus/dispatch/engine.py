@@ -9,11 +9,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, Literal, cast
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
 
 from mcr_plus.dispatch.board import Failure, GroupBoard
 from mcr_plus.dispatch.streams import CallerStream
 from mcr_plus.errors import BackendError, CommTimeout, McrError, NotInitialized, OrderMismatch
+from mcr_plus.message import VECTOR
 
 if TYPE_CHECKING:
     from mcr_plus.dispatch.operation import Lane
@@ -31,6 +32,14 @@ _YIELD_FOR: Final = 0.002  # seconds of yielding before a waiting rank begins to
 _DEATH_GRACE: Final = 0.2  # a message of a rank that has just died may still be on its way
 _RAISED_BY_PEER: Final = {"OrderMismatch": OrderMismatch, "CommTimeout": CommTimeout}
 _REAP: Final = 2  # finished handles let go per issue: amortised, never a scan
+
+
+class _Gone(NamedTuple):
+    """A rank that will not take part any more, and the kind of error it gave as its reason."""
+
+    rank: int  # in the job
+    told: str
+    kind: str = ""
 
 
 class GroupState:
@@ -142,6 +151,7 @@ class Engine:
         self.states: list[GroupState] = []
         self.backends: list[Backend] = []
         self.failed = False
+        self.blamed: set[int] = set()  # ranks of the job that have left or given up, and so failed an operation
         self._wait_policy = wait
         self._oversubscribed = oversubscribed
         self._held: deque[IssuedWork] = deque()
@@ -205,6 +215,8 @@ class Engine:
         operation = work.operation
         state = operation.state
         state.publish()
+        if operation.signature.kind in VECTOR:
+            state.board.post_counts(work.sequence, *work.message.flows(state.group))
         if not operation.signature.is_p2p:
             state.board.post(work.sequence, operation.digest, operation.text)
 
@@ -258,6 +270,8 @@ class Engine:
         board, sequence = work.operation.state.board, work.sequence
         digest = work.operation.digest
         if board.agreed(sequence, digest):
+            if work.operation.signature.kind in VECTOR:
+                self._compare_counts(work)
             return True
         now = time.monotonic()
         look_at = getattr(work, "look_at", None)
@@ -278,6 +292,27 @@ class Engine:
                 return False
             return False
         return True
+
+    def _compare_counts(self, work: IssuedWork) -> None:
+        """Fail a vector collective in which a peer sends or expects something else than this rank does."""
+        state = work.operation.state
+        sent, expected = work.message.flows(state.group)
+        for rank in range(state.group.size):
+            theirs = state.board.counts(rank, work.sequence) if rank != state.group.rank else None
+            if theirs is not None and theirs != (expected[rank], sent[rank]):
+                self.fail(work, self._count_mismatch(work, rank, theirs, (sent[rank], expected[rank])))
+                return
+
+    def _count_mismatch(
+        self, work: IssuedWork, rank: int, theirs: tuple[int, int], mine: tuple[int, int]
+    ) -> OrderMismatch:
+        group, text = work.operation.state.group, work.operation.signature.describe()
+        (sends, expects), (sent, expected) = theirs, mine
+        if sends != expected:
+            told = f"rank {rank} sends {sends} elements to rank {group.rank}, which expects {expected}"
+        else:
+            told = f"rank {group.rank} sends {sent} elements to rank {rank}, which expects {expects}"
+        return OrderMismatch(f"operation #{work.sequence} of group '{group.name}', {text}: {told}")
 
     def _mismatch(self, work: IssuedWork, rank: int, theirs: str | None) -> OrderMismatch:
         group = work.operation.state.group
@@ -403,7 +438,7 @@ class Engine:
             gone = self._gone(work)
             if gone and self._is_sure(work):
                 name = f"{operation.name(work.sequence)} on {operation.backend}"
-                self.fail(work, _RAISED_BY_PEER.get(gone[0][1], BackendError)(f"{name}: {_told(gone)}"))
+                self.fail(work, _RAISED_BY_PEER.get(gone[0].kind, BackendError)(f"{name}: {self._told(gone)}"))
 
     def _is_sure(self, work: IssuedWork) -> bool:
         """Whether `work` has been in doubt for long enough: what it waits for may still be on its way."""
@@ -413,25 +448,26 @@ class Engine:
             work.doubted = since = now
         return now - since > _DEATH_GRACE
 
-    def _gone(self, work: IssuedWork) -> list[tuple[str, str]]:
-        """Which ranks will not take part any more, and the kind of error they gave as the reason.
+    def _gone(self, work: IssuedWork) -> list[_Gone]:
+        """Which ranks will not take part any more.
 
         A rank that gave up over an operation passes on what another did: it counts if nobody else is gone.
         """
         state, sequence = work.operation.state, work.sequence
-        found: list[tuple[str, str]] = []
-        passed_on: list[tuple[str, str]] = []
+        found: list[_Gone] = []
+        passed_on: list[_Gone] = []
         for rank in self._needed(work):
-            board = state.board
+            board, process = state.board, state.group.ranks[rank]
             closed, failure = board.is_closed(rank), board.failure(rank)
             absent = not work.operation.signature.is_p2p and board.look(rank, sequence).issued < sequence
             if failure is not None and (absent or not sequence or 0 < failure.sequence <= sequence):
-                told = (f"rank {rank} has given up: {failure.text}", failure.text.partition(":")[0])
-                (passed_on if failure.sequence else found).append(told)
+                kind = failure.text.partition(":")[0]
+                gone = _Gone(process, f"rank {rank} has given up: {failure.text}", kind)
+                (passed_on if failure.sequence else found).append(gone)
             elif closed and absent:
-                found.append((f"rank {rank} has left without issuing it", ""))
-            elif not closed and self.peers.status(state.group.ranks[rank]) == "dead":
-                found.append((f"rank {rank} has died", ""))
+                found.append(_Gone(process, f"rank {rank} has left without issuing it"))
+            elif not closed and self.peers.status(process) == "dead":
+                found.append(_Gone(process, f"rank {rank} has died"))
         return found or passed_on[:1]
 
     def _blame(self, work: IssuedWork) -> str:
@@ -439,7 +475,12 @@ class Engine:
         deadline = time.monotonic() + _DEATH_GRACE
         while not (gone := self._gone(work)) and time.monotonic() < deadline:
             time.sleep(0.002)
-        return _told(gone)
+        return self._told(gone)
+
+    def _told(self, gone: list[_Gone]) -> str:
+        """The words about them, which an error is about to say."""
+        self.blamed.update(each.rank for each in gone)
+        return ", ".join(each.told for each in gone)
 
     def _needed(self, work: IssuedWork) -> Sequence[int]:
         group, peer = work.operation.state.group, work.message.peer
@@ -508,7 +549,3 @@ class Engine:
 
 def _stream(work: IssuedWork) -> StreamPoll:
     return cast("StreamPoll", work.poll)
-
-
-def _told(gone: list[tuple[str, str]]) -> str:
-    return ", ".join(text for text, _ in gone)

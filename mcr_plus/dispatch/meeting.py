@@ -1,10 +1,18 @@
-"""The last meeting of all ranks: nobody leaves while others still need it."""
+"""The last meeting of all ranks: nobody leaves while others still need it.
+
+    meet()            wait for all ranks to come to the same point
+    call_off()        say that this rank's program has crashed: there is nothing to wait for any more
+    let_go_first()    let the ranks leave that are the reason for a crash, so that the launcher sees them first
+"""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Final
+
+from mcr_plus.c10d import put
 
 if TYPE_CHECKING:
     from mcr_plus.dispatch.peers import Peers
@@ -12,6 +20,8 @@ if TYPE_CHECKING:
 
 SHORT: Final = 5.0  # seconds
 _LONGEST_NAP: Final = 0.02
+_CRASHED: Final = "crashed"
+_LINGER: Final = 1.0  # seconds that a victim stays for the sake of a clear message
 
 
 def meet(
@@ -24,7 +34,8 @@ def meet(
 ) -> bool:
     """Wait up to `patience` seconds until all ranks have called this; whether they have.
 
-    With `peers`, ranks that have died or are stopped are not waited for; neither are those that have failed.
+    With `peers`, ranks that have died or are stopped are not waited for; neither are those that have failed,
+    nor anybody once a rank has called it off.
     """
     store, deadline = world.store, time.monotonic() + patience
     if store is None or world.size == 1:
@@ -39,7 +50,8 @@ def meet(
         store.set(keys[world.rank], "1")
         nap = 0.0005
         while not is_away(0) and not store.check(keys):
-            if time.monotonic() > deadline or any(map(will_not_come, others)):
+            late = time.monotonic() > deadline
+            if late or any(map(will_not_come, others)) or store.check([_CRASHED]):
                 return store.check(keys)  # a rank that has left in good order has said so before
             nap = min(2 * nap, _LONGEST_NAP)
             time.sleep(nap)
@@ -61,3 +73,17 @@ def meet(
     except RuntimeError:
         return False
     return met
+
+
+def call_off(world: World, peers: Peers) -> None:
+    """Tell all ranks that this one will come to no meeting."""
+    with contextlib.suppress(RuntimeError):
+        if world.store is not None and peers.status(0) not in ("dead", "stopped"):
+            put(world.store, _CRASHED, b"1")
+
+
+def let_go_first(peers: Peers, ranks: Collection[int]) -> None:
+    """Wait a moment until the processes of `ranks` have ended, where this can be seen from here."""
+    deadline = time.monotonic() + _LINGER
+    while any(peers.status(rank) == "running" for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(_LONGEST_NAP)

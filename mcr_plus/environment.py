@@ -23,6 +23,8 @@ Launcher = Literal["torchrun", "openmpi", "mpich", "slurm", "mcr-plus", "env", "
 
 # Slurm numbers the steps that are no srun of the user's (batch script, interactive shell) from here on.
 SLURM_SPECIAL_STEPS = 0xFFFFFFF0
+_SLURM_PORTS = range(20_000, 30_000)  # below what systems hand out by themselves
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
     given = os.environ if environ is None else environ
     env = {key: value.strip() for key, value in given.items() if value.strip()}
     launcher, (rank, size, local_rank, local_size) = _recognise(env)
+    if launcher == "slurm":
+        env = {**_slurm_rendezvous(env), **env}
     return LaunchEnvironment(
         rank,
         size,
@@ -162,6 +166,30 @@ def _slurm_ranks(env: Mapping[str, str]) -> tuple[int, int, int, int]:
     if "SLURM_STEP_TASKS_PER_NODE" in env:
         found["SLURM_NTASKS_PER_NODE"] = str(_tasks_on_node(env))
     return _ranks(found, _Variables("SLURM_PROCID", size, "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"))
+
+
+def _slurm_rendezvous(env: Mapping[str, str]) -> dict[str, str]:
+    """Where the ranks of a job step can meet: the host of rank 0, and a port that follows from the step.
+
+    Slurm gives a step no port of its own; steps that share a host get different ones, most likely.
+    """
+    nodes = env.get("SLURM_STEP_NODELIST", "")
+    if not nodes or "SLURM_JOB_ID" not in env:
+        return {}
+    several = env.get("SLURM_STEP_NUM_NODES", "1") != "1"
+    number = (_integer(env, "SLURM_JOB_ID") or 0) * 31 + (_integer(env, "SLURM_STEP_ID") or 0)
+    port = _SLURM_PORTS.start + number % len(_SLURM_PORTS)
+    return {"MASTER_ADDR": _first_host(nodes) if several else LOOPBACK, "MASTER_PORT": str(port)}
+
+
+def _first_host(nodes: str) -> str:
+    """`gpu03-ib` of Slurm's `gpu[03-05,09]-ib,cpu1`."""
+    found = re.match(r"([^,\[\]]*)(?:\[([^,\[\]-]+)[^\]]*\])?([^,\[\]]*)", nodes)
+    assert found is not None, "every part of the pattern may be empty"
+    host = "".join(part or "" for part in found.groups())
+    if not host:
+        raise LaunchError(f"SLURM_STEP_NODELIST={nodes!r}: expected host names such as gpu[03-05],gpu09")
+    return host
 
 
 def _tasks_on_node(env: Mapping[str, str]) -> int:

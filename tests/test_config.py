@@ -923,6 +923,22 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
         (SRUN | {"SLURM_STEP_NUM_TASKS": "4"}, LaunchEnvironment(3, 4, 1, 2, "slurm", job_id="42.0")),
         (SRUN | {"PMI_RANK": "3", "PMI_SIZE": "8"}, LaunchEnvironment(3, 8, 1, 2, "slurm", job_id="42.0")),
         (SRUN | {"PMIX_RANK": "3"}, LaunchEnvironment(3, 8, 1, 2, "slurm", job_id="42.0")),
+        (
+            SRUN | {"SLURM_STEP_NODELIST": "gpu[03-05,09]-ib,cpu1", "SLURM_STEP_NUM_NODES": "5"},
+            LaunchEnvironment(3, 8, 1, 2, "slurm", "gpu03-ib", 20_000 + 42 * 31, job_id="42.0"),
+        ),
+        (
+            SRUN | {"SLURM_STEP_NODELIST": "a.b,c", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_ID": "7"},
+            LaunchEnvironment(3, 8, 1, 2, "slurm", "a.b", 20_007 + 42 * 31, job_id="42.7"),
+        ),
+        (
+            SRUN | {"SLURM_STEP_NODELIST": "gpu03", "SLURM_STEP_NUM_NODES": "1"},
+            LaunchEnvironment(3, 8, 1, 2, "slurm", "127.0.0.1", 20_000 + 42 * 31, job_id="42.0"),
+        ),
+        (
+            SRUN | {"SLURM_STEP_NODELIST": "gpu03", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            LaunchEnvironment(3, 8, 1, 2, "slurm", "a", 1, job_id="42.0"),
+        ),
         (SBATCH, LaunchEnvironment(0, 1, 0, 1, "single")),
         (SBATCH | {"SLURM_STEP_ID": "4294967291"}, LaunchEnvironment(0, 1, 0, 1, "single")),
         (SBATCH | {"SLURM_STEP_ID": "4294967290"}, LaunchEnvironment(0, 1, 0, 1, "single")),

@@ -79,9 +79,7 @@ def test_no_program_deadlocks(
     ("ranks", "count", "at_least"),
     [(3, 3, (800, 400_000)), pytest.param(2, 4, (14_000, 3_000_000), marks=pytest.mark.slow)],
 )
-def test_no_program_that_all_ranks_share_deadlocks(
-    ranks: int, count: int, at_least: tuple[int, int]
-) -> None:
+def test_no_program_that_all_ranks_share_deadlocks(ranks: int, count: int, at_least: tuple[int, int]) -> None:
     groups = {name: tuple(range(ranks)) for name in "ab"}
     found = spmd_programs(groups, count, checked=True)
     all_fine(f"all programs of {count} operations that {ranks} ranks share", found, at_least)

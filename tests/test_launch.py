@@ -447,3 +447,35 @@ def test_mpich(folder: Path, how: str) -> None:
     finally:
         run.process.kill()
         run.process.wait()
+
+
+_STEP = """
+import torch
+import mcr_plus as mcr
+
+with mcr.init(backends=["gloo"]) as comm:
+    value = torch.full((3,), comm.rank + 1.0)
+    comm.all_reduce(value)
+    print(comm.rank, comm.size, value[0].item(), flush=True)
+"""
+
+
+def test_tasks_of_a_slurm_step_find_each_other(tmp_path: Path) -> None:
+    """What srun tells its tasks, without srun."""
+    program = tmp_path / "program.py"
+    program.write_text(_STEP)
+    step = {
+        "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_NODELIST": "node[7]", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, str(program)], stdout=subprocess.PIPE, text=True,
+            env=os.environ | step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    outputs = [task.communicate(timeout=START_LIMIT_S)[0] for task in tasks]
+    assert outputs == ["0 2 3.0\n", "1 2 3.0\n"]
+    assert [task.returncode for task in tasks] == [0, 0]

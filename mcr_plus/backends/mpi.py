@@ -111,7 +111,8 @@ class MpiBackend:
         self._mpi = load_mpi()
         comm = self._mpi.COMM_WORLD
         self._comm = comm
-        self._probe = self._mpi.COMM_SELF.Dup().Iprobe
+        # Of all ranks: MPICH answers a probe of a single rank's communicator without advancing anything.
+        self._probe = comm.Dup().Iprobe
         self._channels: list[_MpiChannel] = []
         self._busy: set[Mailbox] = set()  # those in which receives wait
 

@@ -151,7 +151,9 @@ class Engine:
         self.states: list[GroupState] = []
         self.backends: list[Backend] = []
         self.failed = False
-        self.blamed: set[int] = set()  # ranks of the job that have left or given up, and so failed an operation
+        self.blamed: set[int] = (
+            set()
+        )  # ranks of the job that have left or given up, and so failed an operation
         self._wait_policy = wait
         self._oversubscribed = oversubscribed
         self._held: deque[IssuedWork] = deque()
@@ -438,7 +440,8 @@ class Engine:
             gone = self._gone(work)
             if gone and self._is_sure(work):
                 name = f"{operation.name(work.sequence)} on {operation.backend}"
-                self.fail(work, _RAISED_BY_PEER.get(gone[0].kind, BackendError)(f"{name}: {self._told(gone)}"))
+                error = _RAISED_BY_PEER.get(gone[0].kind, BackendError)
+                self.fail(work, error(f"{name}: {self._told(gone)}"))
 
     def _is_sure(self, work: IssuedWork) -> bool:
         """Whether `work` has been in doubt for long enough: what it waits for may still be on its way."""

@@ -1,8 +1,8 @@
 """The last meeting of all ranks: nobody leaves while others still need it.
 
-    meet()            wait for all ranks to come to the same point
-    call_off()        say that this rank's program has crashed: there is nothing to wait for any more
-    let_go_first()    let the ranks leave that are the reason for a crash, so that the launcher sees them first
+meet()            wait for all ranks to come to the same point
+call_off()        say that this rank's program has crashed: there is nothing to wait for any more
+let_go_first()    let the ranks leave that caused a crash, so that the launcher sees them first
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from typing import Final
 from mcr_plus.environment import socket_interface
 from mcr_plus.errors import LaunchError
 
-LOOPBACK: Final = "127.0.0.1"
 _SIOCGIFADDR: Final = 0x8915
 
 

@@ -10,9 +10,9 @@ from typing import Any, Final
 from torch.distributed import DistError
 
 from mcr_plus.c10d import PrefixStore, Store, TCPStore
-from mcr_plus.environment import LaunchEnvironment
+from mcr_plus.environment import LOOPBACK, LaunchEnvironment
 from mcr_plus.errors import BackendUnavailable, LaunchError
-from mcr_plus.launch.network import LOOPBACK, host_address
+from mcr_plus.launch.network import host_address
 
 _SLACK: Final = 10.0  # seconds that rank 0's verdict may take to arrive
 _stores: dict[tuple[str, int], Store] = {}  # those of this process that listen or are connected

@@ -465,8 +465,8 @@ def test_tasks_of_a_slurm_step_find_each_other(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(_STEP)
     step = {
-        "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "1",
-        "SLURM_STEP_NODELIST": "node[7]", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0",
+        "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NODEID": "0",
+        "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "node[7]", "SLURM_STEP_TASKS_PER_NODE": "2",
         "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
     tasks = [

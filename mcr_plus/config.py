@@ -54,7 +54,7 @@ from mcr_plus.document import (
 )
 from mcr_plus.errors import ConfigError, Unsupported, short, unknown
 from mcr_plus.message import ALIASES, DTYPES, KINDS, dtype_name
-from mcr_plus.units import Range, parse_count, parse_duration, parse_range
+from mcr_plus.units import Range, parse_count, parse_duration, parse_range, parse_size
 
 STAGE_ORDER: tuple[str, ...] = ("fuse", "compress", "select", "dispatch")
 DTYPE_NAMES: tuple[str, ...] = tuple(dtype_name(dtype) for dtype in DTYPES)
@@ -140,12 +140,24 @@ class CompressOptions(StageOptions):
     codec_options: SerializeAsAny[BaseModel] | None = None
 
 
+def _size(value: object) -> int | None:
+    return None if value is None else parse_size(value)
+
+
 class SelectOptions(StageOptions):
-    """Options of `select`: a table file, or None for the built-in table."""
+    """Options of `select`.
+
+    `table`: a table file, or None for the built-in one. `vector_size`: the size in bytes by which vector
+    collectives are looked up, since their own differs between ranks; None for the largest sizes. `online`:
+    whether to go on measuring while the job runs; `refined` is the file that what was learnt is written to.
+    """
 
     table: Annotated[
         InstanceOf[TableRef] | None, BeforeValidator(_table_ref), PlainSerializer(_table_text)
     ] = None
+    vector_size: Annotated[int | None, BeforeValidator(_size)] = None
+    online: bool = False
+    refined: str | None = None
 
 
 class DispatchOptions(StageOptions):

@@ -13,8 +13,9 @@ from mcr_plus import registry
 from mcr_plus.backends import backend_class
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.interfaces import Context, World
+from mcr_plus.launch import mpi_flavour
 from mcr_plus.message import ALIASES, DTYPES, KINDS, REDUCING, ROOTED, VECTOR, Group, Signature, dtype_name
-from mcr_plus.pipeline import Pipeline
+from mcr_plus.pipeline import Note, Pipeline
 
 
 def explain(
@@ -26,17 +27,25 @@ def explain(
     config: str | Path | Mapping[str, Any] | None = None,
     tag: str | None = None,
     device: str = "cpu",
+    nodes: int = 1,
+    async_op: bool = False,
 ) -> dict[str, Any]:
     """Bind a hypothetical operation and say what each stage decided.
 
-    Returns a mapping with `kind`, `bytes`, `dtype`, `ranks`, `tag`, `steps` (one per decision: `stage`,
-    `operation`, `decision`, `rule`), `backends` (those the operation ends on) and `alternatives` (per
-    backend: `support` and `how`). A stage that has nothing to do leaves no step.
+    Returns a mapping with `kind`, `bytes`, `dtype`, `ranks`, `nodes`, `async_op`, `tag`, `steps` (one per
+    decision: `stage`, `operation`, `decision`, `rule`), `backends` (those the operation ends on), and, for the
+    first choice of a library on its way, `table_rule` (`file:line`), `expected_us` (None where nothing was
+    measured) and `alternatives` (per choice: `support`, `how`, `expected_us`, `extrapolated`, `why` it was
+    chosen or not). Steps in which a library is chosen have the last three too. A stage that has nothing to do
+    leaves no step.
 
-    Raises `ConfigError` for a wrong configuration, `Unsupported` if there is no way through.
+    Ranks are spread evenly over `nodes` hosts. Raises `ConfigError` for a wrong configuration, `Unsupported`
+    if there is no way through.
     """
     checked = configuration.load(config)
-    signature = _signature(kind, nbytes, dtype, ranks, tag, device)
+    signature = _signature(kind, nbytes, dtype, ranks, tag, device).replace(async_op=async_op)
+    if not 1 <= nodes <= ranks:
+        raise InvalidArgument(f"nodes: expected 1 to {ranks}, the number of ranks, got {nodes}")
     names = [name for name in checked.backends or registry.names("backends") if name != "local"]
     classes = {
         name: backend_class(name)
@@ -45,31 +54,40 @@ def explain(
     }
     if ranks == 1:
         classes = {"local": backend_class("local")}
-    world = World(0, ranks, ("localhost",) * ranks, 300.0)
+    hosts = tuple(f"node{rank * nodes // ranks}" for rank in range(ranks))
+    world = World(0, ranks, hosts, 300.0, libraries=_libraries())
     context = Context(checked, world, Group("world", tuple(range(ranks)), 0), classes)
-    notes = Pipeline(context).bind(signature).notes
+    steps = [_step(note) for note in Pipeline(context).bind(signature).notes]
+    choice = next((step for step in steps if "alternatives" in step), {})
     return {
         "kind": signature.kind,
         "bytes": nbytes,
         "dtype": dtype,
         "ranks": ranks,
+        "nodes": nodes,
+        "async_op": async_op,
         "tag": tag,
-        "steps": [
-            {
-                "stage": note.stage,
-                "operation": note.signature.describe(),
-                "decision": note.text,
-                "rule": note.place,
-            }
-            for note in notes
-        ],
-        "backends": list(dict.fromkeys(n.signature.backend for n in notes if n.stage == "dispatch")),
-        "alternatives": {
-            name: {"support": support.level, "how": support.how}
-            for name, found in classes.items()
-            for support in [found.supports(signature)]
-        },
+        "steps": steps,
+        "backends": list(dict.fromkeys(step.pop("backend") for step in steps if "backend" in step)),
+        **{name: choice.get(name) for name in ("table_rule", "expected_us", "alternatives")},
     }
+
+
+def _step(note: Note) -> dict[str, Any]:
+    step = {
+        "stage": note.stage,
+        "operation": note.signature.describe(),
+        "decision": note.text,
+        "rule": note.place,
+        **note.details(),
+    }
+    return step | {"backend": note.signature.backend} if note.stage == "dispatch" else step
+
+
+def _libraries() -> dict[str, str]:
+    """The MPI that a job started here would use, by its launcher: loading it would take a job."""
+    launcher = mpi_flavour()
+    return {} if launcher is None else {"mpi": launcher.library}
 
 
 def _signature(kind: str, nbytes: int, dtype: str, ranks: int, tag: str | None, device: str) -> Signature:

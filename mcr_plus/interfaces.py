@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from mcr_plus.message import Group, Message, Signature
@@ -85,7 +85,8 @@ class World:
     """What backends and stages know about the job.
 
     `store` is the job's own key-value store (a `torch.distributed.Store`), None for a single process and
-    while explaining. `hosts` has one entry per global rank.
+    while explaining. `hosts` has one entry per global rank. `libraries` names what is behind each backend on
+    rank 0 (`Open MPI 5.0.11`), where that is known.
     """
 
     rank: int
@@ -93,6 +94,7 @@ class World:
     hosts: tuple[str, ...]
     timeout: float
     store: Store | None = None
+    libraries: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def single_host(self) -> bool:
@@ -147,7 +149,8 @@ class Backend(Protocol):
     """One communication library in one job. Constructed with the `World`, on all ranks alike.
 
     `on_stream`: operations run on a CUDA stream and polls are event queries. `spins`: how often a waiting
-    rank polls at full speed before it gives way. `progress` drives operations that need the host.
+    rank polls at full speed before it gives way. `progress` drives operations that need the host. A backend
+    may also have a class method `library() -> str`, which names the library in use, such as `Open MPI 5.0.11`.
     """
 
     name: str
@@ -194,8 +197,8 @@ class Next(Protocol):
         """
         ...
 
-    def note(self, text: str) -> None:
-        """Say what was decided and why; shown by `explain`."""
+    def note(self, text: str, details: Callable[[], Mapping[str, Any]] | None = None) -> None:
+        """Say what was decided and why; shown by `explain`, which alone asks for the details."""
         ...
 
 

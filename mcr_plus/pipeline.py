@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,6 +23,7 @@ class Note:
     signature: Signature
     text: str
     place: str | None = None
+    details: Callable[[], Mapping[str, Any]] = dict
 
 
 @dataclass
@@ -66,7 +67,7 @@ class Pipeline:
         place = rule.place if rule is not None and touched else None
         following = _Next(
             lambda changed: self._bind_from(index + 1, _in_flight(changed, signature), notes),
-            lambda text: notes.append(Note(name, signature, text, place)),
+            lambda text, details: notes.append(Note(name, signature, text, place, details or dict)),
         )
         return self._stage(name, rule).bind(signature, following)
 
@@ -96,20 +97,23 @@ def _in_flight(changed: Signature, own: Signature) -> Signature:
     return changed if same else changed.replace(async_op=True)
 
 
+_Details = Callable[[], Mapping[str, Any]]
+
+
 class _Next:
     """See `interfaces.Next`."""
 
     __slots__ = ("_bind", "_note")
 
-    def __init__(self, bind: Callable[[Signature], Issue], note: Callable[[str], None]) -> None:
+    def __init__(self, bind: Callable[[Signature], Issue], note: Callable[[str, _Details | None], None]) -> None:
         self._bind = bind
         self._note = note
 
     def __call__(self, signature: Signature) -> Issue:
         return self._bind(signature)
 
-    def note(self, text: str) -> None:
-        self._note(text)
+    def note(self, text: str, details: _Details | None = None) -> None:
+        self._note(text, details)
 
 
 def _unbound(message: Any) -> Any:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import operator
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -38,6 +41,8 @@ from mcr_plus.interfaces import Backend, Context, World
 from mcr_plus.launch.rendezvous import exchange, open_store
 from mcr_plus.message import Group
 from mcr_plus.pipeline import Pipeline
+from mcr_plus.selection.fingerprint import differences, fingerprint_here, library_versions
+from mcr_plus.selection.table import load_table
 
 
 class Runtime:
@@ -238,6 +243,7 @@ def _loaded_without_use() -> list[type[Backend]]:
     return [backend_class("mpi")] if "mcr_plus.backends.mpi" in sys.modules else []
 
 
+_log = logging.getLogger("mcr_plus")
 job = Job()
 _lock = threading.Lock()
 
@@ -285,6 +291,8 @@ def init(
         try:
             _compare_configs(checked, world)
             chosen = _choose_backends(checked, world)
+            world = replace(world, libraries=_libraries(chosen, world))
+            _check_tables(checked, world)
             runtime = Runtime(checked, world, chosen)
         except McrError:
             job.together = meet(world, "refused")  # so that every rank can read the reason
@@ -350,6 +358,34 @@ def _choose_backends(config: Config, world: World) -> dict[str, type[Backend]]:
         if not classes:
             raise BackendUnavailable(f"no backend is available on all ranks: {everywhere}")
     return {**classes, "local": backend_class("local")}
+
+
+def _libraries(backends: Mapping[str, type[Backend]], world: World) -> dict[str, str]:
+    """What is behind the backends on rank 0, so that all ranks decide by the same."""
+    mine = library_versions([name for name in backends if name != "local"] if world.size > 1 else [])
+    found: dict[str, str] = json.loads(_gather(world, "libraries", json.dumps(mine))[0])
+    return found
+
+
+def _check_tables(config: Config, world: World) -> None:
+    """Warn about tables that were measured elsewhere; refuse those that say so.
+
+    Raises `ConfigError` on all ranks if the table is strict and any rank differs.
+    """
+    for table in [load_table(ref.resolve()) for ref in config.tables]:
+        shape = Counter(world.hosts)
+        here = fingerprint_here(
+            world.libraries, ranks=world.size, nodes=len(shape), ranks_per_node=max(shape.values())
+        )
+        found = _gather(world, f"table/{table.name}", json.dumps(differences(table.fingerprint, here)))
+        for rank, text in enumerate(found):
+            told = f"{table.name}: measured elsewhere than rank {rank} runs: {'; '.join(json.loads(text))}"
+            if json.loads(text) and table.strict:
+                raise ConfigError(f"{told} (strict: true)")
+            if json.loads(text) and world.rank == 0:
+                _log.warning("%s; `mcr-plus tune` measures here", told)
+            if json.loads(text):
+                break
 
 
 def _without_strangers(

@@ -65,6 +65,11 @@ class GlooBackend:
         self._device = c10d.ProcessGroupGloo.create_device(hostname=address)
 
     @classmethod
+    def library(cls) -> str:
+        """gloo has no version of its own: it is that of a torch."""
+        return f"gloo of torch {torch.__version__.partition('+')[0]}"
+
+    @classmethod
     def availability(cls) -> Availability:
         """gloo comes with torch on Linux and macOS."""
         if _available():

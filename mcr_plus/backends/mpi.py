@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -126,6 +127,15 @@ class MpiBackend:
         import mpi4py
 
         return Availability(True, f"mpi4py {mpi4py.__version__}")
+
+    @classmethod
+    def library(cls) -> str:
+        """The MPI library in use: `Open MPI 5.0.11`, `MPICH 5.0.2`."""
+        text = str(load_mpi().Get_library_version())
+        found = re.search(r"(Open MPI|MPICH|Intel\(R\) MPI Library|MVAPICH2?)\D*([\d.]+)", text)
+        if found is None:
+            return text.split("\n")[0].strip()[:60]
+        return f"{found[1].replace('(R)', '').removesuffix(' Library')} {found[2]}"
 
     @classmethod
     def serves(cls, world: World) -> str:

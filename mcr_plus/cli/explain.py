@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-import yaml
 
-from mcr_plus.cli.output import print_json
+from mcr_plus.cli.output import print_json, print_table
 
 
 def explain(
@@ -16,8 +15,10 @@ def explain(
     nbytes: Annotated[str, typer.Argument(metavar="BYTES", help="Its size, for example 64KiB.")],
     dtype: Annotated[str, typer.Option(help="Type of the elements.")] = "float32",
     ranks: Annotated[int, typer.Option(min=1, help="How many ranks take part.")] = 2,
+    nodes: Annotated[int, typer.Option(min=1, help="On how many hosts.")] = 1,
     config: Annotated[Path | None, typer.Option("--config", help="Pipeline YAML.")] = None,
     tag: Annotated[str | None, typer.Option(help="The operation's tag, for rules.")] = None,
+    async_op: Annotated[bool, typer.Option("--async", help="An asynchronous operation.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Show the way an operation of KIND and BYTES would take, and why."""
@@ -28,11 +29,39 @@ def explain(
 
     _check_known("kind", kind, (*KINDS, *ALIASES), "KIND")
     _check_known("dtype", dtype, DTYPE_NAMES, "--dtype")
-    way = explain_operation(kind, _size(nbytes), dtype=dtype, ranks=ranks, config=config, tag=tag)
+    way = explain_operation(
+        kind, _size(nbytes), dtype=dtype, ranks=ranks, nodes=nodes, config=config, tag=tag, async_op=async_op
+    )
     if as_json:
         print_json(way)
     else:
-        print(yaml.safe_dump(way, sort_keys=False), end="")
+        _print_way(way)
+
+
+def _print_way(way: dict[str, Any]) -> None:
+    """The steps, and a table of the alternatives for each choice of a library."""
+    what = f"{way['kind']} {way['bytes']} bytes {way['dtype']}, {way['ranks']} ranks on {way['nodes']} host(s)"
+    print(f"{what}{', async' if way['async_op'] else ''}{', tag ' + way['tag'] if way['tag'] else ''}\n")
+    for step in way["steps"]:
+        print(f"{step['stage']}: {step['operation']}")
+        print(f"  {step['decision']}")
+        for name in ("rule", "table_rule"):
+            if step.get(name):
+                print(f"  {name.replace('_', ' ')}: {step[name]}")
+        if step.get("alternatives"):
+            print_table("", ("  choice", "expected", "support", "why"), _alternatives(step["alternatives"]))
+    print(f"=> {', '.join(way['backends'])}")
+
+
+def _alternatives(found: dict[str, dict[str, Any]]) -> list[tuple[str, str, str, str]]:
+    return [(f"  {name}", _expected(each), each["support"], each["why"]) for name, each in found.items()]
+
+
+def _expected(alternative: dict[str, Any]) -> str:
+    time = alternative["expected_us"]
+    if time is None:
+        return "-"
+    return f"{time:.4g} µs{' (extrapolated)' if alternative['extrapolated'] else ''}"
 
 
 def _check_known(what: str, value: str, known: tuple[str, ...], place: str) -> None:

@@ -27,6 +27,11 @@ class MpiLauncher:
     version: str
 
     @property
+    def library(self) -> str:
+        """The MPI it most likely starts, such as `Open MPI 5.0.11`; only a running job knows for certain."""
+        return f"{'Open MPI' if self.flavour == 'openmpi' else 'MPICH'} {self.version}"
+
+    @property
     def major(self) -> int:
         """The first number of the version."""
         return int(self.version.split(".")[0])

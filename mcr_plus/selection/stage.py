@@ -2,64 +2,101 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections import Counter
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
 
 from mcr_plus import registry
 from mcr_plus.backends import backend_class
 from mcr_plus.config import SelectOptions
 from mcr_plus.errors import Unsupported
-from mcr_plus.interfaces import Context, Issue, Next, Support
-from mcr_plus.message import Signature, dtype_name
-from mcr_plus.selection.table import Table, load_table
+from mcr_plus.interfaces import Context, Issue, Next, Support, World
+from mcr_plus.message import VECTOR, Signature, dtype_name
+from mcr_plus.selection.cost import CostModel, Estimate
+from mcr_plus.selection.table import Query, Table, TableRule, load_table
 
 # Between hosts MPI wins small messages and gloo large ones, from about 64 KiB on; inside a host MPI wins
 # everywhere. Measured with Open MPI 5.0 and gloo of torch 2.13 on two x86 cores; `tune` finds your own.
 _CROSSOVER: Final = 64 * 1024
+_TABLES: Final = Path(__file__).with_name("tables")
+_BUILT_IN: Final = {"Open MPI": "openmpi_2ranks_1host.yaml", "MPICH": "mpich_2ranks_1host.yaml"}
+
+
+def built_in_table(world: World) -> Table | None:
+    """The table that comes with mcr_plus for jobs of this kind: two ranks on one host, by their MPI."""
+    library = world.libraries.get("mpi", "")
+    name = next((name for start, name in _BUILT_IN.items() if library.startswith(start)), None)
+    if name is None or world.size != 2 or not world.single_host:
+        return None
+    return _loaded(_TABLES / name, "")
+
+
+@lru_cache(maxsize=64)
+def _loaded(path: Path, digest: str) -> Table:  # noqa: ARG001 - a changed file is another entry
+    return load_table(path)
 
 
 class SelectStage:
     """Chooses by, in this order: the caller or a rule, the tuning table, the built-in preference.
 
-    A named backend that cannot do the operation is an error. Only the built-in preference falls back,
-    along the configuration's `backends`, and says so.
+    A named backend that cannot do the operation is an error, whether the caller, a rule or the job's own
+    table names it. The built-in table and preference fall back along the configuration's `backends`, and say so.
     """
 
     def __init__(self, options: SelectOptions, context: Context) -> None:
-        self._table: Table | None = load_table(options.table.resolve()) if options.table is not None else None
+        self._options = options
         self._context = context
+        self._own = options.table is not None
+        self._table: Table | None = None
+        if options.table is not None:
+            self._table = _loaded(options.table.resolve(), options.table.digest())
+        elif context.config.backends is None:
+            self._table = built_in_table(context.world)
+        self._costs = CostModel(self._table) if self._table is not None else None
+        hosts = Counter(context.world.hosts[rank] for rank in context.group.ranks)
+        self._nodes, self._ranks_per_node = len(hosts), max(hosts.values())
 
     def bind(self, signature: Signature, next: Next) -> Issue:
         """Bind to the chosen backend."""
         choice, why = self._choose(signature)
-        name, _, algorithm = choice.partition(":")
-        chosen = signature.replace(backend=name, algorithm=algorithm or None)
-        support = self._context.backends[name].supports(chosen)
+        chosen = _by(choice, signature)
+        support = self._context.backends[chosen.backend or ""].supports(chosen)
         how = "" if support.level == "native" else f", emulated: {support.how}"
-        next.note(f"backend {choice} ({why}{how})")
+        next.note(f"backend {choice} ({why}{how})", lambda: self._details(signature, choice))
         return next(chosen)
+
+    # -- choosing ---------------------------------------------------------------------------------
 
     def _choose(self, signature: Signature) -> tuple[str, str]:
         if signature.ranks == 1:
             if signature.backend is not None:
-                registry.get(
-                    "backends", signature.backend.partition(":")[0]
-                )  # an unknown name is an error here too
+                # an unknown name is an error here too
+                registry.get("backends", signature.backend.partition(":")[0])
             return "local", "a group of one rank needs no library"
         if signature.backend is not None:
             self._require(signature.backend, signature, "asked for by name")
             return signature.backend, "named by the call or a rule"
-        if self._table is not None:
-            row = self._table.lookup(
-                signature.kind,
-                signature.nbytes,
-                dtype_name(signature.dtype),
-                ranks=signature.ranks,
-                device=signature.device,
-            )
-            if row is not None:
-                self._require(row.backend, signature, f"chosen by {row.place}")
-                return row.backend, f"table {row.place}"
+        rule = self._rule(signature)
+        if rule is not None and self._own:
+            self._require(rule.backend, signature, f"chosen by {rule.place}")
+            return rule.backend, f"table {rule.place}"
+        if rule is not None and rule.backend.partition(":")[0] in self._context.backends:
+            if self._support(rule.backend, signature):
+                return rule.backend, f"built-in table {Path(rule.place).name}"
         return self._preferred(signature)
+
+    def _rule(self, signature: Signature) -> TableRule | None:
+        return None if self._table is None else self._table.lookup(self._query(signature))
+
+    def _query(self, signature: Signature) -> Query:
+        """The operation as a table sees it."""
+        nbytes = self._options.vector_size if signature.kind in VECTOR else signature.nbytes
+        return Query(
+            signature.kind, nbytes, dtype_name(signature.dtype), signature.ranks, self._nodes,
+            self._ranks_per_node, signature.device, signature.async_op,
+        )  # fmt: skip
 
     def _preferred(self, signature: Signature) -> tuple[str, str]:
         refused: list[str] = []
@@ -81,16 +118,14 @@ class SelectStage:
     def _built_in(self, signature: Signature) -> list[str]:
         if signature.device == "cuda":
             return ["nccl", "mpi", "gloo"]
-        large = signature.nbytes is None or signature.nbytes >= _CROSSOVER
+        nbytes = self._query(signature).nbytes
+        large = nbytes is None or nbytes >= _CROSSOVER
         if large and not self._context.world.single_host:
             return ["gloo", "mpi"]
         return ["mpi", "gloo"]
 
     def _support(self, choice: str, signature: Signature) -> Support:
-        name, _, algorithm = choice.partition(":")
-        return self._context.backends[name].supports(
-            signature.replace(backend=name, algorithm=algorithm or None)
-        )
+        return self._context.backends[choice.partition(":")[0]].supports(_by(choice, signature))
 
     def _require(self, choice: str, signature: Signature, why: str) -> None:
         name = choice.partition(":")[0]
@@ -109,3 +144,52 @@ class SelectStage:
                 f"backend '{choice}' ({why}) cannot do {signature.describe()}: {support.how}; "
                 f"backends that can: {', '.join(others) or 'none'}"
             )
+
+    # -- explaining -------------------------------------------------------------------------------
+
+    def _details(self, signature: Signature, chosen: str) -> dict[str, Any]:
+        """The table rule that was followed, and every alternative with its expected time and why it lost."""
+        rule = self._rule(signature)
+        query = self._query(signature)
+        measured = self._costs.choices(query) if self._costs is not None else []
+        own = None if self._costs is None else self._costs.expected(chosen, query)
+        names = list(dict.fromkeys([chosen, *self._context.backends, *measured]))
+        return {
+            "table_rule": rule.place if rule is not None and signature.backend is None else None,
+            "expected_us": None if own is None else round(own.us, 3),
+            "alternatives": {name: self._alternative(name, chosen, own, signature) for name in names},
+        }
+
+    def _alternative(
+        self, name: str, chosen: str, own: Estimate | None, signature: Signature
+    ) -> Mapping[str, Any]:
+        known = name.partition(":")[0] in self._context.backends
+        support = self._support(name, signature) if known else Support("no", "not part of this job")
+        query = self._query(signature)
+        estimate = self._costs.expected(name, query) if self._costs is not None and support else None
+        return {
+            "support": support.level,
+            "how": support.how,
+            "expected_us": None if estimate is None else round(estimate.us, 3),
+            "extrapolated": None if estimate is None else estimate.extrapolated,
+            "why": "chosen" if name == chosen else self._why_not(name, support, own, estimate, signature),
+        }
+
+    def _why_not(
+        self, name: str, support: Support, own: Estimate | None, other: Estimate | None, signature: Signature
+    ) -> str:
+        if not support:
+            return support.how
+        if signature.backend is not None:
+            return "another was named"
+        if own is None or other is None:
+            return "not measured" if self._rule(signature) is not None else "later in the built-in preference"
+        if other.us > own.us:
+            return f"expected to take {other.us / own.us:.3g} × as long"
+        return f"expected to be {own.us / other.us:.3g} × as fast, but the table says otherwise"
+
+
+def _by(choice: str, signature: Signature) -> Signature:
+    """The operation on a backend, and with one of its algorithms, `name:algorithm`."""
+    name, _, algorithm = choice.partition(":")
+    return signature.replace(backend=name, algorithm=algorithm or None)

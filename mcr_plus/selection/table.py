@@ -1,36 +1,91 @@
-"""Static tuning tables: which backend takes an operation of which kind and size.
+"""Tuning tables: which backend takes an operation of which kind and size, and what was measured.
 
     version: 1
+    fingerprint: {mpi: Open MPI 5.0.11, torch: 2.13.0, ranks: 2, nodes: 1}
+    strict: false
     rules:
-      - {kind: all_reduce, bytes: 0..64KiB, backend: mpi}
+      - kind: all_reduce
+        bytes: 0..64KiB
+        backend: mpi
+        measured:                                   # median microseconds by size
+          mpi: {8B: 0.9, 4KiB: 1.7, 64KiB: 17}
+          gloo: {8B: 205, 4KiB: 413, 64KiB: 441}
       - {kind: all_reduce, bytes: 64KiB.., backend: gloo}
       - {kind: "*", bytes: 0.., backend: gloo}      # kinds without rules of their own
 
-`bytes` is half-open: `0..64KiB` ends before 64 KiB, `64KiB..` has no end. Optional keys narrow a rule:
-`dtype` (a name such as float32), `ranks` (a number, or a range such as ">=8"), `device` (cpu or cuda).
-The rules that share kind, dtype, ranks and device must cover all sizes once: a gap or an overlap is
-refused. Rules are tried in the order of the file and the first that matches wins, so narrow ones stand
-first; a rule that can never be reached is refused. A kind covers its vector form (`all_gather` covers
-`all_gather_v`); vector operations have no size that all ranks share and take the rule without an end.
+`bytes` is half-open: `0..64KiB` ends before 64 KiB, `64KiB..` has no end. It counts by the convention of
+nccl-tests, the larger of what a rank passes and gets; with `basis: per_rank` it counts what one rank
+contributes to another, so that one rule can hold for several numbers of ranks. Optional keys narrow a rule:
+`dtype` (a name such as float32), `ranks`, `nodes` and `ranks_per_node` (a number, or a range such as ">=8"),
+`device` (cpu or cuda), `in_place` and `async` (true or false). `backend` may name an algorithm of the backend,
+`name:algorithm`.
+
+The rules that share all of these keys must cover all sizes once: a gap or an overlap is refused. Rules are
+tried in the order of the file and the first that matches wins, so narrow ones stand first; a rule that can
+never be reached is refused. A kind covers its vector form (`all_gather` covers `all_gather_v`); vector
+operations have no size that all ranks share and take the rule without an end, unless the select stage is told
+which size they have (`vector_size`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
-from pydantic import AfterValidator, BeforeValidator, InstanceOf
+from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf
 
+from mcr_plus import registry
 from mcr_plus.config import DTYPE_NAMES, StageOptions, check_backend, kind_matches, kind_name, validate
-from mcr_plus.document import Document, Keys, check_keys, check_version, list_at, mapping_at, read_document
-from mcr_plus.errors import unknown
+from mcr_plus.document import (
+    Document,
+    Keys,
+    check_keys,
+    check_version,
+    list_at,
+    mapping_at,
+    parse_document,
+    read_document,
+)
+from mcr_plus.errors import short, unknown
 from mcr_plus.message import ALIASES, KINDS
-from mcr_plus.units import Range, format_size, parse_count, parse_range
+from mcr_plus.selection.fingerprint import FACTS, Fingerprint
+from mcr_plus.units import Range, format_size, parse_count, parse_range, parse_size
 
 DEVICES = ("cpu", "cuda")
 MAX_RULES = 2048  # checking for rules out of reach compares all pairs of keys
+IN_PLACE: Final = frozenset({"all_reduce", "broadcast", "reduce"})
+"""Kinds whose calls always work in place; the others never do."""
+SHARED: Final = frozenset({"all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"})
+"""Kinds whose bytes are those of all ranks together: per rank it is one part of `ranks`."""
+
+Basis = Literal["total", "per_rank"]
+Curves = Mapping[str, Mapping[int, float]]
+"""Median microseconds by size in bytes, for each choice (`name` or `name:algorithm`)."""
+
+
+class Query(NamedTuple):
+    """What rules may ask about an operation; equal on all ranks of its group.
+
+    `nbytes` is None when sizes differ between ranks. `ranks_per_node` is the largest number of the group's
+    ranks on one host.
+    """
+
+    kind: str
+    nbytes: int | None
+    dtype: str = "float32"
+    ranks: int = 2
+    nodes: int = 1
+    ranks_per_node: int = 2
+    device: str = "cpu"
+    async_op: bool = False
+
+    def size(self, basis: Basis) -> int | None:
+        """Bytes as rules of this basis count them."""
+        if self.nbytes is None or basis == "total" or self.kind not in SHARED:
+            return self.nbytes
+        return self.nbytes // self.ranks
 
 
 @dataclass(frozen=True)
@@ -40,15 +95,24 @@ class TableKey:
     kind: str
     dtype: str | None = None
     ranks: Range | None = None
+    nodes: Range | None = None
+    ranks_per_node: Range | None = None
     device: str | None = None
+    in_place: bool | None = None
+    async_op: bool | None = None
+    basis: Basis = "total"
 
-    def covers(self, kind: str, dtype: str, ranks: int, device: str) -> bool:
+    def covers(self, query: Query) -> bool:
         """Tell whether an operation belongs here."""
         return (
-            kind_matches(self.kind, kind)
-            and self.dtype in (None, dtype)
-            and (self.ranks is None or self.ranks.covers(ranks))
-            and self.device in (None, device)
+            kind_matches(self.kind, query.kind)
+            and self.dtype in (None, query.dtype)
+            and _within(self.ranks, query.ranks)
+            and _within(self.nodes, query.nodes)
+            and _within(self.ranks_per_node, query.ranks_per_node)
+            and self.device in (None, query.device)
+            and self.in_place in (None, query.kind in IN_PLACE)
+            and self.async_op in (None, query.async_op)
         )
 
     def includes(self, other: TableKey) -> bool:
@@ -56,65 +120,115 @@ class TableKey:
         return (
             kind_matches(self.kind, other.kind)
             and self.dtype in (None, other.dtype)
-            and (self.ranks is None or (other.ranks is not None and _includes(self.ranks, other.ranks)))
+            and _includes(self.ranks, other.ranks)
+            and _includes(self.nodes, other.nodes)
+            and _includes(self.ranks_per_node, other.ranks_per_node)
             and self.device in (None, other.device)
+            and self.in_place in (None, other.in_place)
+            and self.async_op in (None, other.async_op)
         )
 
     def __str__(self) -> str:
         """Name the key as an error does: `all_reduce float32 ranks 2..3 on cpu`."""
-        ranks, device = self.ranks and f"ranks {self.ranks}", self.device and f"on {self.device}"
-        parts = (self.kind, self.dtype, ranks, device)
+        numbers = {"ranks": self.ranks, "nodes": self.nodes, "ranks_per_node": self.ranks_per_node}
+        flags = {"in_place": self.in_place, "async": self.async_op}
+        parts = (
+            self.kind,
+            self.dtype,
+            *(f"{name} {value}" for name, value in numbers.items() if value is not None),
+            self.device and f"on {self.device}",
+            *(f"{name}: {str(value).lower()}" for name, value in flags.items() if value is not None),
+            "per rank" if self.basis == "per_rank" else None,
+        )
         return " ".join(part for part in parts if part)
 
 
-def _includes(outer: Range, inner: Range) -> bool:
+def _within(wanted: Range | None, number: int) -> bool:
+    return wanted is None or wanted.covers(number)
+
+
+def _includes(outer: Range | None, inner: Range | None) -> bool:
+    if outer is None or inner is None:
+        return outer is None
     return outer.lo <= inner.lo and (outer.hi is None or (inner.hi is not None and inner.hi <= outer.hi))
 
 
 @dataclass(frozen=True)
 class TableRule:
-    """One line of a table: operations of `lo` up to, not including, `hi` bytes go to `backend`."""
+    """One entry of a table: operations of `lo` up to, not including, `hi` bytes go to `backend`.
+
+    `backend` is `name` or `name:algorithm`. `measured` has what was measured in this range, at its ends
+    included, for the chosen backend and the others.
+    """
 
     backend: str
     lo: int
     hi: int | None
     key: TableKey
-    place: str = field(compare=False)
+    measured: Curves = field(default_factory=dict, hash=False)
+    place: str = field(default="", compare=False)
 
     @property
     def sizes(self) -> Range:
         """The range of sizes in bytes."""
         return Range(self.lo, self.hi)
 
+    def span(self) -> str:
+        """The range as errors and files write it: `0..64KiB`."""
+        return f"{format_size(self.lo)}..{'' if self.hi is None else format_size(self.hi)}"
+
 
 @dataclass(frozen=True)
 class Table:
-    """A checked table; `name` is the file it was read from."""
+    """A checked table; `name` is the file it was read from.
+
+    `strict`: a job that does not fit the fingerprint is refused, not warned.
+    """
 
     rules: tuple[TableRule, ...]
-    name: str = field(compare=False)
+    name: str = field(default="<table>", compare=False)
+    fingerprint: Fingerprint = field(default_factory=dict, hash=False)
+    strict: bool = False
 
-    def lookup(self, kind: str, nbytes: int | None, dtype: str, ranks: int, device: str) -> TableRule | None:
+    def lookup(self, query: Query) -> TableRule | None:
         """Return the first rule for an operation, None when the table says nothing about it.
 
-        `nbytes` is None when sizes differ between ranks: then the rule without an end is meant.
+        Without a size, the rule without an end is meant.
         """
         for rule in self.rules:
-            if rule.sizes.covers(nbytes) and rule.key.covers(kind, dtype, ranks, device):
+            if rule.sizes.covers(query.size(rule.key.basis)) and rule.key.covers(query):
                 return rule
         return None
+
+    def by_key(self) -> dict[TableKey, list[TableRule]]:
+        """The rules of every key, in the order of the table."""
+        found: dict[TableKey, list[TableRule]] = {}
+        for rule in self.rules:
+            found.setdefault(rule.key, []).append(rule)
+        return found
 
 
 def load_table(path: str | Path) -> Table:
     """Read and check a table file; raises `ConfigError` with `file:line: path:` for whatever is wrong."""
-    document = read_document(path)
-    check_keys(document, (), ("version", "rules"))
+    return _table(read_document(path))
+
+
+def parse_table(text: str, name: str = "<table>") -> Table:
+    """Read a table from YAML text; `name` stands for the file in errors."""
+    return _table(parse_document(text, name, Path()))
+
+
+def _table(document: Document) -> Table:
+    check_keys(document, (), ("version", "fingerprint", "strict", "rules"))
     check_version(document.data.get("version"), document)
+    strict = document.data.get("strict", False)
+    if not isinstance(strict, bool):
+        raise document.error(("strict",), f"expected true or false, got {short(strict)}")
     count = _count(document)
     rules = tuple(_rule(document, ("rules", index)) for index in range(count))
     _check_tiling(rules, document)
     _check_reachable(rules, document)
-    return Table(rules, document.name)
+    return Table(rules, document.name, _fingerprint(document), strict)
 
 
 def _count(document: Document) -> int:
@@ -124,6 +238,20 @@ def _count(document: Document) -> int:
     if len(items) > MAX_RULES:
         raise document.error(("rules",), f"{len(items)} rules; expected at most {MAX_RULES}")
     return len(items)
+
+
+def _fingerprint(document: Document) -> Fingerprint:
+    if "fingerprint" not in document.data:
+        return {}
+    check_keys(document, ("fingerprint",), (*FACTS, *registry.names("backends")))
+    found = {}
+    for name, value in mapping_at(document, ("fingerprint",)).items():
+        values = value if isinstance(value, list) else [value]
+        wrong = [v for v in values if isinstance(v, bool) or not isinstance(v, (str, int, float))]
+        if wrong or not values:
+            raise document.error(("fingerprint", name), f"expected a text or a number, got {short(value)}")
+        found[name] = tuple(str(v) for v in values)
+    return found
 
 
 def _name_of(what: str, known: Sequence[str]) -> BeforeValidator:
@@ -139,24 +267,57 @@ def _counts(value: object) -> Range:
     return parse_range(value, parse_count)
 
 
+Counts = Annotated[InstanceOf[Range], BeforeValidator(_counts)]
+
+
 class _RuleModel(StageOptions):
     kind: Annotated[str, AfterValidator(kind_name), _name_of("kind", ("*", *KINDS, *ALIASES))]
     bytes: Annotated[InstanceOf[Range], BeforeValidator(parse_range)]
     backend: str
     dtype: Annotated[str, _name_of("dtype", DTYPE_NAMES)] | None = None
-    ranks: Annotated[InstanceOf[Range], BeforeValidator(_counts)] | None = None
+    ranks: Counts | None = None
+    nodes: Counts | None = None
+    ranks_per_node: Counts | None = None
     device: Annotated[str, _name_of("device", DEVICES)] | None = None
+    in_place: bool | None = None
+    async_op: Annotated[bool | None, Field(alias="async")] = None
+    basis: Annotated[Basis, _name_of("basis", ("total", "per_rank"))] = "total"
+    measured: dict[str, Any] | None = None
 
 
 def _rule(document: Document, keys: Keys) -> TableRule:
     data: dict[str, Any] = mapping_at(document, keys)
     model = validate(_RuleModel, data, document, keys)
     check_backend(model.backend, document, (*keys, "backend"))
-    key = TableKey(model.kind, model.dtype, model.ranks, model.device)
-    return TableRule(model.backend, model.bytes.lo, model.bytes.hi, key, document.place(keys))
+    key = TableKey(
+        model.kind, model.dtype, model.ranks, model.nodes, model.ranks_per_node, model.device,
+        model.in_place, model.async_op, model.basis,
+    )  # fmt: skip
+    measured = _measured(document, (*keys, "measured")) if model.measured else {}
+    return TableRule(model.backend, model.bytes.lo, model.bytes.hi, key, measured, document.place(keys))
 
 
-def _by_key(rules: Sequence[TableRule]) -> dict[TableKey, list[int]]:
+def _measured(document: Document, keys: Keys) -> Curves:
+    curves = {}
+    for choice in mapping_at(document, keys):
+        check_backend(choice, document, (*keys, choice))
+        points = mapping_at(document, (*keys, choice))
+        curves[choice] = dict(_point(document, (*keys, choice, size), value) for size, value in points.items())
+    return curves
+
+
+def _point(document: Document, keys: Keys, value: object) -> tuple[int, float]:
+    try:
+        size = parse_size(keys[-1])
+    except ValueError as error:
+        raise document.error(keys, str(error)) from None
+    positive = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+    if not positive:
+        raise document.error(keys, f"expected microseconds, a number above 0, got {short(value)}")
+    return size, float(value)  # type: ignore[arg-type]  # `positive` says so
+
+
+def _indices(rules: Sequence[TableRule]) -> dict[TableKey, list[int]]:
     groups: dict[TableKey, list[int]] = {}
     for index, rule in enumerate(rules):
         groups.setdefault(rule.key, []).append(index)
@@ -165,13 +326,13 @@ def _by_key(rules: Sequence[TableRule]) -> dict[TableKey, list[int]]:
 
 def _check_tiling(rules: Sequence[TableRule], document: Document) -> None:
     """Refuse gaps and overlaps among the rules of every key."""
-    for key, indices in _by_key(rules).items():
+    for key, indices in _indices(rules).items():
         end: int | None = 0
         last = -1
         for index in sorted(indices, key=lambda i: (rules[i].lo, i)):
             keys = ("rules", index, "bytes")
             if end is None or rules[index].lo < end:
-                what = f"{key}: {_sizes(rules[index])} overlaps {_sizes(rules[last])} of {rules[last].place}"
+                what = f"{key}: {rules[index].span()} overlaps {rules[last].span()} of {rules[last].place}"
                 raise document.error(keys, f"{what}; expected every size once")
             if rules[index].lo > end:
                 raise document.error(keys, _gap(key, end, rules[index].lo))
@@ -185,20 +346,16 @@ def _gap(key: TableKey, lo: int, hi: int | None) -> str:
     return f"{key}: no rule for {missing}; expected every size from 0 on once"
 
 
-def _sizes(rule: TableRule) -> str:
-    return f"{format_size(rule.lo)}..{'' if rule.hi is None else format_size(rule.hi)}"
-
-
 def _check_reachable(rules: Sequence[TableRule], document: Document) -> None:
     """Refuse a rule all of whose sizes go to earlier rules with keys that include its own."""
-    by_key = _by_key(rules)
+    by_key = _indices(rules)
     for key, indices in by_key.items():
         wider = [i for other in by_key if other != key and other.includes(key) for i in by_key[other]]
         for index in indices:
             rule, earlier = rules[index], [rules[i] for i in sorted(wider) if i < index]
             if _covered(rule, earlier):
                 places = ", ".join(r.place for r in earlier if _meet(r, rule))
-                what = f"{key}: out of reach, {_sizes(rule)} goes to earlier rules ({places})"
+                what = f"{key}: out of reach, {rule.span()} goes to earlier rules ({places})"
                 raise document.error(("rules", index), f"{what}; expected narrow rules before wide ones")
 
 
@@ -206,9 +363,14 @@ def _meet(one: TableRule, other: TableRule) -> bool:
     return (one.hi is None or other.lo < one.hi) and (other.hi is None or one.lo < other.hi)
 
 
-def _covered(rule: TableRule, earlier: Sequence[TableRule]) -> bool:
+def _covered(rule: TableRule, earlier: Iterable[TableRule]) -> bool:
+    """Whether rules of one basis, or without bounds, take all sizes of `rule`."""
     reached = rule.lo
     for other in sorted(earlier, key=lambda r: r.lo):
+        if other.key.basis != rule.key.basis:
+            if other.lo == 0 and other.hi is None:
+                return True
+            continue
         if other.lo > reached:
             return False
         if other.hi is None:

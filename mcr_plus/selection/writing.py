@@ -1,0 +1,122 @@
+"""Tables as files: one line for every fact, so that two of them can be compared line by line."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import yaml
+
+from mcr_plus.errors import ConfigError
+from mcr_plus.selection.table import Curves, Table, TableKey, TableRule
+from mcr_plus.units import SIZE_UNITS, Range, format_size
+
+_DIGITS = 4  # significant ones of a measured time
+
+
+def table_text(table: Table, *, comment: Sequence[str] = ()) -> str:
+    """The YAML text of a table; `parse_table` gives an equal one back, times to four digits.
+
+    `comment`: lines written above it.
+    """
+    return "\n".join([*(f"# {line}".rstrip() for line in comment), *_lines(table)]) + "\n"
+
+
+def save_table(table: Table, path: str | Path, *, comment: Sequence[str] = ()) -> None:
+    """Write a table file; the old one stays whole until the new one is complete.
+
+    Raises `ConfigError` if it cannot be written.
+    """
+    target = Path(path)
+    text = table_text(table, comment=comment)
+    try:
+        descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot write: {error.strerror}") from None
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)  # as a file opened for writing has it
+        os.replace(name, target)
+    except OSError as error:
+        os.unlink(name)
+        raise ConfigError(f"{path}: cannot write: {error.strerror}") from None
+
+
+def key_items(key: TableKey) -> dict[str, str | int | bool]:
+    """What a rule writes of its key, in order, `kind` first."""
+    ranges = {"ranks": key.ranks, "nodes": key.nodes, "ranks_per_node": key.ranks_per_node}
+    items: dict[str, str | int | bool | None] = {
+        "kind": key.kind,
+        "dtype": key.dtype,
+        **{name: None if value is None else _counts(value) for name, value in ranges.items()},
+        "device": key.device,
+        "in_place": key.in_place,
+        "async": key.async_op,
+        "basis": None if key.basis == "total" else key.basis,
+    }
+    return {name: value for name, value in items.items() if value is not None}
+
+
+def size_name(nbytes: int) -> str:
+    """A size as the key of a mapping: `8B`, `64KiB`."""
+    text = format_size(nbytes)
+    return text if text.endswith(tuple(SIZE_UNITS)) else f"{text}B"
+
+
+def _lines(table: Table) -> Iterator[str]:
+    yield "version: 1"
+    if table.fingerprint:
+        yield "fingerprint:"
+        for name, values in table.fingerprint.items():
+            written = [_scalar(value) for value in values]
+            yield f"  {name}: {written[0] if len(written) == 1 else '[' + ', '.join(written) + ']'}"
+    if table.strict:
+        yield "strict: true"
+    yield "rules:"
+    for rule in table.rules:
+        yield from _rule_lines(rule)
+
+
+def _rule_lines(rule: TableRule) -> Iterator[str]:
+    first, *rest = [f"{name}: {_scalar(value)}" for name, value in key_items(rule.key).items()]
+    yield f"  - {first}"
+    for line in (*rest, f"bytes: {rule.span()}", f"backend: {_scalar(rule.backend)}"):
+        yield f"    {line}"
+    if rule.measured:
+        yield "    measured:"
+        for choice, curve in rule.measured.items():
+            yield f"      {_scalar(choice)}: {{{', '.join(_points(curve))}}}"
+
+
+def _points(curve: Mapping[int, float]) -> list[str]:
+    return [f"{size_name(size)}: {microseconds(time)}" for size, time in sorted(curve.items())]
+
+
+def microseconds(time: float) -> str:
+    """A time as tables write it: four significant digits, no exponent."""
+    return f"{float(f'{time:.{_DIGITS}g}'):f}".rstrip("0").rstrip(".")
+
+
+def rounded(curves: Curves) -> dict[str, dict[int, float]]:
+    """Curves as they come back from a file."""
+    return {
+        choice: {size: float(microseconds(time)) for size, time in sorted(curve.items())}
+        for choice, curve in curves.items()
+    }
+
+
+def _counts(value: Range) -> str | int:
+    if value.hi == value.lo + 1:
+        return value.lo
+    return str(value)
+
+
+def _scalar(value: str | int | bool) -> str:
+    """A value as YAML, in quotes only where it would be taken for something else."""
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...").strip()

@@ -114,6 +114,7 @@ class MpiBackend:
         self._comm = comm
         # Of all ranks: MPICH answers a probe of a single rank's communicator without advancing anything.
         self._probe = comm.Dup().Iprobe
+        self._own_probe = self._mpi.COMM_SELF.Dup().Iprobe
         self._channels: list[_MpiChannel] = []
         self._busy: set[Mailbox] = set()  # those in which receives wait
 
@@ -191,7 +192,10 @@ class MpiBackend:
 
     def progress(self) -> None:
         """One probe lets the library advance every request."""
-        self._probe()
+        try:
+            self._probe()
+        except self._mpi.Exception:  # a rank has died: each operation finds out by itself whether it needed it
+            self._probe = self._own_probe
         if self._busy:
             for mailbox in tuple(self._busy):
                 mailbox.progress()

@@ -12,9 +12,11 @@ from typing import Annotated
 
 import typer
 
+from mcr_plus.cli.bench import bench
 from mcr_plus.cli.doctor import doctor
 from mcr_plus.cli.explain import explain
 from mcr_plus.cli.run import run
+from mcr_plus.cli.tune import tune
 from mcr_plus.cli.validate import validate
 from mcr_plus.errors import ConfigError, McrError
 
@@ -26,6 +28,8 @@ app.command()(doctor)
 app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(run)
 app.command()(validate)
 app.command()(explain)
+app.command()(tune)
+app.command()(bench)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,97 @@
+"""`mcr-plus bench`: time operations on every library, as the pipeline chooses, and on torch.distributed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mcr_plus.cli import measuring
+from mcr_plus.cli.output import print_json, print_table
+from mcr_plus.cli.run import ViaChoice
+
+ROW_KEYS = (
+    "kind", "backend", "bytes", "ranks", "dtype", "p20_us", "p50_us", "p80_us", "algbw_GBps", "busbw_GBps",
+    "verified",
+)  # fmt: skip
+
+
+def bench(
+    ranks: Annotated[int | None, typer.Option("-n", "--ranks", min=1, help="How many ranks.")] = None,
+    kinds: Annotated[str | None, typer.Option(help="Operations, such as all_reduce,all_to_all.")] = None,
+    smallest: Annotated[str, typer.Option("--min", help="Smallest size.")] = "8",
+    largest: Annotated[str, typer.Option("--max", help="Largest size.")] = "64MiB",
+    backends: Annotated[str | None, typer.Option(help="Backends to time; all by default.")] = None,
+    dtype: Annotated[str, typer.Option(help="Type of the elements.")] = "float32",
+    config: Annotated[Path | None, typer.Option("--config", help="Pipeline YAML of `tuned`.")] = None,
+    against: Annotated[str | None, typer.Option(help="`torch`: also time torch.distributed's gloo.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Stop after so long, such as 60s.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the curves, as .png, .svg or .pdf.")] = None,
+    via: Annotated[ViaChoice, typer.Option(help="What starts the ranks.")] = ViaChoice.auto,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Time operations turn by turn in one job, once verified; `tuned` is what the pipeline chooses."""
+    from mcr_plus.tuning.worker import Job
+    from mcr_plus.units import parse_duration
+
+    low, high = measuring.sizes(smallest, largest)
+    measuring.check_plot(plot)
+    if against not in (None, "torch"):
+        raise typer.BadParameter(f"unknown {against!r}; known: torch", param_hint="--against")
+    chosen = measuring.backend_names(backends)
+    job = Job(
+        "bench",
+        measuring.kinds(kinds, ("all_reduce",)),
+        low,
+        high,
+        measuring.dtype_names(dtype)[:1],
+        chosen or _configured(config),
+        measuring.number(budget, parse_duration, "--budget"),
+        progress=not as_json,
+        config=None if config is None else str(config.absolute()),
+        against_torch=against == "torch",
+    )
+    answer = measuring.answer_of(job, ranks, via)
+    if answer is None:
+        return
+    rows = [{key: row[key] for key in ROW_KEYS} for row in answer["rows"]]
+    if plot is not None:
+        from mcr_plus.tuning.plot import plot_rows
+
+        plot_rows(rows, plot)
+    if as_json:
+        print_json(rows)
+    else:
+        _print(rows)
+    problems = {
+        (row["backend"], row["kind"], row["problem"]) for row in answer["rows"] if not row["verified"]
+    }
+    for way, kind, problem in sorted(problems):
+        typer.echo(f"left out: {way} on {kind}: {problem}", err=True)
+
+
+def _configured(config: Path | None) -> tuple[str, ...] | None:
+    if config is None:
+        return None
+    from mcr_plus.config import load
+
+    return load(config).backends
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    from mcr_plus.units import format_size
+
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        shown = [
+            (
+                format_size(row["bytes"]),
+                row["backend"],
+                *(f"{row[name]:.2f}" for name in ("p20_us", "p50_us", "p80_us")),
+                *(f"{row[name]:.3g}" for name in ("algbw_GBps", "busbw_GBps")),
+            )
+            for row in rows
+            if row["kind"] == kind and row["verified"]
+        ]
+        columns = ("bytes", "backend", "p20 µs", "p50 µs", "p80 µs", "algbw GB/s", "busbw GB/s")
+        print_table(f"{kind}, {rows[0]['ranks']} ranks, {rows[0]['dtype']}", columns, shown)

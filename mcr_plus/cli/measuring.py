@@ -1,0 +1,123 @@
+"""What `tune` and `bench` share: options, and how the ranks are started and their answer is read."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import typer
+
+from mcr_plus.cli.run import ViaChoice, choose_via
+from mcr_plus.environment import launch_environment
+from mcr_plus.errors import LaunchError, unknown
+from mcr_plus.launch import launch
+
+if TYPE_CHECKING:
+    from mcr_plus.tuning.worker import Job
+
+T = TypeVar("T")
+
+
+def answer_of(job: Job, ranks: int | None, via: ViaChoice) -> dict[str, Any] | None:
+    """Run the job on `ranks` ranks of this host and return what rank 0 found out.
+
+    Without `ranks`, this process must be a rank that mpirun, torchrun or srun has started; then only rank 0
+    gets an answer, the others None. Raises `LaunchError` if the job fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="mcr-measure-") as folder:
+        job = replace(job, answer=str(Path(folder) / "answer.json"))
+        if ranks is None:
+            return _as_rank(job)
+        request = Path(folder) / "request.json"
+        request.write_text(json.dumps(asdict(job)))
+        command = [sys.executable, "-m", "mcr_plus.tuning.worker", str(request)]
+        if launch(command, ranks, via=choose_via(via, job.backends)) != 0:
+            raise LaunchError("the ranks that measure have failed; their error stands above")
+        return _read(job)
+
+
+def _as_rank(job: Job) -> dict[str, Any] | None:
+    place = launch_environment()
+    if place.world_size == 1:
+        raise typer.BadParameter(
+            "how many ranks? Inside a job that mpirun, torchrun or srun has started, it may be left out",
+            param_hint="-n",
+        )
+    from mcr_plus.tuning.worker import run
+
+    run(job)
+    return _read(job) if place.rank == 0 else None
+
+
+def _read(job: Job) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(job.answer).read_text())
+    return found
+
+
+def names(text: str | None, what: str, known: Sequence[str], option: str) -> tuple[str, ...] | None:
+    """The names in `a,b,c`, all known; usage error otherwise."""
+    if text is None:
+        return None
+    chosen = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    for name in chosen:
+        if name not in known:
+            raise typer.BadParameter(unknown(what, name, known), param_hint=option)
+    if not chosen:
+        raise typer.BadParameter(f"expected at least one of {', '.join(known)}", param_hint=option)
+    return chosen
+
+
+def kinds(text: str | None, default: Sequence[str]) -> tuple[Any, ...]:
+    """The kinds in `--kinds`, as calls or tables spell them."""
+    from mcr_plus.message import ALIASES
+    from mcr_plus.tuning.operations import KINDS
+
+    chosen = names(text, "kind", (*KINDS, *ALIASES), "--kinds") or tuple(default)
+    return tuple(dict.fromkeys(ALIASES.get(name, name) for name in chosen))
+
+
+def backend_names(text: str | None) -> tuple[str, ...] | None:
+    """The backends in `--backends`."""
+    from mcr_plus import registry
+
+    return names(text, "backend", [n for n in registry.names("backends") if n != "local"], "--backends")
+
+
+def dtype_names(text: str) -> tuple[str, ...]:
+    """The dtypes in `--dtypes`."""
+    from mcr_plus.config import DTYPE_NAMES
+
+    return names(text, "dtype", DTYPE_NAMES, "--dtypes") or ("float32",)
+
+
+def number(text: str | None, parse: Callable[[object], T], option: str) -> T | None:
+    """A size or a duration; usage error if it is none."""
+    try:
+        return None if text is None else parse(int(text) if text.isdigit() else text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None
+
+
+def sizes(smallest: str, largest: str) -> tuple[int, int]:
+    """The ends of the sizes to measure."""
+    from mcr_plus.units import parse_size
+
+    low, high = number(smallest, parse_size, "--min"), number(largest, parse_size, "--max")
+    assert low is not None
+    assert high is not None
+    if not 1 <= low <= high:
+        raise typer.BadParameter(f"expected 1 ≤ --min ≤ --max, got {low} and {high}", param_hint="--min")
+    return low, high
+
+
+def check_plot(path: Path | None) -> None:
+    """Refuse to measure for minutes and fail at the picture."""
+    if path is not None:
+        from mcr_plus.tuning.plot import check_available
+
+        check_available(path)

@@ -1,0 +1,134 @@
+"""`mcr-plus tune`: measure every library on every operation and size, and write a tuning table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mcr_plus.cli import measuring
+from mcr_plus.cli.output import print_json, print_table
+from mcr_plus.cli.run import ViaChoice
+
+if TYPE_CHECKING:
+    from mcr_plus.selection.table import Table
+    from mcr_plus.tuning.points import Point
+
+
+def tune(
+    output: Annotated[Path, typer.Option("-o", "--output", help="The table file to write.")] = ...,  # type: ignore[assignment]  # required
+    ranks: Annotated[int | None, typer.Option("-n", "--ranks", min=2, help="How many ranks.")] = None,
+    kinds: Annotated[str | None, typer.Option(help="Operations, such as all_reduce,all_to_all.")] = None,
+    smallest: Annotated[str, typer.Option("--min", help="Smallest size.")] = "8",
+    largest: Annotated[str, typer.Option("--max", help="Largest size.")] = "64MiB",
+    backends: Annotated[str | None, typer.Option(help="Backends to compare; all by default.")] = None,
+    dtypes: Annotated[
+        str, typer.Option(help="Types; the first one's rules hold for all others.")
+    ] = "float32",
+    budget: Annotated[str | None, typer.Option(help="Stop after so long, such as 60s.")] = "180s",
+    asynchronous: Annotated[bool, typer.Option("--async/--no-async", help="Measure async_op too.")] = True,
+    overlap: Annotated[bool, typer.Option(help="Measure async_op beside a computation.")] = True,
+    measurements: Annotated[Path | None, typer.Option(help="Where figures are kept, to go on.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget the figures of earlier runs.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Have the table refuse other machines.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the curves, as .png, .svg or .pdf.")] = None,
+    via: Annotated[ViaChoice, typer.Option(help="What starts the ranks.")] = ViaChoice.auto,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Measure and write a tuning table; run it again to go on where the budget ended.
+
+    Inside a job that was started by mpirun, torchrun or srun, for instance over several hosts, leave out -n.
+    """
+    from mcr_plus.selection.table import load_table
+    from mcr_plus.tuning.operations import KINDS
+    from mcr_plus.tuning.points import Point
+    from mcr_plus.tuning.worker import Job
+    from mcr_plus.units import parse_duration
+
+    low, high = measuring.sizes(smallest, largest)
+    measuring.check_plot(plot)
+    if not output.parent.is_dir():
+        raise typer.BadParameter(f"no such folder: {output.parent}", param_hint="-o")
+    job = Job(
+        "tune",
+        measuring.kinds(kinds, KINDS),
+        low,
+        high,
+        measuring.dtype_names(dtypes),
+        measuring.backend_names(backends),
+        measuring.number(budget, parse_duration, "--budget"),
+        progress=not as_json,
+        output=str(output.absolute()),
+        measurements=str((measurements or output.with_suffix(".measurements.jsonl")).absolute()),
+        fresh=fresh,
+        asynchronous=asynchronous,
+        overlap=overlap,
+        strict=strict,
+    )
+    answer = measuring.answer_of(job, ranks, via)
+    if answer is None:
+        return
+    table, points = load_table(output), [Point.from_document(each) for each in answer["points"]]
+    if plot is not None:
+        from mcr_plus.tuning.plot import plot_tuning
+
+        plot_tuning(table, points, plot)
+    if as_json:
+        print_json(_document(output, table, points, answer["complete"]))
+    else:
+        _print(output, table, points, complete=answer["complete"])
+
+
+def _document(output: Path, table: Table, points: list[Point], complete: bool) -> dict[str, Any]:
+    from mcr_plus.selection.writing import key_items
+
+    return {
+        "table": str(output),
+        "complete": complete,
+        "fingerprint": {name: list(values) for name, values in table.fingerprint.items()},
+        "rules": [
+            {**key_items(rule.key), "bytes": rule.span(), "backend": rule.backend} for rule in table.rules
+        ],
+        "points": [point.document() for point in points],
+    }
+
+
+def _print(output: Path, table: Table, points: list[Point], *, complete: bool) -> None:
+    rows = [
+        (
+            rule.key.kind,
+            {None: "", False: "sync", True: "async"}[rule.key.async_op],
+            rule.key.dtype or "",
+            rule.span(),
+            rule.backend,
+            _gain(rule.backend, rule.measured, rule.lo, rule.hi),
+        )
+        for rule in table.rules
+    ]
+    print_table(
+        "what wins where", ("operation", "manner", "dtype", "bytes", "choice", "next best takes"), rows
+    )
+    wrong = {(p.cell.kind, p.way, p.problem) for p in points if p.problem is not None}
+    if wrong:
+        columns = ("operation", "backend", "why")
+        print_table(
+            "left out", columns, [(kind, way, why or "") for kind, way, why in sorted(wrong, key=str)]
+        )
+    print(f"{output}: {len(table.rules)} rules from {len(points)} measurements")
+    if not complete:
+        print("The budget ended before every size was measured: run the same command again to go on.")
+
+
+def _gain(choice: str, measured: Any, low: int, high: int | None) -> str:
+    """By how much the best of the others is slower, from and to, over the sizes of a rule."""
+    sizes = [size for size in measured.get(choice, {}) if size >= low and (high is None or size < high)]
+    others = [
+        min(curve[size] for name, curve in measured.items() if name != choice and size in curve)
+        / measured[choice][size]
+        for size in sizes
+        if any(name != choice and size in curve for name, curve in measured.items())
+    ]
+    if not others:
+        return "-"
+    return f"{min(others):.3g} to {max(others):.3g} ×" if len(others) > 1 else f"{others[0]:.3g} ×"

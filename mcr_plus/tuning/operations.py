@@ -1,0 +1,214 @@
+"""One operation of one size as something that can be run, timed and verified.
+
+A `Subject` owns the tensors of one cell (kind, bytes, dtype) on this rank; all ways of doing the
+operation work on the same tensors, so that none of them has a warmer cache. Timed calls move zeros: they
+stay zeros however often they are summed. Verification moves small integers that differ by rank and place,
+for which every dtype is exact, and compares with what NumPy makes of them in 64-bit integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Literal, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mcr_plus.communicator import Communicator
+from mcr_plus.dispatch.work import Work
+from mcr_plus.message import DTYPES, dtype_name
+from mcr_plus.selection.table import SHARED
+
+Kind = Literal[
+    "all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter",
+    "send", "barrier",
+]  # fmt: skip
+KINDS: Final[tuple[Kind, ...]] = (
+    "all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter",
+    "send", "barrier",
+)  # fmt: skip
+"""`send` stands for a message there and back between neighbours; half of that is its time."""
+DTYPE_BY_NAME: Final = {dtype_name(dtype): dtype for dtype in DTYPES}
+
+TUNED: Final = "tuned"
+"""The way that names no backend: the pipeline decides."""
+TORCH: Final = "torch"
+"""torch.distributed with its default process group, for comparison."""
+
+Call = Callable[[], object]
+_Integers = NDArray[np.int64]
+_MODULUS: Final = 5
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is measured: `kind` of `nbytes` of `dtype` (a name), synchronous or not."""
+
+    kind: Kind
+    nbytes: int
+    dtype: str = "float32"
+    async_op: bool = False
+
+
+def whole_size(kind: str, nbytes: int, dtype: str, ranks: int) -> int:
+    """The closest size at or below `nbytes` that the operation can have: whole elements, equal parts."""
+    if kind == "barrier":
+        return 0
+    unit = DTYPE_BY_NAME[dtype].itemsize * (ranks if kind in SHARED else 1)
+    return max(unit, nbytes // unit * unit)
+
+
+class Subject:
+    """The tensors of a cell on this rank, and the calls that work on them."""
+
+    def __init__(self, comm: Communicator, cell: Cell) -> None:
+        self._comm, self._cell = comm, cell
+        self._dtype = DTYPE_BY_NAME[cell.dtype]
+        self._count = cell.nbytes // self._dtype.itemsize
+        part = self._count // comm.size if cell.kind in SHARED else self._count
+        lengths = {
+            "all_gather": (part, self._count),
+            "gather": (part, self._count),
+            "reduce_scatter": (self._count, part),
+            "scatter": (self._count, part),
+        }
+        given, gotten = lengths.get(cell.kind, (self._count, self._count))
+        self.source = torch.zeros(given, dtype=self._dtype)
+        in_place = cell.kind in ("all_reduce", "broadcast", "reduce")
+        self.target = self.source if in_place else torch.zeros(gotten, dtype=self._dtype)
+
+    # -- ways of doing it -------------------------------------------------------------------------
+
+    def call(self, way: str) -> Call:
+        """The operation by `way`: a backend's name, `name:algorithm`, `tuned` or `torch`.
+
+        Waits for what it has started, if it is asynchronous.
+        """
+        start = self.start(way)
+        if self._cell.kind == "send" or not self._cell.async_op:
+            return start
+        return lambda: cast("Work", start()).wait()
+
+    def start(self, way: str) -> Call:
+        """As `call`, without waiting: an asynchronous operation returns its handle."""
+        if way == TORCH:
+            return self._torch()
+        backend = None if way == TUNED else way
+        options: dict[str, Any] = {"backend": backend, "async_op": self._cell.async_op}
+        comm, source, target, kind = self._comm, self.source, self.target, self._cell.kind
+
+        def parts(tensor: torch.Tensor) -> list[torch.Tensor] | None:
+            return list(tensor.view(comm.size, -1).unbind()) if comm.rank == 0 else None
+
+        if kind == "send":
+            return self._ping_pong(
+                lambda peer: comm.send(source, comm.ranks[peer], backend=backend),
+                lambda peer: comm.recv(target, comm.ranks[peer], backend=backend),
+            )
+        calls: dict[str, Callable[[], Call]] = {
+            "all_reduce": lambda: lambda: comm.all_reduce(source, **options),
+            "broadcast": lambda: lambda: comm.broadcast(source, comm.ranks[0], **options),
+            "reduce": lambda: lambda: comm.reduce(source, comm.ranks[0], **options),
+            "all_gather": lambda: lambda: comm.all_gather_into_tensor(target, source, **options),
+            "reduce_scatter": lambda: lambda: comm.reduce_scatter_tensor(target, source, **options),
+            "all_to_all": lambda: lambda: comm.all_to_all_single(target, source, **options),
+            "gather": lambda: _with(
+                parts(target), lambda p: comm.gather(source, p, comm.ranks[0], **options)
+            ),
+            "scatter": lambda: _with(
+                parts(source), lambda p: comm.scatter(target, p, comm.ranks[0], **options)
+            ),
+            "barrier": lambda: lambda: comm.barrier(**options),
+        }
+        return calls[kind]()
+
+    def _ping_pong(self, send: Callable[[int], object], recv: Callable[[int], object]) -> Call:
+        """There and back with the neighbour; a last rank without one has nothing to do."""
+        rank = self._comm.rank
+        peer = rank ^ 1
+        if peer >= self._comm.size:
+            return lambda: None
+        first, second = (send, recv) if rank < peer else (recv, send)
+        return lambda: (first(peer), second(peer))
+
+    def _torch(self) -> Call:
+        import torch.distributed as dist
+
+        source, target, kind, size = self.source, self.target, self._cell.kind, self._comm.size
+        asynchronous = self._cell.async_op
+        root = self._comm.rank == 0
+        if kind == "send":
+            return self._ping_pong(lambda peer: dist.send(source, peer), lambda peer: dist.recv(target, peer))
+        calls: dict[str, Call] = {
+            "all_reduce": lambda: dist.all_reduce(source, async_op=asynchronous),
+            "broadcast": lambda: dist.broadcast(source, 0, async_op=asynchronous),
+            "reduce": lambda: dist.reduce(source, 0, async_op=asynchronous),
+            "all_gather": lambda: dist.all_gather_into_tensor(target, source, async_op=asynchronous),
+            "reduce_scatter": lambda: dist.reduce_scatter_tensor(target, source, async_op=asynchronous),
+            "all_to_all": lambda: dist.all_to_all_single(target, source, async_op=asynchronous),
+            "barrier": lambda: dist.barrier(async_op=asynchronous),
+        }
+        if kind in calls:
+            return calls[kind]
+        whole = target if kind == "gather" else source
+        parts = list(whole.view(size, -1)) if root else None
+        if kind == "gather":
+            return lambda: dist.gather(source, parts, 0, async_op=asynchronous)
+        return lambda: dist.scatter(target, parts, 0, async_op=asynchronous)
+
+    # -- is it right? -----------------------------------------------------------------------------
+
+    def verify(self, way: str) -> str | None:
+        """Run the operation once on known values; what is wrong with the result, None if nothing is.
+
+        Collective. Leaves zeros behind. What the library raises is not caught.
+        """
+        call, mine = self.call(way), self._comm.rank
+        self.source.copy_(torch.from_numpy(self._values(mine, self.source.numel())))
+        if self.target is not self.source:
+            self.target.fill_(3)
+        call()
+        expected = self._expected()
+        found = self.target.to(torch.int64, copy=True).numpy() if expected is not None else None
+        self.source.zero_()
+        self.target.zero_()
+        if expected is None or found is None or np.array_equal(found, expected):
+            return None
+        place = int(np.argmax(found != expected))
+        wrong = int((found != expected).sum())
+        return (
+            f"wrong result on rank {mine}: {wrong} of {expected.size} elements, the first at {place}: "
+            f"{found[place]} instead of {expected[place]}"
+        )
+
+    def _values(self, rank: int, length: int) -> _Integers:
+        modulus = 2 if self._dtype is torch.bool else _MODULUS
+        return (np.arange(length, dtype=np.int64) * 7 + rank * 3 + np.arange(length) // 11) % modulus
+
+    def _expected(self) -> _Integers | None:
+        """What this rank must hold in `target`; None where nothing is defined."""
+        kind, rank, size = self._cell.kind, self._comm.rank, self._comm.size
+        given = [self._values(other, self.source.numel()) for other in range(size)]
+        mine = slice(rank * self.target.numel(), (rank + 1) * self.target.numel())
+        if kind in ("all_reduce", "reduce", "reduce_scatter"):
+            total = np.minimum(sum(given), 1) if self._dtype is torch.bool else np.sum(given, axis=0)
+            if kind == "reduce_scatter":
+                return np.asarray(total)[mine]
+            return np.asarray(total) if kind == "all_reduce" or rank == 0 else None
+        if kind == "broadcast":
+            return given[0]
+        if kind == "all_gather" or (kind == "gather" and rank == 0):
+            return np.concatenate(given)
+        if kind == "all_to_all":
+            return np.concatenate([each.reshape(size, -1)[rank] for each in given])
+        if kind == "scatter":
+            return given[0][mine]
+        if kind == "send" and (rank ^ 1) < size:
+            return given[rank ^ 1]
+        return None
+
+
+def _with(value: Any, call: Callable[[Any], object]) -> Call:
+    return lambda: call(value)

@@ -1,0 +1,117 @@
+"""What to measure next: everything roughly, then every size, then where the winner changes.
+
+Pure: what was measured comes in, the next cell goes out, so that a run can stop and go on anywhere and always
+has a table to show. Sizes of one stage are gone through from small to large over all kinds, because the large
+ones take the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import sqrt
+from typing import Final
+
+from mcr_plus.tuning.operations import Cell, Kind, whole_size
+from mcr_plus.tuning.points import Point
+
+_COARSE: Final = 4  # of so many powers of two the first stage takes one
+_CLOSE: Final = 1.3  # two sizes with different winners that are closer than this are not divided further
+_TIE: Final = 1.03  # winners by less than this do not matter
+
+
+@dataclass(frozen=True)
+class Task:
+    """A cell to measure, and the manner: `overlap` beside a computation."""
+
+    cell: Cell
+    overlap: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a table shall be about. Sizes in bytes, both ends included."""
+
+    kinds: tuple[Kind, ...]
+    smallest: int
+    largest: int
+    ranks: int
+    dtypes: tuple[str, ...] = ("float32",)
+    asynchronous: bool = True
+    overlap: bool = True
+
+    def manners(self, kind: Kind) -> list[tuple[bool, bool]]:
+        """(async_op, overlap) of the ways in which a kind is measured; messages have one."""
+        if kind == "send" or not self.asynchronous:
+            return [(False, False)]
+        return [(False, False), (True, False), *([(True, True)] if self.overlap else [])]
+
+
+def next_task(request: Request, points: Sequence[Point]) -> Task | None:
+    """The first task that has not been done; None if the table is complete."""
+    done = {Task(point.cell, point.overlap) for point in points}
+    return next((task for task in _tasks(request, points) if task not in done), None)
+
+
+def stages(request: Request) -> int:
+    """How many tasks there are before winners are looked at, for a progress bar."""
+    return len(set(_grid(request)))
+
+
+def _tasks(request: Request, points: Sequence[Point]) -> Iterator[Task]:
+    yield from _grid(request)
+    yield from _refinements(request, points)
+
+
+def _grid(request: Request) -> Iterator[Task]:
+    sizes = _powers(request)
+    for chosen in (sorted({*sizes[::_COARSE], sizes[-1]}), sizes):
+        for size in chosen:
+            yield from _of_size(request, size)
+
+
+def _of_size(request: Request, size: int) -> Iterator[Task]:
+    for kind in request.kinds:
+        for dtype in request.dtypes:
+            nbytes = whole_size(kind, size, dtype, request.ranks)
+            for async_op, overlap in request.manners(kind):
+                yield Task(Cell(kind, nbytes, dtype, async_op), overlap)
+
+
+def _powers(request: Request) -> list[int]:
+    size = 1 << max(request.smallest - 1, 0).bit_length()
+    sizes = []
+    while size <= request.largest:
+        sizes.append(size)
+        size *= 2
+    return sizes or [request.largest]
+
+
+def _refinements(request: Request, points: Sequence[Point]) -> Iterator[Task]:
+    """Sizes between neighbours with different winners."""
+    for kind in request.kinds:
+        for dtype in request.dtypes:
+            for async_op, overlap in request.manners(kind):
+                times = times_by_size(points, Cell(kind, 0, dtype, async_op), overlap)
+                for low, high in pairwise(sorted(times)):
+                    middle = whole_size(kind, round(sqrt(low * high)), dtype, request.ranks)
+                    if low < middle < high and high / low > _CLOSE and _differ(times[low], times[high]):
+                        yield Task(Cell(kind, middle, dtype, async_op), overlap)
+
+
+def times_by_size(points: Sequence[Point], like: Cell, overlap: bool) -> dict[int, dict[str, float]]:
+    """Median microseconds by size and way, of the cells that differ from `like` in size only."""
+    found: dict[int, dict[str, float]] = {}
+    for point in points:
+        cell = point.cell
+        alike = (cell.kind, cell.dtype, cell.async_op) == (like.kind, like.dtype, like.async_op)
+        if alike and point.overlap == overlap and point.timing is not None:
+            found.setdefault(cell.nbytes, {})[point.way] = point.timing.p50
+    return found
+
+
+def _differ(one: dict[str, float], other: dict[str, float]) -> bool:
+    """Whether no way is (nearly) the best at both sizes."""
+    good = [{way for way, us in times.items() if us <= _TIE * min(times.values())} for times in (one, other)]
+    return not good[0] & good[1]

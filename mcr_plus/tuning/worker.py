@@ -1,0 +1,236 @@
+"""A rank of a tuning or benchmark job: `python -m mcr_plus.tuning.worker REQUEST.json`.
+
+`mcr-plus tune` and `mcr-plus bench` write the request, start the ranks and read the answer of rank 0. In
+a job that was started otherwise (mpirun over several hosts) the commands are ranks themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import mcr_plus as mcr
+from mcr_plus import runtime
+from mcr_plus.c10d import HashStore, PrefixStore
+from mcr_plus.communicator import Communicator
+from mcr_plus.interfaces import World
+from mcr_plus.selection.fingerprint import fingerprint_here
+from mcr_plus.selection.writing import save_table
+from mcr_plus.tuning.derive import derive
+from mcr_plus.tuning.measure import Effort, Meter, Outcome
+from mcr_plus.tuning.operations import TORCH, TUNED, Cell, Kind, whole_size
+from mcr_plus.tuning.plan import Request, Task, next_task, stages
+from mcr_plus.tuning.points import Point, PointFile
+from mcr_plus.tuning.statistics import algorithm_bandwidth, bus_bandwidth
+
+_COMMENT: Final = "Measured by mcr-plus tune; times are median microseconds of the slowest rank."
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a tuning or benchmark job shall do; plain data. Sizes in bytes, durations in seconds.
+
+    `output`: the table file (tune). `answer`: where rank 0 writes what the command prints. `backends`: those
+    to compare, None for all. `against_torch`, `config`: for bench alone.
+    """
+
+    what: str
+    kinds: tuple[Kind, ...]
+    smallest: int
+    largest: int
+    dtypes: tuple[str, ...] = ("float32",)
+    backends: tuple[str, ...] | None = None
+    budget: float | None = None
+    answer: str = ""
+    progress: bool = True
+    output: str = ""
+    measurements: str = ""
+    fresh: bool = False
+    asynchronous: bool = True
+    overlap: bool = True
+    strict: bool = False
+    config: str | None = None
+    against_torch: bool = False
+    effort: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: str) -> Job:
+        """The request in a file."""
+        data = json.loads(Path(path).read_text())
+        lists = {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
+        return cls(**{**data, **lists})
+
+
+def run(job: Job) -> None:
+    """Be one rank of the job."""
+    torch.set_num_threads(1)
+    config: Any = job.config
+    if config is None and job.what == "tune":
+        config = {"version": 1, "pipeline": [{"select": {}}, {"dispatch": {}}]}
+    with mcr.init(config, backends=None if job.config else job.backends) as comm:
+        {"tune": _tune, "bench": _bench}[job.what](job, comm)
+
+
+def _meter(comm: Communicator, job: Job) -> Meter:
+    everyone = list(comm.ranks)
+    return Meter(lambda: mcr.new_group(everyone), mcr.new_group(everyone), Effort(**job.effort))
+
+
+def _ways(job: Job) -> list[str]:
+    return list(job.backends or mcr.get_backends())
+
+
+# -- tune -----------------------------------------------------------------------------------------
+
+
+def _tune(job: Job, comm: Communicator) -> None:
+    world = runtime.current().world
+    request = Request(
+        job.kinds, job.smallest, job.largest, comm.size, job.dtypes, job.asynchronous, job.overlap
+    )
+    here = _fingerprint(world)
+    kept = PointFile(Path(job.measurements), here, fresh=job.fresh) if comm.rank == 0 else None
+    points: list[Point] = list(kept.points) if kept is not None else []
+    meter, ways = _meter(comm, job), _ways(job)
+    began = time.monotonic()
+    spent = False
+    with _progress(job, comm.rank, f"tuning {', '.join(ways)}", stages(request)) as advance:
+        while (task := _agreed_task(comm, request, points, spent)) is not None:
+            outcome = meter.measure(task.cell, ways, overlap=task.overlap)
+            new = _points(task, outcome)
+            points += new
+            if kept is not None:
+                kept.add(new)
+            spent = job.budget is not None and time.monotonic() - began > job.budget
+            advance(_describe(task.cell))
+    if comm.rank == 0:
+        nodes = len(set(world.hosts))
+        table = derive(request, points, here, nodes)
+        if job.strict:
+            table = type(table)(table.rules, table.name, table.fingerprint, True)
+        save_table(table, job.output, comment=[_COMMENT])
+        left = next_task(request, points)
+        answer = {"points": [point.document() for point in points], "complete": left is None}
+        Path(job.answer).write_text(json.dumps(answer))
+
+
+def _agreed_task(comm: Communicator, request: Request, points: list[Point], spent: bool) -> Task | None:
+    """Rank 0 says what comes next: it alone has the points of earlier runs, and its clock counts."""
+    task = None if spent else next_task(request, points) if comm.rank == 0 else None
+    found: Task | None = comm.broadcast_object(task, comm.ranks[0])
+    return found
+
+
+def _points(task: Task, outcome: Outcome) -> list[Point]:
+    timed = [Point(task.cell, way, task.overlap, timing) for way, timing in outcome.timings.items()]
+    return timed + [Point(task.cell, way, task.overlap, None, why) for way, why in outcome.excluded.items()]
+
+
+def _fingerprint(world: World) -> dict[str, tuple[str, ...]]:
+    hosts = Counter(world.hosts)
+    return fingerprint_here(
+        world.libraries, ranks=world.size, nodes=len(hosts), ranks_per_node=max(hosts.values())
+    )
+
+
+# -- bench ----------------------------------------------------------------------------------------
+
+
+def _bench(job: Job, comm: Communicator) -> None:
+    ways = [*_ways(job), TUNED]
+    if job.against_torch:
+        import torch.distributed as dist
+
+        store = PrefixStore("bench", runtime.current().world.store or HashStore())
+        dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+        ways.append(TORCH)
+    meter = _meter(comm, job)
+    sizes = [size for size in _powers(job) if size >= 1]
+    rows: list[dict[str, Any]] = []
+    began = time.monotonic()
+    with _progress(job, comm.rank, f"timing {', '.join(ways)}", len(sizes) * len(job.kinds)) as advance:
+        for kind in job.kinds:
+            for size in dict.fromkeys(whole_size(kind, s, job.dtypes[0], comm.size) for s in sizes):
+                cell = Cell(kind, size, job.dtypes[0])
+                if job.budget is not None and time.monotonic() - began > job.budget:
+                    break
+                rows += _rows(cell, comm.size, meter.measure(cell, ways))
+                advance(_describe(cell))
+    if job.against_torch:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+    if comm.rank == 0:
+        Path(job.answer).write_text(json.dumps({"rows": rows}))
+
+
+def _powers(job: Job) -> list[int]:
+    size, sizes = job.smallest, []
+    while size <= job.largest:
+        sizes.append(size)
+        size *= 2
+    return sizes
+
+
+def _rows(cell: Cell, ranks: int, outcome: Outcome) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    about = {"kind": cell.kind, "bytes": cell.nbytes, "ranks": ranks, "dtype": cell.dtype}
+    for way, timing in outcome.timings.items():
+        rows.append(
+            {
+                **about,
+                "backend": way,
+                "p20_us": timing.p20,
+                "p50_us": timing.p50,
+                "p80_us": timing.p80,
+                "algbw_GBps": algorithm_bandwidth(cell.nbytes, timing.p50),
+                "busbw_GBps": bus_bandwidth(cell.kind, cell.nbytes, timing.p50, ranks),
+                "verified": True,
+            }
+        )
+    for way, problem in outcome.excluded.items():
+        figures = ("p20_us", "p50_us", "p80_us", "algbw_GBps", "busbw_GBps")
+        rows.append(
+            {**about, "backend": way, **dict.fromkeys(figures), "verified": False, "problem": problem}
+        )
+    return rows
+
+
+# -- progress -------------------------------------------------------------------------------------
+
+
+def _describe(cell: Cell) -> str:
+    return f"{cell.kind} {cell.nbytes} B{' async' if cell.async_op else ''}"
+
+
+@contextmanager
+def _progress(job: Job, rank: int, title: str, total: int) -> Iterator[Any]:
+    """A bar on rank 0's terminal; a call advances it."""
+    console = Console()
+    if rank != 0 or not job.progress or not console.is_terminal:
+        yield lambda _: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        shown = bar.add_task(title, total=total)
+
+        def advance(what: str) -> None:
+            done = bar.tasks[0].completed + 1
+            bar.update(shown, advance=1, total=max(total, done), description=f"{title}: {what}")
+
+        yield advance
+
+
+if __name__ == "__main__":
+    run(Job.read(sys.argv[1]))

@@ -1,0 +1,468 @@
+"""Tuning: statistics, the plan, the table that is made of it, and real runs on real ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+from test_cli import mcr_plus, mcr_plus_process
+
+import mcr_plus as mcr
+from mcr_plus import registry
+from mcr_plus.backends.gloo import GlooBackend
+from mcr_plus.errors import ConfigError
+from mcr_plus.interfaces import Channel, Poll, Start
+from mcr_plus.launch import mpi_usable
+from mcr_plus.message import Group, Message, Signature
+from mcr_plus.selection.table import Query, parse_table
+from mcr_plus.selection.writing import table_text
+from mcr_plus.tuning.derive import choose, crossover, derive
+from mcr_plus.tuning.measure import Effort, Meter
+from mcr_plus.tuning.operations import KINDS, Cell, Subject, whole_size
+from mcr_plus.tuning.plan import Request, Task, next_task, stages
+from mcr_plus.tuning.points import Point, PointFile
+from mcr_plus.tuning.statistics import Timing, bus_bandwidth, confidence_rank
+
+needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
+HERE = {"torch": ("2.13",), "ranks": ("2",)}
+
+
+def timing(us: float) -> Timing:
+    return Timing(us, us, us, us, us, 9)
+
+
+# -- statistics -----------------------------------------------------------------------------------
+
+
+def below(count: int, rank: int) -> float:
+    """P(at most `rank` of `count` fair coins show heads)."""
+    return float(sum(math.comb(count, k) for k in range(rank + 1)) / 2**count)
+
+
+@pytest.mark.parametrize("count", range(1, 60))
+def test_the_interval_is_the_narrowest_that_encloses_the_median_often_enough(count: int) -> None:
+    rank = confidence_rank(count)
+    assert 0 <= rank <= (count - 1) // 2
+    if count >= 6:
+        assert 2 * below(count, rank) <= 0.05 < 2 * below(count, rank + 1)
+    else:
+        assert rank == 0
+
+
+def test_the_interval_encloses_the_median_as_often_as_it_says() -> None:
+    draw = random.Random(1)
+    hits = 0
+    for _ in range(2000):
+        found = Timing.of([draw.expovariate(1.0) for _ in range(15)])
+        hits += found.low <= math.log(2) <= found.high
+    assert hits >= 0.94 * 2000
+
+
+def test_percentiles() -> None:
+    found = Timing.of([float(value) for value in range(101)])
+    assert (found.p20, found.p50, found.p80) == (20.0, 50.0, 80.0)
+    assert Timing.of([3.0]) == Timing(3.0, 3.0, 3.0, 3.0, 3.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor"),
+    [("all_reduce", 1.5), ("all_gather", 0.75), ("all_to_all", 0.75), ("broadcast", 1.0), ("send", 1.0)],
+)
+def test_bus_bandwidth(kind: str, factor: float) -> None:
+    # 4 ranks, 1 GB in a second
+    assert bus_bandwidth(kind, 10**9, 1e6, 4) == pytest.approx(factor)
+
+
+# -- the plan -------------------------------------------------------------------------------------
+
+REQUEST = Request(("all_reduce", "send"), 8, 1 << 20, 2)
+
+
+def play(request: Request, time_of: dict[str, Any], limit: int = 10_000) -> list[Point]:
+    """Follow the plan to its end, with invented times."""
+    points: list[Point] = []
+    for _ in range(limit):
+        task = next_task(request, points)
+        if task is None:
+            return points
+        for way, us in time_of.items():
+            points.append(Point(task.cell, way, task.overlap, timing(us(task.cell))))
+    raise AssertionError("the plan does not end")
+
+
+def alpha_beta(alpha: float, beta: float) -> Any:
+    return lambda cell: alpha + beta * cell.nbytes
+
+
+def test_all_sizes_come_before_any_refinement_and_rough_ones_first() -> None:
+    points: list[Point] = []
+    seen: list[Task] = []
+    while (task := next_task(REQUEST, points)) is not None:
+        seen.append(task)
+        points.append(Point(task.cell, "a", task.overlap, timing(1.0)))
+    assert len(seen) == len(set(seen)) == stages(REQUEST)
+    powers = {1 << exponent for exponent in range(3, 21)}
+    assert {task.cell.nbytes for task in seen} == powers
+    assert {(t.cell.async_op, t.overlap) for t in seen if t.cell.kind == "all_reduce"} == {
+        (False, False), (True, False), (True, True)
+    }  # fmt: skip
+    assert {(t.cell.async_op, t.overlap) for t in seen if t.cell.kind == "send"} == {(False, False)}
+    rough = {8, 128, 2048, 32768, 524288, 1 << 20}
+    first = seen[: 4 * len(rough)]
+    assert {task.cell.nbytes for task in first} == rough
+
+
+def test_the_place_where_the_winner_changes_is_found() -> None:
+    # 1 + n/1000 against 100 + n/10000: equal at 110,000 bytes
+    request = Request(("all_reduce",), 8, 1 << 20, 2, asynchronous=False)
+    ways = {"a": alpha_beta(1.0, 1e-3), "b": alpha_beta(100.0, 1e-4)}
+    points = play(request, ways)
+    odd = sorted({p.cell.nbytes for p in points if p.cell.nbytes & (p.cell.nbytes - 1)})
+    assert odd
+    assert all(65536 < size < 131072 for size in odd)
+    table = derive(request, points, HERE, 1)
+    assert [rule.backend for rule in table.rules] == ["a", "b"]
+    assert table.rules[1].lo == pytest.approx(110_000, rel=0.02)
+
+
+def test_nothing_is_refined_where_winners_agree() -> None:
+    points = play(REQUEST, {"a": alpha_beta(1.0, 1e-3), "b": alpha_beta(2.0, 2e-3)})
+    assert {p.cell.nbytes for p in points} == {1 << exponent for exponent in range(3, 21)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "nbytes", "dtype", "ranks", "expected"),
+    [
+        ("all_reduce", 10, "float32", 3, 8),
+        ("all_reduce", 1, "float64", 3, 8),
+        ("all_gather", 64, "float32", 3, 60),
+        ("all_to_all", 8, "float32", 3, 12),
+        ("barrier", 64, "float32", 3, 0),
+    ],
+)
+def test_whole_sizes(kind: str, nbytes: int, dtype: str, ranks: int, expected: int) -> None:
+    assert whole_size(kind, nbytes, dtype, ranks) == expected
+
+
+# -- the table ------------------------------------------------------------------------------------
+
+
+def best_by_force(times: list[dict[str, float]], price: float) -> float:
+    ways = sorted({way for each in times for way in each})
+    return min(
+        sum(math.log(each[way]) for each, way in zip(times, path, strict=True))
+        + price * sum(a != b for a, b in pairwise(path))
+        for path in product(ways, repeat=len(times))
+    )
+
+
+@given(st.lists(st.lists(st.floats(0.5, 2.0), min_size=3, max_size=3), min_size=1, max_size=6))
+def test_the_choice_is_the_cheapest_of_all(rows: list[list[float]]) -> None:
+    times = [dict(zip("abc", row, strict=True)) for row in rows]
+    chosen = choose(times)
+    cost = sum(math.log(each[way]) for each, way in zip(times, chosen, strict=True))
+    cost += math.log(1.02) * sum(a != b for a, b in pairwise(chosen))
+    assert cost == pytest.approx(best_by_force(times, math.log(1.02)), abs=1e-9)
+
+
+@given(st.lists(st.lists(st.floats(0.5, 2.0), min_size=2, max_size=2), min_size=1, max_size=20))
+def test_no_size_is_worse_than_the_price_of_two_changes(rows: list[list[float]]) -> None:
+    times = [dict(zip("ab", row, strict=True)) for row in rows]
+    for each, way in zip(times, choose(times), strict=True):
+        assert each[way] <= min(each.values()) * 1.02**2 * (1 + 1e-9)
+
+
+def test_noise_makes_no_patchwork() -> None:
+    draw = random.Random(3)
+    times = [{"a": 1 + 0.005 * draw.random(), "b": 1 + 0.005 * draw.random()} for _ in range(20)]
+    assert len(set(choose(times))) == 1
+
+
+def test_a_crossover_lies_where_two_lines_meet() -> None:
+    # 16 → 256 bytes: a from 1 to 16 µs, b constant 4 µs: a power law meets it at 64 bytes
+    times = {16: {"a": 1.0, "b": 4.0}, 256: {"a": 16.0, "b": 4.0}}
+    assert crossover(times, 16, 256, "a", "b") == 64
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_tables_are_whole_and_survive_a_file(data: st.DataObject) -> None:
+    """Whatever was measured: the table passes its own checks and chooses a way that was measured there."""
+    request = Request(("all_reduce", "all_to_all", "send"), 8, 4096, 2, ("float32", "int8"))
+    points = []
+    for kind in request.kinds:
+        for dtype, (async_op, overlap), exponent in product(
+            request.dtypes, request.manners(kind), range(3, 13, 3)
+        ):
+            for way in ("gloo", "mpi"):
+                us = data.draw(st.floats(0.1, 100))
+                points.append(Point(Cell(kind, 1 << exponent, dtype, async_op), way, overlap, timing(us)))
+    points = [p for p in points if p.way == "mpi" or p.cell.kind != "send"]
+    table = derive(request, points, HERE, 1)
+    again = parse_table(table_text(table), "t")
+    assert [(r.backend, r.lo, r.hi, r.key) for r in again.rules] == [
+        (r.backend, r.lo, r.hi, r.key) for r in table.rules
+    ]
+    for name in ("send", "recv"):
+        rule = again.lookup(Query(name, 100, "float64"))
+        assert rule is not None
+        assert rule.backend == "mpi"
+
+
+def test_rules_of_asynchronous_operations_follow_the_exposed_time() -> None:
+    request = Request(("all_reduce",), 8, 8, 2)
+    sync, later = Cell("all_reduce", 8), Cell("all_reduce", 8, async_op=True)
+    times = [
+        (sync, False, {"mpi": 1.0, "gloo": 9.0}),
+        (later, False, {"mpi": 1.0, "gloo": 9.0}),
+        (later, True, {"mpi": 1.0, "gloo": 0.1}),
+    ]
+    points = [Point(c, way, o, timing(us)) for c, o, found in times for way, us in found.items()]
+    table = derive(request, points, HERE, 1)
+    for async_op, backend in ((False, "mpi"), (True, "gloo")):
+        rule = table.lookup(Query("all_reduce", 8, async_op=async_op))
+        assert rule is not None
+        assert rule.backend == backend
+    without = derive(request, [p for p in points if not p.overlap], HERE, 1)
+    rule = without.lookup(Query("all_reduce", 8, async_op=True))
+    assert rule is not None
+    assert rule.backend == "mpi"
+
+
+def test_what_was_excluded_is_in_no_table() -> None:
+    request = Request(("all_reduce",), 8, 8, 2, asynchronous=False)
+    cell = Cell("all_reduce", 8)
+    points = [Point(cell, "mpi", False, None, "wrong"), Point(cell, "gloo", False, timing(5.0))]
+    table = derive(request, points, HERE, 1)
+    assert [rule.backend for rule in table.rules] == ["gloo"]
+    assert "mpi" not in table.rules[0].measured
+
+
+# -- points on disk -------------------------------------------------------------------------------
+
+POINTS = [
+    Point(Cell("all_reduce", 8), "mpi", False, Timing.of([1.0, 2.0, 3.0])),
+    Point(Cell("send", 8, "int8"), "gloo", False, None, "wrong result on rank 1"),
+]
+
+
+def test_points_are_found_again(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    PointFile(path, HERE, fresh=False).add(POINTS)
+    assert PointFile(path, HERE, fresh=False).points == POINTS
+    assert PointFile(path, HERE, fresh=True).points == []
+    assert PointFile(path, HERE, fresh=False).points == []
+
+
+def test_a_line_cut_short_by_a_kill_is_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    PointFile(path, HERE, fresh=False).add(POINTS)
+    path.write_text(path.read_text()[:-30])
+    assert PointFile(path, HERE, fresh=False).points == POINTS[:1]
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("nothing of ours\n", ":1: not a file of measurements"),
+        ("[]\n", ":1: not a file of measurements"),
+        ('{"version": 2, "fingerprint": {}}\n', "unknown version 2; known: 1"),
+        ('{"version": 1, "fingerprint": {"ranks": ["4"]}}\n', "ranks: 2, measured with 4"),
+        ('{"version": 1, "fingerprint": {}}\n{}\n{}\n', ":2: not a measurement"),
+    ],
+)
+def test_other_files_are_refused_and_kept(tmp_path: Path, text: str, what: str) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(what)):
+        PointFile(path, HERE, fresh=False)
+    assert path.read_text() == text
+
+
+# -- on ranks -------------------------------------------------------------------------------------
+
+
+class _WrongChannel:
+    """gloo, but rank 1 finds its last element one too high."""
+
+    def __init__(self, channel: Channel, group: Group) -> None:
+        self._channel, self._group = channel, group
+
+    def bind(self, signature: Signature) -> Start:
+        start, spoils = self._channel.bind(signature), self._group.rank == 1
+
+        def wrong(message: Message) -> Poll:
+            poll = start(message)
+
+            def finish() -> bool:
+                if not poll():
+                    return False
+                if spoils:
+                    message.outputs[0].view(-1)[-1] += 1
+                return True
+
+            return finish
+
+        return wrong
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class WrongBackend(GlooBackend):
+    name = "wrong"
+
+    def open(self, group: Group) -> Any:
+        return _WrongChannel(super().open(group), group)
+
+
+def measured(backends: list[str], kinds: list[str]) -> dict[str, Any]:
+    """Runs on ranks: every kind, sync and async and overlapped; which ways were timed and which left out."""
+    registry.register("backends", "wrong", WrongBackend)
+    comm = mcr.init(
+        {"version": 1, "backends": backends, "pipeline": [{"select": {}}, {"dispatch": {"timeout": "20s"}}]}
+    )
+    everyone = list(range(comm.size))
+    meter = Meter(lambda: mcr.new_group(everyone), mcr.new_group(everyone), Effort(3, 5, 0.5, 0.5))
+    found: dict[str, Any] = {}
+    for kind in kinds:
+        for async_op, overlap in ((False, False), (True, False), (True, True)):
+            if kind == "send" and async_op:
+                continue
+            cell = Cell(kind, whole_size(kind, 120, "float32", comm.size), "float32", async_op)  # type: ignore[arg-type]
+            outcome = meter.measure(cell, [*backends, "tuned"], overlap=overlap)
+            found[f"{kind} {async_op} {overlap}"] = [
+                {way: time.p50 for way, time in outcome.timings.items()},
+                outcome.excluded,
+            ]
+    mcr.finalize()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("via", [pytest.param("mpi", marks=needs_mpi), "torch"])
+def test_every_kind_can_be_measured_and_ranks_agree(via: Any, ranks: int) -> None:
+    backends = ["mpi", "gloo"] if via == "mpi" else ["gloo"]
+    results = run_ranks(measured, ranks, args=[backends, list(KINDS)], via=via, timeout=240)
+    assert all(result.value == results[0].value for result in results)
+    assert len(results[0].value) == 3 * len(KINDS) - 2
+    for name, (timings, excluded) in results[0].value.items():
+        assert excluded == {}, name
+        assert set(timings) == {*backends, "tuned"}
+        assert all(0 < us < 1e6 for us in timings.values())
+
+
+@needs_mpi
+def test_a_way_with_wrong_results_is_left_out() -> None:
+    kinds = ["all_reduce", "all_to_all"]
+    for result in run_ranks(measured, 2, args=[["mpi", "wrong"], kinds], timeout=120):
+        for timings, excluded in result.value.values():
+            assert set(timings) == {"mpi", "tuned"}
+            assert set(excluded) == {"wrong"}
+            assert "wrong result on rank 1: 1 of 30 elements" in excluded["wrong"]
+
+
+def verified(dtypes: list[str]) -> list[str]:
+    """Runs on ranks: what verification finds wrong with torch's own gloo under mcr_plus, over dtypes."""
+    with mcr.init(backends=["gloo"]) as comm:
+        cells = [
+            Cell(kind, whole_size(kind, 240, dtype, comm.size), dtype) for kind in KINDS for dtype in dtypes
+        ]
+        found = [(cell, Subject(comm, cell).verify("gloo")) for cell in cells]
+        return [f"{cell}: {problem}" for cell, problem in found if problem is not None]
+
+
+def test_verification_accepts_right_results_of_all_dtypes() -> None:
+    dtypes = ["float32", "float64", "float16", "bfloat16", "int8", "uint8", "int64", "bool"]
+    for result in run_ranks(verified, 3, args=[dtypes], via="torch", timeout=120):
+        assert result.value == []
+
+
+# -- the commands ---------------------------------------------------------------------------------
+
+
+def json_of(*words: str) -> Any:
+    answer = mcr_plus_process(*words)
+    assert answer.returncode == 0, answer.stderr
+    return json.loads(answer.stdout)
+
+
+def test_tune_writes_a_table_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+
+    table, plot = tmp_path / "t.yaml", tmp_path / "t.png"
+    words = [
+        "tune", "-n", "2", "-o", str(table), "--kinds", "all_reduce,all_to_all_single", "--max", "64",
+        "--json", "--plot", str(plot),
+    ]  # fmt: skip
+    first = json_of(*words, "--budget", "1ms")
+    assert not first["complete"]
+    assert table.is_file()
+    second = json_of(*words)
+    assert second["complete"]
+    assert second["points"][: len(first["points"])] == first["points"]
+    assert len(second["points"]) > len(first["points"])
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert {rule["kind"] for rule in second["rules"]} == {"all_reduce", "all_to_all"}
+    config = tmp_path / "p.yaml"
+    config.write_text("version: 1\npipeline:\n  - select: {table: t.yaml}\n  - dispatch: {}\n")
+    way = json_of("explain", "all_to_all", "32", "--config", str(config), "--json")
+    assert way["table_rule"].startswith(str(table))
+    assert way["expected_us"] > 0
+    again = mcr_plus_process(*[word for word in words if word != "--json"])
+    assert again.returncode == 0, again.stderr
+    assert "what wins where" in again.stdout
+
+
+def test_bench_prints_rows_of_the_contract(tmp_path: Path) -> None:
+    rows = json_of(
+        "bench", "-n", "2", "--kinds", "all_gather", "--min", "1KiB", "--max", "2KiB", "--against", "torch",
+        "--plot", str(tmp_path / "b.svg"), "--json",
+    )  # fmt: skip
+    keys = {
+        "kind", "backend", "bytes", "ranks", "dtype", "p20_us", "p50_us", "p80_us", "algbw_GBps",
+        "busbw_GBps", "verified",
+    }  # fmt: skip
+    assert {frozenset(row) for row in rows} == {frozenset(keys)}
+    assert {row["bytes"] for row in rows} == {1024, 2048}
+    assert {"gloo", "tuned", "torch"} <= {row["backend"] for row in rows}
+    for row in rows:
+        assert row["verified"]
+        assert 0 < row["p20_us"] <= row["p50_us"] <= row["p80_us"]
+        assert row["algbw_GBps"] == pytest.approx(row["bytes"] / row["p50_us"] / 1e3)
+        assert row["busbw_GBps"] == pytest.approx(row["algbw_GBps"] / 2)
+    assert (tmp_path / "b.svg").read_text().lstrip().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["tune", "-n", "2"], "Missing option"),
+        (["tune", "-n", "1", "-o", "t.yaml"], "-n"),
+        (["tune", "-o", "t.yaml"], "how many ranks"),
+        (["tune", "-n", "2", "-o", "no/such/folder/t.yaml"], "no such folder"),
+        (["tune", "-n", "2", "-o", "t.yaml", "--kinds", "all_redcue"], "did you mean 'all_reduce'"),
+        (["tune", "-n", "2", "-o", "t.yaml", "--backends", "mip"], "did you mean 'mpi'"),
+        (["tune", "-n", "2", "-o", "t.yaml", "--min", "1MiB", "--max", "1KiB"], "--min"),
+        (["tune", "-n", "2", "-o", "t.yaml", "--budget", "soon"], "expected a duration"),
+        (["tune", "-n", "2", "-o", "t.yaml", "--plot", "t.gif"], "known: .png, .svg, .pdf"),
+        (["bench", "-n", "2", "--against", "horovod"], "known: torch"),
+        (["bench", "-n", "2", "--max", "64MB"], "wrong unit 'MB'"),
+    ],
+)
+def test_bad_usage(words: list[str], what: str) -> None:
+    answer = mcr_plus(*words)
+    assert answer.returncode == 2, answer.stderr
+    assert what in re.sub(r"[\s│]+", " ", answer.stderr)
+
+
+def test_points_are_json() -> None:
+    assert [Point.from_document(json.loads(json.dumps(p.document()))) for p in POINTS] == POINTS

@@ -53,7 +53,7 @@ class Rest:
         self.signatures.append(signature)
         return self.issue
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, details: object = None) -> None:
         self.notes.append(text)
 
     def issue(self, message: Message) -> Any:

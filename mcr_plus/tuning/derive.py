@@ -20,6 +20,7 @@ from mcr_plus.tuning.points import Point
 from mcr_plus.units import Range
 
 _CHANGE: Final = log(1.02)  # what a change must save, over all sizes of its range
+_BITS: Final = 5
 _P2P: Final = ("send", "recv")
 
 Times = Mapping[int, Mapping[str, float]]
@@ -89,13 +90,18 @@ def choose(times: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def crossover(times: Times, low: int, high: int, before: str, after: str) -> int:
-    """Where between two measured sizes `after` becomes as fast as `before`: lines in log-log."""
+    """Where between two measured sizes `after` becomes as fast as `before`: lines in log-log.
+
+    Rounded to five binary digits where that stays between the two: nothing is known more exactly.
+    """
     gains = [log(_of(times[size], before) / _of(times[size], after)) for size in (low, high)]
     if gains[0] >= 0 or gains[1] <= 0:  # the change was made for the sake of neighbours
         share = 0.5 if gains[0] < 0 else 0.0
     else:
         share = -gains[0] / (gains[1] - gains[0])
-    return min(max(low + 1, round(exp(log(max(low, 1)) * (1 - share) + log(high) * share))), high)
+    found = round(exp(log(max(low, 1)) * (1 - share) + log(high) * share))
+    grain = 1 << max(found.bit_length() - _BITS, 0)
+    return min(max(low + 1, round(found / grain) * grain), high)
 
 
 def _of(times: Mapping[str, float], way: str) -> float:

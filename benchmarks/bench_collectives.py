@@ -1,0 +1,180 @@
+"""Every operation and size on every library, as tuned, and on torch.distributed; writes a dated report.
+
+    python benchmarks/bench_collectives.py -n 2 --tune 180s            tune first, then compare
+    python benchmarks/bench_collectives.py -n 2 --table table.yaml     compare with a table that is there
+
+The report goes to benchmarks/results/collectives_<hardware>_<yyyymm>.md. In it: how far the tuned mix is from
+the best single library of every operation and size, how far from torch.distributed, and how well the cost
+model predicts sizes that it was not shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mcr_plus.environment import cores
+from mcr_plus.selection.cost import Curve
+from mcr_plus.selection.fingerprint import cpu_name
+from mcr_plus.selection.table import load_table
+from mcr_plus.tuning.operations import KINDS, TORCH, TUNED
+from mcr_plus.units import format_size
+
+RESULTS = Path(__file__).parent / "results"
+LEAST = 1024  # bytes from which the mix may not lose
+Row = Mapping[str, Any]
+
+
+def command(*words: str) -> Any:
+    """The JSON document that a subcommand of mcr-plus prints."""
+    line = [sys.executable, "-m", "mcr_plus.cli.main", *words, "--json"]
+    return json.loads(subprocess.run(line, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
+def by_cell(rows: Sequence[Row]) -> Iterator[tuple[str, int, dict[str, float]]]:
+    """(kind, bytes, median microseconds by way)."""
+    cells: dict[tuple[str, int], dict[str, float]] = {}
+    for row in rows:
+        if row["verified"]:
+            cells.setdefault((row["kind"], row["bytes"]), {})[row["backend"]] = row["p50_us"]
+    for (kind, nbytes), times in cells.items():
+        yield kind, nbytes, times
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    return float(np.exp(np.mean(np.log(values)))) if values else float("nan")
+
+
+def summary(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
+    """(what, wanted, measured)."""
+    cells = list(by_cell(rows))
+    singles = sorted({way for _, _, times in cells for way in times} - {TUNED, TORCH})
+    best = [
+        (kind, n, times[TUNED] / min(times[way] for way in singles if way in times))
+        for kind, n, times in cells
+        if TUNED in times and any(way in times for way in singles)
+    ]
+    large = [ratio for _, n, ratio in best if n >= LEAST]
+    worst = max((each for each in best if each[1] >= LEAST), key=lambda each: each[2])
+    over = sum(ratio > 1.05 for ratio in large)
+    found = [
+        (
+            "tuned / best single, worst from 1 KiB on",
+            "≤ 1.05",
+            f"{worst[2]:.2f} ({worst[0]} {format_size(worst[1])})",
+        ),
+        ("… cells above 1.05, of those from 1 KiB on", "0", f"{over} of {len(large)}"),
+        ("tuned / best single, geometric mean from 1 KiB on", "≤ 1.00", f"{geometric_mean(large):.3f}"),
+    ]
+    for way in singles:
+        ratios = [times[way] / times[TUNED] for _, _, times in cells if {way, TUNED} <= times.keys()]
+        found.append((f"{way} alone / tuned, geometric mean", "≥ 1", f"{geometric_mean(ratios):.2f}"))
+    against = [times[TORCH] / times[TUNED] for _, _, times in cells if {TORCH, TUNED} <= times.keys()]
+    if against:
+        found.append(
+            ("torch.distributed gloo / tuned, geometric mean", "≥ 3", f"{geometric_mean(against):.1f}")
+        )
+    return found
+
+
+def hold_out(points: Sequence[Mapping[str, Any]]) -> tuple[int, float, float]:
+    """Predict every second size from the others; how many, and median and 95th percentile of the error."""
+    curves: dict[tuple[Any, ...], dict[int, float]] = {}
+    for point in points:
+        if point["timing"] is not None and not point["overlap"]:
+            key = (point["kind"], point["dtype"], point["async_op"], point["way"])
+            curves.setdefault(key, {})[point["nbytes"]] = point["timing"]["p50"]
+    errors = []
+    for curve in curves.values():
+        sizes = sorted(size for size in curve if size & (size - 1) == 0)
+        shown, hidden = sizes[::2], sizes[1::2]
+        inside = [size for size in hidden if shown[0] < size < shown[-1]]
+        model = Curve.through({size: curve[size] for size in shown}) if shown else None
+        errors += [abs(model.at(size).us / curve[size] - 1) for size in inside if model is not None]
+    return len(errors), float(np.median(errors)), float(np.percentile(errors, 95))
+
+
+def table_of_times(rows: Sequence[Row]) -> Iterator[str]:
+    cells = list(by_cell(rows))
+    ways = list(dict.fromkeys(way for _, _, times in cells for way in times))
+    for kind in dict.fromkeys(kind for kind, _, _ in cells):
+        yield f"\n### {kind}\n"
+        yield f"| bytes | {' | '.join(ways)} |"
+        yield f"|---|{'---|' * len(ways)}"
+        for _, nbytes, times in (cell for cell in cells if cell[0] == kind):
+            figures = (f"{times[way]:.4g}" if way in times else "–" for way in ways)
+            yield f"| {format_size(nbytes)} | {' | '.join(figures)} |"
+
+
+def report(rows: Sequence[Row], points: Sequence[Mapping[str, Any]], table: Path, line: str) -> str:
+    """The report as Markdown."""
+    prints = load_table(table).fingerprint
+    lines = [
+        f"# Collectives: libraries, tuned mix, torch.distributed ({date.today():%Y-%m-%d})",
+        "",
+        f"    {line}",
+        "",
+        f"{cpu_name()}, {cores()} cores, Python {platform.python_version()}; "
+        + ", ".join(f"{name} {' / '.join(values)}" for name, values in prints.items() if name != "cpu"),
+        "",
+        "Medians in microseconds of the slowest rank; ways take turns in one run; all results were verified.",
+        "",
+        "| what | wanted | measured |",
+        "|---|---|---|",
+        *(f"| {what} | {wanted} | {measured} |" for what, wanted, measured in summary(rows)),
+    ]
+    if points:
+        count, middle, high = hold_out(points)
+        what = f"cost model, every second size held out ({count})"
+        lines += [
+            f"| {what}: median error | ≤ 5 % | {100 * middle:.1f} % |",
+            f"| {what}: 95th percentile | ≤ 15 % | {100 * high:.1f} % |",
+        ]
+    return "\n".join([*lines, *table_of_times(rows)]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("-n", type=int, default=2, help="ranks")
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--min", default="8")
+    parser.add_argument("--max", default="64MiB")
+    parser.add_argument("--table", type=Path, help="use this table instead of tuning")
+    parser.add_argument("--tune", default="180s", help="budget of tuning")
+    parser.add_argument(
+        "--hardware", default=f"{platform.machine()}-{cores()}core", help="for the file's name"
+    )
+    parser.add_argument("--output", type=Path, help="another file than the dated one")
+    options = parser.parse_args()
+    scope = ["--kinds", options.kinds, "--min", options.min, "--max", options.max]
+    with tempfile.TemporaryDirectory() as folder:
+        table, points = options.table, []
+        if table is None:
+            table = Path(folder) / "table.yaml"
+            words = ["tune", "-n", str(options.n), "-o", str(table), *scope, "--budget", options.tune]
+            points = command(*words)["points"]
+        config = Path(folder) / "pipeline.yaml"
+        stages = {"select": {"table": str(table.absolute())}, "dispatch": {}}
+        config.write_text(json.dumps({"version": 1, "pipeline": [{name: o} for name, o in stages.items()]}))
+        rows = command("bench", "-n", str(options.n), *scope, "--config", str(config), "--against", "torch")
+        text = report(rows, points, table, f"python benchmarks/bench_collectives.py {' '.join(sys.argv[1:])}")
+    target = options.output or RESULTS / f"collectives_{options.hardware}_{date.today():%Y%m}.md"
+    target.write_text(text)
+    print(
+        f"{target}\n"
+        + "\n".join(f"{what}: {measured} (wanted {wanted})" for what, wanted, measured in summary(rows))
+    )
+
+
+if __name__ == "__main__":
+    main()

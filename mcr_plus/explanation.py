@@ -33,11 +33,11 @@ def explain(
     """Bind a hypothetical operation and say what each stage decided.
 
     Returns a mapping with `kind`, `bytes`, `dtype`, `ranks`, `nodes`, `async_op`, `tag`, `steps` (one per
-    decision: `stage`, `operation`, `decision`, `rule`), `backends` (those the operation ends on), and, for the
-    first choice of a library on its way, `table_rule` (`file:line`), `expected_us` (None where nothing was
-    measured) and `alternatives` (per choice: `support`, `how`, `expected_us`, `extrapolated`, `why` it was
-    chosen or not). Steps in which a library is chosen have the last three too. A stage that has nothing to do
-    leaves no step.
+    decision: `stage`, `operation`, `decision`, `rule`), `backends` (those the operation ends on), and, for
+    the first choice of a library on its way, `table_rule` (`file:line`), `expected_us` (None where nothing
+    was measured) and `alternatives` (per choice: `support`, `how`, `expected_us`, `extrapolated`, `why` it
+    was chosen or not). Steps in which a library is chosen have the last three too. A stage that has nothing
+    to do leaves no step.
 
     Ranks are spread evenly over `nodes` hosts. Raises `ConfigError` for a wrong configuration, `Unsupported`
     if there is no way through.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -56,6 +56,11 @@ class Pipeline:
                 if owner == name and flush is not None:
                     flush()
 
+    @property
+    def stages(self) -> list[Stage]:
+        """Every stage that has been built, variants by rules included."""
+        return list(self._stages.values())
+
     def _bind_from(self, index: int, signature: Signature, notes: list[Note]) -> Issue:
         if index == len(self._names):
             raise ConfigError(f"pipeline: stage '{self._names[-1]}' is last but passes operations on")
@@ -89,6 +94,22 @@ class Pipeline:
             options = self._context.config.options(name, rule)
             stage = self._stages[key] = factory(options, self._context)
         return stage
+
+
+def finish(pipelines: Iterable[Pipeline]) -> None:
+    """Tell the stages that the job ends in good order: each class once, about all its stages.
+
+    A class of stages that has something to keep has a class method `finish(stages)`, which is called on
+    every rank when nothing is in flight any more, and issues nothing. It may raise `McrError`.
+    """
+    by_class: dict[type[Stage], list[Stage]] = {}
+    for pipeline in pipelines:
+        for stage in pipeline.stages:
+            by_class.setdefault(type(stage), []).append(stage)
+    for kind, stages in by_class.items():
+        end = getattr(kind, "finish", None)
+        if end is not None:
+            end(stages)
 
 
 def _in_flight(changed: Signature, own: Signature) -> Signature:

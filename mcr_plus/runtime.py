@@ -40,7 +40,7 @@ from mcr_plus.errors import (
 from mcr_plus.interfaces import Backend, Context, World
 from mcr_plus.launch.rendezvous import exchange, open_store
 from mcr_plus.message import Group
-from mcr_plus.pipeline import Pipeline
+from mcr_plus.pipeline import Pipeline, finish
 from mcr_plus.selection.fingerprint import differences, fingerprint_here, library_versions
 from mcr_plus.selection.table import load_table
 
@@ -68,6 +68,7 @@ class Runtime:
         self._backends: dict[str, Backend] = {name: kind(world) for name, kind in needed.items()}
         self.engine.backends = list(self._backends.values())
         self._communicators: list[Communicator] = []
+        self._pipelines: list[Pipeline] = []
         self._groups = 0
         self.communicator = self.open_group("world", tuple(range(world.size)))
 
@@ -90,11 +91,13 @@ class Runtime:
         runtime = GroupRuntime(self.engine, state, lines, {})
         usable = {name: self._classes[name] for name in lines} if rank >= 0 else dict(self._classes)
         context = Context(self.config, world, group, usable, runtime)
-        communicator = Communicator(self, group, Pipeline(context), runtime)
+        pipeline = Pipeline(context)
+        communicator = Communicator(self, group, pipeline, runtime)
         self.engine.states.append(state)
         state.recorded = bool(self.engine.recorders)
         state.refresh()
         self._communicators.append(communicator)
+        self._pipelines.append(pipeline)
         return communicator
 
     def new_group(self, ranks: Sequence[int]) -> Communicator:
@@ -136,6 +139,8 @@ class Runtime:
                 self.engine.drain()
             except McrError as failure:
                 error, clean = failure, False
+        if clean:
+            error = self._finish()
         for state in self.engine.states:
             state.publish()
             if clean:
@@ -153,6 +158,14 @@ class Runtime:
             backend.close(clean)
         if error is not None:
             raise error
+
+    def _finish(self) -> McrError | None:
+        """Let stages keep what they have learnt. An error is this rank's own; its end is in good order."""
+        try:
+            finish(self._pipelines)
+        except McrError as failure:
+            return failure
+        return None
 
     def meet(self, patience: float = SHORT) -> bool:
         """Wait until all ranks have come to their end, however their operations went."""
@@ -372,12 +385,13 @@ def _check_tables(config: Config, world: World) -> None:
 
     Raises `ConfigError` on all ranks if the table is strict and any rank differs.
     """
-    for table in [load_table(ref.resolve()) for ref in config.tables]:
+    tables = {ref.digest(): ref for ref in config.tables}  # equal on all ranks, wherever they lie
+    for number, table in enumerate(load_table(ref.resolve()) for ref in tables.values()):
         shape = Counter(world.hosts)
         here = fingerprint_here(
             world.libraries, ranks=world.size, nodes=len(shape), ranks_per_node=max(shape.values())
         )
-        found = _gather(world, f"table/{table.name}", json.dumps(differences(table.fingerprint, here)))
+        found = _gather(world, f"table/{number}", json.dumps(differences(table.fingerprint, here)))
         for rank, text in enumerate(found):
             told = f"{table.name}: measured elsewhere than rank {rank} runs: {'; '.join(json.loads(text))}"
             if json.loads(text) and table.strict:

@@ -170,6 +170,9 @@ def test_validate_reads_the_tables(tmp_path: Path, table: str | None, error: str
         ["explain", "all_reduce", "8 parsecs"],
         ["explain", "all_reduce", "8", "--dtype", "float33"],
         ["explain", "all_reduce", "8", "--ranks", "0"],
+        ["explain", "all_reduce", "8", "--nodes", "0"],
+        ["explain", "all_reduce", "8", "--nodes", "3"],
+        ["explain", "all_reduce", "7"],
         ["doctor", "--nonsense"],
     ],
     ids=" ".join,
@@ -180,24 +183,31 @@ def test_bad_usage_is_status_2(words: list[str]) -> None:
     assert "Traceback" not in answer.stderr
 
 
-def test_explain_json_is_one_document() -> None:
-    document = json_of("explain", "all_reduce", "64KiB", "--ranks", "2", "--json")
-    assert isinstance(document, dict)
+def test_explain_json_is_one_document(config: Path) -> None:
+    answer = mcr_plus_process("explain", "all_reduce", "64KiB", "--config", str(config), "--json")
+    assert answer.returncode == 0, answer.stderr
+    assert json.loads(answer.stdout)["bytes"] == 64 * 1024
 
 
-def test_explain_takes_the_spelling_of_calls() -> None:
-    assert json_of("explain", "all_to_all_single", "64KiB", "--json")["kind"] == "all_to_all"
+def test_explain_takes_the_spelling_of_calls(config: Path) -> None:
+    words = ["explain", "all_to_all_single", "64KiB", "--config", str(config), "--json"]
+    assert json_of(*words)["kind"] == "all_to_all"
 
 
 def test_explain_obeys_the_configuration(config: Path) -> None:
-    document = json_of("explain", "all_reduce", "64KiB", "--config", str(config), "--json")
-    assert "gloo" in json.dumps(document)
+    words = ["explain", "all_reduce", "64KiB", "--config", str(config), "--json"]
+    document = json_of(*words, "--ranks", "4", "--nodes", "2", "--async", "--tag", "mlp")
+    assert document["backends"] == ["gloo"]
+    assert (document["ranks"], document["nodes"]) == (4, 2)
+    assert (document["async_op"], document["tag"]) == (True, "mlp")
 
 
 def test_explain_reads_for_people() -> None:
     answer = mcr_plus("explain", "all_reduce", "64KiB")
     assert answer.returncode == 0, answer.stderr
-    assert answer.stdout
+    first, *_, last = answer.stdout.splitlines()
+    assert first == "all_reduce 65536 bytes float32, 2 ranks on 1 host"
+    assert last.startswith("=> ")
 
 
 def test_run_gives_the_configuration_to_the_ranks(config: Path) -> None:

@@ -1,18 +1,24 @@
-"""Static tuning tables: look-up, and every way in which a file can be wrong."""
+"""Tuning tables: look-up, every way in which a file can be wrong, and what ranks make of a table."""
 
 from __future__ import annotations
 
 import re
-from itertools import pairwise
+from collections.abc import Callable
+from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import own_rank, run_ranks
 
+import mcr_plus as mcr
 from mcr_plus.errors import ConfigError
-from mcr_plus.message import ALIASES
-from mcr_plus.selection.table import MAX_RULES, Table, load_table
+from mcr_plus.message import ALIASES, KINDS
+from mcr_plus.selection.table import MAX_RULES, Query, Table, load_table, parse_table
 
 K = 1024
 
@@ -27,10 +33,8 @@ def table(folder: Path, *rules: str) -> Table:
     return load_table(write(folder, "".join(f"  - {{{rule}}}\n" for rule in rules)))
 
 
-def backend(
-    found: Table, kind: str, nbytes: int | None, dtype: str = "float32", ranks: int = 2
-) -> str | None:
-    rule = found.lookup(kind, nbytes, dtype, ranks, "cpu")
+def backend(found: Table, kind: str, nbytes: int | None, **more: Any) -> str | None:
+    rule = found.lookup(Query(kind, nbytes, **more))
     return rule.backend if rule else None
 
 
@@ -58,7 +62,7 @@ def test_lookup(tmp_path: Path, kind: str, nbytes: int | None, expected: str) ->
 
 
 def test_a_rule_knows_its_place(tmp_path: Path) -> None:
-    rule = table(tmp_path, *EXAMPLE).lookup("all_reduce", 64 * K, "float32", 2, "cpu")
+    rule = table(tmp_path, *EXAMPLE).lookup(Query("all_reduce", 64 * K))
     assert rule is not None
     assert (rule.lo, rule.hi) == (64 * K, None)
     assert rule.place == f"{tmp_path / 'table.yaml'}:4"
@@ -92,25 +96,72 @@ def test_kinds_may_be_spelt_as_calls_spell_them(tmp_path: Path, spelling: str, k
 @pytest.mark.parametrize(
     ("narrow", "inside", "outside"),
     [
-        ("dtype: float16", ("float16", 2, "cpu"), ("float32", 2, "cpu")),
-        ("ranks: 2", ("float32", 2, "cpu"), ("float32", 3, "cpu")),
-        ('ranks: ">=3"', ("float32", 3, "cpu"), ("float32", 2, "cpu")),
-        ("ranks: 2..4", ("float32", 3, "cpu"), ("float32", 4, "cpu")),
-        ("device: cuda", ("float32", 2, "cuda"), ("float32", 2, "cpu")),
+        ("dtype: float16", {"dtype": "float16"}, {"dtype": "float32"}),
+        ("ranks: 2", {"ranks": 2}, {"ranks": 3}),
+        ('ranks: ">=3"', {"ranks": 3}, {"ranks": 2}),
+        ("ranks: 2..4", {"ranks": 3}, {"ranks": 4}),
+        ("nodes: 1", {"nodes": 1}, {"nodes": 2}),
+        ('nodes: ">=2"', {"nodes": 2}, {"nodes": 1}),
+        ("ranks_per_node: 4", {"ranks_per_node": 4}, {"ranks_per_node": 3}),
+        ('ranks_per_node: "<8"', {"ranks_per_node": 7}, {"ranks_per_node": 8}),
+        ("device: cuda", {"device": "cuda"}, {"device": "cpu"}),
+        ("in_place: true", {"kind": "all_reduce"}, {"kind": "all_gather"}),
+        ("in_place: true", {"kind": "broadcast"}, {"kind": "all_to_all"}),
+        ("in_place: true", {"kind": "reduce"}, {"kind": "reduce_scatter"}),
+        ("in_place: false", {"kind": "scatter"}, {"kind": "all_reduce"}),
+        ("in_place: false", {"kind": "all_gather_v"}, {"kind": "reduce"}),
+        ("async: true", {"async_op": True}, {"async_op": False}),
+        ("async: false", {"async_op": False}, {"async_op": True}),
+        ("async: true, nodes: 2", {"async_op": True, "nodes": 2}, {"async_op": True, "nodes": 1}),
+        ("async: true, nodes: 2", {"async_op": True, "nodes": 2}, {"async_op": False, "nodes": 2}),
     ],
 )
-def test_narrow_rules(
-    tmp_path: Path, narrow: str, inside: tuple[str, int, str], outside: tuple[str, int, str]
-) -> None:
+def test_narrow_rules(tmp_path: Path, narrow: str, inside: dict[str, Any], outside: dict[str, Any]) -> None:
     found = table(
         tmp_path,
-        f"kind: all_reduce, {narrow}, bytes: 0.., backend: mpi",
-        "kind: all_reduce, bytes: 0.., backend: gloo",
+        f'kind: "*", {narrow}, bytes: 0.., backend: mpi',
+        'kind: "*", bytes: 0.., backend: gloo',
     )
-    first, second = found.lookup("all_reduce", 8, *inside), found.lookup("all_reduce", 8, *outside)
-    assert first is not None
-    assert second is not None
-    assert (first.backend, second.backend) == ("mpi", "gloo")
+    answers = [backend(found, nbytes=8, **{"kind": "all_reduce", **query}) for query in (inside, outside)]
+    assert answers == ["mpi", "gloo"]
+
+
+# Kinds whose bytes, by the convention of nccl-tests, are those of all ranks together.
+DIVIDED = {f"{kind}{form}" for kind in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+           for form in ("", "_v")}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_per_rank_divides_what_is_of_all_ranks(tmp_path: Path, kind: str) -> None:
+    found = table(
+        tmp_path,
+        f"kind: {kind}, bytes: 0..1KiB, basis: per_rank, backend: mpi",
+        f"kind: {kind}, bytes: 1KiB.., basis: per_rank, backend: gloo",
+    )
+    for ranks in (2, 3, 8):
+        end = ranks * K if kind in DIVIDED else K
+        answers = [backend(found, kind, nbytes, ranks=ranks) for nbytes in (end - 1, end, None)]
+        assert answers == ["mpi", "gloo", "gloo"]
+
+
+def test_the_total_is_not_divided(tmp_path: Path) -> None:
+    found = table(
+        tmp_path,
+        "kind: all_gather, bytes: 0..1KiB, backend: mpi",
+        "kind: all_gather, bytes: 1KiB.., basis: total, backend: gloo",
+    )
+    assert [backend(found, "all_gather", n, ranks=8) for n in (K - 1, K)] == ["mpi", "gloo"]
+
+
+def test_algorithms(tmp_path: Path) -> None:
+    found = table(
+        tmp_path,
+        "kind: all_reduce, bytes: 0.., backend: 'mpi:ring', measured: {'mpi:ring': {8B: 2}, mpi: {8B: 3}}",
+    )
+    rule = found.lookup(Query("all_reduce", 8))
+    assert rule is not None
+    assert rule.backend == "mpi:ring"
+    assert rule.measured == {"mpi:ring": {8: 2.0}, "mpi": {8: 3.0}}
 
 
 def test_ranges_may_stand_in_any_order(tmp_path: Path) -> None:
@@ -170,6 +221,32 @@ def test_other_keys_are_tiled_apart(tmp_path: Path) -> None:
             'kind: "*", bytes: 8.., backend: mpi',
             "kind: send, bytes: 0.., backend: mpi",
         ),
+        (
+            "kind: send, nodes: 1.., bytes: 0.., backend: gloo",
+            "kind: send, nodes: 2, bytes: 0.., backend: mpi",
+        ),
+        (
+            'kind: send, ranks_per_node: ">=2", bytes: 0.., backend: gloo',
+            "kind: send, ranks_per_node: 2..8, bytes: 0.., backend: mpi",
+        ),
+        ("kind: send, bytes: 0.., backend: gloo", "kind: send, async: true, bytes: 0.., backend: mpi"),
+        (
+            'kind: "*", in_place: true, bytes: 0.., backend: gloo',
+            "kind: all_reduce, bytes: 0.., backend: mpi",
+        ),
+        (
+            "kind: all_reduce, in_place: true, bytes: 0.., backend: gloo",
+            "kind: all_reduce, bytes: 0.., backend: mpi",
+        ),
+        (
+            "kind: all_gather, bytes: 0.., backend: gloo",
+            "kind: all_gather, bytes: 0.., basis: per_rank, backend: mpi",
+        ),
+        (
+            "kind: gather, bytes: 0..8, backend: gloo",
+            "kind: gather, bytes: 8.., backend: mpi",
+            "kind: gather, ranks: 2, bytes: 0.., basis: per_rank, backend: mpi",
+        ),
     ],
 )
 def test_rules_out_of_reach(tmp_path: Path, rules: tuple[str, ...]) -> None:
@@ -189,6 +266,44 @@ def test_a_rule_partly_in_reach_is_fine(tmp_path: Path) -> None:
     )
     assert [backend(found, "send", n) for n in (7, 8)] == ["gloo", "mpi"]
     assert backend(found, "recv", 8) == "local"
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("nodes: 2", "nodes: 1"),
+        ("nodes: 2..4", "nodes: 2.."),
+        ("ranks: 2, nodes: 1", "ranks: 2"),
+        ("ranks_per_node: 2", "ranks: 2"),
+        ("async: true", "async: false"),
+        ("async: true", "in_place: true"),
+        ("in_place: false", "in_place: true"),
+    ],
+)
+def test_keys_that_do_not_include_the_other_may_stand_in_either_order(
+    tmp_path: Path, first: str, second: str
+) -> None:
+    rules = [f'kind: "*", {narrow}, bytes: 0.., backend: mpi' for narrow in (first, second)]
+    assert len(table(tmp_path, *rules).rules) == 2
+    included = first in ("nodes: 2..4", "ranks: 2, nodes: 1")
+    if included:
+        with pytest.raises(ConfigError, match="out of reach"):
+            table(tmp_path, *reversed(rules))
+    else:
+        assert len(table(tmp_path, *reversed(rules)).rules) == 2
+
+
+def test_rules_of_another_basis_may_leave_sizes_over(tmp_path: Path) -> None:
+    found = table(
+        tmp_path,
+        "kind: gather, bytes: 0..64, backend: mpi",
+        "kind: gather, ranks: 4, bytes: 0..32, basis: per_rank, backend: local",
+        "kind: gather, ranks: 4, bytes: 32.., basis: per_rank, backend: nccl",
+        "kind: gather, bytes: 64.., backend: gloo",
+    )
+    answers = [backend(found, "gather", nbytes, ranks=4) for nbytes in (63, 64, 127, 128)]
+    assert answers == ["mpi", "local", "local", "nccl"]
+    assert backend(found, "gather", 128, ranks=3) == "gloo"
 
 
 @pytest.mark.parametrize(
@@ -223,6 +338,30 @@ def test_a_rule_partly_in_reach_is_fine(tmp_path: Path) -> None:
             "rules[0].algorithm",
             "unknown key 'algorithm'",
         ),
+        ("kind: send, bytes: 0.., backend: 'ncll:ring'", "rules[0].backend", "unknown backend 'ncll:ring'"),
+        ("kind: send, bytes: 0.., nodes: two, backend: mpi", "rules[0].nodes", "expected a whole number"),
+        ("kind: send, bytes: 0.., nodes: 0, backend: mpi", "rules[0].nodes", "from 1 on"),
+        ("kind: send, bytes: 0.., ranks: '<1', backend: mpi", "rules[0].ranks", "from 1 on"),
+        ("kind: send, bytes: 0.., ranks_per_node: -1, backend: mpi", "rules[0].ranks_per_node", "got -1"),
+        ("kind: send, bytes: 0.., ranks_per_node: 1.5, backend: mpi", "rules[0].ranks_per_node", "got 1.5"),
+        ("kind: send, bytes: 0.., async: maybe, backend: mpi", "rules[0].async", "got 'maybe'"),
+        ("kind: send, bytes: 0.., async: 1, backend: mpi", "rules[0].async", "got 1"),
+        ("kind: send, bytes: 0.., async_op: true, backend: mpi", "rules[0].async_op", "known: async, "),
+        ("kind: all_reduce, bytes: 0.., in_place: 'no', backend: mpi", "rules[0].in_place", "got 'no'"),
+        (
+            "kind: all_reduce, bytes: 0.., in_place: false, backend: mpi",
+            "rules[0].in_place",
+            "all_reduce always works in place",
+        ),
+        ("kind: send, bytes: 0.., in_place: true, backend: mpi", "rules[0].in_place", "send never works in"),
+        (
+            "kind: send, bytes: 0.., basis: perrank, backend: mpi",
+            "rules[0].basis",
+            "unknown basis 'perrank'; known: total, per_rank; did you mean 'per_rank'?",
+        ),
+        ("kind: send, bytes: 0.., basis: [total], backend: mpi", "rules[0].basis", "unknown basis ['total']"),
+        ("kind: send, bytes: 0.., backend: mpi, measured: 7", "rules[0].measured", "dictionary"),
+        ("kind: send, bytes: 0.., backend: mpi, measured: {mpi: [8]}", "rules[0].measured.mpi", "got [8]"),
     ],
 )
 def test_bad_rules(tmp_path: Path, rule: str, place: str, what: str) -> None:
@@ -230,6 +369,76 @@ def test_bad_rules(tmp_path: Path, rule: str, place: str, what: str) -> None:
         table(tmp_path, rule)
     assert str(caught.value).startswith(f"{tmp_path / 'table.yaml'}:3: {place}: ")
     assert what in str(caught.value)
+
+
+HEAD = """\
+version: 1
+fingerprint:
+  ranks: 2
+  {fact}
+rules:
+  - kind: all_reduce
+    bytes: 0..
+    backend: mpi
+    measured:
+      gloo: {{8B: 200}}
+      {choice}:
+        8B: 0.9
+        {point}
+"""
+GOOD = {"fact": "nodes: 1", "choice": "mpi", "point": "4KiB: 1.7"}
+
+
+def test_the_text_of_the_next_test_is_right() -> None:
+    found = parse_table(HEAD.format(**GOOD), "t.yaml")
+    assert found.fingerprint == {"ranks": ("2",), "nodes": ("1",)}
+    assert found.rules[0].measured == {"gloo": {8: 200.0}, "mpi": {8: 0.9, 4 * K: 1.7}}
+    assert found.strict is False
+    assert parse_table("strict: true\n" + HEAD.format(**GOOD)).strict is True
+
+
+@pytest.mark.parametrize(
+    ("wrong", "line", "place", "what"),
+    [
+        ("choice: mqi", 11, "rules[0].measured.mqi", "unknown backend 'mqi'; known: gloo, "),
+        ("choice: mqi", 11, "rules[0].measured.mqi", "did you mean 'mpi'?"),
+        ("choice: 'mqi:ring'", 11, "rules[0].measured.mqi:ring", "unknown backend 'mqi:ring'"),
+        ("point: '64KB: 2'", 13, "rules[0].measured.mpi.64KB", "wrong unit 'KB'; expected bytes or B, KiB"),
+        ("point: 'big: 2'", 13, "rules[0].measured.mpi.big", "expected a size such as 64KiB"),
+        ("point: '-8B: 2'", 13, "rules[0].measured.mpi.-8B", "expected a size such as 64KiB"),
+        ("point: '8: 2'", 13, "rules[0].measured.mpi", "expected a name as key, got '8'"),
+        ("point: '\"8\": 2'", 13, "rules[0].measured.mpi.8", "8 is written twice"),
+        ("point: '4KiB: 0'", 13, "rules[0].measured.mpi.4KiB", "a number above 0, got 0"),
+        ("point: '4KiB: -1.5'", 13, "rules[0].measured.mpi.4KiB", "a number above 0, got -1.5"),
+        ("point: '4KiB: .nan'", 13, "rules[0].measured.mpi.4KiB", "a number above 0, got nan"),
+        ("point: '4KiB: .inf'", 13, "rules[0].measured.mpi.4KiB", "a number above 0, got inf"),
+        ("point: '4KiB: -.inf'", 13, "rules[0].measured.mpi.4KiB", "a number above 0, got -inf"),
+        ("point: '4KiB: true'", 13, "rules[0].measured.mpi.4KiB", "a number above 0, got True"),
+        ("point: '4KiB: fast'", 13, "rules[0].measured.mpi.4KiB", "a number above 0, got 'fast'"),
+        ("point: '4KiB: 3 us'", 13, "rules[0].measured.mpi.4KiB", "a number above 0, got '3 us'"),
+        ("point: '4KiB: [1]'", 13, "rules[0].measured.mpi.4KiB", "a number above 0, got [1]"),
+        ("point: '4KiB:'", 13, "rules[0].measured.mpi.4KiB", "a number above 0, got None"),
+        (f"point: '4KiB: 1{400 * '0'}'", 13, "rules[0].measured.mpi.4KiB", "a number above 0, got 1000"),
+        ("fact: 'node: 1'", 4, "fingerprint.node", "unknown key 'node'; known: mcr_plus, torch, ranks, "),
+        ("fact: 'node: 1'", 4, "fingerprint.node", "did you mean 'nodes'?"),
+        ("fact: 'nodes: true'", 4, "fingerprint.nodes", "got True"),
+        ("fact: 'nodes: {a: 1}'", 4, "fingerprint.nodes", "got {'a': 1}"),
+        ("fact: 'nodes: []'", 4, "fingerprint.nodes", "got []"),
+        ("fact: 'nodes: [1, [2]]'", 4, "fingerprint.nodes", "got [1, [2]]"),
+        ("fact: 'nodes:'", 4, "fingerprint.nodes", "got None"),
+        ("fact: 'torch: 2.10'", 4, "fingerprint.torch", "got 2.1; put versions in quotes"),
+        ("fact: 'torch: [2.9.1, 2.10]'", 4, "fingerprint.torch", "put versions in quotes"),
+    ],
+)  # fmt: skip
+def test_bad_measurements_and_facts(wrong: str, line: int, place: str, what: str) -> None:
+    name, _, text = wrong.partition(": ")
+    with pytest.raises(ConfigError) as caught:
+        parse_table(HEAD.format(**GOOD | {name: text.removeprefix("'").removesuffix("'")}), "t.yaml")
+    assert str(caught.value).startswith(f"t.yaml:{line}: {place}: ")
+    assert what in str(caught.value)
+
+
+ONE_RULE = "rules: [{kind: send, bytes: 0.., backend: mpi}]\n"
 
 
 @pytest.mark.parametrize(
@@ -244,11 +453,18 @@ def test_bad_rules(tmp_path: Path, rule: str, place: str, what: str) -> None:
         ("version: true\nrules: []\n", "unknown version True"),
         ("version: .nan\nrules: []\n", "unknown version nan"),
         ("rules: []\n", "missing; expected version: 1"),
-        ("version: 1\nrulez: []\n", "unknown key 'rulez'; known: version, rules; did you mean 'rules'?"),
+        (
+            "version: 1\nrulez: []\n",
+            "unknown key 'rulez'; known: version, fingerprint, strict, rules; did you mean 'rules'?",
+        ),
         ("version: 1\nrules:\n  - {kind: send, bytes: 0..", "not valid YAML"),
         ("version: 1\nrules:\n  - !!python/object:os.system {}\n", "tag"),
         ("version: 1\nversion: 1\nrules: []\n", "written twice"),
         ("version: 1\nrules: [{kind: *all, bytes: 0.., backend: mpi}]\n", "alias"),
+        ("version: 1\nstrict: 1\nrules: []\n", "strict: expected true or false, got 1"),
+        ("version: 1\nstrict: 'true'\nrules: []\n", "strict: expected true or false, got 'true'"),
+        ("version: 1\nstrict:\nrules: []\n", "strict: expected true or false, got None"),
+        (f"version: 1\nfingerprint: here\n{ONE_RULE}", "fingerprint: expected a mapping, got 'here'"),
     ],
 )
 def test_corrupt_files(tmp_path: Path, text: str, what: str) -> None:
@@ -309,5 +525,197 @@ def test_lookup_is_the_number_of_cuts_passed(
     rules = [f"kind: all_reduce, bytes: {lo}..{hi}, backend: mpi" for lo, hi in pairwise(ends)]
     found = table(tmp_path_factory.mktemp("tables"), *rules)
     for nbytes in sizes:
-        rule = found.lookup("all_reduce", nbytes, "float32", 2, "cpu")
+        rule = found.lookup(Query("all_reduce", nbytes))
         assert rule is found.rules[sum(cut <= nbytes for cut in cuts)]
+
+
+# -- against every operation of a small world ----------------------------------------------------------------
+
+WORLD = [
+    Query(kind, nbytes, dtype, ranks, nodes, ranks // nodes, "cpu", async_op)
+    for kind, nbytes, dtype, (ranks, nodes), async_op in product(
+        ("all_reduce", "gather", "gather_v", "broadcast"),
+        (0, 7, 8, 15, 16, 31, 32, 63, 64, None),
+        ("float16", "float32"),
+        ((2, 1), (2, 2), (4, 1), (4, 2), (8, 2)),
+        (False, True),
+    )
+]
+FILTERS: dict[str, dict[str, Callable[[Query], bool]]] = {
+    "dtype": {"float16": lambda q: q.dtype == "float16"},
+    "ranks": {"4": lambda q: q.ranks == 4, '"<=4"': lambda q: q.ranks <= 4, "3..": lambda q: q.ranks >= 3},
+    "nodes": {"1": lambda q: q.nodes == 1, '">1"': lambda q: q.nodes > 1},
+    "ranks_per_node": {"2": lambda q: q.ranks_per_node == 2, "1..4": lambda q: q.ranks_per_node < 4},
+    "device": {"cpu": lambda q: True},
+    "async": {"true": lambda q: q.async_op, "false": lambda q: not q.async_op},
+    "basis": {"per_rank": lambda q: True, "total": lambda q: True},
+}  # fmt: skip
+KIND_FILTERS: dict[str, Callable[[str], bool]] = {
+    '"*"': lambda kind: True,
+    "gather": lambda kind: kind in ("gather", "gather_v"),
+    "gather_v": lambda kind: kind == "gather_v",
+    "all_reduce": lambda kind: kind == "all_reduce",
+}
+
+
+Written = tuple[str, dict[str, str], int, "int | None"]
+
+
+@st.composite
+def written_rules(draw: st.DrawFn) -> list[Written]:
+    """Rules in some order, those of a key covering every size once: kind, what narrows, lo, hi."""
+    pieces: list[Written] = []
+    seen = set()
+    for _ in range(draw(st.integers(1, 3))):
+        kind = draw(st.sampled_from(list(KIND_FILTERS)))
+        names = draw(st.lists(st.sampled_from(list(FILTERS)), unique=True, max_size=2))
+        narrow = {name: draw(st.sampled_from(list(FILTERS[name]))) for name in names}
+        key = (kind, *sorted(narrow.items() - {("basis", "total")}))
+        if key in seen:
+            continue
+        seen.add(key)
+        cuts = draw(st.lists(st.sampled_from([8, 16, 32]), unique=True, max_size=2).map(sorted))
+        pieces += [(kind, narrow, lo, hi) for lo, hi in zip([0, *cuts], [*cuts, None], strict=True)]
+    return list(draw(st.permutations(pieces)))
+
+
+def meant(rule: Written, query: Query) -> bool:
+    kind, narrow, lo, hi = rule
+    size = query.nbytes
+    if size is not None and narrow.get("basis") == "per_rank" and query.kind.startswith("gather"):
+        size //= query.ranks
+    in_range = hi is None if size is None else lo <= size < (hi or size + 1)
+    return (
+        in_range
+        and KIND_FILTERS[kind](query.kind)
+        and all(FILTERS[name][value](query) for name, value in narrow.items())
+    )
+
+
+def load_or_refuse(rules: list[Written]) -> Table | int:
+    """The table of some rules, or the index of the rule that is said to be out of reach."""
+    lines = [
+        f"  - {{kind: {kind}, bytes: {lo}..{'' if hi is None else hi}, backend: mpi"
+        + "".join(f", {name}: {value}" for name, value in narrow.items()) + "}\n"
+        for kind, narrow, lo, hi in rules
+    ]  # fmt: skip
+    try:
+        return parse_table("version: 1\nrules:\n" + "".join(lines))
+    except ConfigError as error:
+        refused = re.match(r"<table>:\d+: rules\[(\d+)\]: .* out of reach", str(error))
+        if refused is None:
+            raise
+        return int(refused[1])
+
+
+@given(written_rules())
+@settings(max_examples=300, deadline=None)
+def test_lookup_and_reach_by_trying_every_operation(rules: list[Written]) -> None:
+    """The first rule that is meant is found; one refused as out of reach is never the first."""
+    first = {query: next((i for i, rule in enumerate(rules) if meant(rule, query)), None) for query in WORLD}
+    found = load_or_refuse(rules)
+    if isinstance(found, int):
+        assert found not in first.values()
+        return
+    for query, index in first.items():
+        assert found.lookup(query) is (None if index is None else found.rules[index])
+
+
+# -- on ranks ------------------------------------------------------------------------------------------------
+
+ON_RANKS = """\
+version: 1
+rules:
+  - {kind: all_reduce, async: true, bytes: 0.., backend: gloo}
+  - {kind: all_reduce, bytes: 0.., backend: mpi}
+  - {kind: broadcast, nodes: 1, bytes: 0.., backend: gloo}
+  - {kind: broadcast, nodes: 2, bytes: 0.., backend: mpi}
+  - {kind: reduce, ranks_per_node: 2, bytes: 0.., backend: gloo}
+  - {kind: reduce, ranks_per_node: 1, bytes: 0.., backend: mpi}
+  - {kind: all_to_all, bytes: 0..64KiB, backend: mpi}
+  - {kind: all_to_all, bytes: 64KiB..128KiB, backend: gloo}
+  - {kind: all_to_all, bytes: 128KiB.., backend: mpi}
+  - {kind: all_gather, bytes: 0..64KiB, basis: per_rank, backend: mpi}
+  - {kind: all_gather, bytes: 64KiB.., basis: per_rank, backend: gloo}
+  - {kind: "*", bytes: 0.., backend: mpi}
+"""
+
+
+PARTS = (2, 16 * K, 512 * K)  # by its own size, rank 0 would choose mpi, gloo, mpi
+
+
+def uneven_all_to_all(comm: mcr.Communicator, part: int) -> list[float]:
+    """Rank 0 keeps `part` floats and everything else is one float; returns how many came from each rank."""
+    splits = [part if comm.rank == 0 else 1, 1]
+    output = torch.full((sum(splits),), -1.0)
+    mcr.all_to_all_single(output, torch.full((sum(splits),), float(comm.rank)), splits, splits)
+    return [float((output == origin).sum()) for origin in (0, 1)]
+
+
+def select_by(folder: str, **options: str) -> dict[str, Any]:
+    """A configuration that selects by the table in `folder`."""
+    select = {"table": f"{folder}/table.yaml", **options}
+    pipeline = [{"select": select}, {"dispatch": {"timeout": "20s", "check": "every"}}]
+    return {"version": 1, "backends": ["mpi", "gloo"], "pipeline": pipeline}
+
+
+def by_vector_size(folder: str) -> dict[str, Any]:
+    """The backends of all_to_alls, of up to 2 MiB on one rank and 8 bytes on the other, by vector size."""
+    found: dict[str, Any] = {}
+    for size in (None, "63KiB", "64KiB", "128KiB"):
+        with mcr.init(select_by(folder, **({} if size is None else {"vector_size": size}))) as comm:
+            with mcr.record() as log:
+                counts = [uneven_all_to_all(comm, part) for part in PARTS]
+            assert counts == [[part if comm.rank == 0 else 1, 1] for part in PARTS]
+        found[str(size)] = [record.backend for record in log.records]
+        found["bytes"] = [record.bytes for record in log.records]
+    return found
+
+
+def by_other_keys(folder: str, *, two_hosts: bool) -> list[str]:
+    """The backends of one operation of each sort, on one host or as if on two."""
+    host = f"host{own_rank() * two_hosts}"
+    with mock.patch("mcr_plus.runtime.host_name", return_value=host), mcr.init(select_by(folder)) as comm:
+        x, part = torch.ones(4), torch.ones(16 * K)
+        with mcr.record() as log:
+            mcr.all_reduce(x)
+            work = mcr.all_reduce(x, async_op=True)
+            assert work is not None
+            work.wait()
+            mcr.all_reduce(x)
+            mcr.broadcast(x, 0)
+            mcr.reduce(x, 0)
+            mcr.all_gather_into_tensor(torch.empty(2 * 16 * K - 2), part[1:])
+            mcr.all_gather_into_tensor(torch.empty(2 * 16 * K), part)
+            mcr.barrier()
+        assert comm.rank == 1 or x.tolist() == [16.0] * 4
+    return [record.backend for record in log.records]
+
+
+def one_host(folder: str) -> dict[str, Any]:
+    return {"sizes": by_vector_size(folder), "keys": by_other_keys(folder, two_hosts=False)}
+
+
+def two_hosts(folder: str) -> list[str]:
+    return by_other_keys(folder, two_hosts=True)
+
+
+def test_vector_sizes_and_narrow_rules_on_ranks(tmp_path: Path) -> None:
+    (tmp_path / "table.yaml").write_text(ON_RANKS)
+    results = run_ranks(one_host, 2, args=[str(tmp_path)])
+    local = [result.value["sizes"].pop("bytes") for result in results]
+    assert local == [[4 * part + 4 for part in PARTS], [8, 8, 8]]
+    for result in results:
+        assert result.value["sizes"] == {
+            "None": ["mpi"] * 3,
+            "63KiB": ["mpi"] * 3,
+            "64KiB": ["gloo"] * 3,
+            "128KiB": ["mpi"] * 3,
+        }
+        assert result.value["keys"] == ["mpi", "gloo", "mpi", "gloo", "gloo", "mpi", "gloo", "mpi"]
+
+
+def test_rules_for_hosts_on_ranks(tmp_path: Path) -> None:
+    (tmp_path / "table.yaml").write_text(ON_RANKS)
+    for result in run_ranks(two_hosts, 2, args=[str(tmp_path)]):
+        assert result.value == ["mpi", "gloo", "mpi", "mpi", "mpi", "mpi", "gloo", "mpi"]

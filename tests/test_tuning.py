@@ -6,6 +6,8 @@ import json
 import math
 import random
 import re
+import subprocess
+import sys
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,9 @@ from mcr_plus import registry
 from mcr_plus.backends.gloo import GlooBackend
 from mcr_plus.errors import ConfigError
 from mcr_plus.interfaces import Channel, Poll, Start
-from mcr_plus.launch import mpi_usable
+from mcr_plus.launch import mpi_flavour, mpi_usable
 from mcr_plus.message import Group, Message, Signature
-from mcr_plus.selection.table import Query, parse_table
+from mcr_plus.selection.table import Query, load_table, parse_table
 from mcr_plus.selection.writing import table_text
 from mcr_plus.tuning.derive import choose, crossover, derive
 from mcr_plus.tuning.measure import Effort, Meter
@@ -420,6 +422,19 @@ def test_tune_writes_a_table_and_goes_on_where_it_stopped(tmp_path: Path) -> Non
     again = mcr_plus_process(*[word for word in words if word != "--json"])
     assert again.returncode == 0, again.stderr
     assert "what wins where" in again.stdout
+
+
+@needs_mpi
+def test_inside_a_job_of_mpirun_the_command_is_a_rank(tmp_path: Path) -> None:
+    launcher = mpi_flavour()
+    assert launcher is not None
+    words = ["tune", "-o", str(tmp_path / "t.yaml"), "--kinds", "barrier", "--no-async", "--json"]
+    options = ["--allow-run-as-root", "--oversubscribe"] if launcher.flavour == "openmpi" else []
+    command = [launcher.path, *options, "-n", "2", sys.executable, "-m", "mcr_plus.cli.main", *words]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert answer.returncode == 0, answer.stderr
+    assert [rule["kind"] for rule in json.loads(answer.stdout)["rules"]] == ["barrier"]
+    assert load_table(tmp_path / "t.yaml").fingerprint["ranks"] == ("2",)
 
 
 def test_bench_prints_rows_of_the_contract(tmp_path: Path) -> None:

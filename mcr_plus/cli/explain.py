@@ -24,14 +24,17 @@ def explain(
     """Show the way an operation of KIND and BYTES would take, and why."""
     # imported here: torch takes seconds, and other commands do without it
     from mcr_plus.config import DTYPE_NAMES
+    from mcr_plus.errors import InvalidArgument
     from mcr_plus.explanation import explain as explain_operation
     from mcr_plus.message import ALIASES, KINDS
 
     _check_known("kind", kind, (*KINDS, *ALIASES), "KIND")
     _check_known("dtype", dtype, DTYPE_NAMES, "--dtype")
-    way = explain_operation(
-        kind, _size(nbytes), dtype=dtype, ranks=ranks, nodes=nodes, config=config, tag=tag, async_op=async_op
-    )
+    options: dict[str, Any] = {"config": config, "tag": tag, "async_op": async_op}
+    try:
+        way = explain_operation(kind, _size(nbytes), dtype=dtype, ranks=ranks, nodes=nodes, **options)
+    except InvalidArgument as error:
+        raise typer.BadParameter(str(error)) from None
     if as_json:
         print_json(way)
     else:
@@ -40,8 +43,10 @@ def explain(
 
 def _print_way(way: dict[str, Any]) -> None:
     """The steps, and a table of the alternatives for each choice of a library."""
-    what = f"{way['kind']} {way['bytes']} bytes {way['dtype']}, {way['ranks']} ranks on {way['nodes']} host(s)"
-    print(f"{what}{', async' if way['async_op'] else ''}{', tag ' + way['tag'] if way['tag'] else ''}\n")
+    what = f"{way['kind']} {way['bytes']} bytes {way['dtype']}"
+    where = f"{_several(way['ranks'], 'rank')} on {_several(way['nodes'], 'host')}"
+    manner = f"{', async' if way['async_op'] else ''}{', tag ' + way['tag'] if way['tag'] else ''}"
+    print(f"{what}, {where}{manner}\n")
     for step in way["steps"]:
         print(f"{step['stage']}: {step['operation']}")
         print(f"  {step['decision']}")
@@ -57,11 +62,17 @@ def _alternatives(found: dict[str, dict[str, Any]]) -> list[tuple[str, str, str,
     return [(f"  {name}", _expected(each), each["support"], each["why"]) for name, each in found.items()]
 
 
+def _several(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def _expected(alternative: dict[str, Any]) -> str:
+    from mcr_plus.selection.writing import microseconds
+
     time = alternative["expected_us"]
     if time is None:
         return "-"
-    return f"{time:.4g} µs{' (extrapolated)' if alternative['extrapolated'] else ''}"
+    return f"{microseconds(time)} µs{' (extrapolated)' if alternative['extrapolated'] else ''}"
 
 
 def _check_known(what: str, value: str, known: tuple[str, ...], place: str) -> None:

@@ -16,6 +16,7 @@ from mcr_plus.cli.bench import bench
 from mcr_plus.cli.doctor import doctor
 from mcr_plus.cli.explain import explain
 from mcr_plus.cli.run import run
+from mcr_plus.cli.table import app as table
 from mcr_plus.cli.tune import tune
 from mcr_plus.cli.validate import validate
 from mcr_plus.errors import ConfigError, McrError
@@ -30,6 +31,7 @@ app.command()(validate)
 app.command()(explain)
 app.command()(tune)
 app.command()(bench)
+app.add_typer(table, name="table")
 
 
 def _print_version(wanted: bool) -> None:

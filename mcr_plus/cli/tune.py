@@ -11,6 +11,8 @@ from mcr_plus.cli import measuring
 from mcr_plus.cli.output import print_json, print_table
 from mcr_plus.cli.run import ViaChoice
 
+_CELL_S = 0.6  # for all ways of one operation and size; many of those fit into a budget
+
 if TYPE_CHECKING:
     from mcr_plus.selection.table import Table
     from mcr_plus.tuning.points import Point
@@ -65,6 +67,7 @@ def tune(
         asynchronous=asynchronous,
         overlap=overlap,
         strict=strict,
+        effort={"seconds": _CELL_S},
     )
     answer = measuring.answer_of(job, ranks, via)
     if answer is None:

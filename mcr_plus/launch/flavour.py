@@ -25,11 +25,12 @@ class MpiLauncher:
     path: str
     flavour: Flavour
     version: str
+    name: str = "MPI"
 
     @property
     def library(self) -> str:
         """The MPI it most likely starts, such as `Open MPI 5.0.11`; only a running job knows for certain."""
-        return f"{'Open MPI' if self.flavour == 'openmpi' else 'MPICH'} {self.version}"
+        return f"{self.name} {self.version}"
 
     @property
     def major(self) -> int:
@@ -75,10 +76,12 @@ def parse_version(path: str, text: str) -> MpiLauncher | None:
     """Read what `mpiexec --version` printed."""
     flavour: Flavour
     if "Open MPI" in text or "OpenRTE" in text:
-        flavour = "openmpi"
-    elif "HYDRA" in text or "Intel(R) MPI" in text:
-        flavour = "hydra"
+        flavour, name = "openmpi", "Open MPI"
+    elif "Intel(R) MPI" in text:
+        flavour, name = "hydra", "Intel MPI"
+    elif "HYDRA" in text:
+        flavour, name = "hydra", "MPICH"
     else:
         return None
     version = re.search(r"\d+\.\d+(?:\.\d+)*", text)
-    return MpiLauncher(path, flavour, version.group() if version else "0")
+    return MpiLauncher(path, flavour, version.group() if version else "0", name)

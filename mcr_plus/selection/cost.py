@@ -3,24 +3,27 @@
     model = CostModel(table)
     model.expected("mpi", Query("all_reduce", 1 << 20))      # Estimate(us=105.2, extrapolated=False)
 
-A curve is made monotone (a larger message never costs less: pool adjacent violators, Barlow et al. 1972) and
-is linear in bytes between measured sizes, which is exact wherever latency plus size over bandwidth (Hockney
-1994) is. Below the smallest size it is flat; beyond the largest it goes on at the bandwidth of the last
-stretch. Both are flagged, and so are numbers of ranks or nodes that the table has no rules for.
+A curve is made monotone (a larger message never costs less: pool adjacent violators, Barlow et al. 1972).
+Between measured sizes it is a monotone cubic in bytes (Fritsch & Butland 1984), which is a straight line
+wherever the points lie on one: exact where latency plus size over bandwidth (Hockney 1994) is. On curves
+shaped like those of real libraries it meets sizes that were left out better than straight lines do, in bytes
+or in logarithms (`tests/test_cost.py`). Below the smallest size a curve is flat; beyond the largest it goes
+on at the bandwidth of the last stretch that rises. Both are flagged, and so are numbers of ranks or nodes
+that the table has no rules for.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mcr_plus.selection.table import Query, Table, TableKey
-
-_EPS: Final = 1e-6  # microseconds
+from mcr_plus.units import Range
 
 Floats = NDArray[np.float64]
 
@@ -35,7 +38,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Curve:
-    """Time over size: monotone, linear in bytes between its points."""
+    """Time over size: monotone, a cubic in bytes between its points."""
 
     sizes: Floats
     times: Floats
@@ -48,16 +51,48 @@ class Curve:
 
     def at(self, nbytes: int) -> Estimate:
         """Expected time of an operation of `nbytes`."""
-        smallest, largest = self.sizes[0], self.sizes[-1]
-        if nbytes <= largest:
-            time = float(np.interp(nbytes, self.sizes, self.times))
-            return Estimate(time, extrapolated=nbytes < smallest)
-        slope = 0.0
-        if len(self.sizes) > 1:
-            slope = float((self.times[-1] - self.times[-2]) / (largest - self.sizes[-2]))
-        # Where noise makes the last stretch flat, at least the largest message's own bandwidth holds.
-        slope = max(slope, float(self.times[-1] / largest) / 2 if largest else 0.0)
-        return Estimate(float(self.times[-1]) + slope * (nbytes - float(largest)), extrapolated=True)
+        if nbytes < self.sizes[0]:
+            return Estimate(float(self.times[0]), extrapolated=True)
+        if nbytes > self.sizes[-1]:
+            beyond = float(self.times[-1] + self._slope_beyond() * (nbytes - self.sizes[-1]))
+            return Estimate(beyond, extrapolated=True)
+        return Estimate(self._between(nbytes), extrapolated=False)
+
+    def _between(self, nbytes: int) -> float:
+        """The cubic through the two points around `nbytes` (Hermite's, by their times and slopes)."""
+        index = int(np.searchsorted(self.sizes, nbytes))
+        if self.sizes[index] == nbytes:
+            return float(self.times[index])
+        width = self.sizes[index] - self.sizes[index - 1]
+        low, high = self.times[index - 1], self.times[index]
+        rise, fall = self._slopes[index - 1] * width, self._slopes[index] * width
+        s = (nbytes - self.sizes[index - 1]) / width
+        part = s * s * (3 - 2 * s)
+        time = low + (high - low) * part + s * (1 - s) * (rise * (1 - s) - fall * s)
+        return float(min(max(time, low), high))  # but for rounding it is there
+
+    @cached_property
+    def _slopes(self) -> Floats:
+        """Microseconds per byte at each point: a harmonic mean of those on both sides keeps it monotone."""
+        if len(self.sizes) == 1:
+            return np.zeros(1)
+        widths = np.diff(self.sizes)
+        secants = np.diff(self.times) / widths
+        left, right = secants[:-1], secants[1:]
+        to_left, to_right = 2 * widths[1:] + widths[:-1], widths[1:] + 2 * widths[:-1]
+        rising = (left > 0) & (right > 0)
+        inverse = to_left / np.where(rising, left, 1) + to_right / np.where(rising, right, 1)
+        inner = np.where(rising, (to_left + to_right) / inverse, 0.0)
+        return np.concatenate([secants[:1], inner, secants[-1:]])
+
+    def _slope_beyond(self) -> float:
+        """Microseconds per byte beyond the largest size: those of the last stretch that rises."""
+        largest, time = self.sizes[-1], self.times[-1]
+        below = np.flatnonzero(self.times < time)
+        if len(below):
+            return float((time - self.times[below[-1]]) / (largest - self.sizes[below[-1]]))
+        # Nothing tells latency from bandwidth: each gets half of the time.
+        return float(time / largest) / 2 if largest else 0.0
 
 
 def isotonic(values: Floats) -> Floats:
@@ -65,7 +100,7 @@ def isotonic(values: Floats) -> Floats:
     blocks: list[tuple[float, int]] = []  # mean and length
     for value in values:
         mean, count = float(value), 1
-        while blocks and blocks[-1][0] > mean + _EPS:
+        while blocks and blocks[-1][0] > mean:
             before, length = blocks.pop()
             mean, count = (before * length + mean * count) / (length + count), count + length
         blocks.append((mean, count))
@@ -86,38 +121,49 @@ class CostModel:
 
     def choices(self, query: Query) -> list[str]:
         """What has been measured for operations like this one."""
-        return list(dict.fromkeys(c for key, found in self._curves.items() if key.covers(query) for c in found))
+        covering = (found for key, found in self._curves.items() if key.covers(query))
+        return list(dict.fromkeys(choice for found in covering for choice in found))
 
     def expected(self, choice: str, query: Query) -> Estimate | None:
         """Expected time of `query` by `choice` (`name` or `name:algorithm`); None if nothing is known.
 
-        Measurements of another number of ranks or nodes are taken where there are none of this one; those
-        of other dtypes and of synchronous calls likewise. Without a size, None.
+        Where there are no measurements of this number of ranks or nodes those of the nearest are taken;
+        those of other dtypes and of the other manner of calling likewise. Without a size, None.
         """
-        exact = self._curve(choice, query)
-        if exact is not None:
-            return self._at(exact, query, extrapolated=False)
-        other = next((key for key in self._curves if choice in self._curves[key] and _akin(key, query)), None)
-        return None if other is None else self._at((other, self._curves[other][choice]), query, extrapolated=True)
-
-    def _curve(self, choice: str, query: Query) -> tuple[TableKey, Curve] | None:
-        found = (key for key, curves in self._curves.items() if choice in curves and key.covers(query))
-        return next(((key, self._curves[key][choice]) for key in found), None)
-
-    @staticmethod
-    def _at(found: tuple[TableKey, Curve], query: Query, *, extrapolated: bool) -> Estimate | None:
-        key, curve = found
-        size = query.size(key.basis)
-        if size is None:
+        measured = [key for key, curves in self._curves.items() if choice in curves]
+        exact = next((key for key in measured if key.covers(query)), None)
+        akin = (key for key in measured if _akin(key, query))
+        key = exact or min(akin, key=lambda key: _distance(key, query), default=None)
+        size = None if key is None else query.size(key.basis)
+        if key is None or size is None:
             return None
-        estimate = curve.at(size)
-        return Estimate(estimate.us, extrapolated or estimate.extrapolated)
+        estimate = self._curves[key][choice].at(size)
+        return Estimate(estimate.us, exact is None or estimate.extrapolated)
 
 
 def _akin(key: TableKey, query: Query) -> bool:
     """Whether only the scale, the dtype or the manner of the call is another."""
     alike = TableKey(key.kind, device=key.device, basis=key.basis)
     return key.kind != "*" and alike.covers(query)
+
+
+def _distance(key: TableKey, query: Query) -> tuple[float, ...]:
+    """How far the measurements of a key are from an operation; what changes times most stands first."""
+    return (
+        _octaves(key.nodes, query.nodes),
+        _octaves(key.ranks_per_node, query.ranks_per_node),
+        _octaves(key.ranks, query.ranks),
+        key.async_op not in (None, query.async_op),
+        key.dtype not in (None, query.dtype),
+    )
+
+
+def _octaves(measured: Range | None, number: int) -> float:
+    """How often a number must be doubled or halved to be in a range."""
+    if measured is None or measured.covers(number):
+        return 0.0
+    nearest = measured.lo if number < measured.lo or measured.hi is None else measured.hi - 1
+    return abs(math.log2(nearest / number))
 
 
 def _joined(measured: Iterable[Mapping[str, Mapping[int, float]]]) -> dict[str, dict[int, float]]:

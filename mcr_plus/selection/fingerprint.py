@@ -29,7 +29,7 @@ Fingerprint = Mapping[str, tuple[str, ...]]
 def fingerprint_here(
     libraries: Mapping[str, str], *, ranks: int, nodes: int, ranks_per_node: int
 ) -> dict[str, tuple[str, ...]]:
-    """The facts of this job; `libraries` are the versions of its backends by name (see `library_versions`)."""
+    """The facts of this job; `libraries` names what is behind its backends (see `library_versions`)."""
     facts = {
         "mcr_plus": version("mcr_plus"),
         "torch": version("torch"),
@@ -45,7 +45,7 @@ def fingerprint_here(
 
 
 def library_versions(names: Sequence[str]) -> dict[str, str]:
-    """The libraries behind backends that are in use in this process, by backend, such as `Open MPI 5.0.11`."""
+    """The libraries behind backends in use in this process, by backend, such as `Open MPI 5.0.11`."""
     found = {}
     for name in names:
         library = getattr(backend_class(name), "library", None)
@@ -59,7 +59,7 @@ def differences(stated: Fingerprint, here: Fingerprint) -> list[str]:
     return [
         f"{name}: {', '.join(here[name])}, measured with {' or '.join(values)}"
         for name, values in stated.items()
-        if name in here and not {_compared(name, v) for v in values} & {_compared(name, v) for v in here[name]}
+        if name in here and not _compared(name, values) & _compared(name, here[name])
     ]
 
 
@@ -69,16 +69,18 @@ def merged(prints: Sequence[Fingerprint]) -> dict[str, tuple[str, ...]]:
     return {name: tuple(dict.fromkeys(v for each in prints for v in each[name])) for name in names}
 
 
-def _compared(name: str, value: str) -> str:
+def _compared(name: str, values: Sequence[str]) -> set[str]:
     """Of our own version and torch's only what changes behaviour: the first two numbers."""
-    return ".".join(value.split(".")[:2]) if name in ("mcr_plus", "torch") else value
+    if name not in ("mcr_plus", "torch"):
+        return set(values)
+    return {".".join(value.partition("+")[0].split(".")[:2]) for value in values}
 
 
 @cache
 def cpu_name() -> str:
     """The processor's name as Linux tells it, else its architecture."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

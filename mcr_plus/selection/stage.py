@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +15,7 @@ from mcr_plus.errors import Unsupported
 from mcr_plus.interfaces import Context, Issue, Next, Support, World
 from mcr_plus.message import VECTOR, Signature, dtype_name
 from mcr_plus.selection.cost import CostModel, Estimate
+from mcr_plus.selection.online import Refinement, save_refined, tunable
 from mcr_plus.selection.table import Query, Table, TableRule, load_table
 
 # Between hosts MPI wins small messages and gloo large ones, from about 64 KiB on; inside a host MPI wins
@@ -42,7 +43,8 @@ class SelectStage:
     """Chooses by, in this order: the caller or a rule, the tuning table, the built-in preference.
 
     A named backend that cannot do the operation is an error, whether the caller, a rule or the job's own
-    table names it. The built-in table and preference fall back along the configuration's `backends`, and say so.
+    table names it. The built-in table and preference fall back along the configuration's `backends`, and say
+    so. With `online`, what a table or the preference chose is measured against the others while the job runs.
     """
 
     def __init__(self, options: SelectOptions, context: Context) -> None:
@@ -57,35 +59,56 @@ class SelectStage:
         self._costs = CostModel(self._table) if self._table is not None else None
         hosts = Counter(context.world.hosts[rank] for rank in context.group.ranks)
         self._nodes, self._ranks_per_node = len(hosts), max(hosts.values())
+        self._refinement = Refinement(options, context, self._table) if options.online else None
 
     def bind(self, signature: Signature, next: Next) -> Issue:
         """Bind to the chosen backend."""
-        choice, why = self._choose(signature)
+        choice, why, rule = self._choose(signature)
         chosen = _by(choice, signature)
         support = self._context.backends[chosen.backend or ""].supports(chosen)
         how = "" if support.level == "native" else f", emulated: {support.how}"
-        next.note(f"backend {choice} ({why}{how})", lambda: self._details(signature, choice))
-        return next(chosen)
+        rivals = self._rivals(choice, signature)
+        online = f"; online refinement: {choice} against {', '.join(rivals)}" if rivals else ""
+        next.note(f"backend {choice} ({why}{how}){online}", lambda: self._details(signature, choice, rule))
+        if self._refinement is None or not rivals:
+            return next(chosen)
+        return self._refinement.bind(
+            signature,
+            (choice, *rivals),
+            self._query(signature),
+            place=lambda name, wanted: next(_by(name, wanted)),
+            prefer=lambda wanted: self._preferred(wanted)[0],
+        )
+
+    @classmethod
+    def finish(cls, stages: Sequence[SelectStage]) -> None:
+        """Write down what online refinement has learnt: the job ends in good order."""
+        save_refined([stage._refinement for stage in stages if stage._refinement is not None])
 
     # -- choosing ---------------------------------------------------------------------------------
 
-    def _choose(self, signature: Signature) -> tuple[str, str]:
+    def _choose(self, signature: Signature) -> tuple[str, str, TableRule | None]:
+        """The choice, why, and the table's rule if one was followed."""
         if signature.ranks == 1:
             if signature.backend is not None:
                 # an unknown name is an error here too
                 registry.get("backends", signature.backend.partition(":")[0])
-            return "local", "a group of one rank needs no library"
+            return "local", "a group of one rank needs no library", None
         if signature.backend is not None:
             self._require(signature.backend, signature, "asked for by name")
-            return signature.backend, "named by the call or a rule"
+            return signature.backend, "named by the call or a rule", None
         rule = self._rule(signature)
         if rule is not None and self._own:
             self._require(rule.backend, signature, f"chosen by {rule.place}")
-            return rule.backend, f"table {rule.place}"
-        if rule is not None and rule.backend.partition(":")[0] in self._context.backends:
-            if self._support(rule.backend, signature):
-                return rule.backend, f"built-in table {Path(rule.place).name}"
-        return self._preferred(signature)
+            return rule.backend, f"table {rule.place}", rule
+        known = self._context.backends
+        if (
+            rule is not None
+            and rule.backend.partition(":")[0] in known
+            and self._support(rule.backend, signature)
+        ):
+            return rule.backend, f"built-in table {Path(rule.place).name}", rule
+        return *self._preferred(signature), None
 
     def _rule(self, signature: Signature) -> TableRule | None:
         return None if self._table is None else self._table.lookup(self._query(signature))
@@ -124,6 +147,15 @@ class SelectStage:
             return ["gloo", "mpi"]
         return ["mpi", "gloo"]
 
+    def _rivals(self, chosen: str, signature: Signature) -> list[str]:
+        """What online refinement is to measure the choice against; nothing if it is off or may not."""
+        if self._refinement is None or not tunable(signature):
+            return []
+        known = self._context.backends
+        measured = self._costs.choices(self._query(signature)) if self._costs is not None else []
+        names = [name for name in dict.fromkeys([*known, *measured]) if name.partition(":")[0] in known]
+        return [name for name in names if name != chosen and self._support(name, signature)]
+
     def _support(self, choice: str, signature: Signature) -> Support:
         return self._context.backends[choice.partition(":")[0]].supports(_by(choice, signature))
 
@@ -147,15 +179,14 @@ class SelectStage:
 
     # -- explaining -------------------------------------------------------------------------------
 
-    def _details(self, signature: Signature, chosen: str) -> dict[str, Any]:
+    def _details(self, signature: Signature, chosen: str, rule: TableRule | None) -> dict[str, Any]:
         """The table rule that was followed, and every alternative with its expected time and why it lost."""
-        rule = self._rule(signature)
         query = self._query(signature)
         measured = self._costs.choices(query) if self._costs is not None else []
         own = None if self._costs is None else self._costs.expected(chosen, query)
         names = list(dict.fromkeys([chosen, *self._context.backends, *measured]))
         return {
-            "table_rule": rule.place if rule is not None and signature.backend is None else None,
+            "table_rule": None if rule is None else rule.place,
             "expected_us": None if own is None else round(own.us, 3),
             "alternatives": {name: self._alternative(name, chosen, own, signature) for name in names},
         }
@@ -172,21 +203,31 @@ class SelectStage:
             "how": support.how,
             "expected_us": None if estimate is None else round(estimate.us, 3),
             "extrapolated": None if estimate is None else estimate.extrapolated,
-            "why": "chosen" if name == chosen else self._why_not(name, support, own, estimate, signature),
+            "why": "chosen" if name == chosen else self._why_not(support, own, estimate, signature),
         }
 
     def _why_not(
-        self, name: str, support: Support, own: Estimate | None, other: Estimate | None, signature: Signature
+        self, support: Support, own: Estimate | None, other: Estimate | None, signature: Signature
     ) -> str:
         if not support:
             return support.how
         if signature.backend is not None:
             return "another was named"
-        if own is None or other is None:
-            return "not measured" if self._rule(signature) is not None else "later in the built-in preference"
+        if self._rule(signature) is None:
+            return "later in the built-in preference"
+        if other is None:
+            return "not measured"
+        if own is None:
+            return "the table names another, which was not measured"
         if other.us > own.us:
-            return f"expected to take {other.us / own.us:.3g} × as long"
-        return f"expected to be {own.us / other.us:.3g} × as fast, but the table says otherwise"
+            return f"expected to take {_factor(other.us / own.us)} × as long"
+        if other.us == own.us:
+            return "expected to take as long"
+        return f"expected to be {_factor(own.us / other.us)} × as fast, but the table says otherwise"
+
+
+def _factor(ratio: float) -> str:
+    return f"{ratio:.3g}" if ratio < 1000 else f"{ratio:.0f}"
 
 
 def _by(choice: str, signature: Signature) -> Signature:

@@ -17,8 +17,8 @@
 nccl-tests, the larger of what a rank passes and gets; with `basis: per_rank` it counts what one rank
 contributes to another, so that one rule can hold for several numbers of ranks. Optional keys narrow a rule:
 `dtype` (a name such as float32), `ranks`, `nodes` and `ranks_per_node` (a number, or a range such as ">=8"),
-`device` (cpu or cuda), `in_place` and `async` (true or false). `backend` may name an algorithm of the backend,
-`name:algorithm`.
+`device` (cpu or cuda), `in_place` and `async` (true or false). `backend` may name an algorithm of the
+backend, `name:algorithm`. A fingerprint has versions of two numbers in quotes: YAML reads 2.10 as 2.1.
 
 The rules that share all of these keys must cover all sizes once: a gap or an overlap is refused. Rules are
 tried in the order of the file and the first that matches wins, so narrow ones stand first; a rule that can
@@ -51,7 +51,7 @@ from mcr_plus.document import (
 from mcr_plus.errors import short, unknown
 from mcr_plus.message import ALIASES, KINDS
 from mcr_plus.selection.fingerprint import FACTS, Fingerprint
-from mcr_plus.units import Range, format_size, parse_count, parse_range, parse_size
+from mcr_plus.units import MAX_INTEGER, Range, format_size, parse_count, parse_range, parse_size
 
 DEVICES = ("cpu", "cuda")
 MAX_RULES = 2048  # checking for rules out of reach compares all pairs of keys
@@ -82,8 +82,8 @@ class Query(NamedTuple):
     async_op: bool = False
 
     def size(self, basis: Basis) -> int | None:
-        """Bytes as rules of this basis count them."""
-        if self.nbytes is None or basis == "total" or self.kind not in SHARED:
+        """Bytes as rules of this basis count them; a kind's vector form counts as the kind does."""
+        if self.nbytes is None or basis == "total" or self.kind.removesuffix("_v") not in SHARED:
             return self.nbytes
         return self.nbytes // self.ranks
 
@@ -124,9 +124,13 @@ class TableKey:
             and _includes(self.nodes, other.nodes)
             and _includes(self.ranks_per_node, other.ranks_per_node)
             and self.device in (None, other.device)
-            and self.in_place in (None, other.in_place)
+            and self.in_place in (None, other.works_in_place())
             and self.async_op in (None, other.async_op)
         )
+
+    def works_in_place(self) -> bool | None:
+        """Whether the operations meant work in place; None if some do and some do not."""
+        return self.in_place if self.kind == "*" else self.kind in IN_PLACE
 
     def __str__(self) -> str:
         """Name the key as an error does: `all_reduce float32 ranks 2..3 on cpu`."""
@@ -247,9 +251,12 @@ def _fingerprint(document: Document) -> Fingerprint:
     found = {}
     for name, value in mapping_at(document, ("fingerprint",)).items():
         values = value if isinstance(value, list) else [value]
-        wrong = [v for v in values if isinstance(v, bool) or not isinstance(v, (str, int, float))]
+        # a float is a version that has lost its last zero: 2.10 is read as 2.1
+        wrong = [v for v in values if isinstance(v, bool) or not isinstance(v, (str, int))]
         if wrong or not values:
-            raise document.error(("fingerprint", name), f"expected a text or a number, got {short(value)}")
+            what = "expected a text or a whole number, or a list of them"
+            hint = "; put versions in quotes" if any(isinstance(v, float) for v in wrong) else ""
+            raise document.error(("fingerprint", name), f"{what}, got {short(value)}{hint}")
         found[name] = tuple(str(v) for v in values)
     return found
 
@@ -264,7 +271,10 @@ def _name_of(what: str, known: Sequence[str]) -> BeforeValidator:
 
 
 def _counts(value: object) -> Range:
-    return parse_range(value, parse_count)
+    found = parse_range(value, parse_count)
+    if found.hi is not None and found.hi <= 1:
+        raise ValueError(f"{short(value)} is no job's; expected a range that has numbers from 1 on")
+    return found
 
 
 Counts = Annotated[InstanceOf[Range], BeforeValidator(_counts)]
@@ -293,6 +303,9 @@ def _rule(document: Document, keys: Keys) -> TableRule:
         model.kind, model.dtype, model.ranks, model.nodes, model.ranks_per_node, model.device,
         model.in_place, model.async_op, model.basis,
     )  # fmt: skip
+    if key.in_place not in (None, key.works_in_place()):
+        works = "always works" if key.works_in_place() else "never works"
+        raise document.error((*keys, "in_place"), f"{key.kind} {works} in place, so no operation is meant")
     measured = _measured(document, (*keys, "measured")) if model.measured else {}
     return TableRule(model.backend, model.bytes.lo, model.bytes.hi, key, measured, document.place(keys))
 
@@ -301,9 +314,18 @@ def _measured(document: Document, keys: Keys) -> Curves:
     curves = {}
     for choice in mapping_at(document, keys):
         check_backend(choice, document, (*keys, choice))
-        points = mapping_at(document, (*keys, choice))
-        curves[choice] = dict(_point(document, (*keys, choice, size), value) for size, value in points.items())
+        curves[choice] = _points(document, (*keys, choice))
     return curves
+
+
+def _points(document: Document, keys: Keys) -> dict[int, float]:
+    points: dict[int, float] = {}
+    for name, value in mapping_at(document, keys).items():
+        size, time = _point(document, (*keys, name), value)
+        if size in points:
+            raise document.error((*keys, name), f"{format_size(size)} is written twice; expected it once")
+        points[size] = time
+    return points
 
 
 def _point(document: Document, keys: Keys, value: object) -> tuple[int, float]:
@@ -311,10 +333,9 @@ def _point(document: Document, keys: Keys, value: object) -> tuple[int, float]:
         size = parse_size(keys[-1])
     except ValueError as error:
         raise document.error(keys, str(error)) from None
-    positive = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
-    if not positive:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_INTEGER:
         raise document.error(keys, f"expected microseconds, a number above 0, got {short(value)}")
-    return size, float(value)  # type: ignore[arg-type]  # `positive` says so
+    return size, float(value)
 
 
 def _indices(rules: Sequence[TableRule]) -> dict[TableKey, list[int]]:
@@ -363,19 +384,21 @@ def _meet(one: TableRule, other: TableRule) -> bool:
     return (one.hi is None or other.lo < one.hi) and (other.hi is None or one.lo < other.hi)
 
 
-def _covered(rule: TableRule, earlier: Iterable[TableRule]) -> bool:
-    """Whether rules of one basis, or without bounds, take all sizes of `rule`."""
-    reached = rule.lo
-    for other in sorted(earlier, key=lambda r: r.lo):
-        if other.key.basis != rule.key.basis:
-            if other.lo == 0 and other.hi is None:
-                return True
-            continue
-        if other.lo > reached:
+def _covered(rule: TableRule, earlier: Sequence[TableRule]) -> bool:
+    """Whether earlier rules of its basis take all sizes of `rule`, or those of the other basis every size."""
+    other: Basis = "total" if rule.key.basis == "per_rank" else "per_rank"
+    return _takes(earlier, rule.key.basis, rule.sizes) or _takes(earlier, other, Range(0))
+
+
+def _takes(rules: Iterable[TableRule], basis: Basis, sizes: Range) -> bool:
+    """Whether the rules of one basis together cover a range of sizes."""
+    reached = sizes.lo
+    for rule in sorted((rule for rule in rules if rule.key.basis == basis), key=lambda r: r.lo):
+        if rule.lo > reached:
             return False
-        if other.hi is None:
+        if rule.hi is None:
             return True
-        reached = max(reached, other.hi)
-        if rule.hi is not None and reached >= rule.hi:
+        reached = max(reached, rule.hi)
+        if sizes.hi is not None and reached >= sizes.hi:
             return True
     return False

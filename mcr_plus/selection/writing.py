@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 
 import yaml
@@ -21,7 +22,8 @@ def table_text(table: Table, *, comment: Sequence[str] = ()) -> str:
 
     `comment`: lines written above it.
     """
-    return "\n".join([*(f"# {line}".rstrip() for line in comment), *_lines(table)]) + "\n"
+    above = (line for text in comment for line in text.splitlines() or [""])
+    return "\n".join([*(f"# {line}".rstrip() for line in above), *_lines(table)]) + "\n"
 
 
 def save_table(table: Table, path: str | Path, *, comment: Sequence[str] = ()) -> None:
@@ -30,20 +32,19 @@ def save_table(table: Table, path: str | Path, *, comment: Sequence[str] = ()) -
     Raises `ConfigError` if it cannot be written.
     """
     target = Path(path)
-    text = table_text(table, comment=comment)
+    temporary = target.parent / f".{target.name}.{secrets.token_hex(8)}"
+    content = table_text(table, comment=comment).encode()
     try:
-        descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with open(temporary, "xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
     except OSError as error:
-        raise ConfigError(f"{path}: cannot write: {error.strerror}") from None
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)  # as a file opened for writing has it
-        os.replace(name, target)
-    except OSError as error:
-        os.unlink(name)
         raise ConfigError(f"{path}: cannot write: {error.strerror}") from None
 
 
@@ -73,8 +74,7 @@ def _lines(table: Table) -> Iterator[str]:
     if table.fingerprint:
         yield "fingerprint:"
         for name, values in table.fingerprint.items():
-            written = [_scalar(value) for value in values]
-            yield f"  {name}: {written[0] if len(written) == 1 else '[' + ', '.join(written) + ']'}"
+            yield f"  {_yaml(name)}: {_yaml(values[0] if len(values) == 1 else list(values))}"
     if table.strict:
         yield "strict: true"
     yield "rules:"
@@ -83,14 +83,14 @@ def _lines(table: Table) -> Iterator[str]:
 
 
 def _rule_lines(rule: TableRule) -> Iterator[str]:
-    first, *rest = [f"{name}: {_scalar(value)}" for name, value in key_items(rule.key).items()]
+    first, *rest = [f"{name}: {_yaml(value)}" for name, value in key_items(rule.key).items()]
     yield f"  - {first}"
-    for line in (*rest, f"bytes: {rule.span()}", f"backend: {_scalar(rule.backend)}"):
+    for line in (*rest, f"bytes: {rule.span()}", f"backend: {_yaml(rule.backend)}"):
         yield f"    {line}"
     if rule.measured:
         yield "    measured:"
         for choice, curve in rule.measured.items():
-            yield f"      {_scalar(choice)}: {{{', '.join(_points(curve))}}}"
+            yield f"      {_yaml(choice)}: {{{', '.join(_points(curve))}}}"
 
 
 def _points(curve: Mapping[int, float]) -> list[str]:
@@ -99,7 +99,8 @@ def _points(curve: Mapping[int, float]) -> list[str]:
 
 def microseconds(time: float) -> str:
     """A time as tables write it: four significant digits, no exponent."""
-    return f"{float(f'{time:.{_DIGITS}g}'):f}".rstrip("0").rstrip(".")
+    text = f"{Decimal(f'{time:.{_DIGITS}g}'):f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def rounded(curves: Curves) -> dict[str, dict[int, float]]:
@@ -116,7 +117,10 @@ def _counts(value: Range) -> str | int:
     return str(value)
 
 
-def _scalar(value: str | int | bool) -> str:
-    """A value as YAML, in quotes only where it would be taken for something else."""
-    text: str = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+def _yaml(value: str | int | bool | list[str]) -> str:
+    """A value as YAML in one line, in quotes only where it would be taken for something else."""
+    odd = not all(text.isprintable() for text in (value if isinstance(value, list) else [str(value)]))
+    text: str = yaml.safe_dump(
+        value, default_flow_style=True, default_style='"' if odd else None, width=10**6, allow_unicode=True
+    )
     return text.removesuffix("\n").removesuffix("\n...").strip()

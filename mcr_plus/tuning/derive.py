@@ -44,6 +44,7 @@ def derive(request: Request, points: Sequence[Point], fingerprint: Fingerprint, 
                         dtype=None if dtype == first else dtype,
                         ranks=Range(request.ranks, request.ranks + 1),
                         nodes=Range(nodes, nodes + 1),
+                        device="cpu",
                         async_op=async_op,
                     )
                     rules += _rules(key, times)

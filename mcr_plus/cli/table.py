@@ -1,0 +1,211 @@
+"""`mcr-plus table`: tuning tables merged, compared, shrunk, shown, and exchanged with other libraries."""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mcr_plus.cli.output import print_json, print_table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mcr_plus.selection.editing import Change
+    from mcr_plus.selection.table import Curves, Table
+
+app = typer.Typer(no_args_is_help=True, help="Merge, compare, shrink, show, import and export tuning tables.")
+
+
+class PreferChoice(str, Enum):
+    """Values of `--prefer`."""
+
+    first = "first"
+    last = "last"
+
+
+class FormatChoice(str, Enum):
+    """Values of `--format`."""
+
+    nccl_csv = "nccl-csv"
+    openmpi = "openmpi"
+    ucc = "ucc"
+    oneccl = "oneccl"
+
+
+Output = Annotated[Path | None, typer.Option("-o", "--output", help="The file to write; else stdout.")]
+Backend = Annotated[str | None, typer.Option(help="The backend whose rules these are.")]
+TableFile = Annotated[Path, typer.Argument(metavar="TABLE", help="A table file.")]
+
+
+@app.command()
+def merge(
+    tables: Annotated[list[Path], typer.Argument(metavar="TABLE...", help="Table files.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The table file to write.")] = ...,  # type: ignore[assignment]  # required
+    prefer: Annotated[
+        PreferChoice | None, typer.Option(help="Whose rules count where two tables disagree.")
+    ] = None,
+) -> None:
+    """Make one table of several, measured with other numbers of ranks or hosts for instance."""
+    from mcr_plus.selection.editing import merge as merge_tables
+    from mcr_plus.selection.table import load_table
+    from mcr_plus.selection.writing import save_table
+
+    merged = merge_tables([load_table(path) for path in tables], prefer=prefer.value if prefer else None)
+    save_table(merged, output, comment=[f"merged: {', '.join(path.name for path in tables)}"])
+
+
+@app.command()
+def diff(
+    first: Annotated[Path, typer.Argument(metavar="FIRST", help="A table file.")],
+    second: Annotated[Path, typer.Argument(metavar="SECOND", help="Another one.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Show where SECOND chooses otherwise than FIRST; status 0 whether it does or not."""
+    from mcr_plus.selection.editing import diff as compare
+    from mcr_plus.selection.table import load_table
+
+    changes = compare(load_table(first), load_table(second))
+    if as_json:
+        print_json([_plain(change) for change in changes])
+    elif changes:
+        columns = ("what", "bytes", "first", "second", "expected", "note")
+        print_table(f"{first} → {second}", columns, [_row(change) for change in changes])
+    else:
+        print(f"{first} and {second} choose alike")
+
+
+@app.command()
+def shrink(table: TableFile, output: Output = None) -> None:
+    """Write TABLE with fewer rules that choose alike."""
+    from mcr_plus.selection.editing import shrink as shrink_table
+    from mcr_plus.selection.table import load_table
+
+    _write(shrink_table(load_table(table)), output)
+
+
+@app.command()
+def show(table: TableFile) -> None:
+    """Show the rules of TABLE, and the times they were made from."""
+    from mcr_plus.selection.table import load_table
+
+    found = load_table(table)
+    if found.fingerprint:
+        facts = [(name, ", ".join(values)) for name, values in found.fingerprint.items()]
+        print_table("measured with", ("fact", "value"), facts)
+    rows = [(str(rule.key), rule.span(), rule.backend, _times(rule.measured)) for rule in found.rules]
+    title = f"{table}{' (strict)' if found.strict else ''}"
+    print_table(title, ("operations", "bytes", "choice", "measured in µs"), rows)
+
+
+@app.command()
+def export(
+    table: TableFile,
+    format: Annotated[FormatChoice, typer.Option(help="The format to write.")] = ...,  # type: ignore[assignment]  # required
+    output: Output = None,
+    backend: Backend = None,
+) -> None:
+    """Write rules of TABLE for another library; what it cannot be told is on stderr, a line each."""
+    from mcr_plus.selection.interchange import export as export_table
+    from mcr_plus.selection.table import load_table
+
+    _check_backend(backend)
+    text, lost = export_table(format.value, load_table(table), backend=backend)
+    _report("not exported", lost)
+    if output is None:
+        print(text, end="")
+    else:
+        _save(text, output)
+
+
+@app.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file of another library.")],
+    format: Annotated[FormatChoice, typer.Option(help="Its format.")] = ...,  # type: ignore[assignment]  # required
+    output: Output = None,
+    backend: Backend = None,
+) -> None:
+    """Write the table that FILE stands for; what a table cannot say is on stderr, a line each."""
+    from mcr_plus.document import read_bytes
+    from mcr_plus.errors import ConfigError
+    from mcr_plus.selection.interchange import import_ as import_table
+
+    _check_backend(backend)
+    try:
+        text = read_bytes(file, f"{file}:1").decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}:1: not UTF-8 at byte {error.start}; expected text") from None
+    table, lost = import_table(format.value, text, str(file), backend=backend)
+    _report("not imported", lost)
+    _write(table, output, comment=[f"imported from {file.name} ({format.value})"])
+
+
+def _check_backend(name: str | None) -> None:
+    from mcr_plus import registry
+    from mcr_plus.errors import unknown
+
+    known = registry.names("backends")
+    if name is not None and name not in known:
+        raise typer.BadParameter(unknown("backend", name, known), param_hint="--backend")
+
+
+def _report(what: str, lost: Sequence[str]) -> None:
+    for line in lost:
+        print(f"{what}: {line}", file=sys.stderr)
+
+
+def _write(table: Table, output: Path | None, comment: Sequence[str] = ()) -> None:
+    from mcr_plus.selection.writing import save_table, table_text
+
+    if output is None:
+        print(table_text(table, comment=comment), end="")
+    else:
+        save_table(table, output, comment=comment)
+
+
+def _save(text: str, path: Path) -> None:
+    from mcr_plus.errors import ConfigError
+
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot write: {error.strerror}") from None
+
+
+def _plain(change: Change) -> dict[str, Any]:
+    from mcr_plus.selection.writing import key_items
+
+    if change.key is None:
+        return {"fact": change.fact, "before": change.before, "after": change.after}
+    return {
+        "key": key_items(change.key),
+        "bytes": change.span(),
+        "before": change.before,
+        "after": change.after,
+        "only_in": change.only_in,
+        "at": change.at,
+        "before_us": change.before_us,
+        "after_us": change.after_us,
+    }
+
+
+def _row(change: Change) -> tuple[str, str, str, str, str, str]:
+    what, span = (change.fact or "", "") if change.key is None else (str(change.key), change.span())
+    note = f"key only in the {change.only_in}" if change.only_in else ""
+    return what, span, change.before or "-", change.after or "-", change.expected(), note
+
+
+def _times(measured: Curves) -> str:
+    """Fastest and slowest time of every choice that was measured: `mpi 0.9 to 17, gloo 205 to 441`."""
+    from mcr_plus.selection.writing import microseconds
+
+    parts = []
+    for choice, curve in measured.items():
+        if not curve:
+            continue
+        ends = dict.fromkeys(microseconds(time) for time in (min(curve.values()), max(curve.values())))
+        parts.append(f"{choice} {' to '.join(ends)}")
+    return ", ".join(parts)

@@ -1,0 +1,616 @@
+"""Tables edited: several made one, two compared, one made smaller, and overlapping rules made a table.
+
+    merge([load_table("two_ranks.yaml"), load_table("four_ranks.yaml")])
+    diff(load_table("monday.yaml"), load_table("tuesday.yaml"))     # a list of Change
+    shrink(load_table("long.yaml"))
+
+Keys of rules overlap, and then order decides. What is said here about several keys is said per *area*: one of
+the keys, or what some of them have in common. Any operation has a narrowest area that it belongs to, and the
+keys that cover the operation are those that include this area, so a look-up is decided area by area.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Final, Literal, NamedTuple, TypeVar
+
+from mcr_plus.config import kind_matches
+from mcr_plus.errors import ConfigError, InvalidArgument, short
+from mcr_plus.selection.cost import Curve
+from mcr_plus.selection.fingerprint import Fingerprint, merged
+from mcr_plus.selection.table import (
+    IN_PLACE,
+    MAX_RULES,
+    SHARED,
+    Basis,
+    Curves,
+    Table,
+    TableKey,
+    TableRule,
+    parse_table,
+)
+from mcr_plus.selection.writing import size_name, table_text
+from mcr_plus.units import Range, format_size
+
+SCALE: Final = ("ranks", "nodes", "ranks_per_node")
+"""Facts of a fingerprint that are keys of rules too."""
+
+ALL_SIZES: Final = Range(0)
+Prefer = Literal["first", "last"]
+T = TypeVar("T")
+
+
+def checked(table: Table) -> Table:
+    """Return the table after the checks that a file gets; raises `ConfigError` if it fails them."""
+    bare = replace(table, rules=tuple(replace(rule, measured={}) for rule in table.rules))
+    parse_table(table_text(bare), table.name)
+    return table
+
+
+# --- Keys that overlap ----------------------------------------------------------------------------------
+
+
+class _Apart(Exception):
+    """Two keys have no operation in common."""
+
+
+def meet(one: TableKey, other: TableKey) -> TableKey | None:
+    """Return the key of the operations that belong to both.
+
+    None if there are none, or if the two count bytes in ways that only the number of ranks could relate.
+    """
+    common = _common(one, other)
+    if common is None or one.basis == other.basis:
+        return common and replace(common, basis=one.basis)
+    return common if _comparable(common) else None
+
+
+def overlap(one: TableKey, other: TableKey) -> bool:
+    """Tell whether some operation belongs to both keys, however they count its bytes."""
+    return _common(one, other) is not None
+
+
+def _common(one: TableKey, other: TableKey) -> TableKey | None:
+    try:
+        common = TableKey(
+            _kind(one.kind, other.kind),
+            _same(one.dtype, other.dtype),
+            _both(one.ranks, other.ranks),
+            _both(one.nodes, other.nodes),
+            _both(one.ranks_per_node, other.ranks_per_node),
+            _same(one.device, other.device),
+            _same(one.in_place, other.in_place),
+            _same(one.async_op, other.async_op),
+        )
+    except _Apart:
+        return None
+    if common.kind == "*" or common.in_place is None:
+        return common
+    return replace(common, in_place=None) if common.in_place == (common.kind in IN_PLACE) else None
+
+
+def _kind(one: str, other: str) -> str:
+    if kind_matches(one, other):
+        return other
+    if kind_matches(other, one):
+        return one
+    raise _Apart
+
+
+def _same(one: T | None, other: T | None) -> T | None:
+    if one is None or other is None or one == other:
+        return other if one is None else one
+    raise _Apart
+
+
+def _both(one: Range | None, other: Range | None) -> Range | None:
+    if one is None or other is None:
+        return other if one is None else one
+    common = intersection(one, other)
+    if common is None:
+        raise _Apart
+    return common
+
+
+def intersection(one: Range, other: Range) -> Range | None:
+    """Return the numbers that are in both ranges; None if there are none."""
+    ends = [end for end in (one.hi, other.hi) if end is not None]
+    lo, hi = max(one.lo, other.lo), min(ends, default=None)
+    return None if hi is not None and hi <= lo else Range(lo, hi)
+
+
+def single(numbers: Range | None) -> int | None:
+    """Return the only number of a range; None if there are several."""
+    return numbers.lo if numbers is not None and numbers.hi == numbers.lo + 1 else None
+
+
+def counts_all_ranks(kind: str) -> bool:
+    """Tell whether bytes per rank are others than bytes in total, for operations of a kind."""
+    return kind == "*" or kind.removesuffix("_v") in SHARED
+
+
+def _comparable(key: TableKey) -> bool:
+    """Whether bytes in total tell the bytes per rank."""
+    return not counts_all_ranks(key.kind) or single(key.ranks) is not None
+
+
+def narrow_first(keys: Iterable[TableKey]) -> list[TableKey]:
+    """Sort keys so that none stands behind one that includes it; kinds together, `*` last."""
+    ordered = list(keys)
+    families = list(dict.fromkeys(_family(key.kind) for key in ordered))
+    return sorted(ordered, key=lambda key: (key.kind == "*", families.index(_family(key.kind)), _width(key)))
+
+
+def _family(kind: str) -> str:
+    return kind.removesuffix("_v")
+
+
+def _width(key: TableKey) -> tuple[object, ...]:
+    """Grows with every part in which a key is wider than another."""
+    ranges = (key.ranks, key.nodes, key.ranks_per_node)
+    plain = (key.dtype, key.device, key.in_place, key.async_op)
+    parts: list[object] = [not key.kind.endswith("_v"), *(value is None for value in plain)]
+    for value in ranges:
+        if value is None:
+            parts.append((1, 0, 0))
+        else:
+            parts.append((0, float("inf") if value.hi is None else value.hi - value.lo, -value.lo))
+    return tuple(parts)
+
+
+def areas(keys: Iterable[TableKey], limit: int = MAX_RULES) -> list[TableKey]:
+    """Return the keys and all that some of them have in common, narrow ones first.
+
+    Raises `ConfigError` if there are more than `limit`.
+    """
+    found = dict.fromkeys(keys)
+    new = list(found)
+    while new:
+        key = new.pop()
+        for other in list(found):
+            common = meet(key, other) if other != key else key
+            if common is not None and common not in found:
+                found[common] = None
+                new.append(common)
+        if len(found) > limit:
+            what = f"keys overlap in more than {limit} ways; expected fewer keys, or nested ones"
+            raise ConfigError(f"<rules>: rules: {what}")
+    return narrow_first(found)
+
+
+# --- Who takes which sizes ------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """A range of sizes and the rule that takes it; no rule: nobody does."""
+
+    sizes: Range
+    rule: TableRule | None
+
+    @property
+    def choice(self) -> str | None:
+        """`name` or `name:algorithm`."""
+        return None if self.rule is None else self.rule.backend
+
+
+def cover(rules: Iterable[TableRule], area: TableKey) -> list[Piece]:
+    """Return which rule takes which sizes of the operations of an area: the first that includes it.
+
+    The pieces are in order and cover all sizes. Rules whose bytes the area cannot relate to its own are left
+    out, unless they take all sizes.
+    """
+    taken: list[Piece] = []
+    free = [ALL_SIZES]
+    for rule in rules:
+        sizes = _sizes_in(rule, area) if rule.key.includes(area) else None
+        if sizes is None:
+            continue
+        shares = [(gap, intersection(gap, sizes)) for gap in free]
+        taken += [Piece(share, rule) for _, share in shares if share is not None]
+        free = [rest for gap, share in shares for rest in _without(gap, share)]
+        if not free:
+            break
+    return sorted([*taken, *(Piece(gap, None) for gap in free)], key=lambda piece: piece.sizes.lo)
+
+
+def _without(gap: Range, share: Range | None) -> Iterator[Range]:
+    if share is None:
+        yield gap
+        return
+    if gap.lo < share.lo:
+        yield Range(gap.lo, share.lo)
+    if share.hi is not None and share.hi != gap.hi:
+        yield Range(share.hi, gap.hi)
+
+
+def _sizes_in(rule: TableRule, area: TableKey) -> Range | None:
+    """The sizes of a rule as an area counts them; None if that depends on the number of ranks."""
+    sizes = rule.sizes
+    if rule.key.basis == area.basis or sizes == ALL_SIZES or not counts_all_ranks(area.kind):
+        return sizes
+    ranks = single(area.ranks)
+    if ranks is None or area.basis == "per_rank":
+        return None
+    return Range(sizes.lo * ranks, None if sizes.hi is None else sizes.hi * ranks)
+
+
+def by_choice(pieces: Iterable[Piece]) -> list[Piece]:
+    """Join neighbours that make the same choice; each keeps its first rule."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        if joined and joined[-1].choice == piece.choice:
+            joined[-1] = Piece(Range(joined[-1].sizes.lo, piece.sizes.hi), joined[-1].rule)
+        else:
+            joined.append(piece)
+    return joined
+
+
+def tile(rules: Sequence[TableRule], default: str) -> tuple[TableRule, ...]:
+    """Make the rules of a table from rules that may overlap and leave gaps: the first that matches wins.
+
+    Sizes of a key that no rule takes go to `default`. Raises `ConfigError` if keys overlap in too many ways.
+    """
+    tiled = []
+    for area in areas(rule.key for rule in rules):
+        near = next((rule.place for rule in rules if area.includes(rule.key)), "")
+        for sizes, rule in by_choice(cover(rules, area)):
+            place = near if rule is None else rule.place
+            choice = default if rule is None else rule.backend
+            tiled.append(TableRule(choice, sizes.lo, sizes.hi, area, place=place))
+    return tuple(_needed(_joined(tiled)))
+
+
+def _needed(rules: Sequence[TableRule], keep: frozenset[TableKey] = frozenset()) -> list[TableRule]:
+    """The rules without the keys that no look-up would miss; those of `keep` stay anyhow."""
+    keys = list(dict.fromkeys(rule.key for rule in rules))
+    left = list(rules)
+    known = areas(keys)
+    for key in narrow_first(key for key in keys if key not in keep):
+        related = [other for other in keys if overlap(key, other)]
+        if any(meet(key, other) is None for other in related):
+            continue
+        near = [rule for rule in left if rule.key in related]
+        rest = [rule for rule in near if rule.key != key]
+        if all(_decisions(near, area) == _decisions(rest, area) for area in known if key.includes(area)):
+            left = [rule for rule in left if rule.key != key]
+    return left
+
+
+def _decisions(rules: Sequence[TableRule], area: TableKey) -> list[tuple[Range, str | None]]:
+    return [(piece.sizes, piece.choice) for piece in by_choice(cover(rules, area))]
+
+
+# --- Shrinking ------------------------------------------------------------------------------------------
+
+
+def shrink(table: Table) -> Table:
+    """Return a table that chooses alike for every operation, with fewer rules.
+
+    Neighbouring rules of a key that choose alike become one, with the measurements of both. A key without
+    measurements goes if other rules choose the same for all of its operations. Where rules of two keys stand
+    between each other and decide differently, only rules that stand next to each other are joined.
+    """
+    groups = _groups(table.rules, 0)
+    ordered = _ordered(groups)
+    rules = list(table.rules) if ordered is None else [rule for group in ordered for rule in group.by_size()]
+    rules = _joined(rules)
+    measured = frozenset(rule.key for rule in rules if rule.measured)
+    return checked(replace(table, rules=tuple(_needed(rules, measured))))
+
+
+def _joined(rules: Sequence[TableRule]) -> list[TableRule]:
+    """Join rules that follow each other, in the list and in size, and choose alike."""
+    joined: list[TableRule] = []
+    for rule in rules:
+        last = joined[-1] if joined else None
+        if last is not None and (last.key, last.hi, last.backend) == (rule.key, rule.lo, rule.backend):
+            joined[-1] = replace(last, hi=rule.hi, measured=_united(last.measured, rule.measured))
+        else:
+            joined.append(rule)
+    return joined
+
+
+def _united(one: Curves, other: Curves) -> dict[str, dict[int, float]]:
+    """The points of both; where both have one, that of `other`."""
+    names = dict.fromkeys([*one, *other])
+    return {name: {**one.get(name, {}), **other.get(name, {})} for name in names}
+
+
+# --- The order of keys ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The rules of one key in one of several tables, with their positions there."""
+
+    key: TableKey
+    source: int
+    rules: tuple[tuple[int, TableRule], ...]
+
+    @property
+    def place(self) -> str:
+        return self.rules[0][1].place or str(self.key)
+
+    def by_size(self) -> list[TableRule]:
+        return sorted((rule for _, rule in self.rules), key=lambda rule: rule.lo)
+
+    def choices(self) -> tuple[Basis, list[tuple[int, int | None, str]]]:
+        return self.key.basis, [(rule.lo, rule.hi, rule.backend) for rule in self.by_size()]
+
+    def precedes(self, other: _Group) -> bool:
+        """Whether a table with both has to have this one first."""
+        if not overlap(self.key, other.key):
+            return False
+        narrower = other.key.includes(self.key) and not self.key.includes(other.key)
+        return narrower or (self.source == other.source and self._shadows(other))
+
+    def _shadows(self, other: _Group) -> bool:
+        """Whether a rule here takes operations away from one that stands behind it and decides otherwise."""
+        return any(
+            at < behind
+            and rule.backend != later.backend
+            and (self.key.basis != other.key.basis or intersection(rule.sizes, later.sizes) is not None)
+            for at, rule in self.rules
+            for behind, later in other.rules
+        )
+
+
+def _groups(rules: Sequence[TableRule], source: int) -> list[_Group]:
+    found: dict[TableKey, list[tuple[int, TableRule]]] = {}
+    for index, rule in enumerate(rules):
+        found.setdefault(rule.key, []).append((index, rule))
+    return [_Group(key, source, tuple(members)) for key, members in found.items()]
+
+
+def _ordered(groups: Sequence[_Group]) -> list[_Group] | None:
+    """Groups in an order that keeps every `precedes`, else as they came; None if there is no such order."""
+    behind: list[list[int]] = [[] for _ in groups]
+    waits = [0] * len(groups)
+    for index, group in enumerate(groups):
+        for other, candidate in enumerate(groups):
+            if index != other and group.precedes(candidate):
+                behind[index].append(other)
+                waits[other] += 1
+    ready = [index for index, count in enumerate(waits) if count == 0]
+    ordered = []
+    while ready:
+        index = heapq.heappop(ready)
+        ordered.append(groups[index])
+        for other in behind[index]:
+            waits[other] -= 1
+            if waits[other] == 0:
+                heapq.heappush(ready, other)
+    return ordered if len(ordered) == len(groups) else None
+
+
+# --- Merging --------------------------------------------------------------------------------------------
+
+
+def merge(tables: Sequence[Table], *, prefer: Prefer | None = None) -> Table:
+    """Return one table with the rules of all.
+
+    Where fingerprints differ in `ranks`, `nodes` or `ranks_per_node`, rules that do not say for which they
+    hold are given the numbers of their table, so that they do not stand in each other's way. Narrow rules
+    come first. Rules of one key in two tables must choose alike, unless `prefer` says whose count. The
+    fingerprint states every value of the facts that all tables state; the result is strict if one of them is.
+
+    Raises `ConfigError` naming both places if keys collide, or if rules of two keys stand between each other
+    so that neither can come first, and for what the checks of a table refuse.
+    """
+    if prefer not in (None, "first", "last"):
+        raise InvalidArgument(f"prefer: unknown value {short(prefer)}; known: first, last")
+    if not tables:
+        raise InvalidArgument("tables: expected at least one table, got none")
+    if len(tables) == 1:
+        return tables[0]
+    prints = [table.fingerprint for table in tables]
+    groups: list[_Group] = []
+    for index, table in enumerate(tables):
+        _add(groups, _groups(_scaled(table, prints), index), prefer)
+    ordered = _ordered(groups)
+    if ordered is None:
+        raise _entangled(groups)
+    rules = tuple(rule for group in ordered for _, rule in group.rules)
+    strict = any(table.strict for table in tables)
+    return checked(Table(rules, "<merged>", merged(prints), strict))
+
+
+def _scaled(table: Table, prints: Sequence[Fingerprint]) -> list[TableRule]:
+    """The rules of a table, with the facts in which it differs from others as keys."""
+    own: dict[str, Range] = {}
+    for name in SCALE:
+        stated = table.fingerprint.get(name, ())
+        if len(stated) == 1 and stated[0].isdigit() and len({each.get(name) for each in prints}) > 1:
+            own[name] = Range(int(stated[0]), int(stated[0]) + 1)
+    return [replace(rule, key=_restricted(rule.key, own)) for rule in table.rules]
+
+
+def _restricted(key: TableKey, own: dict[str, Range]) -> TableKey:
+    """The key with what it does not say itself."""
+    return TableKey(
+        key.kind, key.dtype, key.ranks or own.get("ranks"), key.nodes or own.get("nodes"),
+        key.ranks_per_node or own.get("ranks_per_node"), key.device, key.in_place, key.async_op, key.basis,
+    )  # fmt: skip
+
+
+def _add(groups: list[_Group], new: Sequence[_Group], prefer: Prefer | None) -> None:
+    """Add the groups of the next table to those of earlier ones."""
+    earlier = {replace(group.key, basis="total"): index for index, group in enumerate(groups)}
+    for group in new:
+        index = earlier.get(replace(group.key, basis="total"))
+        if index is None:
+            groups.append(group)
+        elif groups[index].choices() == group.choices():
+            groups[index] = _remeasured(groups[index], group, prefer)
+        elif prefer is None:
+            what = f"{group.key}: chooses otherwise than {groups[index].place}"
+            raise ConfigError(f"{group.place}: rules: {what}; expected the same, or to prefer first or last")
+        elif prefer == "last":
+            groups[index] = group
+
+
+def _remeasured(one: _Group, other: _Group, prefer: Prefer | None) -> _Group:
+    """The first of two groups that choose alike, with the measurements of both."""
+    twins = {rule.lo: rule.measured for _, rule in other.rules}
+    rules = []
+    for at, rule in one.rules:
+        older, newer = rule.measured, twins[rule.lo]
+        both = _united(older, newer) if prefer == "last" else _united(newer, older)
+        rules.append((at, replace(rule, measured=both)))
+    return replace(one, rules=tuple(rules))
+
+
+def _entangled(groups: Sequence[_Group]) -> ConfigError:
+    for index, one in enumerate(groups):
+        for other in groups[index + 1 :]:
+            if one.precedes(other) and other.precedes(one):
+                what = f"{one.key} and {other.key} ({other.place}) stand between each other"
+                return ConfigError(f"{one.place}: rules: {what}; expected the rules of each key together")
+    places = ", ".join(group.place for group in groups)
+    return ConfigError(f"<merged>: rules: no order puts narrow keys first ({places}); expected nested keys")
+
+
+# --- Comparing ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Change:
+    """One difference between two tables: of what they choose for `key` and `sizes`, or of a `fact`.
+
+    `before` and `after` are choices (or values of the fact), None where a table says nothing. `only_in`: the
+    key stands in one of the two alone; the other's choice, if any, is that of its wider rules. `before_us`
+    and `after_us` are expected microseconds of one operation of `at` bytes, each from the measurements of its
+    own table; None where nothing was measured around that size.
+    """
+
+    before: str | None
+    after: str | None
+    key: TableKey | None = None
+    sizes: Range = ALL_SIZES
+    only_in: Literal["first", "second"] | None = None
+    at: int | None = None
+    before_us: float | None = None
+    after_us: float | None = None
+    fact: str | None = None
+
+    def span(self) -> str:
+        """The range of sizes as files write it: `64KiB..1MiB`."""
+        return f"{format_size(self.sizes.lo)}..{'' if self.sizes.hi is None else format_size(self.sizes.hi)}"
+
+    def expected(self) -> str:
+        """The expected times: `17 µs → 12 µs at 64KiB`; empty if neither was measured."""
+        if self.at is None or (self.before_us is None and self.after_us is None):
+            return ""
+        return f"{_microseconds(self.before_us)} → {_microseconds(self.after_us)} at {size_name(self.at)}"
+
+    def __str__(self) -> str:
+        """Name the change in one line: `all_reduce 64KiB..: mpi → gloo (17 µs → 12 µs at 64KiB)`."""
+        where = self.fact if self.key is None else f"{self.key} {self.span()}"
+        notes = [f"key only in the {self.only_in} table" if self.only_in else "", self.expected()]
+        behind = "; ".join(note for note in notes if note)
+        return f"{where}: {self.before or '-'} → {self.after or '-'}{f' ({behind})' if behind else ''}"
+
+
+def _microseconds(time: float | None) -> str:
+    return "-" if time is None else f"{time:.4g} µs"
+
+
+def diff(a: Table, b: Table) -> list[Change]:
+    """Return where two tables choose differently, keys that only one has, and facts that differ.
+
+    What rules shadow is not compared: tables that choose alike for every operation differ in keys at most.
+    Where one counts bytes per rank and the other in total, and the number of ranks is open, each is compared
+    with rules that count as it does.
+    """
+    own = (a.by_key(), b.by_key())
+    known = areas([*own[0], *own[1]])
+    changes = {key: _changes(a, b, key, _only_in(key, own)) for key in known}
+    real = [change for key in known if key in own[0] or key in own[1] for change in changes[key]]
+    for key in known:
+        if key not in own[0] and key not in own[1]:
+            changes[key] = [change for change in changes[key] if not any(_implies(c, change) for c in real)]
+    return [*(change for key in known for change in changes[key]), *_fact_changes(a, b)]
+
+
+def _only_in(
+    key: TableKey, own: tuple[dict[TableKey, list[TableRule]], dict[TableKey, list[TableRule]]]
+) -> Literal["first", "second"] | None:
+    if (key in own[0]) == (key in own[1]):
+        return None
+    return "first" if key in own[0] else "second"
+
+
+def _implies(wide: Change, narrow: Change) -> bool:
+    """Whether a change of a whole key says what happens in a part of it."""
+    assert wide.key is not None
+    assert narrow.key is not None
+    return (
+        (wide.before, wide.after) == (narrow.before, narrow.after)
+        and wide.key.includes(narrow.key)
+        and wide.key.basis == narrow.key.basis
+        and intersection(wide.sizes, narrow.sizes) == narrow.sizes
+    )
+
+
+def _changes(a: Table, b: Table, key: TableKey, only_in: Literal["first", "second"] | None) -> list[Change]:
+    found: list[Change] = []
+    for sizes, before, after in _side_by_side(cover(a.rules, key), cover(b.rules, key)):
+        if before == after and only_in is None:
+            continue
+        last = found[-1] if found else None
+        if last is not None and (last.before, last.after, last.sizes.hi) == (before, after, sizes.lo):
+            found[-1] = replace(last, sizes=Range(last.sizes.lo, sizes.hi))
+        else:
+            found.append(Change(before, after, key, sizes, only_in))
+    return [_timed(change, a, b) for change in found]
+
+
+def _side_by_side(
+    one: Sequence[Piece], other: Sequence[Piece]
+) -> Iterator[tuple[Range, str | None, str | None]]:
+    """Split at the bounds of both, and tell what each chooses."""
+    cuts = sorted({piece.sizes.lo for piece in (*one, *other)})
+    for lo, hi in pairwise([*cuts, None]):
+        assert lo is not None
+        here = [next(p.choice for p in pieces if p.sizes.covers(lo)) for pieces in (one, other)]
+        yield Range(lo, hi), here[0], here[1]
+
+
+def _timed(change: Change, a: Table, b: Table) -> Change:
+    """The change with expected times at a size that was measured, in the middle of those in its range."""
+    assert change.key is not None
+    points = [_points(a, change.key, change.before), _points(b, change.key, change.after)]
+    if not any(points):
+        return change
+    shared = set(points[0]) & set(points[1]) if all(points) else set()
+    inside = sorted(size for size in shared or {*points[0], *points[1]} if change.sizes.covers(size))
+    at = inside[len(inside) // 2] if inside else change.sizes.lo
+    return replace(change, at=at, before_us=_expected(points[0], at), after_us=_expected(points[1], at))
+
+
+def _points(table: Table, key: TableKey, choice: str | None) -> dict[int, float]:
+    """What a table measured of a choice under a key: microseconds by bytes."""
+    rules = [rule for rule in table.rules if rule.key == key and choice is not None]
+    return {size: time for rule in rules for size, time in rule.measured.get(choice or "", {}).items()}
+
+
+def _expected(points: dict[int, float], size: int) -> float | None:
+    if not points:
+        return None
+    estimate = Curve.through(points).at(size)
+    return None if estimate.extrapolated else estimate.us
+
+
+def _fact_changes(a: Table, b: Table) -> list[Change]:
+    facts = [_facts(a), _facts(b)]
+    names = dict.fromkeys([*facts[0], *facts[1]])
+    pairs = {name: (facts[0].get(name), facts[1].get(name)) for name in names}
+    return [Change(old, new, fact=name) for name, (old, new) in pairs.items() if old != new]
+
+
+def _facts(table: Table) -> dict[str, str]:
+    stated = {name: ", ".join(sorted(values)) for name, values in table.fingerprint.items()}
+    return {**stated, "strict": str(table.strict).lower()}

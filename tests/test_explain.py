@@ -1,0 +1,406 @@
+"""`mcr.explain` and `mcr-plus explain`: the rule that decided, expected costs, and why the others lost."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mcr_plus as mcr
+from mcr_plus import registry
+from mcr_plus.backends import backend_class
+from mcr_plus.backends.gloo import GlooBackend
+from mcr_plus.cli.main import main
+from mcr_plus.errors import ConfigError, InvalidArgument
+from mcr_plus.interfaces import Availability, Support, World
+from mcr_plus.message import Signature
+from mcr_plus.selection import stage
+from mcr_plus.selection.stage import built_in_table
+from mcr_plus.selection.table import Query
+
+K = 1024
+TABLE = """\
+version: 1
+rules:
+  - kind: all_reduce
+    bytes: 0..64KiB
+    backend: mpi
+    measured:
+      mpi: {8B: 1, 64KiB: 20}
+      gloo: {8B: 205, 64KiB: 440}
+      "quick:ring": {8B: 3}
+      "quick:star": {8B: 3}
+      nccl: {8B: 0.5}
+  - kind: all_reduce
+    bytes: 64KiB..
+    backend: gloo
+    measured:
+      mpi: {1MiB: 100}
+      gloo: {1MiB: 500}
+  - kind: broadcast
+    ranks: 2
+    bytes: 0..
+    backend: mpi
+    measured: {mpi: {8B: 2, 1MiB: 200}}
+  - {kind: broadcast, nodes: 1, bytes: 0.., backend: mpi}
+  - {kind: broadcast, bytes: 0.., backend: gloo}
+  - {kind: reduce, ranks_per_node: 3, bytes: 0.., backend: mpi}
+  - {kind: reduce, bytes: 0.., backend: gloo}
+  - {kind: send, async: true, bytes: 0.., backend: gloo}
+  - {kind: all_to_all, bytes: 0..64KiB, backend: mpi, measured: {mpi: {8B: 1}, gloo: {8B: 2}}}
+  - {kind: all_to_all, bytes: 64KiB.., backend: gloo, measured: {mpi: {1MiB: 1000}, gloo: {1MiB: 500}}}
+  - {kind: scatter, bytes: 0.., backend: "quick:ring", measured: {"quick:ring": {8B: 4}, gloo: {8B: 8}}}
+"""
+
+
+class QuickBackend(GlooBackend):
+    """gloo under another name, with an algorithm to choose."""
+
+    @classmethod
+    def supports(cls, signature: Signature) -> Support:
+        if signature.algorithm not in (None, "ring"):
+            return Support("no", f"algorithm '{signature.algorithm}'; quick has ring")
+        return super().supports(signature.replace(algorithm=None))
+
+
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setitem(registry.BACKENDS, "quick", QuickBackend)
+    path = tmp_path / "table.yaml"
+    path.write_text(TABLE)
+    return path
+
+
+def config(folder: Path, text: str = "", backends: str = "mpi, gloo, quick", select: str = "") -> Path:
+    path = folder / "run.yaml"
+    path.write_text(
+        f"version: 1\nbackends: [{backends}]\n"
+        f"pipeline: [{{select: {{table: table.yaml{select}}}}}, {{dispatch: {{}}}}]\n{text}"
+    )
+    return path
+
+
+def line_of(text: str) -> int:
+    """The line of the first rule of the table that has `text` in it."""
+    lines = TABLE.splitlines()
+    found = next(number for number, line in enumerate(lines) if text in line)
+    return 1 + max(number for number in range(found + 1) if lines[number].startswith("  - "))
+
+
+def test_the_rule_that_decided(table: Path) -> None:
+    way = mcr.explain("all_reduce", 8, config=config(table.parent))
+    assert way["table_rule"] == f"{table}:3"
+    assert way["expected_us"] == 1.0
+    assert way["backends"] == ["mpi"]
+    assert (way["kind"], way["bytes"], way["ranks"], way["nodes"], way["async_op"]) == (
+        "all_reduce",
+        8,
+        2,
+        1,
+        False,
+    )
+    (choice,) = [step for step in way["steps"] if step["stage"] == "select"]
+    assert f"{table}:3" in choice["decision"]
+    assert {name: choice[name] for name in ("table_rule", "expected_us", "alternatives")} == {
+        name: way[name] for name in ("table_rule", "expected_us", "alternatives")
+    }
+    large = mcr.explain("all_reduce", 1 << 20, config=config(table.parent))
+    assert (large["table_rule"], large["expected_us"], large["backends"]) == (f"{table}:12", 500.0, ["gloo"])
+
+
+def test_every_alternative_and_why(table: Path) -> None:
+    found = mcr.explain("all_reduce", 8, config=config(table.parent))["alternatives"]
+    assert list(found) == ["mpi", "gloo", "quick", "quick:ring", "quick:star", "nccl"]
+    whys = {name: each["why"] for name, each in found.items()}
+    assert whys == {
+        "mpi": "chosen",
+        "gloo": "expected to take 205 × as long",
+        "quick": "not measured",
+        "quick:ring": "expected to take 3 × as long",
+        "quick:star": "algorithm 'star'; quick has ring",
+        "nccl": "not part of this job",
+    }
+    times = {name: each["expected_us"] for name, each in found.items()}
+    assert times == {
+        "mpi": 1.0,
+        "gloo": 205.0,
+        "quick": None,
+        "quick:ring": 3.0,
+        "quick:star": None,
+        "nccl": None,
+    }
+    assert {name: each["support"] for name, each in found.items()} == {
+        "mpi": "native", "gloo": "native", "quick": "native", "quick:ring": "native", "quick:star": "no",
+        "nccl": "no",
+    }  # fmt: skip
+
+
+def test_between_and_beyond_measured_sizes(table: Path) -> None:
+    path = config(table.parent)
+    inside, beyond = (mcr.explain("all_reduce", nbytes, config=path) for nbytes in (32 * K, 16 << 20))
+    assert 1.0 < inside["expected_us"] < 20.0
+    assert inside["alternatives"]["mpi"]["extrapolated"] is False
+    assert beyond["expected_us"] > 500.0
+    assert beyond["alternatives"]["gloo"]["extrapolated"] is True
+    below = mcr.explain("all_reduce", 4, config=path)
+    assert (below["expected_us"], below["alternatives"]["mpi"]["extrapolated"]) == (1.0, True)
+    # 20 µs at 64 KiB is of another rule of the same key: one curve
+    assert mcr.explain("all_reduce", 64 * K, config=path)["alternatives"]["mpi"]["expected_us"] == 20.0
+
+
+def test_a_faster_alternative_is_not_hidden(table: Path) -> None:
+    mpi = mcr.explain("all_reduce", 1 << 20, config=config(table.parent))["alternatives"]["mpi"]
+    assert mpi["why"] == "expected to be 5 × as fast, but the table says otherwise"
+
+
+def test_what_a_library_cannot_do_is_said_in_its_words(table: Path) -> None:
+    path = config(table.parent, backends="mpi, gloo, nccl")
+    nccl = mcr.explain("all_reduce", 8, config=path)["alternatives"]["nccl"]
+    assert nccl["support"] == "no"
+    assert nccl["why"] == nccl["how"] != ""
+    assert nccl["expected_us"] is None  # measured, but not for this
+
+
+def test_a_library_that_is_named_wins(table: Path) -> None:
+    rules = "rules:\n  - match: {kind: all_reduce}\n    backend: gloo\n"
+    way = mcr.explain("all_reduce", 8, config=config(table.parent, rules))
+    assert way["table_rule"] is None
+    assert way["expected_us"] == 205.0
+    assert way["steps"][0]["rule"] == f"{table.parent / 'run.yaml'}:5: rules[0]"
+    whys = {name: each["why"] for name, each in way["alternatives"].items()}
+    assert whys["gloo"] == "chosen"
+    assert whys["mpi"] == whys["quick:ring"] == "another was named"
+    assert whys["nccl"] == "not part of this job"
+
+
+def test_algorithms(table: Path) -> None:
+    way = mcr.explain("scatter", 8, config=config(table.parent))
+    assert way["backends"] == ["quick"]
+    assert way["alternatives"]["quick:ring"]["why"] == "chosen"
+    assert way["alternatives"]["gloo"]["why"] == "expected to take 2 × as long"
+    dispatched = way["steps"][-1]["operation"]
+    assert "backend=quick" in dispatched
+    assert "algorithm=ring" in dispatched
+    with pytest.raises(mcr.Unsupported, match=r"backend 'quick:star' .* algorithm 'star'; quick has ring"):
+        mcr.explain(
+            "scatter",
+            8,
+            config=config(table.parent, 'rules: [{match: {kind: scatter}, backend: "quick:star"}]'),
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "nodes", "rule"),
+    [
+        ("broadcast", 2, 1, "ranks: 2"),
+        ("broadcast", 3, 1, "nodes: 1"),
+        ("broadcast", 3, 2, "{kind: broadcast, bytes"),
+        ("reduce", 3, 1, "ranks_per_node: 3"),
+        ("reduce", 5, 2, "ranks_per_node: 3"),  # 3 and 2
+        ("reduce", 6, 2, "ranks_per_node: 3"),
+        ("reduce", 7, 2, "{kind: reduce, bytes"),  # 4 and 3
+        ("reduce", 9, 3, "ranks_per_node: 3"),
+        ("reduce", 6, 6, "{kind: reduce, bytes"),
+    ],
+)
+def test_ranks_are_spread_over_nodes(table: Path, kind: str, ranks: int, nodes: int, rule: str) -> None:
+    way = mcr.explain(kind, 8, ranks=ranks, nodes=nodes, config=config(table.parent))
+    assert way["table_rule"] == f"{table}:{line_of(rule)}"
+    assert (way["ranks"], way["nodes"]) == (ranks, nodes)
+
+
+def test_costs_of_other_numbers_of_ranks_are_flagged(table: Path) -> None:
+    found = mcr.explain("broadcast", 8, ranks=3, config=config(table.parent))
+    assert found["expected_us"] == 2.0
+    assert found["alternatives"]["mpi"]["extrapolated"] is True
+
+
+def test_async_rules(table: Path) -> None:
+    path = config(table.parent)
+    way = mcr.explain("send", 8, config=path, async_op=True)
+    assert way["table_rule"] == f"{table}:{line_of('async: true')}"
+    assert way["async_op"] is True
+    assert "async" in way["steps"][0]["operation"]
+    other = mcr.explain("send", 8, config=path)
+    assert (other["table_rule"], other["backends"]) == (None, ["mpi"])
+
+
+def test_vector_kinds_go_by_the_size_they_are_given(table: Path) -> None:
+    unsized = mcr.explain("all_to_all_v", 8, config=config(table.parent))
+    assert (unsized["backends"], unsized["expected_us"]) == (["gloo"], None)
+    sized = mcr.explain("all_to_all_v", 8, config=config(table.parent, select=", vector_size: 8B"))
+    assert (sized["backends"], sized["expected_us"]) == (["mpi"], 1.0)
+    assert sized["alternatives"]["gloo"]["why"] == "expected to take 2 × as long"
+
+
+def test_a_rule_that_was_not_followed_is_not_named(table: Path) -> None:
+    assert mcr.explain("all_reduce", 8, ranks=1, config=config(table.parent))["table_rule"] is None
+
+
+def test_what_was_measured_is_not_called_not_measured(table: Path) -> None:
+    table.write_text(
+        "version: 1\nrules: [{kind: send, bytes: 0.., backend: mpi, measured: {gloo: {8B: 5}}}]\n"
+    )
+    gloo = mcr.explain("send", 8, config=config(table.parent))["alternatives"]["gloo"]
+    assert gloo["expected_us"] == 5.0
+    assert gloo["why"] != "not measured"
+
+
+def test_factors_are_plain_numbers(table: Path) -> None:
+    table.write_text(TABLE.replace("gloo: {8B: 205,", "gloo: {8B: 12345,"))
+    gloo = mcr.explain("all_reduce", 8, config=config(table.parent))["alternatives"]["gloo"]
+    assert "e+" not in gloo["why"]
+
+
+def test_no_table_no_costs() -> None:
+    way = mcr.explain("all_reduce", 8, config={"version": 1, "backends": ["mpi", "gloo"]})
+    assert (way["table_rule"], way["expected_us"]) == (None, None)
+    assert way["alternatives"]["gloo"]["why"] == "later in the built-in preference"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"nodes": 0}, "nodes: expected 1 to 2, the number of ranks, got 0"),
+        ({"nodes": 3}, "nodes: expected 1 to 2, the number of ranks, got 3"),
+        ({"nbytes": 7}, "7 is not a whole number of float32"),
+        ({"nbytes": -4}, "expected at least 0"),
+        ({"dtype": "float"}, "unknown 'float'; known: float64, "),
+        ({"kind": "allreduce"}, "unknown operation 'allreduce'; known: all_reduce, "),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidArgument, match=text):
+        mcr.explain(**{"kind": "all_reduce", "nbytes": 8, **arguments})
+
+
+def test_a_broken_table_is_named(table: Path) -> None:
+    path = config(table.parent)
+    table.write_text(TABLE.replace("8B: 1,", "8B: -1,"))
+    with pytest.raises(ConfigError, match=rf"{re.escape(str(table))}:7: rules\[0\]\.measured\.mpi\.8B: "):
+        mcr.explain("all_reduce", 8, config=path)
+
+
+# -- the command ---------------------------------------------------------------------------------------------
+
+
+def command(*words: str) -> tuple[int, str]:
+    """Exit status and output of `mcr-plus explain`."""
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(io.StringIO()):
+        patch.setattr(sys, "argv", ["mcr-plus", "explain", *words])
+        try:
+            main()
+        except SystemExit as ended:
+            return int(ended.code or 0), out.getvalue()
+    return 0, out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        (["all_reduce", "8"], ("all_reduce", 8, {})),
+        (["all_reduce", "1MiB", "--dtype", "float16"], ("all_reduce", 1 << 20, {"dtype": "float16"})),
+        (["broadcast", "8B", "--ranks", "6", "--nodes", "2"], ("broadcast", 8, {"ranks": 6, "nodes": 2})),
+        (["send", "64KiB", "--async", "--tag", "x"], ("send", 64 * K, {"async_op": True, "tag": "x"})),
+        (["all_to_all_v", "8"], ("all_to_all_v", 8, {})),
+        (["scatter", "8"], ("scatter", 8, {})),
+        (["all_reduce", "8", "--ranks", "1"], ("all_reduce", 8, {"ranks": 1})),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_the_command_gives_the_same_document(
+    table: Path, words: list[str], arguments: tuple[str, int, dict[str, Any]]
+) -> None:
+    path = config(table.parent)
+    kind, nbytes, more = arguments
+    status, out = command(*words, "--config", str(path), "--json")
+    assert status == 0
+    assert json.loads(out) == mcr.explain(kind, nbytes, config=path, **more)
+
+
+def test_for_people_it_names_the_rule_and_every_alternative(table: Path) -> None:
+    status, out = command("all_reduce", "8", "--config", str(config(table.parent)))
+    assert status == 0
+    lines = out.splitlines()
+    assert lines[0] == "all_reduce 8 bytes float32, 2 ranks on 1 host"
+    assert f"  table rule: {table}:3" in lines
+    assert lines[-1] == "=> mpi"
+    rows = {line.split()[0]: line for line in lines if line.startswith("  ") and len(line.split()) > 3}
+    for name, each in mcr.explain("all_reduce", 8, config=config(table.parent))["alternatives"].items():
+        assert rows[name].endswith(each["why"])
+        assert each["support"] in rows[name].split()
+    assert "205 µs" in rows["gloo"]
+    assert rows["nccl"].split()[1] == "-"
+
+
+def test_for_people_it_names_rules_and_what_is_extrapolated(table: Path) -> None:
+    rules = "rules:\n  - match: {kind: all_reduce}\n    backend: gloo\n"
+    path = config(table.parent, rules)
+    _, out = command("all_reduce", "1GiB", "--config", str(path), "--nodes", "2", "--async", "--tag", "mlp")
+    lines = out.splitlines()
+    assert lines[0].endswith(", 2 ranks on 2 hosts, async, tag mlp")
+    assert f"  rule: {path}:5: rules[0]" in lines
+    assert "table rule" not in out
+    (gloo,) = [line for line in lines if line.endswith("chosen")]
+    assert re.search(r" \d{5} µs \(extrapolated\) ", gloo)
+
+
+@pytest.mark.parametrize("words", [["all_reduce", "8", "--nodes", "3"], ["all_reduce", "7"]], ids=" ".join)
+def test_arguments_that_make_no_sense_are_bad_usage(words: list[str]) -> None:
+    assert command(*words) == (2, "")
+
+
+# -- the tables that come with it ----------------------------------------------------------------------------
+
+
+def world(size: int = 2, hosts: int = 1, **libraries: str) -> World:
+    names = tuple(f"host{rank * hosts // size}" for rank in range(size))
+    return World(0, size, names, 300.0, libraries=libraries)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        world(),
+        world(gloo="gloo of torch 2.13.0"),
+        world(mpi="Intel MPI 2021.14"),
+        world(mpi="MVAPICH 3.0"),
+        world(1, mpi="Open MPI 5.0.11"),
+        world(3, mpi="Open MPI 5.0.11"),
+        world(2, 2, mpi="Open MPI 5.0.11"),
+    ],
+    ids=lambda job: f"{job.size} ranks, {len(set(job.hosts))} hosts, {dict(job.libraries)}",
+)
+def test_no_table_for_jobs_of_another_kind(job: World) -> None:
+    assert built_in_table(job) is None
+
+
+@pytest.mark.parametrize("mpi", ["Open MPI 5.0.11", "Open MPI 4.1.0", "MPICH 5.0.2"])
+def test_two_ranks_on_a_host_have_a_table_of_libraries_that_are_there(mpi: str) -> None:
+    found = built_in_table(world(mpi=mpi))
+    assert found is not None
+    assert found.lookup(Query("all_reduce", 8)) is not None
+    assert {rule.backend.partition(":")[0] for rule in found.rules} <= {"mpi", "gloo"}
+
+
+def test_the_table_is_that_of_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, backend in (("openmpi", "mpi"), ("mpich", "gloo")):
+        text = f'version: 1\nrules: [{{kind: "*", bytes: 0.., backend: {backend}}}]\n'
+        (tmp_path / f"{name}_2ranks_1host.yaml").write_text(text)
+    monkeypatch.setattr(stage, "_TABLES", tmp_path)
+    for mpi, backend in (("Open MPI 5.0.11", "mpi"), ("MPICH 5.0.2", "gloo")):
+        found = built_in_table(world(mpi=mpi))
+        assert found is not None
+        assert [rule.backend for rule in found.rules] == [backend]
+
+
+def test_a_table_of_cpu_tensors_does_not_decide_about_cuda_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_class("nccl"), "availability", lambda: Availability(True, "2.28"))
+    assert mcr.explain("all_reduce", 1 << 20, device="cuda")["backends"] == ["nccl"]

@@ -27,7 +27,7 @@ from mcr_plus.launch import mpi_flavour, mpi_usable
 from mcr_plus.message import Group, Message, Signature
 from mcr_plus.selection.table import Query, load_table, parse_table
 from mcr_plus.selection.writing import table_text
-from mcr_plus.tuning.derive import choose, crossover, derive
+from mcr_plus.tuning.derive import choose, crossover, derive, justified
 from mcr_plus.tuning.measure import Effort, Meter
 from mcr_plus.tuning.operations import KINDS, Cell, Subject, whole_size
 from mcr_plus.tuning.plan import Request, Task, next_task, stages
@@ -189,9 +189,25 @@ def test_noise_makes_no_patchwork() -> None:
     assert len(set(choose(times))) == 1
 
 
+def test_only_what_the_intervals_bear_out_counts_in_full() -> None:
+    apart = justified({"a": Timing(1, 1.0, 1, 0.9, 1.1, 9), "b": Timing(3, 3.0, 3, 2.2, 4.0, 9)})
+    assert apart["a"] == 1.0
+    assert apart["b"] == pytest.approx(2.0 * 3**0.2)
+    blurred = justified({"a": Timing(1, 1.0, 1, 0.5, 3.0, 9), "b": Timing(2, 2.0, 2, 0.9, 4.0, 9)})
+    assert blurred["b"] == pytest.approx(2**0.2)
+
+
+def test_an_advantage_within_the_noise_counts_where_it_is_everywhere() -> None:
+    a, b = Timing(1, 1.0, 1, 0.8, 1.2, 9), Timing(1, 1.1, 1, 0.9, 1.3, 9)
+    assert set(choose([justified({"b": b, "a": a}) for _ in range(5)])) == {"a"}
+    once = [justified({"b": a, "a": b}) for _ in range(5)]
+    once[2] = justified({"b": b, "a": a})
+    assert set(choose(once)) == {"b"}
+
+
 def test_a_crossover_lies_where_two_lines_meet() -> None:
     # 16 → 256 bytes: a from 1 to 16 µs, b constant 4 µs: a power law meets it at 64 bytes
-    times = {16: {"a": 1.0, "b": 4.0}, 256: {"a": 16.0, "b": 4.0}}
+    times = {16: {"a": timing(1.0), "b": timing(4.0)}, 256: {"a": timing(16.0), "b": timing(4.0)}}
     assert crossover(times, 16, 256, "a", "b") == 64
 
 

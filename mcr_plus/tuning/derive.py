@@ -15,15 +15,17 @@ from typing import Final
 from mcr_plus.selection.fingerprint import Fingerprint
 from mcr_plus.selection.table import Table, TableKey, TableRule
 from mcr_plus.tuning.operations import Cell
-from mcr_plus.tuning.plan import Request, times_by_size
+from mcr_plus.tuning.plan import Request, by_size
 from mcr_plus.tuning.points import Point
+from mcr_plus.tuning.statistics import Timing
 from mcr_plus.units import Range
 
 _CHANGE: Final = log(1.02)  # what a change must save, over all sizes of its range
+_UNPROVEN: Final = 0.2  # weight of a difference that the intervals do not bear out
 _BITS: Final = 5
 _P2P: Final = ("send", "recv")
 
-Times = Mapping[int, Mapping[str, float]]
+Timings = Mapping[int, Mapping[str, Timing]]
 
 
 def derive(request: Request, points: Sequence[Point], fingerprint: Fingerprint, nodes: int) -> Table:
@@ -37,7 +39,7 @@ def derive(request: Request, points: Sequence[Point], fingerprint: Fingerprint, 
     for dtype in (*others, first):
         for kind in request.kinds:
             named = _P2P if kind == "send" else (kind,)  # both ends of a message must choose alike
-            for async_op, times in _manners(points, Cell(kind, 0, dtype)):
+            for async_op, timings in _manners(points, Cell(kind, 0, dtype)):
                 for name in named:
                     key = TableKey(
                         name,
@@ -47,36 +49,52 @@ def derive(request: Request, points: Sequence[Point], fingerprint: Fingerprint, 
                         device="cpu",
                         async_op=async_op,
                     )
-                    rules += _rules(key, times)
+                    rules += _rules(key, timings)
     return Table(tuple(rules), "<tuned>", dict(fingerprint))
 
 
-def _manners(points: Sequence[Point], like: Cell) -> list[tuple[bool | None, Times]]:
-    """(async_op of the rules, times) for synchronous and asynchronous operations; None holds for both."""
-    waited = times_by_size(points, like, overlap=False)
+def _manners(points: Sequence[Point], like: Cell) -> list[tuple[bool | None, Timings]]:
+    """(async_op of the rules, timings) for synchronous and asynchronous operations; None holds for both."""
+    waited = by_size(points, like, overlap=False)
     later = Cell(like.kind, 0, like.dtype, async_op=True)
-    exposed = times_by_size(points, later, overlap=True) or times_by_size(points, later, overlap=False)
+    exposed = by_size(points, later, overlap=True) or by_size(points, later, overlap=False)
     if not exposed:
         return [(None, waited)] if waited else []
-    return [(flag, times) for flag, times in ((False, waited), (True, exposed)) if times]
+    return [(flag, found) for flag, found in ((False, waited), (True, exposed)) if found]
 
 
-def _rules(key: TableKey, times: Times) -> list[TableRule]:
-    sizes = sorted(times)
-    chosen = list(zip(sizes, choose([times[size] for size in sizes]), strict=True))
+def _rules(key: TableKey, timings: Timings) -> list[TableRule]:
+    sizes = sorted(timings)
+    chosen = list(zip(sizes, choose([justified(timings[size]) for size in sizes]), strict=True))
     runs = [(way, [size for size, _ in run]) for way, run in groupby(chosen, lambda each: each[1])]
     starts = [0]
     for (before, one), (after, other) in pairwise(runs):
-        starts.append(crossover(times, one[-1], other[0], before, after))
+        starts.append(crossover(timings, one[-1], other[0], before, after))
     rules = []
     for index, (way, _) in enumerate(runs):
         low, high = starts[index], starts[index + 1] if index + 1 < len(runs) else None
-        rules.append(TableRule(way, low, high, key, _measured(times, low, high)))
+        rules.append(TableRule(way, low, high, key, _measured(timings, low, high)))
     return rules
 
 
+def justified(timings: Mapping[str, Timing]) -> dict[str, float]:
+    """How many times as slow as the best each way has been shown to be, for `choose`.
+
+    That is where the confidence intervals leave a gap. What lies inside them counts for little: it decides
+    only where it is the same over several sizes.
+    """
+    best = min(timings.values(), key=lambda timing: timing.p50)
+    return {
+        way: max(1.0, timing.low / best.high) * (timing.p50 / best.p50) ** _UNPROVEN
+        for way, timing in timings.items()
+    }
+
+
 def choose(times: Sequence[Mapping[str, float]]) -> list[str]:
-    """The way for each size in turn: least sum of log times plus a price for every change of way."""
+    """The way for each size in turn: least sum of log times plus a price for every change of way.
+
+    `times`: by way, in any unit.
+    """
     known = list(dict.fromkeys(way for each in times for way in each))
     best: dict[str, tuple[float, tuple[str, ...]]] = dict.fromkeys(known, (0.0, ()))
     for each in times:
@@ -90,12 +108,12 @@ def choose(times: Sequence[Mapping[str, float]]) -> list[str]:
     return list(min(best.values(), key=lambda state: state[0])[1])
 
 
-def crossover(times: Times, low: int, high: int, before: str, after: str) -> int:
+def crossover(timings: Timings, low: int, high: int, before: str, after: str) -> int:
     """Where between two measured sizes `after` becomes as fast as `before`: lines in log-log.
 
     Rounded to five binary digits where that stays between the two: nothing is known more exactly.
     """
-    gains = [log(_of(times[size], before) / _of(times[size], after)) for size in (low, high)]
+    gains = [log(_of(timings[size], before) / _of(timings[size], after)) for size in (low, high)]
     if gains[0] >= 0 or gains[1] <= 0:  # the change was made for the sake of neighbours
         share = 0.5 if gains[0] < 0 else 0.0
     else:
@@ -105,19 +123,19 @@ def crossover(times: Times, low: int, high: int, before: str, after: str) -> int
     return min(max(low + 1, round(found / grain) * grain), high)
 
 
-def _of(times: Mapping[str, float], way: str) -> float:
+def _of(timings: Mapping[str, Timing], way: str) -> float:
     """A way's time; one that was not measured there is taken to be twice as slow as the slowest."""
-    return times.get(way, 2 * max(times.values()))
+    return timings[way].p50 if way in timings else 2 * max(timing.p50 for timing in timings.values())
 
 
-def _measured(times: Times, low: int, high: int | None) -> dict[str, dict[int, float]]:
+def _measured(timings: Timings, low: int, high: int | None) -> dict[str, dict[int, float]]:
     """The figures of sizes in a range, and of the next one on either side."""
-    sizes = sorted(times)
+    sizes = sorted(timings)
     inside = [size for size in sizes if size >= low and (high is None or size < high)]
     before = [size for size in sizes if size < low][-1:]
     after = [size for size in sizes if high is not None and size >= high][:1]
     found: dict[str, dict[int, float]] = {}
     for size in (*before, *inside, *after):
-        for way, us in times[size].items():
-            found.setdefault(way, {})[size] = us
+        for way, timing in timings[size].items():
+            found.setdefault(way, {})[size] = timing.p50
     return found

@@ -7,7 +7,7 @@ ones take the time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import sqrt
@@ -15,10 +15,11 @@ from typing import Final
 
 from mcr_plus.tuning.operations import Cell, Kind, whole_size
 from mcr_plus.tuning.points import Point
+from mcr_plus.tuning.statistics import Timing
 
 _COARSE: Final = 4  # of so many powers of two the first stage takes one
 _CLOSE: Final = 1.3  # two sizes with different winners that are closer than this are not divided further
-_TIE: Final = 1.03  # winners by less than this do not matter
+_TIE: Final = 1.03  # to win by less than this does not matter
 
 
 @dataclass(frozen=True)
@@ -93,25 +94,30 @@ def _refinements(request: Request, points: Sequence[Point]) -> Iterator[Task]:
     for kind in request.kinds:
         for dtype in request.dtypes:
             for async_op, overlap in request.manners(kind):
-                times = times_by_size(points, Cell(kind, 0, dtype, async_op), overlap)
-                for low, high in pairwise(sorted(times)):
+                found = by_size(points, Cell(kind, 0, dtype, async_op), overlap)
+                for low, high in pairwise(sorted(found)):
                     middle = whole_size(kind, round(sqrt(low * high)), dtype, request.ranks)
-                    if low < middle < high and high / low > _CLOSE and _differ(times[low], times[high]):
+                    if low < middle < high and high / low > _CLOSE and _differ(found[low], found[high]):
                         yield Task(Cell(kind, middle, dtype, async_op), overlap)
 
 
-def times_by_size(points: Sequence[Point], like: Cell, overlap: bool) -> dict[int, dict[str, float]]:
-    """Median microseconds by size and way, of the cells that differ from `like` in size only."""
-    found: dict[int, dict[str, float]] = {}
+def by_size(points: Sequence[Point], like: Cell, overlap: bool) -> dict[int, dict[str, Timing]]:
+    """Timings by size and way, of the cells that differ from `like` in size only."""
+    found: dict[int, dict[str, Timing]] = {}
     for point in points:
         cell = point.cell
         alike = (cell.kind, cell.dtype, cell.async_op) == (like.kind, like.dtype, like.async_op)
         if alike and point.overlap == overlap and point.timing is not None:
-            found.setdefault(cell.nbytes, {})[point.way] = point.timing.p50
+            found.setdefault(cell.nbytes, {})[point.way] = point.timing
     return found
 
 
-def _differ(one: dict[str, float], other: dict[str, float]) -> bool:
-    """Whether no way is (nearly) the best at both sizes."""
-    good = [{way for way, us in times.items() if us <= _TIE * min(times.values())} for times in (one, other)]
-    return not good[0] & good[1]
+def _differ(one: Mapping[str, Timing], other: Mapping[str, Timing]) -> bool:
+    """Whether no way may be (nearly) the best at both sizes."""
+    return not _good(one) & _good(other)
+
+
+def _good(timings: Mapping[str, Timing]) -> set[str]:
+    """The ways that have not been shown to be slower than the best by more than matters."""
+    best = min(timings.values(), key=lambda timing: timing.p50)
+    return {way for way, timing in timings.items() if timing.low <= _TIE * best.high}

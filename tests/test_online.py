@@ -9,7 +9,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from itertools import pairwise
 from math import inf
@@ -27,17 +27,20 @@ from mcr_plus import registry
 from mcr_plus.backends import backend_class
 from mcr_plus.backends.mpi import MpiBackend
 from mcr_plus.config import SelectOptions, load
+from mcr_plus.dispatch.work import JointWork, Work
 from mcr_plus.errors import ConfigError
 from mcr_plus.explanation import explain
-from mcr_plus.interfaces import Channel, Context, Poll, Start, World
+from mcr_plus.interfaces import Channel, Context, Issue, Poll, Start, World
 from mcr_plus.launch import mpi_usable
 from mcr_plus.message import Group, Message, Signature
 from mcr_plus.selection import online
-from mcr_plus.selection.online import LAG, LAG_ASYNC, Learnt, Trial, Turn, compare, refined_table
+from mcr_plus.selection.online import LAG, LAG_ASYNC, Learnt, Router, Trial, Turn, compare, refined_table
 from mcr_plus.selection.stage import SelectStage
 from mcr_plus.selection.table import Query, Table, TableKey, TableRule, load_table, parse_table
 from mcr_plus.selection.writing import table_text
 from mcr_plus.units import Range
+
+PLAIN = Signature("all_reduce", torch.float32, (4,), 16, "world", 2, reduce_op="SUM")
 
 # -- the trial --------------------------------------------------------------------------------------
 
@@ -239,6 +242,81 @@ def test_compare(own: list[float], rival: list[float], expected: str) -> None:
     assert compare(own, rival) == expected
 
 
+# -- the calls --------------------------------------------------------------------------------------
+
+
+class Library:
+    """Chains whose operations take so many seconds of a clock that only they move."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: Sequence[float], one_clock: bool) -> None:
+        self.now = 50.0
+        self.log: list[str] = []
+        self.shared: list[list[float]] = []
+        self.refuses = False
+        monkeypatch.setattr(online, "perf_counter", lambda: self.now)
+        chains = [self._chain(str(index), each) for index, each in enumerate(seconds)]
+        self.router = Router(PLAIN, Trial.of("01"), chains, self._share, one_clock=one_clock)
+
+    def _chain(self, name: str, seconds: float) -> Issue:
+        """Without the short way, as behind a stage from outside."""
+
+        def end() -> None:
+            self.now += seconds
+
+        def issue(message: Message) -> Work:
+            if self.refuses:
+                raise mcr.OrderMismatch("another thread")
+            self.log.append(name)
+            return JointWork([], "all_reduce", nbytes=16).then(end)
+
+        return issue
+
+    def _share(self, values: torch.Tensor) -> Work:
+        self.shared.append(values.tolist())
+        return JointWork([], "all_reduce", nbytes=16)
+
+
+@pytest.mark.parametrize("one_clock", [True, False])
+@pytest.mark.parametrize("short_way", [True, False])
+def test_calls_are_timed_from_the_call_to_the_end(
+    monkeypatch: pytest.MonkeyPatch, one_clock: bool, short_way: bool
+) -> None:
+    library = Library(monkeypatch, [0.5, 0.0625], one_clock)
+    call = getattr(library.router.issue, "run") if short_way else library.router.issue  # noqa: B009
+    for _ in range(32 + 96 + 16):
+        if short_way:
+            call(Message(PLAIN))
+        else:
+            call(Message(PLAIN)).wait()
+    assert library.log.count("1") == 6
+    (numbers,) = library.shared
+    half = len(numbers) // 2
+    spans = [(began, ended - began) for began, ended in zip(numbers[:half], numbers[half:], strict=True)]
+    assert sorted(span for _, span in spans) == [0.0625] * 3 + [0.5] * 9
+    assert all((began > 50.0) if one_clock else (began == 0.0) for began, _ in spans)
+    library.log.clear()
+    for _ in range(100):
+        library.router.issue(Message(PLAIN))
+    assert library.log == ["1"] * 100
+
+
+def test_a_call_that_is_refused_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library(monkeypatch, [0.5, 0.0625], one_clock=True)
+    for refused in (True, False) * 3:
+        library.refuses = refused
+        with pytest.raises(mcr.OrderMismatch) if refused else nullcontext():
+            library.router.issue(Message(PLAIN))
+    assert library.router.trial.calls == 3
+
+
+def test_an_operation_that_waits_for_another_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library(monkeypatch, [0.5, 0.0625], one_clock=True)
+    earlier = JointWork([], "all_reduce", nbytes=16)
+    for _ in range(32 + 96 + 1):
+        library.router.issue(Message(PLAIN, after=earlier)).wait()
+    assert library.shared == [[-inf] * 24]
+
+
 # -- the refined table ------------------------------------------------------------------------------
 
 SIZES = st.one_of(st.integers(1, 1 << 22), st.integers(0, 22).map(lambda power: 1 << power))
@@ -280,7 +358,6 @@ def queries(draw: st.DrawFn) -> Query:
 def found_out(query: Query, choice: str, **more: Any) -> Learnt:
     details: dict[str, Any] = {
         "measured": {"mpi": 2.5, "gloo": 31.25},
-        "calls": 100,
         "default": lambda _: "local",
     }
     return Learnt(query, choice, **{**details, **more})
@@ -372,11 +449,17 @@ def test_sizes_of_one_octave_part_at_their_geometric_mean() -> None:
     assert rules[-1] == base.rules[0]
 
 
-def test_the_busiest_decides_where_a_rule_cannot_tell_operations_apart() -> None:
+def test_where_a_rule_cannot_tell_operations_apart_the_medians_decide() -> None:
     query = Query("all_reduce", 4096)
-    for order in (1, -1):
-        learnt = [found_out(query, "mpi", calls=10), found_out(query, "gloo", calls=500)][::order]
-        assert lookup(refined_table(None, learnt, {}), query) == "gloo"
+    learnt = [
+        found_out(query, "mpi", measured={"mpi": 10.0, "gloo": 11.0}),
+        found_out(query, "gloo", measured={"mpi": 30.0, "gloo": 9.0}),
+    ]
+    for order in (learnt, learnt[::-1]):
+        rule = refined_table(None, order, {}).lookup(query)
+        assert rule is not None
+        assert rule.backend == "gloo"
+        assert rule.measured == {"mpi": {4096: 20.0}, "gloo": {4096: 10.0}}
 
 
 def test_vector_operations_without_a_size_get_a_rule_for_all_sizes() -> None:
@@ -732,8 +815,6 @@ def test_the_error_of_a_rival_comes_out_and_nobody_waits_for_ever(rank: int) -> 
 
 
 # -- what is left alone -----------------------------------------------------------------------------
-
-PLAIN = Signature("all_reduce", torch.float32, (4,), 16, "world", 2, reduce_op="SUM")
 
 
 def chain(message: Message) -> Any:

@@ -32,8 +32,9 @@ from mcr_plus.dispatch.work import Work
 from mcr_plus.errors import ConfigError, Unsupported
 from mcr_plus.interfaces import Context, Issue
 from mcr_plus.message import Message, Signature
+from mcr_plus.selection.editing import by_choice, counts_all_ranks, cover
 from mcr_plus.selection.fingerprint import Fingerprint, fingerprint_here, merged
-from mcr_plus.selection.table import SHARED, Curves, Query, Table, TableKey, TableRule
+from mcr_plus.selection.table import Curves, Query, Table, TableKey, TableRule
 from mcr_plus.selection.writing import save_table
 from mcr_plus.tuning.statistics import confidence_rank
 from mcr_plus.units import Range
@@ -52,6 +53,7 @@ TAG: Final = "select.online"  # of the all_reduce by which ranks share times
 
 _GOLDEN: Final = 0x9E3779B9  # 2³² over the golden ratio: its multiples fill a circle evenly
 _LARGEST: Final = 1 << 40  # bytes; where no table says anything, sizes up to here are asked for
+_ENDLESS: Final = 1 << 63  # beyond every size
 _LEAST_US: Final = 1e-3  # microseconds that a table can say
 
 Verdict = Literal["faster", "no faster", "open"]
@@ -413,7 +415,7 @@ class Refinement:
             known = {name: seconds * 1e6 for name, seconds in pairs if seconds is not None}
             if known:
                 choice = trial.candidates[trial.chosen]
-                found.append(Learnt(query, choice, known, trial.calls, default))
+                found.append(Learnt(query, choice, known, default))
         return found
 
     def fingerprint(self) -> dict[str, tuple[str, ...]]:
@@ -463,7 +465,6 @@ class Learnt:
     query: Query
     choice: str
     measured: Mapping[str, float]
-    calls: int
     default: Callable[[int], str | None]
 
     @property
@@ -496,8 +497,7 @@ def refined_table(table: Table | None, learnt: Sequence[Learnt], here: Fingerpri
     """`table` with what was learnt laid over it, for operations like those that were seen and no others.
 
     They get rules of their own, before all that held for them: as before, but for the octave of each size
-    seen (from a power of two to the next; two sizes of one octave part at their geometric mean). Where
-    operations differ in what a rule cannot ask, the one that was called most often decides. Times of
+    seen (from a power of two to the next; two sizes of one octave part at their geometric mean). Times of
     asynchronous operations are not kept, for they depend on what the program computed meanwhile.
     """
     before = () if table is None else table.rules
@@ -506,10 +506,9 @@ def refined_table(table: Table | None, learnt: Sequence[Learnt], here: Fingerpri
     for entry in sorted(learnt, key=lambda entry: not entry.query.kind.endswith("_v")):
         groups.setdefault(entry.key, []).append(entry)
     places: dict[int, list[TableRule]] = {}
-    for entries in groups.values():
-        query = entries[0].query
-        place = next((index for index, rule in enumerate(before) if rule.key.covers(query)), len(before))
-        places.setdefault(place, []).extend(_joined(_laid_over(_base(table, entries[0]), entries)))
+    for key, entries in groups.items():
+        place = next((index for index, rule in enumerate(before) if rule.key.includes(key)), len(before))
+        places.setdefault(place, []).extend(_refined_rules(before, entries))
     rules: list[TableRule] = []
     for index, rule in enumerate(before):
         rules += [*places.get(index, ()), *([] if rule.key in groups else [rule])]
@@ -519,102 +518,74 @@ def refined_table(table: Table | None, learnt: Sequence[Learnt], here: Fingerpri
     return replace(table, rules=tuple(rules), fingerprint=merged([table.fingerprint, here]))
 
 
-def _base(table: Table | None, entry: Learnt) -> list[TableRule]:
-    """What held for operations like this one, by size: the table's rules, or else the preference."""
-    covering = [] if table is None else [rule for rule in table.rules if rule.key.covers(entry.query)]
-    if covering:
-        # By total bytes: those of a rule `per_rank` are as many times its own as one byte per rank has.
-        cuts = {size * _unit(rule, entry.query) for rule in covering for size in (rule.lo, rule.hi) if size}
-    else:
-        cuts = {1 << power for power in range(1, _LARGEST.bit_length())}
-    starts = [0, *sorted(cuts)]
-    found: list[TableRule] = []
+def _refined_rules(before: Sequence[TableRule], learnt: Sequence[Learnt]) -> list[TableRule]:
+    """The rules of one key: those learnt, over those that held before, neighbours with one choice joined."""
+    first = learnt[0]
+    old = [rule for rule in before if rule.key.includes(first.key)] or _preference(first)
+    new = [
+        _learnt_rule(first.key, sizes, [e for e in learnt if e.query.nbytes == size])
+        for size, sizes in _ranges({entry.query.nbytes for entry in learnt}).items()
+    ]
+    figures: dict[str, dict[int, float]] = {}
+    for sizes, rule in (*cover(old, first.key), *((rule.sizes, rule) for rule in new)):
+        for choice, curve in _figures(rule, sizes, first.query).items():
+            figures.setdefault(choice, {}).update(curve)
+    whole = TableRule("", 0, None, first.key, figures)
+    return [
+        TableRule(choice, sizes.lo, sizes.hi, first.key, _figures(whole, sizes, first.query))
+        for sizes, choice in (
+            (piece.sizes, piece.choice) for piece in by_choice(cover([*new, *old], first.key))
+        )
+        if choice is not None
+    ]
+
+
+def _preference(entry: Learnt) -> list[TableRule]:
+    """What is chosen where no table says anything, by octave; a size that none can do as the one below."""
+    starts = [0, *(1 << power for power in range(1, _LARGEST.bit_length()))]
+    rules: list[TableRule] = []
     for lo, hi in zip(starts, [*starts[1:], None], strict=True):
-        rule = table.lookup(entry.query._replace(nbytes=lo)) if table is not None and covering else None
-        backend = (entry.default(lo) or found[-1].backend) if rule is None else rule.backend
-        measured = {} if rule is None else _within(rule.measured, lo, hi, _unit(rule, entry.query))
-        found.append(TableRule(backend, lo, hi, entry.key, measured))
-    return found
-
-
-def _unit(rule: TableRule, query: Query) -> int:
-    """How many bytes of an operation the rule counts as one."""
-    shared = query.kind.removesuffix("_v") in SHARED
-    return query.ranks if rule.key.basis == "per_rank" and shared else 1
-
-
-def _within(curves: Curves, lo: int, hi: int | None, unit: int = 1) -> Curves:
-    """Figures of sizes in a range, its ends included; sizes come in `unit` bytes."""
-    found = {}
-    for choice, curve in curves.items():
-        points = {size * unit: us for size, us in curve.items()}
-        inside = {size: us for size, us in points.items() if lo <= size and (hi is None or size <= hi)}
-        if inside:
-            found[choice] = inside
-    return found
-
-
-def _laid_over(rules: list[TableRule], learnt: Sequence[Learnt]) -> list[TableRule]:
-    """Rules that cover every size once, with the learnt choices in the ranges of their sizes."""
-    busiest = {entry.query.nbytes: entry for entry in sorted(learnt, key=lambda entry: entry.calls)}
-    for size, (lo, hi) in _ranges(busiest).items():
-        entry = busiest[size]
-        rules = [part for rule in rules for piece in _cut(rule, lo) for part in _cut(piece, hi)]
-        rules = [
-            replace(rule, backend=entry.choice, measured=_with(rule.measured, entry))
-            if rule.lo >= lo and (hi is None or (rule.hi is not None and rule.hi <= hi))
-            else rule
-            for rule in rules
-        ]
+        rules.append(TableRule(entry.default(lo) or rules[-1].backend, lo, hi, entry.key))
     return rules
 
 
-def _ranges(sizes: Iterable[int | None]) -> dict[int | None, tuple[int, int | None]]:
-    """The range of each size: its octave, or its part of it; everything for an operation without a size."""
+def _learnt_rule(key: TableKey, sizes: Range, learnt: Sequence[Learnt]) -> TableRule:
+    """What was learnt of one size; where operations that a rule cannot tell apart differ, medians decide."""
+    names = dict.fromkeys(name for entry in learnt for name in entry.measured)
+    us = {name: median(entry.measured[name] for entry in learnt if name in entry.measured) for name in names}
+    choice = min({entry.choice: None for entry in learnt}, key=lambda choice: us.get(choice, inf))
+    size = learnt[0].query.nbytes
+    measured: Curves = {}
+    if size is not None and not key.async_op:
+        measured = {name: {size: max(us[name], _LEAST_US)} for name in names}
+    return TableRule(choice, sizes.lo, sizes.hi, key, measured)
+
+
+def _ranges(sizes: Iterable[int | None]) -> dict[int | None, Range]:
+    """The range of each size: its octave, or its part of it; everything for operations without a size."""
     ordered = sorted(size for size in sizes if size is not None)
     if not ordered:
-        return {None: (0, None)}
-    found: dict[int | None, tuple[int, int | None]] = {}
-    for below, size, above in zip([-1, *ordered], ordered, [*ordered[1:], inf], strict=False):
+        return {None: Range(0)}
+    found: dict[int | None, Range] = {}
+    for below, size, above in zip([-1, *ordered], ordered, [*ordered[1:], _ENDLESS], strict=False):
         lo = 1 << size.bit_length() >> 1
         hi = max(2 * lo, 1)
-        found[size] = (
+        found[size] = Range(
             isqrt(below * size) + 1 if below >= lo else lo,
-            isqrt(size * int(above)) + 1 if above < hi else hi,
+            isqrt(size * above) + 1 if above < hi else hi,
         )
     return found
 
 
-def _cut(rule: TableRule, at: int | None) -> list[TableRule]:
-    """A rule in two at a size inside it; figures at that size stay with both."""
-    if at is None or at <= rule.lo or (rule.hi is not None and at >= rule.hi):
-        return [rule]
-    return [
-        replace(rule, hi=at, measured=_within(rule.measured, rule.lo, at)),
-        replace(rule, lo=at, measured=_within(rule.measured, at, rule.hi)),
-    ]
-
-
-def _with(curves: Curves, entry: Learnt) -> Curves:
-    """Figures with those that were learnt; a table's microseconds are more than 0."""
-    size = entry.query.nbytes
-    if size is None or entry.query.async_op:
-        return curves
-    return _united(curves, {choice: {size: max(us, _LEAST_US)} for choice, us in entry.measured.items()})
-
-
-def _united(one: Curves, other: Curves) -> Curves:
-    names = dict.fromkeys([*one, *other])
-    return {name: {**one.get(name, {}), **other.get(name, {})} for name in names}
-
-
-def _joined(rules: Sequence[TableRule]) -> list[TableRule]:
-    """Neighbours with one choice as one rule."""
-    found: list[TableRule] = []
-    for rule in rules:
-        if found and found[-1].backend == rule.backend:
-            last = found.pop()
-            found.append(replace(last, hi=rule.hi, measured=_united(last.measured, rule.measured)))
-        else:
-            found.append(rule)
+def _figures(rule: TableRule | None, sizes: Range, query: Query) -> Curves:
+    """What was measured in a range of total bytes, its ends included."""
+    if rule is None:
+        return {}
+    unit = query.ranks if rule.key.basis == "per_rank" and counts_all_ranks(query.kind) else 1
+    found = {}
+    for choice, curve in rule.measured.items():
+        points = {size * unit: us for size, us in curve.items()}
+        inside = {s: us for s, us in points.items() if sizes.lo <= s and (sizes.hi is None or s <= sizes.hi)}
+        if inside:
+            found[choice] = inside
     return found

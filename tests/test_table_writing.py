@@ -141,7 +141,7 @@ def test_the_text_is_one_line_for_every_fact() -> None:
         "version: 1",
         "fingerprint:",
         "  torch: '2.10'",
-        "  ranks: ['2', '4']",
+        "  ranks: [2, 4]",
         "  mpi: Open MPI 5.0.11",
         "strict: true",
         "rules:",

@@ -2,14 +2,17 @@
 
 An operation that several choices can do has a `Trial`. Its calls go to the choice in charge, but for at most
 one in sixteen, which goes to a rival; some are timed. At call numbers that all ranks know they share their
-times by a small all_reduce, and `lag` calls later all of them draw the same conclusion from the same numbers:
+times by a small all_reduce, and some calls later all of them draw the same conclusion from the same numbers:
 a rival is dropped, the choice changes, or the trial ends. From then on a call costs one Python call more than
 without.
 
 What counts is the time from the last rank's call to the last rank's end, since ranks that come early wait
 for the others whatever the library. Within a host the ranks' clocks are one clock; between hosts each rank's
-own time is taken, and the longest counts. The end of an asynchronous operation is when it is noticed: what
-is hidden behind computation is equal for all choices, and does not count.
+own time is taken, and the longest counts. An asynchronous operation ends when its end is noticed, so what is
+hidden behind computation does not count; with several in flight, little of a difference can be seen.
+
+Nobody waits for the shared times as long as no rank is `lag` calls of the operation ahead of another. A rank
+that is waits for the others before its next call, synchronous or not.
 """
 
 from __future__ import annotations
@@ -543,9 +546,10 @@ def _refined_rules(before: Sequence[TableRule], learnt: Sequence[Learnt]) -> lis
 def _preference(entry: Learnt) -> list[TableRule]:
     """What is chosen where no table says anything, by octave; a size that none can do as the one below."""
     starts = [0, *(1 << power for power in range(1, _LARGEST.bit_length()))]
-    rules: list[TableRule] = []
+    rules, choice = [], entry.choice
     for lo, hi in zip(starts, [*starts[1:], None], strict=True):
-        rules.append(TableRule(entry.default(lo) or rules[-1].backend, lo, hi, entry.key))
+        choice = entry.default(lo) or choice
+        rules.append(TableRule(choice, lo, hi, entry.key))
     return rules
 
 

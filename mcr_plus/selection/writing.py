@@ -74,12 +74,18 @@ def _lines(table: Table) -> Iterator[str]:
     if table.fingerprint:
         yield "fingerprint:"
         for name, values in table.fingerprint.items():
-            yield f"  {_yaml(name)}: {_yaml(values[0] if len(values) == 1 else list(values))}"
+            written = [_plain(value) for value in values]
+            yield f"  {_yaml(name)}: {_yaml(written[0] if len(written) == 1 else written)}"
     if table.strict:
         yield "strict: true"
     yield "rules:"
     for rule in table.rules:
         yield from _rule_lines(rule)
+
+
+def _plain(fact: str) -> str | int:
+    """A whole number as such, so that it is written without quotes; it is read back as the same text."""
+    return int(fact) if fact.isdecimal() and fact.isascii() and str(int(fact)) == fact else fact
 
 
 def _rule_lines(rule: TableRule) -> Iterator[str]:
@@ -117,9 +123,9 @@ def _counts(value: Range) -> str | int:
     return str(value)
 
 
-def _yaml(value: str | int | bool | list[str]) -> str:
+def _yaml(value: str | int | bool | list[str | int]) -> str:
     """A value as YAML in one line, in quotes only where it would be taken for something else."""
-    odd = not all(text.isprintable() for text in (value if isinstance(value, list) else [str(value)]))
+    odd = not all(str(each).isprintable() for each in (value if isinstance(value, list) else [value]))
     text: str = yaml.safe_dump(
         value, default_flow_style=True, default_style='"' if odd else None, width=10**6, allow_unicode=True
     )

@@ -542,7 +542,7 @@ def check_backend(name: object, document: Document, keys: Keys) -> None:
     known = registry.names("backends")
     if backend_name(name) not in known:
         raise document.error(keys, unknown("backend", name, known))
-    if str(name).endswith(":"):
+    if str(name).partition(":")[1:] == (":", ""):
         raise document.error(keys, f"{name!r} names no algorithm; expected name or name:algorithm")
 
 

@@ -314,6 +314,7 @@ def test_rules_of_another_basis_may_leave_sizes_over(tmp_path: Path) -> None:
             "rules[0].backend",
             "unknown backend 'ncll'; known: ",
         ),
+        ('kind: all_reduce, bytes: 0.., backend: "mpi:"', "rules[0].backend", "names no algorithm"),
         ("kind: all_reduce, bytes: 0.., backend: ncll", "rules[0].backend", "did you mean 'nccl'?"),
         ("kind: all_reduce, bytes: 0.., backend: 3", "rules[0].backend", "string"),
         ("kind: allreduce, bytes: 0.., backend: mpi", "rules[0].kind", "did you mean 'all_reduce'?"),

@@ -74,7 +74,7 @@ def _lines(table: Table) -> Iterator[str]:
     if table.fingerprint:
         yield "fingerprint:"
         for name, values in table.fingerprint.items():
-            written = [_plain(value) for value in values]
+            written = _plain(values)
             yield f"  {_yaml(name)}: {_yaml(written[0] if len(written) == 1 else written)}"
     if table.strict:
         yield "strict: true"
@@ -83,9 +83,10 @@ def _lines(table: Table) -> Iterator[str]:
         yield from _rule_lines(rule)
 
 
-def _plain(fact: str) -> str | int:
-    """A whole number as such, so that it is written without quotes; it is read back as the same text."""
-    return int(fact) if fact.isdecimal() and fact.isascii() and str(int(fact)) == fact else fact
+def _plain(values: Sequence[str]) -> list[str | int]:
+    """Whole numbers as such, so that they are written without quotes; they are read back as the same texts."""
+    whole = all(v.isdecimal() and v.isascii() and str(int(v)) == v for v in values)
+    return [int(value) if whole else value for value in values]
 
 
 def _rule_lines(rule: TableRule) -> Iterator[str]:

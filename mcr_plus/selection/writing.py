@@ -84,7 +84,7 @@ def _lines(table: Table) -> Iterator[str]:
 
 
 def _plain(values: Sequence[str]) -> list[str | int]:
-    """Whole numbers as such, so that they are written without quotes; they are read back as the same texts."""
+    """Whole numbers as such, written without quotes; they are read back as the same texts."""
     whole = all(v.isdecimal() and v.isascii() and str(int(v)) == v for v in values)
     return [int(value) if whole else value for value in values]
 

@@ -150,7 +150,7 @@ class Backend(Protocol):
 
     `on_stream`: operations run on a CUDA stream and polls are event queries. `spins`: how often a waiting
     rank polls at full speed before it gives way. `progress` drives operations that need the host. A backend
-    may also have a class method `library() -> str`, which names the library in use, such as `Open MPI 5.0.11`.
+    may have a class method `library() -> str`, which names the library in use, such as `Open MPI 5.0.11`.
     """
 
     name: str
@@ -231,5 +231,7 @@ class Stage(Protocol):
         """Bind this stage to `signature`."""
         ...
 
+    # A class of stages that has something to keep also has a class method `finish(stages) -> None`, called
+    # once with all its stages when the job ends in good order and nothing is in flight.
     # A stage that holds operations back also has `flush() -> None`, which issues them. It is called at the
     # end of the program and by `Communicator.flush`, at the same place of the program on all ranks.

@@ -126,7 +126,9 @@ class _Next:
 
     __slots__ = ("_bind", "_note")
 
-    def __init__(self, bind: Callable[[Signature], Issue], note: Callable[[str, _Details | None], None]) -> None:
+    def __init__(
+        self, bind: Callable[[Signature], Issue], note: Callable[[str, _Details | None], None]
+    ) -> None:
         self._bind = bind
         self._note = note
 

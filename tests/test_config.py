@@ -785,7 +785,14 @@ def test_dump_says_what_was_written() -> None:
         "backends": ["mpi", "gloo"],
         "pipeline": [
             {"compress": {"codec": "none"}},
-            {"select": {"table": "tables/two_ranks.yaml"}},
+            {
+                "select": {
+                    "table": "tables/two_ranks.yaml",
+                    "vector_size": None,
+                    "online": False,
+                    "refined": None,
+                }
+            },
             {"dispatch": {"timeout": 300.0, "check": "first", "wait": "auto"}},
         ],
         "rules": [

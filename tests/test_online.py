@@ -8,6 +8,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -34,7 +35,7 @@ from mcr_plus.interfaces import Channel, Context, Issue, Poll, Start, World
 from mcr_plus.launch import mpi_usable
 from mcr_plus.message import Group, Message, Signature
 from mcr_plus.selection import online
-from mcr_plus.selection.online import LAG, LAG_ASYNC, Learnt, Router, Trial, Turn, compare, refined_table
+from mcr_plus.selection.online import LAG, Learnt, Router, Trial, Turn, compare, refined_table
 from mcr_plus.selection.stage import SelectStage
 from mcr_plus.selection.table import Query, Table, TableKey, TableRule, load_table, parse_table
 from mcr_plus.selection.writing import table_text
@@ -95,7 +96,7 @@ TRIALS = st.tuples(
     st.lists(st.floats(1e-6, 1.0), min_size=2, max_size=4),  # median seconds by candidate
     st.floats(0, 2.0),  # noise
     st.floats(0, 1.0),  # share of times that no rank has
-    st.sampled_from([LAG, LAG_ASYNC]),
+    st.sampled_from([LAG, 4 * LAG]),
     st.integers(0, 1 << 30),
 )
 
@@ -186,7 +187,7 @@ def test_what_is_fast_only_beside_another_is_left_again_for_good() -> None:
     """In charge, b is slower than a in charge: a rival meets an idle library, for instance."""
 
     def seconds(candidate: int, chosen: int) -> float:
-        return {(0, 0): 10.0, (1, 0): 8.0, (1, 1): 12.0, (0, 1): 10.0}[candidate, chosen]
+        return {(0, 0): 10.0, (1, 0): 8.0, (1, 1): 12.0, (0, 1): 9.0}[candidate, chosen]
 
     trial = Trial.of("ab")
     charge = [trial.chosen for _ in play(trial, timed(seconds), bound(2, LAG))]
@@ -255,7 +256,7 @@ class Library:
         self.refuses = False
         monkeypatch.setattr(online, "perf_counter", lambda: self.now)
         chains = [self._chain(str(index), each) for index, each in enumerate(seconds)]
-        self.router = Router(PLAIN, Trial.of("01"), chains, self._share, one_clock=one_clock)
+        self.router = Router(Trial.of("01"), chains, self._share, one_clock=one_clock)
 
     def _chain(self, name: str, seconds: float) -> Issue:
         """Without the short way, as behind a stage from outside."""
@@ -384,8 +385,7 @@ def test_refined_table_is_the_old_one_but_for_what_was_learnt(
         rule = again.lookup(query)
         assert rule is not None
         assert rule.backend == choice
-        if not query.async_op:
-            assert [rule.measured[name][query.nbytes or 0] for name in ("mpi", "gloo")] == [2.5, 31.25]
+        assert [rule.measured[name][query.nbytes or 0] for name in ("mpi", "gloo")] == [2.5, 31.25]
     for query in others:
         assert lookup(again, query) == expected(base, dict(learnt), query)
 
@@ -472,6 +472,18 @@ def test_vector_operations_without_a_size_get_a_rule_for_all_sizes() -> None:
     assert lookup(refined, vector._replace(dtype="int8")) == "mpi"
 
 
+def test_rules_of_a_vector_form_keep_their_place() -> None:
+    base = parse_table(
+        "version: 1\nrules:\n"
+        "  - {kind: all_gather_v, bytes: 0.., backend: gloo}\n"
+        "  - {kind: all_gather, bytes: 0.., backend: mpi}\n"
+    )
+    refined = refined_table(base, [found_out(Query("all_gather", 4096), "local")], {})
+    assert lookup(refined, Query("all_gather", 4096)) == "local"
+    for size in (None, 4096, 1 << 30):
+        assert lookup(refined, Query("all_gather_v", size)) == "gloo"
+
+
 def test_without_a_table_sizes_not_seen_keep_the_preference() -> None:
     learnt = [
         found_out(Query("broadcast", 4096), "mpi", default=lambda size: "gloo" if size >= 1 << 16 else "mpi")
@@ -535,7 +547,14 @@ def backends_used(log: Any) -> list[str]:
     return [record.backend for record in sorted(mine, key=lambda record: record.sequence)]
 
 
-QUICK_S, SLOW_S = 0.001, 0.008
+def in_charge(trace: Sequence[str]) -> str:
+    """The choice of 64 calls or more: a rival, if any is left, gets at most 6 of 64."""
+    (name, count), *_ = Counter(trace).most_common()
+    assert count >= len(trace) - 6, trace
+    return name
+
+
+QUICK_S, SLOW_S = 0.0005, 0.008
 SLOW_TABLE = "version: 1\nrules:\n  - {kind: all_reduce, bytes: 0.., backend: slow}\n"
 
 
@@ -553,11 +572,11 @@ def recover(folder: str) -> dict[str, Any]:
     comm = join(["slow", "quick"], table=str(Path(folder, "wrong.yaml")))
     x = torch.full((32,), 2.0**comm.rank)
     with mcr.record() as log:
-        for _ in range(160):
+        for _ in range(600):
             x.fill_(comm.rank + 1)
             mcr.all_reduce(x)
             assert x.tolist() == [3.0] * 32
-    right = [times(mcr.all_reduce, x, backend=name) for name in (None, "quick") * 40]
+    turns = [[times(mcr.all_reduce, x, backend=name) for name in (None, "quick") * 100] for _ in range(3)]
     mcr.finalize()
     mine.joinpath("after").write_text("")  # what is written from now on is the second job's
     refined = load_table(Path(folder, "wrong.refined.yaml"))
@@ -569,8 +588,7 @@ def recover(folder: str) -> dict[str, Any]:
     mcr.finalize()
     return {
         "used": backends_used(log),
-        "tuned": statistics.median(right[::2]),
-        "named": statistics.median(right[1::2]),
+        "ratios": [statistics.median(turn[::2]) / statistics.median(turn[1::2]) for turn in turns],
         "rule": [rule.backend, sorted(rule.measured)] if rule else None,
         "second": backends_used(second),
     }
@@ -589,9 +607,8 @@ def test_a_job_with_a_wrong_table_recovers_and_the_next_one_starts_right(tmp_pat
         value = result.value
         assert value["used"][:32] == ["slow"] * 32
         assert value["used"][:144].count("quick") == 6
-        assert value["used"][144:] == ["quick"] * 16
-        assert value["tuned"] <= 1.05 * value["named"]
-        assert value["named"] < SLOW_S  # the two can be told apart
+        assert in_charge(value["used"][-64:]) == "quick"
+        assert min(value["ratios"]) <= 1.05  # a machine that is busy otherwise spoils one, not all
         assert value["rule"] == ["quick", ["quick", "slow"]]
         assert value["second"] == ["quick", "slow"]  # nothing was learnt of the other size
     assert (tmp_path / "wrong.yaml").read_text() == SLOW_TABLE
@@ -624,9 +641,7 @@ def disagree(scenario: str) -> dict[str, Any]:
                 x = torch.full((8,), comm.rank + 1.0)
                 mcr.all_reduce(x)
                 parts = torch.zeros(comm.size)
-                work = mcr.all_gather_into_tensor(parts, torch.tensor([comm.rank + 1.0]), async_op=True)
-                assert work is not None
-                work.wait()
+                mcr.all_gather_into_tensor(parts, torch.tensor([comm.rank + 1.0]))
                 assert (x == total).all(), step
                 assert parts.tolist() == [rank + 1.0 for rank in range(comm.size)], step
         mcr.finalize()
@@ -664,7 +679,7 @@ def use_groups() -> dict[str, Any]:
         pairs = [mcr.new_group([0, 2]), mcr.new_group([1, 2])]
         mine = [group for group in (comm, *pairs) if group.rank >= 0]
         used: dict[str, list[str]] = {}
-        for _ in range(170):
+        for _ in range(600):
             for group in mine:
                 with mcr.record() as log:
                     x = torch.full((16,), 1.0 + group.rank)
@@ -683,47 +698,10 @@ def test_every_group_has_its_own_trials_and_rank_0_writes_those_of_its_own() -> 
     values = [result.value for result in run_ranks(use_groups, 3)]
     for one in values:
         for name, trace in one["used"].items():
-            assert trace[-20:] == ["quick"] * 20
+            assert in_charge(trace[-64:]) == "quick"
             assert all(trace == other["used"].get(name, trace) for other in values)
     assert sorted(len(value["used"]) for value in values) == [2, 2, 3]
     assert [value["table"] for value in values] == [["quick", "quick", "local"], None, None]
-
-
-def start_asynchronously() -> dict[str, Any]:
-    quick_and_slow()
-    with alone():
-        comm = join(["slow", "quick"], compress={"codec": "none"})
-        mirrored = -1 if comm.rank else 1
-        with mcr.record() as log:
-            for step in range(240):  # one at a time
-                x = torch.full((4,), comm.rank + 1.0)
-                work = mcr.all_reduce(x, async_op=True, tag="async")
-                assert work is not None
-                work.wait()
-                assert x.tolist() == [3.0] * 4, step
-            for step in range(210):  # synchronous, but not for select
-                y = torch.full((4,), comm.rank + 1.0)
-                mcr.all_reduce(y, compress="bf16")
-                assert y.tolist() == [3.0] * 4, step
-            for step in range(40):  # several at once, waited for in any order
-                several = [torch.full((2,), comm.rank + 1.0 + step) for _ in range(6)]
-                works = [mcr.all_reduce(each, async_op=True) for each in several]
-                for each in works[::mirrored]:
-                    assert each is not None
-                    each.wait()
-                assert all(each.tolist() == [3.0 + 2 * step] * 2 for each in several), step
-            mcr.all_reduce(torch.ones(2), async_op=True)  # nobody waits for it
-        mcr.finalize()
-        return {"used": backends_used(log)}
-
-
-@needs_mpi
-def test_asynchronous_operations() -> None:
-    first, second = (result.value["used"] for result in run_ranks(start_asynchronously, 2))
-    assert first[:690] == second[:690]
-    assert first[192:240] == ["quick"] * 48
-    assert first[240 + 192 : 450] == ["quick"] * 18
-    assert set(first[450:690]) == {"quick", "slow"}
 
 
 def bind_once(folder: str) -> dict[str, Any]:
@@ -859,6 +837,7 @@ def test_off_means_the_very_chain() -> None:
         {"kind": "barrier", "reduce_op": None, "dtype": None, "nbytes": 0},
         {"shape": (0,), "nbytes": 0},
         {"device": "cuda"},
+        {"async_op": True},
         {"ranks": 1},
     ],
 )
@@ -870,12 +849,11 @@ def test_operations_that_are_not_tuned_get_the_very_chain(changes: dict[str, Any
     assert "online" not in following.notes[0]
 
 
-@pytest.mark.parametrize("async_op", [False, True])
-def test_tuned_operations_look_like_any_other(async_op: bool) -> None:
+def test_tuned_operations_look_like_any_other() -> None:
     following = Chains()
-    issue = select(SelectOptions(online=True)).bind(PLAIN.replace(async_op=async_op), following)
+    issue = select(SelectOptions(online=True)).bind(PLAIN, following)
     assert issue is not chain
-    assert hasattr(issue, "run") is not async_op  # the short way of synchronous operations
+    assert hasattr(issue, "run")  # the short way of synchronous operations
     assert [signature.backend for signature in following.bound] == ["mpi", "gloo", "mpi"]
     assert following.bound[2].kind == "all_reduce"  # the exchange
     assert following.notes == [f"{following.notes[0].partition(';')[0]}; online refinement: mpi against gloo"]

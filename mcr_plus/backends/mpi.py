@@ -194,7 +194,9 @@ class MpiBackend:
         """One probe lets the library advance every request."""
         try:
             self._probe()
-        except self._mpi.Exception:  # a rank has died: each operation finds out by itself whether it needed it
+        except (
+            self._mpi.Exception
+        ):  # a rank has died: each operation finds out by itself whether it needed it
             self._probe = self._own_probe
         if self._busy:
             for mailbox in tuple(self._busy):

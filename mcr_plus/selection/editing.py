@@ -157,7 +157,9 @@ def _width(key: TableKey) -> tuple[object, ...]:
         if value is None:
             parts.append((1, 0, 0))
         else:
-            parts.append((0, float("inf") if value.hi is None else value.hi - value.lo, -value.lo))
+            parts.append(
+                (0, float("inf"), -value.lo) if value.hi is None else (0, value.hi - value.lo, value.lo)
+            )
     return tuple(parts)
 
 
@@ -293,12 +295,17 @@ def shrink(table: Table) -> Table:
     measurements goes if other rules choose the same for all of its operations. Where rules of two keys stand
     between each other and decide differently, only rules that stand next to each other are joined.
     """
-    groups = _groups(table.rules, 0)
-    ordered = _ordered(groups)
-    rules = list(table.rules) if ordered is None else [rule for group in ordered for rule in group.by_size()]
-    rules = _joined(rules)
+    rules = list(table.rules)
+    while (fewer := _shrunk(rules)) != rules:  # a key that goes may have kept others apart
+        rules = fewer
+    return checked(replace(table, rules=tuple(rules)))
+
+
+def _shrunk(rules: Sequence[TableRule]) -> list[TableRule]:
     measured = frozenset(rule.key for rule in rules if rule.measured)
-    return checked(replace(table, rules=tuple(_needed(rules, measured))))
+    needed = _needed(rules, measured)
+    ordered = _ordered(_groups(needed, 0))
+    return _joined(needed if ordered is None else [rule for group in ordered for rule in group.by_size()])
 
 
 def _joined(rules: Sequence[TableRule]) -> list[TableRule]:

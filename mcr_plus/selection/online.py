@@ -8,11 +8,11 @@ without.
 
 What counts is the time from the last rank's call to the last rank's end, since ranks that come early wait
 for the others whatever the library. Within a host the ranks' clocks are one clock; between hosts each rank's
-own time is taken, and the longest counts. An asynchronous operation ends when its end is noticed, so what is
-hidden behind computation does not count; with several in flight, little of a difference can be seen.
+own time is taken, and the longest counts.
 
-Nobody waits for the shared times as long as no rank is `lag` calls of the operation ahead of another. A rank
-that is waits for the others before its next call, synchronous or not.
+Nobody waits for the shared times as long as no rank is `LAG` calls of the operation ahead of another. A rank
+that is waits for the others before its next call. That is why only synchronous operations are tuned: issuing
+an asynchronous one never waits.
 """
 
 from __future__ import annotations
@@ -51,12 +51,10 @@ FEW: Final = 6  # below so many times, no order statistic encloses the median wi
 FACTOR: Final = 3.0  # a difference that few times can show
 MARGIN: Final = 0.05  # a gain that is not worth a change
 LAG: Final = 16  # calls between an exchange and its use
-LAG_ASYNC: Final = 64  # the same where many may be in flight
 TAG: Final = "select.online"  # of the all_reduce by which ranks share times
 
 _GOLDEN: Final = 0x9E3779B9  # 2³² over the golden ratio: its multiples fill a circle evenly
 _LARGEST: Final = 1 << 40  # bytes; where no table says anything, sizes up to here are asked for
-_ENDLESS: Final = 1 << 63  # beyond every size
 _LEAST_US: Final = 1e-3  # microseconds that a table can say
 
 Verdict = Literal["faster", "no faster", "open"]
@@ -245,10 +243,11 @@ def tunable(signature: Signature) -> bool:
     """Whether an operation's choice may change while the job runs.
 
     Not if a call or rule names it. Send and receive may not, because their two ends must choose alike, nor
-    operations on a GPU, whose end the host does not see.
+    operations on a GPU, whose end the host does not see, nor asynchronous ones, whose issue must not wait.
     """
     fixed = signature.backend is not None or signature.is_p2p or signature.kind == "barrier"
-    return not fixed and signature.ranks > 1 and signature.device == "cpu" and signature.nbytes != 0
+    waits = not signature.async_op and signature.device == "cpu"
+    return waits and not fixed and signature.ranks > 1 and signature.nbytes != 0
 
 
 class Router:
@@ -259,7 +258,6 @@ class Router:
 
     def __init__(
         self,
-        signature: Signature,
         trial: Trial,
         chains: Sequence[Issue],
         share: Callable[[torch.Tensor], Work],
@@ -277,18 +275,17 @@ class Router:
         self._next = trial.exchange_at
         self._issue: Issue = self._try_issue
         self._run: Callable[[Message], None] = self._try_run
-        self.issue = self._entry(signature.async_op)
+        self.issue = self._entry()
         self._show_operation()
 
-    def _entry(self, async_op: bool) -> Issue:
+    def _entry(self) -> Issue:
         def issue(message: Message) -> Work:
             return self._issue(message)
 
         def run(message: Message) -> None:
             self._run(message)
 
-        if not async_op:
-            issue.run = run  # type: ignore[attr-defined]
+        issue.run = run  # type: ignore[attr-defined]
         return issue
 
     def _show_operation(self) -> None:
@@ -388,11 +385,10 @@ class Refinement:
                 bound[rival] = place(rival, signature)
         if len(bound) == 1:
             return bound[candidates[0]]
-        trial = Trial.of(list(bound), LAG_ASYNC if signature.async_op else LAG)
+        trial = Trial.of(list(bound))
         sharing = _sharing(signature, len(trial.local))
         share = place(prefer(sharing), sharing)
         router = Router(
-            signature,
             trial,
             list(bound.values()),
             lambda values: share(Message(sharing, (values,), (values,))),
@@ -500,8 +496,7 @@ def refined_table(table: Table | None, learnt: Sequence[Learnt], here: Fingerpri
     """`table` with what was learnt laid over it, for operations like those that were seen and no others.
 
     They get rules of their own, before all that held for them: as before, but for the octave of each size
-    seen (from a power of two to the next; two sizes of one octave part at their geometric mean). Times of
-    asynchronous operations are not kept, for they depend on what the program computed meanwhile.
+    seen (from a power of two to the next; two sizes of one octave part at their geometric mean).
     """
     before = () if table is None else table.rules
     groups: dict[TableKey, list[Learnt]] = {}
@@ -560,24 +555,25 @@ def _learnt_rule(key: TableKey, sizes: Range, learnt: Sequence[Learnt]) -> Table
     choice = min({entry.choice: None for entry in learnt}, key=lambda choice: us.get(choice, inf))
     size = learnt[0].query.nbytes
     measured: Curves = {}
-    if size is not None and not key.async_op:
+    if size is not None:
         measured = {name: {size: max(us[name], _LEAST_US)} for name in names}
     return TableRule(choice, sizes.lo, sizes.hi, key, measured)
 
 
 def _ranges(sizes: Iterable[int | None]) -> dict[int | None, Range]:
-    """The range of each size: its octave, or its part of it; everything for operations without a size."""
+    """The range of each size, smaller ones first, of which the first that covers a size counts.
+
+    It is the octave, up to the geometric mean with the next size if that is nearer; everything for operations
+    without a size.
+    """
     ordered = sorted(size for size in sizes if size is not None)
     if not ordered:
         return {None: Range(0)}
     found: dict[int | None, Range] = {}
-    for below, size, above in zip([-1, *ordered], ordered, [*ordered[1:], _ENDLESS], strict=False):
+    for size, above in zip(ordered, [*ordered[1:], None], strict=True):
         lo = 1 << size.bit_length() >> 1
         hi = max(2 * lo, 1)
-        found[size] = Range(
-            isqrt(below * size) + 1 if below >= lo else lo,
-            isqrt(size * above) + 1 if above < hi else hi,
-        )
+        found[size] = Range(lo, hi if above is None else min(hi, isqrt(size * above) + 1))
     return found
 
 

@@ -120,6 +120,13 @@ class Outgoing:
         """Tell whether a rule is for this very kind."""
         return any(rule.key.kind == kind for rule in self.rules(kind))
 
+    def says_plainly(self, kind: str, rule: TableRule | None) -> bool:
+        """Tell whether a rule leaves this very kind to the library, which reading the text would not add."""
+        if rule is None or rule.key.kind != kind or algorithm_of(rule.backend):
+            return False
+        base = kind.removesuffix("_v")
+        return base == kind or not any(algorithm_of(each.backend) for each in self._exact.get(base, ()))
+
     def pieces(self, kind: str, ranks: Range | None = None, device: str | None = None) -> list[Piece]:
         """Which rule takes which sizes, as the library counts them."""
         collective = self._collectives[kind]
@@ -194,7 +201,7 @@ class Outgoing:
         }
         for key, more in self._reduced(counted.key):
             reduced = replace(counted, key=key)
-            text = ", ".join(f"{name}: {value}" for name, value in (unsaid | more).items())
+            text = ", ".join(f"{name}: {_shown(value)}" for name, value in (unsaid | more).items())
             self._origin[id(reduced)] = (rule, text)
             (self._widened if text else self._exact)[kind].append(reduced)
 
@@ -253,6 +260,10 @@ def _lost_facts(table: Table) -> Iterator[str]:
 
 def _where(rule: TableRule) -> str:
     return f"{rule.place or '<table>'}: {rule.key} {rule.span()}: {rule.backend}"
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _means(key: TableKey, kind: str) -> bool:

@@ -92,7 +92,7 @@ def _lines(out: Outgoing, kind: str) -> Iterator[str]:
         yield f'CCL_{name}="{";".join(entries)}"'
         return
     for rule in left:
-        if rule.key.kind == kind:
+        if out.says_plainly(kind, rule):
             out.say(rule, f"left to {_LIBRARY}, which a variable cannot say")
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from mcr_plus.errors import ConfigError, short, unknown
-from mcr_plus.selection.editing import ALL_SIZES, intersection, meet
+from mcr_plus.selection.editing import ALL_SIZES, intersection, overlap
 from mcr_plus.selection.interchange.exchange import (
     Assignment,
     Collective,
@@ -168,7 +168,7 @@ def _tokens(out: Outgoing, kind: str, device: str | None) -> Iterator[_Token]:
         for sizes, rule, way in ways:
             if way is not None:
                 _append(found.setdefault((sizes, way), []), cell or ALL_SIZES)
-            elif rule is not None and _is_plain(rule, kind) and not any(each[2] for each in ways):
+            elif rule is not None and out.says_plainly(kind, rule) and not any(each[2] for each in ways):
                 out.say(rule, f"left to {_LIBRARY}, which no token can say")
     for (sizes, way), ranks in found.items():
         yield _Token(sizes, () if ranks == [ALL_SIZES] else tuple(ranks), way)
@@ -179,11 +179,6 @@ def _append(ranges: list[Range], more: Range) -> None:
         ranges[-1] = Range(ranges[-1].lo, more.hi)
     else:
         ranges.append(more)
-
-
-def _is_plain(rule: TableRule, kind: str) -> bool:
-    """Whether a rule for this very kind leaves it to the library."""
-    return rule.key.kind == kind and not algorithm_of(rule.backend)
 
 
 def _way_of(out: Outgoing, kind: str, rule: TableRule | None) -> _Way | None:
@@ -447,7 +442,10 @@ def _check_overlaps(entries: list[_Entry], lost: list[str]) -> None:
 
 
 def _collide(one: TableRule, other: TableRule) -> bool:
-    return meet(one.key, other.key) is not None and intersection(one.sizes, other.sizes) is not None
+    """Whether two rules are for the same operations; a kind and its vector form are two things to UCC."""
+    if _ANY not in (one.key.kind, other.key.kind) and one.key.kind != other.key.kind:
+        return False
+    return overlap(one.key, other.key) and intersection(one.sizes, other.sizes) is not None
 
 
 FORMAT: Final = Format("ucc", "mpi", export, import_)

@@ -1,0 +1,220 @@
+"""`mcr-plus table`: what each command prints, writes and ends with."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from mcr_plus.cli.main import main
+from mcr_plus.selection.table import load_table, parse_table
+
+TWO = """\
+version: 1
+fingerprint: {mpi: Open MPI 5.0.11, ranks: 2, nodes: 1}
+rules:
+  - kind: all_reduce
+    bytes: 0..64KiB
+    backend: mpi:recursive_doubling
+    measured: {"mpi:recursive_doubling": {8B: 0.9, 4KiB: 1.7}, gloo: {8B: 205}}
+  - {kind: all_reduce, bytes: 64KiB..1MiB, backend: "mpi:ring"}
+  - {kind: all_reduce, bytes: 1MiB.., backend: "mpi:ring"}
+"""
+FOUR = TWO.replace("ranks: 2", "ranks: 4").replace("64KiB", "128KiB")
+
+
+class Answer(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def mcr_plus(*words: object) -> Answer:
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["mcr-plus", "table", *map(str, words)])
+        try:
+            main()
+            code = 0
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else 0
+    return Answer(code, out.getvalue(), err.getvalue())
+
+
+def worked(*words: object) -> Answer:
+    answer = mcr_plus(*words)
+    assert answer.returncode == 0, answer.stderr
+    return answer
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    path = tmp_path / "two.yaml"
+    path.write_text(TWO)
+    return path
+
+
+@pytest.fixture
+def four(tmp_path: Path) -> Path:
+    path = tmp_path / "four.yaml"
+    path.write_text(FOUR)
+    return path
+
+
+def test_merge_writes_a_table(two: Path, four: Path, tmp_path: Path) -> None:
+    output = tmp_path / "both.yaml"
+    assert worked("merge", two, four, "-o", output) == (0, "", "")
+    assert [str(rule.key) for rule in load_table(output).rules][::3] == [
+        "all_reduce ranks 2..3", "all_reduce ranks 4..5",
+    ]  # fmt: skip
+    assert output.read_text().startswith("# merged: two.yaml, four.yaml\nversion: 1\n")
+
+
+def test_merge_of_tables_that_disagree_needs_a_preference(two: Path, tmp_path: Path) -> None:
+    other, output = tmp_path / "other.yaml", tmp_path / "both.yaml"
+    other.write_text(TWO.replace("64KiB", "32KiB"))
+    answer = mcr_plus("merge", two, other, "-o", output)
+    assert answer.returncode == 2
+    assert answer.stderr.startswith(f"mcr-plus: {other}:4: rules: all_reduce: chooses otherwise than {two}:4")
+    assert not output.exists()
+    worked("merge", two, other, "-o", output, "--prefer", "last")
+    assert load_table(output).rules[0].hi == 32 * 1024
+
+
+def test_diff_for_people_and_for_programs(two: Path, four: Path) -> None:
+    lines = worked("diff", two, four).stdout.splitlines()
+    assert lines[1].split() == ["what", "bytes", "first", "second", "expected", "note"]
+    assert lines[2].split() == ["all_reduce", "64KiB..128KiB", "mpi:ring", "mpi:recursive_doubling"]
+    assert lines[3].split() == ["ranks", "2", "4"]
+    assert json.loads(worked("diff", two, four, "--json").stdout) == [
+        {
+            "key": {"kind": "all_reduce"}, "bytes": "64KiB..128KiB", "before": "mpi:ring",
+            "after": "mpi:recursive_doubling", "only_in": None, "at": 64 * 1024, "before_us": None,
+            "after_us": None,
+        },
+        {"fact": "ranks", "before": "2", "after": "4"},
+    ]  # fmt: skip
+
+
+def test_diff_of_equal_tables_says_so(two: Path) -> None:
+    assert worked("diff", two, two).stdout == f"{two} and {two} choose alike\n"
+    assert json.loads(worked("diff", "--json", two, two).stdout) == []
+
+
+def test_diff_names_the_table_that_has_a_key_alone(two: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text(TWO + "  - {kind: barrier, bytes: 0.., backend: gloo}\n")
+    assert "key only in the second" in worked("diff", two, other).stdout
+
+
+def test_shrink_prints_or_writes(two: Path, tmp_path: Path) -> None:
+    text = worked("shrink", two).stdout
+    assert [rule.span() for rule in parse_table(text).rules] == ["0..64KiB", "64KiB.."]
+    output = tmp_path / "small.yaml"
+    assert worked("shrink", two, "-o", output).stdout == ""
+    assert output.read_text() == text
+
+
+def test_show_is_readable(two: Path) -> None:
+    lines = worked("show", two).stdout.splitlines()
+    assert ["mpi", "Open", "MPI", "5.0.11"] in [line.split() for line in lines]
+    (row,) = [line for line in lines if "0..64KiB" in line]
+    assert row.split(maxsplit=3)[:3] == ["all_reduce", "0..64KiB", "mpi:recursive_doubling"]
+    assert row.endswith("mpi:recursive_doubling 0.9 to 1.7, gloo 205")
+
+
+def test_export_tells_on_stderr_what_is_lost(two: Path, tmp_path: Path) -> None:
+    answer = worked("export", two, "--format", "openmpi")
+    assert "65536 4 0 0  # 64KiB and more: ring" in answer.stdout.splitlines()
+    assert answer.stderr.splitlines() == [
+        f"not exported: {two}: the fingerprint (mpi, ranks, nodes)",
+        f"not exported: {two}: the measurements of 1 rule",
+    ]
+    output = tmp_path / "rules.conf"
+    assert worked("export", two, "--format", "openmpi", "-o", output).stdout == ""
+    assert output.read_text() == answer.stdout
+
+
+@pytest.mark.parametrize("format", ["nccl-csv", "openmpi", "ucc", "oneccl"])
+def test_every_format_can_be_written(two: Path, format: str) -> None:
+    worked("export", two, "--format", format)
+
+
+@pytest.mark.parametrize(
+    ("format", "text", "backend", "choice"),
+    [
+        ("nccl-csv", "reduce,0,18446744073709551615,ring,ll,2,-1,-1\n", None, "nccl:ring/ll/2"),
+        ("openmpi", "1 11 1 0 1 0 4 0 0\n", None, "mpi:binary"),
+        ("ucc", "reduce:@dbt\n", None, "mpi:ucp/dbt"),
+        ("oneccl", "CCL_REDUCE=tree\n", "gloo", "gloo:tree"),
+    ],
+)
+def test_import(tmp_path: Path, format: str, text: str, backend: str | None, choice: str) -> None:
+    file, output = tmp_path / "foreign.conf", tmp_path / "table.yaml"
+    file.write_text(text)
+    options = ["--backend", backend] if backend else []
+    answer = worked("import", file, "--format", format, *options)
+    (rule,) = parse_table(answer.stdout).rules
+    assert (rule.backend, answer.stderr) == (choice, "")
+    worked("import", file, "--format", format, *options, "-o", output)
+    assert output.read_text() == answer.stdout
+    assert answer.stdout.startswith(f"# imported from foreign.conf ({format})\n")
+
+
+def test_import_tells_on_stderr_what_is_lost_and_where_a_file_is_wrong(tmp_path: Path) -> None:
+    file = tmp_path / "tuner.conf"
+    file.write_text("reduce,0,9,ring,ll,2,-1,-1\nreduce,0,99,ring,ll,2,-1,-1,-1,1\n")
+    answer = worked("import", file, "--format", "nccl-csv")
+    assert answer.stderr == f"not imported: {file}:2: tables cannot tell regBuff 1; the line is left out\n"
+    file.write_text("reduce,0,9,ring,lll,2,-1,-1\n")
+    answer = mcr_plus("import", file, "--format", "nccl-csv")
+    assert (answer.returncode, answer.stdout) == (2, "")
+    assert answer.stderr.startswith(f"mcr-plus: {file}:1: unknown protocol 'lll'; known: ll, ll128, simple")
+    file.write_bytes(b"\xff\xfe")
+    assert "not UTF-8 at byte 0" in mcr_plus("import", file, "--format", "nccl-csv").stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["nonsense"],
+        ["merge", "two.yaml"],
+        ["merge", "two.yaml", "-o", "x.yaml", "--prefer", "me"],
+        ["diff", "two.yaml"],
+        ["export", "two.yaml"],
+        ["export", "two.yaml", "--format", "yaml"],
+        ["export", "two.yaml", "--format", "ucc", "--backend", "ucc"],
+        ["export", "two.yaml", "--format", "ucc", "-o", "no/such/folder"],
+        ["import", "two.yaml", "--format", "openmpi"],
+        ["import", "missing.conf", "--format", "openmpi"],
+        ["show", "missing.yaml"],
+        ["shrink", "two.yaml", "-o", "no/such/folder"],
+    ],
+    ids=" ".join,
+)
+def test_bad_usage_is_status_2(words: list[str], two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(two.parent)
+    answer = mcr_plus(*words)
+    assert answer.returncode == 2
+    assert "Traceback" not in answer.stderr
+
+
+def test_the_documented_commands_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "tables.md").read_text()
+    (table,) = re.findall(r"^```yaml\n# two\.yaml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    Path("two.yaml").write_text(table)
+    Path("four.yaml").write_text(table.replace("ranks: 2", "ranks: 4").replace("64KiB", "32KiB"))
+    Path("nccl_tuner.conf").write_text("allreduce,0,18446744073709551615,ring,simple,8,-1,-1\n")
+    commands = re.findall(r"^    mcr-plus table (.*)$", text, re.MULTILINE)
+    assert len(commands) == 6
+    for command in commands:
+        worked(*command.split())
+    assert len(load_table("small.yaml").rules) == len(load_table("both.yaml").rules)

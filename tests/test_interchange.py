@@ -1,0 +1,1096 @@
+"""Tables of other libraries: against small models of how these read them, and against Open MPI itself."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from itertools import pairwise, product
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from mcr_plus.errors import ConfigError, InvalidArgument
+from mcr_plus.launch import mpi_flavour, mpi_usable
+from mcr_plus.selection.interchange import FORMATS, export, import_, nccl, oneccl, openmpi, ucc
+from mcr_plus.selection.table import Basis, Query, Table, TableKey, TableRule, parse_table
+from mcr_plus.selection.writing import table_text
+from mcr_plus.units import Range
+
+K = 1024
+
+
+def table(*rules: str, head: str = "") -> Table:
+    lines = "".join(f"  - {{{rule}}}\n" for rule in rules)
+    return parse_table(f"version: 1\n{head}rules:\n{lines}", "t.yaml")
+
+
+def rules_of(found: Table) -> list[tuple[str, str, str]]:
+    return [(str(rule.key), rule.span(), rule.backend) for rule in found.rules]
+
+
+def choice(found: Table, query: Query) -> str | None:
+    rule = found.lookup(query)
+    return rule.backend if rule else None
+
+
+def query(kind: str, nbytes: int | None, ranks: int = 2, nodes: int = 1, device: str = "cpu") -> Query:
+    return Query(kind, nbytes, ranks=ranks, nodes=nodes, ranks_per_node=max(ranks // nodes, 1), device=device)
+
+
+def bare(found: Table) -> list[tuple[TableKey, int, int | None, str]]:
+    """What decides, in order."""
+    return [(rule.key, rule.lo, rule.hi, rule.backend) for rule in found.rules]
+
+
+def test_formats_and_backends_have_names() -> None:
+    assert list(FORMATS) == ["nccl-csv", "openmpi", "ucc", "oneccl"]
+    found = table("kind: all_reduce, bytes: 0.., backend: mpi")
+    with pytest.raises(InvalidArgument, match="unknown format 'nccl'; known: nccl-csv, openmpi"):
+        export("nccl", found)
+    with pytest.raises(InvalidArgument, match="unknown backend 'ucc'; known: "):
+        import_("ucc", "allreduce:inf", backend="ucc")
+
+
+def test_choices_are_for_the_backend_that_is_named() -> None:
+    found = import_("oneccl", "CCL_ALLREDUCE=ring\n", "ccl.env", backend="gloo").table
+    assert rules_of(found) == [("all_reduce", "0..", "gloo:ring")]
+    assert export("oneccl", found).text == ""
+    assert export("oneccl", found, backend="gloo") == ('CCL_ALLREDUCE="ring"\n', ())
+
+
+# --- What a table says and a format does not ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("format", "algorithm"),
+    [
+        ("nccl-csv", "nccl:ring/simple"),
+        ("openmpi", "mpi:ring"),
+        ("ucc", "mpi:ucp/knomial"),
+        ("oneccl", "mpi:ring"),
+    ],
+)
+def test_nothing_is_lost_in_silence(format: str, algorithm: str) -> None:
+    plain = algorithm.partition(":")[0]
+    found = table(
+        f"kind: all_reduce, dtype: float16, bytes: 0.., backend: '{algorithm}'",
+        f"kind: all_reduce, async: true, bytes: 0.., backend: '{algorithm}', measured: {{gloo: {{8B: 1}}}}",
+        f"kind: all_reduce, bytes: 0..8, backend: '{algorithm}'",
+        "kind: all_reduce, bytes: 8.., backend: gloo",
+        f"kind: broadcast, ranks_per_node: 4, bytes: 0.., backend: '{plain}:no such'",
+        f"kind: send, bytes: 0.., backend: '{algorithm}'",
+        f"kind: '*', bytes: 0.., backend: {plain}",
+        head="fingerprint: {cpu: abacus}\nstrict: true\n",
+    )
+    lost = export(format, found).lost
+    facts, lines = lost[:3], lost[3:]
+    assert facts == (
+        "t.yaml: the fingerprint (cpu)", "t.yaml: strict", "t.yaml: the measurements of 1 rule",
+    )  # fmt: skip
+    for line, start, what in [
+        (5, "all_reduce float16 0..", "cannot tell `dtype: float16`; left out, since another rule holds"),
+        (6, "all_reduce async: true 0..", "cannot tell `async: true`; left out, since another rule holds"),
+        (8, "all_reduce 8..: gloo", f"not written; only rules of {plain} are"),
+        (9, "broadcast ranks_per_node 4..5 0..", "cannot tell `ranks_per_node: 4`"),
+        (10, "send 0..", "no rules for send"),
+        (11, "* 0..", "for which nothing is written"),
+    ]:
+        assert any(each.startswith(f"t.yaml:{line}: {start}") and what in each for each in lines), (
+            line,
+            lines,
+        )
+    assert not any(each.startswith("t.yaml:7:") for each in lines)
+
+
+def test_a_rule_for_what_cannot_be_told_is_taken_for_all_where_nothing_else_is_known() -> None:
+    found = table(
+        "kind: all_reduce, ranks: 2, nodes: 1, bytes: 0.., backend: 'mpi:ring'",
+        "kind: all_reduce, ranks: 2, nodes: 2, bytes: 0.., backend: 'mpi:rabenseifner'",
+        "kind: all_reduce, bytes: 0.., backend: gloo",
+    )
+    text, lost = export("openmpi", found)
+    assert ("all_reduce ranks 2..3", "0..", "mpi:ring") in rules_of(import_("openmpi", text).table)
+    assert [line.partition(" cannot tell ")[2] for line in lost if "cannot tell" in line] == [
+        "`nodes: 1`; written as if it held for all",
+        "`nodes: 2`; left out, since another rule holds without it",
+    ]
+
+
+# --- NCCL -----------------------------------------------------------------------------------------------
+
+NCCL_SAMPLE = """\
+# Single node: small messages by tree
+allreduce,0,65535,tree,ll,2,1,-1
+allreduce,65536,1048575,ring,ll128,4,4,32
+allreduce,1048576,18446744073709551615,ring,simple,-1,-1,-1
+broadcast,0,18446744073709551615,ring,simple,8,-1,16
+reduce,0,4095,tree,simple,-1,-1,-1
+reduce,4096,18446744073709551615,ring,simple,16,-1,-1
+"""
+
+
+def nccl_plugin(text: str, collective: str, nbytes: int, nodes: int, ranks: int) -> str | None:
+    """What NCCL's example plugin decides: the first line that matches, both bounds included."""
+    for line in text.splitlines():
+        if line.startswith("#"):
+            continue
+        fields = line.split(",")
+        lo, hi, channels, on_nodes, on_ranks = (int(fields[index]) for index in (1, 2, 5, 6, 7))
+        if (
+            fields[0] == collective
+            and lo <= nbytes <= hi
+            and on_nodes in (-1, nodes)
+            and on_ranks in (-1, ranks)
+        ):
+            return f"{fields[3]}/{fields[4]}" + (f"/{channels}" if channels != -1 else "")
+    return None
+
+
+def nccl_choice(decided: str | None) -> str:
+    return "nccl" if decided is None else f"nccl:{decided}"
+
+
+def test_nccl_sample_comes_back() -> None:
+    found, lost = import_("nccl-csv", NCCL_SAMPLE, "tuner.conf")
+    assert lost == ()
+    assert choice(found, query("all_reduce", 8, ranks=4, nodes=1)) == "nccl:tree/ll/2"
+    rule = found.lookup(query("all_reduce", 8, ranks=4, nodes=1))
+    assert rule is not None
+    assert rule.place == "tuner.conf:2"
+    text = export("nccl-csv", found).text
+    assert sorted(text.splitlines()[1:]) == sorted(NCCL_SAMPLE.splitlines()[1:])
+    assert bare(import_("nccl-csv", text).table) == bare(found)
+
+
+def test_nccl_bounds_are_included_and_4_gib_is_not_the_end() -> None:
+    found = import_("nccl-csv", "reduce,8,4294967295,ring,ll,-1,-1,-1\n").table
+    assert rules_of(found) == [
+        ("reduce", "0..8", "nccl"), ("reduce", "8..4GiB", "nccl:ring/ll"), ("reduce", "4GiB..", "nccl"),
+    ]  # fmt: skip
+
+
+def test_nccl_first_match_wins_across_nodes_and_ranks() -> None:
+    text = "allreduce,0,99,ring,ll,1,1,-1\nallreduce,0,99,tree,ll,2,-1,8\nallreduce,50,199,pat,ll,3,-1,-1\n"
+    found = import_("nccl-csv", text).table
+    assert choice(found, query("all_reduce", 10, ranks=8, nodes=1)) == "nccl:ring/ll/1"
+    assert choice(found, query("all_reduce", 10, ranks=8, nodes=2)) == "nccl:tree/ll/2"
+    assert choice(found, query("all_reduce", 99, ranks=4, nodes=2)) == "nccl:pat/ll/3"
+    assert choice(found, query("all_reduce", 100, ranks=8, nodes=1)) == "nccl:pat/ll/3"
+    assert choice(found, query("all_reduce", 200, ranks=8, nodes=1)) == "nccl"
+
+
+def test_nccl_tells_what_its_tables_cannot_say() -> None:
+    text = (
+        "allreduce,0,99,ring,ll,1,-1,-1,-1,-1\nallreduce,0,99,tree,ll,1,-1,-1,4,1\nallreduce,5,9,pat,ll,1,-1,-1,-1\n"
+        "reduce,0,99,tree,ll,-1,-1,-1,-1,0\n"
+    )
+    found, lost = import_("nccl-csv", text, "t.conf")
+    assert rules_of(found)[0] == ("all_reduce", "0..100", "nccl:ring/ll/1")
+    assert lost == (
+        "t.conf:2: tables cannot tell numPipeOps 4, regBuff 1; the line is left out",
+        "t.conf:4: tables cannot tell regBuff 0; the line is left out",
+        "t.conf:3: out of reach behind others",
+    )
+
+
+def test_nccl_leaves_one_channel_where_no_line_stands() -> None:
+    found = table(
+        "kind: reduce, bytes: 0..8, backend: nccl", "kind: reduce, bytes: 8.., backend: 'nccl:ring/ll'"
+    )
+    text, (line,) = export("nccl-csv", found)
+    assert text == (
+        "# collective,min_bytes,max_bytes,algorithm,protocol,channels,nNodes,nRanks\n"
+        "reduce,8,18446744073709551615,ring,ll,-1,-1,-1\n"
+    )
+    assert line.startswith("t.yaml:3: reduce 0..8: nccl: no line stands for NCCL's own choice: ")
+    assert line.endswith("a wider one takes over, or one channel")
+
+
+def test_nccl_gathers_have_no_vector_form() -> None:
+    found = import_("nccl-csv", "allgather,0,18446744073709551615,ring,ll,-1,-1,-1\n").table
+    assert rules_of(found) == [("all_gather_v", "0..", "nccl"), ("all_gather", "0..", "nccl:ring/ll")]
+    assert export("nccl-csv", found).lost == ()
+    (line,) = export("nccl-csv", table("kind: all_gather, bytes: 0.., backend: 'nccl:ring/ll'")).lost
+    assert "no rules for all_gather_v" in line
+
+
+def test_nccl_lists_numbers_and_takes_open_ranges_for_all() -> None:
+    found = table("kind: reduce, ranks: 2..4, nodes: 1, bytes: 0.., backend: 'nccl:ring/ll'")
+    lines = export("nccl-csv", found).text.splitlines()[1:]
+    assert [line.split(",")[6:] for line in lines] == [["1", "2"], ["1", "3"]]
+    text, lost = export("nccl-csv", table("kind: reduce, ranks: '>=8', bytes: 0.., backend: 'nccl:ring/ll'"))
+    assert text.splitlines()[1].split(",")[6:] == ["-1", "-1"]
+    assert "cannot tell `ranks: 8..`; written as if it held for all" in lost[0]
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["loop/ll", "ring", "ring/tcp", "ring/ll/0", "ring/ll/x", "ring/ll/8/9"]
+)
+def test_nccl_unknown_algorithms_of_a_table_are_lost(algorithm: str) -> None:
+    text, (line,) = export("nccl-csv", table(f"kind: reduce, bytes: 0.., backend: 'nccl:{algorithm}'"))
+    assert len(text.splitlines()) == 1
+    assert line.startswith(
+        f"t.yaml:3: reduce 0..: nccl:{algorithm}: unknown algorithm '{algorithm}'; expected"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        (
+            "collective_type,min_bytes,max_bytes,algorithm,protocol,channels,nNodes,nRanks",
+            "unknown collective",
+        ),
+        ("Allreduce,0,8,ring,ll,1,1,1", "unknown collective 'Allreduce'; known: allreduce"),
+        ("alltoall,0,8,ring,ll,1,1,1", "unknown collective 'alltoall'"),
+        ("allreduce,0,8,rings,ll,1,1,1", "unknown algorithm 'rings'; known: tree, ring"),
+        ("allreduce,0,8,ring,LL,1,1,1", "unknown protocol 'LL'; known: ll, ll128, simple"),
+        ("allreduce,0,8,ring,ll,1,1", "7 fields; expected 8 to 10"),
+        ("allreduce,0,8,ring,ll,1,1,1,1,1,1", "11 fields"),
+        ("allreduce,,8,ring,ll,1,1,1", "min_bytes: expected a whole number from 0 on, got ''"),
+        ("allreduce,0,8K,ring,ll,1,1,1", "max_bytes: expected a whole number from 0 on, got '8K'"),
+        ("allreduce,9,8,ring,ll,1,1,1", "max_bytes: 8 is below min_bytes, 9"),
+        ("allreduce,0,18446744073709551616,ring,ll,1,1,1", "max_bytes"),
+        ("allreduce,0,8,ring,ll,0,1,1", "channels: expected a whole number from 1 on, got '0'"),
+        ("allreduce,0,8,ring,ll,1,-2,1", "nNodes: expected"),
+        ("allreduce,0,8,ring,ll,1,1,2x", "nRanks: expected"),
+        ("allreduce,0,8,ring,ll,1,1,1," + " " * 250, "characters; expected at most 255"),
+        (" # a comment that NCCL does not know for one", "1 fields; expected"),
+    ],
+)
+def test_nccl_refuses_what_the_plugin_would_mistake(line: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=r"^tuner\.conf:3: ") as caught:
+        import_("nccl-csv", f"# comment\n\n{line}\n", "tuner.conf")
+    assert what in str(caught.value)
+
+
+@st.composite
+def nccl_texts(draw: st.DrawFn) -> str:
+    lines = []
+    for _ in range(draw(st.integers(1, 6))):
+        lo = draw(st.integers(0, 20))
+        hi = draw(st.one_of(st.integers(lo, 25), st.just((1 << 64) - 1)))
+        fields = [
+            draw(st.sampled_from(("allreduce", "broadcast", "allgather"))), lo, hi,
+            draw(st.sampled_from(nccl.ALGORITHMS)), draw(st.sampled_from(nccl.PROTOCOLS)),
+            *(draw(st.sampled_from(numbers)) for numbers in ((-1, 1, 8), (-1, 1, 2), (-1, 2, 4))),
+        ]  # fmt: skip
+        lines.append(",".join(map(str, fields)))
+    return "\n".join(lines) + "\n"
+
+
+NCCL_CASES = tuple(
+    product(("all_reduce", "broadcast", "all_gather"), range(27), ((2, 1), (2, 2), (4, 1), (4, 2), (8, 2)))
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(nccl_texts())
+def test_nccl_import_decides_as_the_plugin_does(text: str) -> None:
+    found = import_("nccl-csv", text).table
+    again = import_("nccl-csv", export("nccl-csv", found).text).table
+    for kind, nbytes, (ranks, nodes) in NCCL_CASES:
+        ours = choice(found, query(kind, nbytes, ranks, nodes))
+        theirs = nccl_plugin(text, nccl.COLLECTIVES[kind].name, nbytes, nodes, ranks)
+        assert ours == nccl_choice(theirs) or (ours is None and theirs is None), (kind, nbytes, ranks, nodes)
+        assert (choice(again, query(kind, nbytes, ranks, nodes)) or "nccl") == (ours or "nccl")
+
+
+# --- Tables made up for every format --------------------------------------------------------------------
+
+PER_RANK = {"oneccl": ("all_gather", "reduce_scatter", "all_to_all"), "ucc": ("reduce_scatter",)}
+SIZED = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather")
+
+
+def algorithms(format: str, kind: str) -> list[str]:
+    """Some choices with an algorithm."""
+    if format == "nccl-csv":
+        return [f"nccl:{a}/{p}{c}" for a, p, c in product(("ring", "tree"), ("ll", "simple"), ("", "/4"))]
+    if format == "openmpi":
+        names = openmpi.ALGORITHMS[openmpi.COLLECTIVES[kind].name][1:]
+        return [
+            f"mpi:{name}{more}" for name in names for more in ("", "/segment=8KiB", "/fanout=2/requests=3")
+        ]
+    if format == "oneccl":
+        return [f"mpi:{name}" for name in oneccl.ALGORITHMS[oneccl.COLLECTIVES[kind].name]]
+    name = ucc.COLLECTIVES[kind].name
+    named = [f"mpi:ucp/{each}" for each in ucc.COMPONENTS["ucp"].algorithms.get(name, ())]
+    return [*named, "mpi:ucp/7", "mpi:nccl/*/inf", "mpi:ucp/*/50"]
+
+
+@st.composite
+def expressible(draw: st.DrawFn, format: str, ranks: st.SearchStrategy[Range | None]) -> Table:
+    """A table whose rules a format can say, but for the order of keys."""
+    known = [kind for kind in SIZED if kind in FORMATS_COLLECTIVES[format]]
+    chosen = draw(st.lists(st.tuples(st.sampled_from(known), ranks), min_size=1, max_size=4, unique=True))
+    chosen.sort(key=lambda pair: (known.index(pair[0]), pair[1] is None))
+    rules = []
+    for kind, numbers in chosen:
+        basis: Basis = "per_rank" if kind in PER_RANK.get(format, ()) else "total"
+        key = TableKey(kind, ranks=numbers, basis=basis)
+        cuts = sorted(draw(st.sets(st.integers(1, 40), max_size=3)))
+        options = algorithms(format, kind)
+        for lo, hi in pairwise([0, *cuts, None]):
+            assert lo is not None
+            rules.append(TableRule(draw(st.sampled_from(options)), lo, hi, key))
+    try:
+        return parse_table(table_text(Table(tuple(rules))))
+    except ConfigError:
+        assume(False)
+        raise
+
+
+FORMATS_COLLECTIVES: Mapping[str, Mapping[str, object]] = {
+    "nccl-csv": nccl.COLLECTIVES,
+    "openmpi": openmpi.COLLECTIVES,
+    "ucc": ucc.COLLECTIVES,
+    "oneccl": oneccl.COLLECTIVES,
+}
+NUMBERS = {
+    "nccl-csv": st.sampled_from((None, Range(2, 3), Range(4, 5))),
+    "openmpi": st.sampled_from((None, Range(2, 3), Range(2, 5), Range(4))),
+    "ucc": st.sampled_from((None, Range(2, 3), Range(2, 5), Range(4))),
+    "oneccl": st.none(),
+}
+
+
+@settings(max_examples=160, deadline=None)
+@given(st.sampled_from(tuple(FORMATS)).flatmap(lambda f: st.tuples(st.just(f), expressible(f, NUMBERS[f]))))
+def test_what_a_format_can_say_comes_back(case: tuple[str, Table]) -> None:
+    name, found = case
+    text, lost = export(name, found)
+    again, lost_again = import_(name, text, "again")
+    assert lost_again == ()
+    vector = r"no rules for \w+_v$|(no|of) (allgatherv|alltoallv|reduce_scatterv?|ALLGATHERV|ALLTOALLV)\b"
+    assert not [line for line in lost if not re.search(vector, line)]
+    for kind, ranks, nbytes in product(SIZED, (2, 3, 4, 5), [0, *range(1, 200, 3)]):
+        asked = query(kind, nbytes, ranks)
+        before = choice(found, asked)
+        assert before is None or choice(again, asked) == before, asked
+    for kind, ranks in product(("all_gather_v", "reduce_scatter_v", "all_to_all_v"), (2, 4, 5)):
+        before = choice(found, query(kind, None, ranks))
+        assert lost or before is None or choice(again, query(kind, None, ranks)) == before
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(tuple(FORMATS)).flatmap(lambda f: st.tuples(st.just(f), expressible(f, st.none()))))
+def test_tables_without_ranks_come_back_as_they_were(case: tuple[str, Table]) -> None:
+    name, found = case
+    again = import_(name, export(name, found).text, "again").table
+    joined = [rule for rule in bare(again) if not rule[0].kind.endswith("_v")]
+    expected: list[tuple[TableKey, int, int | None, str]] = []
+    for key, lo, hi, backend in bare(found):
+        if expected and expected[-1][0] == key and expected[-1][3] == backend:
+            expected[-1] = (key, expected[-1][1], hi, backend)
+        else:
+            expected.append((key, lo, hi, backend))
+    by_kind = [
+        [(r[1:]) for r in rules if r[0].kind == kind] for rules in (joined, expected) for kind in SIZED
+    ]
+    assert by_kind[: len(SIZED)] == by_kind[len(SIZED) :]
+
+
+# --- Open MPI -------------------------------------------------------------------------------------------
+
+OPENMPI_SAMPLE = """\
+2  # collectives
+2  # allreduce
+2  # communicator sizes
+0  # small jobs
+2
+0 3 0 0
+65536 4 0 0
+64
+3
+0 0 0 0       # Open MPI's own choice
+8192 6 0 0
+1048576 5 4 131072
+7  # bcast
+1
+0
+1
+0 6 0 0
+"""
+
+
+def numbers_of(text: str) -> list[int]:
+    lines = [line.partition("#")[0] for line in text.splitlines() if not line.startswith("rule-file")]
+    return [int(word) for line in lines for word in line.split()]
+
+
+def open_mpi(text: str, collective: int, size: int, ranks: int) -> tuple[int, ...]:
+    """What Open MPI decides by a file of version 1: the last block and row not above what is asked for."""
+    numbers = iter(numbers_of(text))
+    decided: tuple[int, ...] = (0, 0, 0)
+    for _ in range(next(numbers)):
+        number = next(numbers)
+        blocks = []
+        for _ in range(next(numbers)):
+            first = next(numbers)
+            blocks.append((first, [tuple(next(numbers) for _ in range(4)) for _ in range(next(numbers))]))
+        if number == collective:
+            block = next((rows for first, rows in reversed(blocks) if first <= ranks), blocks[0][1])
+            decided = next((row[1:] for row in reversed(block) if row[0] <= size), (0, 0, 0))
+    return decided
+
+
+def open_mpi_choice(collective: str, decided: tuple[int, ...]) -> str:
+    algorithm, fanout, segment = decided
+    if not algorithm:
+        return "mpi"
+    parts = [openmpi.ALGORITHMS[collective][algorithm]]
+    parts += [f"fanout={fanout}"] if fanout else []
+    parts += [f"segment={segment // K}KiB"] if segment else []
+    return f"mpi:{'/'.join(parts)}"
+
+
+def test_openmpi_sample_comes_back() -> None:
+    found, lost = import_("openmpi", OPENMPI_SAMPLE, "rules.conf")
+    assert lost == ()
+    assert rules_of(found) == [
+        ("all_reduce ranks 0..64", "0..64KiB", "mpi:recursive_doubling"),
+        ("all_reduce ranks 0..64", "64KiB..", "mpi:ring"),
+        ("all_reduce ranks 64..", "0..8KiB", "mpi"),
+        ("all_reduce ranks 64..", "8KiB..1MiB", "mpi:rabenseifner"),
+        ("all_reduce ranks 64..", "1MiB..", "mpi:segmented_ring/fanout=4/segment=128KiB"),
+        ("broadcast", "0..", "mpi:binomial"),
+    ]
+    assert [rule.place for rule in found.rules][:2] == ["rules.conf:6", "rules.conf:7"]
+    text, lost = export("openmpi", found)
+    assert lost == ()
+    assert numbers_of(text) == numbers_of(OPENMPI_SAMPLE)
+
+
+def test_openmpi_collectives_are_those_our_backend_calls() -> None:
+    """MPI has two reduce_scatters: equal shares are reduce_scatter_block, and counts are reduce_scatter."""
+    text = "2 12 1 0 1 0 3 0 0 13 1 0 1 0 2 0 0"
+    assert rules_of(import_("openmpi", text).table) == [
+        ("reduce_scatter_v", "0..", "mpi:ring"), ("reduce_scatter", "0..", "mpi:recursive_doubling"),
+    ]  # fmt: skip
+
+
+def test_openmpi_version_2_has_requests_in_the_same_line() -> None:
+    text = "rule-file-version-2\n1\n3\n1\n0\n3\n0 1 0 0 7\n8 2 0 0\n16 4 0 0 9 # last\n"
+    found = import_("openmpi", text).table
+    assert [rule.backend for rule in found.rules] == [
+        "mpi", "mpi:linear/requests=7", "mpi:pairwise", "mpi:linear_sync/requests=9",
+    ]  # fmt: skip
+    written = export("openmpi", found).text
+    assert written.startswith("rule-file-version-2\n")
+    assert bare(import_("openmpi", written).table) == bare(found)
+    with pytest.raises(ConfigError, match="unknown alltoall algorithm 8"):
+        import_("openmpi", text.removeprefix("rule-file-version-2\n"))
+
+
+def test_openmpi_numbers_are_read_as_c_reads_them() -> None:
+    found = import_("openmpi", "1 2 1 0 2 0 0x3 0 0 010 4 0 0").table
+    assert rules_of(found) == [
+        ("all_reduce", "0..8", "mpi:recursive_doubling"),
+        ("all_reduce", "8..", "mpi:ring"),
+    ]
+
+
+def test_openmpi_collectives_without_a_size() -> None:
+    text = "3 4 1 0 2 0 1 0 0 64 2 0 0\n6 1 0 1 0 6 0 0\n15 1 0 2 0 1 0 0\n4096 2 0 0\n"
+    found, lost = import_("openmpi", text, "r")
+    assert rules_of(found) == [
+        ("all_to_all_v", "0..", "mpi:basic_linear"), ("barrier", "0..", "mpi:tree"),
+        ("scatter_v", "0..", "mpi"), ("scatter", "0..", "mpi:basic_linear"),
+    ]  # fmt: skip
+    assert lost == (
+        "r:1: alltoallv from 64 bytes on: it is looked up as if of 0 bytes, the first row holds",
+        "r:4: scatter from 4096 bytes on: only the root knows the size, the first row holds",
+    )
+
+
+def test_openmpi_scatter_gets_no_rules_by_size() -> None:
+    """Ranks other than the root would follow the row of 0 bytes, and hang."""
+    found = table(
+        "kind: scatter, bytes: 0..8, backend: 'mpi:binomial'",
+        "kind: scatter, bytes: 8.., backend: 'mpi:linear_nb'",
+    )
+    text, lost = export("openmpi", found)
+    assert numbers_of(text)[-4:] == [0, 0, 0, 0]
+    assert sum("knows no sizes of scatter" in line for line in lost) == 2
+    same = table("kind: scatter, bytes: 0.., backend: 'mpi:binomial'")
+    assert numbers_of(export("openmpi", same).text)[-4:] == [0, 2, 0, 0]
+
+
+def test_openmpi_vector_operations_follow_the_rule_without_an_end() -> None:
+    found = table(
+        "kind: all_gather, bytes: 0..8, backend: 'mpi:bruck'",
+        "kind: all_gather, bytes: 8.., backend: 'mpi:ring'",
+    )
+    text, lost = export("openmpi", found)
+    assert lost == ()
+    assert open_mpi(text, 1, 0, 2)[0] == openmpi.ALGORITHMS["allgatherv"].index("ring")
+    again = import_("openmpi", text).table
+    assert choice(again, query("all_gather_v", None)) == "mpi:ring"
+
+
+def test_openmpi_counts_one_share_of_allgatherv() -> None:
+    text = "1 1 1 0 2 0 2 0 0 100 3 0 0"
+    found, lost = import_("openmpi", text)
+    assert lost == ()
+    assert choice(found, query("all_gather_v", 399, ranks=4)) == "mpi:bruck"
+    assert choice(found, query("all_gather_v", 400, ranks=4)) == "mpi:ring"
+    assert numbers_of(export("openmpi", found).text) == numbers_of(text)
+    total = table(
+        "kind: all_gather_v, bytes: 0..8, backend: 'mpi:ring'", "kind: all_gather_v, bytes: 8.., backend: mpi"
+    )
+    assert "counts the bytes of all_gather_v per rank" in export("openmpi", total).lost[0]
+
+
+def test_openmpi_per_rank_rules_need_one_number_of_ranks() -> None:
+    rules = [
+        f"kind: all_to_all, {{}}basis: per_rank, bytes: {span}, backend: 'mpi:{name}'"
+        for span, name in (("0..100", "linear"), ("100..", "pairwise"))
+    ]
+    text, lost = export("openmpi", table(*(rule.format("ranks: 4, ") for rule in rules)))
+    assert [open_mpi(text, 3, size, 4)[0] for size in (399, 400)] == [1, 2]
+    assert all("all_to_all_v" in line for line in lost)
+    assert "counts the bytes of all_to_all in total" in " ".join(
+        export("openmpi", table(*(r.format("") for r in rules))).lost
+    )
+
+
+def test_openmpi_tells_what_its_tables_cannot_say() -> None:
+    text = "2\n8 1 0 1 0 1 0 0\n2 2 0 1 0 1 0 0\n1 1 0 2 0 0\n"
+    found, lost = import_("openmpi", text, "r")
+    assert rules_of(found) == [("all_reduce ranks 1..", "0..", "mpi:nonoverlapping")]
+    assert lost == ("r:2: tables have no exscan", "r:3: no communicator has so few ranks as 0..1")
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    ["no such", "ring/segments=8", "ring/segment=8KB", "ring/fanout=-1", "ring/fanout=1/fanout=2", "ignore"],
+)
+def test_openmpi_unknown_algorithms_of_a_table_are_lost(algorithm: str) -> None:
+    text, (line,) = export("openmpi", table(f"kind: all_reduce, bytes: 0.., backend: 'mpi:{algorithm}'"))
+    assert numbers_of(text) == [1, 2, 1, 0, 1, 0, 0, 0, 0]
+    assert line.startswith("t.yaml:3: all_reduce 0..: mpi:")
+    assert line.endswith("; left to Open MPI")
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "what"),
+    [
+        ("", 1, "the file ends here; expected the number of collectives"),
+        ("1\n2\n1\n0\n2\n0 3 0 0\n", 6, "the file ends here; expected a message size"),
+        (
+            "1\n2\n1\n0\n1\n8 3 0 0\n",
+            6,
+            "the first message size is 8; expected 0, or Open MPI drops the whole file",
+        ),
+        ("1\n2\n1\n0\n1\n0 ring 0 0\n", 6, "expected an algorithm, a whole number, got 'ring'"),
+        ("1\n2\n1\n0\n1\n0 7 0 0\n", 6, "unknown allreduce algorithm 7; known: 0 ignore, 1 basic_linear"),
+        ("1\n2\n1\n0\n1\n0 -1 0 0\n", 6, "got '-1'"),
+        (
+            "1\n22\n1\n0\n1\n0 1 0 0\n",
+            2,
+            "expected the number of a collective, a whole number up to 21, got '22'",
+        ),
+        ("23\n", 1, "expected the number of collectives"),
+        ("1\n2\n1\n0\n3\n0 1 0 0\n9 1 0 0\n9 2 0 0\n", 8, "a message size: 9 after 9; expected rising ones"),
+        ("1\n2\n2\n4\n1\n0 1 0 0\n2\n1\n0 1 0 0\n", 7, "a communicator size: 2 after 4"),
+        ("2\n2\n1\n0\n1\n0 1 0 0\n2\n1\n0\n1\n0 1 0 0\n", 7, "collective 2 (allreduce) is also in line 2"),
+        ("1\n2\n1\n0\n1\n0 1 0 0\n9\n", 7, "expected the end of the file"),
+        ("rule-file-version-3\n0\n", 1, "unknown version 3; known: 1, 2"),
+        ("# late\nrule-file-version-2\n1\n", 2, "got 'rule-file-version-2'"),
+        ("0\n", 1, "no rules that a table can say"),
+    ],
+)
+def test_openmpi_refuses_what_it_would_skip_or_drop(text: str, line: int, what: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^rules\.conf:{line}: ") as caught:
+        import_("openmpi", text, "rules.conf")
+    assert what in str(caught.value)
+
+
+@st.composite
+def openmpi_texts(draw: st.DrawFn) -> str:
+    chosen = draw(
+        st.lists(st.sampled_from(("allreduce", "bcast", "alltoall")), min_size=1, max_size=3, unique=True)
+    )
+    lines = [str(len(chosen))]
+    for collective in chosen:
+        firsts = sorted(draw(st.sets(st.integers(0, 6), min_size=1, max_size=3)))
+        lines += [str(openmpi.NUMBERS[collective]), str(len(firsts))]
+        for first in firsts:
+            sizes = [0, *sorted(draw(st.sets(st.integers(1, 40), max_size=3)))]
+            lines += [str(first), str(len(sizes))]
+            for size in sizes:
+                algorithm = draw(st.integers(0, len(openmpi.ALGORITHMS[collective]) - 1))
+                fanout, segment = draw(st.sampled_from((0, 2))), draw(st.sampled_from((0, 4096)))
+                lines.append(f"{size} {algorithm} {fanout} {segment}")
+    return "\n".join(lines) + "\n"
+
+
+@settings(max_examples=80, deadline=None)
+@given(openmpi_texts())
+def test_openmpi_import_and_export_decide_as_open_mpi_does(text: str) -> None:
+    found = import_("openmpi", text).table
+    written = export("openmpi", found).text
+    for kind, ranks, nbytes in product(
+        ("all_reduce", "broadcast", "all_to_all"), range(1, 8), range(0, 44, 2)
+    ):
+        name = openmpi.COLLECTIVES[kind].name
+        decided = open_mpi(text, openmpi.NUMBERS[name], nbytes, ranks)
+        ours = choice(found, query(kind, nbytes, ranks))
+        assert (ours or "mpi") == open_mpi_choice(name, decided), (kind, ranks, nbytes)
+        again = open_mpi(written, openmpi.NUMBERS[name], nbytes, ranks)
+        assert open_mpi_choice(name, again) == open_mpi_choice(name, decided)
+
+
+# --- Open MPI itself ------------------------------------------------------------------------------------
+
+LAUNCHER = mpi_flavour()
+needs_open_mpi = pytest.mark.skipif(
+    not mpi_usable() or LAUNCHER is None or LAUNCHER.flavour != "openmpi" or LAUNCHER.major != 5,
+    reason="needs mpi4py and Open MPI 5",
+)
+CALLS = 10
+PROGRAM = f"""
+import sys
+import numpy
+from mpi4py import MPI
+values = numpy.ones(int(sys.argv[1]) // 8)
+result = numpy.empty_like(values)
+for _ in range({CALLS}):
+    MPI.COMM_WORLD.Allreduce(values, result)
+assert (result == MPI.COMM_WORLD.size).all()
+"""
+
+
+def mpi_environment() -> dict[str, str]:
+    """Ours, without what an MPI job around us may have left in it."""
+    mine = re.compile(r"OMPI_|PMIX_|PRTE_|MCR_JOB")
+    return {name: value for name, value in os.environ.items() if not mine.match(name)}
+
+
+def messages(rules: str, nbytes: int) -> int:
+    """How many messages rank 0 of 2 sends in ten allreduces under a rules file, as Open MPI counts them."""
+    assert LAUNCHER is not None
+    with tempfile.TemporaryDirectory(prefix="mcr-") as folder:  # short: MPI puts sockets in it
+        path, counts = Path(folder) / "rules.conf", Path(folder) / "count"
+        path.write_text(rules)
+        settings = {
+            "pml": "ob1,monitoring", "btl": "self,sm", "coll_tuned_use_dynamic_rules": "1",
+            "coll_tuned_dynamic_rules_filename": str(path), "pml_monitoring_enable": "2",
+            "pml_monitoring_enable_output": "3", "pml_monitoring_filename": str(counts),
+        }  # fmt: skip
+        options = [word for name, value in settings.items() for word in ("--mca", name, value)]
+        root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        command = [LAUNCHER.path, *root, "--oversubscribe", "--bind-to", "none", *options, "-n", "2"]
+        answer = subprocess.run(
+            [*command, sys.executable, "-c", PROGRAM, str(nbytes)], capture_output=True, text=True,
+            timeout=60, check=False, stdin=subprocess.DEVNULL, env={**mpi_environment(), "TMPDIR": folder},
+        )  # fmt: skip
+        assert answer.returncode == 0, answer.stderr
+        assert "rule" not in answer.stderr, answer.stderr
+        counted = Path(f"{counts}.0.prof").read_text()
+    found = re.search(r"^C\t0\t1\t\d+ bytes\t(\d+) msgs sent", counted, re.MULTILINE)
+    assert found is not None, counted
+    total = re.search(r"^I\t0\t1\t\d+ bytes\t(\d+) msgs sent", counted, re.MULTILINE)
+    assert total is not None, counted
+    return int(total.group(1))
+
+
+@needs_open_mpi
+def test_open_mpi_follows_an_exported_file() -> None:
+    """On two ranks, recursive doubling sends one message, a ring two halves: their number tells which."""
+    found = table(
+        "kind: all_reduce, bytes: 0..4KiB, backend: 'mpi:recursive_doubling'",
+        "kind: all_reduce, bytes: 4KiB.., backend: 'mpi:ring'",
+        "kind: all_gather, bytes: 0.., backend: 'mpi:ring'",  # what follows must be read to the end
+    )
+    text, lost = export("openmpi", found)
+    assert lost == ()
+    assert messages(text, 4 * K - 8) == CALLS
+    assert messages(text, 4 * K) == 2 * CALLS
+    other = export("openmpi", table("kind: all_reduce, bytes: 0.., backend: 'mpi:ring'")).text
+    assert messages(other, 4 * K - 8) == 2 * CALLS
+    broken = other.replace("0 4 0 0", "8 4 0 0")  # the first size is not 0: Open MPI drops the file
+    assert broken != other
+    assert messages(broken, 4 * K - 8) == CALLS
+
+
+@needs_open_mpi
+def test_open_mpi_follows_a_file_of_version_2_and_of_several_communicator_sizes() -> None:
+    found = table(
+        "kind: all_reduce, ranks: 2, bytes: 0.., backend: 'mpi:ring/requests=4'",
+        "kind: all_reduce, bytes: 0.., backend: 'mpi:recursive_doubling'",
+    )
+    text = export("openmpi", found).text
+    assert text.startswith("rule-file-version-2\n")
+    assert messages(text, 4 * K) == 2 * CALLS
+    three = table(
+        "kind: all_reduce, ranks: 3, bytes: 0.., backend: 'mpi:ring'",
+        "kind: all_reduce, bytes: 0.., backend: 'mpi:recursive_doubling'",
+    )
+    assert messages(export("openmpi", three).text, 4 * K) == CALLS
+    only_three = "1 2 1\n3 1\n0 4 0 0\n"  # the first block holds for smaller communicators too
+    assert messages(only_three, 4 * K) == 2 * CALLS
+    assert choice(import_("openmpi", only_three).table, query("all_reduce", 4 * K)) == "mpi:ring"
+
+
+@needs_open_mpi
+def test_algorithm_numbers_are_those_of_the_installed_open_mpi() -> None:
+    assert LAUNCHER is not None
+    tool = Path(LAUNCHER.path).with_name("ompi_info")
+    if not tool.exists():
+        pytest.skip("needs ompi_info beside mpiexec")
+    answer = subprocess.run(
+        [tool, "--param", "coll", "tuned", "--level", "9"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    pattern = r'"coll_tuned_(\w+)_algorithm" .*\n(?:.*\n)?? +Valid values: (.*)'
+    found = {name: values.split(", ") for name, values in re.findall(pattern, answer.stdout)}
+    ours = {
+        name: [f"{number}|{each}" for number, each in enumerate(names)]
+        for name, names in openmpi.ALGORITHMS.items()
+    }
+    assert {name: found[name] for name in ours} == ours
+
+
+# --- UCC ------------------------------------------------------------------------------------------------
+
+UCC_SAMPLE = """\
+UCC_TL_UCP_TUNE=allreduce:host:0-4K:@knomial#allreduce:host:4K-inf:[2-8,16-inf]:@sra_knomial#bcast:cuda:0-1M:@0
+UCC_TL_NCCL_TUNE=allreduce,allgather:cuda:inf
+"""
+
+
+def ucc_size(text: str) -> float:
+    units = {"k": K, "m": K * K}
+    return float("inf") if text == "inf" else int(text.rstrip("km")) * units.get(text[-1], 1)
+
+
+def ucc_model(text: str, collective: str, memory: str, nbytes: int, ranks: int) -> str | None:
+    """What UCC decides: the highest score of the tokens that match; sizes half-open, ranks not."""
+    best: tuple[float, str] | None = None
+    for line in text.lower().splitlines():
+        variable, _, value = line.partition("=")
+        component = variable.split("_")[2]
+        for token in value.split("#"):
+            score, algorithm, matches = {"ucp": 10.0, "nccl": 20.0}[component], "*", True
+            named = ""
+            for field in token.split(":"):
+                if field.startswith("@"):
+                    algorithm = field[1:]
+                elif field.startswith("["):
+                    ends = [part.split("-") for part in field[1:-1].split(",")]
+                    matches &= any(float(each[0]) <= ranks <= float(each[-1]) for each in ends)
+                elif field == "inf" or field.isdigit():
+                    score, named = float(field), f"/{field}"
+                elif "-" in field:
+                    lo, hi = map(ucc_size, field.split("-"))
+                    matches &= lo <= nbytes < hi
+                elif field.split(",")[0] in ("host", "cuda"):
+                    matches &= memory in field.split(",")
+                else:
+                    matches &= collective in field.split(",")
+            if matches and score > 0 and (best is None or score > best[0]):
+                best = (score, f"mpi:{component}/{algorithm}{named}")
+    return best[1] if best else None
+
+
+def test_ucc_sample_comes_back() -> None:
+    found, lost = import_("ucc", UCC_SAMPLE, "ucc.env")
+    assert lost == ()
+    assert export("ucc", found) == (UCC_SAMPLE, ())
+
+
+def test_ucc_fields_may_stand_in_any_order_and_case() -> None:
+    text = "allreduce:0-4K:@knomial"
+    for other in ("@Knomial:0-4k:ALLREDUCE", "0b-4096:@knomial:allreduce", "allreduce:@knomial:0-4KB"):
+        assert bare(import_("ucc", other).table) == bare(import_("ucc", text).table)
+    assert rules_of(import_("ucc", f'export UCC_TL_UCP_TUNE="{text}"').table) == [
+        ("all_reduce", "0..4KiB", "mpi:ucp/knomial"), ("all_reduce", "4KiB..", "mpi"),
+    ]  # fmt: skip
+
+
+def test_ucc_ranges_are_half_open_and_ranks_are_not() -> None:
+    found = import_("ucc", "allreduce:8-16:[2-4]:@dbt").table
+    assert [choice(found, query("all_reduce", n)) for n in (7, 8, 15, 16)] == [
+        "mpi",
+        "mpi:ucp/dbt",
+        "mpi:ucp/dbt",
+        "mpi",
+    ]
+    assert [choice(found, query("all_reduce", 8, ranks=n)) for n in (2, 4, 5)] == [
+        "mpi:ucp/dbt",
+        "mpi:ucp/dbt",
+        None,
+    ]
+
+
+def test_ucc_highest_score_wins_between_components() -> None:
+    text = (
+        "UCC_TL_UCP_TUNE=allreduce:0-64:50:@dbt#allreduce:64-inf:@knomial\n"
+        "UCC_TL_NCCL_TUNE=allreduce:8-inf:20\n"
+    )
+    found, lost = import_("ucc", text, "u")
+    assert rules_of(found) == [
+        ("all_reduce", "0..64", "mpi:ucp/dbt/50"), ("all_reduce", "64..", "mpi:nccl/*/20"),
+    ]  # fmt: skip
+    assert (
+        "u:2: all_reduce 8..: ucp has the higher score; UCC's fallback to this is nothing a table says"
+        in lost
+    )
+    with pytest.raises(ConfigError, match=r"u:2: all_reduce 8\.\. overlaps 0\.\. of ucp with the same score"):
+        import_("ucc", "UCC_TL_UCP_TUNE=allreduce:20\nUCC_TL_NCCL_TUNE=allreduce:8-inf:20\n", "u")
+
+
+def test_ucc_takes_no_overlapping_ranges_of_one_component() -> None:
+    with pytest.raises(ConfigError, match="UCC takes no overlapping ranges of one component"):
+        import_("ucc", "allreduce:0-8:@dbt#allreduce:4-inf:@knomial")
+    with pytest.raises(ConfigError, match="overlapping"):
+        import_("ucc", "allreduce:@dbt#inf")
+    assert import_("ucc", "allreduce:0-8:[2-4]:@dbt#allreduce:0-8:[5-inf]:@knomial").lost == ()
+
+
+def test_ucc_tells_what_its_tables_cannot_say() -> None:
+    text = (
+        "allreduce:@dbt:cuda_managed,host#bcast:0-4K#reduce:0:4K-inf#fanin:inf"
+        "#alltoallv:4K-inf:@hybrid#barrier:0-8:9"
+    )
+    found, lost = import_("ucc", text, "u")
+    assert rules_of(found) == [("all_reduce on cpu", "0..", "mpi:ucp/dbt"), ("barrier", "0..", "mpi:ucp/*/9")]
+    assert [line.partition(": ")[2] for line in lost] == [
+        "allreduce:@dbt:cuda_managed,host: tables have no memory type cuda_managed",
+        "bcast:0-4K: neither a score nor an algorithm, so UCC leaves it out",
+        "reduce:0:4K-inf: switches ucp off there, which a table cannot say",
+        "fanin:inf: tables have no fanin",
+        "alltoallv:4K-inf:@hybrid: alltoallv is looked up as if of 0 bytes, so this never holds",
+        "barrier:0-8:9: barrier is looked up as if of 0 bytes, so this holds for all",
+    ]
+
+
+def test_ucc_token_without_collective_is_for_all() -> None:
+    found = import_("ucc", "UCC_TL_NCCL_TUNE=cuda:inf\nUCC_TL_UCP_TUNE=allgather:host:@ring\n").table
+    assert choice(found, query("barrier", 0, device="cuda")) == "mpi:nccl/*/inf"
+    assert choice(found, query("all_gather", 8)) == "mpi:ucp/ring"
+    assert choice(found, query("all_gather_v", None)) == "mpi"  # UCC's allgatherv has rules of its own
+    assert choice(found, query("all_gather_v", None, device="cuda")) == "mpi:nccl/*/inf"
+
+
+def test_ucc_counts_one_share_of_reduce_scatter() -> None:
+    found = import_("ucc", "reduce_scatter:0-100:@ring").table
+    assert choice(found, query("reduce_scatter", 399, ranks=4)) == "mpi:ucp/ring"
+    assert choice(found, query("reduce_scatter", 400, ranks=4)) == "mpi"
+    assert export("ucc", found) == ("UCC_TL_UCP_TUNE=reduce_scatter:0-100:@ring\n", ())
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    ["dbt", "ucq/dbt", "ucp/tree", "ucp/dbt/0", "ucp/dbt/1/2", "ucp/*", "sharp/ring", "ucp/dbt/x"],
+)
+def test_ucc_unknown_algorithms_of_a_table_are_lost(algorithm: str) -> None:
+    text, (line,) = export("ucc", table(f"kind: all_reduce, bytes: 0.., backend: 'mpi:{algorithm}'"))
+    assert text == ""
+    assert line.startswith(f"t.yaml:3: all_reduce 0..: mpi:{algorithm}: ")
+    assert line.endswith("; left to UCC")
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("UCC_TL_UPC_TUNE=allreduce:inf", "unknown variable 'UCC_TL_UPC_TUNE'; known: UCC_TL_UCP_TUNE"),
+        ("UCC_TL_HIER_TUNE=allreduce:inf", "did you mean 'UCC_CL_HIER_TUNE'?"),
+        ("allreduec:inf", "unknown field 'allreduec'"),
+        ("allreduce:@ring", "unknown ucp algorithm of allreduce 'ring'; known: knomial"),
+        ("UCC_TL_SHARP_TUNE=allreduce:@ring", "known: none, sharp has one way only"),
+        ("@knomial", "@knomial without a collective"),
+        ("allreduce:0-4P:inf", "expected a size such as 4K or inf, got '4p'"),
+        ("allreduce:4K-4K:inf", "empty range '4k-4k'"),
+        ("allreduce:inf-4K:3", "empty range"),
+        ("allreduce:[8-2]:inf", "empty range '8-2'"),
+        ("allreduce:[x]:inf", "expected numbers of ranks such as 2-8"),
+        ("allreduce:1:2", "unknown field '2', or a second one of its kind"),
+        ("allreduce:gpu:inf", "memory types (host, cuda, cuda_managed, rocm, rocm_managed)"),
+        ("allreduce::inf", "unknown field ''"),
+        ("allreduce:inf##bcast:inf", "unknown field ''"),
+    ],
+)
+def test_ucc_refuses_unknown_names(text: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=r"^ucc\.env:2: ") as caught:
+        import_("ucc", f"# comment\n{text}\n", "ucc.env")
+    assert what in str(caught.value)
+
+
+def test_ucc_refuses_a_variable_that_is_set_twice() -> None:
+    with pytest.raises(ConfigError, match="u:2: ucp is also tuned in line 1"):
+        import_("ucc", "allreduce:inf\nUCC_TL_UCP_TUNE=bcast:inf\n", "u")
+
+
+@st.composite
+def ucc_texts(draw: st.DrawFn) -> str:
+    lines = []
+    for component in draw(st.sampled_from((("ucp",), ("nccl",), ("ucp", "nccl")))):
+        tokens = []
+        for collective in draw(st.sets(st.sampled_from(("allreduce", "bcast", "gather")), min_size=1)):
+            cuts = [0, *sorted(draw(st.sets(st.integers(1, 40), max_size=2))), None]
+            for lo, hi in pairwise(cuts):
+                fields = [collective, draw(st.sampled_from(("host", "cuda", "host,cuda")))]
+                fields.append(f"{lo}-{'inf' if hi is None else hi}")
+                if draw(st.booleans()):
+                    fields.append(draw(st.sampled_from(("[2-3]", "[4]", "[2-2,4-inf]"))))
+                fields.append(
+                    draw(st.sampled_from({"ucp": ("5", "12", "30"), "nccl": ("7", "13", "inf")}[component]))
+                )
+                if component == "ucp" and draw(st.booleans()):
+                    fields.append("@0" if collective == "gather" else "@knomial")
+                tokens.append(":".join(draw(st.permutations(fields))))
+        lines.append(f"UCC_TL_{component.upper()}_TUNE={'#'.join(tokens)}")
+    return "\n".join(lines) + "\n"
+
+
+@settings(max_examples=80, deadline=None)
+@given(ucc_texts())
+def test_ucc_import_and_export_decide_as_ucc_does(text: str) -> None:
+    found = import_("ucc", text).table
+    written = export("ucc", found).text
+    cases = product(("all_reduce", "broadcast", "gather"), ("cpu", "cuda"), range(1, 6), range(0, 44, 2))
+    for kind, device, ranks, nbytes in cases:
+        name, memory = ucc.COLLECTIVES[kind].name, {"cpu": "host", "cuda": "cuda"}[device]
+        theirs = ucc_model(text, name, memory, nbytes, ranks)
+        assert (choice(found, query(kind, nbytes, ranks, device=device)) or "mpi") == (theirs or "mpi")
+        assert ucc_model(written, name, memory, nbytes, ranks) == theirs
+
+
+# --- oneCCL ---------------------------------------------------------------------------------------------
+
+ONECCL_SAMPLE = """\
+CCL_ALLREDUCE="recursive_doubling:0-8192;rabenseifner:8193-1048576;ring:1048577-max"
+CCL_BCAST="double_tree"
+CCL_ALLTOALL="scatter:4096-max"
+"""
+
+
+def oneccl_model(text: str, variable: str, size: int) -> str | None:
+    """What oneCCL decides: entries are painted over each other, in order."""
+    value = dict(line.split("=", 1) for line in text.splitlines())[variable].strip('"')
+    decided = None
+    for entry in value.split(";"):
+        algorithm, _, sizes = entry.partition(":")
+        lo, hi = sizes.split("-") if sizes else ("0", "max")
+        if int(lo) <= size <= (float("inf") if hi == "max" else int(hi)):
+            decided = algorithm
+    return decided
+
+
+def test_oneccl_sample_comes_back() -> None:
+    found, lost = import_("oneccl", ONECCL_SAMPLE, "ccl.env")
+    assert lost == ()
+    assert rules_of(found) == [
+        ("all_reduce", "0..8193", "mpi:recursive_doubling"),
+        ("all_reduce", "8193..1048577", "mpi:rabenseifner"),
+        ("all_reduce", "1048577..", "mpi:ring"),
+        ("broadcast", "0..", "mpi:double_tree"),
+        ("all_to_all_v", "0..", "mpi"),
+        ("all_to_all per rank", "0..4KiB", "mpi"),
+        ("all_to_all per rank", "4KiB..", "mpi:scatter"),
+    ]
+    assert export("oneccl", found) == (ONECCL_SAMPLE, ())
+
+
+def test_oneccl_later_entries_override_earlier_ones() -> None:
+    found, lost = import_(
+        "oneccl", "CCL_REDUCE=tree:0-99;ring:50-max;direct:60-69\nCCL_BCAST=ring:0-8;naive\n", "c"
+    )
+    assert [choice(found, query("reduce", n)) for n in (49, 50, 60, 69, 70, 100)] == [
+        "mpi:tree", "mpi:ring", "mpi:direct", "mpi:direct", "mpi:ring", "mpi:ring",
+    ]  # fmt: skip
+    assert choice(found, query("broadcast", 4)) == "mpi:naive"
+    assert lost == ("c:2: out of reach behind others",)
+
+
+def test_oneccl_counts_one_share() -> None:
+    found = import_("oneccl", "CCL_ALLGATHER=ring:0-99;naive:100-max\n").table
+    assert [choice(found, query("all_gather", n, ranks=4)) for n in (399, 400)] == ["mpi:ring", "mpi:naive"]
+    rules = [
+        f"kind: all_gather, ranks: 4, bytes: {span}, backend: 'mpi:{name}'"
+        for span, name in (("0..400", "ring"), ("400..", "naive"))
+    ]
+    text, lost = export("oneccl", table(*rules))
+    assert text.splitlines()[0] == 'CCL_ALLGATHER="ring:0-99;naive:100-max"'
+    assert all("cannot tell `ranks: 4`; written as if it held for all" in line for line in lost)
+    assert len(lost) == 2
+
+
+def test_oneccl_tells_what_its_tables_cannot_say() -> None:
+    text = "CCL_ALLREDUCE_SCALEOUT=ring\nCCL_ALLTOALLV=naive:0-max;scatter:8-max\n"
+    found, lost = import_("oneccl", text, "c")
+    assert rules_of(found) == [("all_to_all_v", "0..", "mpi:naive")]
+    assert lost == (
+        "c:1: CCL_ALLREDUCE_SCALEOUT: tables have no choice of their own for what runs between hosts",
+        "c:2: scatter:8-max: ALLTOALLV is looked up as if of 0 bytes",
+    )
+    (line,) = export("oneccl", table("kind: reduce, bytes: 0.., backend: mpi")).lost
+    assert line == "t.yaml:3: reduce 0..: mpi: left to oneCCL, which a variable cannot say"
+    (line,) = export("oneccl", table("kind: reduce, bytes: 0.., backend: 'mpi:rings'")).lost
+    assert "oneCCL has no REDUCE algorithm 'rings'; known: direct" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("CCL_ALLREDUCES=ring", "unknown variable 'CCL_ALLREDUCES'; known: CCL_ALLREDUCE"),
+        ("CCL_LOG_LEVEL=info", "unknown variable"),
+        ("ring:0-8", "unknown variable 'ring:0-8'"),
+        ("CCL_ALLREDUCE=rings", "unknown algorithm 'rings'; known: direct"),
+        ("CCL_ALLREDUCE=Ring", "unknown algorithm 'Ring'"),
+        ("CCL_ALLREDUCE=ring:0-8K", "expected bytes such as 0-8192 or 8193-max, got '0-8K'"),
+        ("CCL_ALLREDUCE=ring:8", "expected bytes"),
+        ("CCL_ALLREDUCE=ring:", "expected bytes"),
+        ("CCL_ALLREDUCE=ring:9-8", "'9-8' is empty"),
+        ("CCL_ALLREDUCE=ring:0-8;", "unknown algorithm ''"),
+        ("CCL_BARRIER=tree", "unknown algorithm 'tree'; known: direct, ring"),
+    ],
+)
+def test_oneccl_refuses_unknown_names(text: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=r"^ccl\.env:2: ") as caught:
+        import_("oneccl", f"# comment\n{text}\n", "ccl.env")
+    assert what in str(caught.value)
+
+
+def test_oneccl_refuses_a_collective_that_is_set_twice() -> None:
+    with pytest.raises(ConfigError, match="c:2: CCL_BROADCAST: broadcast is also set in line 1"):
+        import_("oneccl", "CCL_BCAST=ring\nCCL_BROADCAST=naive\n", "c")
+
+
+@st.composite
+def oneccl_texts(draw: st.DrawFn) -> str:
+    lines = []
+    for name in sorted(draw(st.sets(st.sampled_from(("ALLREDUCE", "REDUCE", "BCAST")), min_size=1))):
+        entries = []
+        for _ in range(draw(st.integers(1, 5))):
+            lo = draw(st.integers(0, 30))
+            hi = draw(st.one_of(st.integers(lo, 40).map(str), st.just("max")))
+            sizes = draw(st.sampled_from(("", f":{lo}-{hi}")))
+            entries.append(f"{draw(st.sampled_from(oneccl.ALGORITHMS[name]))}{sizes}")
+        lines.append(f'CCL_{name}="{";".join(entries)}"')
+    return "\n".join(lines) + "\n"
+
+
+@settings(max_examples=80, deadline=None)
+@given(oneccl_texts())
+def test_oneccl_import_and_export_decide_as_oneccl_does(text: str) -> None:
+    found = import_("oneccl", text).table
+    written = export("oneccl", found).text
+    for line in text.splitlines():
+        variable = line.partition("=")[0]
+        kind = {"CCL_ALLREDUCE": "all_reduce", "CCL_REDUCE": "reduce", "CCL_BCAST": "broadcast"}[variable]
+        for nbytes in range(44):
+            theirs = oneccl_model(text, variable, nbytes)
+            assert choice(found, query(kind, nbytes)) == (f"mpi:{theirs}" if theirs else "mpi")
+            assert oneccl_model(written, variable, nbytes) == theirs

@@ -593,6 +593,7 @@ def operation(channel: NcclChannel, signed: Signature) -> Operation:
         channel=channel,
         on_stream=True,
         spins=1,
+        burst=range(1),
         timeout=5.0,
     )
 

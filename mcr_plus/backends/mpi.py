@@ -106,6 +106,7 @@ class MpiBackend:
 
     name = "mpi"
     on_stream = False
+    needs_polls = True
     spins = 400
 
     def __init__(self, world: World) -> None:  # noqa: ARG002 - a Backend

@@ -29,6 +29,8 @@ _NOBODY: Final = -1
 _LONG_WAIT: Final = 0.05  # seconds; from here on peers' processes are looked at too
 _VERY_LONG_WAIT: Final = 1.0  # from here on a look is rarer
 _YIELD_FOR: Final = 0.002  # seconds of yielding before a waiting rank begins to sleep
+_POLL_FOR: Final = 0.5  # the same for operations that advance only while they are polled
+_BURST: Final = 16  # polls of such an operation in a row: a large one takes thousands
 _DEATH_GRACE: Final = 0.2  # a message of a rank that has just died may still be on its way
 _RAISED_BY_PEER: Final = {"OrderMismatch": OrderMismatch, "CommTimeout": CommTimeout}
 _REAP: Final = 2  # finished handles let go per issue: amortised, never a scan
@@ -169,6 +171,11 @@ class Engine:
         if self._wait_policy == "sleep":
             return 1
         return min(backend_spins, 20) if self._oversubscribed else backend_spins
+
+    @staticmethod
+    def burst_for(backend: Backend) -> range:
+        """The polls of one round of a longer wait."""
+        return range(_BURST if getattr(backend, "needs_polls", False) else 1)
 
     def hold(self, work: IssuedWork) -> None:
         """Keep an asynchronous operation alive until it is done, even if the caller drops its handle."""
@@ -398,7 +405,7 @@ class Engine:
         next_look = began + board.first_look
         while not work.is_done:
             with self.lock:
-                if self.try_poll(work):
+                if any(self.try_poll(work) for _ in operation.burst):
                     return
                 if operation.on_stream and not until_done and work.poll is not None and _stream(work).ready:
                     _stream(work).order_current_stream()
@@ -417,16 +424,17 @@ class Engine:
                 return
             if patience is not None and waited >= patience:
                 raise self._expired(work, waited)
-            self._pause(waited)
+            self._pause(waited, _POLL_FOR if len(operation.burst) > 1 else _YIELD_FOR)
 
-    def _pause(self, waited: float) -> None:
+    def _pause(self, waited: float, patience: float) -> None:
+        """Let others run: the library's own threads, or a peer on the same core."""
         policy = self._wait_policy
         if policy == "spin":
             return
-        if policy == "sleep" or waited > _YIELD_FOR:
-            time.sleep(20e-6 if waited < 0.05 else 200e-6)
-        else:
+        if policy == "yield" or (policy == "auto" and waited < patience):
             os.sched_yield()
+        else:
+            time.sleep(20e-6 if waited < patience + 0.05 else 200e-6)
 
     def _examine(self, work: IssuedWork, waited: float) -> None:
         """A wait that takes longer: say where we are, and look at the others."""

@@ -37,6 +37,7 @@ class Operation:
     Attributes:
         inline: a synchronous host operation: only the calling thread polls it, so it needs no lock.
         spins: polls at full speed before the engine's waiting loop takes over.
+        burst: polls in each round of that loop.
         channel: where the library's own persistent requests come from; None if no library is involved.
         check: whether the next issue compares signatures with the peers first.
     """
@@ -52,6 +53,7 @@ class Operation:
         channel: Channel | None,
         on_stream: bool,
         spins: int,
+        burst: range,
         timeout: float,
         check_every: bool = False,
     ) -> None:
@@ -65,6 +67,7 @@ class Operation:
         self.on_stream = on_stream
         self.inline = not (signature.async_op or on_stream or signature.is_p2p)
         self.spins = range(spins)
+        self.burst = burst
         self.timeout = timeout
         self.digest = signature.digest()
         self.text = pad(signature.describe())

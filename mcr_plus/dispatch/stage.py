@@ -85,6 +85,7 @@ class DispatchStage:
             channel=None if empty else line.channel,
             on_stream=backend.on_stream and not empty,
             spins=runtime.engine.spins_for(backend.spins),
+            burst=runtime.engine.burst_for(backend),
             timeout=self._options.timeout,
             check_every=self._options.check == "every",
         )

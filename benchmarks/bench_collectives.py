@@ -93,7 +93,8 @@ def hold_out(points: Sequence[Mapping[str, Any]]) -> tuple[int, float, float]:
     for point in points:
         if point["timing"] is not None and not point["overlap"]:
             key = (point["kind"], point["dtype"], point["async_op"], point["way"])
-            curves.setdefault(key, {})[point["nbytes"]] = point["timing"]["p50"]
+            curve = curves.setdefault(key, {})
+            curve[point["nbytes"]] = min(point["timing"]["p50"], curve.get(point["nbytes"], float("inf")))
     errors = []
     for curve in curves.values():
         sizes = sorted(size for size in curve if size & (size - 1) == 0)

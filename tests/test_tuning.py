@@ -136,6 +136,23 @@ def test_the_place_where_the_winner_changes_is_found() -> None:
     assert table.rules[1].lo == pytest.approx(110_000, rel=0.02)
 
 
+def test_a_disturbed_size_is_measured_again_and_the_quickest_counts() -> None:
+    request = Request(("all_reduce",), 8, 1 << 12, 2, asynchronous=False)
+    visits: dict[int, int] = {}
+
+    def disturbed(cell: Cell) -> float:
+        visits[cell.nbytes] = visits.get(cell.nbytes, 0) + 1
+        if cell.nbytes == 64:
+            return 50.0 if visits[64] < 3 else 1.5  # twice by chance
+        return 90.0 if cell.nbytes == 1024 else 1.0 + cell.nbytes / 1000  # once and for all
+
+    points = play(request, {"a": disturbed})
+    assert {size: count for size, count in visits.items() if count > 1} == {64: 3, 1024: 3}
+    table = derive(request, points, HERE, 1)
+    assert table.rules[0].measured["a"][64] == 1.5
+    assert table.rules[0].measured["a"][1024] == 90.0
+
+
 def test_nothing_is_refined_where_winners_agree() -> None:
     points = play(REQUEST, {"a": alpha_beta(1.0, 1e-3), "b": alpha_beta(2.0, 2e-3)})
     assert {p.cell.nbytes for p in points} == {1 << exponent for exponent in range(3, 21)}

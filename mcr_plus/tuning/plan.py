@@ -1,4 +1,4 @@
-"""What to measure next: everything roughly, then every size, then where the winner changes.
+"""What to measure next: everything roughly, then every size, what looks disturbed, and where winners change.
 
 Pure: what was measured comes in, the next cell goes out, so that a run can stop and go on anywhere and always
 has a table to show. Sizes of one stage are gone through from small to large over all kinds, because the large
@@ -7,17 +7,20 @@ ones take the time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from math import sqrt
 from typing import Final
 
 from mcr_plus.tuning.operations import Cell, Kind, whole_size
-from mcr_plus.tuning.points import Point
+from mcr_plus.tuning.points import Point, quickest
 from mcr_plus.tuning.statistics import Timing
 
 _COARSE: Final = 4  # of so many powers of two the first stage takes one
+_DOUBT: Final = 1.5  # a size that takes so many times as long as a larger one was disturbed, most likely
+_AGAIN: Final = 3  # so often at most is it measured
 _CLOSE: Final = 1.3  # two sizes with different winners that are closer than this are not divided further
 _TIE: Final = 1.03  # to win by less than this does not matter
 
@@ -50,19 +53,20 @@ class Request:
 
 
 def next_task(request: Request, points: Sequence[Point]) -> Task | None:
-    """The first task that has not been done; None if the table is complete."""
-    done = {Task(point.cell, point.overlap) for point in points}
-    return next((task for task in _tasks(request, points) if task not in done), None)
+    """The first task that has not been done, or must be again; None if the table is complete."""
+    ways = Counter((Task(point.cell, point.overlap), point.way) for point in points)
+    done: dict[Task, int] = {}
+    for (task, _), count in ways.items():
+        done[task] = max(count, done.get(task, 0))
+    fresh = (task for task in _grid(request) if task not in done)
+    again = (task for task in _disturbed(request, points) if done[task] < _AGAIN)
+    between = (task for task in _refinements(request, points) if task not in done)
+    return next(chain(fresh, again, between), None)
 
 
 def stages(request: Request) -> int:
     """How many tasks there are before winners are looked at, for a progress bar."""
     return len(set(_grid(request)))
-
-
-def _tasks(request: Request, points: Sequence[Point]) -> Iterator[Task]:
-    yield from _grid(request)
-    yield from _refinements(request, points)
 
 
 def _grid(request: Request) -> Iterator[Task]:
@@ -89,22 +93,40 @@ def _powers(request: Request) -> list[int]:
     return sizes or [request.largest]
 
 
-def _refinements(request: Request, points: Sequence[Point]) -> Iterator[Task]:
-    """Sizes between neighbours with different winners."""
+def _curves(request: Request, points: Sequence[Point]) -> Iterator[tuple[Task, dict[int, dict[str, Timing]]]]:
+    """What was measured of each operation, by size; the task's own size means nothing."""
+    apart: dict[Task, list[Point]] = {}
+    for point in points:
+        apart.setdefault(Task(replace(point.cell, nbytes=0), point.overlap), []).append(point)
     for kind in request.kinds:
         for dtype in request.dtypes:
             for async_op, overlap in request.manners(kind):
-                found = by_size(points, Cell(kind, 0, dtype, async_op), overlap)
-                for low, high in pairwise(sorted(found)):
-                    middle = whole_size(kind, round(sqrt(low * high)), dtype, request.ranks)
-                    if low < middle < high and high / low > _CLOSE and _differ(found[low], found[high]):
-                        yield Task(Cell(kind, middle, dtype, async_op), overlap)
+                like = Task(Cell(kind, 0, dtype, async_op), overlap)
+                yield like, by_size(apart.get(like, ()), like.cell, overlap)
+
+
+def _disturbed(request: Request, points: Sequence[Point]) -> Iterator[Task]:
+    """Sizes at which a way took much longer than at the next larger one."""
+    for like, found in _curves(request, points):
+        for low, high in pairwise(sorted(found)):
+            both = found[low].keys() & found[high].keys()
+            if any(found[low][way].p50 > _DOUBT * found[high][way].p50 for way in both):
+                yield Task(replace(like.cell, nbytes=low), like.overlap)
+
+
+def _refinements(request: Request, points: Sequence[Point]) -> Iterator[Task]:
+    """Sizes between neighbours with different winners."""
+    for like, found in _curves(request, points):
+        for low, high in pairwise(sorted(found)):
+            middle = whole_size(like.cell.kind, round(sqrt(low * high)), like.cell.dtype, request.ranks)
+            if low < middle < high and high / low > _CLOSE and _differ(found[low], found[high]):
+                yield Task(replace(like.cell, nbytes=middle), like.overlap)
 
 
 def by_size(points: Sequence[Point], like: Cell, overlap: bool) -> dict[int, dict[str, Timing]]:
     """Timings by size and way, of the cells that differ from `like` in size only."""
     found: dict[int, dict[str, Timing]] = {}
-    for point in points:
+    for point in quickest(points):
         cell = point.cell
         alike = (cell.kind, cell.dtype, cell.async_op) == (like.kind, like.dtype, like.async_op)
         if alike and point.overlap == overlap and point.timing is not None:

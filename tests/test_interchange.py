@@ -94,8 +94,16 @@ def test_nothing_is_lost_in_silence(format: str, algorithm: str) -> None:
         "t.yaml: the fingerprint (cpu)", "t.yaml: strict", "t.yaml: the measurements of 1 rule",
     )  # fmt: skip
     for line, start, what in [
-        (5, "all_reduce float16 0..", "cannot tell `dtype: float16`; left out, since another rule holds"),
-        (6, "all_reduce async: true 0..", "cannot tell `async: true`; left out, since another rule holds"),
+        (
+            5,
+            "all_reduce float16 0..",
+            "cannot tell `dtype: float16`; left out, since another rule takes its place",
+        ),
+        (
+            6,
+            "all_reduce async: true 0..",
+            "cannot tell `async: true`; left out, since another rule takes its place",
+        ),
         (8, "all_reduce 8..: gloo", f"not written; only rules of {plain} are"),
         (9, "broadcast ranks_per_node 4..5 0..", "cannot tell `ranks_per_node: 4`"),
         (10, "send 0..", "no rules for send"),
@@ -118,7 +126,7 @@ def test_a_rule_for_what_cannot_be_told_is_taken_for_all_where_nothing_else_is_k
     assert ("all_reduce ranks 2..3", "0..", "mpi:ring") in rules_of(import_("openmpi", text).table)
     assert [line.partition(" cannot tell ")[2] for line in lost if "cannot tell" in line] == [
         "`nodes: 1`; written as if it held for all",
-        "`nodes: 2`; left out, since another rule holds without it",
+        "`nodes: 2`; left out, since another rule takes its place",
     ]
 
 
@@ -227,6 +235,17 @@ def test_nccl_lists_numbers_and_takes_open_ranges_for_all() -> None:
     text, lost = export("nccl-csv", table("kind: reduce, ranks: '>=8', bytes: 0.., backend: 'nccl:ring/ll'"))
     assert text.splitlines()[1].split(",")[6:] == ["-1", "-1"]
     assert "cannot tell `ranks: 8..`; written as if it held for all" in lost[0]
+
+
+def test_nccl_lines_are_left_out_only_where_no_other_line_comes_between() -> None:
+    found = table(
+        "kind: reduce, ranks: 8, bytes: 0.., backend: 'nccl:ring/ll'",
+        "kind: reduce, nodes: 1, bytes: 0.., backend: 'nccl:tree/ll'",
+        "kind: reduce, bytes: 0.., backend: 'nccl:ring/ll'",
+    )
+    text = export("nccl-csv", found).text
+    for nodes, ranks, decided in ((1, 8, "ring/ll"), (2, 8, "ring/ll"), (1, 4, "tree/ll"), (2, 4, "ring/ll")):
+        assert nccl_plugin(text, "reduce", 8, nodes, ranks) == decided
 
 
 @pytest.mark.parametrize(
@@ -910,6 +929,7 @@ def test_ucc_unknown_algorithms_of_a_table_are_lost(algorithm: str) -> None:
         ("allreduce:@ring", "unknown ucp algorithm of allreduce 'ring'; known: knomial"),
         ("UCC_TL_SHARP_TUNE=allreduce:@ring", "known: none, sharp has one way only"),
         ("@knomial", "@knomial without a collective"),
+        ("[vendor=nvidia team_size=64]", "a section '[vendor=nvidia team_size=64]', as in ucc.conf"),
         ("allreduce:0-4P:inf", "expected a size such as 4K or inf, got '4p'"),
         ("allreduce:4K-4K:inf", "empty range '4k-4k'"),
         ("allreduce:inf-4K:3", "empty range"),
@@ -1025,6 +1045,14 @@ def test_oneccl_counts_one_share() -> None:
     assert text.splitlines()[0] == 'CCL_ALLGATHER="ring:0-99;naive:100-max"'
     assert all("cannot tell `ranks: 4`; written as if it held for all" in line for line in lost)
     assert len(lost) == 2
+
+
+def test_oneccl_shares_of_a_size_that_does_not_divide() -> None:
+    rules = ("bytes: 0..401, backend: 'mpi:ring'", "bytes: 401.., backend: 'mpi:naive'")
+    found = table(*(f"kind: all_gather, ranks: 4, {rule}" for rule in rules))
+    assert export("oneccl", found).text.startswith(
+        'CCL_ALLGATHER="ring:0-100;naive:101-max"'
+    )  # 4 × 100 < 401
 
 
 def test_oneccl_tells_what_its_tables_cannot_say() -> None:

@@ -163,10 +163,10 @@ def _width(key: TableKey) -> tuple[object, ...]:
     return tuple(parts)
 
 
-def areas(keys: Iterable[TableKey], limit: int = MAX_RULES) -> list[TableKey]:
+def areas(keys: Iterable[TableKey], where: str = "<rules>", limit: int = MAX_RULES) -> list[TableKey]:
     """Return the keys and all that some of them have in common, narrow ones first.
 
-    Raises `ConfigError` if there are more than `limit`.
+    Raises `ConfigError`, which begins with `where`, if there are more than `limit`.
     """
     found = dict.fromkeys(keys)
     new = list(found)
@@ -179,7 +179,7 @@ def areas(keys: Iterable[TableKey], limit: int = MAX_RULES) -> list[TableKey]:
                 new.append(common)
         if len(found) > limit:
             what = f"keys overlap in more than {limit} ways; expected fewer keys, or nested ones"
-            raise ConfigError(f"<rules>: rules: {what}")
+            raise ConfigError(f"{where}: rules: {what}")
     return narrow_first(found)
 
 
@@ -250,26 +250,29 @@ def by_choice(pieces: Iterable[Piece]) -> list[Piece]:
     return joined
 
 
-def tile(rules: Sequence[TableRule], default: str) -> tuple[TableRule, ...]:
+def tile(rules: Sequence[TableRule], default: str, where: str) -> tuple[TableRule, ...]:
     """Make the rules of a table from rules that may overlap and leave gaps: the first that matches wins.
 
-    Sizes of a key that no rule takes go to `default`. Raises `ConfigError` if keys overlap in too many ways.
+    Sizes of a key that no rule takes go to `default`. Raises `ConfigError`, which begins with `where`, if
+    keys overlap in too many ways.
     """
     tiled = []
-    for area in areas(rule.key for rule in rules):
+    for area in areas((rule.key for rule in rules), where):
         near = next((rule.place for rule in rules if area.includes(rule.key)), "")
         for sizes, rule in by_choice(cover(rules, area)):
             place = near if rule is None else rule.place
             choice = default if rule is None else rule.backend
             tiled.append(TableRule(choice, sizes.lo, sizes.hi, area, place=place))
-    return tuple(_needed(_joined(tiled)))
+    return tuple(_needed(_joined(tiled), where))
 
 
-def _needed(rules: Sequence[TableRule], keep: frozenset[TableKey] = frozenset()) -> list[TableRule]:
+def _needed(
+    rules: Sequence[TableRule], where: str, keep: frozenset[TableKey] = frozenset()
+) -> list[TableRule]:
     """The rules without the keys that no look-up would miss; those of `keep` stay anyhow."""
     keys = list(dict.fromkeys(rule.key for rule in rules))
     left = list(rules)
-    known = areas(keys)
+    known = areas(keys, where)
     for key in narrow_first(key for key in keys if key not in keep):
         related = [other for other in keys if overlap(key, other)]
         if any(meet(key, other) is None for other in related):
@@ -296,14 +299,14 @@ def shrink(table: Table) -> Table:
     between each other and decide differently, only rules that stand next to each other are joined.
     """
     rules = list(table.rules)
-    while (fewer := _shrunk(rules)) != rules:  # a key that goes may have kept others apart
+    while (fewer := _shrunk(rules, table.name)) != rules:  # a key that goes may have kept others apart
         rules = fewer
     return checked(replace(table, rules=tuple(rules)))
 
 
-def _shrunk(rules: Sequence[TableRule]) -> list[TableRule]:
+def _shrunk(rules: Sequence[TableRule], where: str) -> list[TableRule]:
     measured = frozenset(rule.key for rule in rules if rule.measured)
-    needed = _needed(rules, measured)
+    needed = _needed(rules, where, measured)
     ordered = _ordered(_groups(needed, 0))
     return _joined(needed if ordered is None else [rule for group in ordered for rule in group.by_size()])
 
@@ -533,7 +536,7 @@ def diff(a: Table, b: Table) -> list[Change]:
     with rules that count as it does.
     """
     own = (a.by_key(), b.by_key())
-    known = areas([*own[0], *own[1]])
+    known = areas([*own[0], *own[1]], f"{a.name}, {b.name}")
     changes = {key: _changes(a, b, key, _only_in(key, own)) for key in known}
     real = [change for key in known if key in own[0] or key in own[1] for change in changes[key]]
     for key in known:

@@ -157,7 +157,7 @@ class Outgoing:
             used = id(rule) in self._used or restricted.get(id(source), (source, "", False))[2]
             restricted[id(source)] = (source, unsaid, used)
         for source, unsaid, used in restricted.values():
-            how = "written as if it held for all" if used else "left out, since another rule holds without it"
+            how = "written as if it held for all" if used else "left out, since another rule takes its place"
             self.say(source, f"{self._library} cannot tell `{unsaid}`; {how}")
         lost = tuple(line for _, line in sorted(self._lost, key=lambda each: each[0]))
         return Exported("".join(f"{line}\n" for line in written), lost)
@@ -311,8 +311,10 @@ def imported(rules: Sequence[TableRule], lost: list[str], backend: str, name: st
         raise mistake(name, 1, "; ".join(["no rules that a table can say; expected at least one", *lost]))
     every = [*_vector_forms(rules, backend), *rules]
     order = list(dict.fromkeys(rule.key.kind.removesuffix("_v") for rule in rules))
-    tiled = sorted(tile(every, backend), key=lambda rule: _position(rule.key.kind, order))
-    used = {id(piece.rule) for area in areas(rule.key for rule in every) for piece in cover(every, area)}
+    tiled = sorted(tile(every, backend, name), key=lambda rule: _position(rule.key.kind, order))
+    used = {
+        id(piece.rule) for area in areas((rule.key for rule in every), name) for piece in cover(every, area)
+    }
     lost += [f"{rule.place}: out of reach behind others" for rule in rules if id(rule) not in used]
     return Imported(checked(Table(tuple(tiled), name)), tuple(lost))
 

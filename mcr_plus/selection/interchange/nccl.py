@@ -63,7 +63,7 @@ def export(table: Table, backend: str) -> Exported:
     lines = [f"# {','.join(_FIELDS[:_REQUIRED])}"]
     for kind in COLLECTIVES:
         keys = [TableKey(kind, ranks=rule.key.ranks, nodes=rule.key.nodes) for rule in out.rules(kind)]
-        known = areas(keys)
+        known = areas(keys, table.name)
         for area in known:
             wider = [other for other in known if other.includes(area)]
             nested = all(wide.includes(narrow) for narrow, wide in pairwise(wider))

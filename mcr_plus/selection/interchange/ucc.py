@@ -288,6 +288,9 @@ def import_(text: str, name: str, backend: str) -> Imported:
 
 def _component(assignment: Assignment, name: str) -> str:
     known = {f"UCC_{about.layer}_{each.upper()}_TUNE": each for each, about in COMPONENTS.items()}
+    if re.match(r"\[\w+=", assignment.value) and not assignment.variable:
+        what = f"a section {short(assignment.value)}, as in ucc.conf; expected variables only"
+        raise mistake(name, assignment.line, what)
     if not assignment.variable:
         return "ucp"
     if assignment.variable not in known:

@@ -151,9 +151,9 @@ class Backend(Protocol):
     `on_stream`: operations run on a CUDA stream and polls are event queries. `spins`: how often a waiting
     rank polls at full speed before it gives way. `progress` drives operations that need the host.
 
-    A backend may also have a class method `library() -> str`, which names the library in use, such as
-    `Open MPI 5.0.11`, and an attribute `needs_polls`: true if its operations advance only while they are
-    polled, so that a rank that waits for one polls on instead of sleeping.
+    A backend may also have a class method `library_version() -> str`, which names the library in use,
+    such as `Open MPI 5.0.11`, and an attribute `needs_polls`: true if its operations advance only while they
+    are polled, so that a rank that waits for one polls on instead of sleeping.
     """
 
     name: str

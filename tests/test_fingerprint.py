@@ -8,6 +8,7 @@ import platform
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ from ranks import own_rank, run_ranks
 
 import mcr_plus as mcr
 from mcr_plus import registry
+from mcr_plus.backends.nccl import NcclBackend
 from mcr_plus.environment import cores
 from mcr_plus.errors import ConfigError
 from mcr_plus.selection import fingerprint
@@ -108,12 +110,19 @@ def test_the_processor_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_libraries_are_those_of_backends_that_name_one(monkeypatch: pytest.MonkeyPatch) -> None:
     class Named:
         @classmethod
-        def library(cls) -> str:
+        def library_version(cls) -> str:
             return "Named 1.2"
 
     monkeypatch.setitem(registry.BACKENDS, "named", Named)
     assert library_versions(["named", "local"]) == {"named": "Named 1.2"}
     assert library_versions([]) == {}
+
+
+def test_nccl_from_a_path_of_ones_own_is_named_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = {"own/libnccl.so.2": SimpleNamespace(version_text="2.28.3")}
+    monkeypatch.setattr(NcclBackend, "library", "own/libnccl.so.2")
+    monkeypatch.setattr("mcr_plus.backends.nccl.backend.load", loaded.__getitem__)
+    assert library_versions(["nccl"]) == {"nccl": "NCCL 2.28.3"}
 
 
 # -- on ranks ------------------------------------------------------------------------------------------------

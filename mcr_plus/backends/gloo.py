@@ -65,7 +65,7 @@ class GlooBackend:
         self._device = c10d.ProcessGroupGloo.create_device(hostname=address)
 
     @classmethod
-    def library(cls) -> str:
+    def library_version(cls) -> str:
         """gloo has no version of its own: it is that of a torch."""
         return f"gloo of torch {torch.__version__.partition('+')[0]}"
 

@@ -131,7 +131,7 @@ class MpiBackend:
         return Availability(True, f"mpi4py {mpi4py.__version__}")
 
     @classmethod
-    def library(cls) -> str:
+    def library_version(cls) -> str:
         """The MPI library in use: `Open MPI 5.0.11`, `MPICH 5.0.2`."""
         text = str(load_mpi().Get_library_version())
         found = re.search(r"(Open MPI|MPICH|Intel\(R\) MPI Library|MVAPICH2?)\D*([\d.]+)", text)

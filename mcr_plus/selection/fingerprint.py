@@ -48,7 +48,7 @@ def library_versions(names: Sequence[str]) -> dict[str, str]:
     """The libraries behind backends in use in this process, by backend, such as `Open MPI 5.0.11`."""
     found = {}
     for name in names:
-        library = getattr(backend_class(name), "library", None)
+        library = getattr(backend_class(name), "library_version", None)
         if library is not None:
             found[name] = library()
     return found

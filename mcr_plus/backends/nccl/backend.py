@@ -100,6 +100,11 @@ class NcclBackend:
         self._channels: list[NcclChannel] = []
 
     @classmethod
+    def library_version(cls) -> str:
+        """The NCCL in use: `NCCL 2.28.3`."""
+        return f"NCCL {load(cls.library).version_text}"
+
+    @classmethod
     def availability(cls) -> Availability:
         """Needs a CUDA device and an NCCL library; asks the driver's management library, not CUDA."""
         if torch.cuda.device_count() == 0:
@@ -112,7 +117,7 @@ class NcclBackend:
                 else "install a CUDA build of torch, on a host with an NVIDIA GPU",
             )
         try:
-            return Availability(True, f"NCCL {load(cls.library).version_text}")
+            return Availability(True, cls.library_version())
         except BackendUnavailable as error:
             return Availability(False, reason=str(error), remedy=REMEDY)
 

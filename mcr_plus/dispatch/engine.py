@@ -153,9 +153,8 @@ class Engine:
         self.states: list[GroupState] = []
         self.backends: list[Backend] = []
         self.failed = False
-        self.blamed: set[int] = (
-            set()
-        )  # ranks of the job that have left or given up, and so failed an operation
+        # Ranks of the job that have left or given up, and so failed an operation.
+        self.blamed: set[int] = set()
         self._wait_policy = wait
         self._oversubscribed = oversubscribed
         self._held: deque[IssuedWork] = deque()

@@ -1,7 +1,8 @@
 """Every operation and size on every library, as tuned, and on torch.distributed; writes a dated report.
 
-    python benchmarks/bench_collectives.py -n 2 --tune 180s            tune first, then compare
+    python benchmarks/bench_collectives.py -n 2 --tune 300s            tune first, then compare
     python benchmarks/bench_collectives.py -n 2 --table table.yaml     compare with a table that is there
+    python benchmarks/bench_collectives.py --two-hosts 1gbit           across a link between two namespaces
 
 The report goes to benchmarks/results/collectives_<hardware>_<yyyymm>.md. In it: how far the tuned mix is from
 the best single library of every operation and size, how far from torch.distributed, and how well the cost
@@ -16,18 +17,21 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from two_hosts import TwoHosts, why_not
 
 from mcr_plus.environment import cores
 from mcr_plus.selection.cost import Curve
 from mcr_plus.selection.fingerprint import cpu_name
 from mcr_plus.selection.table import load_table
 from mcr_plus.tuning.operations import KINDS, TORCH, TUNED
+from mcr_plus.tuning.points import Point, settled
 from mcr_plus.units import format_size
 
 RESULTS = Path(__file__).parent / "results"
@@ -35,10 +39,16 @@ LEAST = 1024  # bytes from which the mix may not lose
 Row = Mapping[str, Any]
 
 
-def command(*words: str) -> Any:
-    """The JSON document that a subcommand of mcr-plus prints."""
-    line = [sys.executable, "-m", "mcr_plus.cli.main", *words, "--json"]
+def on_one_host(ranks: int, *words: str) -> Any:
+    """The JSON document that a subcommand of mcr-plus prints, of a job on this host."""
+    line = [sys.executable, "-m", "mcr_plus.cli.main", words[0], "-n", str(ranks), *words[1:], "--json"]
     return json.loads(subprocess.run(line, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
+def on_two_hosts(hosts: TwoHosts, *words: str) -> Any:
+    """The same of a job with one rank on each of two hosts."""
+    line = [sys.executable, "-m", "mcr_plus.cli.main", *words, "--json"]
+    return json.loads(hosts.mpirun(line, stdout=subprocess.PIPE, text=True).stdout)
 
 
 def by_cell(rows: Sequence[Row]) -> Iterator[tuple[str, int, dict[str, float]]]:
@@ -87,22 +97,23 @@ def summary(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
     return found
 
 
-def hold_out(points: Sequence[Mapping[str, Any]]) -> tuple[int, float, float]:
-    """Predict every second size from the others; how many, and median and 95th percentile of the error."""
+def hold_out(points: Sequence[Point]) -> dict[str, list[float]]:
+    """Errors, by library, of predicting every second size from the others."""
     curves: dict[tuple[Any, ...], dict[int, float]] = {}
-    for point in points:
-        if point["timing"] is not None and not point["overlap"]:
-            key = (point["kind"], point["dtype"], point["async_op"], point["way"])
-            curve = curves.setdefault(key, {})
-            curve[point["nbytes"]] = min(point["timing"]["p50"], curve.get(point["nbytes"], float("inf")))
-    errors = []
-    for curve in curves.values():
-        sizes = sorted(size for size in curve if size & (size - 1) == 0)
-        shown, hidden = sizes[::2], sizes[1::2]
-        inside = [size for size in hidden if shown[0] < size < shown[-1]]
-        model = Curve.through({size: curve[size] for size in shown}) if shown else None
-        errors += [abs(model.at(size).us / curve[size] - 1) for size in inside if model is not None]
-    return len(errors), float(np.median(errors)), float(np.percentile(errors, 95))
+    for point in settled(points):
+        if point.timing is not None and not point.overlap:
+            key = (point.way, point.cell.kind, point.cell.dtype, point.cell.async_op)
+            curves.setdefault(key, {})[point.cell.nbytes] = point.timing.p50
+    errors: dict[str, list[float]] = {}
+    for (way, *_), curve in curves.items():
+        sizes = sorted(size for size in curve if size and size & (size - 1) == 0)
+        shown = {size: curve[size] for size in sizes[::2]}
+        errors.setdefault(way, []).extend(
+            abs(Curve.through(shown).at(size).us / curve[size] - 1)
+            for size in sizes[1::2]
+            if size < max(shown)
+        )
+    return errors
 
 
 def table_of_times(rows: Sequence[Row]) -> Iterator[str]:
@@ -117,7 +128,7 @@ def table_of_times(rows: Sequence[Row]) -> Iterator[str]:
             yield f"| {format_size(nbytes)} | {' | '.join(figures)} |"
 
 
-def report(rows: Sequence[Row], points: Sequence[Mapping[str, Any]], table: Path, line: str) -> str:
+def report(rows: Sequence[Row], points: Sequence[Point], table: Path, line: str) -> str:
     """The report as Markdown."""
     prints = load_table(table).fingerprint
     lines = [
@@ -128,53 +139,69 @@ def report(rows: Sequence[Row], points: Sequence[Mapping[str, Any]], table: Path
         f"{cpu_name()}, {cores()} cores, Python {platform.python_version()}; "
         + ", ".join(f"{name} {' / '.join(values)}" for name, values in prints.items() if name != "cpu"),
         "",
-        "Medians in microseconds of the slowest rank; ways take turns in one run; all results were verified.",
+        "Medians in microseconds of the slowest rank, of several passes the median. Ways take turns in one "
+        "run, ranks keep to cores of their own, all results were verified.",
         "",
         "| what | wanted | measured |",
         "|---|---|---|",
         *(f"| {what} | {wanted} | {measured} |" for what, wanted, measured in summary(rows)),
     ]
-    if points:
-        count, middle, high = hold_out(points)
-        what = f"cost model, every second size held out ({count})"
-        lines += [
-            f"| {what}: median error | ≤ 5 % | {100 * middle:.1f} % |",
-            f"| {what}: 95th percentile | ≤ 15 % | {100 * high:.1f} % |",
-        ]
+    for way, errors in hold_out(points).items():
+        middle, high = np.percentile(errors, (50, 95))
+        what = f"cost model, {way}, every second size held out ({len(errors)}): error"
+        lines.append(f"| {what}, median | ≤ 5 % | {100 * middle:.1f} % |")
+        lines.append(f"| {what}, 95th percentile | ≤ 15 % | {100 * high:.1f} % |")
     return "\n".join([*lines, *table_of_times(rows)]) + "\n"
+
+
+def compare(options: argparse.Namespace, command: Callable[..., Any]) -> tuple[str, list[Row]]:
+    """Tune (or take the table that is there), compare; the report, and the rows it is made of."""
+    scope = ["--kinds", options.kinds, "--min", options.min, "--max", options.max]
+    with tempfile.TemporaryDirectory() as folder:
+        table: Path = options.table or Path(folder) / "table.yaml"
+        points: list[Point] = []
+        if options.table is None:
+            found = command("tune", "-o", str(table), *scope, "--budget", options.tune)
+            points = [Point.from_document(each) for each in found["points"]]
+        config = Path(folder) / "pipeline.yaml"
+        stages = {"select": {"table": str(table.absolute())}, "dispatch": {}}
+        config.write_text(json.dumps({"version": 1, "pipeline": [{name: o} for name, o in stages.items()]}))
+        against = ["--config", str(config), "--against", "torch", "--passes", options.passes]
+        rows = command("bench", *scope, *against)
+        line = f"python benchmarks/bench_collectives.py {' '.join(sys.argv[1:])}"
+        return report(rows, points, table, line), rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("-n", type=int, default=2, help="ranks")
+    parser.add_argument("-n", type=int, default=2, help="ranks on this host")
+    parser.add_argument(
+        "--two-hosts", metavar="RATE", help="one rank on each of two hosts; rate such as 1gbit"
+    )
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--min", default="8")
     parser.add_argument("--max", default="64MiB")
     parser.add_argument("--table", type=Path, help="use this table instead of tuning")
-    parser.add_argument("--tune", default="180s", help="budget of tuning")
+    parser.add_argument("--tune", default="300s", help="budget of tuning")
+    parser.add_argument("--passes", default="3", help="of the comparison, over all sizes")
     parser.add_argument(
         "--hardware", default=f"{platform.machine()}-{cores()}core", help="for the file's name"
     )
     parser.add_argument("--output", type=Path, help="another file than the dated one")
     options = parser.parse_args()
-    scope = ["--kinds", options.kinds, "--min", options.min, "--max", options.max]
-    with tempfile.TemporaryDirectory() as folder:
-        table, points = options.table, []
-        if table is None:
-            table = Path(folder) / "table.yaml"
-            words = ["tune", "-n", str(options.n), "-o", str(table), *scope, "--budget", options.tune]
-            points = command(*words)["points"]
-        config = Path(folder) / "pipeline.yaml"
-        stages = {"select": {"table": str(table.absolute())}, "dispatch": {}}
-        config.write_text(json.dumps({"version": 1, "pipeline": [{name: o} for name, o in stages.items()]}))
-        rows = command("bench", "-n", str(options.n), *scope, "--config", str(config), "--against", "torch")
-        text = report(rows, points, table, f"python benchmarks/bench_collectives.py {' '.join(sys.argv[1:])}")
-    target = options.output or RESULTS / f"collectives_{options.hardware}_{date.today():%Y%m}.md"
+    if options.two_hosts is None:
+        text, rows = compare(options, partial(on_one_host, options.n))
+    elif (reason := why_not()) is not None:
+        raise SystemExit(f"skipped: {reason}")
+    else:
+        with TwoHosts(options.two_hosts) as hosts:
+            text, rows = compare(options, partial(on_two_hosts, hosts))
+    name = f"collectives_{options.hardware}{'-two-hosts' if options.two_hosts else ''}_{date.today():%Y%m}.md"
+    target = options.output or RESULTS / name
     target.write_text(text)
-    print(
-        f"{target}\n"
-        + "\n".join(f"{what}: {measured} (wanted {wanted})" for what, wanted, measured in summary(rows))
-    )
+    print(target)
+    for what, wanted, measured in summary(rows):
+        print(f"{what}: {measured} (wanted {wanted})")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+from collections import Counter
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from mcr_plus.tuning.derive import choose, crossover, derive, justified
 from mcr_plus.tuning.measure import Effort, Meter
 from mcr_plus.tuning.operations import KINDS, Cell, Subject, whole_size
 from mcr_plus.tuning.plan import Request, Task, next_task, stages
-from mcr_plus.tuning.points import Point, PointFile
+from mcr_plus.tuning.points import Point, PointFile, settled
 from mcr_plus.tuning.statistics import Timing, bus_bandwidth, confidence_rank
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
@@ -136,7 +137,7 @@ def test_the_place_where_the_winner_changes_is_found() -> None:
     assert table.rules[1].lo == pytest.approx(110_000, rel=0.02)
 
 
-def test_a_disturbed_size_is_measured_again_and_the_quickest_counts() -> None:
+def test_a_disturbed_size_is_measured_again_and_the_median_counts() -> None:
     request = Request(("all_reduce",), 8, 1 << 12, 2, asynchronous=False)
     visits: dict[int, int] = {}
 
@@ -147,10 +148,37 @@ def test_a_disturbed_size_is_measured_again_and_the_quickest_counts() -> None:
         return 90.0 if cell.nbytes == 1024 else 1.0 + cell.nbytes / 1000  # once and for all
 
     points = play(request, {"a": disturbed})
-    assert {size: count for size, count in visits.items() if count > 1} == {64: 3, 1024: 3}
+    assert {size: count for size, count in visits.items() if count > 1} == {64: 4, 1024: 5}
     table = derive(request, points, HERE, 1)
     assert table.rules[0].measured["a"][64] == 1.5
     assert table.rules[0].measured["a"][1024] == 90.0
+
+
+def test_a_size_without_a_clear_winner_is_measured_three_times() -> None:
+    request = Request(("all_reduce",), 8, 1 << 10, 2, asynchronous=False)
+    points = play(request, {"a": lambda cell: 10.0, "b": lambda cell: 10.2 if cell.nbytes == 64 else 14.0})
+    assert Counter(p.cell.nbytes for p in points if p.way == "b") == {
+        size: 3 if size == 64 else 1 for size in (8, 16, 32, 64, 128, 256, 512, 1024)
+    }
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [([5.0], 5.0), ([5.0, 3.0], 3.0), ([5.0, 3.0, 4.0], 4.0), ([9.0, 1.0, 8.0, 2.0], 2.0), ([3.0, 3.0], 3.0)],
+)
+def test_the_median_of_repeated_measurements_counts(times: list[float], expected: float) -> None:
+    points = [Point(Cell("all_reduce", 8, "float32"), "a", False, timing(us)) for us in times]
+    other = Point(Cell("all_reduce", 16, "float32"), "a", False, timing(1.0))
+    first, second = settled([other, *points])
+    assert first is other
+    assert second.timing is not None
+    assert second.timing.p50 == expected
+
+
+def test_a_way_once_wrong_stays_left_out() -> None:
+    cell = Cell("all_reduce", 8, "float32")
+    right, wrong = Point(cell, "a", False, timing(1.0)), Point(cell, "a", False, None, "wrong result")
+    assert settled([right, wrong, right]) == [wrong]
 
 
 def test_nothing_is_refined_where_winners_agree() -> None:

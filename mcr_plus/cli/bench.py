@@ -26,8 +26,10 @@ def bench(
     dtype: Annotated[str, typer.Option(help="Type of the elements.")] = "float32",
     config: Annotated[Path | None, typer.Option("--config", help="Pipeline YAML of `tuned`.")] = None,
     against: Annotated[str | None, typer.Option(help="`torch`: also time torch.distributed's gloo.")] = None,
+    passes: Annotated[int, typer.Option(min=1, help="Go through all sizes so often; medians count.")] = 1,
     budget: Annotated[str | None, typer.Option(help="Stop after so long, such as 60s.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw the curves, as .png, .svg or .pdf.")] = None,
+    bind: Annotated[bool, typer.Option("--bind/--no-bind", help="Keep each rank on a core.")] = True,
     via: Annotated[ViaChoice, typer.Option(help="What starts the ranks.")] = ViaChoice.auto,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -49,8 +51,10 @@ def bench(
         chosen or _configured(config),
         measuring.number(budget, parse_duration, "--budget"),
         progress=not as_json,
+        bind=bind,
         config=None if config is None else str(config.absolute()),
         against_torch=against == "torch",
+        passes=passes,
     )
     answer = measuring.answer_of(job, ranks, via)
     if answer is None:

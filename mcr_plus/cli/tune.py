@@ -35,6 +35,7 @@ def tune(
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget the figures of earlier runs.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Have the table refuse other machines.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw the curves, as .png, .svg or .pdf.")] = None,
+    bind: Annotated[bool, typer.Option("--bind/--no-bind", help="Keep each rank on a core.")] = True,
     via: Annotated[ViaChoice, typer.Option(help="What starts the ranks.")] = ViaChoice.auto,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -61,6 +62,7 @@ def tune(
         measuring.backend_names(backends),
         measuring.number(budget, parse_duration, "--budget"),
         progress=not as_json,
+        bind=bind,
         output=str(output.absolute()),
         measurements=str((measurements or output.with_suffix(".measurements.jsonl")).absolute()),
         fresh=fresh,

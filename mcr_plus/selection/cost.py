@@ -4,12 +4,11 @@
     model.expected("mpi", Query("all_reduce", 1 << 20))      # Estimate(us=105.2, extrapolated=False)
 
 A curve is made monotone (a larger message never costs less: pool adjacent violators, Barlow et al. 1972).
-Between measured sizes it is a monotone cubic in bytes (Fritsch & Butland 1984), which is a straight line
-wherever the points lie on one: exact where latency plus size over bandwidth (Hockney 1994) is. On curves
-shaped like those of real libraries it meets sizes that were left out better than straight lines do, in bytes
-or in logarithms (`tests/test_cost.py`). Below the smallest size a curve is flat; beyond the largest it goes
-on at the bandwidth of the last stretch that rises. Both are flagged, and so are numbers of ranks or nodes
-that the table has no rules for.
+Between measured sizes it is a straight line in bytes, exact where latency plus size over bandwidth is
+(Hockney 1994), or one in logarithms where that is lower: where time grows faster than size, as it does where
+a message outgrows a cache. Below the smallest size it is flat; beyond the largest it goes on at the bandwidth
+of the last stretch that rises. Both are flagged, and so are numbers of ranks or nodes that the table has no
+rules for.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +36,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Curve:
-    """Time over size: monotone, a cubic in bytes between its points."""
+    """Time over size: monotone, in pieces between its points."""
 
     sizes: Floats
     times: Floats
@@ -59,31 +57,15 @@ class Curve:
         return Estimate(self._between(nbytes), extrapolated=False)
 
     def _between(self, nbytes: int) -> float:
-        """The cubic through the two points around `nbytes` (Hermite's, by their times and slopes)."""
+        """The lower of the lines in bytes and in logarithms through the two points around `nbytes`."""
         index = int(np.searchsorted(self.sizes, nbytes))
         if self.sizes[index] == nbytes:
             return float(self.times[index])
-        width = self.sizes[index] - self.sizes[index - 1]
-        low, high = self.times[index - 1], self.times[index]
-        rise, fall = self._slopes[index - 1] * width, self._slopes[index] * width
-        s = (nbytes - self.sizes[index - 1]) / width
-        part = s * s * (3 - 2 * s)
-        time = low + (high - low) * part + s * (1 - s) * (rise * (1 - s) - fall * s)
-        return float(min(max(time, low), high))  # but for rounding it is there
-
-    @cached_property
-    def _slopes(self) -> Floats:
-        """Microseconds per byte at each point: a harmonic mean of those on both sides keeps it monotone."""
-        if len(self.sizes) == 1:
-            return np.zeros(1)
-        widths = np.diff(self.sizes)
-        secants = np.diff(self.times) / widths
-        left, right = secants[:-1], secants[1:]
-        to_left, to_right = 2 * widths[1:] + widths[:-1], widths[1:] + 2 * widths[:-1]
-        rising = (left > 0) & (right > 0)
-        inverse = to_left / np.where(rising, left, 1) + to_right / np.where(rising, right, 1)
-        inner = np.where(rising, (to_left + to_right) / inverse, 0.0)
-        return np.concatenate([secants[:1], inner, secants[-1:]])
+        sizes, times = self.sizes[index - 1 : index + 1], self.times[index - 1 : index + 1]
+        straight = float(np.interp(nbytes, sizes, times))
+        if sizes[0] == 0:
+            return straight
+        return min(straight, math.exp(np.interp(math.log(nbytes), np.log(sizes), np.log(times))))
 
     def _slope_beyond(self) -> float:
         """Microseconds per byte beyond the largest size: those of the last stretch that rises."""

@@ -1,9 +1,10 @@
 """Timing of all ways of doing one operation, in turns, until the answer is clear.
 
 Each turn begins together on all ranks (a barrier), runs one way a number of times, and counts as one
-sample: the time of the slowest rank. Ways take turns, so that a machine that slows down slows all of
-them. What is decided here (when to stop, which way is too slow to go on with) follows from numbers that
-were exchanged, so all ranks decide alike.
+sample: the time of the slowest rank. Ways take turns in an order drawn anew each time, so that a machine
+that slows down slows all of them, and none always runs behind the same other one. What is decided here (when
+to stop, which way is too slow to go on with) follows from numbers that were exchanged, so all ranks decide
+alike.
 
 With overlap, an asynchronous operation is started, a computation of about the operation's length runs,
 and then the operation is waited for: what counts is the time beyond the computation's own, the exposed
@@ -12,6 +13,7 @@ time.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,6 +65,7 @@ class Meter:
     def __init__(self, open_group: Callable[[], Communicator], control: Communicator, effort: Effort) -> None:
         self._open_group, self._control, self._effort = open_group, control, effort
         self._comm = open_group()
+        self._random = random.Random(0)  # all ranks draw the same orders
 
     def measure(self, cell: Cell, ways: Sequence[str], *, overlap: bool = False) -> Outcome:
         """Verify all ways, then time those that are right."""
@@ -130,8 +133,8 @@ class Meter:
         going = list(calls)
         began, elapsed = time.perf_counter(), 0.0
         for turn in range(effort.most):
-            shift = turn % len(going)
-            order = going[shift:] + going[:shift]
+            order = going.copy()
+            self._random.shuffle(order)  # whoever follows a slow way pays for it: not always the same one
             mine = [self._turn(calls[way], repeats[way]) for way in order]
             *agreed, elapsed = self._slowest([*mine, time.perf_counter() - began])
             for way, us in zip(order, agreed, strict=True):
@@ -151,6 +154,8 @@ class Meter:
 
     def _turn(self, call: Call, repeats: int) -> float:
         """Microseconds per call on this rank."""
+        if repeats > 1:
+            call()  # what ran before has left caches and threads in some state
         self._control.barrier()
         began = time.perf_counter()
         for _ in range(repeats):

@@ -139,14 +139,17 @@ class Subject:
         source, target, kind, size = self.source, self.target, self._cell.kind, self._comm.size
         asynchronous = self._cell.async_op
         root = self._comm.rank == 0
+        # Newer versions of torch have another name for each of the two, and warn of these.
+        all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
         if kind == "send":
             return self._ping_pong(lambda peer: dist.send(source, peer), lambda peer: dist.recv(target, peer))
         calls: dict[str, Call] = {
             "all_reduce": lambda: dist.all_reduce(source, async_op=asynchronous),
             "broadcast": lambda: dist.broadcast(source, 0, async_op=asynchronous),
             "reduce": lambda: dist.reduce(source, 0, async_op=asynchronous),
-            "all_gather": lambda: dist.all_gather_into_tensor(target, source, async_op=asynchronous),
-            "reduce_scatter": lambda: dist.reduce_scatter_tensor(target, source, async_op=asynchronous),
+            "all_gather": lambda: all_gather(target, source, async_op=asynchronous),
+            "reduce_scatter": lambda: reduce_scatter(target, source, async_op=asynchronous),
             "all_to_all": lambda: dist.all_to_all_single(target, source, async_op=asynchronous),
             "barrier": lambda: dist.barrier(async_op=asynchronous),
         }

@@ -1,4 +1,4 @@
-"""What to measure next: everything roughly, then every size, what looks disturbed, and where winners change.
+"""What to measure next: everything roughly, every size, what is in doubt again, and where winners change.
 
 Pure: what was measured comes in, the next cell goes out, so that a run can stop and go on anywhere and always
 has a table to show. Sizes of one stage are gone through from small to large over all kinds, because the large
@@ -15,12 +15,13 @@ from math import sqrt
 from typing import Final
 
 from mcr_plus.tuning.operations import Cell, Kind, whole_size
-from mcr_plus.tuning.points import Point, quickest
+from mcr_plus.tuning.points import Point, settled
 from mcr_plus.tuning.statistics import Timing
 
 _COARSE: Final = 4  # of so many powers of two the first stage takes one
 _DOUBT: Final = 1.5  # a size that takes so many times as long as a larger one was disturbed, most likely
-_AGAIN: Final = 3  # so often at most is it measured
+_DISTURBED: Final = 5  # so often at most is it measured: the median counts
+_CONTESTED: Final = 3  # so often at most is a size measured at which no way has clearly won
 _CLOSE: Final = 1.3  # two sizes with different winners that are closer than this are not divided further
 _TIE: Final = 1.03  # to win by less than this does not matter
 
@@ -59,7 +60,7 @@ def next_task(request: Request, points: Sequence[Point]) -> Task | None:
     for (task, _), count in ways.items():
         done[task] = max(count, done.get(task, 0))
     fresh = (task for task in _grid(request) if task not in done)
-    again = (task for task in _disturbed(request, points) if done[task] < _AGAIN)
+    again = (task for task, most in _doubtful(request, points) if done[task] < most)
     between = (task for task in _refinements(request, points) if task not in done)
     return next(chain(fresh, again, between), None)
 
@@ -105,13 +106,24 @@ def _curves(request: Request, points: Sequence[Point]) -> Iterator[tuple[Task, d
                 yield like, by_size(apart.get(like, ()), like.cell, overlap)
 
 
-def _disturbed(request: Request, points: Sequence[Point]) -> Iterator[Task]:
-    """Sizes at which a way took much longer than at the next larger one."""
+def _doubtful(request: Request, points: Sequence[Point]) -> Iterator[tuple[Task, int]]:
+    """What is worth measuring again, and how often in all at most."""
     for like, found in _curves(request, points):
-        for low, high in pairwise(sorted(found)):
-            both = found[low].keys() & found[high].keys()
-            if any(found[low][way].p50 > _DOUBT * found[high][way].p50 for way in both):
-                yield Task(replace(like.cell, nbytes=low), like.overlap)
+        sizes = sorted(found)
+        for low, high in zip(sizes, [*sizes[1:], None], strict=True):
+            task = Task(replace(like.cell, nbytes=low), like.overlap)
+            if high is not None and _disturbed(found[low], found[high]):
+                yield task, _DISTURBED
+            if _contested(found[low]):
+                yield task, _CONTESTED
+
+
+def _contested(timings: Mapping[str, Timing]) -> bool:
+    return len(_good(timings)) > 1
+
+
+def _disturbed(smaller: Mapping[str, Timing], larger: Mapping[str, Timing]) -> bool:
+    return any(smaller[way].p50 > _DOUBT * larger[way].p50 for way in smaller.keys() & larger.keys())
 
 
 def _refinements(request: Request, points: Sequence[Point]) -> Iterator[Task]:
@@ -126,7 +138,7 @@ def _refinements(request: Request, points: Sequence[Point]) -> Iterator[Task]:
 def by_size(points: Sequence[Point], like: Cell, overlap: bool) -> dict[int, dict[str, Timing]]:
     """Timings by size and way, of the cells that differ from `like` in size only."""
     found: dict[int, dict[str, Timing]] = {}
-    for point in quickest(points):
+    for point in settled(points):
         cell = point.cell
         alike = (cell.kind, cell.dtype, cell.async_op) == (like.kind, like.dtype, like.async_op)
         if alike and point.overlap == overlap and point.timing is not None:

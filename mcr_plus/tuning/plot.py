@@ -11,7 +11,7 @@ from typing import Any, Final
 from mcr_plus.errors import BackendUnavailable, ConfigError
 from mcr_plus.selection.table import Query, Table
 from mcr_plus.tuning.operations import TORCH, TUNED
-from mcr_plus.tuning.points import Point, quickest
+from mcr_plus.tuning.points import Point, settled
 from mcr_plus.units import format_size
 
 _ENDINGS: Final = (".png", ".svg", ".pdf")
@@ -72,7 +72,7 @@ def plot_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 def _curves(points: Sequence[Point], kind: str, async_op: bool, overlap: bool) -> Curves:
     curves: dict[str, dict[int, tuple[float, float, float]]] = {}
-    for point in quickest(points):
+    for point in settled(points):
         alike = (point.cell.kind, point.cell.async_op, point.overlap) == (kind, async_op, overlap)
         if alike and point.timing is not None:
             timing = point.timing

@@ -7,7 +7,7 @@ known, so that a run that was interrupted or has used up its budget goes on wher
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -47,20 +47,22 @@ class Point:
         return cls(cell, data["way"], data["overlap"], timing, data["problem"])
 
 
-def quickest(points: Iterable[Point]) -> list[Point]:
-    """Of what was measured several times the quickest: what disturbs a measurement only ever adds time."""
-    found: dict[tuple[Cell, str, bool], Point] = {}
+def settled(points: Iterable[Point]) -> list[Point]:
+    """One point for each way of each cell: of what was measured several times the one with the median p50.
+
+    Of an even number the lower one of the two in the middle, because what disturbs only ever adds time.
+    """
+    apart: dict[tuple[Cell, str, bool], list[Point]] = {}
     for point in points:
-        key = (point.cell, point.way, point.overlap)
-        before = found.get(key)
-        if (
-            before is None
-            or before.timing is None
-            or point.timing is None
-            or (point.timing.p50 < before.timing.p50)
-        ):
-            found[key] = point
-    return list(found.values())
+        apart.setdefault((point.cell, point.way, point.overlap), []).append(point)
+    return [_middle(found) for found in apart.values()]
+
+
+def _middle(points: Sequence[Point]) -> Point:
+    """A way that was ever excluded stays so."""
+    timed = sorted((timing.p50, index) for index, each in enumerate(points) if (timing := each.timing))
+    excluded = (point for point in points if point.timing is None)
+    return next(excluded, None) or points[timed[(len(timed) - 1) // 2][1]]
 
 
 class PointFile:

@@ -7,6 +7,7 @@ a job that was started otherwise (mpirun over several hosts) the commands are ra
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -31,7 +32,7 @@ from mcr_plus.tuning.derive import derive
 from mcr_plus.tuning.measure import Effort, Meter, Outcome
 from mcr_plus.tuning.operations import TORCH, TUNED, Cell, Kind, whole_size
 from mcr_plus.tuning.plan import Request, Task, next_task, stages
-from mcr_plus.tuning.points import Point, PointFile
+from mcr_plus.tuning.points import Point, PointFile, settled
 from mcr_plus.tuning.statistics import algorithm_bandwidth, bus_bandwidth
 
 _COMMENT: Final = "Measured by mcr-plus tune; times are median microseconds of the slowest rank."
@@ -42,7 +43,8 @@ class Job:
     """What a tuning or benchmark job shall do; plain data. Sizes in bytes, durations in seconds.
 
     `output`: the table file (tune). `answer`: where rank 0 writes what the command prints. `backends`: those
-    to compare, None for all. `against_torch`, `config`: for bench alone.
+    to compare, None for all. `bind`: each rank keeps to a core of its own while measuring. `config`,
+    `against_torch`, `passes` (over all sizes): for bench alone.
     """
 
     what: str
@@ -60,8 +62,10 @@ class Job:
     asynchronous: bool = True
     overlap: bool = True
     strict: bool = False
+    bind: bool = True
     config: str | None = None
     against_torch: bool = False
+    passes: int = 1
     effort: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -82,7 +86,21 @@ def run(job: Job) -> None:
         {"tune": _tune, "bench": _bench}[job.what](job, comm)
 
 
+def _keep_to_one_core(world: World) -> None:
+    """Bind this thread, so that ranks do not meet on one core after a library's threads have run there.
+
+    Those threads stay free. Nothing happens where ranks share cores, or where one is alone.
+    """
+    mine = [rank for rank, host in enumerate(world.hosts) if host == world.hosts[world.rank]]
+    usable = sorted(os.sched_getaffinity(0))
+    share = len(usable) // len(mine)
+    if share and len(mine) > 1:
+        os.sched_setaffinity(0, {usable[share * mine.index(world.rank)]})
+
+
 def _meter(comm: Communicator, job: Job) -> Meter:
+    if job.bind:
+        _keep_to_one_core(runtime.current().world)
     everyone = list(comm.ranks)
     return Meter(lambda: mcr.new_group(everyone), mcr.new_group(everyone), Effort(**job.effort))
 
@@ -156,55 +174,52 @@ def _bench(job: Job, comm: Communicator) -> None:
         dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
         ways.append(TORCH)
     meter = _meter(comm, job)
-    sizes = [size for size in _powers(job) if size >= 1]
-    rows: list[dict[str, Any]] = []
+    cells = _cells(job, comm.size)
+    points: list[Point] = []
     began = time.monotonic()
-    with _progress(job, comm.rank, f"timing {', '.join(ways)}", len(sizes) * len(job.kinds)) as advance:
-        for kind in job.kinds:
-            for size in dict.fromkeys(whole_size(kind, s, job.dtypes[0], comm.size) for s in sizes):
-                cell = Cell(kind, size, job.dtypes[0])
-                if job.budget is not None and time.monotonic() - began > job.budget:
-                    break
-                rows += _rows(cell, comm.size, meter.measure(cell, ways))
-                advance(_describe(cell))
+    with _progress(job, comm.rank, f"timing {', '.join(ways)}", job.passes * len(cells)) as advance:
+        for cell in cells * job.passes:
+            spent = job.budget is not None and time.monotonic() - began > job.budget
+            if comm.broadcast_object(spent, comm.ranks[0]):
+                break
+            points += _points(Task(cell), meter.measure(cell, ways))
+            advance(_describe(cell))
     if job.against_torch:
         import torch.distributed as dist
 
         dist.destroy_process_group()
     if comm.rank == 0:
+        rows = [_row(point, comm.size) for point in settled(points)]
         Path(job.answer).write_text(json.dumps({"rows": rows}))
 
 
-def _powers(job: Job) -> list[int]:
-    size, sizes = job.smallest, []
-    while size <= job.largest:
-        sizes.append(size)
-        size *= 2
-    return sizes
+def _cells(job: Job, ranks: int) -> list[Cell]:
+    dtype, sizes = job.dtypes[0], [job.smallest]
+    while 2 * sizes[-1] <= job.largest:
+        sizes.append(2 * sizes[-1])
+    cells = [Cell(kind, whole_size(kind, size, dtype, ranks), dtype) for kind in job.kinds for size in sizes]
+    return list(dict.fromkeys(cells))
 
 
-def _rows(cell: Cell, ranks: int, outcome: Outcome) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    about = {"kind": cell.kind, "bytes": cell.nbytes, "ranks": ranks, "dtype": cell.dtype}
-    for way, timing in outcome.timings.items():
-        rows.append(
-            {
-                **about,
-                "backend": way,
-                "p20_us": timing.p20,
-                "p50_us": timing.p50,
-                "p80_us": timing.p80,
-                "algbw_GBps": algorithm_bandwidth(cell.nbytes, timing.p50),
-                "busbw_GBps": bus_bandwidth(cell.kind, cell.nbytes, timing.p50, ranks),
-                "verified": True,
-            }
-        )
-    for way, problem in outcome.excluded.items():
-        figures = ("p20_us", "p50_us", "p80_us", "algbw_GBps", "busbw_GBps")
-        rows.append(
-            {**about, "backend": way, **dict.fromkeys(figures), "verified": False, "problem": problem}
-        )
-    return rows
+def _row(point: Point, ranks: int) -> dict[str, Any]:
+    cell, timing = point.cell, point.timing
+    figures: dict[str, Any] = dict.fromkeys(("p20_us", "p50_us", "p80_us", "algbw_GBps", "busbw_GBps"))
+    if timing is not None:
+        figures = {
+            "p20_us": timing.p20,
+            "p50_us": timing.p50,
+            "p80_us": timing.p80,
+            "algbw_GBps": algorithm_bandwidth(cell.nbytes, timing.p50),
+            "busbw_GBps": bus_bandwidth(cell.kind, cell.nbytes, timing.p50, ranks),
+        }
+    about = {
+        "kind": cell.kind,
+        "backend": point.way,
+        "bytes": cell.nbytes,
+        "ranks": ranks,
+        "dtype": cell.dtype,
+    }
+    return {**about, **figures, "verified": timing is not None, "problem": point.problem}
 
 
 # -- progress -------------------------------------------------------------------------------------

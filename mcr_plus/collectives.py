@@ -396,6 +396,11 @@ def persistent(kind: str, *tensors: Any, group: Communicator | None = None, **op
     return _of(group).persistent(kind, *tensors, **options)
 
 
+def flush(group: Communicator | None = None) -> None:
+    """Send what the fuse stage holds back. Every rank of the group must call it at the same place."""
+    _of(group).flush()
+
+
 @contextmanager
 def record() -> Iterator[Log]:
     """Record the operations of this process that are issued and end inside the block.

@@ -139,8 +139,13 @@ class Communicator:
         self._lines.state.take_over()
 
     def flush(self) -> None:
-        """Issue what stages hold back (fusion). A program-order fact: every rank must call it alike."""
+        """Send what the fuse stage holds back. Every rank of the group must call it at the same place."""
         self._pipeline.flush()
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers that stages keep for this group, to use them again."""
+        return self._pipeline.buffer_bytes
 
     def shut(self, clean: bool) -> None:
         """Close the group's channels. For the runtime, once nothing is in flight."""

@@ -56,6 +56,8 @@ from mcr_plus.errors import ConfigError, Unsupported, short, unknown
 from mcr_plus.message import ALIASES, DTYPES, KINDS, dtype_name
 from mcr_plus.units import Range, parse_count, parse_duration, parse_range, parse_size
 
+FUSIBLE: tuple[str, ...] = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
+"""Kinds of which several can travel as one."""
 STAGE_ORDER: tuple[str, ...] = ("fuse", "compress", "select", "dispatch")
 DTYPE_NAMES: tuple[str, ...] = tuple(dtype_name(dtype) for dtype in DTYPES)
 
@@ -144,6 +146,32 @@ def _size(value: object) -> int | None:
     return None if value is None else parse_size(value)
 
 
+def _fusible(value: object) -> tuple[str, ...]:
+    """Kinds that can be fused, as a list or one name; none of them in a rule that switches off."""
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)):
+        raise ValueError(f"expected a list of kinds, got {short(value)}; known: {', '.join(FUSIBLE)}")
+    for name in names:
+        if not isinstance(name, str) or kind_name(name) not in FUSIBLE:
+            raise ValueError(unknown("kind", name, FUSIBLE))
+    return tuple(dict.fromkeys(kind_name(name) for name in names))
+
+
+class FuseOptions(StageOptions):
+    """Options of `fuse`. Sizes in bytes.
+
+    `bucket`: what a bucket holds at most, counting the larger of an operation's input and output.
+    `first_bucket`: the same for the first one after a flush, so that sending begins early; None for no other
+    limit. `kinds`: what is fused. `memory`: what buckets may take together that have not been waited for;
+    beyond it operations go by themselves.
+    """
+
+    bucket: Annotated[int, BeforeValidator(parse_size), Field(gt=0)] = 25 << 20
+    first_bucket: Annotated[int | None, BeforeValidator(_size), Field(gt=0)] = 1 << 20
+    kinds: Annotated[tuple[str, ...], BeforeValidator(_fusible)] = ("all_reduce",)
+    memory: Annotated[int, BeforeValidator(parse_size), Field(gt=0)] = 256 << 20
+
+
 class SelectOptions(StageOptions):
     """Options of `select`.
 
@@ -173,6 +201,7 @@ class NoOptions(StageOptions):
 
 
 OPTIONS: dict[str, type[StageOptions]] = {
+    "fuse": FuseOptions,
     "compress": CompressOptions,
     "select": SelectOptions,
     "dispatch": DispatchOptions,
@@ -379,7 +408,8 @@ class Rule:
 
 
 def _default_pipeline() -> tuple[StageSpec, ...]:
-    return tuple(StageSpec(name, model()) for name, model in OPTIONS.items())
+    # Without fuse: it makes waits a part of the program's order, which must be asked for.
+    return tuple(StageSpec(name, model()) for name, model in OPTIONS.items() if name != "fuse")
 
 
 @dataclass(frozen=True)

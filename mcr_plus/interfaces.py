@@ -237,4 +237,5 @@ class Stage(Protocol):
     # A class of stages that has something to keep also has a class method `finish(stages) -> None`, called
     # once with all its stages when the job ends in good order and nothing is in flight.
     # A stage that holds operations back also has `flush() -> None`, which issues them. It is called at the
-    # end of the program and by `Communicator.flush`, at the same place of the program on all ranks.
+    # end of the program and by `Communicator.flush`, at the same place of the program on all ranks. One that
+    # keeps memory between operations says how much as `buffer_bytes`.

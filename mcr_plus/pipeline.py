@@ -57,6 +57,11 @@ class Pipeline:
                     flush()
 
     @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers that stages keep."""
+        return sum(getattr(stage, "buffer_bytes", 0) for stage in self._stages.values())
+
+    @property
     def stages(self) -> list[Stage]:
         """Every stage that has been built, variants by rules included."""
         return list(self._stages.values())

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from mcr_plus.errors import Unsupported
 
 STAGES: dict[str, object] = {
+    "fuse": "mcr_plus.fusion.stage:FuseStage",
     "compress": "mcr_plus.compression.stage:CompressStage",
     "select": "mcr_plus.selection.stage:SelectStage",
     "dispatch": "mcr_plus.dispatch.stage:DispatchStage",

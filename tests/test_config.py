@@ -169,8 +169,8 @@ PIPE = "version: 1\npipeline:\n"
         (PIPE + "  - {select: {}, dispatch: {}}\n", "3: pipeline[0]: expected one stage with its options"),
         (PIPE + "  - {}\n", "3: pipeline[0]: expected one stage with its options"),
         (
-            PIPE + "  - fuse: {}\n",
-            "3: pipeline[0].fuse: unknown stage 'fuse'; known: compress, dispatch, select",
+            PIPE + "  - hierarchical: {}\n",
+            "3: pipeline[0].hierarchical: unknown stage 'hierarchical'; known: compress, dispatch",
         ),
         (PIPE + "  - dispach: {}\n", "3: pipeline[0].dispach: unknown stage 'dispach'; known: "),
         (PIPE + "  - select: {}\n", "2: pipeline: no stage 'dispatch'"),
@@ -298,7 +298,7 @@ def test_refused_options(options: dict[str, Any], expected: str) -> None:
             "{match: {tag: x}, colour: red}",
             "rules[0].colour: unknown key 'colour'; known: match, backend, compress",
         ),
-        ("{match: {tag: x}, fuse: {}}", "rules[0].fuse: unknown key 'fuse'"),
+        ("{match: {tag: x}, fuse: {}}", "rules[0].fuse: stage 'fuse' is not in the pipeline"),
         (
             "{match: {tga: x}, backend: mpi}",
             "rules[0].match.tga: unknown key 'tga'; known: bytes, dtype, kind",

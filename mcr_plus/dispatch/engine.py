@@ -153,6 +153,8 @@ class Engine:
         self.states: list[GroupState] = []
         self.backends: list[Backend] = []
         self.failed = False
+        # Called while a wait takes long: what it waits for may depend on something that is held back here.
+        self.when_stuck: list[Callable[[], None]] = []
         # Ranks of the job that have left or given up, and so failed an operation.
         self.blamed: set[int] = set()
         self._wait_policy = wait
@@ -437,6 +439,8 @@ class Engine:
 
     def _examine(self, work: IssuedWork, waited: float) -> None:
         """A wait that takes longer: say where we are, and look at the others."""
+        for look in self.when_stuck:
+            look()
         operation = work.operation
         if operation.state.group.size == 1:
             return

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NoReturn
+from dataclasses import dataclass, field
+from typing import NoReturn, Protocol
 
 from mcr_plus.backends.local import done
 from mcr_plus.config import DispatchOptions
@@ -25,14 +25,42 @@ class Line:
     lane: Lane
 
 
+class Held(Protocol):
+    """Operations that a stage holds back."""
+
+    def send(self) -> Exception | None:
+        """Issue them, under the engine's lock; they are no longer in the list. Returns what went wrong."""
+        ...
+
+    def digest(self) -> int | None:
+        """What peers would see of it if it were sent now; None if that is not known."""
+        ...
+
+
 @dataclass(frozen=True)
 class GroupRuntime:
-    """What dispatch works with; a group that only explains has none."""
+    """What stages work with that issue or hold back operations; a group that only explains has none.
+
+    `held`: what stages hold back, in the order in which it was opened.
+    """
 
     engine: Engine
     state: GroupState
     lines: Mapping[str, Line]
     operations: dict[Signature, Issue]
+    held: list[Held] = field(default_factory=list)
+
+    def send_held(self, only: Held | None = None) -> None:
+        """Issue everything that is held back, or `only` this, all of it even if some fails.
+
+        Raises the first error.
+        """
+        with self.engine.lock:
+            held = self.held[:] if only is None else [only]
+            self.held[:] = [each for each in self.held if each not in held]
+            errors = [error for each in held if (error := each.send()) is not None]
+        if errors:
+            raise errors[0]
 
 
 class DispatchStage:

@@ -1,7 +1,7 @@
 """Every operation and size on every library, as tuned, and on torch.distributed; writes a dated report.
 
     python benchmarks/bench_collectives.py -n 2 --tune 300s            tune first, then compare
-    python benchmarks/bench_collectives.py -n 2 --table table.yaml     compare with a table that is there
+    python benchmarks/bench_collectives.py -n 2 --table table.yaml     with a table that is there, or will be
     python benchmarks/bench_collectives.py --two-hosts 1gbit           across a link between two namespaces
 
 The report goes to benchmarks/results/collectives_<hardware>_<yyyymm>.md. In it: how far the tuned mix is from
@@ -75,17 +75,16 @@ def summary(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
         if TUNED in times and any(way in times for way in singles)
     ]
     large = [ratio for _, n, ratio in best if n >= LEAST]
-    worst = max((each for each in best if each[1] >= LEAST), key=lambda each: each[2])
-    over = sum(ratio > 1.05 for ratio in large)
-    found = [
-        (
-            "tuned / best single, worst from 1 KiB on",
-            "≤ 1.05",
-            f"{worst[2]:.2f} ({worst[0]} {format_size(worst[1])})",
-        ),
-        ("… cells above 1.05, of those from 1 KiB on", "0", f"{over} of {len(large)}"),
-        ("tuned / best single, geometric mean from 1 KiB on", "≤ 1.00", f"{geometric_mean(large):.3f}"),
-    ]
+    found = []
+    if large:
+        worst = max((each for each in best if each[1] >= LEAST), key=lambda each: each[2])
+        over = sum(ratio > 1.05 for ratio in large)
+        where = f"{worst[2]:.2f} ({worst[0]} {format_size(worst[1])})"
+        found = [
+            ("tuned / best single, worst from 1 KiB on", "≤ 1.05", where),
+            ("… cells above 1.05, of those from 1 KiB on", "0", f"{over} of {len(large)}"),
+            ("tuned / best single, geometric mean from 1 KiB on", "≤ 1.00", f"{geometric_mean(large):.3f}"),
+        ]
     for way in singles:
         ratios = [times[way] / times[TUNED] for _, _, times in cells if {way, TUNED} <= times.keys()]
         found.append((f"{way} alone / tuned, geometric mean", "≥ 1", f"{geometric_mean(ratios):.2f}"))
@@ -114,6 +113,12 @@ def hold_out(points: Sequence[Point]) -> dict[str, list[float]]:
             if size < max(shown)
         )
     return errors
+
+
+def points_of(path: Path) -> list[Point]:
+    """What `tune` has kept beside its table."""
+    documents = [json.loads(line) for line in path.read_text().splitlines()]
+    return [Point.from_document(each) for each in documents if "timing" in each]
 
 
 def table_of_times(rows: Sequence[Row]) -> Iterator[str]:
@@ -147,6 +152,8 @@ def report(rows: Sequence[Row], points: Sequence[Point], table: Path, line: str)
         *(f"| {what} | {wanted} | {measured} |" for what, wanted, measured in summary(rows)),
     ]
     for way, errors in hold_out(points).items():
+        if not errors:
+            continue
         middle, high = np.percentile(errors, (50, 95))
         what = f"cost model, {way}, every second size held out ({len(errors)}): error"
         lines.append(f"| {what}, median | ≤ 5 % | {100 * middle:.1f} % |")
@@ -155,14 +162,14 @@ def report(rows: Sequence[Row], points: Sequence[Point], table: Path, line: str)
 
 
 def compare(options: argparse.Namespace, command: Callable[..., Any]) -> tuple[str, list[Row]]:
-    """Tune (or take the table that is there), compare; the report, and the rows it is made of."""
+    """Tune (unless there is a table), compare; the report, and the rows it is made of."""
     scope = ["--kinds", options.kinds, "--min", options.min, "--max", options.max]
     with tempfile.TemporaryDirectory() as folder:
         table: Path = options.table or Path(folder) / "table.yaml"
-        points: list[Point] = []
-        if options.table is None:
-            found = command("tune", "-o", str(table), *scope, "--budget", options.tune)
-            points = [Point.from_document(each) for each in found["points"]]
+        if not table.exists():
+            command("tune", "-o", str(table), *scope, "--budget", options.tune)
+        figures = table.with_name(f"{table.stem}.measurements.jsonl")
+        points = points_of(figures) if figures.exists() else []
         config = Path(folder) / "pipeline.yaml"
         stages = {"select": {"table": str(table.absolute())}, "dispatch": {}}
         config.write_text(json.dumps({"version": 1, "pipeline": [{name: o} for name, o in stages.items()]}))
@@ -181,7 +188,7 @@ def main() -> None:
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--min", default="8")
     parser.add_argument("--max", default="64MiB")
-    parser.add_argument("--table", type=Path, help="use this table instead of tuning")
+    parser.add_argument("--table", type=Path, help="use this table; tune it if it is not there")
     parser.add_argument("--tune", default="300s", help="budget of tuning")
     parser.add_argument("--passes", default="3", help="of the comparison, over all sizes")
     parser.add_argument(
@@ -196,7 +203,9 @@ def main() -> None:
     else:
         with TwoHosts(options.two_hosts) as hosts:
             text, rows = compare(options, partial(on_two_hosts, hosts))
-    name = f"collectives_{options.hardware}{'-two-hosts' if options.two_hosts else ''}_{date.today():%Y%m}.md"
+    where = "-two-hosts" if options.two_hosts else ""
+    part = "" if options.kinds == ",".join(KINDS) else f"-{options.kinds.replace(',', '-')}"
+    name = f"collectives_{options.hardware}{where}{part}_{date.today():%Y%m}.md"
     target = options.output or RESULTS / name
     target.write_text(text)
     print(target)

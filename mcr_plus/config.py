@@ -72,10 +72,17 @@ def kind_name(name: str) -> str:
 def kind_matches(pattern: str, kind: str) -> bool:
     """Tell whether a kind named in a rule or table covers the kind of an operation.
 
-    A kind covers its vector form (`all_gather` covers `all_gather_v`, not the other way round), and "*"
-    covers everything.
+    A kind covers its vector form (`all_gather` covers `all_gather_v`, not the other way round), `send` covers
+    `recv` (both ends of a message take the same way), and "*" covers everything.
     """
-    return pattern == "*" or kind in (pattern, f"{pattern}_v")
+    return pattern == "*" or kind in (pattern, f"{pattern}_v") or (pattern, kind) == ("send", "recv")
+
+
+def refuse_recv(name: str) -> str:
+    """Raise ValueError for the kind of a rule that would part the ends of a message."""
+    if name == "recv":
+        raise ValueError("a recv takes the way of its send; write 'send', which means both")
+    return name
 
 
 # --- Options of stages ----------------------------------------------------------------------------------
@@ -274,7 +281,9 @@ def validate(
     try:
         return model.model_validate(dict(data), context=_Context(document, keys))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        found = error.errors(include_url=False)
+        # A key that is misspelt is missing too: say the former.
+        first = next((each for each in found if each["type"] == "extra_forbidden"), found[0])
         at: Keys = tuple(first["loc"])
         known = tuple(sorted({*beside, *(f.alias or name for name, f in model.model_fields.items())}))
         raise document.error((*keys, *at), _explain(dict(first), known)) from None
@@ -329,7 +338,7 @@ def _one_or_more(value: Any, what: str, known: tuple[str, ...]) -> tuple[str, ..
 
 def _kinds(value: object) -> tuple[str, ...] | None:
     names = _one_or_more(value, "kind", (*KINDS, *ALIASES))
-    return None if names is None else tuple(kind_name(name) for name in names)
+    return None if names is None else tuple(kind_name(refuse_recv(name)) for name in names)
 
 
 def _dtypes(value: object) -> tuple[str, ...] | None:
@@ -450,10 +459,15 @@ class Config:
         return changed or next((s.options for s in self.pipeline if s.name == stage), None)
 
     @property
+    def select_options(self) -> tuple[SelectOptions, ...]:
+        """The options of `select`, and as rules change them."""
+        named = [*(s.options for s in self.pipeline), *(o.options for r in self.rules for o in r.overrides)]
+        return tuple(options for options in named if isinstance(options, SelectOptions))
+
+    @property
     def tables(self) -> tuple[TableRef, ...]:
         """The table files named by `select` and by the rules that change it; they have not been read yet."""
-        named = [*(s.options for s in self.pipeline), *(o.options for r in self.rules for o in r.overrides)]
-        return tuple(o.table for o in named if isinstance(o, SelectOptions) and o.table is not None)
+        return tuple(options.table for options in self.select_options if options.table is not None)
 
     def with_backends(self, backends: Sequence[str]) -> Config:
         """Return this configuration with another list of backends, checked as if the file held it."""
@@ -617,7 +631,7 @@ def _check_order(names: Sequence[str], document: Document) -> None:
             raise document.error(keys, f"{what}; expected the order {', '.join(STAGE_ORDER)}")
     for required in ("select", "dispatch"):
         if required not in names:
-            raise document.error(("pipeline",), f"no stage {required!r}; expected select, and dispatch last")
+            raise document.error(("pipeline",), f"no stage {required!r}; add '- {required}: {{}}'")
     if names[-1] != "dispatch":
         what = f"stage {names[-1]!r} stands after 'dispatch'; expected dispatch last"
         raise document.error(("pipeline", len(names) - 1, names[-1]), what)

@@ -36,14 +36,17 @@ def explain(
     decision: `stage`, `operation`, `decision`, `rule`), `backends` (those the operation ends on), and, for
     the first choice of a library on its way, `table_rule` (`file:line`), `expected_us` (None where nothing
     was measured) and `alternatives` (per choice: `support`, `how`, `expected_us`, `extrapolated`, `why` it
-    was chosen or not). Steps in which a library is chosen have the last three too. A stage that has nothing
-    to do leaves no step.
+    was chosen or not). Steps in which a library is chosen have the last three too, and if the table was
+    measured elsewhere `measured_elsewhere` (the differences) and `strict`. A stage that has nothing to do
+    leaves no step. Expected times of asynchronous operations are exposed times: what is left beside a
+    computation of the operation's own length.
 
     Ranks are spread evenly over `nodes` hosts. Raises `ConfigError` for a wrong configuration, `Unsupported`
     if there is no way through.
     """
     checked = configuration.load(config)
-    signature = _signature(kind, nbytes, dtype, ranks, tag, device).replace(async_op=async_op)
+    signature = _signature(kind, nbytes, dtype, ranks, tag, device)
+    signature = signature.replace(async_op=async_op or signature.is_p2p)  # a send is an isend and a wait
     if not 1 <= nodes <= ranks:
         raise InvalidArgument(f"nodes: expected 1 to {ranks}, the number of ranks, got {nodes}")
     names = [name for name in checked.backends or registry.names("backends") if name != "local"]
@@ -65,7 +68,7 @@ def explain(
         "dtype": dtype,
         "ranks": ranks,
         "nodes": nodes,
-        "async_op": async_op,
+        "async_op": signature.async_op,
         "tag": tag,
         "steps": steps,
         "backends": list(dict.fromkeys(step.pop("backend") for step in steps if "backend" in step)),

@@ -41,8 +41,8 @@ from mcr_plus.interfaces import Backend, Context, World
 from mcr_plus.launch.rendezvous import exchange, open_store
 from mcr_plus.message import Group
 from mcr_plus.pipeline import Pipeline, finish
+from mcr_plus.selection.checks import check_targets, checked_tables
 from mcr_plus.selection.fingerprint import differences, fingerprint_here, library_versions
-from mcr_plus.selection.table import load_table
 
 
 class Runtime:
@@ -383,10 +383,17 @@ def _libraries(backends: Mapping[str, type[Backend]], world: World) -> dict[str,
 def _check_tables(config: Config, world: World) -> None:
     """Warn about tables that were measured elsewhere; refuse those that say so.
 
-    Raises `ConfigError` on all ranks if the table is strict and any rank differs.
+    Raises `ConfigError` on all ranks if the table is strict and any rank differs, if it names a backend that
+    the configuration does not, or if rank 0 could not write a refined one.
     """
-    tables = {ref.digest(): ref for ref in config.tables}  # equal on all ranks, wherever they lie
-    for number, table in enumerate(load_table(ref.resolve()) for ref in tables.values()):
+    told = ""
+    try:
+        check_targets(config)
+    except ConfigError as error:
+        told = str(error)
+    if problem := _gather(world, "refined", told)[0]:  # rank 0 is to write it
+        raise ConfigError(problem)
+    for number, table in enumerate(checked_tables(config)):  # equal on all ranks, wherever they lie
         shape = Counter(world.hosts)
         here = fingerprint_here(
             world.libraries, ranks=world.size, nodes=len(shape), ranks_per_node=max(shape.values())

@@ -94,7 +94,9 @@ class Range:
         return self.lo <= number and (self.hi is None or number < self.hi)
 
     def __str__(self) -> str:
-        """Write the range as a file does: `64..1024`, or `64..` without an end."""
+        """Write the range as a file does: `64..1024`, `64..` without an end, `64` if it is one number."""
+        if self.hi == self.lo + 1:
+            return str(self.lo)
         return f"{self.lo}..{'' if self.hi is None else self.hi}"
 
 

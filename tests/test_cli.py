@@ -153,6 +153,20 @@ def test_validate_reads_the_tables(tmp_path: Path, table: str | None, error: str
     assert error is None or answer.stderr.startswith(f"mcr-plus: {tmp_path}/{error}")
 
 
+def test_validate_compares_a_table_with_the_backends(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "version: 1\nbackends: [mpi]\npipeline: [{select: {table: table.yaml}}, {dispatch: {}}]\n"
+    )
+    (tmp_path / "table.yaml").write_text(TABLE)
+    answer = mcr_plus("validate", str(path))
+    assert answer.returncode == 2
+    assert (
+        f"{tmp_path}/table.yaml:2: backend 'gloo' is not in the configuration's backends (mpi)"
+        in answer.stderr
+    )
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -304,6 +304,7 @@ def test_refused_options(options: dict[str, Any], expected: str) -> None:
             "rules[0].match.tga: unknown key 'tga'; known: bytes, dtype, kind",
         ),
         ("{match: {kind: allreduce}, backend: mpi}", "rules[0].match.kind: unknown kind 'allreduce'"),
+        ("{match: {kind: recv}, backend: mpi}", "rules[0].match.kind: a recv takes the way of its send"),
         ("{match: {kind: []}, backend: mpi}", "rules[0].match.kind: empty list"),
         ("{match: {kind: [send, 5]}, backend: mpi}", "rules[0].match.kind: unknown kind 5"),
         ("{match: {dtype: float}, backend: mpi}", "rules[0].match.dtype: unknown dtype 'float'"),
@@ -530,6 +531,7 @@ def test_kinds_cover_their_vector_form() -> None:
     covered = {pattern: {kind for kind in KINDS if kind_matches(pattern, kind)} for pattern in KINDS}
     for kind in KINDS:
         expected = {kind, f"{kind}_v"} if f"{kind}_v" in KINDS else {kind}
+        expected |= {"recv"} if kind == "send" else set()  # both ends of a message take the same way
         assert covered[kind] == expected
         assert kind_matches("*", kind)
 
@@ -563,7 +565,7 @@ def test_the_first_rule_that_matches(op: dict[str, Any], index: int | None) -> N
     [
         ({"dtype": "float32"}, {"dtype": "float32"}, {"dtype": "float16"}),
         ({"dtype": ["float16", "bfloat16"]}, {"dtype": "bfloat16"}, {"dtype": "float32"}),
-        ({"kind": ["send", "recv"]}, {"kind": "recv"}, {"kind": "all_reduce"}),
+        ({"kind": ["send", "reduce"]}, {"kind": "recv"}, {"kind": "all_reduce"}),
         ({"ranks": 4}, {"ranks": 4}, {"ranks": 3}),
         ({"ranks": ">=4"}, {"ranks": 9}, {"ranks": 3}),
         ({"ranks": ">=4"}, {"ranks": 9}, {"ranks": None}),
@@ -715,6 +717,7 @@ ranges = st.one_of(
 )
 durations = st.one_of(st.integers(1, 10**6), st.integers(1, 999).map("{}ms".format), st.floats(1e-6, 1e6))
 codecs = st.sampled_from(["none", "bf16", "fp16"])
+NAMED = [kind for kind in KINDS if kind != "recv"]
 compress = st.fixed_dictionaries({}, optional={"codec": codecs})
 select = st.fixed_dictionaries({}, optional={"table": st.one_of(st.none(), names)})
 dispatch = st.fixed_dictionaries(
@@ -729,7 +732,7 @@ backend_lists = st.permutations(["gloo", "mpi", "local", "nccl"])
 matches = st.fixed_dictionaries(
     {},
     optional={
-        "kind": st.one_of(st.sampled_from(KINDS), st.lists(st.sampled_from(KINDS), min_size=1, max_size=3)),
+        "kind": st.one_of(st.sampled_from(NAMED), st.lists(st.sampled_from(NAMED), min_size=1, max_size=3)),
         "tag": names,
         "param": names,
         "bytes": ranges,

@@ -52,7 +52,8 @@ rules:
   - {kind: broadcast, bytes: 0.., backend: gloo}
   - {kind: reduce, ranks_per_node: 3, bytes: 0.., backend: mpi}
   - {kind: reduce, bytes: 0.., backend: gloo}
-  - {kind: send, async: true, bytes: 0.., backend: gloo}
+  - {kind: send, bytes: 0.., backend: gloo}
+  - {kind: all_gather, async: true, bytes: 0.., backend: gloo}
   - {kind: all_to_all, bytes: 0..64KiB, backend: mpi, measured: {mpi: {8B: 1}, gloo: {8B: 2}}}
   - {kind: all_to_all, bytes: 64KiB.., backend: gloo, measured: {mpi: {1MiB: 1000}, gloo: {1MiB: 500}}}
   - {kind: scatter, bytes: 0.., backend: "quick:ring", measured: {"quick:ring": {8B: 4}, gloo: {8B: 8}}}
@@ -223,12 +224,36 @@ def test_costs_of_other_numbers_of_ranks_are_flagged(table: Path) -> None:
 
 def test_async_rules(table: Path) -> None:
     path = config(table.parent)
-    way = mcr.explain("send", 8, config=path, async_op=True)
+    way = mcr.explain("all_gather", 8, config=path, async_op=True)
     assert way["table_rule"] == f"{table}:{line_of('async: true')}"
     assert way["async_op"] is True
     assert "async" in way["steps"][0]["operation"]
-    other = mcr.explain("send", 8, config=path)
+    other = mcr.explain("all_gather", 8, config=path)
     assert (other["table_rule"], other["backends"]) == (None, ["mpi"])
+    assert f"{table} has no rule for it" in other["steps"][0]["decision"]
+
+
+@pytest.mark.parametrize("kind", ["send", "recv"])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_both_ends_of_a_message_take_one_way(table: Path, kind: str, async_op: bool) -> None:
+    way = mcr.explain(kind, 8, config=config(table.parent), async_op=async_op)
+    assert (way["table_rule"], way["backends"]) == (f"{table}:{line_of('kind: send')}", ["gloo"])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_where_a_table_was_measured(table: Path, strict: bool) -> None:
+    head = f"fingerprint: {{cpu: Elbrus, ranks: 64, nodes: 1}}\nstrict: {str(strict).lower()}\n"
+    table.write_text(TABLE.replace("rules:", head + "rules:"))
+    path = config(table.parent)
+    (step, *_) = mcr.explain("reduce", 8, config=path)["steps"]
+    cpu, ranks = step["measured_elsewhere"]
+    assert cpu.startswith("cpu: ")
+    assert cpu.endswith("measured with Elbrus")
+    assert ranks == "ranks: 2, measured with 64"
+    assert step["strict"] is strict
+    _, out = command("reduce", "8", "--config", str(path))
+    assert ranks in out
+    assert ("would be refused" in out) is strict
 
 
 def test_vector_kinds_go_by_the_size_they_are_given(table: Path) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import re
 import subprocess
 import sys
+import threading
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,8 @@ from test_cli import mcr_plus, mcr_plus_process
 import mcr_plus as mcr
 from mcr_plus import registry
 from mcr_plus.backends.gloo import GlooBackend
-from mcr_plus.errors import ConfigError
+from mcr_plus.environment import cores
+from mcr_plus.errors import ConfigError, Unsupported
 from mcr_plus.interfaces import Channel, Poll, Start
 from mcr_plus.launch import mpi_flavour, mpi_usable
 from mcr_plus.message import Group, Message, Signature
@@ -34,6 +38,7 @@ from mcr_plus.tuning.operations import KINDS, Cell, Subject, whole_size
 from mcr_plus.tuning.plan import Request, Task, next_task, stages
 from mcr_plus.tuning.points import Point, PointFile, settled
 from mcr_plus.tuning.statistics import Timing, bus_bandwidth, confidence_rank
+from mcr_plus.tuning.worker import Job, _meter
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 HERE = {"torch": ("2.13",), "ranks": ("2",)}
@@ -87,7 +92,7 @@ def test_bus_bandwidth(kind: str, factor: float) -> None:
 
 # -- the plan -------------------------------------------------------------------------------------
 
-REQUEST = Request(("all_reduce", "send"), 8, 1 << 20, 2)
+REQUEST = Request(("all_reduce", "send"), 8, 1 << 20, 2, ("a", "b"))
 
 
 def play(request: Request, time_of: dict[str, Any], limit: int = 10_000) -> list[Point]:
@@ -111,7 +116,7 @@ def test_all_sizes_come_before_any_refinement_and_rough_ones_first() -> None:
     seen: list[Task] = []
     while (task := next_task(REQUEST, points)) is not None:
         seen.append(task)
-        points.append(Point(task.cell, "a", task.overlap, timing(1.0)))
+        points += [Point(task.cell, way, task.overlap, timing(us)) for way, us in (("a", 1.0), ("b", 2.0))]
     assert len(seen) == len(set(seen)) == stages(REQUEST)
     powers = {1 << exponent for exponent in range(3, 21)}
     assert {task.cell.nbytes for task in seen} == powers
@@ -120,13 +125,14 @@ def test_all_sizes_come_before_any_refinement_and_rough_ones_first() -> None:
     }  # fmt: skip
     assert {(t.cell.async_op, t.overlap) for t in seen if t.cell.kind == "send"} == {(False, False)}
     rough = {8, 128, 2048, 32768, 524288, 1 << 20}
-    first = seen[: 4 * len(rough)]
+    first = seen[: 3 * len(rough)]
+    assert all((task.cell.async_op, task.overlap) != (True, False) for task in seen[: -len(powers)])
     assert {task.cell.nbytes for task in first} == rough
 
 
 def test_the_place_where_the_winner_changes_is_found() -> None:
     # 1 + n/1000 against 100 + n/10000: equal at 110,000 bytes
-    request = Request(("all_reduce",), 8, 1 << 20, 2, asynchronous=False)
+    request = Request(("all_reduce",), 8, 1 << 20, 2, ("a", "b"), asynchronous=False)
     ways = {"a": alpha_beta(1.0, 1e-3), "b": alpha_beta(100.0, 1e-4)}
     points = play(request, ways)
     odd = sorted({p.cell.nbytes for p in points if p.cell.nbytes & (p.cell.nbytes - 1)})
@@ -138,7 +144,7 @@ def test_the_place_where_the_winner_changes_is_found() -> None:
 
 
 def test_a_disturbed_size_is_measured_again_and_the_median_counts() -> None:
-    request = Request(("all_reduce",), 8, 1 << 12, 2, asynchronous=False)
+    request = Request(("all_reduce",), 8, 1 << 12, 2, ("a",), asynchronous=False)
     visits: dict[int, int] = {}
 
     def disturbed(cell: Cell) -> float:
@@ -155,7 +161,7 @@ def test_a_disturbed_size_is_measured_again_and_the_median_counts() -> None:
 
 
 def test_a_size_without_a_clear_winner_is_measured_three_times() -> None:
-    request = Request(("all_reduce",), 8, 1 << 10, 2, asynchronous=False)
+    request = Request(("all_reduce",), 8, 1 << 10, 2, ("a", "b"), asynchronous=False)
     points = play(request, {"a": lambda cell: 10.0, "b": lambda cell: 10.2 if cell.nbytes == 64 else 14.0})
     assert Counter(p.cell.nbytes for p in points if p.way == "b") == {
         size: 3 if size == 64 else 1 for size in (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -173,6 +179,43 @@ def test_the_median_of_repeated_measurements_counts(times: list[float], expected
     assert first is other
     assert second.timing is not None
     assert second.timing.p50 == expected
+
+
+def test_a_library_that_comes_later_is_measured_and_one_that_goes_is_forgotten() -> None:
+    """Whatever an earlier run compared: the table is about the libraries of this one, and complete."""
+    both = Request(("all_reduce",), 8, 64, 2, ("a", "b"))
+    alone = replace(both, ways=("a",))
+    points = play(alone, {"a": alpha_beta(1.0, 0.0)})
+    assert next_task(alone, points) is None
+    again = next_task(both, points)
+    assert again is not None
+    assert again.cell.nbytes == 8
+    points = play(both, {"a": alpha_beta(2.0, 0.0), "b": alpha_beta(1.0, 0.0)})
+    assert {rule.backend for rule in derive(both, points, HERE, 1).rules} == {"b"}
+    table = derive(alone, points, HERE, 1)
+    assert {rule.backend for rule in table.rules} == {"a"}
+    assert {way for rule in table.rules for way in rule.measured} == {"a"}
+    whole = replace(both, asynchronous=False)
+    assert {rule.key.async_op for rule in derive(whole, points, HERE, 1).rules} == {None}
+
+
+def test_kinds_of_earlier_runs_stay_in_the_table() -> None:
+    cells = [Cell("all_reduce", 8), Cell("broadcast", 8), Cell("broadcast", 8, "int8")]
+    points = [Point(cell, "a", False, timing(1.0)) for cell in cells]
+    table = derive(Request(("all_reduce",), 8, 8, 2, ("a",)), points, HERE, 1)
+    assert [(rule.key.kind, rule.key.dtype) for rule in table.rules] == [
+        ("broadcast", "int8"), ("all_reduce", None), ("broadcast", None)
+    ]  # fmt: skip
+
+
+def test_a_way_that_is_always_wrong_ends_nothing_but_its_own_rules() -> None:
+    request = Request(("all_reduce", "reduce"), 8, 8, 2, ("a",), asynchronous=False)
+    right = Point(Cell("all_reduce", 8), "a", False, timing(1.0))
+    wrong = Point(Cell("reduce", 8), "a", False, None, "wrong result on rank 1")
+    assert next_task(request, [right, wrong]) is None
+    assert [rule.key.kind for rule in derive(request, [right, wrong], HERE, 1).rules] == ["all_reduce"]
+    with pytest.raises(Unsupported, match="reduce on a: wrong result on rank 1"):
+        derive(request, [wrong], HERE, 1)
 
 
 def test_a_way_once_wrong_stays_left_out() -> None:
@@ -260,7 +303,7 @@ def test_a_crossover_lies_where_two_lines_meet() -> None:
 @given(st.data())
 def test_tables_are_whole_and_survive_a_file(data: st.DataObject) -> None:
     """Whatever was measured: the table passes its own checks and chooses a way that was measured there."""
-    request = Request(("all_reduce", "all_to_all", "send"), 8, 4096, 2, ("float32", "int8"))
+    request = Request(("all_reduce", "all_to_all", "send"), 8, 4096, 2, ("gloo", "mpi"), ("float32", "int8"))
     points = []
     for kind in request.kinds:
         for dtype, (async_op, overlap), exponent in product(
@@ -282,7 +325,7 @@ def test_tables_are_whole_and_survive_a_file(data: st.DataObject) -> None:
 
 
 def test_rules_of_asynchronous_operations_follow_the_exposed_time() -> None:
-    request = Request(("all_reduce",), 8, 8, 2)
+    request = Request(("all_reduce",), 8, 8, 2, ("mpi", "gloo"))
     sync, later = Cell("all_reduce", 8), Cell("all_reduce", 8, async_op=True)
     times = [
         (sync, False, {"mpi": 1.0, "gloo": 9.0}),
@@ -302,7 +345,7 @@ def test_rules_of_asynchronous_operations_follow_the_exposed_time() -> None:
 
 
 def test_what_was_excluded_is_in_no_table() -> None:
-    request = Request(("all_reduce",), 8, 8, 2, asynchronous=False)
+    request = Request(("all_reduce",), 8, 8, 2, ("mpi", "gloo"), asynchronous=False)
     cell = Cell("all_reduce", 8)
     points = [Point(cell, "mpi", False, None, "wrong"), Point(cell, "gloo", False, timing(5.0))]
     table = derive(request, points, HERE, 1)
@@ -530,7 +573,12 @@ def test_bench_prints_rows_of_the_contract(tmp_path: Path) -> None:
         (["tune", "-n", "2", "-o", "t.yaml", "--min", "1MiB", "--max", "1KiB"], "--min"),
         (["tune", "-n", "2", "-o", "t.yaml", "--budget", "soon"], "expected a duration"),
         (["tune", "-n", "2", "-o", "t.yaml", "--plot", "t.gif"], "known: .png, .svg, .pdf"),
+        (["tune", "-n", "2", "-o", "."], "expected a file, got the folder"),
+        (["tune", "-n", "2", "-o", "t.yaml", "--measurements", "t.yaml"], "expected another file"),
+        (["tune", "-n", "2", "-o", __file__], "was not written by mcr-plus tune, and would be lost"),
         (["bench", "-n", "2", "--against", "horovod"], "known: torch"),
+        (["bench", "-n", "2", "--dtype", "float32,float16"], "expected one type"),
+        (["bench", "-n", "2", "--min", "²"], "expected a size"),
         (["bench", "-n", "2", "--max", "64MB"], "wrong unit 'MB'"),
     ],
 )
@@ -538,6 +586,47 @@ def test_bad_usage(words: list[str], what: str) -> None:
     answer = mcr_plus(*words)
     assert answer.returncode == 2, answer.stderr
     assert what in re.sub(r"[\s│]+", " ", answer.stderr)
+
+
+def test_a_library_that_is_not_here_is_refused_before_ranks_are_started() -> None:
+    if registry.BACKENDS["nccl"] and __import__("torch").cuda.is_available():
+        pytest.skip("NCCL can be used here")
+    answer = mcr_plus("tune", "-n", "2", "-o", "t.yaml", "--backends", "nccl")
+    assert answer.returncode == 1
+    assert "--backends: nccl cannot be used here: " in answer.stderr
+    assert len(answer.stderr.splitlines()) == 1
+
+
+@needs_mpi
+def test_figures_from_elsewhere_are_a_line_not_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "t.measurements.jsonl").write_text('{"version": 1, "fingerprint": {"cpu": ["Elbrus"]}}\n')
+    answer = mcr_plus_process("tune", "-n", "2", "-o", str(tmp_path / "t.yaml"), "--kinds", "barrier")
+    assert answer.returncode == 1
+    assert "ConfigError" in answer.stderr
+    assert "measured with Elbrus); name another file with --measurements, or use --fresh" in answer.stderr
+    assert "Traceback" not in answer.stderr
+    assert not (tmp_path / "t.yaml").exists()
+
+
+def cores_of_threads() -> tuple[list[int], list[list[int]]]:
+    """Runs on ranks: the cores of the thread that measures, and those of all others, while it is bound."""
+    job = Job("bench", ("barrier",), 8, 8, backends=("gloo",))
+    with mcr.init(backends=["gloo"]) as comm:
+        _meter(comm, job)
+        own = threading.get_native_id()
+        others = [int(name) for name in os.listdir("/proc/self/task") if int(name) != own]
+        return sorted(os.sched_getaffinity(own)), [sorted(os.sched_getaffinity(each)) for each in others]
+
+
+@pytest.mark.skipif(cores() < 2, reason="needs two cores")
+def test_the_thread_that_measures_has_a_core_and_the_library_s_threads_all() -> None:
+    (first, others), (second, _) = (
+        result.value for result in run_ranks(cores_of_threads, 2, via="torch", timeout=60)
+    )
+    assert len(first) == len(second) == 1
+    assert first != second
+    assert others
+    assert all(each == sorted(os.sched_getaffinity(0)) for each in others)
 
 
 def test_points_are_json() -> None:

@@ -42,12 +42,15 @@ def bench(
     if against not in (None, "torch"):
         raise typer.BadParameter(f"unknown {against!r}; known: torch", param_hint="--against")
     chosen = measuring.backend_names(backends)
+    dtypes = measuring.dtype_names(dtype, "--dtype")
+    if len(dtypes) > 1:
+        raise typer.BadParameter(f"expected one type, got {dtype}", param_hint="--dtype")
     job = Job(
         "bench",
         measuring.kinds(kinds, ("all_reduce",)),
         low,
         high,
-        measuring.dtype_names(dtype)[:1],
+        dtypes,
         chosen or _configured(config),
         measuring.number(budget, parse_duration, "--budget"),
         progress=not as_json,

@@ -12,7 +12,7 @@ from mcr_plus.cli.output import print_json, print_table
 
 def explain(
     kind: Annotated[str, typer.Argument(help="The operation, for example all_reduce.")],
-    nbytes: Annotated[str, typer.Argument(metavar="BYTES", help="Its size, for example 64KiB.")],
+    nbytes: Annotated[str, typer.Argument(metavar="BYTES", help="Its size, such as 64KiB; 0 for a barrier.")],
     dtype: Annotated[str, typer.Option(help="Type of the elements.")] = "float32",
     ranks: Annotated[int, typer.Option(min=1, help="How many ranks take part.")] = 2,
     nodes: Annotated[int, typer.Option(min=1, help="On how many hosts.")] = 1,
@@ -53,8 +53,13 @@ def _print_way(way: dict[str, Any]) -> None:
         for name in ("rule", "table_rule"):
             if step.get(name):
                 print(f"  {name.replace('_', ' ')}: {step[name]}")
+        if step.get("measured_elsewhere"):
+            print(f"  the table was measured elsewhere: {'; '.join(step['measured_elsewhere'])}")
+            if step["strict"]:
+                print("  it is strict: such a job would be refused")
         if step.get("alternatives"):
-            print_table("", ("  choice", "expected", "support", "why"), _alternatives(step["alternatives"]))
+            expected = "expected (exposed)" if way["async_op"] else "expected"
+            print_table("", ("  choice", expected, "support", "why"), _alternatives(step["alternatives"]))
     print(f"=> {', '.join(way['backends'])}")
 
 

@@ -14,20 +14,21 @@ import typer
 
 from mcr_plus.cli.run import ViaChoice, choose_via
 from mcr_plus.environment import launch_environment
-from mcr_plus.errors import LaunchError, unknown
+from mcr_plus.errors import BackendUnavailable, unknown
 from mcr_plus.launch import launch
 
 if TYPE_CHECKING:
     from mcr_plus.tuning.worker import Job
 
 T = TypeVar("T")
+_INTERRUPTED = 128
 
 
 def answer_of(job: Job, ranks: int | None, via: ViaChoice) -> dict[str, Any] | None:
     """Run the job on `ranks` ranks of this host and return what rank 0 found out.
 
     Without `ranks`, this process must be a rank that mpirun, torchrun or srun has started; then only rank 0
-    gets an answer, the others None. Raises `LaunchError` if the job fails.
+    gets an answer, the others None. Exits as the job does if it fails.
     """
     with tempfile.TemporaryDirectory(prefix="mcr-measure-") as folder:
         job = replace(job, answer=str(Path(folder) / "answer.json"))
@@ -36,8 +37,13 @@ def answer_of(job: Job, ranks: int | None, via: ViaChoice) -> dict[str, Any] | N
         request = Path(folder) / "request.json"
         request.write_text(json.dumps(asdict(job)))
         command = [sys.executable, "-m", "mcr_plus.tuning.worker", str(request)]
-        if launch(command, ranks, via=choose_via(via, job.backends)) != 0:
-            raise LaunchError("the ranks that measure have failed; their error stands above")
+        status = launch(command, ranks, via=choose_via(via, job.backends))
+        if status >= _INTERRUPTED and job.measurements:
+            typer.echo(
+                f"what was measured is in {job.measurements}; the same command goes on there", err=True
+            )
+        if status != 0:
+            raise typer.Exit(status)  # the launcher has said why
         return _read(job)
 
 
@@ -84,21 +90,29 @@ def kinds(text: str | None, default: Sequence[str]) -> tuple[Any, ...]:
 def backend_names(text: str | None) -> tuple[str, ...] | None:
     """The backends in `--backends`."""
     from mcr_plus import registry
+    from mcr_plus.backends import backend_class
 
-    return names(text, "backend", [n for n in registry.names("backends") if n != "local"], "--backends")
+    chosen = names(text, "backend", [n for n in registry.names("backends") if n != "local"], "--backends")
+    for name in chosen or ():
+        found = backend_class(name).availability()
+        if not found.available:
+            raise BackendUnavailable(
+                f"--backends: {name} cannot be used here: {found.reason}; {found.remedy}"
+            )
+    return chosen
 
 
-def dtype_names(text: str) -> tuple[str, ...]:
+def dtype_names(text: str, option: str = "--dtypes") -> tuple[str, ...]:
     """The dtypes in `--dtypes`."""
     from mcr_plus.config import DTYPE_NAMES
 
-    return names(text, "dtype", DTYPE_NAMES, "--dtypes") or ("float32",)
+    return names(text, "dtype", DTYPE_NAMES, option) or ("float32",)
 
 
 def number(text: str | None, parse: Callable[[object], T], option: str) -> T | None:
     """A size or a duration; usage error if it is none."""
     try:
-        return None if text is None else parse(int(text) if text.isdigit() else text)
+        return None if text is None else parse(int(text) if text.isascii() and text.isdigit() else text)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint=option) from None
 

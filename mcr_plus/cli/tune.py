@@ -51,8 +51,8 @@ def tune(
 
     low, high = measuring.sizes(smallest, largest)
     measuring.check_plot(plot)
-    if not output.parent.is_dir():
-        raise typer.BadParameter(f"no such folder: {output.parent}", param_hint="-o")
+    figures = measurements or output.parent / f"{output.stem}.measurements.jsonl"
+    _check_output(output, figures)
     job = Job(
         "tune",
         measuring.kinds(kinds, KINDS),
@@ -64,7 +64,7 @@ def tune(
         progress=not as_json,
         bind=bind,
         output=str(output.absolute()),
-        measurements=str((measurements or output.with_suffix(".measurements.jsonl")).absolute()),
+        measurements=str(figures.absolute()),
         fresh=fresh,
         asynchronous=asynchronous,
         overlap=overlap,
@@ -83,6 +83,22 @@ def tune(
         print_json(_document(output, table, points, answer["complete"]))
     else:
         _print(output, table, points, complete=answer["complete"])
+
+
+def _check_output(output: Path, figures: Path) -> None:
+    """Refuse to measure for minutes and then have nowhere to write, or to write over somebody's own table."""
+    from mcr_plus.tuning.worker import COMMENT
+
+    if not output.parent.is_dir():
+        raise typer.BadParameter(f"no such folder: {output.parent}", param_hint="-o")
+    if output.is_dir() or not output.name:
+        raise typer.BadParameter(f"expected a file, got the folder {output}", param_hint="-o")
+    if figures.absolute() == output.absolute():
+        raise typer.BadParameter("expected another file than that of the table", param_hint="--measurements")
+    if output.exists() and COMMENT[0][:24] not in output.read_text(errors="replace"):
+        raise typer.BadParameter(
+            f"{output} was not written by mcr-plus tune, and would be lost; name another", param_hint="-o"
+        )
 
 
 def _document(output: Path, table: Table, points: list[Point], complete: bool) -> dict[str, Any]:

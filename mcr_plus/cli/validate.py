@@ -17,11 +17,10 @@ def validate(
 ) -> None:
     """Check FILE and the tables it names; print the pipeline it stands for, defaults filled in."""
     from mcr_plus.config import dump, load
-    from mcr_plus.selection.table import load_table
+    from mcr_plus.selection.checks import checked_tables
 
     config = load(file)
-    for table in config.tables:
-        load_table(table.resolve())
+    checked_tables(config)
     resolved = dump(config)
     if as_json:
         print_json(resolved)

@@ -109,8 +109,9 @@ class CostModel:
     def expected(self, choice: str, query: Query) -> Estimate | None:
         """Expected time of `query` by `choice` (`name` or `name:algorithm`); None if nothing is known.
 
-        Where there are no measurements of this number of ranks or nodes those of the nearest are taken;
-        those of other dtypes and of the other manner of calling likewise. Without a size, None.
+        Where there are no measurements of this number of ranks or nodes those of the nearest are taken; those
+        of other dtypes likewise. Not those of the other manner of calling: for asynchronous operations
+        tables have exposed times, for synchronous ones whole times. Without a size, None.
         """
         measured = [key for key, curves in self._curves.items() if choice in curves]
         exact = next((key for key in measured if key.covers(query)), None)
@@ -124,8 +125,8 @@ class CostModel:
 
 
 def _akin(key: TableKey, query: Query) -> bool:
-    """Whether only the scale, the dtype or the manner of the call is another."""
-    alike = TableKey(key.kind, device=key.device, basis=key.basis)
+    """Whether only the scale or the dtype is another."""
+    alike = TableKey(key.kind, device=key.device, async_op=key.async_op, basis=key.basis)
     return key.kind != "*" and alike.covers(query)
 
 
@@ -135,7 +136,6 @@ def _distance(key: TableKey, query: Query) -> tuple[float, ...]:
         _octaves(key.nodes, query.nodes),
         _octaves(key.ranks_per_node, query.ranks_per_node),
         _octaves(key.ranks, query.ranks),
-        key.async_op not in (None, query.async_op),
         key.dtype not in (None, query.dtype),
     )
 

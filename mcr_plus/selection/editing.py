@@ -425,7 +425,14 @@ def merge(tables: Sequence[Table], *, prefer: Prefer | None = None) -> Table:
         raise _entangled(groups)
     rules = tuple(rule for group in ordered for _, rule in group.rules)
     strict = any(table.strict for table in tables)
-    return checked(Table(rules, "<merged>", merged(prints), strict))
+    facts = merged(prints)
+    if strict and not facts:
+        names = ", ".join(table.name for table in tables if table.strict)
+        raise ConfigError(
+            f"{names}: strict, but the tables state no fact in common, so the merged one would refuse "
+            "nothing; expected fingerprints in all of them, or strict: false"
+        )
+    return checked(Table(rules, "<merged>", facts, strict))
 
 
 def _scaled(table: Table, prints: Sequence[Fingerprint]) -> list[TableRule]:
@@ -457,7 +464,7 @@ def _add(groups: list[_Group], new: Sequence[_Group], prefer: Prefer | None) -> 
             groups[index] = _remeasured(groups[index], group, prefer)
         elif prefer is None:
             what = f"{group.key}: chooses otherwise than {groups[index].place}"
-            raise ConfigError(f"{group.place}: rules: {what}; expected the same, or to prefer first or last")
+            raise ConfigError(f"{group.place}: rules: {what}; expected the same, or --prefer first or last")
         elif prefer == "last":
             groups[index] = group
 

@@ -8,6 +8,7 @@ that both sides know are compared.
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -18,7 +19,6 @@ from typing import Final
 import torch
 
 from mcr_plus.backends import backend_class
-from mcr_plus.environment import cores
 
 FACTS: Final = ("mcr_plus", "torch", "ranks", "nodes", "ranks_per_node", "cpu", "cores", "gpu")
 
@@ -38,7 +38,7 @@ def fingerprint_here(
         "nodes": str(nodes),
         "ranks_per_node": str(ranks_per_node),
         "cpu": cpu_name(),
-        "cores": str(cores()),
+        "cores": str(os.cpu_count()),  # of the machine: launchers bind ranks to some of them
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
     }
     return {name: (value,) for name, value in facts.items()}

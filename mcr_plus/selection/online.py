@@ -17,6 +17,8 @@ an asynchronous one never waits.
 
 from __future__ import annotations
 
+import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -41,6 +43,8 @@ from mcr_plus.selection.table import Curves, Query, Table, TableKey, TableRule
 from mcr_plus.selection.writing import save_table
 from mcr_plus.tuning.statistics import confidence_rank
 from mcr_plus.units import Range
+
+_log = logging.getLogger("mcr_plus")
 
 BLOCK: Final = 32  # calls, of which at most two go to a rival
 TURN: Final = 2  # calls of a rival in a row, the last of them timed: the first ones after a change are slower
@@ -436,6 +440,17 @@ def _sharing(signature: Signature, numbers: int) -> Signature:
     )  # fmt: skip
 
 
+def check_target(options: SelectOptions) -> None:
+    """Raise `ConfigError` if the refined table could not be written: now, not at the end of the job."""
+    if options.online:
+        folder = _target(options).parent
+        if not (folder.is_dir() and os.access(folder, os.W_OK)):
+            what = "cannot be written to" if folder.is_dir() else "is no folder"
+            raise ConfigError(
+                f"select: online: {folder} {what}; expected 'refined: FILE' in a folder that can be written"
+            )
+
+
 def _target(options: SelectOptions) -> Path:
     """The file to write; relative paths are relative to the working directory of now."""
     source = None if options.table is None else options.table.resolve().absolute()
@@ -479,7 +494,7 @@ class Learnt:
 def save_refined(refinements: Sequence[Refinement]) -> None:
     """Write what was learnt, all of one path in one file; on rank 0, which knows its own groups' trials.
 
-    Without anything learnt there is no file. Raises `ConfigError` if one cannot be written.
+    Without anything learnt there is no file. If one cannot be written, a warning says so.
     """
     writing = [each for each in refinements if each.writes]
     for path in dict.fromkeys(each.path for each in writing):
@@ -489,7 +504,10 @@ def save_refined(refinements: Sequence[Refinement]) -> None:
             table = ours[0].table
             source = "no table" if table is None else Path(table.name).name
             told = f"{source}, refined while a job ran (select: {{online: true}})"
-            save_table(refined_table(table, learnt, ours[0].fingerprint()), path, comment=[told])
+            try:
+                save_table(refined_table(table, learnt, ours[0].fingerprint()), path, comment=[told])
+            except ConfigError as error:  # the job has done its work: it does not fail over this
+                _log.warning("what online refinement has learnt is lost: %s", error)
 
 
 def refined_table(table: Table | None, learnt: Sequence[Learnt], here: Fingerprint) -> Table:

@@ -15,6 +15,7 @@ from mcr_plus.errors import Unsupported
 from mcr_plus.interfaces import Context, Issue, Next, Support, World
 from mcr_plus.message import VECTOR, Signature, dtype_name
 from mcr_plus.selection.cost import CostModel, Estimate
+from mcr_plus.selection.fingerprint import differences, fingerprint_here
 from mcr_plus.selection.online import Refinement, save_refined, tunable
 from mcr_plus.selection.table import Query, Table, TableRule, load_table
 
@@ -108,7 +109,10 @@ class SelectStage:
             and self._support(rule.backend, signature)
         ):
             return rule.backend, f"built-in table {Path(rule.place).name}", rule
-        return *self._preferred(signature), None
+        choice, why = self._preferred(signature)
+        if self._own and self._table is not None:
+            why = f"{why}; table {self._table.name} has no rule for it"
+        return choice, why, None
 
     def _rule(self, signature: Signature) -> TableRule | None:
         return None if self._table is None else self._table.lookup(self._query(signature))
@@ -189,7 +193,20 @@ class SelectStage:
             "table_rule": None if rule is None else rule.place,
             "expected_us": None if own is None else round(own.us, 3),
             "alternatives": {name: self._alternative(name, chosen, own, signature) for name in names},
+            **self._origin(),
         }
+
+    def _origin(self) -> dict[str, Any]:
+        """In what this place and job differ from where the job's own table was measured."""
+        table, world = self._table, self._context.world
+        if table is None or not self._own:
+            return {}
+        shape = Counter(world.hosts)
+        here = fingerprint_here(
+            world.libraries, ranks=world.size, nodes=len(shape), ranks_per_node=max(shape.values())
+        )
+        found = differences(table.fingerprint, here)
+        return {"measured_elsewhere": found, "strict": table.strict} if found else {}
 
     def _alternative(
         self, name: str, chosen: str, own: Estimate | None, signature: Signature
@@ -215,6 +232,8 @@ class SelectStage:
             return "another was named"
         if self._rule(signature) is None:
             return "later in the built-in preference"
+        if other is None and self._query(signature).nbytes is None:
+            return "not looked up: sizes differ between ranks; `vector_size` says by which to look"
         if other is None:
             return "not measured"
         if own is None:

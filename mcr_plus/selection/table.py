@@ -24,7 +24,7 @@ The rules that share all of these keys must cover all sizes once: a gap or an ov
 tried in the order of the file and the first that matches wins, so narrow ones stand first; a rule that can
 never be reached is refused. A kind covers its vector form (`all_gather` covers `all_gather_v`); vector
 operations have no size that all ranks share and take the rule without an end, unless the select stage is told
-which size they have (`vector_size`).
+which size they have (`vector_size`). `send` means both ends of a message, synchronous or not.
 """
 
 from __future__ import annotations
@@ -37,7 +37,15 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf
 
 from mcr_plus import registry
-from mcr_plus.config import DTYPE_NAMES, StageOptions, check_backend, kind_matches, kind_name, validate
+from mcr_plus.config import (
+    DTYPE_NAMES,
+    StageOptions,
+    check_backend,
+    kind_matches,
+    kind_name,
+    refuse_recv,
+    validate,
+)
 from mcr_plus.document import (
     Document,
     Keys,
@@ -281,7 +289,9 @@ Counts = Annotated[InstanceOf[Range], BeforeValidator(_counts)]
 
 
 class _RuleModel(StageOptions):
-    kind: Annotated[str, AfterValidator(kind_name), _name_of("kind", ("*", *KINDS, *ALIASES))]
+    kind: Annotated[
+        str, AfterValidator(kind_name), AfterValidator(refuse_recv), _name_of("kind", ("*", *KINDS, *ALIASES))
+    ]
     bytes: Annotated[InstanceOf[Range], BeforeValidator(parse_range)]
     backend: str
     dtype: Annotated[str, _name_of("dtype", DTYPE_NAMES)] | None = None
@@ -303,11 +313,34 @@ def _rule(document: Document, keys: Keys) -> TableRule:
         model.kind, model.dtype, model.ranks, model.nodes, model.ranks_per_node, model.device,
         model.in_place, model.async_op, model.basis,
     )  # fmt: skip
-    if key.in_place not in (None, key.works_in_place()):
-        works = "always works" if key.works_in_place() else "never works"
-        raise document.error((*keys, "in_place"), f"{key.kind} {works} in place, so no operation is meant")
+    if (problem := contradiction(key, model.bytes)) is not None:
+        raise document.error((*keys, problem[0]), problem[1])
     measured = _measured(document, (*keys, "measured")) if model.measured else {}
     return TableRule(model.backend, model.bytes.lo, model.bytes.hi, key, measured, document.place(keys))
+
+
+def contradiction(key: TableKey, sizes: Range) -> tuple[str, str] | None:
+    """Why no operation can be meant, if so: the rule's field that is too much, and what is wrong with it."""
+    if key.in_place not in (None, key.works_in_place()):
+        works = "always works" if key.works_in_place() else "never works"
+        return "in_place", f"{key.kind} {works} in place, so no operation is meant"
+    if key.kind == "send" and key.async_op is not None:
+        return "async", "messages are not told apart by it; expected rules without it"
+    if key.kind == "barrier" and (key.dtype is not None or sizes != Range(0)):
+        name = "bytes" if key.dtype is None else "dtype"
+        return name, "a barrier has no data; expected 'bytes: 0..' and no dtype"
+    return _impossible_scale(key)
+
+
+def _impossible_scale(key: TableKey) -> tuple[str, str] | None:
+    """Numbers of ranks, nodes and ranks per node that no job can have together."""
+    ranks, nodes, per_node = (found or Range(1) for found in (key.ranks, key.nodes, key.ranks_per_node))
+    for name, found in (("nodes", nodes), ("ranks_per_node", per_node)):
+        if ranks.hi is not None and found.lo >= ranks.hi:
+            return name, f"{found} of {ranks} ranks: no job is like that"
+    if nodes.hi is not None and per_node.hi is not None and ranks.lo > (nodes.hi - 1) * (per_node.hi - 1):
+        return "ranks", f"{ranks} ranks on {nodes} nodes with {per_node} on each: no job is like that"
+    return None
 
 
 def _measured(document: Document, keys: Keys) -> Curves:

@@ -12,9 +12,10 @@ from itertools import groupby, pairwise
 from math import exp, log
 from typing import Final
 
+from mcr_plus.errors import Unsupported
 from mcr_plus.selection.fingerprint import Fingerprint
 from mcr_plus.selection.table import Table, TableKey, TableRule
-from mcr_plus.tuning.operations import Cell
+from mcr_plus.tuning.operations import Cell, Kind
 from mcr_plus.tuning.plan import Request, by_size
 from mcr_plus.tuning.points import Point
 from mcr_plus.tuning.statistics import Timing
@@ -23,34 +24,42 @@ from mcr_plus.units import Range
 _CHANGE: Final = log(1.02)  # what a change must save, over all sizes of its range
 _UNPROVEN: Final = 0.2  # weight of a difference that the intervals do not bear out
 _BITS: Final = 5
-_P2P: Final = ("send", "recv")
 
 Timings = Mapping[int, Mapping[str, Timing]]
 
 
 def derive(request: Request, points: Sequence[Point], fingerprint: Fingerprint, nodes: int) -> Table:
-    """The table for `request.ranks` ranks on `nodes` hosts.
+    """The table for `request.ranks` ranks on `nodes` hosts, of all points of the request's libraries.
 
-    Rules of further dtypes come first and name it; those of the first dtype hold for all others. Asynchronous
-    operations have rules of their own where they were measured, by exposed time if that was.
+    So kinds and sizes of earlier runs stay. Rules of further dtypes come first and name it; those of the
+    first dtype hold for all others. Asynchronous operations have rules of their own where they were measured,
+    by exposed time if that was. Raises `Unsupported` if nothing was measured with a right result.
     """
     rules: list[TableRule] = []
-    first, *others = request.dtypes
-    for dtype in (*others, first):
-        for kind in request.kinds:
-            named = _P2P if kind == "send" else (kind,)  # both ends of a message must choose alike
+    points = request.relevant(points)
+    kinds: list[Kind] = [*request.kinds, *(point.cell.kind for point in points)]
+    first = request.dtypes[0]
+    others = dict.fromkeys([*request.dtypes[1:], *(point.cell.dtype for point in points)])
+    for dtype in (*(name for name in others if name != first), first):
+        for kind in dict.fromkeys(kinds):
             for async_op, timings in _manners(points, Cell(kind, 0, dtype)):
-                for name in named:
-                    key = TableKey(
-                        name,
-                        dtype=None if dtype == first else dtype,
-                        ranks=Range(request.ranks, request.ranks + 1),
-                        nodes=Range(nodes, nodes + 1),
-                        device="cpu",
-                        async_op=async_op,
-                    )
-                    rules += _rules(key, timings)
+                key = TableKey(
+                    kind,
+                    dtype=None if dtype == first else dtype,
+                    ranks=Range(request.ranks, request.ranks + 1),
+                    nodes=Range(nodes, nodes + 1),
+                    device="cpu",
+                    async_op=async_op,
+                )
+                rules += _rules(key, timings)
+    if not rules:
+        raise Unsupported(f"nothing to choose from: {_why_none(points)}")
     return Table(tuple(rules), "<tuned>", dict(fingerprint))
+
+
+def _why_none(points: Sequence[Point]) -> str:
+    problems = dict.fromkeys(f"{p.cell.kind} on {p.way}: {p.problem}" for p in points if p.problem)
+    return "; ".join(problems) or "no operation has been measured"
 
 
 def _manners(points: Sequence[Point], like: Cell) -> list[tuple[bool | None, Timings]]:

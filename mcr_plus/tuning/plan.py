@@ -1,5 +1,7 @@
 """What to measure next: everything roughly, every size, what is in doubt again, and where winners change.
 
+What decides about nothing comes last: whole times of asynchronous operations whose exposed time is measured.
+
 Pure: what was measured comes in, the next cell goes out, so that a run can stop and go on anywhere and always
 has a table to show. Sizes of one stage are gone through from small to large over all kinds, because the large
 ones take the time.
@@ -8,7 +10,7 @@ ones take the time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from math import sqrt
@@ -36,52 +38,78 @@ class Task:
 
 @dataclass(frozen=True)
 class Request:
-    """What a table shall be about. Sizes in bytes, both ends included."""
+    """What a table shall be about. Sizes in bytes, both ends included; `ways`: the libraries to compare."""
 
     kinds: tuple[Kind, ...]
     smallest: int
     largest: int
     ranks: int
+    ways: tuple[str, ...]
     dtypes: tuple[str, ...] = ("float32",)
     asynchronous: bool = True
     overlap: bool = True
 
     def manners(self, kind: Kind) -> list[tuple[bool, bool]]:
-        """(async_op, overlap) of the ways in which a kind is measured; messages have one."""
+        """(async_op, overlap) of the manners that decide about a kind; messages have one."""
         if kind == "send" or not self.asynchronous:
             return [(False, False)]
-        return [(False, False), (True, False), *([(True, True)] if self.overlap else [])]
+        return [(False, False), (True, self.overlap)]
+
+    def further(self, kind: Kind) -> list[tuple[bool, bool]]:
+        """(async_op, overlap) of what is measured to be known, and decides about nothing."""
+        return [(True, False)] if (True, True) in self.manners(kind) else []
+
+    def relevant(self, points: Iterable[Point]) -> list[Point]:
+        """Of points from earlier runs, those of our libraries and manners; of all kinds and sizes."""
+        return [
+            point
+            for point in points
+            if point.way in self.ways
+            and (point.cell.async_op, point.overlap)
+            in (*self.manners(point.cell.kind), *self.further(point.cell.kind))
+        ]
 
 
-def next_task(request: Request, points: Sequence[Point]) -> Task | None:
-    """The first task that has not been done, or must be again; None if the table is complete."""
-    ways = Counter((Task(point.cell, point.overlap), point.way) for point in points)
-    done: dict[Task, int] = {}
-    for (task, _), count in ways.items():
-        done[task] = max(count, done.get(task, 0))
-    fresh = (task for task in _grid(request) if task not in done)
+def next_task(request: Request, points: Sequence[Point], *, further: bool = True) -> Task | None:
+    """The first task that has not been done, or must be again; None if there is none.
+
+    Without `further`, of those that decide about something: None if the table is complete.
+    """
+    points = request.relevant(points)
+    counts = Counter((Task(point.cell, point.overlap), point.way) for point in points)
+    # A library that an earlier run did not have leaves its sizes to be measured, by all in turns.
+    done = {task: min(counts[task, way] for way in request.ways) for task, _ in counts}
+    fresh = (task for task in _grid(request) if not done.get(task))
     again = (task for task, most in _doubtful(request, points) if done[task] < most)
-    between = (task for task in _refinements(request, points) if task not in done)
-    return next(chain(fresh, again, between), None)
+    between = (task for task in _refinements(request, points) if not done.get(task))
+    last = (task for task in _further(request) if further and not done.get(task))
+    return next(chain(fresh, again, between, last), None)
 
 
 def stages(request: Request) -> int:
     """How many tasks there are before winners are looked at, for a progress bar."""
-    return len(set(_grid(request)))
+    return len({*_grid(request), *_further(request)})
 
 
 def _grid(request: Request) -> Iterator[Task]:
     sizes = _powers(request)
     for chosen in (sorted({*sizes[::_COARSE], sizes[-1]}), sizes):
         for size in chosen:
-            yield from _of_size(request, size)
+            yield from _of_size(request, size, request.manners)
 
 
-def _of_size(request: Request, size: int) -> Iterator[Task]:
+def _further(request: Request) -> Iterator[Task]:
+    for size in _powers(request):
+        yield from _of_size(request, size, request.further)
+
+
+def _of_size(
+    request: Request, size: int, manners: Callable[[Kind], list[tuple[bool, bool]]]
+) -> Iterator[Task]:
     for kind in request.kinds:
         for dtype in request.dtypes:
             nbytes = whole_size(kind, size, dtype, request.ranks)
-            for async_op, overlap in request.manners(kind):
+            for async_op, overlap in manners(kind):
                 yield Task(Cell(kind, nbytes, dtype, async_op), overlap)
 
 
@@ -110,12 +138,12 @@ def _doubtful(request: Request, points: Sequence[Point]) -> Iterator[tuple[Task,
     """What is worth measuring again, and how often in all at most."""
     for like, found in _curves(request, points):
         sizes = sorted(found)
-        for low, high in zip(sizes, [*sizes[1:], None], strict=True):
-            task = Task(replace(like.cell, nbytes=low), like.overlap)
-            if high is not None and _disturbed(found[low], found[high]):
-                yield task, _DISTURBED
-            if _contested(found[low]):
-                yield task, _CONTESTED
+        for low, high in pairwise(sizes):
+            if _disturbed(found[low], found[high]):
+                yield Task(replace(like.cell, nbytes=low), like.overlap), _DISTURBED
+        for size in sizes:
+            if _contested(found[size]):
+                yield Task(replace(like.cell, nbytes=size), like.overlap), _CONTESTED
 
 
 def _contested(timings: Mapping[str, Timing]) -> bool:

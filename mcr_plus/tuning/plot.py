@@ -40,19 +40,22 @@ def plot_tuning(table: Table, points: Sequence[Point], path: Path) -> None:
     ranks = next((int(v) for v in table.fingerprint.get("ranks", ()) if v.isdigit()), 2)
     nodes = next((int(v) for v in table.fingerprint.get("nodes", ()) if v.isdigit()), 1)
     manners = ((False, False, ""), (True, False, ", async"), (True, True, ", async, exposed time"))
-    kinds = dict.fromkeys(point.cell.kind for point in points)
-    for async_op, overlap, words in manners:
-        if async_op != overlap and any(p.overlap for p in points):
-            continue  # the choice follows the exposed time: two panels would say two things
-        for kind in kinds:
-            curves = _curves(points, kind, async_op, overlap)
+    operations = dict.fromkeys((point.cell.kind, point.cell.dtype) for point in points)
+    several = len({dtype for kind, dtype in operations if kind != "barrier"}) > 1
+    exposed = any(point.overlap for point in points)
+    for kind, dtype in operations:
+        for async_op, overlap, words in manners:
+            if async_op != overlap and exposed:
+                continue  # the choice follows the exposed time: two panels would say two things
+            curves = _curves(points, kind, dtype, async_op, overlap)
             if not curves:
                 continue
-            title = f"{kind}{words}"
+            title = f"{kind}{f' {dtype}' if several else ''}{words}"
             panels[title] = curves
             sizes = sorted({size for curve in curves.values() for size in curve})
+            name = "none" if kind == "barrier" else dtype
             queries = {
-                s: Query(kind, s, "float32", ranks, nodes, ranks // nodes, async_op=async_op) for s in sizes
+                s: Query(kind, s, name, ranks, nodes, ranks // nodes, async_op=async_op) for s in sizes
             }
             rules = {size: table.lookup(query) for size, query in queries.items()}
             chosen[title] = {size: rule.backend for size, rule in rules.items() if rule is not None}
@@ -70,10 +73,11 @@ def plot_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     _draw(panels, {}, path, f"{ranks} ranks, {rows[0]['dtype'] if rows else ''}")
 
 
-def _curves(points: Sequence[Point], kind: str, async_op: bool, overlap: bool) -> Curves:
+def _curves(points: Sequence[Point], kind: str, dtype: str, async_op: bool, overlap: bool) -> Curves:
     curves: dict[str, dict[int, tuple[float, float, float]]] = {}
     for point in settled(points):
-        alike = (point.cell.kind, point.cell.async_op, point.overlap) == (kind, async_op, overlap)
+        cell = point.cell
+        alike = (cell.kind, cell.dtype, cell.async_op, point.overlap) == (kind, dtype, async_op, overlap)
         if alike and point.timing is not None:
             timing = point.timing
             curves.setdefault(point.way, {})[point.cell.nbytes] = (timing.low, timing.p50, timing.high)
@@ -104,7 +108,7 @@ def _draw(
         axis.set_visible(False)
     handles: dict[str, Any] = {}
     for axis in axes.flat:
-        handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+        handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True)) | handles
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles), frameon=False)
     figure.suptitle(f"Time by message size, {subtitle}", fontsize=12)
     figure.savefig(path, dpi=130)
@@ -114,27 +118,43 @@ def _draw(
 def _panel(
     axis: Any, title: str, curves: Curves, chosen: Mapping[int, str], colours: Mapping[str, str]
 ) -> None:
+    axis.set_title(title, fontsize=10)
+    axis.set_ylabel("µs")
+    axis.set_yscale("log")
+    axis.grid(alpha=0.25, lw=0.5)
+    sizes = sorted({size for curve in curves.values() for size in curve})
+    if sizes == [0]:
+        _bars(axis, curves, chosen, colours)
+        return
     for way, curve in curves.items():
-        sizes = sorted(curve)
-        low, middle, high = zip(*(curve[size] for size in sizes), strict=True)
+        own = sorted(curve)
+        low, middle, high = zip(*(curve[size] for size in own), strict=True)
         style = {TUNED: "--", TORCH: ":"}.get(way, "-")
-        axis.plot(sizes, middle, style, color=colours[way], label=way, lw=1.5, marker="o", ms=2.5)
-        axis.fill_between(sizes, low, high, color=colours[way], alpha=0.18, lw=0)
+        axis.plot(own, middle, style, color=colours[way], label=way, lw=1.5, marker="o", ms=2.5)
+        axis.fill_between(own, low, high, color=colours[way], alpha=0.18, lw=0)
     envelope = [
         (size, curves[way][size][1]) for size, way in sorted(chosen.items()) if size in curves.get(way, {})
     ]
     if envelope:
-        axis.plot(*zip(*envelope, strict=True), color="black", lw=5, alpha=0.15, label="chosen", zorder=0)
+        axis.plot(*zip(*envelope, strict=True), color="black", lw=6, alpha=0.3, label="chosen", zorder=0)
         _mark_changes(axis, chosen)
     axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
-    axis.set_title(title, fontsize=10)
-    sizes = sorted({size for curve in curves.values() for size in curve})
-    shown = [1 << exponent for exponent in range(0, 64, 4) if sizes[0] <= 1 << exponent <= sizes[-1]]
-    axis.set_xticks(shown, [format_size(size).replace("iB", "i") for size in shown])
+    axis.set_xlabel("bytes", fontsize=8)
+    powers = range(sizes[0].bit_length() - 1, sizes[-1].bit_length())
+    shown = [1 << exponent for exponent in powers[:: max(1, ceil(len(powers) / 6))]]
+    axis.set_xticks(shown, [format_size(size) for size in shown])
+    axis.tick_params(labelsize=8)
     axis.minorticks_off()
-    axis.set_ylabel("µs")
-    axis.grid(alpha=0.25, lw=0.5)
+
+
+def _bars(axis: Any, curves: Curves, chosen: Mapping[int, str], colours: Mapping[str, str]) -> None:
+    """An operation without data: one bar for each way, the choice in full colour."""
+    for way, curve in curves.items():
+        low, middle, high = curve[0]
+        faint = 1.0 if chosen.get(0, way) == way else 0.4
+        axis.bar(
+            way, middle, color=colours[way], alpha=faint, label=way, yerr=[[middle - low], [high - middle]]
+        )
 
 
 def _mark_changes(axis: Any, chosen: Mapping[int, str]) -> None:

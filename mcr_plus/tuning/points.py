@@ -7,6 +7,7 @@ known, so that a run that was interrupted or has used up its budget goes on wher
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -79,10 +80,11 @@ class PointFile:
         try:
             if not fresh and path.exists():
                 self.points = _read(path, fingerprint)
-            with path.open("w") as file:
-                file.writelines(
-                    f"{json.dumps(each)}\n" for each in [head, *(p.document() for p in self.points)]
-                )
+            # Whole or not at all: what was measured must survive whatever ends this run.
+            draft = path.with_name(f"{path.name}.{os.getpid()}")
+            documents = [head, *(point.document() for point in self.points)]
+            draft.write_text("".join(f"{json.dumps(each)}\n" for each in documents))
+            draft.replace(path)
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}") from None
 
@@ -101,17 +103,21 @@ def _read(path: Path, fingerprint: Fingerprint) -> list[Point]:
         stated = {name: tuple(values) for name, values in head["fingerprint"].items()}
         version = head["version"]
     except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-        raise ConfigError(f"{path}:1: not a file of measurements; name another, or start afresh") from None
+        raise ConfigError(f"{path}:1: not a file of measurements; name another with --measurements") from None
     found = differences(stated, fingerprint)
     if version != _VERSION or found:
         what = "; ".join(found) or f"unknown version {version}; known: {_VERSION}"
-        raise ConfigError(f"{path}: measured elsewhere ({what}); name another file, or start afresh")
+        raise ConfigError(
+            f"{path}: measured elsewhere ({what}); name another file with --measurements, or use --fresh"
+        )
     points = [_point(line) for line in lines[1:]]
     if points and points[-1] is None:
         points.pop()  # the run was killed while it wrote this line
     for number, point in enumerate(points, 2):
         if point is None:
-            raise ConfigError(f"{path}:{number}: not a measurement; name another file, or start afresh")
+            raise ConfigError(
+                f"{path}:{number}: not a measurement; name another file with --measurements, or use --fresh"
+            )
     return [point for point in points if point is not None]
 
 

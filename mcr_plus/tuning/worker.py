@@ -11,9 +11,9 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ import mcr_plus as mcr
 from mcr_plus import runtime
 from mcr_plus.c10d import HashStore, PrefixStore
 from mcr_plus.communicator import Communicator
+from mcr_plus.errors import ConfigError, McrError
 from mcr_plus.interfaces import World
 from mcr_plus.selection.fingerprint import fingerprint_here
 from mcr_plus.selection.writing import save_table
@@ -35,7 +36,12 @@ from mcr_plus.tuning.plan import Request, Task, next_task, stages
 from mcr_plus.tuning.points import Point, PointFile, settled
 from mcr_plus.tuning.statistics import algorithm_bandwidth, bus_bandwidth
 
-_COMMENT: Final = "Measured by mcr-plus tune; times are median microseconds of the slowest rank."
+COMMENT: Final = (
+    "Measured by mcr-plus tune; times are median microseconds of the slowest rank. Those of rules with",
+    "async: true are exposed times: what is left beside a computation of the operation's own length.",
+)
+_LINE_EVERY: Final = 10.0  # seconds
+_INCOMPLETE: Final = "Not complete: the budget ended before every size was measured; tune again to go on."
 
 
 @dataclass(frozen=True)
@@ -86,23 +92,41 @@ def run(job: Job) -> None:
         {"tune": _tune, "bench": _bench}[job.what](job, comm)
 
 
-def _keep_to_one_core(world: World) -> None:
-    """Bind this thread, so that ranks do not meet on one core after a library's threads have run there.
+class _Core:
+    """A core that this thread keeps to: ranks must not meet on one after a library's threads have run.
 
-    Those threads stay free. Nothing happens where ranks share cores, or where one is alone.
+    Those threads stay free: they come into being while the core is let go. Nothing is bound where ranks share
+    cores, or where one is alone on its host.
     """
-    mine = [rank for rank, host in enumerate(world.hosts) if host == world.hosts[world.rank]]
-    usable = sorted(os.sched_getaffinity(0))
-    share = len(usable) // len(mine)
-    if share and len(mine) > 1:
-        os.sched_setaffinity(0, {usable[share * mine.index(world.rank)]})
+
+    def __init__(self, world: World, *, wanted: bool) -> None:
+        mine = [rank for rank, host in enumerate(world.hosts) if host == world.hosts[world.rank]]
+        self._all = os.sched_getaffinity(0)
+        share = len(self._all) // len(mine)
+        bound = wanted and share and len(mine) > 1
+        self._own = {sorted(self._all)[share * mine.index(world.rank)]} if bound else self._all
+
+    @contextmanager
+    def let_go(self) -> Iterator[None]:
+        """Not bound within, bound after."""
+        os.sched_setaffinity(0, self._all)
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, self._own)
 
 
 def _meter(comm: Communicator, job: Job) -> Meter:
-    if job.bind:
-        _keep_to_one_core(runtime.current().world)
-    everyone = list(comm.ranks)
-    return Meter(lambda: mcr.new_group(everyone), mcr.new_group(everyone), Effort(**job.effort))
+    core = _Core(runtime.current().world, wanted=job.bind)
+
+    def open_group() -> Communicator:
+        with core.let_go():
+            group = mcr.new_group(list(comm.ranks))
+            for way in _ways(job):  # some libraries start their threads with the first operation
+                group.barrier(backend=way)
+            return group
+
+    return Meter(open_group, open_group(), Effort(**job.effort))
 
 
 def _ways(job: Job) -> list[str]:
@@ -114,13 +138,21 @@ def _ways(job: Job) -> list[str]:
 
 def _tune(job: Job, comm: Communicator) -> None:
     world = runtime.current().world
+    ways = _ways(job)
     request = Request(
-        job.kinds, job.smallest, job.largest, comm.size, job.dtypes, job.asynchronous, job.overlap
+        job.kinds,
+        job.smallest,
+        job.largest,
+        comm.size,
+        tuple(ways),
+        job.dtypes,
+        job.asynchronous,
+        job.overlap,
     )
     here = _fingerprint(world)
     kept = PointFile(Path(job.measurements), here, fresh=job.fresh) if comm.rank == 0 else None
     points: list[Point] = list(kept.points) if kept is not None else []
-    meter, ways = _meter(comm, job), _ways(job)
+    meter = _meter(comm, job)
     began = time.monotonic()
     spent = False
     with _progress(job, comm.rank, f"tuning {', '.join(ways)}", stages(request)) as advance:
@@ -133,13 +165,11 @@ def _tune(job: Job, comm: Communicator) -> None:
             spent = job.budget is not None and time.monotonic() - began > job.budget
             advance(_describe(task.cell))
     if comm.rank == 0:
-        nodes = len(set(world.hosts))
-        table = derive(request, points, here, nodes)
-        if job.strict:
-            table = type(table)(table.rules, table.name, table.fingerprint, True)
-        save_table(table, job.output, comment=[_COMMENT])
-        left = next_task(request, points)
-        answer = {"points": [point.document() for point in points], "complete": left is None}
+        table = replace(derive(request, points, here, len(set(world.hosts))), strict=job.strict)
+        left = next_task(request, points, further=False)
+        save_table(table, job.output, comment=[*COMMENT, *([] if left is None else [_INCOMPLETE])])
+        used = [point.document() for point in request.relevant(points)]
+        answer = {"points": used, "complete": left is None}
         Path(job.answer).write_text(json.dumps(answer))
 
 
@@ -229,12 +259,28 @@ def _describe(cell: Cell) -> str:
     return f"{cell.kind} {cell.nbytes} B{' async' if cell.async_op else ''}"
 
 
+def _lines(title: str, total: int) -> Callable[[str], None]:
+    done, told = 0, time.monotonic()
+
+    def advance(what: str) -> None:
+        nonlocal done, told
+        done += 1
+        if time.monotonic() - told > _LINE_EVERY:
+            told = time.monotonic()
+            print(f"{title}: {what}, {done} of {max(total, done)}", file=sys.stderr, flush=True)
+
+    return advance
+
+
 @contextmanager
 def _progress(job: Job, rank: int, title: str, total: int) -> Iterator[Any]:
-    """A bar on rank 0's terminal; a call advances it."""
+    """A bar on rank 0's terminal, or now and then a line where there is none; a call advances it."""
     console = Console()
-    if rank != 0 or not job.progress or not console.is_terminal:
+    if rank != 0 or not job.progress:
         yield lambda _: None
+        return
+    if not console.is_terminal:
+        yield _lines(title, total)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
@@ -247,5 +293,14 @@ def _progress(job: Job, rank: int, title: str, total: int) -> Iterator[Any]:
         yield advance
 
 
+def main() -> None:
+    """Be a rank; a line on stderr instead of a traceback for errors of ours."""
+    try:
+        run(Job.read(sys.argv[1]))
+    except McrError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
 if __name__ == "__main__":
-    run(Job.read(sys.argv[1]))
+    main()

@@ -796,17 +796,19 @@ def test_the_error_of_a_rival_comes_out_and_nobody_waits_for_ever(rank: int) -> 
 
 def nowhere(folder: str) -> str:
     """Runs on ranks: the refined table can be written on rank 1 only, where nobody writes it."""
+    os.chdir(Path(folder, str(own_rank())))
     try:
-        join(["gloo"], refined=f"{folder}/{own_rank()}/refined.yaml")
+        join(["gloo"], refined="out/refined.yaml")
     except mcr.ConfigError as error:
         return str(error)
     return "joined"
 
 
 def test_a_table_that_could_not_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
-    (tmp_path / "1").mkdir()
+    (tmp_path / "0").mkdir()
+    (tmp_path / "1" / "out").mkdir(parents=True)
     for result in run_ranks(nowhere, 2, args=[str(tmp_path)], via="torch"):
-        assert result.value.startswith(f"select: online: {tmp_path}/0 is no folder; expected 'refined: FILE'")
+        assert result.value.startswith(f"select: online: {tmp_path}/0/out is no folder; expected 'refined: FILE'")
 
 
 def chain(message: Message) -> Any:

@@ -808,7 +808,8 @@ def test_a_table_that_could_not_be_written_is_refused_at_the_start(tmp_path: Pat
     (tmp_path / "0").mkdir()
     (tmp_path / "1" / "out").mkdir(parents=True)
     for result in run_ranks(nowhere, 2, args=[str(tmp_path)], via="torch"):
-        assert result.value.startswith(f"select: online: {tmp_path}/0/out is no folder; expected 'refined: FILE'")
+        told = f"select: online: {tmp_path}/0/out is no folder; expected 'refined: FILE'"
+        assert result.value.startswith(told)
 
 
 def chain(message: Message) -> Any:

@@ -141,6 +141,8 @@ class _Class:
         def issue(message: Message) -> Work:
             if get_ident() != state.owner:
                 state.admit()
+            if message.whole:
+                return alone(message)
             with lock:
                 bucket = self.open
                 if bucket is None or bucket.nbytes + nbytes > bucket.limit:

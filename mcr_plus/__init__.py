@@ -59,6 +59,8 @@ if TYPE_CHECKING:
         Unsupported,
     )
     from mcr_plus.explanation import explain
+    from mcr_plus.hooks.ddp import DDPState, ddp_hook
+    from mcr_plus.hooks.wrap import DistributedOptimizer, broadcast_parameters, no_sync, wrap
     from mcr_plus.message import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
     from mcr_plus.runtime import (
         finalize,
@@ -87,6 +89,8 @@ __all__ = [
     "CommTimeout",
     "Communicator",
     "ConfigError",
+    "DDPState",
+    "DistributedOptimizer",
     "InvalidArgument",
     "LaunchError",
     "McrError",
@@ -108,6 +112,8 @@ __all__ = [
     "batch_isend_irecv",
     "broadcast",
     "broadcast_object",
+    "broadcast_parameters",
+    "ddp_hook",
     "explain",
     "finalize",
     "flush",
@@ -121,6 +127,7 @@ __all__ = [
     "is_initialized",
     "isend",
     "new_group",
+    "no_sync",
     "persistent",
     "record",
     "recv",
@@ -133,9 +140,13 @@ __all__ = [
     "scatter_v",
     "send",
     "world",
+    "wrap",
 ]
 
-_HOMES = ("collectives", "communicator", "runtime", "errors", "message", "dispatch.work", "explanation")
+_HOMES = (
+    "collectives", "communicator", "runtime", "errors", "message", "dispatch.work", "explanation",
+    "hooks.wrap", "hooks.ddp",
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

@@ -142,6 +142,37 @@ class Communicator:
         """Send what the fuse stage holds back. Every rank of the group must call it at the same place."""
         self._pipeline.flush()
 
+    def progress(self) -> None:
+        """Let everything in flight advance, for libraries that need the host; returns at once."""
+        engine = self._runtime.engine
+        with engine.lock:
+            engine.progress()
+
+    def stage_options(self, name: str) -> Any:
+        """The options of a stage of the pipeline; None if it is not there."""
+        return self._runtime.config.options(name)
+
+    def send_bucket(
+        self,
+        values: torch.Tensor,
+        op: ReduceOp,
+        *,
+        members: int,
+        backend: str | None = None,
+        compress: Compress = None,
+        tag: str | None = None,
+    ) -> Work:
+        """Start an all_reduce of a bucket that holds `members` tensors already, so the fuse stage leaves it.
+
+        `values`: contiguous; in place. For hooks; the same as `all_reduce` otherwise.
+        """
+        work = self._submit(
+            "all_reduce", (values,), (values,), values.shape, values.numel(), reduce_op=op, async_op=True,
+            backend=backend, compress=compress, tag=tag, fused=members, whole=True,
+        )  # fmt: skip
+        assert work is not None
+        return work
+
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the buffers that stages keep for this group, to use them again."""

@@ -153,6 +153,7 @@ class Message:
         after: the op starts only once this is done; the calling thread does not wait for it.
         prepare: local work run just before the op starts, once `after` is done.
         fused: how many members were packed into this op.
+        whole: it is a bucket already, and must not wait for others to be fused with.
         codec: name of the codec that encoded the payload, for records.
         origin: bytes before encoding, for records; None when not encoded.
         seen_bytes: `own_bytes` of tensors that have been let go.
@@ -165,6 +166,7 @@ class Message:
     after: Work | None = None
     prepare: Callable[[], None] | None = None
     fused: int = 1
+    whole: bool = False
     codec: str | None = None
     origin: int | None = None
     seen_bytes: int = 0

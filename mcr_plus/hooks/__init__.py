@@ -1,0 +1,1 @@
+"""Training: gradients of a model, an optimizer or DDP flow into the pipeline as they become ready."""

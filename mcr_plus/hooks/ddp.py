@@ -1,0 +1,73 @@
+"""A communication hook for those who keep DistributedDataParallel, which looks at its annotations."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch._C._distributed_c10d import GradBucket
+from torch.autograd import Variable
+
+from mcr_plus.communicator import Communicator
+from mcr_plus.dispatch.work import Work
+from mcr_plus.hooks.reducer import TAG
+from mcr_plus.message import AVG
+from mcr_plus.runtime import member_of
+
+Result = torch.futures.Future[torch.Tensor]
+
+
+@dataclass
+class DDPState:
+    """What `ddp_hook` works with: the group (None: the whole job) and the options of its operations."""
+
+    group: Communicator | None = None
+    backend: str | None = None
+    compress: str | Mapping[str, object] | bool | None = None
+    tag: str | None = TAG
+    pending: list[tuple[Work, torch.Tensor, Result]] = field(default_factory=list)
+
+    def finish(self) -> None:
+        """Wait for what is in flight; DDP itself would wait without driving anything."""
+        pending, self.pending = self.pending, []
+        for each in pending:
+            _settle(*each)
+
+
+def _settle(work: Work, values: torch.Tensor, future: Result) -> None:
+    try:
+        work.wait()
+    except Exception as error:
+        future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it wrongly
+    else:
+        future.set_result(values)
+
+
+def ddp_hook(state: DDPState, bucket: GradBucket) -> Result:
+    """Average a bucket of DDP: `ddp_model.register_comm_hook(mcr.DDPState(), mcr.ddp_hook)`.
+
+    The model's own process group may be any; it only serves DDP's set-up. The group of `state` must have the
+    same ranks in the same order.
+    """
+    values = bucket.buffer()
+    comm = member_of(state.group)
+    work = comm.send_bucket(
+        values,
+        AVG,
+        members=len(bucket.parameters()),
+        backend=state.backend,
+        compress=state.compress,
+        tag=state.tag,
+    )
+    devices: list[int | str | torch.device] | None = [values.device] if values.is_cuda else None
+    future: Result = torch.futures.Future(devices=devices)
+    first = not state.pending
+    state.pending.append((work, values, future))
+    if first:
+        try:
+            # Queued before DDP's own callback, which waits for the futures.
+            Variable._execution_engine.queue_callback(state.finish)
+        except RuntimeError:  # not in a backward pass: buckets of unused parameters only
+            state.finish()
+    else:
+        comm.progress()
+    return future

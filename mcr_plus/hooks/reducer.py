@@ -1,0 +1,272 @@
+"""Averages gradients over ranks while the backward pass still runs.
+
+Gradients live in flat buckets, `param.grad` is a view. When the last gradient of a bucket is there its
+all_reduce starts, buckets in the same order on all ranks; when the backward pass ends, it waits for them. So
+whoever reads `param.grad` after `backward()`, to clip or to step, finds the mean over ranks.
+
+The first pass uses buckets in reverse order of the parameters; the order in which rank 0's gradients then
+became ready is broadcast and decides about the buckets from then on (as DDP does; Li et al., VLDB 2020).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch.autograd import Variable
+
+from mcr_plus.communicator import Communicator
+from mcr_plus.config import FuseOptions
+from mcr_plus.dispatch.work import Work
+from mcr_plus.errors import InvalidArgument, McrError, Unsupported
+from mcr_plus.fusion.bucket import Bucket, Entry, by_size
+from mcr_plus.message import AVG, MAX
+
+TAG: Final = "gradients"
+_ALIGNMENT: Final = 64  # bytes: a cache line, and what vector instructions like
+
+
+@dataclass(eq=False)
+class _Slot:
+    """One parameter's place."""
+
+    index: int
+    name: str
+    param: torch.nn.Parameter
+    flat: _Flat | None = None
+    view: torch.Tensor | None = None
+    ready: bool = False
+
+
+@dataclass(eq=False)
+class _Flat:
+    """A bucket's memory and where its operation stands."""
+
+    values: torch.Tensor
+    slots: list[_Slot]
+    missing: int = 0
+    work: Work | None = None
+
+    def __post_init__(self) -> None:
+        self.missing = len(self.slots)
+
+
+class Reducer:
+    """The gradients of some parameters, averaged over the ranks of `comm` in every backward pass.
+
+    All ranks pass the same parameters in the same order. A backward pass that raises is made up for at
+    `recover`: the rank sends what it has, so that its peers do not wait for it, and tells them; they raise.
+    """
+
+    def __init__(self, params: Sequence[tuple[str, torch.nn.Parameter]], comm: Communicator) -> None:
+        self.comm = comm
+        self.syncing = True
+        self._slots = [_Slot(index, name, param) for index, (name, param) in enumerate(params)]
+        self._order: list[int] = []
+        self._settled = False
+        self._task: int | None = None  # the autograd graph task whose end we wait for
+        self._flats: list[_Flat] = []
+        self._next = 0
+        # What ranks tell each other at the end of a pass, as the maximum over them: 1 + a rank whose pass was
+        # not completed, and for every parameter whether there is a gradient.
+        self._told = torch.zeros(1 + len(params), dtype=torch.int32)
+        fuse = comm.stage_options("fuse")
+        self._limits = fuse if isinstance(fuse, FuseOptions) else FuseOptions()
+        self._arrange(range(len(self._slots) - 1, -1, -1))
+        self._hooks = [
+            slot.param.register_post_accumulate_grad_hook(self._hook(slot))
+            for slot in self._slots
+            if comm.size > 1
+        ]
+
+    @property
+    def active(self) -> bool:
+        """Whether a backward pass has begun and not come to its end."""
+        return self._task is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buckets."""
+        return sum(flat.values.nbytes for flat in self._flats)
+
+    @property
+    def buckets(self) -> list[list[str]]:
+        """The names of the parameters of each bucket, in the order in which they are sent."""
+        return [[slot.name for slot in flat.slots] for flat in self._flats]
+
+    @property
+    def all_used(self) -> bool:
+        """Whether some rank had a gradient of every parameter in the last pass."""
+        return bool(self._told[1:].all())
+
+    def detach(self) -> None:
+        """Leave the parameters alone from now on."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def recover(self) -> None:
+        """After a backward pass that raised: catch up with the peers, and begin anew."""
+        if self.active:
+            self._complete(failed=True)
+
+    # -- layout -----------------------------------------------------------------------------------
+
+    def _arrange(self, order: Sequence[int] | range) -> None:
+        """Make buckets of the parameters in this order; gradients that are there move into them."""
+        entries = [
+            Entry(index, param.numel() * param.element_size(), (param.dtype, param.device))
+            for index in order
+            for param in [self._slots[index].param]
+        ]
+        limits = self._limits
+        plan = by_size(entries, limit=limits.bucket, first_limit=limits.first_bucket, alignment=_ALIGNMENT)
+        self._flats = [self._flat(bucket) for bucket in plan]
+
+    def _flat(self, bucket: Bucket) -> _Flat:
+        slots = [self._slots[index] for index in bucket.members]
+        first = slots[0].param
+        numel = -(-bucket.nbytes // first.element_size())
+        flat = _Flat(torch.zeros(numel, dtype=first.dtype, device=first.device), slots)
+        for slot, offset in zip(slots, bucket.offsets, strict=True):
+            slot.flat = flat
+            slot.view = _view(flat.values, offset // first.element_size(), slot.param)
+            if slot.param.grad is not None:
+                slot.view.copy_(slot.param.grad)
+                slot.param.grad = slot.view
+        return flat
+
+    # -- one backward pass ------------------------------------------------------------------------
+
+    def _hook(self, slot: _Slot) -> Callable[[torch.Tensor], None]:
+        def ready(_: torch.Tensor) -> None:
+            if not self.syncing:
+                return
+            task = torch._C._current_graph_task_id()
+            if task != self._task:
+                self._task = task
+                Variable._execution_engine.queue_callback(self._end)
+            if slot.ready:
+                raise McrError(
+                    f"the gradient of '{slot.name}' was accumulated again after it had been handed to the "
+                    "pipeline: a parameter that reentrant checkpoints share (use_reentrant=False helps), or "
+                    "a backward pass that raised and was repeated without a forward pass"
+                )
+            _take_in(slot)
+            slot.ready = True
+            self._order.append(slot.index)
+            flat = slot.flat
+            assert flat is not None
+            flat.missing -= 1
+            if flat.missing == 0:
+                self._send_complete()
+            else:
+                self.comm.progress()
+
+        return ready
+
+    def _send_complete(self) -> None:
+        """Send the buckets that are complete and whose predecessors have been sent."""
+        while self._next < len(self._flats) and self._flats[self._next].missing == 0:
+            self._send(self._flats[self._next])
+            self._next += 1
+
+    def _send(self, flat: _Flat) -> None:
+        flat.work = self.comm.send_bucket(flat.values, AVG, members=len(flat.slots), tag=TAG)
+
+    def _end(self) -> None:
+        """The backward pass is over."""
+        if self.active:
+            self._complete(failed=False)
+
+    def _complete(self, *, failed: bool) -> None:
+        """Send what is left, wait for everything, and put the means in place."""
+        for slot in self._slots:
+            if not slot.ready:
+                _take_in(slot)
+        self._told.zero_()
+        self._told[0] = 1 + self.comm.rank if failed else 0
+        self._told[1:] = torch.tensor([slot.param.grad is not None for slot in self._slots])
+        for flat in self._flats[self._next :]:
+            self._send(flat)
+        told = self.comm.send_bucket(self._told, MAX, members=1, tag=TAG)
+        try:
+            for work in [*(flat.work for flat in self._flats), told]:
+                assert work is not None
+                work.wait()
+        finally:
+            self._reset()
+        self._place(failed)
+
+    def _reset(self) -> None:
+        self._task, self._next = None, 0
+        for flat in self._flats:
+            flat.missing, flat.work = len(flat.slots), None
+        for slot in self._slots:
+            slot.ready = False
+
+    def _place(self, failed: bool) -> None:
+        """Give every parameter that some rank has a gradient of its mean."""
+        order, self._order = self._order, []
+        if failed:
+            return  # the program goes on with another pass: its gradients are as it has left them
+        blamed, *used = self._told.tolist()
+        for slot, some in zip(self._slots, used, strict=True):
+            if some:
+                slot.param.grad = slot.view
+        if not self._settled and not blamed:
+            self._settle(order)
+        if blamed:
+            raise McrError(
+                f"the backward pass of rank {self.comm.ranks[blamed - 1]} failed; the gradients of this pass "
+                "are not complete on any rank"
+            )
+
+    def _settle(self, seen: list[int]) -> None:
+        """From the second pass on buckets follow the order in which rank 0's gradients became ready."""
+        self._settled = True
+        rest = [slot.index for slot in reversed(self._slots) if slot.index not in seen]
+        order: list[int] = self.comm.broadcast_object([*seen, *rest], self.comm.ranks[0])
+        self._arrange(order)
+
+
+def _take_in(slot: _Slot) -> None:
+    """Have the parameter's gradient in its place in the bucket; zeros where it has none."""
+    param, view = slot.param, slot.view
+    assert view is not None
+    grad = param.grad
+    if grad is None:
+        view.zero_()
+    elif grad is not view:
+        if grad.is_sparse:
+            raise Unsupported(f"the gradient of '{slot.name}' is sparse; build the layer with sparse=False")
+        if grad.requires_grad:
+            raise Unsupported(f"the gradient of '{slot.name}' has a graph (create_graph=True)")
+        if grad.shape != view.shape or grad.dtype != view.dtype:
+            raise InvalidArgument(
+                f"the gradient of '{slot.name}' is {list(grad.shape)} of {grad.dtype}; "
+                f"expected {list(view.shape)} of {view.dtype}"
+            )
+        view.copy_(grad)
+        param.grad = view
+
+
+def _view(flat: torch.Tensor, offset: int, param: torch.Tensor) -> torch.Tensor:
+    """A part of the bucket as a gradient of the parameter: with its strides, if they are dense."""
+    part = flat[offset : offset + param.numel()]
+    if _is_dense(param):
+        return part.as_strided(param.shape, param.stride(), part.storage_offset())
+    return part.view(param.shape)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a stretch of memory, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

@@ -1,0 +1,494 @@
+"""mcr.wrap and its kin against DistributedDataParallel over gloo, and what happens when things go wrong."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import mcr_plus as mcr
+from mcr_plus import runtime
+from mcr_plus.c10d import PrefixStore
+from mcr_plus.hooks import wrap as wrapping
+from mcr_plus.launch import mpi_usable
+
+needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
+STEPS = 50
+Model = nn.Module
+Batch = torch.Tensor
+
+
+@contextmanager
+def job(backend: str) -> Iterator[mcr.Communicator]:
+    """Ours, with small buckets, and torch.distributed beside it for DDP."""
+    torch.set_num_threads(1)
+    config = {
+        "version": 1,
+        "backends": [backend],
+        "pipeline": [
+            {"fuse": {"bucket": "4KiB", "first_bucket": "1KiB"}},
+            {"select": {}},
+            {"dispatch": {"timeout": "30s"}},
+        ],
+    }
+    with mcr.init(config) as comm:
+        store = runtime.current().world.store
+        assert store is not None
+        dist.init_process_group("gloo", store=PrefixStore("ddp", store), rank=comm.rank, world_size=comm.size)
+        yield comm
+        dist.destroy_process_group()
+
+
+# -- models ---------------------------------------------------------------------------------------
+
+
+class Mlp(nn.Module):
+    layers: Any  # torch's annotations do not know what a ModuleList holds
+
+    def __init__(self, width: int = 24, depth: int = 5) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(depth)])
+
+    def forward(self, x: Batch) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+class Tied(Mlp):
+    """One weight in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[3].weight = self.layers[0].weight
+
+
+class Frozen(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        for param in self.layers[1].parameters():
+            param.requires_grad_(False)
+
+
+class Picky(Mlp):
+    """Uses other layers on every rank and in every step; the last one never."""
+
+    step = 0
+
+    def forward(self, x: Batch) -> torch.Tensor:
+        self.step += 1
+        chosen = [0, 1 + (dist.get_rank() + self.step) % 2, 3]
+        for index in chosen:
+            x = torch.tanh(self.layers[index](x))
+        return x.square().mean()
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.BatchNorm2d(4)
+        )
+
+    def forward(self, x: Batch) -> torch.Tensor:
+        return self.body(x[:, :12].reshape(-1, 3, 2, 2).repeat(1, 1, 4, 4)).square().mean()  # type: ignore[no-any-return]
+
+
+class ChannelsLast(Normed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+class Checkpointed(Mlp):
+    reentrant = False
+
+    def forward(self, x: Batch) -> torch.Tensor:
+        x = x.requires_grad_()
+        for layer in self.layers:
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=self.reentrant))
+        return x.square().mean()
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+class Mixed(Mlp):
+    """Parameters of two types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].to(torch.float64)
+
+    def forward(self, x: Batch) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x.to(layer.weight.dtype)))
+        return x.square().mean()
+
+
+def sgd(model: Model) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def adam(**options: Any) -> Callable[[Model], torch.optim.Optimizer]:
+    return lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
+
+
+# -- one way of training a step -------------------------------------------------------------------
+
+
+def plain(model: Model, optimizer: torch.optim.Optimizer, batch: Batch, no_sync: Any) -> None:
+    optimizer.zero_grad()
+    model(batch).backward()
+    optimizer.step()
+
+
+def keeping(model: Model, optimizer: torch.optim.Optimizer, batch: Batch, no_sync: Any) -> None:
+    optimizer.zero_grad(set_to_none=False)
+    model(batch).backward()
+    optimizer.step()
+
+
+def clipped(model: Model, optimizer: torch.optim.Optimizer, batch: Batch, no_sync: Any) -> None:
+    optimizer.zero_grad()
+    model(batch).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    optimizer.step()
+
+
+def accumulated(model: Model, optimizer: torch.optim.Optimizer, batch: Batch, no_sync: Any) -> None:
+    optimizer.zero_grad()
+    first, second, third = batch.tensor_split(3)
+    with no_sync(model):
+        model(first).backward()
+        model(second).backward()
+    model(third).backward()
+    optimizer.step()
+
+
+def twice(model: Model, optimizer: torch.optim.Optimizer, batch: Batch, no_sync: Any) -> None:
+    optimizer.zero_grad()
+    first, second = batch.tensor_split(2)
+    model(first).backward()
+    model(second).backward()
+    optimizer.step()
+
+
+def autocast(model: Model, optimizer: torch.optim.Optimizer, batch: Batch, no_sync: Any) -> None:
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(batch)
+    loss.backward()
+    optimizer.step()
+
+
+def scaled(model: Model, optimizer: torch.optim.Optimizer, batch: Batch, no_sync: Any) -> None:
+    scaler = optimizer.__dict__.setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=2.0**10))
+    optimizer.zero_grad()
+    scaler.scale(model(batch)).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+CASES: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
+    "plain": (Mlp, sgd, plain, {}),
+    "zeros kept": (Mlp, sgd, keeping, {}),
+    "foreach": (Mlp, adam(foreach=True), plain, {}),
+    "fused": (Mlp, adam(fused=True), plain, {}),
+    "tied": (Tied, sgd, plain, {}),
+    "frozen": (Frozen, sgd, plain, {}),
+    "unused": (Picky, sgd, plain, {"find_unused_parameters": True}),
+    "batch norm": (Normed, sgd, plain, {}),
+    "channels last": (ChannelsLast, sgd, plain, {}),
+    "accumulation": (Mlp, sgd, accumulated, {}),
+    "two backward passes": (Mlp, sgd, twice, {}),
+    "clipping": (Mlp, sgd, clipped, {}),
+    "autocast": (Mlp, sgd, autocast, {}),
+    "grad scaler": (Mlp, sgd, scaled, {}),
+    "checkpoint": (Checkpointed, sgd, plain, {}),
+    "reentrant checkpoint": (Reentrant, sgd, plain, {}),
+    "two types": (Mixed, adam(), plain, {}),
+}
+
+
+def trained(name: str, comm: mcr.Communicator, way: str) -> Model:
+    """50 steps of a case on data of this rank; the model."""
+    make, optimizer_of, step, options = CASES[name]
+    torch.manual_seed(17 + (comm.rank if way != "ddp" else 0))  # ours broadcasts; so does DDP
+    model: Model = make()
+    if way == "ddp":
+        torch.manual_seed(17)
+        model = make()
+    data = torch.randn(STEPS, 12, 24, generator=torch.Generator().manual_seed(1000 + comm.rank))
+    inner = model
+    no_sync: Any = lambda each: each.no_sync()  # noqa: E731
+    if way == "ddp":
+        model = DistributedDataParallel(model, bucket_cap_mb=0.004, **options)
+        optimizer = optimizer_of(inner)
+    elif way == "hook":
+        torch.manual_seed(17)
+        inner = make()
+        model = DistributedDataParallel(inner, bucket_cap_mb=0.004, **options)
+        model.register_comm_hook(mcr.DDPState(), mcr.ddp_hook)
+        optimizer = optimizer_of(inner)
+    elif way == "horovod":
+        optimizer = mcr.DistributedOptimizer(optimizer_of(model), model.named_parameters())
+        mcr.broadcast_parameters(model.state_dict())
+        no_sync = lambda _: nullcontext()  # noqa: E731
+    else:
+        model, optimizer = mcr.wrap(model, optimizer_of(model))
+        no_sync = mcr.no_sync
+    for batch in data:
+        step(model, optimizer, batch.clone(), no_sync)
+    return inner
+
+
+def compared(backend: str, names: list[str], ways: list[str], dtype: str = "float32") -> dict[str, float]:
+    """Runs on ranks: largest difference from DDP by case and way, relative to the largest value."""
+    found = {}
+    torch.set_default_dtype(getattr(torch, dtype))
+    with job(backend) as comm:
+        for name in names:
+            torch_model = trained(name, comm, "ddp").state_dict()
+            for way in ways:
+                ours = trained(name, comm, way).state_dict()
+                assert ours.keys() == torch_model.keys()
+                found[f"{name}, {way}"] = max(
+                    float(
+                        (ours[key].double() - value.double()).abs().max()
+                        / value.double().abs().max().clamp(min=1e-6)
+                    )
+                    for key, value in torch_model.items()
+                )
+    return found
+
+
+@pytest.mark.parametrize("backend", [pytest.param("mpi", marks=needs_mpi), "gloo"])
+def test_training_is_that_of_ddp(backend: str) -> None:
+    """On two ranks a mean has no rounding that depends on the way it is computed: equal to the last bit."""
+    via: Any = "mpi" if backend == "mpi" else "torch"
+    for result in run_ranks(compared, 2, args=[backend, list(CASES), ["wrap"]], via=via, timeout=240):
+        assert {name: worst for name, worst in result.value.items() if worst > 0} == {}
+
+
+def test_training_is_that_of_ddp_on_three_ranks() -> None:
+    """DDP divides before it adds, we after: in double precision nothing of that is left after 50 steps."""
+    names = ["plain", "unused", "batch norm", "accumulation", "tied"]
+    args = ["gloo", names, ["wrap"], "float64"]
+    for result in run_ranks(compared, 3, args=args, via="torch", timeout=240):
+        assert len(result.value) == len(names)
+        assert {name: worst for name, worst in result.value.items() if worst > 1e-10} == {}
+
+
+@pytest.mark.parametrize("backend", [pytest.param("mpi", marks=needs_mpi), "gloo"])
+def test_the_other_entries_train_alike(backend: str) -> None:
+    names = ["plain", "foreach", "tied", "clipping", "two types"]
+    via: Any = "mpi" if backend == "mpi" else "torch"
+    for result in run_ranks(compared, 2, args=[backend, names, ["horovod", "hook"]], via=via, timeout=240):
+        assert {name: worst for name, worst in result.value.items() if worst > 0} == {}
+
+
+# -- what a wrapped model is ----------------------------------------------------------------------
+
+
+def inside() -> dict[str, Any]:
+    """Runs on ranks: where gradients lie, in which order buckets go, and what copies of the model do."""
+    found: dict[str, Any] = {}
+    with job("gloo") as comm:
+        torch.manual_seed(comm.rank)
+        model = Mlp()
+        keys = list(model.state_dict())
+        model, optimizer = mcr.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        reducer = wrapping._wrapped[model].reducer
+        found["state"] = list(model.state_dict()) == keys
+        found["before"] = reducer.buckets
+        model(torch.randn(4, 24)).backward()
+        optimizer.zero_grad()
+        with mcr.record() as log:
+            model(torch.randn(4, 24)).backward()
+        found["after"] = reducer.buckets
+        spaces = [(flat.values.data_ptr(), flat.values.nbytes) for flat in reducer._flats]
+        found["views"] = all(
+            p.grad is not None and any(start <= p.grad.data_ptr() < start + n for start, n in spaces)
+            for p in model.parameters()
+        )
+        found["bytes"] = reducer.nbytes
+        found["records"] = [(record.tag, record.fused) for record in log.records]
+        optimizer.step()
+        copied, buffer = copy.deepcopy(model), io.BytesIO()
+        copied(torch.randn(4, 24)).backward()  # is not wrapped: would wait for nobody
+        torch.save(model, buffer)
+        buffer.seek(0)
+        loaded = torch.load(buffer, weights_only=False)
+        loaded(torch.randn(4, 24)).backward()
+        found["copies"] = all(
+            torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True)
+        )
+        comm.barrier()
+    return found
+
+
+def test_gradients_are_views_into_buckets_in_the_order_of_the_first_pass() -> None:
+    for result in run_ranks(inside, 2, via="torch"):
+        found = result.value
+        assert found["state"]
+        assert found["views"]
+        assert found["copies"]
+        names = [name for bucket in found["after"] for name in bucket]
+        assert sorted(names) == sorted(name for bucket in found["before"] for name in bucket)
+        layers = [int(name.split(".")[1]) for name in names]
+        assert layers == sorted(layers, reverse=True)  # the last layer's gradients come first
+        assert len(found["after"]) >= 3
+        assert found["bytes"] >= 5 * (24 * 24 + 24) * 4
+        buckets = [fused for tag, fused in found["records"] if tag == "gradients"]
+        assert sorted(buckets) == sorted([*(len(bucket) for bucket in found["after"]), 1])
+
+
+class Breaking(Mlp):
+    """Raises in the middle of its backward pass when told to."""
+
+    broken = False
+
+    def forward(self, x: Batch) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if index == 2 and self.broken:
+                x.register_hook(self.fail)
+        return x.square().mean()
+
+    def fail(self, gradient: torch.Tensor) -> None:
+        raise RuntimeError("on purpose")
+
+
+def broken(ranks: list[int]) -> list[Any]:
+    """Runs on ranks: the second backward pass raises on some of them; the third must be right again."""
+    with job("gloo") as comm:
+        torch.manual_seed(3)
+        model = Breaking()
+        twin = copy.deepcopy(model)
+        model, optimizer = mcr.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        told = ""
+        for step in range(3):
+            optimizer.zero_grad()
+            batch = torch.randn(4, 24, generator=torch.Generator().manual_seed(10 * step + comm.rank))
+            model.broken = step == 1 and comm.rank in ranks
+            try:
+                model(batch).backward()
+            except (RuntimeError, mcr.McrError) as error:
+                told = f"{type(error).__name__}: {error}"
+        for rank in range(comm.size):
+            batch = torch.randn(4, 24, generator=torch.Generator().manual_seed(20 + rank))
+            (twin(batch) / comm.size).backward()
+        right = all(
+            a.grad is not None and b.grad is not None and torch.allclose(a.grad, b.grad, rtol=1e-5, atol=1e-9)
+            for a, b in zip(model.parameters(), twin.parameters(), strict=True)
+        )
+        return [told, right]
+
+
+@pytest.mark.parametrize("ranks", [[0, 1], [1], [0]])
+def test_the_step_after_a_backward_pass_that_raised(ranks: list[int]) -> None:
+    for result in run_ranks(broken, 2, args=[ranks], via="torch"):
+        told, right = result.value
+        assert right
+        if result.rank in ranks:
+            assert told == "RuntimeError: on purpose"
+        else:
+            assert told.startswith(f"McrError: the backward pass of rank {ranks[0]} failed")
+
+
+def refused() -> dict[str, str]:
+    """Runs on ranks: what is wrong with models and what they become, and what is said of it."""
+    found: dict[str, str] = {}
+    with job("gloo") as comm:
+
+        def told(name: str, act: Callable[[], Any]) -> None:
+            try:
+                act()
+                found[name] = "nothing"
+            except (mcr.McrError, RuntimeError) as error:
+                found[name] = f"{type(error).__name__}: {error}"
+
+        def wrapped(model: Any) -> tuple[Any, torch.optim.Optimizer]:
+            return mcr.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+        def step(model: Model, optimizer: torch.optim.Optimizer) -> None:
+            model(torch.randn(4, 24)).backward()
+            optimizer.step()
+
+        told("other shapes", lambda: wrapped(Mlp(24 + comm.rank)))
+        nothing: Any = 3
+        told("no model", lambda: mcr.wrap(nothing, nothing))
+        told("not wrapped", lambda: mcr.no_sync(Mlp()).__enter__())
+        model, optimizer = wrapped(Frozen())
+        model.layers[1].weight.requires_grad_(True)
+        told("unfrozen", lambda: step(model, optimizer))
+        model, optimizer = wrapped(Mlp())
+        extra = nn.Linear(2, 2)
+        model.extra = extra
+        optimizer.add_param_group({"params": extra.parameters()})
+        told("added", lambda: step(model, optimizer))
+        told("wrapped again", lambda: step(*wrapped(model)))
+        model, optimizer = wrapped(Mlp())
+        model.layers = model.layers[:3]
+        told("removed", lambda: step(model, optimizer))
+        sparse = nn.Sequential(nn.Embedding(7, 3, sparse=True))
+        mcr.wrap(sparse, torch.optim.SGD(sparse.parameters(), lr=0.1))
+        told("sparse", lambda: sparse(torch.tensor([1, 2])).sum().backward())
+    return found
+
+
+def test_what_is_refused_and_how() -> None:
+    for result in run_ranks(refused, 2, via="torch"):
+        found = result.value
+        assert "has other parameters; the first difference is 'layers.0.weight: [" in found["other shapes"]
+        assert "model: expected a torch.nn.Module, got int" in found["no model"]
+        assert "mcr.wrap has not been called on it" in found["not wrapped"]
+        assert "parameter 'layers.1.weight' is new or was unfrozen; call mcr.wrap again" in found["unfrozen"]
+        assert "parameter 'extra.weight' is new or was unfrozen" in found["added"]
+        assert found["wrapped again"] == "nothing"
+        assert "parameter 'layers.3.weight' is gone or was frozen" in found["removed"]
+        assert "the gradient of '0.weight' is sparse" in found["sparse"]
+
+
+def skipped() -> list[Any]:
+    """Runs on ranks: parameters and buffers marked as a rank's own."""
+    with job("gloo") as comm:
+        torch.manual_seed(comm.rank)
+        model = Mlp()
+        for param in model.layers[2].parameters():
+            param.mcr_skip = True
+        own = [param.detach().clone() for param in model.layers[2].parameters()]
+        model, _ = mcr.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        kept = all(torch.equal(a, b) for a, b in zip(own, model.layers[2].parameters(), strict=True))
+        model(torch.full((4, 24), comm.rank + 1.0)).backward()
+        sums = [float(p.grad.double().sum()) for p in (model.layers[2].weight, model.layers[0].weight)]
+        alike = [len(set(comm.all_gather_object(value))) == 1 for value in sums]
+        return [kept, alike]
+
+
+def test_parameters_of_a_rank_s_own_are_left_alone() -> None:
+    for result in run_ranks(skipped, 2, via="torch"):
+        assert result.value == [True, [False, True]]
+
+
+def test_alone_there_is_nothing_to_average() -> None:
+    with mcr.init():
+        model = Mlp()
+        model, optimizer = mcr.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with mcr.no_sync(model):
+            model(torch.randn(2, 24)).backward()
+        optimizer.step()

@@ -233,7 +233,8 @@ def test_a_difference_on_one_rank_is_everybody_s(tmp_path: Path) -> None:
 
 def one_table_in_many_places(folder: str) -> list[dict[str, Any]]:
     log = heard()
-    rules = [{"match": {"kind": kind}, "select": {"table": f"{folder}/0.yaml"}} for kind in ("send", "reduce")]
+    kinds = ("send", "reduce")
+    rules = [{"match": {"kind": kind}, "select": {"table": f"{folder}/0.yaml"}} for kind in kinds]
     return [join(log, f"{folder}/0.yaml", rules), join(log, f"{folder}/{own_rank()}.yaml")]
 
 

@@ -71,7 +71,8 @@ class Reducer:
         self._next = 0
         # What ranks tell each other at the end of a pass, as the maximum over them: 1 + a rank whose pass was
         # not completed, and for every parameter whether there is a gradient.
-        self._told = torch.zeros(1 + len(params), dtype=torch.int32)
+        device = params[0][1].device if params else None
+        self._told = torch.zeros(1 + len(params), dtype=torch.int32, device=device)
         fuse = comm.stage_options("fuse")
         self._limits = fuse if isinstance(fuse, FuseOptions) else FuseOptions()
         self._arrange(range(len(self._slots) - 1, -1, -1))

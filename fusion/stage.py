@@ -96,7 +96,7 @@ class FuseStage:
         if mine is not None and any(
             state.board.look(rank, state.sequence + 1).digest == mine for rank in peers
         ):
-            runtime.send_held()
+            runtime.send_held(runtime.held[0])  # that one alone: the peer's other buckets may be others
 
     def _refusal(self, signature: Signature) -> str | None:
         if not signature.async_op:
@@ -307,17 +307,16 @@ class _Bucket:
         if self.work is None:
             assert self.error is not None
             raise self.error
+        self.release()  # to wait is a fact of the program; how it ends may differ between ranks
         self.work.wait(timeout)
-        self.release()
+        if self._space is not None:
+            self.like.give_back(self._space)
+            self._space = None
 
     def release(self) -> None:
-        """Let the buffers go: the operation has been waited for."""
-        if self.reserved:
-            self.like.memory.release(self.reserved)
-            self.reserved = 0
-            if self._space is not None:
-                self.like.give_back(self._space)
-                self._space = None
+        """Make room for other buckets."""
+        self.like.memory.release(self.reserved)
+        self.reserved = 0
 
 
 class Member(Work):

@@ -248,6 +248,29 @@ def test_what_a_waiting_peer_needs_is_sent() -> None:
         assert result.value == [3.0] * 5 + [7.0] * 3
 
 
+def only_what_is_needed() -> list[Any]:
+    """Runs on ranks: as above, while rank 0 also holds what its peer has not come to yet."""
+    with mcr.init(config("gloo")) as comm:
+        x, y, z = torch.full((5,), comm.rank + 1.0), torch.zeros(3), torch.ones(2, dtype=torch.int64)
+        works: list[Any] = [comm.all_reduce(x, async_op=True)]
+        if comm.rank == 0:
+            works.append(comm.all_reduce(z, async_op=True))
+            comm.recv(y, 1)
+        else:
+            works[0].wait()
+            comm.send(y, 0)
+            works.append(comm.all_reduce(z, async_op=True))
+        works.append(comm.all_reduce(z.clone(), async_op=True))
+        for work in works:
+            work.wait()
+        return [x.tolist(), z.tolist(), works[1].info.fused]
+
+
+def test_a_waiting_peer_gets_what_it_waits_for_and_no_more() -> None:
+    for result in run_ranks(only_what_is_needed, 2, via="torch"):
+        assert result.value == [[3.0] * 5, [2, 2], 2]
+
+
 def different_places() -> str:
     """Runs on ranks: one waits between two operations, the other behind them."""
     with mcr.init(config("gloo")) as comm:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +25,7 @@ import mcr_plus as mcr
 from mcr_plus import runtime
 from mcr_plus.c10d import HashStore, PrefixStore
 from mcr_plus.communicator import Communicator
-from mcr_plus.errors import ConfigError, McrError
+from mcr_plus.errors import ConfigError, McrError, Unsupported
 from mcr_plus.interfaces import World
 from mcr_plus.selection.fingerprint import fingerprint_here
 from mcr_plus.selection.writing import save_table
@@ -123,7 +123,8 @@ def _meter(comm: Communicator, job: Job) -> Meter:
         with core.let_go():
             group = mcr.new_group(list(comm.ranks))
             for way in _ways(job):  # some libraries start their threads with the first operation
-                group.barrier(backend=way)
+                with suppress(Unsupported):
+                    group.barrier(backend=way)
             return group
 
     return Meter(open_group, open_group(), Effort(**job.effort))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from threading import get_ident
-from typing import Final
+from typing import Any
 
 import torch
 
@@ -20,20 +20,10 @@ from mcr_plus.config import FuseOptions
 from mcr_plus.dispatch.operation import Operation
 from mcr_plus.dispatch.stage import GroupRuntime
 from mcr_plus.dispatch.work import Info, Work
+from mcr_plus.fusion.space import Layout, Space, join, split
 from mcr_plus.interfaces import Context, Issue, Next
 from mcr_plus.message import Message, Signature
 from mcr_plus.units import format_size
-
-# How many parts a rank's input and output have, None for one per rank of the group. In a bucket each part
-# holds the members' parts, one behind another.
-_PARTS: Final[dict[str, tuple[int | None, int | None]]] = {
-    "all_reduce": (1, 1),
-    "broadcast": (1, 1),
-    "all_gather": (1, None),
-    "reduce_scatter": (None, 1),
-    "all_to_all": (None, None),
-}
-_IN_PLACE: Final = ("all_reduce", "broadcast")
 
 
 class FuseStage:
@@ -55,7 +45,7 @@ class FuseStage:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the buffers that this stage keeps."""
-        return self._memory.kept
+        return sum(like.layout.kept for like in self._classes.values())
 
     def bind(self, signature: Signature, next: Next) -> Issue:
         """Bind to the buckets of operations like this one."""
@@ -75,7 +65,7 @@ class FuseStage:
         like = signature.replace(shape=(), nbytes=None)
         if like not in self._classes:
             self._classes[like] = _Class(like, next, self._ranks, options, self._memory, runtime)
-        return self._classes[like].member(signature.nbytes or 0, alone)
+        return self._classes[like].member(signature, alone)
 
     def flush(self) -> None:
         """Send what the group holds back."""
@@ -121,42 +111,56 @@ class _Class:
         runtime: GroupRuntime,
     ) -> None:
         assert like.dtype is not None
-        self.like, self.dtype, self.memory, self.runtime = like, like.dtype, memory, runtime
-        self.parts = tuple(ranks if count is None else count for count in _PARTS[like.kind])
-        self.in_place = like.kind in _IN_PLACE
+        self.memory, self.runtime = memory, runtime
+        self.layout = Layout(like.kind, ranks, like.dtype)
         self._limit = options.bucket
         self._first_limit = min(options.first_bucket or options.bucket, options.bucket)
-        # What a bucket of b bytes (the larger of its input and output) may need of memory, relative to b.
-        self.share = 1.0 if self.in_place else sum(self.parts) / max(self.parts)
         self.open: _Bucket | None = None
+        self._like = like
         self._next = next
         self._whole: dict[int, tuple[Signature, Issue]] = {}
-        self._spaces: list[_Space] = []
 
-    def member(self, nbytes: int, alone: Issue) -> Issue:
-        """What issues one operation of `nbytes`; `alone` is the rest of the pipeline for it by itself."""
-        runtime = self.runtime
+    def member(self, signature: Signature, alone: Issue) -> Issue:
+        """What issues operations like this one; `alone` is the rest of the pipeline for one by itself.
+
+        It carries `hold`, which does the same for operations in place, without a message.
+        """
+        runtime, layout = self.runtime, self.layout
         state, lock = runtime.state, runtime.engine.lock
+        nbytes = signature.nbytes or 0
+        numel = nbytes // layout.numel(layout.dtype.itemsize)
+        in_place = layout.in_place
 
-        def issue(message: Message) -> Work:
+        def hold(source: torch.Tensor, target: torch.Tensor | None = None) -> Work:
             if get_ident() != state.owner:
                 state.admit()
-            if message.whole:
-                return alone(message)
             with lock:
                 bucket = self.open
                 if bucket is None or bucket.nbytes + nbytes > bucket.limit:
                     bucket = self._opened(nbytes)
                     if bucket is None:
-                        return alone(message)
+                        return alone(Message(signature, (source,), (source if target is None else target,)))
+                if not bucket.numels:
+                    bucket.first, bucket.alone = signature, alone
                 bucket.nbytes += nbytes
-                bucket.messages.append(message)
-                bucket.alone = alone
-                work = Member(bucket, nbytes)
+                bucket.numels.append(numel)
+                bucket.inputs.append(source)
+                if not in_place:
+                    bucket.outputs.append(target)
+                work = bucket.handles.get(nbytes)
+                if work is None:
+                    work = bucket.handles[nbytes] = Member(bucket, nbytes)
                 if bucket.nbytes == bucket.limit:
                     runtime.send_held(bucket)
                 return work
 
+        def issue(message: Message) -> Work:
+            if message.whole or message.after is not None or message.prepare is not None:
+                return alone(message)  # a bucket already, or its values are not there yet
+            return hold(message.inputs[0], message.outputs[0])
+
+        if in_place:
+            issue.hold = hold  # type: ignore[attr-defined]
         return issue
 
     def _opened(self, nbytes: int) -> _Bucket | None:
@@ -165,7 +169,7 @@ class _Class:
         if not first:
             self.runtime.send_held(self.open)
         limit = max(self._first_limit, nbytes) if first else self._limit
-        if not self.memory.reserve(int(limit * self.share)):
+        if not self.memory.reserve(int(limit * self.layout.share)):
             return None
         self.open = bucket = _Bucket(self, limit)
         self.runtime.held.append(bucket)
@@ -175,38 +179,20 @@ class _Class:
         """The operation on `numel` elements in each part, and the rest of the pipeline bound to it."""
         found = self._whole.get(numel)
         if found is None:
-            given, taken = (count * numel for count in self.parts)
-            shape = taken if self.like.kind == "reduce_scatter" else given
-            nbytes = max(given, taken) * self.dtype.itemsize
-            signature = self.like.replace(shape=(shape,), nbytes=nbytes)
+            layout = self.layout
+            nbytes = layout.numel(numel) * layout.dtype.itemsize
+            signature = self._like.replace(shape=layout.shape(numel), nbytes=nbytes)
             found = self._whole[numel] = (signature, self._next(signature))
         return found
 
-    def take(self, numel: int, device: torch.device) -> _Space:
-        """Buffers for `numel` elements in each part: those of an earlier bucket, if they are large enough."""
-        for index, space in enumerate(self._spaces):
-            if space.numel >= numel:
-                return self._spaces.pop(index)
-        for space in self._spaces:  # too small: make way
-            self.memory.kept -= space.nbytes
-        self._spaces.clear()
-        space = _Space(self, 1 << (numel - 1).bit_length(), device)
-        self.memory.kept += space.nbytes
-        return space
-
-    def give_back(self, space: _Space) -> None:
-        """Keep buffers for the next bucket."""
-        self._spaces.append(space)
-
 
 class _Memory:
-    """How much buckets may need that have not been waited for, and what their buffers take.
+    """How much buckets may need that have not been waited for.
 
     Reserving and releasing are facts of the program's order, so ranks agree on whether there is room.
     """
 
     def __init__(self, limit: int) -> None:
-        self.kept = 0
         self._limit = limit
         self._reserved = 0
 
@@ -220,30 +206,26 @@ class _Memory:
         self._reserved -= nbytes
 
 
-class _Space:
-    """Input and output of one bucket, flat; the same tensor where the operation works in place."""
-
-    __slots__ = ("given", "nbytes", "numel", "taken")
-
-    def __init__(self, like: _Class, numel: int, device: torch.device) -> None:
-        given, taken = (count * numel for count in like.parts)
-        self.numel = numel
-        self.given = torch.empty(given, dtype=like.dtype, device=device)
-        self.taken = self.given if like.in_place else torch.empty(taken, dtype=like.dtype, device=device)
-        self.nbytes = self.given.nbytes + (0 if like.in_place else self.taken.nbytes)
-
-
 class _Bucket:
-    """Operations that are held back, and what they are sent as."""
+    """Operations that are held back, and what they are sent as.
+
+    Members of a size share a handle: all are done when the bucket is. `first` and `alone` are the first
+    member's signature and its way if it stays the only one.
+    """
 
     __slots__ = (
         "_space",
         "alone",
         "error",
+        "first",
+        "handles",
+        "inputs",
+        "is_done",
         "like",
         "limit",
-        "messages",
         "nbytes",
+        "numels",
+        "outputs",
         "reserved",
         "then",
         "work",
@@ -251,54 +233,52 @@ class _Bucket:
 
     def __init__(self, like: _Class, limit: int) -> None:
         self.like, self.limit = like, limit
-        self.reserved = int(limit * like.share)
+        self.reserved = int(limit * like.layout.share)
         self.nbytes = 0
-        self.messages: list[Message] = []
+        self.numels: list[int] = []  # of each member, in one part of the input
+        self.inputs: list[torch.Tensor] = []
+        self.outputs: list[Any] = self.inputs if like.layout.in_place else []
+        self.handles: dict[int, Member] = {}
+        self.first: Signature | None = None
         self.alone: Issue | None = None
+        self.is_done = False
         self.work: Work | None = None
         self.error: Exception | None = None
         self.then: list[Callable[[], None]] = []
-        self._space: _Space | None = None
+        self._space: Space | None = None
 
     def send(self) -> Exception | None:
         """See `Held`."""
         self.like.open = None
         try:
-            if len(self.messages) == 1:
-                assert self.alone is not None
-                self.work = self.alone(self.messages[0])
-                self.release()
-            else:
-                self.work = self._send_together()
+            self.work = self._send_alone() if len(self.numels) == 1 else self._send_together()
             for function in self.then:
                 self.work.then(function)
         except Exception as error:
             self.error = error
-        self.then = []
+        self.then, self.inputs, self.outputs = [], [], []
         return self.error
 
     def digest(self) -> int | None:
         """See `Held`."""
-        issue = self.alone if len(self.messages) == 1 else self.like.whole(sum(self._numels()))[1]
+        issue = self.alone if len(self.numels) == 1 else self.like.whole(sum(self.numels))[1]
         operation: Operation | None = getattr(issue, "operation", None)
         return None if operation is None else operation.digest
 
-    def _numels(self) -> list[int]:
-        """Elements of each member in one part of the input."""
-        return [message.inputs[0].numel() // self.like.parts[0] for message in self.messages]
+    def _send_alone(self) -> Work:
+        assert self.first is not None
+        assert self.alone is not None
+        self.release()
+        return self.alone(Message(self.first, (self.inputs[0],), (self.outputs[0],)))
 
     def _send_together(self) -> Work:
-        like, messages, numels = self.like, self.messages, self._numels()
-        (rows_in, rows_out), count, total = like.parts, len(messages), sum(numels)
-        inputs = [message.inputs[0] for message in messages]
-        self._space = space = like.take(total, inputs[0].device)
-        given = space.given[: rows_in * total]
-        taken = given if like.in_place else space.taken[: rows_out * total]
-        _join(inputs, given, rows_in)
-        outputs = inputs if like.in_place else [message.outputs[0] for message in messages]
-        signature, issue = like.whole(total)
-        work = issue(Message(signature, (given,), (taken,), fused=count))
-        return work.then(lambda: _split(taken, numels, outputs, rows_out))
+        layout, numels, outputs, total = self.like.layout, self.numels, self.outputs, sum(self.numels)
+        self._space = space = layout.take(total, self.inputs[0].device)
+        source, target = layout.views(space, total)
+        join(self.inputs, numels, source, layout.given)
+        signature, issue = self.like.whole(total)
+        work = issue(Message(signature, (source,), (target,), fused=len(numels), whole=True))
+        return work.then(lambda: split(target, numels, outputs, layout.taken))
 
     def wait(self, timeout: float | timedelta | None) -> None:
         """Send if need be, and wait."""
@@ -309,8 +289,9 @@ class _Bucket:
             raise self.error
         self.release()  # to wait is a fact of the program; how it ends may differ between ranks
         self.work.wait(timeout)
+        self.is_done = True
         if self._space is not None:
-            self.like.give_back(self._space)
+            self.like.layout.give_back(self._space)
             self._space = None
 
     def release(self) -> None:
@@ -320,7 +301,7 @@ class _Bucket:
 
 
 class Member(Work):
-    """The handle of one operation of a bucket."""
+    """The handle of the operations of one size in a bucket."""
 
     __slots__ = ("_bucket", "_nbytes")
 
@@ -328,7 +309,8 @@ class Member(Work):
         self._bucket, self._nbytes = bucket, nbytes
 
     def wait(self, timeout: float | timedelta | None = None) -> None:  # noqa: D102
-        self._bucket.wait(timeout)
+        if not self._bucket.is_done:
+            self._bucket.wait(timeout)
 
     def is_completed(self) -> bool:
         """Whether the operation is done; sends its bucket, because nobody may ever wait for it."""
@@ -365,20 +347,3 @@ class Member(Work):
         whole = bucket.work.info
         share = self._nbytes / whole.bytes if whole.bytes else 1.0
         return replace(whole, bytes=self._nbytes, wire_bytes=round(whole.wire_bytes * share))
-
-
-def _join(tensors: list[torch.Tensor], out: torch.Tensor, rows: int) -> None:
-    """Copy part r of every tensor, one behind another, into part r of `out`."""
-    if rows == 1:
-        torch.cat([tensor.view(-1) for tensor in tensors], out=out)
-    else:
-        torch.cat([tensor.view(rows, -1) for tensor in tensors], 1, out=out.view(rows, -1))
-
-
-def _split(whole: torch.Tensor, numels: list[int], outputs: list[torch.Tensor], rows: int) -> None:
-    """The reverse of `_join`: `numels` elements of each part belong to each of the `outputs`."""
-    if rows == 1:
-        torch.split_with_sizes_copy(whole, numels, out=[tensor.view(-1) for tensor in outputs])
-    else:
-        parts = [tensor.view(rows, -1) for tensor in outputs]
-        torch.split_with_sizes_copy(whole.view(rows, -1), numels, 1, out=parts)

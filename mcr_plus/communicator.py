@@ -25,6 +25,7 @@ from mcr_plus.arrays import (
 )
 from mcr_plus.dispatch.work import JointWork, Work
 from mcr_plus.errors import InvalidArgument, Unsupported
+from mcr_plus.fusion.coalesce import Coalescer
 from mcr_plus.message import (
     REDUCE_OPS,
     REDUCING,
@@ -98,6 +99,7 @@ class Communicator:
         self._chains: dict[Signature, Bound] = {}
         self._plans: dict[Any, Any] = {}
         self._splits = 0
+        self._coalescer = Coalescer(group.size)
 
     # -- who we are -------------------------------------------------------------------------------
 
@@ -175,8 +177,8 @@ class Communicator:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the buffers that stages keep for this group, to use them again."""
-        return self._pipeline.buffer_bytes
+        """Bytes of the buffers that are kept for this group's operations, to use them again."""
+        return self._pipeline.buffer_bytes + self._coalescer.buffer_bytes
 
     def shut(self, clean: bool) -> None:
         """Close the group's channels. For the runtime, once nothing is in flight."""
@@ -295,11 +297,7 @@ class Communicator:
         tag: str | None = None,
     ) -> Work | None:
         """Gather every rank's `input` of n elements into `output` of size × n elements, in rank order."""
-        target, source = as_tensor(output, "output"), as_tensor(input, "input")
-        self._expect(
-            target.numel() == source.numel() * self.size, "output", target, f"{self.size} × input", source
-        )
-        _same_dtype(target, source)
+        target, source = self._gathering(output, input)
         return self._submit(
             "all_gather", (source,), (target,), source.shape, target.numel(),
             async_op=async_op, backend=backend, compress=compress, tag=tag,
@@ -355,11 +353,7 @@ class Communicator:
         tag: str | None = None,
     ) -> Work | None:
         """Reduce `input` of size × n elements over ranks; rank r gets part r in `output` of n elements."""
-        target, source = as_tensor(output, "output"), as_tensor(input, "input")
-        self._expect(
-            source.numel() == target.numel() * self.size, "input", source, f"{self.size} × output", target
-        )
-        _same_dtype(target, source)
+        target, source = self._scattering(output, input)
         return self._submit(
             "reduce_scatter", (source,), (target,), target.shape, source.numel(), reduce_op=op,
             async_op=async_op, backend=backend, compress=compress, tag=tag,
@@ -554,11 +548,12 @@ class Communicator:
         compress: Compress = None,
         tag: str | None = None,
     ) -> Work | None:
-        """`all_reduce` of each tensor, in flight together; one handle."""
-        batch = Batch(self, [])
-        for tensor in _several(tensors, "tensors"):
-            batch._first_all_reduce(tensor, op, True, backend, compress, tag)
-        return self._joint(batch.issue(), "all_reduce_coalesced", tensors, async_op, tag)
+        """`all_reduce` of each tensor; small ones of a dtype travel as one. One handle."""
+        values = [as_tensor(tensor, "tensor") for tensor in _several(tensors, "tensors")]
+        return self._coalesced(
+            "all_reduce", values, values, reduce_op=op, async_op=async_op, backend=backend, compress=compress,
+            tag=tag,
+        )  # fmt: skip
 
     def all_gather_coalesced(
         self,
@@ -570,11 +565,12 @@ class Communicator:
         compress: Compress = None,
         tag: str | None = None,
     ) -> Work | None:
-        """`all_gather_into_tensor` of each pair, in flight together; one handle."""
-        batch = Batch(self, [])
-        for out, value in _pairs(outputs, inputs):
-            batch.all_gather_into_tensor(out, value, True, backend=backend, compress=compress, tag=tag)
-        return self._joint(batch.issue(), "all_gather_coalesced", outputs, async_op, tag)
+        """`all_gather_into_tensor` of each pair; small ones of a dtype travel as one. One handle."""
+        pairs = [self._gathering(*pair) for pair in _pairs(outputs, inputs)]
+        return self._coalesced(
+            "all_gather", [source for _, source in pairs], [target for target, _ in pairs],
+            async_op=async_op, backend=backend, compress=compress, tag=tag,
+        )  # fmt: skip
 
     def reduce_scatter_coalesced(
         self,
@@ -587,25 +583,47 @@ class Communicator:
         compress: Compress = None,
         tag: str | None = None,
     ) -> Work | None:
-        """`reduce_scatter_tensor` of each pair, in flight together; one handle."""
-        batch = Batch(self, [])
-        for out, value in _pairs(outputs, inputs):
-            batch.reduce_scatter_tensor(out, value, op, True, backend=backend, compress=compress, tag=tag)
-        return self._joint(batch.issue(), "reduce_scatter_coalesced", inputs, async_op, tag)
+        """`reduce_scatter_tensor` of each pair; small ones of a dtype travel as one. One handle."""
+        pairs = [self._scattering(*pair) for pair in _pairs(outputs, inputs)]
+        return self._coalesced(
+            "reduce_scatter", [source for _, source in pairs], [target for target, _ in pairs],
+            reduce_op=op, async_op=async_op, backend=backend, compress=compress, tag=tag,
+        )  # fmt: skip
 
-    def _joint(
+    def _coalesced(
         self,
-        works: Sequence[Work],
-        kind: str,
-        tensors: Sequence[torch.Tensor],
+        kind: Kind,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        *,
         async_op: bool,
         tag: str | None,
+        **call: Any,
     ) -> Work | None:
-        nbytes = sum(int(as_tensor(t, "tensors").nbytes) for t in tensors)
-        work = JointWork(works, kind, nbytes=nbytes, tag=tag)
+        strided = [index for index, output in enumerate(outputs) if not is_plain(output)]
+        for index in strided:
+            check_apart(outputs[index])
+        targets = outputs if not strided else [plain(output) for output in outputs]
+        sources = targets if inputs is outputs else [plain(value) for value in inputs]
+        batch = Batch(self, [])
+        parts = self._coalescer.parts(kind, sources, targets)
+        for source, target, members, _ in parts:
+            larger, smaller = (target, source) if kind == "all_gather" else (source, target)
+            batch._submit(
+                kind, (source,), (target,), smaller.shape, larger.numel(), async_op=True, tag=tag,
+                fused=members, whole=True, **call,
+            )  # fmt: skip
+        works = batch.issue()
+        for work, part in zip(works, parts, strict=True):
+            if part.finish is not None:
+                work.then(part.finish)
+        nbytes = sum(tensor.nbytes for tensor in (outputs if kind == "all_gather" else inputs))
+        joint = JointWork(works, f"{kind}_coalesced", nbytes=nbytes, tag=tag)
+        if strided:
+            joint.then(lambda: _assign_all([(outputs[index], targets[index]) for index in strided]))
         if async_op:
-            return work
-        work.wait()
+            return joint
+        joint.wait()
         return None
 
     # -- point to point ---------------------------------------------------------------------------
@@ -929,6 +947,24 @@ class Communicator:
         )
         return parts
 
+    def _gathering(self, output: torch.Tensor, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The two tensors of an all_gather, checked."""
+        target, source = as_tensor(output, "output"), as_tensor(input, "input")
+        self._expect(
+            target.numel() == source.numel() * self.size, "output", target, f"{self.size} × input", source
+        )
+        _same_dtype(target, source)
+        return target, source
+
+    def _scattering(self, output: torch.Tensor, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The two tensors of a reduce_scatter, checked."""
+        target, source = as_tensor(output, "output"), as_tensor(input, "input")
+        self._expect(
+            source.numel() == target.numel() * self.size, "input", source, f"{self.size} × output", target
+        )
+        _same_dtype(target, source)
+        return target, source
+
     def _splits_of(self, tensor: torch.Tensor, sizes: Sequence[int] | None, name: str) -> tuple[int, ...]:
         rows = tensor.shape[0] if tensor.ndim else 1
         if sizes is None:
@@ -1005,7 +1041,8 @@ def _in_place(plan: Plan, async_op: bool) -> Callable[[torch.Tensor], Work | Non
 
         return run
     if async_op:
-        return lambda x: issue(Message(signature, (x,), (x,)))
+        hold: Callable[[torch.Tensor], Work] | None = getattr(issue, "hold", None)
+        return hold or (lambda x: issue(Message(signature, (x,), (x,))))
     return lambda x: issue(Message(signature, (x,), (x,))).wait()
 
 
@@ -1037,6 +1074,11 @@ def _space(outputs: Sequence[torch.Tensor], packed: bool) -> tuple[torch.Tensor 
 
 def _assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
     tensor.copy_(value)
+
+
+def _assign_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for tensor, value in pairs:
+        tensor.copy_(value)
 
 
 def _trailing(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -1,0 +1,89 @@
+"""Coalesced calls: many tensors, few operations.
+
+Small tensors of a dtype are packed into one buffer each way; a large one goes by itself, because copying it
+costs more than an operation saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+import torch
+
+from mcr_plus.fusion.space import Layout, join, split
+
+LARGE: Final = 256 << 10  # bytes of a tensor that goes by itself
+_LIMIT: Final = 25 << 20  # bytes of a buffer, whose copies should not outgrow the tensors
+
+
+class Part(NamedTuple):
+    """One operation of a coalesced call."""
+
+    source: torch.Tensor
+    target: torch.Tensor  # the source itself, if the operation works in place
+    members: int
+    finish: Callable[[], None] | None  # puts the results where they belong
+
+
+class Coalescer:
+    """Makes few operations of many, and keeps the buffers for that."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._layouts: dict[tuple[str, torch.dtype, torch.device], Layout] = {}
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers that are kept."""
+        return sum(layout.kept for layout in self._layouts.values())
+
+    def parts(self, kind: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[Part]:
+        """The operations to issue, the same on all ranks if sizes and dtypes are.
+
+        `inputs` and `outputs` are contiguous, and the same tensors if the operation works in place.
+        """
+        larger = outputs if kind == "all_gather" else inputs
+        small: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        parts = []
+        for index, tensor in enumerate(larger):
+            if tensor.nbytes >= LARGE:
+                parts.append(Part(inputs[index], outputs[index], 1, None))
+            else:
+                small.setdefault((tensor.dtype, tensor.device), []).append(index)
+        for (dtype, device), members in small.items():
+            layout = self._layouts.get((kind, dtype, device))
+            if layout is None:
+                layout = self._layouts[kind, dtype, device] = Layout(kind, self._ranks, dtype)
+            for chosen in _buckets(members, larger):
+                sources, targets = ([tensors[index] for index in chosen] for tensors in (inputs, outputs))
+                parts.append(_packed(layout, sources, targets, device))
+        return parts
+
+
+def _buckets(members: list[int], tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    buckets: list[list[int]] = [[]]
+    room = _LIMIT
+    for index in members:
+        nbytes = tensors[index].nbytes
+        if nbytes > room:
+            buckets.append([])
+            room = _LIMIT
+        buckets[-1].append(index)
+        room -= nbytes
+    return buckets
+
+
+def _packed(
+    layout: Layout, inputs: list[torch.Tensor], outputs: list[torch.Tensor], device: torch.device
+) -> Part:
+    numels = [tensor.numel() // layout.given for tensor in inputs]
+    space = layout.take(sum(numels), device)
+    source, target = layout.views(space, sum(numels))
+    join(inputs, numels, source, layout.given)
+
+    def finish() -> None:
+        split(target, numels, outputs, layout.taken)
+        layout.give_back(space)
+
+    return Part(source, target, len(numels), finish)

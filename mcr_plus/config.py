@@ -196,11 +196,16 @@ class SelectOptions(StageOptions):
 
 
 class DispatchOptions(StageOptions):
-    """Options of `dispatch`: the deadline in seconds, when ranks compare signatures, how a wait idles."""
+    """Options of `dispatch`: the deadline in seconds, when ranks compare signatures, how a wait idles.
+
+    `progress`: who advances operations in flight on libraries that need the host (MPI): the `caller`,
+    whenever it issues or waits, or a `thread`, also while the program computes.
+    """
 
     timeout: Seconds = 300.0
     check: Literal["first", "every"] = "first"
     wait: Literal["auto", "spin", "yield", "sleep"] = "auto"
+    progress: Literal["caller", "thread"] = "caller"
 
 
 class NoOptions(StageOptions):

@@ -153,7 +153,8 @@ class Backend(Protocol):
 
     A backend may also have a class method `library_version() -> str`, which names the library in use,
     such as `Open MPI 5.0.11`, and an attribute `needs_polls`: true if its operations advance only while they
-    are polled, so that a rank that waits for one polls on instead of sleeping.
+    are polled, so that a rank that waits for one polls on instead of sleeping. Such a backend also has a
+    method `refuses_threads() -> str`: why it cannot be called from two threads at once, empty if it can.
     """
 
     name: str

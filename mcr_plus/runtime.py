@@ -27,6 +27,7 @@ from mcr_plus.dispatch.engine import Engine, GroupState
 from mcr_plus.dispatch.meeting import SHORT, call_off, let_go_first, meet
 from mcr_plus.dispatch.operation import Lane
 from mcr_plus.dispatch.peers import Peers
+from mcr_plus.dispatch.progress import ProgressThread
 from mcr_plus.dispatch.stage import GroupRuntime, Line
 from mcr_plus.environment import LaunchEnvironment, cores, host_name, launch_environment
 from mcr_plus.errors import (
@@ -67,6 +68,8 @@ class Runtime:
         needed = {"local": backends["local"]} if world.size == 1 else backends
         self._backends: dict[str, Backend] = {name: kind(world) for name, kind in needed.items()}
         self.engine.backends = list(self._backends.values())
+        if options.progress == "thread":
+            self._drive_by_thread()
         self._communicators: list[Communicator] = []
         self._pipelines: list[Pipeline] = []
         self._groups = 0
@@ -76,6 +79,17 @@ class Runtime:
     def backend_names(self) -> list[str]:
         """The libraries of this job, in fallback order."""
         return [name for name in self._classes if name != "local" or self.world.size == 1]
+
+    def _drive_by_thread(self) -> None:
+        """Start the progress thread, if any library needs one."""
+        waiting = [backend for backend in self.engine.backends if getattr(backend, "needs_polls", False)]
+        for backend in waiting:
+            if problem := backend.refuses_threads():  # type: ignore[attr-defined]  # see `Backend`
+                raise BackendUnavailable(
+                    f"dispatch: progress: thread: {problem}; progress: caller works with it"
+                )
+        if waiting:
+            self.engine.progress_thread = ProgressThread(self.engine)
 
     def open_group(self, name: str, ranks: tuple[int, ...]) -> Communicator:
         """Create the communicator of `ranks`; collective over them."""
@@ -130,6 +144,7 @@ class Runtime:
         """Take everything down. Waits for what is in flight if `clean`, and raises its first error."""
         self.closed = True
         job.communicator = None
+        self.engine.stop_thread()
         error: McrError | None = None
         clean = clean and not self.engine.failed
         if clean:
@@ -186,6 +201,7 @@ class Runtime:
     def abandon(self) -> None:
         """In a forked child: the parent's groups are not ours, and neither is its end."""
         self.closed = True
+        self.engine.progress_thread = None
         for state in self.engine.states:
             state.abandon()
         for backend in self._backends.values():

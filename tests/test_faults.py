@@ -52,8 +52,9 @@ survivors = pytest.mark.parametrize(
 )
 
 
-def configuration(deadline: float = DEADLINE_S) -> dict[str, Any]:
-    return {"version": 1, "pipeline": [{"select": {}}, {"dispatch": {"timeout": f"{deadline}s"}}]}
+def configuration(deadline: float = DEADLINE_S, progress: str = "caller") -> dict[str, Any]:
+    dispatch = {"timeout": f"{deadline}s", "progress": progress}
+    return {"version": 1, "pipeline": [{"select": {}}, {"dispatch": dispatch}]}
 
 
 def libraries(via: str) -> list[str]:
@@ -83,9 +84,9 @@ FAULTS: dict[str, Callable[[], object]] = {
 }
 
 
-def fault(name: str, victim: int, via: str) -> dict[str, dict[str, Any]]:
+def fault(name: str, victim: int, via: str, progress: str) -> dict[str, dict[str, Any]]:
     """Runs on ranks: one falls out; the others wait for it in every way, each in a group of its own."""
-    mcr.init(configuration(), backends=libraries(via))
+    mcr.init(configuration(progress=progress), backends=libraries(via))
     everyone = list(range(mcr.get_world_size()))
     forms: dict[str, Callable[[mcr.Communicator, str], Callable[[], object]]] = {
         "sync": lambda group, backend: lambda: group.all_reduce(torch.ones(4), backend=backend),
@@ -160,7 +161,21 @@ def patience(via: str) -> list[dict[str, Any]]:
     [*((name, VICTIM) for name in FAULTS), ("SIGKILL", 0), ("SIGSTOP", 0)],
 )
 def test_survivors_are_told_who_is_missing(name: str, victim: int, via: Via) -> None:
-    results = run_ranks(fault, 3, args=[name, victim, via], via=via, timeout=START_LIMIT_S, check=False)
+    check_survivors(name, victim, via, "caller")
+
+
+@pytest.mark.skipif(not mpi_usable(), reason="needs MPI")
+@pytest.mark.parametrize("name", ["never calls", "SIGKILL"])
+def test_survivors_are_told_beside_a_progress_thread(name: str) -> None:
+    via: Via = "ulfm" if _has_fault_tolerance() else "mpi"
+    if via == "mpi" and name == "SIGKILL":
+        pytest.skip("this MPI's launcher ends the job when a rank dies")
+    check_survivors(name, VICTIM, via, "thread")
+
+
+def check_survivors(name: str, victim: int, via: Via, progress: str) -> None:
+    args = [name, victim, via, progress]
+    results = run_ranks(fault, 3, args=args, via=via, timeout=START_LIMIT_S, check=False)
     others = [result for result in results if result.rank != victim]
     assert [result.returncode for result in others] == [0, 0], _endings(results)
     limit = DEATH_S if name == "SIGKILL" else DEADLINE_S + SLACK_S

@@ -206,10 +206,10 @@ class Program:
         return self._pack(step, group.barrier(**self._common(step)), None, None)
 
 
-def fuzz(first_seed: int, programs: int, backends: list[str]) -> dict[str, Any]:
+def fuzz(first_seed: int, programs: int, backends: list[str], progress: str) -> dict[str, Any]:
     """Run programs on this rank; failures as text."""
     torch.set_num_threads(1)
-    stages = [{"select": {}}, {"dispatch": {"timeout": "30s"}}]
+    stages = [{"select": {}}, {"dispatch": {"timeout": "30s", "progress": progress}}]
     world = mcr.init({"version": 1, "backends": backends, "pipeline": stages})
     groups = [mcr.new_group(ranks) for ranks in groups_of(world.size)]
     failures: list[str] = []
@@ -223,10 +223,14 @@ def fuzz(first_seed: int, programs: int, backends: list[str]) -> dict[str, Any]:
     return {"failures": failures[:5], "done": done}
 
 
-@pytest.mark.parametrize(("ranks", "programs"), [(2, 1500), (3, 800), (4, 500)])
-def test_random_programs_give_the_oracles_results(ranks: int, programs: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "programs", "progress"),
+    [(2, 1500, "caller"), (3, 800, "caller"), (4, 500, "caller"), (2, 800, "thread"), (3, 300, "thread")],
+)
+def test_random_programs_give_the_oracles_results(ranks: int, programs: int, progress: str) -> None:
     programs = int(os.environ.get("MCR_FUZZ_PROGRAMS", programs))
-    results = run_ranks(fuzz, ranks, args=[ranks * 1_000_000, programs, ["mpi", "gloo"]], timeout=3000)
+    args = [ranks * 1_000_000, programs, ["mpi", "gloo"], progress]
+    results = run_ranks(fuzz, ranks, args=args, timeout=3000)
     for result in results:
         assert result.value["failures"] == []
         assert result.value["done"] == programs

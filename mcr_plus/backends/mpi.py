@@ -203,6 +203,12 @@ class MpiBackend:
             for mailbox in tuple(self._busy):
                 mailbox.progress()
 
+    def refuses_threads(self) -> str:
+        """See `Backend`."""
+        if self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE:
+            return ""
+        return f"{self.library_version()} was initialised without MPI_THREAD_MULTIPLE"
+
     def close(self, clean: bool) -> None:  # noqa: ARG002 - a Backend
         """See `Backend.close`. Finalising is left to the end of the process: it can be done only once."""
         self._channels.clear()

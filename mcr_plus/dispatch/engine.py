@@ -19,6 +19,7 @@ from mcr_plus.message import VECTOR
 if TYPE_CHECKING:
     from mcr_plus.dispatch.operation import Lane
     from mcr_plus.dispatch.peers import Peers
+    from mcr_plus.dispatch.progress import ProgressThread
     from mcr_plus.dispatch.work import IssuedWork
     from mcr_plus.interfaces import Backend, StreamPoll
     from mcr_plus.message import Group
@@ -157,6 +158,7 @@ class Engine:
         self.when_stuck: list[Callable[[], None]] = []
         # Ranks of the job that have left or given up, and so failed an operation.
         self.blamed: set[int] = set()
+        self.progress_thread: ProgressThread | None = None
         self._wait_policy = wait
         self._oversubscribed = oversubscribed
         self._held: deque[IssuedWork] = deque()
@@ -186,6 +188,8 @@ class Engine:
                 break
             held.popleft()
         held.append(work)
+        if self.progress_thread is not None:
+            self.progress_thread.wake()
 
     def defer(self, work: IssuedWork) -> None:
         """Queue an operation that may not start yet; those of its lane that follow queue behind it."""
@@ -375,6 +379,26 @@ class Engine:
         if self._unordered:
             self._unordered = [work for work in self._unordered if not self._start_unordered(work)]
 
+    def stop_thread(self) -> None:
+        """End the progress thread, if there is one: from now on only callers drive."""
+        thread, self.progress_thread = self.progress_thread, None
+        if thread is not None:
+            thread.stop()
+
+    def drive(self) -> bool:
+        """Make progress on what is in flight, for the progress thread; False if nothing is.
+
+        Finished operations are settled here, so that what follows them (decoding, copying out) is done before
+        anybody waits.
+        """
+        with self.lock:
+            held = self._held
+            while held and (held[0].is_done or self.try_poll(held[0])):
+                held.popleft()
+            if held:
+                self.progress()
+            return bool(held)
+
     def _start_unordered(self, work: IssuedWork) -> bool:
         after = work.message.after
         if work.is_done:
@@ -558,7 +582,8 @@ class Engine:
     @property
     def in_flight(self) -> int:
         """Asynchronous operations not yet known to be done."""
-        return sum(not work.is_done for work in self._held)
+        with self.lock:
+            return sum(not work.is_done for work in self._held)
 
 
 def _stream(work: IssuedWork) -> StreamPoll:

@@ -1,0 +1,104 @@
+"""The progress thread: operations advance while the program does something else."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+import mcr_plus as mcr
+from mcr_plus.dispatch.work import IssuedWork
+from mcr_plus.launch import mpi_usable
+
+pytestmark = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
+
+BY_HOST = 1 << 20  # elements; far more than an MPI library moves without being called again
+
+
+def dispatch(progress: str) -> dict[str, Any]:
+    stages = [{"select": {}}, {"dispatch": {"timeout": "30s", "progress": progress}}]
+    return {"version": 1, "backends": ["mpi"], "pipeline": stages}
+
+
+def hands_off(progress: str, patience: float) -> tuple[bool, bool]:
+    """Whether an operation, and what was to follow it, were done while the program called nothing of ours."""
+    followed = threading.Event()
+    done = False, False
+    with mcr.init(dispatch(progress)) as comm:
+        for _ in range(2):  # the first of a signature is compared with the peers
+            x = torch.full((BY_HOST,), comm.rank + 1.0)
+            work = comm.all_reduce(x, async_op=True)
+            assert isinstance(work, IssuedWork)
+            followed.clear()
+            work.then(followed.set)
+            until = time.monotonic() + patience
+            while not work.is_done and time.monotonic() < until:
+                time.sleep(0.01)
+            done = work.is_done, followed.is_set()
+            work.wait()
+            assert x[0] == x[-1] == 3.0
+            comm.barrier()
+    return done
+
+
+def both_ways() -> dict[str, Any]:
+    """Runs on ranks."""
+    before = threading.active_count()
+    found: dict[str, Any] = {"caller": hands_off("caller", 0.5), "thread": hands_off("thread", 20.0)}
+    found["threads left"] = threading.active_count() - before
+    with mcr.init(dispatch("thread")):
+        busy = time.process_time()
+        time.sleep(0.5)  # nothing in flight: the thread sleeps
+        found["idle"] = time.process_time() - busy
+    return found
+
+
+def test_operations_end_while_the_program_does_something_else() -> None:
+    for result in run_ranks(both_ways, 2):
+        assert result.value["caller"] == [False, False]
+        assert result.value["thread"] == [True, True]
+        assert result.value["threads left"] == 0
+        assert result.value["idle"] < 0.25
+
+
+def serialized() -> str:
+    """Runs on ranks: MPI initialised for one thread at a time."""
+    import mpi4py
+
+    mpi4py.rc.thread_level = "serialized"
+    try:
+        mcr.init(dispatch("thread"))
+    except mcr.BackendUnavailable as error:
+        return str(error)
+    return "nothing"
+
+
+def test_an_mpi_for_one_thread_is_refused() -> None:
+    for result in run_ranks(serialized, 2):
+        if result.value == "nothing":
+            pytest.skip("this MPI gives more threads than were asked for")
+        assert "MPI_THREAD_MULTIPLE" in result.value
+        assert "progress: caller" in result.value
+
+
+def forked() -> list[int]:
+    """Runs on ranks: a child of a process with a progress thread ends by itself."""
+    with mcr.init(dispatch("thread")) as comm:
+        work = comm.all_reduce(torch.ones(BY_HOST), async_op=True)
+        child = os.fork()
+        if child == 0:
+            os._exit(7)
+        _, status = os.waitpid(child, 0)
+        assert work is not None
+        work.wait()
+        return [os.waitstatus_to_exitcode(status)]
+
+
+def test_a_forked_child_has_no_part_in_it() -> None:
+    for result in run_ranks(forked, 2):
+        assert result.value == [7]

@@ -1,9 +1,9 @@
 """fuse: small asynchronous operations of like signature travel as one.
 
 A bucket is sent when it is full or the next operation does not fit. All open buckets of the group are sent,
-in the order in which they were opened, when a member of any is waited for (or asked whether it is done), and
-at `flush()`; so ranks may wait for their handles in different orders. These are facts of the program's order,
-the same on all ranks, never a matter of time.
+in the order in which they were opened (or the reverse, `order: priority`), when a member of any is waited for
+or asked whether it is done, and at `flush()`; so ranks may wait for their handles in different orders. These
+are facts of the program's order, the same on all ranks, never a matter of time.
 """
 
 from __future__ import annotations
@@ -114,6 +114,7 @@ class _Class:
         self.memory, self.runtime = memory, runtime
         self.layout = Layout(like.kind, ranks, like.dtype)
         self._limit = options.bucket
+        self._newest_first = options.order == "priority"
         self._first_limit = min(options.first_bucket or options.bucket, options.bucket)
         self.open: _Bucket | None = None
         self._like = like
@@ -172,7 +173,8 @@ class _Class:
         if not self.memory.reserve(int(limit * self.layout.share)):
             return None
         self.open = bucket = _Bucket(self, limit)
-        self.runtime.held.append(bucket)
+        held = self.runtime.held
+        held.insert(0 if self._newest_first else len(held), bucket)
         return bucket
 
     def whole(self, numel: int) -> tuple[Signature, Issue]:

@@ -154,6 +154,25 @@ class Communicator:
         """The options of a stage of the pipeline; None if it is not there."""
         return self._runtime.config.options(name)
 
+    def expected_us(
+        self,
+        kind: Kind,
+        dtype: torch.dtype,
+        numel: int,
+        *,
+        op: ReduceOp | None = None,
+        device: str = "cpu",
+        tag: str | None = None,
+    ) -> float | None:
+        """Microseconds that a synchronous operation should take by the tuning table; None if unknown.
+
+        `numel`: its payload in elements, as in `Signature.nbytes`. Sends nothing.
+        """
+        signature = Signature(
+            kind, dtype, (numel,), numel * dtype.itemsize, self.name, self.size, device, op, None, tag
+        )
+        return self._pipeline.expected_us(signature)
+
     def send_bucket(
         self,
         values: torch.Tensor,

@@ -171,12 +171,19 @@ class FuseOptions(StageOptions):
     `first_bucket`: the same for the first one after a flush, so that sending begins early; None for no other
     limit. `kinds`: what is fused. `memory`: what buckets may take together that have not been waited for;
     beyond it operations go by themselves.
+
+    `order`: which of several open buckets is sent first: `ready`, the one opened first, or `priority`, the
+    one opened last. Gradients become ready from the last layer to the first, and the next forward pass needs
+    those of the first layer first. `plan`: how hooks make buckets of gradients: by `size`, or `exact`, so
+    that by the times at which gradients become ready and the table's costs the last operation is done first.
     """
 
     bucket: Annotated[int, BeforeValidator(parse_size), Field(gt=0)] = 25 << 20
     first_bucket: Annotated[int | None, BeforeValidator(_size), Field(gt=0)] = 1 << 20
     kinds: Annotated[tuple[str, ...], BeforeValidator(_fusible)] = ("all_reduce",)
     memory: Annotated[int, BeforeValidator(parse_size), Field(gt=0)] = 256 << 20
+    order: Literal["ready", "priority"] = "ready"
+    plan: Literal["size", "exact"] = "size"
 
 
 class SelectOptions(StageOptions):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from mcr_plus import registry
@@ -41,12 +41,24 @@ class Pipeline:
         self._context = context
         self._names = [spec.name for spec in context.config.pipeline]
         self._stages: dict[tuple[str, str | None], Stage] = {}
+        self._explaining: Pipeline | None = None
 
     def bind(self, signature: Signature) -> Bound:
         """Bind all stages to `signature`. Raises `Unsupported` if no way through exists."""
         bound = Bound(_unbound)
         bound.issue = self._bind_from(0, signature, bound.notes)
         return bound
+
+    def expected_us(self, signature: Signature) -> float | None:
+        """Microseconds that the library operations for `signature` should take together; None if unknown.
+
+        Binds to no library, so ranks may ask for what they like.
+        """
+        if self._explaining is None:
+            self._explaining = Pipeline(replace(self._context, runtime=None))
+        steps = [note.details() for note in self._explaining.bind(signature).notes]
+        times = [step["expected_us"] for step in steps if "expected_us" in step]
+        return None if None in times or not times else sum(times)
 
     def flush(self) -> None:
         """Let every stage issue what it holds back, in pipeline order."""

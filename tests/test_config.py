@@ -263,7 +263,10 @@ def test_near_misses_get_a_hint(text: str, hint: str) -> None:
             {"dispatch": {"wait": "nap"}},
             "dispatch.wait: unknown value 'nap'; known: auto, spin, yield, sleep",
         ),
-        ({"dispatch": {"colour": 1}}, "dispatch.colour: unknown key 'colour'; known: check, timeout, wait"),
+        (
+            {"dispatch": {"colour": 1}},
+            "dispatch.colour: unknown key 'colour'; known: check, progress, timeout, wait",
+        ),
     ],
 )
 def test_refused_options(options: dict[str, Any], expected: str) -> None:
@@ -796,7 +799,7 @@ def test_dump_says_what_was_written() -> None:
                     "refined": None,
                 }
             },
-            {"dispatch": {"timeout": 300.0, "check": "first", "wait": "auto"}},
+            {"dispatch": {"timeout": 300.0, "check": "first", "wait": "auto", "progress": "caller"}},
         ],
         "rules": [
             {

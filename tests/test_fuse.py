@@ -205,9 +205,9 @@ def test_what_sends_a_bucket() -> None:
         assert found["at the end"] == [3.0] * 3
 
 
-def order_of_buckets() -> list[str]:
+def order_of_buckets(order: str) -> list[str]:
     """Runs on ranks: in which order open buckets are sent, however ranks wait."""
-    with mcr.init(config("gloo")) as comm, mcr.record() as log:
+    with mcr.init(config("gloo", order=order)) as comm, mcr.record() as log:
         works: list[Any] = [
             comm.all_reduce(torch.ones(2), async_op=True, tag="first"),
             comm.all_reduce(torch.ones(2, dtype=torch.int64), async_op=True, tag="second"),
@@ -220,9 +220,13 @@ def order_of_buckets() -> list[str]:
         return [record.tag or "" for record in records]
 
 
-def test_buckets_are_sent_in_the_order_in_which_they_were_opened() -> None:
-    for result in run_ranks(order_of_buckets, 2, via="torch"):
-        assert result.value == ["first", "second", "third"]
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [("ready", ["first", "second", "third"]), ("priority", ["third", "second", "first"])],
+)
+def test_in_which_order_buckets_are_sent(order: str, expected: list[str]) -> None:
+    for result in run_ranks(order_of_buckets, 2, args=[order], via="torch"):
+        assert result.value == expected
 
 
 def other_way_round() -> list[float]:

@@ -41,7 +41,7 @@ class Held(Protocol):
 class GroupRuntime:
     """What stages work with that issue or hold back operations; a group that only explains has none.
 
-    `held`: what stages hold back, in the order in which it was opened.
+    `held`: what stages hold back, in the order in which it is to be sent.
     """
 
     engine: Engine

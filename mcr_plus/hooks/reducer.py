@@ -5,14 +5,18 @@ all_reduce starts, buckets in the same order on all ranks; when the backward pas
 whoever reads `param.grad` after `backward()`, to clip or to step, finds the mean over ranks.
 
 The first pass uses buckets in reverse order of the parameters; the order in which rank 0's gradients then
-became ready is broadcast and decides about the buckets from then on (as DDP does; Li et al., VLDB 2020).
+became ready is broadcast and decides about the buckets from then on (as DDP does; Li et al., VLDB 2020). With
+`fuse: {plan: exact}` rank 0 also measures when they become ready, and a few passes later it plans the buckets
+whose last all_reduce is done first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from time import perf_counter
+from typing import Any, Final
 
 import torch
 from torch.autograd import Variable
@@ -21,10 +25,14 @@ from mcr_plus.communicator import Communicator
 from mcr_plus.config import FuseOptions
 from mcr_plus.dispatch.work import Work
 from mcr_plus.errors import InvalidArgument, McrError, Unsupported
-from mcr_plus.fusion.bucket import Bucket, Entry, by_size
+from mcr_plus.fusion.bucket import Bucket, Cost, Entry, by_size
+from mcr_plus.hooks.planning import all_reduce_cost, exact
 from mcr_plus.message import AVG, MAX
+from mcr_plus.units import format_size
 
+_log = logging.getLogger("mcr_plus")
 TAG: Final = "gradients"
+_MEASURED_PASS: Final = 3  # whose times `plan: exact` goes by; those before it allocate and warm up
 _ALIGNMENT: Final = 64  # bytes: a cache line, and what vector instructions like
 
 
@@ -65,7 +73,8 @@ class Reducer:
         self.syncing = True
         self._slots = [_Slot(index, name, param) for index, (name, param) in enumerate(params)]
         self._order: list[int] = []
-        self._settled = False
+        self._times: list[float] = []  # when each of `_order` became ready, in seconds
+        self._passes = 0
         self._task: int | None = None  # the autograd graph task whose end we wait for
         self._flats: list[_Flat] = []
         self._next = 0
@@ -75,7 +84,8 @@ class Reducer:
         self._told = torch.zeros(1 + len(params), dtype=torch.int32, device=device)
         fuse = comm.stage_options("fuse")
         self._limits = fuse if isinstance(fuse, FuseOptions) else FuseOptions()
-        self._arrange(range(len(self._slots) - 1, -1, -1))
+        self._costs = self._expected() if self._limits.plan == "exact" and comm.size > 1 else None
+        self._arrange(self._by_size(range(len(self._slots) - 1, -1, -1)))
         self._hooks = [
             slot.param.register_post_accumulate_grad_hook(self._hook(slot))
             for slot in self._slots
@@ -115,16 +125,28 @@ class Reducer:
 
     # -- layout -----------------------------------------------------------------------------------
 
-    def _arrange(self, order: Sequence[int] | range) -> None:
-        """Make buckets of the parameters in this order; gradients that are there move into them."""
-        entries = [
-            Entry(index, param.numel() * param.element_size(), (param.dtype, param.device))
-            for index in order
-            for param in [self._slots[index].param]
-        ]
-        limits = self._limits
-        plan = by_size(entries, limit=limits.bucket, first_limit=limits.first_bucket, alignment=_ALIGNMENT)
+    def _entry(self, index: int, ready: float = 0.0) -> Entry:
+        param = self._slots[index].param
+        return Entry(index, param.numel() * param.element_size(), (param.dtype, param.device), ready)
+
+    def _by_size(self, order: Sequence[int] | range) -> list[Bucket]:
+        limits, entries = self._limits, [self._entry(index) for index in order]
+        return by_size(entries, limit=limits.bucket, first_limit=limits.first_bucket, alignment=_ALIGNMENT)
+
+    def _arrange(self, plan: Sequence[Bucket]) -> None:
+        """Make these buckets; gradients that are there move into them."""
         self._flats = [self._flat(bucket) for bucket in plan]
+
+    def _expected(self) -> dict[Hashable, Cost]:
+        """What an all_reduce of some of the gradients should take, by what may share a bucket."""
+        total: dict[Any, int] = {}
+        for slot in self._slots:
+            entry = self._entry(slot.index)
+            total[entry.like] = total.get(entry.like, 0) + entry.nbytes
+        return {
+            (dtype, device): all_reduce_cost(self.comm, dtype, nbytes, device.type, TAG)
+            for (dtype, device), nbytes in total.items()
+        }
 
     def _flat(self, bucket: Bucket) -> _Flat:
         slots = [self._slots[index] for index in bucket.members]
@@ -158,6 +180,7 @@ class Reducer:
             _take_in(slot)
             slot.ready = True
             self._order.append(slot.index)
+            self._times.append(perf_counter())
             flat = slot.flat
             assert flat is not None
             flat.missing -= 1
@@ -211,26 +234,44 @@ class Reducer:
     def _place(self, failed: bool) -> None:
         """Give every parameter that some rank has a gradient of its mean."""
         order, self._order = self._order, []
+        times, self._times = self._times, []
         if failed:
             return  # the program goes on with another pass: its gradients are as it has left them
         blamed, *used = self._told.tolist()
         for slot, some in zip(self._slots, used, strict=True):
             if some:
                 slot.param.grad = slot.view
-        if not self._settled and not blamed:
-            self._settle(order)
+        if not blamed:
+            self._settle(order, times)
         if blamed:
             raise McrError(
                 f"the backward pass of rank {self.comm.ranks[blamed - 1]} failed; the gradients of this pass "
                 "are not complete on any rank"
             )
 
-    def _settle(self, seen: list[int]) -> None:
-        """From the second pass on buckets follow the order in which rank 0's gradients became ready."""
-        self._settled = True
+    def _settle(self, seen: list[int], times: list[float]) -> None:
+        """Make the buckets for the passes to come by what was seen on rank 0 in this one."""
+        self._passes += 1
+        exactly = self._costs is not None and self._passes == _MEASURED_PASS
+        if self._passes > 1 and not exactly:
+            return
         rest = [slot.index for slot in reversed(self._slots) if slot.index not in seen]
-        order: list[int] = self.comm.broadcast_object([*seen, *rest], self.comm.ranks[0])
-        self._arrange(order)
+        ready = [time - times[0] for time in times]
+        ready += [ready[-1] if ready else 0.0] * len(rest)
+        order, ready = self.comm.broadcast_object(([*seen, *rest], ready), self.comm.ranks[0])
+        if self._costs is None or not exactly:
+            self._arrange(self._by_size(order))
+            return
+        entries = [self._entry(index, when) for index, when in zip(order, ready, strict=True)]
+        plan = exact(entries, self._costs, _ALIGNMENT)
+        self._arrange(plan)
+        _log.info(
+            "gradients: %d buckets of %s, planned for %d gradients that become ready within %.1f ms",
+            len(plan),
+            ", ".join(format_size(bucket.nbytes) for bucket in plan[:8]) + ", …" * (len(plan) > 8),
+            len(entries),
+            1e3 * ready[-1],
+        )
 
 
 def _take_in(slot: _Slot) -> None:

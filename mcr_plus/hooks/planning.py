@@ -1,0 +1,50 @@
+"""Buckets of gradients whose last all_reduce is done first (`fuse: {plan: exact}`)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mcr_plus.communicator import Communicator
+from mcr_plus.errors import ConfigError
+from mcr_plus.fusion.bucket import Bucket, Cost, Entry, earliest_finish
+from mcr_plus.message import AVG, dtype_name
+
+
+def all_reduce_cost(comm: Communicator, dtype: torch.dtype, nbytes: int, device: str, tag: str) -> Cost:
+    """Expected seconds of an all_reduce of any size up to `nbytes`, by the pipeline's tuning table.
+
+    The time a library is busy with it, as synchronous operations take. Raises `ConfigError` if none is known.
+    """
+    steps = max(2, 2 * int(np.ceil(np.log2(max(nbytes, 1024) / 512))))
+    sizes = np.geomspace(512, max(nbytes, 1024), steps)
+    numels = [int(size) // dtype.itemsize for size in sizes]
+    times = [comm.expected_us("all_reduce", dtype, n, op=AVG, device=device, tag=tag) for n in numels]
+    known = [time for time in times if time is not None]
+    if len(known) < len(times):
+        raise ConfigError(
+            f"fuse: plan: exact: no expected times of all_reduce on {dtype_name(dtype)} over {comm.size} "
+            "ranks; `mcr-plus tune` measures them, and `select: {table: FILE}` names the result"
+        )
+    seconds = np.maximum.accumulate(known) * 1e-6
+
+    def cost(wanted: NDArray[np.int64]) -> NDArray[np.float64]:
+        return np.interp(wanted, sizes, seconds)
+
+    return cost
+
+
+def exact(entries: Sequence[Entry], costs: dict[Hashable, Cost], alignment: int) -> list[Bucket]:
+    """The buckets of entries with measured `ready` times, in the order in which they can be sent.
+
+    Entries of different likeness are planned as if each had the channel to itself.
+    """
+    ready = {entry.id: entry.ready for entry in entries}
+    buckets = []
+    for like, cost in costs.items():
+        own = sorted((entry for entry in entries if entry.like == like), key=lambda entry: entry.ready)
+        buckets += earliest_finish(own, cost, alignment=alignment)
+    return sorted(buckets, key=lambda bucket: max(ready[member] for member in bucket.members))

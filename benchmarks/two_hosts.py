@@ -75,9 +75,14 @@ class TwoHosts:
             "--prtemca", "prte_if_include", NETWORK, "--mca", "btl_tcp_if_include", NETWORK,
             "--mca", "btl", "tcp,self", "--mca", "pml", "ob1",
             # A rank that spins keeps its core from the kernel's network work.
-            "--mca", "mpi_yield_when_idle", "1", str(self._rank(command)),
+            "--mca", "mpi_yield_when_idle", "1", str(self._rank()), *command,
         ]  # fmt: skip
         return subprocess.run(_inside(self.names[0], words), check=True, **options)
+
+    def beside(self, commands: Sequence[Sequence[str]]) -> list[list[str]]:
+        """The commands as they run on one host each, without a launcher: a process without peers."""
+        script = str(self._rank())
+        return [_inside(name, [script, *command]) for name, command in zip(self.names, commands, strict=True)]
 
     def _connect(self) -> None:
         for name in self.names:
@@ -104,8 +109,8 @@ class TwoHosts:
             'exec ip netns exec "$name" unshare --uts bash -c "hostname $name; $*"\n',
         )
 
-    def _rank(self, command: Sequence[str]) -> Path:
-        """The command as the rank of a host runs it: with that host's interface, and half of the cores."""
+    def _rank(self) -> Path:
+        """What runs a command as the rank of a host: with that host's interface, and half of the cores."""
         usable = sorted(os.sched_getaffinity(0))
         half = max(1, len(usable) // 2)
         cases = "".join(
@@ -116,7 +121,7 @@ class TwoHosts:
             "rank",
             f"case $(hostname) in {cases}esac\n"
             "export GLOO_SOCKET_IFNAME=$link OMP_NUM_THREADS=1\n"
-            f"exec taskset --cpu-list $cores {shlex.join(command)}\n",
+            'exec taskset --cpu-list $cores "$@"\n',
         )
 
     def _script(self, name: str, text: str) -> Path:

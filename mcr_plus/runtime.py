@@ -253,7 +253,9 @@ class Job:
             if before_exit is not None:
                 before_exit()
         if self.together and not self.crashed:
-            users: list[Any] = [*self.used.values()] or _loaded_without_use()
+            users: list[Any] = [*self.used.values()]
+            if all(backend.name != "mpi" for backend in self.used.values()):
+                users += _loaded_without_use()
             for backend in users:
                 finalize = getattr(backend, "finalize", None)
                 if finalize is not None:
@@ -268,7 +270,7 @@ class Job:
 
 
 def _loaded_without_use() -> list[type[Backend]]:
-    """MPI, if it carried the store's address of a job that did not come about."""
+    """MPI, if it only carried the address of the job's store."""
     return [backend_class("mpi")] if "mcr_plus.backends.mpi" in sys.modules else []
 
 

@@ -460,6 +460,24 @@ with mcr.init(backends=["gloo"]) as comm:
 """
 
 
+@needs_mpi
+def test_a_library_that_only_carries_an_address_ends_well(tmp_path: Path) -> None:
+    """Under plain mpiexec ranks meet through MPI, also in a job that does not use it otherwise."""
+    program = tmp_path / "program.py"
+    program.write_text(_STEP)
+    launcher = mpi_flavour()
+    assert launcher is not None
+    environ = os.environ | {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    }
+    line = [launcher.path, "-n", "2", sys.executable, str(program)]
+    done = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 2 3.0", "1 2 3.0"]
+
+
 def test_tasks_of_a_slurm_step_find_each_other(tmp_path: Path) -> None:
     """What srun tells its tasks, without srun."""
     program = tmp_path / "program.py"

@@ -24,11 +24,13 @@ import model
 import numpy as np
 import pytest
 import report
+import reporting
 import torch
 import train
 import typer
+from libraries import TITLES
 from torch import Tensor, nn
-from transports import TITLES, Transport
+from transports import Transport
 from typer.testing import CliRunner
 
 import mcr_plus
@@ -374,9 +376,9 @@ def test_communication_is_summed_by_kind_tag_and_backend() -> None:
         record("all_reduce", None, "gloo", 100, 0, 1),
     ]
     log: Any = SimpleNamespace(records=records)
-    assert report.communication(log, seconds=10) == [
-        report.CommunicationRow("all_to_all", "a", "mpi", 3, 700, 2e6, 0.6, 0.15),
-        report.CommunicationRow("all_reduce", "", "gloo", 1, 100, 1e6, 0.1, 0.025),
+    assert reporting.communication(log, seconds=10) == [
+        reporting.CommunicationRow("all_to_all", "a", "mpi", 3, 700, 2e6, 0.6, 0.15),
+        reporting.CommunicationRow("all_reduce", "", "gloo", 1, 100, 1e6, 0.1, 0.025),
     ]
 
 
@@ -478,7 +480,7 @@ def test_any_number_of_ranks_trains_the_same_model(size: int, generated: Path) -
     several = on_ranks(size, lambda comms: train_on(comms, job(generated)))
     assert len(single.losses) == 14
     for result, _ in several:
-        assert report.difference(result.losses, single.losses) < 1e-12
+        assert reporting.difference(result.losses, single.losses) < 1e-12
         assert report.log_loss(result.labels, result.scores) == pytest.approx(
             report.log_loss(single.labels, single.scores)
         )
@@ -614,7 +616,7 @@ def test_two_processes_on_torch_train_the_same_model(generated: Path, tmp_path: 
     work = job(generated, model=model.ModelConfig(table_rows=20), batch_size=128)
     single, _ = train_on(alone(), work)
     losses = json.loads((tmp_path / "out.json").read_text())["train_loss"]["steps"]
-    assert report.difference(np.array(losses), single.losses) < report.TOLERANCE
+    assert reporting.difference(np.array(losses), single.losses) < reporting.TOLERANCE
 
 
 def mpi_is_there() -> bool:

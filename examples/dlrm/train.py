@@ -5,12 +5,11 @@
     mcr-plus run -n 2 examples/dlrm/train.py --compare           the same job on each library
 
 mpirun, torchrun and srun start it as well. `model.py` has the communication, `transports.py` the
-libraries it goes to, `criteo.py` the data, `report.py` the figures.
+libraries it goes to, `criteo.py` the data, `report.py` the figures, `../common` what examples share.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,33 +20,23 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "common"))  # what the examples share
+
 import numpy as np
 import torch
 import typer
 from criteo import Batch, DataError, Reader
+from libraries import TITLES, Log, TransportName, share_the_cores
 from model import DLRM, ModelConfig, loss
 from numpy.typing import NDArray
-from report import (
-    TOLERANCE,
-    Comparison,
-    Monitor,
-    Observer,
-    Result,
-    agree,
-    communication,
-    compared,
-    document,
-    report,
-    report_comparison,
-    write_json,
-)
+from report import COLUMNS, Compared, Result, compared, document, report
+from reporting import RECORDED, Monitor, Observer, communication, report_comparison, write_json
 from rich.console import Console
-from transports import TITLES, Log, Transport, TransportName, open_transport
+from transports import Transport, open_transport
 
 from mcr_plus.errors import BackendUnavailable, McrError
 
 HERE = Path(__file__).parent
-RECORDED = 2000  # steps whose communication is noted, so that a long run does not fill the memory
 
 # --- the job ----------------------------------------------------------------------------------------
 
@@ -162,26 +151,21 @@ def run(transport: Transport, title: str, job: Job, console: Console) -> Result:
     """The job over `transport`, which is closed at the end."""
     share_the_cores(transport.world_size)
     console.quiet = transport.rank != 0
-    with Monitor(console, title) as observe:
+    with Monitor(console, title, "samples") as observe:
         result = Trainer(job, transport, observe).run()
     transport.close()
     return result
 
 
-def share_the_cores(ranks: int) -> None:
-    """Ranks of one machine that each start a thread per core get in each other's way."""
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
-
-
-def compare(job: Job, config: Path, console: Console) -> list[Comparison]:
+def compare(job: Job, config: Path, console: Console) -> list[Compared]:
     """Run the job over every transport, one after the other, in these processes."""
-    rows: list[Comparison] = []
+    rows: list[Compared] = []
     reference: Result | None = None
     for name, title in TITLES.items():
         try:
             transport = open_transport(name, config)
         except BackendUnavailable as error:
-            rows.append(Comparison(title, missing=str(error)))
+            rows.append(Compared(title, missing=str(error)))
             continue
         result = run(transport, title, job, console)
         reference = reference or result
@@ -223,7 +207,7 @@ def main(
     job = Job(data, model, batch_size, lr, epochs, steps, holdout, eval_rows)
     try:
         if compare_all:
-            raise typer.Exit(run_compare(job, config, console, json_path))
+            raise typer.Exit(report_comparison(compare(job, config, console), COLUMNS, console, json_path))
         run_once(comms, job, config, console, json_path, trace)
     except (DataError, McrError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -242,17 +226,6 @@ def run_once(
         result.log.save(str(trace))
     if json_path:
         write_json(document(result, title), json_path)
-
-
-def run_compare(job: Job, config: Path, console: Console, json_path: Path | None) -> int:
-    """The exit status: 1 if losses differ."""
-    rows = compare(job, config, console)
-    report_comparison(rows, console)
-    same = agree(rows)
-    if json_path and not console.quiet:
-        content = {"tolerance": TOLERANCE, "same": same, "runs": [vars(row) for row in rows]}
-        write_json(content, json_path)
-    return 0 if same else 1
 
 
 if __name__ == "__main__":

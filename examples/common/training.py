@@ -1,0 +1,228 @@
+"""Trains a language model over a transport, and the same one over every library in turns."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from corpus import Corpus
+from libraries import TITLES, JobError, Log, TransportName, share_the_cores
+from numpy.typing import NDArray
+from parallel import Transport, open_transport
+from reporting import (
+    RECORDED,
+    Columns,
+    Comparison,
+    Monitor,
+    Observer,
+    Outcome,
+    communication,
+    difference,
+    ends,
+    report_outcome,
+)
+from rich.console import Console
+from torch import nn
+from transformer import LanguageModel, Losses
+
+from mcr_plus.errors import BackendUnavailable
+
+HELD_OUT_BATCHES = 8  # on each rank
+COLUMNS: Columns = (
+    ("tokens/s", "tokens_per_second", ",.0f"),
+    ("speed-up", "speedup", ".2f"),
+    ("final loss", "final_loss", ".5f"),
+    ("held out", "held_out_loss", ".5f"),
+    ("max loss diff", "max_difference", ".1e"),
+)
+
+Build = Callable[[Transport], LanguageModel]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train on what, and how long."""
+
+    build: Build
+    corpus: Corpus
+    batch: int  # windows of a step: on each rank, or on all together if it is shared
+    shared: bool  # all ranks see the same batch and work on it together; nothing is data parallel
+    steps: int
+    lr: float
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Result(Outcome):
+    """What came out of training a language model."""
+
+    times: list[float]  # of this rank's steps
+    tokens: int  # of a step, on all ranks
+    held_out: float  # loss
+    dropped: NDArray[np.float64]  # share of choices that experts had no room for, by step; empty without
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / median(self.times)
+
+
+# --- one run ----------------------------------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    loss: float  # of this rank's windows
+    dropped: tuple[float, ...]  # of each layer with experts
+    seconds: float
+
+
+def train(job: Job, comms: Transport, observe: Observer) -> Result:
+    """One run of the job, the same on every rank."""
+    model = job.build(comms).to(job.dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=job.lr)
+    called = model if job.shared else comms.data_parallel(model, optimizer)
+    stream, streams = (0, 1) if job.shared else (comms.rank, comms.world_size)
+    tokens = job.batch * (job.corpus.window - 1) * streams
+    steps: list[Step] = []
+    with ExitStack() as until:
+        log: Log | None = until.enter_context(comms.record())
+        for number in range(job.steps):
+            start = time.perf_counter()
+            windows = job.corpus.windows(number, stream, job.batch)
+            loss, shares = _step(called, optimizer, windows)
+            steps.append(Step(loss, shares, time.perf_counter() - start))
+            observe(len(steps) / job.steps, len(steps), loss, tokens / steps[-1].seconds)
+            if len(steps) == RECORDED:
+                until.close()
+    recorded = sum(step.seconds for step in steps[:RECORDED])
+    losses = [step.loss for step in steps]
+    dropped = [mean(step.dropped) for step in steps if step.dropped]
+    return Result(
+        ranks=comms.world_size,
+        losses=np.mean(comms.gather(losses), axis=0),
+        seconds=sum(step.seconds for step in steps),
+        communication=[] if log is None else communication(log, recorded),
+        log=log,
+        times=[step.seconds for step in steps],
+        tokens=tokens,
+        held_out=_held_out(job, model, comms, stream, streams),
+        dropped=np.mean(comms.gather(dropped), axis=0),
+    )
+
+
+def _step(
+    called: nn.Module, optimizer: torch.optim.Optimizer, windows: torch.Tensor
+) -> tuple[float, tuple[float, ...]]:
+    optimizer.zero_grad()
+    losses: Losses = called(windows)
+    (losses.text + losses.penalty).backward()
+    optimizer.step()
+    return losses.text.item(), losses.dropped
+
+
+@torch.no_grad()
+def _held_out(job: Job, model: LanguageModel, comms: Transport, stream: int, streams: int) -> float:
+    batches = job.corpus.held_out(stream, streams, job.batch, HELD_OUT_BATCHES)
+    own = mean(model(windows).text.item() for windows in batches)
+    return float(mean(comms.gather(own)))
+
+
+def run(name: TransportName, config: Path, job: Job, console: Console) -> Result:
+    """The job over a library, which is left at the end."""
+    comms = open_transport(name, config)
+    share_the_cores(comms.world_size)
+    console.quiet = comms.rank != 0
+    try:
+        with Monitor(console, TITLES[name], "tokens") as observe:
+            result = train(job, comms, observe)
+    except JobError:  # on all ranks alike, so they can part in good order
+        comms.close()
+        raise
+    comms.close()
+    return result
+
+
+def report(result: Result, console: Console) -> None:
+    """Print how well it learned, how fast it was, and where the time went."""
+    facts = [("held out", f"{result.held_out:.4f} nats per byte")]
+    if len(result.dropped):
+        first, last = ends(result.dropped)
+        facts.append(("dropped", f"{first:.1%} → {last:.1%} of what tokens chose, for want of room"))
+    report_outcome(result, facts, f"{result.tokens_per_second:,.0f} tokens/s", console)
+
+
+def document(result: Result, title: str) -> dict[str, Any]:
+    """The report for programs."""
+    dropped = dict(zip(("first", "last"), ends(result.dropped), strict=True)) if len(result.dropped) else None
+    return result.document(title) | {
+        "tokens_per_second": result.tokens_per_second,
+        "held_out_loss": result.held_out,
+        "dropped": dropped,
+    }
+
+
+# --- the same job on every library ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Compared(Comparison):
+    """One row of `--compare`."""
+
+    tokens_per_second: float | None = None
+    held_out_loss: float | None = None
+    rounds: int | None = None
+
+
+def compare(
+    job: Job, rounds: int, config: Path, console: Console
+) -> tuple[list[Compared], dict[str, NDArray[np.float64]]]:
+    """Run the job over every library, in rounds: a machine's speed drifts, and so it drifts for all.
+
+    Each round begins with another library. Returns the rows of the table, and the losses of the first round.
+    """
+    results: dict[str, list[Result]] = {title: [] for title in TITLES.values()}
+    missing: dict[str, str] = {}
+    turns = deque(TITLES.items())
+    for _ in range(rounds):
+        for name, title in turns:
+            if title in missing:
+                continue
+            try:
+                results[title].append(run(name, config, job, console))
+            except BackendUnavailable as error:
+                missing[title] = str(error)
+        turns.rotate(-1)
+    reference = next((each for each in results.values() if each), None)
+    if reference is None:
+        raise JobError("; ".join(f"{title} did not run: {why}" for title, why in missing.items()))
+    rows = [
+        _compared(title, each, reference) if each else Compared(title, missing=missing[title])
+        for title, each in results.items()
+    ]
+    return rows, {title: each[0].losses for title, each in results.items() if each}
+
+
+def _compared(title: str, results: list[Result], reference: list[Result]) -> Compared:
+    first = results[0]
+    return Compared(
+        title,
+        ranks=first.ranks,
+        speedup=_speed(results) / _speed(reference),
+        final_loss=first.last,
+        max_difference=max(difference(result.losses, reference[0].losses) for result in results),
+        tokens_per_second=_speed(results),
+        held_out_loss=first.held_out,
+        rounds=len(results),
+    )
+
+
+def _speed(results: list[Result]) -> float:
+    """Tokens/s in the median step of all rounds."""
+    return results[0].tokens / median(seconds for result in results for seconds in result.times)

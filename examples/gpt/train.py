@@ -1,0 +1,62 @@
+"""Train a dense transformer, data parallel or tensor parallel.
+
+    mcr-plus run -n 2 examples/gpt/train.py                      Python's documentation, pipeline.yaml
+    mcr-plus run -n 2 examples/gpt/train.py --tensor-parallel    every layer spread over the ranks
+    mcr-plus run -n 2 examples/gpt/train.py --compare            the same job on each library
+
+`tensor_parallel.py` has the layers that are spread, `../common` what the examples share.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "common"))  # what the examples share
+
+import options
+import tensor_parallel
+import typer
+from transformer import LanguageModel, Shape, read_shape
+
+HERE = Path(__file__).parent
+
+
+def main(
+    tensor_parallel_: Annotated[
+        bool, typer.Option("--tensor-parallel", help="spread every layer over the ranks")
+    ] = False,
+    data: options.Data = None,
+    model: options.Model = None,
+    layers: options.Layers = None,
+    hidden: options.Hidden = None,
+    heads: options.Heads = None,
+    sequence: options.Sequence = None,
+    batch: options.Batch = 8,
+    steps: options.Steps = 200,
+    lr: options.LearningRate = 5e-4,
+    seed: options.Seed = 0,
+    double: options.Double = False,
+    comms: options.Comms = "mix",
+    config: options.Config = HERE / "pipeline.yaml",
+    compare: options.Compare = False,
+    rounds: options.Rounds = 3,
+    json: options.Json = None,
+    plot: options.Plot = None,
+    trace: options.Trace = None,
+    describe: options.Describe = None,
+) -> None:
+    """Train a transformer over several ranks; say how well it learned and where the time went."""
+    given = {"layers": layers, "hidden": hidden, "heads": heads, "sequence": sequence}
+    options.start(
+        lambda: read_shape(Shape, model, given),
+        tensor_parallel.build if tensor_parallel_ else lambda shape, seed, _: LanguageModel(shape, seed),
+        options.Task(data, batch, steps, lr, seed, double),
+        options.Plan(comms, config, compare, rounds, json, plot, trace, describe),
+        shared=tensor_parallel_,
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,30 @@
+"""Starts an example's train.py on ranks, as its users do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+RANKS_ENV = {"PYTHONPATH": os.pathsep.join(sys.path)}  # so that ranks find the examples' modules too
+TINY = (
+    *("--hidden", "16", "--heads", "2", "--sequence", "16"),
+    *("--batch", "4", "--steps", "6", "--lr", "0.01"),
+)
+
+
+def launch(example: str, *arguments: object, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    """`mcr-plus run -n RANKS examples/EXAMPLE/train.py ARGUMENTS`."""
+    command = [sys.executable, "-m", "mcr_plus.cli.main", "run", "-n", str(ranks)]
+    return _run([*command, str(EXAMPLES / example / "train.py"), *map(str, arguments)])
+
+
+def alone(example: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """The program in one process."""
+    return _run([sys.executable, str(EXAMPLES / example / "train.py"), *map(str, arguments)])
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)

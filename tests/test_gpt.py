@@ -277,8 +277,8 @@ def test_a_picture_without_matplotlib_is_refused(
 
 def result(offset: float, seconds: float) -> training.Result:
     return training.Result(
-        ranks=2, losses=np.array([5.0, 4.0]) + offset, seconds=1.0, communication=[], log=None,
-        times=[seconds, seconds, 9.0], tokens=100, held_out=3.0, dropped=np.empty(0),
+        ranks=2, losses=np.array([5.0, 4.0]) + offset, seconds=1.0, step_seconds=seconds, communication=[],
+        log=None, times=[seconds, seconds, 9.0], tokens=100, held_out=3.0, dropped=np.empty(0),
     )  # fmt: skip
 
 

@@ -70,6 +70,7 @@ class Outcome:
     ranks: int
     losses: NDArray[np.float64]  # of the global batch, by step
     seconds: float  # spent training
+    step_seconds: float  # of this rank's median step
     communication: list[CommunicationRow]
     log: Log | None
 
@@ -88,6 +89,7 @@ class Outcome:
             "ranks": self.ranks,
             "steps": len(self.losses),
             "seconds": self.seconds,
+            "step_seconds": self.step_seconds,
             "train_loss": {"first": self.first, "last": self.last, "steps": self.losses.tolist()},
             "communication": [vars(row) for row in self.communication],
         }

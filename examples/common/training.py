@@ -71,7 +71,7 @@ class Result(Outcome):
 
     @property
     def tokens_per_second(self) -> float:
-        return self.tokens / median(self.times)
+        return self.tokens / self.step_seconds
 
 
 # --- one run ----------------------------------------------------------------------------------------
@@ -108,6 +108,7 @@ def train(job: Job, comms: Transport, observe: Observer) -> Result:
         ranks=comms.world_size,
         losses=np.mean(comms.gather(losses), axis=0),
         seconds=sum(step.seconds for step in steps),
+        step_seconds=median(step.seconds for step in steps),
         communication=[] if log is None else communication(log, recorded),
         log=log,
         times=[step.seconds for step in steps],

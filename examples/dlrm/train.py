@@ -84,13 +84,15 @@ class Trainer:
         steps, log = self._train()
         recorded = sum(step.seconds for step in steps[:RECORDED])
         labels, scores = self._evaluate()
+        step_seconds = median(step.seconds for step in steps)
         return Result(
             ranks=self.comms.world_size,
             losses=np.sum(self.comms.gather([step.part for step in steps]), axis=0),
             labels=labels,
             scores=scores,
             seconds=sum(step.seconds for step in steps),
-            samples_per_second=median(step.rows for step in steps) / median(step.seconds for step in steps),
+            step_seconds=step_seconds,
+            samples_per_second=median(step.rows for step in steps) / step_seconds,
             communication=[] if log is None else communication(log, recorded),
             log=log,
         )

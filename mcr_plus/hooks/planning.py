@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Final
 
 import numpy as np
 import torch
@@ -13,11 +14,14 @@ from mcr_plus.errors import ConfigError
 from mcr_plus.fusion.bucket import Bucket, Cost, Entry, earliest_finish
 from mcr_plus.message import AVG, dtype_name
 
+_OWN: Final = 50e-6  # seconds of the program's own time to issue an operation and to wait for it
+
 
 def all_reduce_cost(comm: Communicator, dtype: torch.dtype, nbytes: int, device: str, tag: str) -> Cost:
     """Expected seconds of an all_reduce of any size up to `nbytes`, by the pipeline's tuning table.
 
-    The time a library is busy with it, as synchronous operations take. Raises `ConfigError` if none is known.
+    The time a library is busy with it, as synchronous operations take, and the program's own. Raises
+    `ConfigError` if nothing is known.
     """
     steps = max(2, 2 * int(np.ceil(np.log2(max(nbytes, 1024) / 512))))
     sizes = np.geomspace(512, max(nbytes, 1024), steps)
@@ -29,7 +33,7 @@ def all_reduce_cost(comm: Communicator, dtype: torch.dtype, nbytes: int, device:
             f"fuse: plan: exact: no expected times of all_reduce on {dtype_name(dtype)} over {comm.size} "
             "ranks; `mcr-plus tune` measures them, and `select: {table: FILE}` names the result"
         )
-    seconds = np.maximum.accumulate(known) * 1e-6
+    seconds = np.maximum.accumulate(known) * 1e-6 + _OWN
 
     def cost(wanted: NDArray[np.int64]) -> NDArray[np.float64]:
         return np.interp(wanted, sizes, seconds)

@@ -95,7 +95,7 @@ def test_what_a_table_says_decides_about_buckets(tmp_path: Path) -> None:
         assert sorted(chain.from_iterable(before)) == sorted(chain.from_iterable(after))
         sizes[name] = [len(bucket) for bucket in after]
     assert sizes["dear"] == [2 * LAYERS]
-    assert len(sizes["cheap"]) >= LAYERS
+    assert len(sizes["cheap"]) > 1
 
 
 def without_figures() -> str:

@@ -6,24 +6,40 @@ costs more than an operation saves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 
-from mcr_plus.fusion.space import Layout, join, split
+from mcr_plus.fusion.space import Layout, Space, Stock, join, split
 
 LARGE: Final = 256 << 10  # bytes of a tensor that goes by itself
+_KEPT: Final = 256 << 20  # bytes of buffers that are kept
 _LIMIT: Final = 25 << 20  # bytes of a buffer, whose copies should not outgrow the tensors
 
 
-class Part(NamedTuple):
-    """One operation of a coalesced call."""
+@dataclass
+class Part:
+    """One operation of a coalesced call: `source` to `target`, the same tensor if it works in place."""
 
     source: torch.Tensor
-    target: torch.Tensor  # the source itself, if the operation works in place
-    members: int
-    finish: Callable[[], None] | None  # puts the results where they belong
+    target: torch.Tensor
+    numels: list[int]  # of the members, in one part of the input
+    outputs: list[torch.Tensor]
+    layout: Layout | None = None  # none: a member by itself, with nothing to copy
+    space: Space | None = None
+
+    def finish(self) -> None:
+        """Put the results where they belong."""
+        if self.layout is not None:
+            split(self.target, self.numels, self.outputs, self.layout.taken)
+
+    def release(self) -> None:
+        """Let the buffers be used again."""
+        if self.layout is not None and self.space is not None:
+            self.layout.give_back(self.space)
+            self.space = None
 
 
 class Coalescer:
@@ -31,12 +47,13 @@ class Coalescer:
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
+        self._stock = Stock(_KEPT)
         self._layouts: dict[tuple[str, torch.dtype, torch.device], Layout] = {}
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the buffers that are kept."""
-        return sum(layout.kept for layout in self._layouts.values())
+        return self._stock.nbytes
 
     def parts(self, kind: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[Part]:
         """The operations to issue, the same on all ranks if sizes and dtypes are.
@@ -48,13 +65,14 @@ class Coalescer:
         parts = []
         for index, tensor in enumerate(larger):
             if tensor.nbytes >= LARGE:
-                parts.append(Part(inputs[index], outputs[index], 1, None))
+                parts.append(Part(inputs[index], outputs[index], [tensor.numel()], []))
             else:
                 small.setdefault((tensor.dtype, tensor.device), []).append(index)
         for (dtype, device), members in small.items():
             layout = self._layouts.get((kind, dtype, device))
             if layout is None:
-                layout = self._layouts[kind, dtype, device] = Layout(kind, self._ranks, dtype)
+                layout = Layout(kind, self._ranks, dtype, self._stock)
+                self._layouts[kind, dtype, device] = layout
             for chosen in _buckets(members, larger):
                 sources, targets = ([tensors[index] for index in chosen] for tensors in (inputs, outputs))
                 parts.append(_packed(layout, sources, targets, device))
@@ -81,9 +99,4 @@ def _packed(
     space = layout.take(sum(numels), device)
     source, target = layout.views(space, sum(numels))
     join(inputs, numels, source, layout.given)
-
-    def finish() -> None:
-        split(target, numels, outputs, layout.taken)
-        layout.give_back(space)
-
-    return Part(source, target, len(numels), finish)
+    return Part(source, target, numels, outputs, layout, space)

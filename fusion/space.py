@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -21,18 +22,26 @@ _PARTS: Final[dict[str, tuple[int | None, int | None]]] = {
 _IN_PLACE: Final = ("all_reduce", "broadcast")
 
 
+@dataclass
+class Stock:
+    """Bytes of the buffers that exist, and from how many on none are kept."""
+
+    limit: int
+    nbytes: int = 0
+
+
 class Layout:
     """How operations of a kind lie in a bucket on `ranks` ranks, and the buffers kept for that.
 
     `given`, `taken`: parts of a rank's input and output. `in_place`: they are the same memory.
-    `kept`: bytes of all buffers that exist.
+    `stock`: counts the bytes of all buffers that exist, of other layouts too, and bounds what is kept.
     """
 
-    def __init__(self, kind: str, ranks: int, dtype: torch.dtype) -> None:
+    def __init__(self, kind: str, ranks: int, dtype: torch.dtype, stock: Stock) -> None:
         self.given, self.taken = (ranks if count is None else count for count in _PARTS[kind])
         self.in_place = kind in _IN_PLACE
         self.kind, self.dtype = kind, dtype
-        self.kept = 0
+        self._stock = stock
         self._spaces: list[Space] = []
 
     @property
@@ -54,10 +63,10 @@ class Layout:
             if space.numel >= numel:
                 return self._spaces.pop(index)
         for space in self._spaces:  # too small: make way
-            self.kept -= space.nbytes
+            self._stock.nbytes -= space.nbytes
         self._spaces.clear()
         space = Space(self, 1 << (numel - 1).bit_length(), device)
-        self.kept += space.nbytes
+        self._stock.nbytes += space.nbytes
         return space
 
     def views(self, space: Space, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,8 +75,11 @@ class Layout:
         return source, source if self.in_place else space.target[: self.taken * numel]
 
     def give_back(self, space: Space) -> None:
-        """Keep buffers for the next bucket."""
-        self._spaces.append(space)
+        """Keep buffers for the next bucket, if there is room for them."""
+        if self._stock.nbytes <= self._stock.limit:
+            self._spaces.append(space)
+        else:
+            self._stock.nbytes -= space.nbytes
 
 
 class Space:

@@ -20,7 +20,7 @@ from mcr_plus.config import FuseOptions
 from mcr_plus.dispatch.operation import Operation
 from mcr_plus.dispatch.stage import GroupRuntime
 from mcr_plus.dispatch.work import Info, Work
-from mcr_plus.fusion.space import Layout, Space, join, split
+from mcr_plus.fusion.space import Layout, Space, Stock, join, split
 from mcr_plus.interfaces import Context, Issue, Next
 from mcr_plus.message import Message, Signature
 from mcr_plus.units import format_size
@@ -38,6 +38,7 @@ class FuseStage:
         self._runtime = context.runtime
         self._ranks = context.group.size
         self._memory = _Memory(options.memory)
+        self._stock = Stock(options.memory)
         self._classes: dict[Signature, _Class] = {}
         if self._runtime is not None:
             self._runtime.engine.when_stuck.append(self._catch_up)
@@ -45,7 +46,7 @@ class FuseStage:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the buffers that this stage keeps."""
-        return sum(like.layout.kept for like in self._classes.values())
+        return self._stock.nbytes
 
     def bind(self, signature: Signature, next: Next) -> Issue:
         """Bind to the buckets of operations like this one."""
@@ -64,7 +65,8 @@ class FuseStage:
             return alone
         like = signature.replace(shape=(), nbytes=None)
         if like not in self._classes:
-            self._classes[like] = _Class(like, next, self._ranks, options, self._memory, runtime)
+            layout = Layout(like.kind, self._ranks, signature.dtype or torch.uint8, self._stock)
+            self._classes[like] = _Class(like, next, layout, options, self._memory, runtime)
         return self._classes[like].member(signature, alone)
 
     def flush(self) -> None:
@@ -105,14 +107,12 @@ class _Class:
         self,
         like: Signature,
         next: Next,
-        ranks: int,
+        layout: Layout,
         options: FuseOptions,
         memory: _Memory,
         runtime: GroupRuntime,
     ) -> None:
-        assert like.dtype is not None
-        self.memory, self.runtime = memory, runtime
-        self.layout = Layout(like.kind, ranks, like.dtype)
+        self.memory, self.runtime, self.layout = memory, runtime, layout
         self._limit = options.bucket
         self._newest_first = options.order == "priority"
         self._first_limit = min(options.first_bucket or options.bucket, options.bucket)
@@ -286,10 +286,10 @@ class _Bucket:
         """Send if need be, and wait."""
         if self.work is None and self.error is None:
             self.like.runtime.send_held()
+        self.release()  # to wait is a fact of the program; how it ends may differ between ranks
         if self.work is None:
             assert self.error is not None
             raise self.error
-        self.release()  # to wait is a fact of the program; how it ends may differ between ranks
         self.work.wait(timeout)
         self.is_done = True
         if self._space is not None:

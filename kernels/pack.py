@@ -1,13 +1,12 @@
 """Gather the parts of many tensors into one buffer, and scatter them again, on the host.
 
 torch's own `cat` and `split_with_sizes_copy` want a view of every tensor that is not flat, which costs more
-than copying it; here a tensor is an address.
+than copying it; here a tensor is an address. Compiled on first use, in half a second.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, Final
 
 import numba
@@ -19,28 +18,22 @@ _WORD: Final = numba.types.intp
 _memcpy: Any = _numba.types.ExternalFunction("memcpy", _WORD(_WORD, _WORD, _WORD))
 
 
-@cache
-def _copiers() -> tuple[Any, Any]:
-    """(gather, scatter), compiled on first use and kept on disk."""
-    memcpy = _memcpy
+@_numba.njit(nogil=True)
+def _gather(parts, sizes, rows, whole):  # type: ignore[no-untyped-def]
+    length, at = sizes.sum(), whole
+    for i in range(parts.size):
+        for row in range(rows):
+            _memcpy(at + row * length, parts[i] + row * sizes[i], sizes[i])
+        at += sizes[i]
 
-    @_numba.njit(nogil=True, cache=True)
-    def gather(parts, sizes, rows, whole):  # type: ignore[no-untyped-def]
-        length, at = sizes.sum(), whole
-        for i in range(parts.size):
-            for row in range(rows):
-                memcpy(at + row * length, parts[i] + row * sizes[i], sizes[i])
-            at += sizes[i]
 
-    @_numba.njit(nogil=True, cache=True)
-    def scatter(parts, sizes, rows, whole):  # type: ignore[no-untyped-def]
-        length, at = sizes.sum(), whole
-        for i in range(parts.size):
-            for row in range(rows):
-                memcpy(parts[i] + row * sizes[i], at + row * length, sizes[i])
-            at += sizes[i]
-
-    return gather, scatter
+@_numba.njit(nogil=True)
+def _scatter(parts, sizes, rows, whole):  # type: ignore[no-untyped-def]
+    length, at = sizes.sum(), whole
+    for i in range(parts.size):
+        for row in range(rows):
+            _memcpy(parts[i] + row * sizes[i], at + row * length, sizes[i])
+        at += sizes[i]
 
 
 def gather(tensors: Sequence[torch.Tensor], sizes: Sequence[int], whole: torch.Tensor, rows: int) -> None:
@@ -52,12 +45,12 @@ def gather(tensors: Sequence[torch.Tensor], sizes: Sequence[int], whole: torch.T
         whole: contiguous, `rows` × sum(sizes) elements of that dtype; apart from the tensors.
         rows: how many parts each tensor has.
     """
-    _copiers()[0](*_addresses(tensors, sizes, whole.element_size()), rows, whole.data_ptr())
+    _gather(*_addresses(tensors, sizes, whole.element_size()), rows, whole.data_ptr())
 
 
 def scatter(whole: torch.Tensor, sizes: Sequence[int], tensors: Sequence[torch.Tensor], rows: int) -> None:
     """The reverse of `gather`."""
-    _copiers()[1](*_addresses(tensors, sizes, whole.element_size()), rows, whole.data_ptr())
+    _scatter(*_addresses(tensors, sizes, whole.element_size()), rows, whole.data_ptr())
 
 
 def _addresses(tensors: Sequence[torch.Tensor], sizes: Sequence[int], itemsize: int) -> tuple[Any, Any]:

@@ -148,6 +148,8 @@ def _applied(function: type[Function], *arguments: object) -> torch.Tensor:
 
 
 def _check_rows(x: torch.Tensor) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise InvalidArgument(f"expected a torch.Tensor, got {type(x).__name__}")
     if not x.ndim:
         raise InvalidArgument("expected a tensor of at least one dimension, got one of none")
 

@@ -24,7 +24,7 @@ from mcr_plus.arrays import (
     unpack,
 )
 from mcr_plus.dispatch.work import JointWork, Work
-from mcr_plus.errors import InvalidArgument, Unsupported
+from mcr_plus.errors import InvalidArgument, McrError, Unsupported
 from mcr_plus.fusion.coalesce import Coalescer
 from mcr_plus.message import (
     REDUCE_OPS,
@@ -99,6 +99,7 @@ class Communicator:
         self._chains: dict[Signature, Bound] = {}
         self._plans: dict[Any, Any] = {}
         self._splits = 0
+        self._spare: list[Communicator] = []
         self._coalescer = Coalescer(group.size)
 
     # -- who we are -------------------------------------------------------------------------------
@@ -143,6 +144,18 @@ class Communicator:
     def flush(self) -> None:
         """Send what the fuse stage holds back. Every rank of the group must call it at the same place."""
         self._pipeline.flush()
+
+    def branch(self) -> Communicator:
+        """Another communicator of the same ranks, for operations in an order of their own; collective."""
+        if self._spare:
+            return self._spare.pop()
+        self._splits += 1
+        return self._runtime.open_group(f"{self.name}/{self._splits}", self.ranks)
+
+    def take_back(self, branch: Communicator) -> None:
+        """Keep a branch, with nothing in flight, for the next caller of `branch`; on all ranks alike."""
+        if not branch._lines.state.failure:
+            self._spare.append(branch)
 
     def progress(self) -> None:
         """Let everything in flight advance, for libraries that need the host; returns at once."""
@@ -567,7 +580,7 @@ class Communicator:
         compress: Compress = None,
         tag: str | None = None,
     ) -> Work | None:
-        """`all_reduce` of each tensor; small ones of a dtype travel as one. One handle."""
+        """`all_reduce` of each tensor, each listed once; small ones of a dtype travel as one. One handle."""
         values = [as_tensor(tensor, "tensor") for tensor in _several(tensors, "tensors")]
         return self._coalesced(
             "all_reduce", values, values, reduce_op=op, async_op=async_op, backend=backend, compress=compress,
@@ -626,18 +639,25 @@ class Communicator:
         sources = targets if inputs is outputs else [plain(value) for value in inputs]
         batch = Batch(self, [])
         parts = self._coalescer.parts(kind, sources, targets)
-        for source, target, members, _ in parts:
-            larger, smaller = (target, source) if kind == "all_gather" else (source, target)
-            batch._submit(
-                kind, (source,), (target,), smaller.shape, larger.numel(), async_op=True, tag=tag,
-                fused=members, whole=True, **call,
-            )  # fmt: skip
+        try:
+            for part in parts:
+                source, target = part.source, part.target
+                larger, smaller = (target, source) if kind == "all_gather" else (source, target)
+                batch._submit(
+                    kind, (source,), (target,), smaller.shape, larger.numel(), async_op=True, tag=tag,
+                    fused=len(part.numels), whole=True, **call,
+                )  # fmt: skip
+        except McrError:  # refused: nothing has been sent
+            for part in parts:
+                part.release()
+            raise
         works = batch.issue()
         for work, part in zip(works, parts, strict=True):
-            if part.finish is not None:
-                work.then(part.finish)
+            work.then(part.finish)
         nbytes = sum(tensor.nbytes for tensor in (outputs if kind == "all_gather" else inputs))
         joint = JointWork(works, f"{kind}_coalesced", nbytes=nbytes, tag=tag)
+        for part in parts:
+            joint.then(part.release)
         if strided:
             joint.then(lambda: _assign_all([(outputs[index], targets[index]) for index in strided]))
         if async_op:

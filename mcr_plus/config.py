@@ -173,13 +173,14 @@ class FuseOptions(StageOptions):
     beyond it operations go by themselves.
 
     `order`: which of several open buckets is sent first: `ready`, the one opened first, or `priority`, the
-    one opened last. Gradients become ready from the last layer to the first, and the next forward pass needs
-    those of the first layer first. `plan`: how hooks make buckets of gradients: by `size`, or `exact`, so
-    that by the times at which gradients become ready and the table's costs the last operation is done first.
+    one opened last, such as the gradients of the first layer, which the next forward pass needs first. (Hooks
+    such as `mcr.wrap` wait for all of their buckets together; to them it makes no difference.) `plan`: how
+    hooks make buckets of gradients: by `size`, or `exact`, so that by the times at which gradients become
+    ready and the table's costs the last operation is done first; `bucket` then limits nothing.
     """
 
     bucket: Annotated[int, BeforeValidator(parse_size), Field(gt=0)] = 25 << 20
-    first_bucket: Annotated[int | None, BeforeValidator(_size), Field(gt=0)] = 1 << 20
+    first_bucket: Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_size)] = 1 << 20
     kinds: Annotated[tuple[str, ...], BeforeValidator(_fusible)] = ("all_reduce",)
     memory: Annotated[int, BeforeValidator(parse_size), Field(gt=0)] = 256 << 20
     order: Literal["ready", "priority"] = "ready"

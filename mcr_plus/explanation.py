@@ -16,11 +16,12 @@ from mcr_plus.interfaces import Context, World
 from mcr_plus.launch import mpi_flavour
 from mcr_plus.message import ALIASES, DTYPES, KINDS, REDUCING, ROOTED, VECTOR, Group, Signature, dtype_name
 from mcr_plus.pipeline import Note, Pipeline
+from mcr_plus.units import parse_size
 
 
 def explain(
     kind: str,
-    nbytes: int,
+    nbytes: int | str,
     *,
     dtype: str = "float32",
     ranks: int = 2,
@@ -41,10 +42,17 @@ def explain(
     leaves no step. Expected times of asynchronous operations are exposed times: what is left beside a
     computation of the operation's own length.
 
+    `nbytes` may be a text such as `1MiB`.
+
     Ranks are spread evenly over `nodes` hosts. Raises `ConfigError` for a wrong configuration, `Unsupported`
     if there is no way through.
     """
     checked = configuration.load(config)
+    if isinstance(nbytes, str):
+        try:
+            nbytes = parse_size(nbytes)
+        except ValueError as error:
+            raise InvalidArgument(f"bytes: {error}") from None
     signature = _signature(kind, nbytes, dtype, ranks, tag, device)
     signature = signature.replace(async_op=async_op or signature.is_p2p)  # a send is an isend and a wait
     if not 1 <= nodes <= ranks:

@@ -74,6 +74,9 @@ def through(stages: list[dict[str, Any]], backend: str) -> list[Any]:
                     found.append("what lies between the elements of a strided tensor was changed")
                 found.append(sorted(record.fused for record in log.records))
         kept = comm.buffer_bytes
+        for _ in range(3):
+            with pytest.raises(mcr.McrError, match="nope"):
+                reduced(comm.rank, comm.size)[0](backend="nope")
         reduced(comm.rank, comm.size)[0]()
         found.append(comm.buffer_bytes - kept)
     return found

@@ -20,6 +20,7 @@ from mcr_plus.config import (
     CompressOptions,
     Config,
     DispatchOptions,
+    FuseOptions,
     SelectOptions,
     dump,
     fingerprint,
@@ -1035,3 +1036,12 @@ def test_checking_the_plain_codecs_imports_none(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delitem(sys.modules, "mcr_plus.compression.cast", raising=False)
     stage_options("compress", {"codec": "bf16"})
     assert "mcr_plus.compression.cast" not in sys.modules
+
+
+def test_no_limit_of_its_own_for_the_first_bucket() -> None:
+    rest: list[dict[str, Any]] = [{"select": {}}, {"dispatch": {}}]
+    options = load({"version": 1, "pipeline": [{"fuse": {"first_bucket": None}}, *rest]}).options("fuse")
+    assert isinstance(options, FuseOptions)
+    assert options.first_bucket is None
+    with pytest.raises(ConfigError, match="first_bucket"):
+        load({"version": 1, "pipeline": [{"fuse": {"first_bucket": 0}}, *rest]})

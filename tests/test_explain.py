@@ -429,3 +429,9 @@ def test_the_table_is_that_of_the_library(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_table_of_cpu_tensors_does_not_decide_about_cuda_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_class("nccl"), "availability", lambda: Availability(True, "2.28"))
     assert mcr.explain("all_reduce", 1 << 20, device="cuda")["backends"] == ["nccl"]
+
+
+def test_sizes_may_be_written_as_in_a_configuration() -> None:
+    assert mcr.explain("all_reduce", "1MiB")["bytes"] == 1 << 20
+    with pytest.raises(InvalidArgument, match="wrong unit 'MB'"):
+        mcr.explain("all_reduce", "1MB")

@@ -14,7 +14,7 @@ from torch import nn
 import mcr_plus as mcr
 from mcr_plus.fusion.bucket import Cost, Entry
 from mcr_plus.hooks import wrap as wrapping
-from mcr_plus.hooks.planning import exact
+from mcr_plus.hooks.planning import earliest
 
 TABLE = """\
 version: 1
@@ -40,7 +40,7 @@ def test_dtypes_are_planned_apart_and_sent_as_they_become_ready() -> None:
         Entry(3, 100, "half", 3.0),
         Entry(4, 100, "float", 500.0),
     ]
-    plan = exact(entries, {"float": linear(10.0, 0.01), "half": linear(1000.0, 0.01)}, 1)
+    plan = earliest(entries, {"float": linear(10.0, 0.01), "half": linear(1000.0, 0.01)}, 1)
     assert [bucket.members for bucket in plan] == [(0, 2), (1, 3), (4,)]
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -17,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import mcr_plus as mcr
-from mcr_plus import runtime
+from mcr_plus import autograd, runtime
 from mcr_plus.c10d import PrefixStore
 from mcr_plus.hooks import wrap as wrapping
 from mcr_plus.launch import mpi_usable
@@ -108,6 +110,21 @@ class ChannelsLast(Normed):
     def __init__(self) -> None:
         super().__init__()
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+class Moving(Mlp):
+    """A module that assigns its buffer anew instead of changing it."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(24))
+
+    def forward(self, x: Batch) -> torch.Tensor:
+        with torch.no_grad():
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        return super().forward(x - self.mean)
 
 
 class Checkpointed(Mlp):
@@ -212,6 +229,7 @@ CASES: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
     "frozen": (Frozen, sgd, plain, {}),
     "unused": (Picky, sgd, plain, {"find_unused_parameters": True}),
     "batch norm": (Normed, sgd, plain, {}),
+    "moving mean": (Moving, sgd, plain, {}),
     "channels last": (ChannelsLast, sgd, plain, {}),
     "accumulation": (Mlp, sgd, accumulated, {}),
     "two backward passes": (Mlp, sgd, twice, {}),
@@ -432,6 +450,8 @@ def refused() -> dict[str, str]:
         told("other shapes", lambda: wrapped(Mlp(24 + comm.rank)))
         nothing: Any = 3
         told("no model", lambda: mcr.wrap(nothing, nothing))
+        told("no optimizer", lambda: mcr.DistributedOptimizer(nothing))
+        told("other optimizer", lambda: mcr.wrap(Mlp(), sgd(Mlp())))
         told("not wrapped", lambda: mcr.no_sync(Mlp()).__enter__())
         model, optimizer = wrapped(Frozen())
         model.layers[1].weight.requires_grad_(True)
@@ -441,6 +461,9 @@ def refused() -> dict[str, str]:
         model.extra = extra
         optimizer.add_param_group({"params": extra.parameters()})
         told("added", lambda: step(model, optimizer))
+        model, _ = wrapped(Mlp())
+        model.extra = nn.Linear(2, 2)
+        told("grown", lambda: step(model, sgd(model)))
         told("wrapped again", lambda: step(*wrapped(model)))
         model, optimizer = wrapped(Mlp())
         model.layers = model.layers[:3]
@@ -459,6 +482,9 @@ def test_what_is_refused_and_how() -> None:
         assert "mcr.wrap has not been called on it" in found["not wrapped"]
         assert "parameter 'layers.1.weight' is new or was unfrozen; call mcr.wrap again" in found["unfrozen"]
         assert "parameter 'extra.weight' is new or was unfrozen" in found["added"]
+        assert "parameter 'extra.weight' is new or was unfrozen" in found["grown"]
+        assert "expected a torch.optim.Optimizer, got int" in found["no optimizer"]
+        assert "optimizer: holds none of the model's parameters" in found["other optimizer"]
         assert found["wrapped again"] == "nothing"
         assert "parameter 'layers.3.weight' is gone or was frozen" in found["removed"]
         assert "the gradient of '0.weight' is sparse" in found["sparse"]
@@ -483,6 +509,104 @@ def skipped() -> list[Any]:
 def test_parameters_of_a_rank_s_own_are_left_alone() -> None:
     for result in run_ranks(skipped, 2, via="torch"):
         assert result.value == [True, [False, True]]
+
+
+class Sharing(nn.Module):
+    """One parameter that only some ranks use, and an operation of the model's own in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = nn.Parameter(torch.ones(1024))
+        self.some = nn.Parameter(torch.ones(1024))
+
+    def forward(self, x: Batch, use: bool) -> torch.Tensor:
+        rows = autograd.replicate(self.all * x)  # its backward is as large as a bucket
+        return (rows * self.some).sum() if use else rows.sum()
+
+
+def beside_others(backend: str) -> list[list[float]]:
+    """Runs on ranks: gradients by step, while buckets are sent at different places of the program."""
+    found = []
+    with job(backend) as comm:
+        model: Any = Sharing()
+        mcr.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(4):
+            model.zero_grad()
+            model(torch.full((1024,), comm.rank + 1.0), step < 2 or comm.rank == 0).backward()
+            found.append([value for param in model.parameters() for value in param.grad.unique().tolist()])
+    return found
+
+
+@pytest.mark.parametrize("backend", [pytest.param("mpi", marks=needs_mpi), "gloo"])
+def test_buckets_do_not_meet_the_program_s_operations(backend: str) -> None:
+    """all: both ranks' gradients of the sum (2 each) times x, their mean; some: x where it is used."""
+    via: Any = "mpi" if backend == "mpi" else "torch"
+    for result in run_ranks(beside_others, 2, args=[backend], via=via):
+        assert result.value == [[3.0, 1.5], [3.0, 1.5], [3.0, 0.5], [3.0, 0.5]]
+
+
+def taken_over() -> dict[str, float]:
+    """Runs on ranks: the largest error of gradients of parameters that were handed over twice."""
+    found = {}
+    with job("gloo") as comm:
+        for name in ("optimizer twice", "wrap and optimizer", "optimizer and wrap"):
+            torch.manual_seed(0)
+            model: Any = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)])
+            optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
+            for way in name.split(" and ") if " and " in name else ("optimizer", "optimizer"):
+                if way == "wrap":
+                    mcr.wrap(model, optimizer)
+                else:
+                    optimizer = mcr.DistributedOptimizer(optimizer)
+            worst = 0.0
+            for _ in range(8):
+                optimizer.zero_grad()
+                x = torch.full((1, 64), 1.0 + 2 * comm.rank)
+                torch.stack([layer(x).sum() for layer in model]).sum().backward()
+                worst = max(worst, *(float((param.grad - 2).abs().max()) for param in model.parameters()))
+            found[name] = worst
+    return found
+
+
+def test_a_parameter_belongs_to_who_came_last() -> None:
+    for result in run_ranks(taken_over, 2, via="torch"):
+        assert result.value == {"optimizer twice": 0, "wrap and optimizer": 0, "optimizer and wrap": 0}
+
+
+def half_range() -> list[float]:
+    """Runs on ranks: a mean that float16 can hold, of gradients whose sum it cannot."""
+    with job("gloo"):
+        model = nn.Linear(4, 1, bias=False).half()
+        mcr.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        (model(torch.full((1, 4), 40.0, dtype=torch.half)) * 1000).sum().backward()
+        assert model.weight.grad is not None
+        return model.weight.grad.flatten().tolist()
+
+
+def test_means_of_half_precision_do_not_overflow() -> None:
+    for result in run_ranks(half_range, 2, via="torch"):
+        assert result.value == [40000.0] * 4
+
+
+def forgotten() -> list[bool]:
+    """Runs on ranks: whether a model, its parameters and their buckets live on after their last use."""
+    with job("gloo"):
+        model: Any = Mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        mcr.wrap(model, optimizer)
+        model(torch.randn(4, 24)).backward()
+        optimizer.step()
+        seen = [
+            weakref.ref(each) for each in (model, model.layers[0].weight, wrapping._wrapped[model].reducer)
+        ]
+        del model, optimizer
+        gc.collect()
+        return [each() is not None for each in seen]
+
+
+def test_a_wrapped_model_can_be_forgotten() -> None:
+    for result in run_ranks(forgotten, 2, via="torch"):
+        assert result.value == [False] * 3
 
 
 def test_alone_there_is_nothing_to_average() -> None:

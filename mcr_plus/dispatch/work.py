@@ -183,15 +183,16 @@ class IssuedWork(Work):
         )
 
     def then(self, function: Callable[[], None]) -> Work:  # noqa: D102
-        if self.is_done:
-            if self.error is None:
-                function()
-        elif self.operation.on_stream and self.poll is not None:
-            self.poll.chain(function)  # type: ignore[attr-defined]  # stream polls have it
-        elif self.finish is None:
-            self.finish = [function]
-        else:
-            self.finish.append(function)
+        with self.operation.engine.lock:  # a progress thread may be about to complete it
+            if self.is_done:
+                if self.error is None:
+                    function()
+            elif self.operation.on_stream and self.poll is not None:
+                self.poll.chain(function)  # type: ignore[attr-defined]  # stream polls have it
+            elif self.finish is None:
+                self.finish = [function]
+            else:
+                self.finish.append(function)
         return self
 
     def complete(self) -> None:
@@ -218,7 +219,6 @@ class IssuedWork(Work):
 
     def _settle(self) -> None:
         operation = self.operation
-        self.is_done = True
         if operation.engine.recorders:
             self.t_done = perf_counter()
             for record in operation.engine.recorders:
@@ -233,6 +233,7 @@ class IssuedWork(Work):
             message.inputs = message.outputs = ()
             message.after = message.prepare = None
         self.poll = self.finish = None
+        self.is_done = True  # last: another thread may look without the lock
 
 
 class JointWork(Work):

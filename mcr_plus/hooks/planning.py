@@ -41,7 +41,7 @@ def all_reduce_cost(comm: Communicator, dtype: torch.dtype, nbytes: int, device:
     return cost
 
 
-def exact(entries: Sequence[Entry], costs: dict[Hashable, Cost], alignment: int) -> list[Bucket]:
+def earliest(entries: Sequence[Entry], costs: dict[Hashable, Cost], alignment: int) -> list[Bucket]:
     """The buckets of entries with measured `ready` times, in the order in which they can be sent.
 
     Entries of different likeness are planned as if each had the channel to itself.

@@ -13,6 +13,7 @@ whose last all_reduce is done first.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -25,9 +26,9 @@ from mcr_plus.communicator import Communicator
 from mcr_plus.config import FuseOptions
 from mcr_plus.dispatch.work import Work
 from mcr_plus.errors import InvalidArgument, McrError, Unsupported
-from mcr_plus.fusion.bucket import Bucket, Cost, Entry, by_size
-from mcr_plus.hooks.planning import all_reduce_cost, exact
-from mcr_plus.message import AVG, MAX
+from mcr_plus.fusion.bucket import Bucket, Cost, Entry, by_size, packed
+from mcr_plus.hooks.planning import all_reduce_cost, earliest
+from mcr_plus.message import AVG, MAX, SUM, ReduceOp
 from mcr_plus.units import format_size
 
 _log = logging.getLogger("mcr_plus")
@@ -61,36 +62,56 @@ class _Flat:
         self.missing = len(self.slots)
 
 
+# Which reducer has a parameter, by its identity: an attribute would travel in copies and pickles.
+_reducers: dict[int, weakref.ref[Reducer]] = {}
+
+
+def _reducer_of(param: torch.nn.Parameter) -> Reducer | None:
+    found = _reducers.get(id(param), lambda: None)()
+    return found if found is not None and any(slot.param is param for slot in found._slots) else None
+
+
 class Reducer:
     """The gradients of some parameters, averaged over the ranks of `comm` in every backward pass.
 
-    All ranks pass the same parameters in the same order. A backward pass that raises is made up for at
-    `recover`: the rank sends what it has, so that its peers do not wait for it, and tells them; they raise.
+    All ranks pass the same parameters in the same order. A backward pass that raises after its first gradient
+    is made up for at `recover`: the rank sends what it has, so that its peers do not wait for it, and tells
+    them; they raise.
+
+    Operations go to a group of their own: where ranks have no gradient of some parameter they send its bucket
+    late, which must not change places with operations of the program.
     """
 
     def __init__(self, params: Sequence[tuple[str, torch.nn.Parameter]], comm: Communicator) -> None:
-        self.comm = comm
+        for param in {id(param): param for _, param in params}.values():
+            if (before := _reducer_of(param)) is not None:
+                before.detach()
+        self._parent = comm
+        self.comm = comm = comm.branch()
         self.syncing = True
         self._slots = [_Slot(index, name, param) for index, (name, param) in enumerate(params)]
         self._order: list[int] = []
         self._times: list[float] = []  # when each of `_order` became ready, in seconds
-        self._passes = 0
+        self._arranged = False
+        self._whole_passes = 0
         self._task: int | None = None  # the autograd graph task whose end we wait for
         self._flats: list[_Flat] = []
         self._next = 0
         # What ranks tell each other at the end of a pass, as the maximum over them: 1 + a rank whose pass was
-        # not completed, and for every parameter whether there is a gradient.
+        # not completed, whether rank 0 saw all of its gradients become ready in it, and for every parameter
+        # whether there is a gradient.
         device = params[0][1].device if params else None
-        self._told = torch.zeros(1 + len(params), dtype=torch.int32, device=device)
+        self._told = torch.zeros(2 + len(params), dtype=torch.int32, device=device)
         fuse = comm.stage_options("fuse")
         self._limits = fuse if isinstance(fuse, FuseOptions) else FuseOptions()
         self._costs = self._expected() if self._limits.plan == "exact" and comm.size > 1 else None
         self._arrange(self._by_size(range(len(self._slots) - 1, -1, -1)))
         self._hooks = [
-            slot.param.register_post_accumulate_grad_hook(self._hook(slot))
+            slot.param.register_post_accumulate_grad_hook(self._hook(slot.index))
             for slot in self._slots
             if comm.size > 1
         ]
+        _reducers.update({id(slot.param): weakref.ref(self) for slot in self._slots})
 
     @property
     def active(self) -> bool:
@@ -110,16 +131,25 @@ class Reducer:
     @property
     def all_used(self) -> bool:
         """Whether some rank had a gradient of every parameter in the last pass."""
-        return bool(self._told[1:].all())
+        return bool(self._told[2:].all())
 
     def detach(self) -> None:
-        """Leave the parameters alone from now on."""
+        """Leave the parameters alone from now on; on all ranks at the same place."""
+        self.recover()
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        for slot in self._slots:
+            _reducers.pop(id(slot.param), None)
+        if self._slots:
+            self._parent.take_back(self.comm)
+        self._hooks, self._slots = [], []
 
     def recover(self) -> None:
-        """After a backward pass that raised: catch up with the peers, and begin anew."""
+        """After a backward pass that raised: catch up with the peers, and begin anew.
+
+        Called before every forward pass; the thread that runs it is the one that trains.
+        """
+        self.comm.take_over()
         if self.active:
             self._complete(failed=True)
 
@@ -163,33 +193,39 @@ class Reducer:
 
     # -- one backward pass ------------------------------------------------------------------------
 
-    def _hook(self, slot: _Slot) -> Callable[[torch.Tensor], None]:
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        # The parameter holds its hook in C++, where no garbage collector sees the way back to the parameter.
+        reducer = weakref.ref(self)
+
         def ready(_: torch.Tensor) -> None:
-            if not self.syncing:
-                return
-            task = torch._C._current_graph_task_id()
-            if task != self._task:
-                self._task = task
-                Variable._execution_engine.queue_callback(self._end)
-            if slot.ready:
-                raise McrError(
-                    f"the gradient of '{slot.name}' was accumulated again after it had been handed to the "
-                    "pipeline: a parameter that reentrant checkpoints share (use_reentrant=False helps), or "
-                    "a backward pass that raised and was repeated without a forward pass"
-                )
-            _take_in(slot)
-            slot.ready = True
-            self._order.append(slot.index)
-            self._times.append(perf_counter())
-            flat = slot.flat
-            assert flat is not None
-            flat.missing -= 1
-            if flat.missing == 0:
-                self._send_complete()
-            else:
-                self.comm.progress()
+            me = reducer()
+            if me is not None and me.syncing:
+                me._is_ready(me._slots[index])
 
         return ready
+
+    def _is_ready(self, slot: _Slot) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            Variable._execution_engine.queue_callback(self._end)
+        if slot.ready:
+            raise McrError(
+                f"the gradient of '{slot.name}' was accumulated again after it had been handed to the "
+                "pipeline: a parameter that reentrant checkpoints share (use_reentrant=False helps), or "
+                "a backward pass that raised and was repeated without a forward pass"
+            )
+        _take_in(slot)
+        slot.ready = True
+        self._order.append(slot.index)
+        self._times.append(perf_counter())
+        flat = slot.flat
+        assert flat is not None
+        flat.missing -= 1
+        if flat.missing == 0:
+            self._send_complete()
+        else:
+            self.comm.progress()
 
     def _send_complete(self) -> None:
         """Send the buckets that are complete and whose predecessors have been sent."""
@@ -198,7 +234,11 @@ class Reducer:
             self._next += 1
 
     def _send(self, flat: _Flat) -> None:
-        flat.work = self.comm.send_bucket(flat.values, AVG, members=len(flat.slots), tag=TAG)
+        op: ReduceOp = AVG
+        if flat.values.dtype is torch.float16:  # its sum may be out of range where the mean is not
+            flat.values.div_(self.comm.size)
+            op = SUM
+        flat.work = self.comm.send_bucket(flat.values, op, members=len(flat.slots), tag=TAG)
 
     def _end(self) -> None:
         """The backward pass is over."""
@@ -210,9 +250,9 @@ class Reducer:
         for slot in self._slots:
             if not slot.ready:
                 _take_in(slot)
-        self._told.zero_()
-        self._told[0] = 1 + self.comm.rank if failed else 0
-        self._told[1:] = torch.tensor([slot.param.grad is not None for slot in self._slots])
+        used = [slot.param.grad is not None for slot in self._slots]
+        whole = self.comm.rank == 0 and len(self._order) == sum(used)
+        self._told.copy_(torch.tensor([1 + self.comm.rank if failed else 0, whole, *used]))
         for flat in self._flats[self._next :]:
             self._send(flat)
         told = self.comm.send_bucket(self._told, MAX, members=1, tag=TAG)
@@ -237,40 +277,44 @@ class Reducer:
         times, self._times = self._times, []
         if failed:
             return  # the program goes on with another pass: its gradients are as it has left them
-        blamed, *used = self._told.tolist()
+        blamed, whole, *used = self._told.tolist()
         for slot, some in zip(self._slots, used, strict=True):
             if some:
                 slot.param.grad = slot.view
         if not blamed:
-            self._settle(order, times)
+            self._learn(order, times, bool(whole))
         if blamed:
             raise McrError(
                 f"the backward pass of rank {self.comm.ranks[blamed - 1]} failed; the gradients of this pass "
                 "are not complete on any rank"
             )
 
-    def _settle(self, seen: list[int], times: list[float]) -> None:
-        """Make the buckets for the passes to come by what was seen on rank 0 in this one."""
-        self._passes += 1
-        exactly = self._costs is not None and self._passes == _MEASURED_PASS
-        if self._passes > 1 and not exactly:
+    def _learn(self, seen: list[int], times: list[float], whole: bool) -> None:
+        """Make the buckets for the passes to come by what was seen on rank 0 in this one.
+
+        `whole`: rank 0 saw all of its gradients become ready, and not, as with reentrant checkpoints, a part.
+        """
+        self._whole_passes += whole
+        first = not self._arranged
+        exactly = self._costs is not None and whole and self._whole_passes == _MEASURED_PASS
+        if not (first or exactly):
             return
+        self._arranged = True
         rest = [slot.index for slot in reversed(self._slots) if slot.index not in seen]
-        ready = [time - times[0] for time in times]
-        ready += [ready[-1] if ready else 0.0] * len(rest)
-        order, ready = self.comm.broadcast_object(([*seen, *rest], ready), self.comm.ranks[0])
-        if self._costs is None or not exactly:
-            self._arrange(self._by_size(order))
-            return
-        entries = [self._entry(index, when) for index, when in zip(order, ready, strict=True)]
-        plan = exact(entries, self._costs, _ALIGNMENT)
+        plan = self._by_size([*seen, *rest])
+        if exactly and self._costs is not None:
+            ready = [time - times[0] for time in times]
+            ready += ready[-1:] * len(rest)
+            entries = [self._entry(index, when) for index, when in zip([*seen, *rest], ready, strict=True)]
+            plan = earliest(entries, self._costs, _ALIGNMENT)
+        members = self.comm.broadcast_object([bucket.members for bucket in plan], self.comm.ranks[0])
+        plan = [packed([self._entry(index) for index in each], _ALIGNMENT) for each in members]
         self._arrange(plan)
         _log.info(
-            "gradients: %d buckets of %s, planned for %d gradients that become ready within %.1f ms",
+            "gradients: %d buckets of %s, by %s",
             len(plan),
             ", ".join(format_size(bucket.nbytes) for bucket in plan[:8]) + ", …" * (len(plan) > 8),
-            len(entries),
-            1e3 * ready[-1],
+            "the table's costs and ready times" if exactly else "size, in the order of the first pass",
         )
 
 

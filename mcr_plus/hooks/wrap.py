@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from itertools import chain
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -14,6 +15,7 @@ from mcr_plus.errors import InvalidArgument
 from mcr_plus.hooks.reducer import Reducer
 from mcr_plus.runtime import member_of
 
+_PIECE: Final = 64 << 20  # bytes that are broadcast as one, and for a while are there twice
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -38,8 +40,8 @@ class _Wrapped(_Inert):
             param for param in model.parameters() if not param.requires_grad and not _skipped(param)
         ]
         self.count = _count(optimizer)
+        self.parameters = sum(1 for _ in model.parameters())
         self.reducer = Reducer(self.named, comm)
-        self.buffers = [buffer for buffer in model.buffers() if not _skipped(buffer)]
         self.handles = [
             model.register_forward_pre_hook(self.before_forward),
             optimizer.register_step_pre_hook(self.before_step),
@@ -55,14 +57,25 @@ class _Wrapped(_Inert):
         if module is not self.model():
             return
         self.reducer.recover()
-        if module.training and torch.is_grad_enabled() and self.reducer.syncing and self.buffers:
-            broadcast_tensors(self.buffers, self.comm)
+        if not (module.training and torch.is_grad_enabled() and self.reducer.syncing):
+            return
+        if sum(1 for _ in module.parameters()) != self.parameters:
+            self.check()
+        # Anew each time: a module may have assigned others.
+        buffers = [buffer for buffer in module.buffers() if not _skipped(buffer)]
+        if buffers:
+            broadcast_tensors(buffers, self.comm)
 
     def before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Notice parameters that were added, removed, frozen or unfrozen; cheap while nothing hints at it."""
-        model = self.model()
         grown = _count(optimizer) != self.count or any(param.requires_grad for param in self.frozen)
-        if model is None or not (grown or not self.reducer.all_used):
+        if grown or not self.reducer.all_used:
+            self.check()
+
+    def check(self) -> None:
+        """Raise `InvalidArgument` if the model's parameters are not those that were wrapped."""
+        model = self.model()
+        if model is None:
             return
         now, then = dict(_trainable(model)), dict(self.named)
         for name in [*now, *then]:
@@ -98,13 +111,20 @@ def wrap(
 
     Bucket sizes are those of the pipeline's fuse stage, or its defaults (25 MiB, the first 1 MiB). All ranks
     must run the same forward and backward passes. Raises `InvalidArgument` if ranks have different
-    parameters, and at `step()` if they have changed since.
+    parameters, and at the next forward pass or `step()` if they have changed since. A parameter belongs to
+    one wrapping, or one `DistributedOptimizer`: a later one takes it over.
+
+    A backward pass that raises after its first gradient is an error on all ranks. One that raises before, or
+    is left out, is not noticed: the rank's next pass takes its place, and at the end its peers miss one.
     """
     comm = member_of(group)
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgument(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidArgument(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    held = {id(param) for each in optimizer.param_groups for param in each["params"]}
+    if not any(id(param) in held for param in model.parameters()):
+        raise InvalidArgument("optimizer: holds none of the model's parameters, so it would not train it")
     _compare(comm, _trainable(model))
     both = [*model.parameters(), *model.buffers()]
     broadcast_tensors([tensor for tensor in both if not _skipped(tensor)], comm)
@@ -141,6 +161,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     is no `synchronize`. `named_parameters` gives the names that errors show.
     """
     comm = member_of(group)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidArgument(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     params = [param for each in optimizer.param_groups for param in each["params"]]
     names = {id(param): name for name, param in named_parameters or ()}
     named = [
@@ -171,10 +193,13 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], comm: Communicator, src: 
     """Copy tensors from rank `src` of the job (None: the group's first), those of a dtype as one."""
     if comm.size == 1:
         return
-    alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    alike: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
     for tensor in tensors:
-        alike.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-    for each in alike.values():
+        pieces = alike.setdefault((tensor.dtype, tensor.device), [[]])
+        if sum(each.nbytes for each in pieces[-1]) >= _PIECE:
+            pieces.append([])
+        pieces[-1].append(tensor.detach())
+    for each in chain.from_iterable(alike.values()):
         flat = torch.cat([tensor.reshape(-1) for tensor in each])
         comm.broadcast(flat, comm.ranks[0] if src is None else src)
         offset = 0

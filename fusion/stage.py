@@ -65,7 +65,8 @@ class FuseStage:
             return alone
         like = signature.replace(shape=(), nbytes=None)
         if like not in self._classes:
-            layout = Layout(like.kind, self._ranks, signature.dtype or torch.uint8, self._stock)
+            assert like.dtype is not None
+            layout = Layout(like.kind, self._ranks, like.dtype, self._stock)
             self._classes[like] = _Class(like, next, layout, options, self._memory, runtime)
         return self._classes[like].member(signature, alone)
 

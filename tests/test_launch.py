@@ -456,7 +456,7 @@ import mcr_plus as mcr
 with mcr.init(backends=["gloo"]) as comm:
     value = torch.full((3,), comm.rank + 1.0)
     comm.all_reduce(value)
-    print(comm.rank, comm.size, value[0].item(), flush=True)
+    print(f"{comm.rank} {comm.size} {value[0].item()}\\n", end="", flush=True)  # one write: lines stay whole
 """
 
 

@@ -85,7 +85,7 @@ class Reducer:
     def __init__(self, params: Sequence[tuple[str, torch.nn.Parameter]], comm: Communicator) -> None:
         for param in {id(param): param for _, param in params}.values():
             if (before := _reducer_of(param)) is not None:
-                before.detach()
+                before.let_go()
         self._parent = comm
         self.comm = comm = comm.branch()
         self.syncing = True
@@ -134,15 +134,23 @@ class Reducer:
         return bool(self._told[2:].all())
 
     def detach(self) -> None:
-        """Leave the parameters alone from now on; on all ranks at the same place."""
+        """Leave the parameters and the group to the next; on all ranks at the same place."""
         self.recover()
+        if self._slots:
+            self._parent.take_back(self.comm)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Leave the parameters alone from now on.
+
+        The group stays ours: whether a reducer is still there to be replaced is a matter of each rank's
+        garbage collection, and groups are taken back on all ranks or on none.
+        """
         for hook in self._hooks:
             hook.remove()
         for slot in self._slots:
             _reducers.pop(id(slot.param), None)
-        if self._slots:
-            self._parent.take_back(self.comm)
-        self._hooks, self._slots = [], []
+        self._hooks, self._slots, self._task = [], [], None
 
     def recover(self) -> None:
         """After a backward pass that raised: catch up with the peers, and begin anew.

@@ -99,7 +99,6 @@ class Communicator:
         self._chains: dict[Signature, Bound] = {}
         self._plans: dict[Any, Any] = {}
         self._splits = 0
-        self._spare: list[Communicator] = []
         self._coalescer = Coalescer(group.size)
 
     # -- who we are -------------------------------------------------------------------------------
@@ -147,15 +146,8 @@ class Communicator:
 
     def branch(self) -> Communicator:
         """Another communicator of the same ranks, for operations in an order of their own; collective."""
-        if self._spare:
-            return self._spare.pop()
         self._splits += 1
         return self._runtime.open_group(f"{self.name}/{self._splits}", self.ranks)
-
-    def take_back(self, branch: Communicator) -> None:
-        """Keep a branch, with nothing in flight, for the next caller of `branch`; on all ranks alike."""
-        if not branch._lines.state.failure:
-            self._spare.append(branch)
 
     def progress(self) -> None:
         """Let everything in flight advance, for libraries that need the host; returns at once."""

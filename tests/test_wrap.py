@@ -343,7 +343,6 @@ def inside() -> dict[str, Any]:
             p.grad is not None and any(start <= p.grad.data_ptr() < start + n for start, n in spaces)
             for p in model.parameters()
         )
-        found["bytes"] = reducer.nbytes
         found["records"] = [(record.tag, record.fused) for record in log.records]
         optimizer.step()
         copied, buffer = copy.deepcopy(model), io.BytesIO()
@@ -370,7 +369,6 @@ def test_gradients_are_views_into_buckets_in_the_order_of_the_first_pass() -> No
         layers = [int(name.split(".")[1]) for name in names]
         assert layers == sorted(layers, reverse=True)  # the last layer's gradients come first
         assert len(found["after"]) >= 3
-        assert found["bytes"] >= 5 * (24 * 24 + 24) * 4
         buckets = [fused for tag, fused in found["records"] if tag == "gradients"]
         assert sorted(buckets) == sorted([*(len(bucket) for bucket in found["after"]), 1])
 

@@ -85,8 +85,7 @@ class Reducer:
     def __init__(self, params: Sequence[tuple[str, torch.nn.Parameter]], comm: Communicator) -> None:
         for param in {id(param): param for _, param in params}.values():
             if (before := _reducer_of(param)) is not None:
-                before.let_go()
-        self._parent = comm
+                before.detach()
         self.comm = comm = comm.branch()
         self.syncing = True
         self._slots = [_Slot(index, name, param) for index, (name, param) in enumerate(params)]
@@ -119,11 +118,6 @@ class Reducer:
         return self._task is not None
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all buckets."""
-        return sum(flat.values.nbytes for flat in self._flats)
-
-    @property
     def buckets(self) -> list[list[str]]:
         """The names of the parameters of each bucket, in the order in which they are sent."""
         return [[slot.name for slot in flat.slots] for flat in self._flats]
@@ -134,17 +128,10 @@ class Reducer:
         return bool(self._told[2:].all())
 
     def detach(self) -> None:
-        """Leave the parameters and the group to the next; on all ranks at the same place."""
-        self.recover()
-        if self._slots:
-            self._parent.take_back(self.comm)
-        self.let_go()
-
-    def let_go(self) -> None:
         """Leave the parameters alone from now on.
 
-        The group stays ours: whether a reducer is still there to be replaced is a matter of each rank's
-        garbage collection, and groups are taken back on all ranks or on none.
+        Nothing is sent, and the group is not handed on: whether a reducer is still there to be replaced is a
+        matter of each rank's garbage collection.
         """
         for hook in self._hooks:
             hook.remove()

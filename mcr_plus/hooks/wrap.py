@@ -89,6 +89,7 @@ class _Wrapped(_Inert):
                 )
 
     def detach(self) -> None:
+        self.reducer.recover()  # peers may be in a pass that this rank has left
         self.reducer.detach()
         for handle in self.handles:
             handle.remove()

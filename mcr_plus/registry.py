@@ -24,8 +24,9 @@ STAGES: dict[str, object] = {
     "dispatch": "mcr_plus.dispatch.stage:DispatchStage",
 }
 CODECS: dict[str, object] = {
-    "bf16": "mcr_plus.compression.cast:bf16",
-    "fp16": "mcr_plus.compression.cast:fp16",
+    "bf16": "mcr_plus.compression.cast:Bf16",
+    "fp16": "mcr_plus.compression.cast:Fp16",
+    "int8_block": "mcr_plus.compression.int8_block:Int8Block",
 }
 BACKENDS: dict[str, object] = {
     "local": "mcr_plus.backends.local:LocalBackend",

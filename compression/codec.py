@@ -1,0 +1,265 @@
+"""What a codec is: traits, and how values become bytes and values again."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from pydantic import BaseModel
+
+from mcr_plus import registry
+from mcr_plus.config import NoOptions, StageOptions
+from mcr_plus.errors import Unsupported
+from mcr_plus.message import ReduceOp, dtype_name
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+WIRE_ALIGNMENT = 4
+"""Bytes: payloads begin at, and are as long as, a multiple of it, so that scales can be read in place."""
+
+
+class CodecOptions(StageOptions):
+    """Base of a codec's option model: frozen, unknown keys refused, no conversion between types."""
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What the compress stage needs to know to compose a collective from a codec.
+
+    Attributes:
+        additive: the library may sum what it sends (see `Codec.rounds`).
+        unbiased: the mean over many encodings of a value is the value.
+        lossless: decoding gives the same bits.
+        fixed_rate: a payload's length follows from the number of elements alone.
+        sparse: a payload holds few of the elements; the others decode to zero.
+        needs_error_feedback: training does not converge to the same loss without.
+        dtypes: what it encodes. Anything but float32 goes through float32 unless the codec says otherwise.
+        alignment: in elements; a part that is encoded by itself should begin at a multiple of it.
+        min_numel: fewer elements are not worth encoding and travel as they are.
+        kinds: the kinds of operations it can be used with, None for all.
+    """
+
+    additive: bool = False
+    unbiased: bool = False
+    lossless: bool = False
+    fixed_rate: bool = True
+    sparse: bool = False
+    needs_error_feedback: bool = False
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    alignment: int = 1
+    min_numel: int = 1
+    kinds: frozenset[str] | None = None
+
+
+@dataclass(frozen=True)
+class Round:
+    """One native all_reduce of an additive codec: its buffer, and how it is reduced."""
+
+    dtype: torch.dtype
+    numel: int
+    op: ReduceOp = "SUM"
+
+
+class Codec(ABC):
+    """What all codecs have. Registered as the class; built with its checked `Options`.
+
+    One object serves one operation or bucket, so it may keep state between calls.
+    """
+
+    Options: ClassVar[type[BaseModel]] = NoOptions
+    name: ClassVar[str]
+    traits: Traits
+
+    def __init__(self, options: BaseModel | None = None) -> None:
+        self.options = self.Options() if options is None else options
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.options!r})"
+
+    def config(self) -> dict[str, Any]:
+        """The mapping that a configuration or a call writes for this codec; JSON-able, see `make`."""
+        return {"codec": self.name, **self.options.model_dump(mode="json", by_alias=True)}
+
+    def enter(self, rank: int, key: str) -> None:  # noqa: B027 - most codecs need none of it
+        """Told once before the first call: this process's rank in the group, and what the codec is for.
+
+        `key` is equal on all ranks. Codecs that draw random numbers draw them by it.
+        """
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What must outlive a restart; equal on all ranks. Tensors are not copied."""
+        return {}
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:  # noqa: B027
+        """Take what `state` gave."""
+
+    def rounds(self, shapes: Sequence[tuple[int, ...]]) -> tuple[Round, ...]:
+        """The native all_reduces that make up one all_reduce of tensors of these shapes, laid end to end.
+
+        For additive codecs.
+        """
+        raise NotImplementedError
+
+    def exchange(
+        self,
+        values: torch.Tensor,
+        shapes: Sequence[tuple[int, ...]],
+        wires: Sequence[torch.Tensor],
+        ranks: int,
+        left: torch.Tensor | None,
+    ) -> Iterator[None]:
+        """Turn `values` into their sum over ranks; pauses before each round is reduced.
+
+        For additive codecs.
+
+        Args:
+            values: flat, contiguous, a dtype of `traits.dtypes`; overwritten when the iterator ends.
+            shapes: of the tensors that lie end to end in `values`; their sizes sum to its size.
+            wires: one flat tensor per round, to be filled before the pause and read after it.
+            ranks: how many there are.
+            left: flat float32, equal to `values`: what this rank's part of the sum stands for is subtracted
+                (error feedback). None if nobody wants to know.
+        """
+        raise NotImplementedError
+
+
+class PayloadCodec(Codec):
+    """A codec that encodes tensors into flat payloads of `wire_dtype` and back.
+
+    Payloads are the same on every device, and depend on nothing but the values, the options and, where the
+    codec says so, its `enter` and the number of earlier calls.
+
+    A subclass writes `wire_numel`, `_encode`, `_decode` and `_accumulate`, which see contiguous flat float32
+    tensors and exact payloads; the public methods take any strides, shapes and `traits.dtypes`.
+    """
+
+    wire_dtype: torch.dtype = torch.uint8
+
+    # -- to be written ----------------------------------------------------------------------------
+
+    @abstractmethod
+    def wire_numel(self, numel: int) -> int:
+        """Elements of `wire_dtype` that a payload of `numel` values has; at most, if not `fixed_rate`."""
+
+    @abstractmethod
+    def _encode(self, values: torch.Tensor, wire: torch.Tensor) -> int | None:
+        """Write the payload; returns its length in elements if not `fixed_rate`."""
+
+    @abstractmethod
+    def _decode(self, wire: torch.Tensor, out: torch.Tensor) -> None:
+        """Overwrite `out` with what the payload stands for."""
+
+    @abstractmethod
+    def _accumulate(self, wire: torch.Tensor, total: torch.Tensor, scale: float) -> None:
+        """Add `scale` times what the payload stands for to `total`."""
+
+    # -- to be used -------------------------------------------------------------------------------
+
+    def wire_nbytes(self, numel: int) -> int:
+        """Bytes of a payload of `numel` values; at most, if not `fixed_rate`."""
+        return self.wire_numel(numel) * self.wire_dtype.itemsize
+
+    def encode(self, values: torch.Tensor, wire: torch.Tensor) -> int:
+        """Write the payload of `values` to the beginning of `wire`; returns its length in elements.
+
+        Args:
+            values: any shape and strides, a dtype of `traits.dtypes`.
+            wire: flat, contiguous, `wire_dtype`, on the same device, at least `wire_numel(values.numel())`
+                long, beginning at a multiple of 4 bytes.
+        """
+        room = self.wire_numel(values.numel())
+        self._check(values, wire, room)
+        if not values.numel():
+            return 0
+        written = self._encode(self._flat(values), wire[:room])
+        return room if written is None else written
+
+    def decode(self, wire: torch.Tensor, out: torch.Tensor) -> None:
+        """Write what a payload stands for to `out`, of any strides and a dtype of `traits.dtypes`."""
+        self._check(out, wire, self.wire_numel(out.numel()) if self.traits.fixed_rate else 0)
+        if not out.numel():
+            return
+        if self._is_native(out.dtype) and out.is_contiguous():
+            self._decode(wire, out.view(-1))
+        else:
+            flat = torch.empty(out.numel(), dtype=self._through(out.dtype), device=out.device)
+            self._decode(wire, flat)
+            out.copy_(flat.view(out.shape))
+
+    def decode_accumulate(self, wire: torch.Tensor, total: torch.Tensor, scale: float = 1.0) -> None:
+        """Add `scale` times what a payload stands for to `total`: float32, flat and contiguous."""
+        if total.numel():
+            self._accumulate(wire, total, scale)
+
+    def reduce(
+        self, wires: torch.Tensor, total: torch.Tensor, wire: torch.Tensor, *, skip: int, scale: float = 1.0
+    ) -> int:
+        """Decode, sum and encode: write to `wire` the payload of `total` + `scale` × all of `wires`.
+
+        Args:
+            wires: a payload in each row; rows begin at multiples of 4 bytes.
+            total: as for `decode_accumulate`; holds the sum afterwards.
+            wire: as for `encode`, whose result is returned.
+            skip: a row that is left out, -1 for none.
+            scale: what decoded values are multiplied with.
+        """
+        for row in range(len(wires)):
+            if row != skip:
+                self.decode_accumulate(wires[row], total, scale)
+        return self.encode(total, wire)
+
+    def rounds(self, shapes: Sequence[tuple[int, ...]]) -> tuple[Round, ...]:  # noqa: D102
+        return (Round(self.wire_dtype, self.wire_numel(sum(map(math.prod, shapes)))),)
+
+    def exchange(  # noqa: D102
+        self,
+        values: torch.Tensor,
+        shapes: Sequence[tuple[int, ...]],  # noqa: ARG002 - end to end they are as good as one
+        wires: Sequence[torch.Tensor],
+        ranks: int,  # noqa: ARG002
+        left: torch.Tensor | None,
+    ) -> Iterator[None]:
+        (wire,) = wires
+        self.encode(values, wire)
+        if left is not None:
+            self.decode_accumulate(wire, left, -1.0)
+        yield
+        self.decode(wire, values)
+
+    # -- helpers ----------------------------------------------------------------------------------
+
+    def _is_native(self, dtype: torch.dtype) -> bool:
+        """Whether `_encode` and `_decode` take this dtype as it is."""
+        return dtype is torch.float32
+
+    def _through(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype if self._is_native(dtype) else torch.float32
+
+    def _flat(self, values: torch.Tensor) -> torch.Tensor:
+        return values.to(self._through(values.dtype)).reshape(-1)
+
+    def _check(self, values: torch.Tensor, wire: torch.Tensor, room: int) -> None:
+        if values.dtype not in self.traits.dtypes:
+            known = ", ".join(map(dtype_name, self.traits.dtypes))
+            raise Unsupported(f"codec {self.name}: {dtype_name(values.dtype)}; expected one of {known}")
+        if wire.dtype is not self.wire_dtype or wire.numel() < room:
+            raise Unsupported(
+                f"codec {self.name}: a payload of {values.numel()} values is {room} × "
+                f"{dtype_name(self.wire_dtype)}, got {wire.numel()} × {dtype_name(wire.dtype)}"
+            )
+
+
+def make(config: Mapping[str, Any]) -> Codec:
+    """The codec of a mapping such as `{"codec": "int4_block", "hadamard": True}`; see `Codec.config`."""
+    options = dict(config)
+    factory: Any = registry.get("codecs", options.pop("codec"))
+    codec: Codec = factory(factory.Options(**options))
+    return codec
+
+
+def rounded_up(nbytes: int) -> int:
+    """The next multiple of `WIRE_ALIGNMENT`."""
+    return -(-nbytes // WIRE_ALIGNMENT) * WIRE_ALIGNMENT

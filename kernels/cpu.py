@@ -1,0 +1,55 @@
+"""How our CPU kernels are compiled and spread over threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from itertools import pairwise
+from typing import Any, Final
+
+import numba
+import torch
+
+_numba: Any = numba  # annotated in part, which type checkers take for a mistake of ours
+_GRAIN: Final = 256 << 10
+"""Bytes of input for which another thread is worth waking."""
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """Compile a kernel that runs without the GIL; kept on disk where there is a place for it.
+
+    Without `fastmath`, which would drop the checks for NaN and the rounding by magic numbers.
+    """
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    try:
+        return _numba.njit(cache=True, **options)(function)
+    except RuntimeError:  # neither the package's folder nor the user's can be written
+        return _numba.njit(**options)(function)
+
+
+inlined: Final[Any] = _numba.njit(inline="always", nogil=True, error_model="numpy")
+"""For parts of a kernel that are compiled into it."""
+
+
+def spread(kernel: Callable[..., object], blocks: int, nbytes: int, *args: object) -> None:
+    """Call `kernel(*args, lo, hi)` for parts of `range(blocks)`, on as many threads as torch would use.
+
+    `nbytes`: of the input, so that small ones stay on the calling thread. Not numba's own threads: those of
+    its default layer may not be entered from two threads at once.
+    """
+    threads = min(torch.get_num_threads(), blocks, nbytes // _GRAIN)
+    if threads <= 1:
+        kernel(*args, 0, blocks)
+        return
+    bounds = [blocks * index // threads for index in range(threads + 1)]
+    pool = _pool(threads - 1)
+    parts: list[Future[object]] = [pool.submit(kernel, *args, lo, hi) for lo, hi in pairwise(bounds[1:])]
+    kernel(*args, bounds[0], bounds[1])
+    for part in parts:
+        part.result()
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="mcr_plus-codec")

@@ -1,0 +1,233 @@
+"""The exam that every codec passes: what its traits promise, against NumPy in float64 and closed forms.
+
+`test_codecs` runs it over `CASES`. A new codec adds a line there: its options, and how far a decoded value
+may be from the true one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mcr_plus.compression.codec import Codec, PayloadCodec, make
+
+F64 = NDArray[np.float64]
+Bound = Callable[[F64], F64]
+"""The values as float64 → how far each decoded one may be off."""
+
+SIZES: Final = (1, 2, 15, 31, 32, 33, 127, 255, 256, 257, 1000, 1025, 5003)
+GUARD: Final = 0xA5
+
+
+@dataclass(frozen=True)
+class Case:
+    """A codec with options, and what is known of its error.
+
+    Attributes:
+        bound: as `Bound`, for values that went through float32; None where only statistics are known, such
+            as for sparse codecs, which have tests of their own beside the exam.
+        block: values that share a fate if one of them is not finite; 0: all of a tensor.
+    """
+
+    config: dict[str, Any]
+    bound: Bound | None
+    block: int = 1
+
+    @property
+    def name(self) -> str:
+        """For test ids: `int4_block hadamard=True`."""
+        rest = [f"{key}={value}" for key, value in self.config.items() if key != "codec"]
+        return " ".join([self.config["codec"], *rest])
+
+    def make(self) -> Codec:
+        """A new codec object, as a configuration would make it."""
+        return make(self.config)
+
+    def make_payload(self) -> PayloadCodec:
+        """The same, for codecs that have payloads."""
+        codec = self.make()
+        assert isinstance(codec, PayloadCodec)
+        return codec
+
+
+def per_block(block: int, relative: float) -> Bound:
+    """At most `relative` times the largest magnitude of each block."""
+
+    def bound(values: F64) -> F64:
+        padded = np.zeros(-(-values.size // block) * block)
+        padded[: values.size] = np.abs(values)
+        largest: F64 = padded.reshape(-1, block).max(1).repeat(block)[: values.size]
+        return largest * relative + 2.0**-126
+
+    return bound
+
+
+def each(relative: float, smallest: float) -> Bound:
+    """At most `relative` times the value itself, or `smallest`."""
+    return lambda values: np.maximum(np.abs(values) * relative, smallest)
+
+
+CASES: Final = [
+    Case({"codec": "bf16"}, each(2.0**-8, 2.0**-133)),
+    Case({"codec": "fp16"}, each(2.0**-11, 2.0**-25)),
+    Case({"codec": "int8_block"}, per_block(256, 1 / 253), block=256),
+]
+
+
+def samples(size: int, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of `size` elements that codecs find hard, all finite, in float32."""
+    random = np.random.default_rng([seed, size])
+    gaussian = random.standard_normal(size)
+    yield "gaussian", torch.tensor(gaussian, dtype=torch.float32)
+    yield "heavy tails", torch.tensor(random.standard_t(2, size).clip(-6e4, 6e4), dtype=torch.float32)
+    yield "zeros", torch.zeros(size)
+    yield "negative zeros", -torch.zeros(size)
+    yield "constant", torch.full((size,), -3.7)
+    yield "tiny", torch.tensor(gaussian * 1e-30, dtype=torch.float32)
+    yield "denormal", torch.tensor(gaussian * 1e-40, dtype=torch.float32)
+    yield "smallest", torch.full((size,), 1.4e-45)
+    yield "huge", torch.tensor(gaussian.clip(-3, 3) * 1e4, dtype=torch.float32)
+    one = torch.zeros(size)
+    one[size // 2] = 5.0
+    yield "one is not zero", one
+    scales = 10.0 ** random.uniform(-6, 4, size)
+    yield "scales mixed", torch.tensor(gaussian.clip(-3, 3) * scales, dtype=torch.float32)
+    yield "integers", torch.tensor(random.integers(-127, 128, size), dtype=torch.float32)
+
+
+def payload(codec: PayloadCodec, values: torch.Tensor) -> torch.Tensor:
+    """The payload of `values`; checks that nothing is written around it."""
+    room = codec.wire_numel(values.numel())
+    item = codec.wire_dtype.itemsize
+    space = torch.full(((room + 8) * item,), GUARD, dtype=torch.uint8).view(codec.wire_dtype)
+    written = codec.encode(values, space[4 : 4 + room])
+    assert written <= room
+    assert written == room or not codec.traits.fixed_rate
+    around = torch.cat([space[:4], space[4 + room :]]).view(torch.uint8)
+    assert bool((around == GUARD).all()), "memory beside the payload was changed"
+    return space[4 : 4 + written]
+
+
+def decoded(codec: PayloadCodec, wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """What a payload stands for, as a tensor like `like`; checks that nothing is written around it."""
+    space = torch.full((like.numel() + 16,), 77.0, dtype=like.dtype)
+    out = space[8 : 8 + like.numel()].view(like.shape)
+    out.fill_(torch.nan)
+    codec.decode(wire, out)
+    assert bool((space[:8] == 77).all())
+    assert bool((space[8 + like.numel() :] == 77).all())
+    return out
+
+
+def f64(tensor: torch.Tensor) -> F64:
+    """Flat, in float64."""
+    array: F64 = tensor.detach().to(torch.float64).reshape(-1).numpy()
+    return array
+
+
+def check_round_trip(case: Case, what: str, values: torch.Tensor) -> None:
+    """Decoding gives the values within the bound."""
+    codec = case.make_payload()
+    result = decoded(codec, payload(codec, values), values)
+    if codec.traits.lossless:
+        assert torch.equal(result.view(torch.uint8), values.contiguous().view(torch.uint8)), what
+    if case.bound is not None:
+        true = f64(values.to(torch.float32))
+        room = case.bound(true) + np.abs(true) * float(torch.finfo(values.dtype).eps)
+        off = np.abs(f64(result) - true)
+        worst = int(np.argmax(off - room))
+        assert off[worst] <= room[worst], f"{what}: {true[worst]} became {f64(result)[worst]}"
+
+
+def check_accumulate(codec: PayloadCodec, values: torch.Tensor) -> None:
+    """Accumulating is decoding, scaling and adding."""
+    wire = payload(codec, values)
+    alone = f64(decoded(codec, wire, values.to(torch.float32)))
+    total = torch.linspace(-2, 2, values.numel())
+    for scale in (1.0, -1.0, 0.25, 1 / 3):
+        expected = f64(total) + scale * alone
+        codec.decode_accumulate(wire, total, scale)
+        np.testing.assert_allclose(f64(total), expected, rtol=1e-6, atol=1e-6 * (1 + np.abs(alone).max()))
+
+
+def check_reduce(codec: PayloadCodec, values: Sequence[torch.Tensor], skip: int) -> None:
+    """Reducing is accumulating and encoding."""
+    numel = values[0].numel()
+    item = codec.wire_dtype.itemsize
+    room = codec.wire_numel(numel)
+    wires = torch.zeros(len(values), room + (-room * item) % 4 // item, dtype=codec.wire_dtype)
+    for row, each_values in zip(wires, values, strict=True):
+        codec.encode(each_values, row)
+    total = torch.linspace(-1, 1, numel)
+    by_hand = total.clone()
+    for row in (row for index, row in enumerate(wires) if index != skip):
+        codec.decode_accumulate(row, by_hand, 0.5)
+    expected = torch.zeros(room, dtype=codec.wire_dtype)
+    length = codec.encode(by_hand, expected)
+    wire = torch.zeros(room, dtype=codec.wire_dtype)
+    assert codec.reduce(wires, total, wire, skip=skip, scale=0.5) == length
+    torch.testing.assert_close(total, by_hand, rtol=1e-6, atol=1e-6)
+    first, second = (decoded(codec, each[:length], total) for each in (wire, expected))
+    torch.testing.assert_close(first, second, rtol=1e-2, atol=2e-2)  # a sum on the edge may round either way
+
+
+def check_not_finite(case: Case, values: torch.Tensor, at: int, bad: float) -> None:
+    """What is not finite stays so; values that share no block with it stay as they were."""
+    codec = case.make_payload()
+    spoilt = values.clone()
+    spoilt[at] = bad
+    result = decoded(codec, payload(codec, spoilt), spoilt)
+    assert not bool(torch.isfinite(result[at])), f"{bad} at {at} of {values.numel()} became {result[at]}"
+    if case.block:
+        own = torch.arange(values.numel()) // case.block != at // case.block
+        sound = decoded(codec, payload(case.make_payload(), values), values)
+        assert torch.equal(result[own], sound[own])
+
+
+def check_config(case: Case) -> None:
+    """A configuration survives JSON, and makes a codec that encodes alike."""
+    codec = case.make()
+    again = make(json.loads(json.dumps(codec.config())))
+    assert type(again) is type(codec)
+    assert again.config() == codec.config()
+    assert case.config.items() <= codec.config().items()
+    assert type(codec).__name__ in repr(codec)
+
+
+def exchanged(
+    codecs: Sequence[Codec], inputs: Sequence[torch.Tensor], *, left: Sequence[torch.Tensor] | None = None
+) -> list[torch.Tensor]:
+    """What an additive codec makes of an all_reduce over ranks that are all in this process.
+
+    The rounds are reduced in float64 for floats, exactly for integers, and rounded once.
+    """
+    ranks = len(inputs)
+    shapes = [tuple(inputs[0].shape)]
+    rounds = codecs[0].rounds(shapes)
+    results = [tensor.clone().view(-1) for tensor in inputs]
+    wires = [[torch.zeros(each.numel, dtype=each.dtype) for each in rounds] for _ in range(ranks)]
+    lefts: Sequence[torch.Tensor | None] = left or [None] * ranks
+    programs = [
+        codec.exchange(result, shapes, wire, ranks, rest)
+        for codec, result, wire, rest in zip(codecs, results, wires, lefts, strict=True)
+    ]
+    for index, each in enumerate(rounds):
+        for program in programs:
+            next(program)
+        wide = torch.float64 if each.dtype.is_floating_point else torch.int64
+        stack = torch.stack([wire[index].to(wide) for wire in wires])
+        total = stack.sum(0) if each.op == "SUM" else stack.amax(0)
+        if not each.dtype.is_floating_point:
+            limits = torch.iinfo(each.dtype)
+            assert limits.min <= int(total.min()) <= int(total.max()) <= limits.max, "the sum overflows"
+        for wire in wires:
+            wire[index].copy_(total)
+    for program in programs:
+        assert next(program, "done") == "done"
+    return [result.view(inputs[0].shape) for result in results]

@@ -1,0 +1,39 @@
+"""Three ways to a payload: torch, compiled for the CPU, and Triton (interpreted where there is no GPU)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from codec_exam import samples
+
+Kernel = Callable[..., object]
+
+
+def triton_device() -> str:
+    """Where Triton kernels run here: on the GPU, or interpreted on the CPU."""
+    pytest.importorskip("triton")
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def hard_tensors(sizes: tuple[int, ...]) -> Iterator[tuple[str, torch.Tensor]]:
+    """What codecs find hard, and what is not finite, at several places."""
+    for size in sizes:
+        for what, values in samples(size):
+            yield f"{what} {size}", values
+        for bad in (torch.nan, torch.inf, -torch.inf):
+            _, values = next(samples(size))
+            values[size // 3] = values[-1] = bad
+            yield f"{bad} {size}", values
+
+
+def same_bits(what: str, first: torch.Tensor, *others: torch.Tensor) -> None:
+    """All tensors are equal; NaN equals NaN, whatever its payload."""
+    for other in others:
+        other = other.cpu()
+        if first.is_floating_point():
+            assert torch.equal(first.isnan(), other.isnan()), what
+            first, other = first.nan_to_num(nan=0.0), other.nan_to_num(nan=0.0)
+        differing = int((first != other).sum())
+        assert not differing, f"{what}: {differing} of {first.numel()} differ"

@@ -21,7 +21,7 @@ class Cast(PayloadCodec):
     visible.
     """
 
-    traits = Traits(additive=True, dtypes=(torch.float32, torch.float64))
+    traits = Traits(additive=True, elementwise=True, dtypes=(torch.float32, torch.float64))
 
     def wire_numel(self, numel: int) -> int:  # noqa: D102
         return numel

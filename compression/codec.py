@@ -31,6 +31,7 @@ class Traits:
 
     Attributes:
         additive: the library may sum what it sends (see `Codec.rounds`).
+        elementwise: a payload has one element for each value, in the same place.
         unbiased: the mean over many encodings of a value is the value.
         lossless: decoding gives the same bits.
         fixed_rate: a payload's length follows from the number of elements alone.
@@ -43,6 +44,7 @@ class Traits:
     """
 
     additive: bool = False
+    elementwise: bool = False
     unbiased: bool = False
     lossless: bool = False
     fixed_rate: bool = True
@@ -96,10 +98,14 @@ class Codec(ABC):
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:  # noqa: B027
         """Take what `state` gave."""
 
-    def rounds(self, shapes: Sequence[tuple[int, ...]]) -> tuple[Round, ...]:
+    def refusal(self, shapes: Sequence[tuple[int, ...]]) -> str | None:  # noqa: ARG002
+        """Why tensors of these shapes, laid end to end, cannot be encoded; None if they can."""
+        return None
+
+    def rounds(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> tuple[Round, ...]:
         """The native all_reduces that make up one all_reduce of tensors of these shapes, laid end to end.
 
-        For additive codecs.
+        For additive codecs; `ranks` is how many there are.
         """
         raise NotImplementedError
 
@@ -195,23 +201,34 @@ class PayloadCodec(Codec):
             self._accumulate(wire, total, scale)
 
     def reduce(
-        self, wires: torch.Tensor, total: torch.Tensor, wire: torch.Tensor, *, skip: int, scale: float = 1.0
+        self,
+        wires: torch.Tensor | Sequence[torch.Tensor],
+        total: torch.Tensor,
+        wire: torch.Tensor,
+        *,
+        skip: int,
+        scale: float = 1.0,
     ) -> int:
         """Decode, sum and encode: write to `wire` the payload of `total` + `scale` × all of `wires`.
 
         Args:
-            wires: a payload in each row; rows begin at multiples of 4 bytes.
+            wires: a payload in each row of a tensor, rows at multiples of 4 bytes; or, if not `fixed_rate`,
+                a list of them.
             total: as for `decode_accumulate`; holds the sum afterwards.
             wire: as for `encode`, whose result is returned.
             skip: a row that is left out, -1 for none.
             scale: what decoded values are multiplied with.
         """
-        for row in range(len(wires)):
+        for row, each in enumerate(wires):
             if row != skip:
-                self.decode_accumulate(wires[row], total, scale)
+                self.decode_accumulate(each, total, scale)
         return self.encode(total, wire)
 
-    def rounds(self, shapes: Sequence[tuple[int, ...]]) -> tuple[Round, ...]:  # noqa: D102
+    def clear(self, wire: torch.Tensor, values: torch.Tensor) -> None:
+        """Set the elements of flat float32 `values` that a payload holds to zero. For sparse codecs."""
+        raise NotImplementedError
+
+    def rounds(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> tuple[Round, ...]:  # noqa: ARG002, D102
         return (Round(self.wire_dtype, self.wire_numel(sum(map(math.prod, shapes)))),)
 
     def exchange(  # noqa: D102

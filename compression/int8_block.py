@@ -7,6 +7,7 @@ Quantization", ICLR 2022) and of QuickReduce's and EQuARX's all_reduces. The err
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -34,7 +35,14 @@ class Int8Block(PayloadCodec):
         int8_block.accumulate(wire, total, scale)
 
     def reduce(  # noqa: D102
-        self, wires: torch.Tensor, total: torch.Tensor, wire: torch.Tensor, *, skip: int, scale: float = 1.0
+        self,
+        wires: torch.Tensor | Sequence[torch.Tensor],
+        total: torch.Tensor,
+        wire: torch.Tensor,
+        *,
+        skip: int,
+        scale: float = 1.0,
     ) -> int:
+        assert isinstance(wires, torch.Tensor)
         int8_block.reduce(wires, skip, total, wire, scale)
         return self.wire_numel(total.numel())

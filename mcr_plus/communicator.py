@@ -36,6 +36,7 @@ from mcr_plus.message import (
     Signature,
     check_reducible,
     dtype_name,
+    frozen,
 )
 from mcr_plus.pipeline import Bound, Pipeline
 from mcr_plus.rerun import Call, PersistentOp, bind_persistent, check_persistent
@@ -885,7 +886,7 @@ class Communicator:
         device = "cpu" if like is None else like.device.type
         if isinstance(compress, Mapping):
             _check_options(reduce_op, backend, compress, tag)
-        codec = tuple(sorted(compress.items())) if isinstance(compress, Mapping) else compress
+        codec = frozen(compress) if isinstance(compress, Mapping) else compress
         key = (kind, dtype, tuple(shape), numel, device, reduce_op, root, async_op, backend, codec, tag)
         try:
             plan = self._plans.get(key)

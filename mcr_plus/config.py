@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import (
     BaseModel,
@@ -55,6 +55,9 @@ from mcr_plus.document import (
 from mcr_plus.errors import ConfigError, Unsupported, short, unknown
 from mcr_plus.message import ALIASES, DTYPES, KINDS, dtype_name
 from mcr_plus.units import Range, parse_count, parse_duration, parse_range, parse_size
+
+if TYPE_CHECKING:
+    from mcr_plus.compression.codec import Codec
 
 FUSIBLE: tuple[str, ...] = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
 """Kinds of which several can travel as one."""
@@ -142,11 +145,74 @@ class StageOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+class ErrorFeedbackOptions(StageOptions):
+    """Options of `error_feedback`. `decay`: what a residual is multiplied with before it is used again."""
+
+    decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+class MomentumOptions(StageOptions):
+    """Options of `momentum_correction`. `momentum`: the one that the optimizer would have used."""
+
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+
+
+def _as_tuple(value: object) -> object:
+    """A list, or one name, as the tuple that strict validation wants."""
+    return tuple(value) if isinstance(value, list) else (value,) if isinstance(value, str) else value
+
+
+class ExemptOptions(StageOptions):
+    """What travels uncompressed although there is a codec.
+
+    `params`: globs of names of parameters. `max_ndim`: parameters of at most so many dimensions, such as
+    biases and norms with 1. `below`: operations, and gradients of parameters, of fewer bytes.
+    """
+
+    params: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
+    max_ndim: Annotated[int, Field(ge=0)] | None = None
+    below: Annotated[int, BeforeValidator(parse_size)] = 0
+
+    def covers(self, param: str, ndim: int, nbytes: int) -> bool:
+        """Whether the gradient of a parameter is exempt."""
+        named = any(fnmatchcase(param, glob) for glob in self.params)
+        return named or nbytes < self.below or (self.max_ndim is not None and ndim <= self.max_ndim)
+
+
+def _switch(value: object) -> object:
+    """Options of a wrapper, of which `true` means the default and `false` none."""
+    return {} if value is True else None if value is False else value
+
+
 class CompressOptions(StageOptions):
-    """Options of `compress`: a codec by name; the codec's own options stand beside it in the file."""
+    """Options of `compress`: a codec by name; the codec's own options stand beside it in the file.
+
+    `error_feedback`, `ef21`, `momentum_correction`: what becomes of what the codec loses, at most one of
+    them. `warmup`: calls of an operation that travel uncompressed before the first that does not.
+    `exempt`: what always travels uncompressed. `never_slower`: measure on a few calls what the codec
+    gains, and do without where it loses. `audit_every`: compare the ranks' results at every so many
+    calls.
+    """
 
     codec: str = "none"
     codec_options: SerializeAsAny[BaseModel] | None = None
+    error_feedback: Annotated[ErrorFeedbackOptions | None, BeforeValidator(_switch)] = None
+    ef21: bool = False
+    momentum_correction: Annotated[MomentumOptions | None, BeforeValidator(_switch)] = None
+    warmup: Annotated[int, BeforeValidator(parse_count), Field(ge=0)] = 0
+    exempt: ExemptOptions | None = None
+    never_slower: bool = False
+    audit_every: Annotated[int, Field(gt=0)] | None = None
+
+    @property
+    def feedback(self) -> str | None:
+        """Which wrapper keeps what the codec loses; None if it is lost."""
+        named = ("error_feedback", "ef21", "momentum_correction")
+        return next((name for name in named if getattr(self, name)), None)
+
+
+FEEDBACKS = ("error_feedback", "ef21", "momentum_correction")
+WRAPPERS = tuple(name for name in CompressOptions.model_fields if name not in ("codec", "codec_options"))
 
 
 def _size(value: object) -> int | None:
@@ -226,7 +292,6 @@ OPTIONS: dict[str, type[StageOptions]] = {
     "select": SelectOptions,
     "dispatch": DispatchOptions,
 }
-PLAIN_CODECS = ("none", "bf16", "fp16")  # known to have no options, so checking them imports no codec
 
 
 def stage_options(stage: str, data: Mapping[str, Any], name: str = "<dict>") -> BaseModel:
@@ -243,9 +308,15 @@ def codec_names() -> tuple[str, ...]:
 
 
 def plain_options(options: BaseModel) -> dict[str, Any]:
-    """Write options as the mapping they are read from; JSON-able."""
+    """Write options as the mapping they are read from; JSON-able.
+
+    Of `compress` only what differs from the default, beside the codec's options.
+    """
     data = options.model_dump(mode="json", by_alias=True)
     if isinstance(options, CompressOptions):
+        for name in WRAPPERS:
+            if data[name] == CompressOptions.model_fields[name].default:
+                del data[name]
         data |= data.pop("codec_options") or {}
     return data
 
@@ -267,12 +338,41 @@ def _compress_options(
         raise document.error((*keys, "codec"), unknown("codec", codec, codec_names()))
     given = data
     if codec != base.get("codec", codec):
-        given = mapping_at(document, keys)  # another codec: the options of the first one mean nothing to it
-    rest = {key: value for key, value in given.items() if key != "codec"}
-    plain = codec in PLAIN_CODECS
-    model = NoOptions if plain else _declared_options("codecs", codec, document, (*keys, "codec"))
-    options = validate(model, rest, document, keys, beside=("codec",))
-    return CompressOptions(codec=codec, codec_options=options if model.model_fields else None)
+        # Another codec: the options of the first one mean nothing to it, nor what made up for its losses.
+        kept = {key: base[key] for key in WRAPPERS if key in base and key not in FEEDBACKS}
+        given = {**kept, **mapping_at(document, keys)}
+    own = {key: value for key, value in given.items() if key in WRAPPERS}
+    rest = {key: value for key, value in given.items() if key not in ("codec", *WRAPPERS)}
+    none = codec == "none"
+    model = NoOptions if none else _declared_options("codecs", codec, document, (*keys, "codec"))
+    options = validate(model, rest, document, keys, beside=("codec", *WRAPPERS))
+    wrappers = validate(CompressOptions, own, document, keys)
+    checked = wrappers.model_copy(
+        update={"codec": codec, "codec_options": options if model.model_fields else None}
+    )
+    if (reason := _impossible(checked)) is not None:
+        raise document.error(keys, reason)
+    return checked
+
+
+def _impossible(options: CompressOptions) -> str | None:
+    """Why these options of `compress` do not go together."""
+    named = [name for name in FEEDBACKS if getattr(options, name)]
+    if len(named) > 1:
+        return f"{' and '.join(named)} exclude each other; expected one of them"
+    if named and options.codec == "none":
+        return f"{named[0]} without a codec; expected a codec beside it"
+    if options.ef21 and options.never_slower:
+        return "ef21 and never_slower exclude each other: ef21 cannot leave out calls"
+    if options.momentum_correction and not codec_of(options).traits.sparse:
+        return f"momentum_correction with codec {options.codec!r}, which sends every value; known: topk"
+    return None
+
+
+def codec_of(options: CompressOptions) -> Codec:
+    """A new codec object, with the options given beside its name."""
+    factory: Any = registry.get("codecs", options.codec)
+    return cast("Codec", factory(options.codec_options or factory.Options()))
 
 
 def _declared_options(kind: str, name: str, document: Document, keys: Keys) -> type[BaseModel]:

@@ -9,6 +9,7 @@ McrError
 │   └── BackendUnavailable
 ├── CommTimeout        names op, sequence, group, backend, missing ranks
 ├── OrderMismatch      ranks issued different ops: names both
+├── ResultMismatch     ranks hold different results of an operation
 └── LaunchError
 """
 
@@ -52,6 +53,10 @@ class CommTimeout(McrError):
 
 class OrderMismatch(McrError):
     """Ranks of a group issued different operations under the same sequence number."""
+
+
+class ResultMismatch(McrError):
+    """An audit found that ranks hold different results of an operation."""
 
 
 class LaunchError(McrError):

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from mcr_plus.message import Group, Message, Signature
 
 if TYPE_CHECKING:
-    import torch
-
     from mcr_plus.c10d import Store
     from mcr_plus.config import Config
     from mcr_plus.dispatch.stage import GroupRuntime
@@ -100,37 +98,6 @@ class World:
     def single_host(self) -> bool:
         """Whether all ranks share a machine."""
         return len(set(self.hosts)) <= 1
-
-
-class Codec(Protocol):
-    """How values travel: elementwise as another dtype, so that a library may sum the encoded values.
-
-    A registry entry is a codec, or makes one: if it has an attribute `Options`, a pydantic model, it is
-    called with the options that a configuration or a call gives, checked by that model.
-    """
-
-    @property
-    def name(self) -> str:
-        """What records and explanations call it."""
-        ...
-
-    @property
-    def wire_dtype(self) -> torch.dtype:
-        """The dtype of encoded values."""
-        ...
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """The dtypes it encodes."""
-        ...
-
-    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        """Write `values`, encoded, to `out`: of the same shape, of `wire_dtype`."""
-        ...
-
-    def decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:
-        """Write `payload`, decoded, to `out`."""
-        ...
 
 
 class Channel(Protocol):

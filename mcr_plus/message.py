@@ -78,6 +78,28 @@ Codec = str | tuple[tuple[str, object], ...]
 """A codec override: a name, or sorted (key, value) pairs of name and options."""
 
 
+def frozen(options: Mapping[str, object]) -> tuple[tuple[str, object], ...]:
+    """What a call's `compress` mapping is in a signature: hashable, in the order of its keys."""
+    return tuple(sorted((key, _hashable(value)) for key, value in options.items()))
+
+
+def thawed(pairs: tuple[tuple[str, object], ...]) -> dict[str, object]:
+    """The mapping that `frozen` has made hashable."""
+    return {key: _mutable(value) for key, value in pairs}
+
+
+def _hashable(value: object) -> object:
+    if isinstance(value, Mapping):
+        return ("mapping", *frozen(value))
+    return ("list", *map(_hashable, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _mutable(value: object) -> object:
+    if not isinstance(value, tuple):
+        return value
+    return thawed(value[1:]) if value[0] == "mapping" else [_mutable(each) for each in value[1:]]
+
+
 def dtype_name(dtype: torch.dtype | None) -> str:
     """`float32` for `torch.float32`; `none` for operations without data."""
     return "none" if dtype is None else str(dtype).removeprefix("torch.")
@@ -88,8 +110,11 @@ class Signature(NamedTuple):
 
     `shape` is the shape of the tensor each rank passes, without dim 0 for vector collectives, whose
     sizes differ between ranks. `nbytes` is the payload in bytes by the convention of nccl-tests (the
-    larger of a rank's input and output), or None for vector collectives. `root` is a group rank. `backend`
-    is what the caller asked for (`name` or `name:algorithm`) until select splits it and fills `algorithm`.
+    larger of a rank's input and output), or None for vector collectives. `root` is a group rank.
+    `backend` is what the caller asked for (`name` or `name:algorithm`) until select splits it and fills
+    `algorithm`. `parts` are the shapes of the tensors that lie end to end in a bucket, and `key` tells
+    which bucket it is, for codecs that keep something between calls; None for what is no bucket of a
+    model's.
     """
 
     kind: Kind
@@ -106,6 +131,8 @@ class Signature(NamedTuple):
     compress: Codec | bool | None = None
     async_op: bool = False
     algorithm: str | None = None
+    parts: tuple[tuple[int, ...], ...] | None = None
+    key: str | None = None
 
     def replace(self, **changes: object) -> Self:
         """The same signature with some fields changed: how a stage describes the op it really issues."""
@@ -124,7 +151,7 @@ class Signature(NamedTuple):
         if self.dtype is not None:
             dims = ",".join(map(str, self.shape))
             parts.append(f"{dtype_name(self.dtype)}[{'*,' * (self.kind in VECTOR)}{dims}]".replace(",]", "]"))
-        for name in ("root", "tag", "backend", "algorithm", "compress"):
+        for name in ("root", "tag", "key", "backend", "algorithm", "compress"):
             value = getattr(self, name)
             if value is not None:
                 parts.append(f"{name}={value}")

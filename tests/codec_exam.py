@@ -209,7 +209,7 @@ def exchanged(
     """
     ranks = len(inputs)
     shapes = [tuple(inputs[0].shape)]
-    rounds = codecs[0].rounds(shapes)
+    rounds = codecs[0].rounds(shapes, ranks)
     results = [tensor.clone().view(-1) for tensor in inputs]
     wires = [[torch.zeros(each.numel, dtype=each.dtype) for each in rounds] for _ in range(ranks)]
     lefts: Sequence[torch.Tensor | None] = left or [None] * ranks

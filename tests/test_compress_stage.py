@@ -10,6 +10,7 @@ import torch
 from pydantic import BaseModel
 
 from mcr_plus import registry
+from mcr_plus.compression.codec import PayloadCodec, Traits
 from mcr_plus.compression.stage import CompressStage
 from mcr_plus.config import CompressOptions, Config, load, stage_options
 from mcr_plus.errors import InvalidArgument, Unsupported
@@ -22,22 +23,33 @@ class ScaleOptions(BaseModel):
     by: int = 2
 
 
-class Scale:
-    """Values times a number, as float64; registered as the class itself."""
+class Scale(PayloadCodec):
+    """Values times a number, as float16."""
 
     Options = ScaleOptions
     name = "scale"
-    wire_dtype = torch.float64
-    dtypes = (torch.float32,)
+    wire_dtype = torch.float16
+    traits = Traits(additive=True, elementwise=True, dtypes=(torch.float32,))
+    options: ScaleOptions
 
-    def __init__(self, options: ScaleOptions) -> None:
-        self.by = options.by
+    def wire_numel(self, numel: int) -> int:
+        return numel
 
-    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(values * self.by)
+    def _encode(self, values: torch.Tensor, wire: torch.Tensor) -> None:
+        wire.copy_(values * self.options.by)
 
-    def decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(payload / self.by)
+    def _decode(self, wire: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(wire / self.options.by)
+
+    def _accumulate(self, wire: torch.Tensor, total: torch.Tensor, scale: float) -> None:
+        total += wire / self.options.by * scale
+
+
+class Narrow(Scale):
+    """A codec that takes nothing."""
+
+    name = "narrow"
+    traits = Traits(additive=True, elementwise=True, dtypes=())
 
 
 class Rest:
@@ -67,7 +79,7 @@ class Rest:
 
 @pytest.fixture(autouse=True)
 def _scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.REGISTRIES, "codecs", {**registry.CODECS, "scale": Scale})
+    monkeypatch.setitem(registry.REGISTRIES, "codecs", {**registry.CODECS, "scale": Scale, "narrow": Narrow})
 
 
 CONTEXT = Context(Config(), World(0, 2, ("localhost",) * 2, 300.0), Group("world", (0, 1), 0), {})
@@ -133,10 +145,16 @@ def test_one_rank_sends_nothing() -> None:
 @pytest.mark.parametrize(
     ("compress", "what"),
     [
-        ("int9", "all_reduce: compress.codec: unknown codec 'int9'; known: bf16, fp16, none, scale"),
-        ((("codec", "scale"), ("to", 3)), "all_reduce: compress.to: unknown key 'to'; known: by, codec"),
+        ("int9", "all_reduce: compress.codec: unknown codec 'int9'; known: bf16, fp16, "),
+        (
+            (("codec", "scale"), ("to", 3)),
+            "all_reduce: compress.to: unknown key 'to'; known: audit_every, by, codec, ",
+        ),
         ((("by", "x"), ("codec", "scale")), "all_reduce: compress.by: expected a valid integer"),
-        ((("by", 3), ("codec", "bf16")), "all_reduce: compress.by: unknown key 'by'; known: codec"),
+        (
+            (("by", 3), ("codec", "bf16")),
+            "all_reduce: compress.by: unknown key 'by'; known: audit_every, codec, ",
+        ),
         ((("by", 3),), "no codec; expected the key 'codec'"),
         ((), "no codec; expected the key 'codec'"),
     ],
@@ -149,7 +167,6 @@ def test_options_of_a_call_are_checked(compress: Codec, what: str, ranks: int) -
 
 
 def test_what_a_codec_cannot_take() -> None:
-    registry.REGISTRIES["codecs"]["narrow"] = type("Narrow", (), {"name": "narrow", "dtypes": ()})()
     with pytest.raises(Unsupported, match="codec narrow takes"):
         bind("narrow")
     assert bind(None, {"codec": "narrow"})[1].notes == ["codec narrow not used: codec narrow takes "]

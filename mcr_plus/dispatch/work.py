@@ -240,9 +240,11 @@ class JointWork(Work):
     """Several handles as one: what a stage or a coalesced call hands out for the ops it issued.
 
     Done when all members are done. `kind`, `tag` and `nbytes` describe the operation the user asked for.
+    With `legs` the members move the same payload one after another, so that `wire_bytes` is that of the
+    largest, as for one operation of the library that does the same; otherwise the sum.
     """
 
-    __slots__ = ("_error", "_finish", "_is_done", "codec", "kind", "members", "nbytes", "tag")
+    __slots__ = ("_error", "_finish", "_is_done", "codec", "kind", "legs", "members", "nbytes", "tag")
 
     def __init__(
         self,
@@ -252,8 +254,10 @@ class JointWork(Work):
         nbytes: int,
         tag: str | None = None,
         codec: str | None = None,
+        legs: bool = False,
     ) -> None:
         self.members = members
+        self.legs = legs
         self.kind = kind
         self.nbytes = nbytes
         self.tag = tag
@@ -308,12 +312,13 @@ class JointWork(Work):
     @property
     def info(self) -> Info:  # noqa: D102
         parts = [member.info for member in self.members]
+        wire_bytes = [part.wire_bytes for part in parts]
         return Info(
             kind=self.kind,
             backend="+".join(dict.fromkeys(part.backend for part in parts)) or "local",
             codec=self.codec or next((part.codec for part in parts if part.codec), None),
             bytes=self.nbytes,
-            wire_bytes=sum(part.wire_bytes for part in parts),
+            wire_bytes=max(wire_bytes, default=0) if self.legs else sum(wire_bytes),
             fused=sum(part.fused for part in parts) if self.kind.endswith("coalesced") else 1,
             sequence=parts[-1].sequence if parts else 0,
             tag=self.tag,

@@ -1,0 +1,80 @@
+"""ef21: send what changed since the last call, and add up.
+
+Richtárik, Sokolov, Fatkhullin, "EF21: A New, Simpler, Theoretically Better, and Practically Faster Error
+Feedback", NeurIPS 2021; both ways, as in Fatkhullin et al., "EF21 with Bells & Whistles", 2021.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mcr_plus.compression.codec import Codec
+from mcr_plus.compression.memory import Kept, Memory, Wires
+
+
+class Ef21(Memory):
+    """Estimates of this rank's values, of the sum of its part, and of the result, which all ranks share.
+
+    For all_reduce: the result is the sum of the estimates, which come closer call by call if the values
+    do not change much.
+    """
+
+    def __init__(self, codec: Codec, numel: int, device: torch.device) -> None:
+        super().__init__(codec)
+        self._mine = torch.zeros(numel, dtype=torch.float32, device=device)
+        self._result = torch.zeros_like(self._mine)
+        self._shard: torch.Tensor | None = None
+        self._lo = 0
+
+    def send(self, values: torch.Tensor, lo: int, wire: torch.Tensor, scale: float = 1.0) -> int:  # noqa: D102
+        mine = self._mine[lo : lo + values.numel()]
+        written = self.codec.encode((values - mine).mul_(scale), wire)
+        self.codec.decode_accumulate(wire[:written], mine, 1 / scale)
+        return written
+
+    def keep(self, values: torch.Tensor, lo: int, total: torch.Tensor, scale: float) -> None:  # noqa: D102
+        self._lo = lo
+        mine = self._mine[lo : lo + values.numel()]
+        torch.sub(values, mine, out=total).mul_(scale)
+        mine.copy_(values)
+
+    def reduce(  # noqa: D102
+        self, wires: Wires, total: torch.Tensor, wire: torch.Tensor, *, skip: int, scale: float
+    ) -> int:
+        for row, each in enumerate(wires):
+            if row != skip:
+                self.codec.decode_accumulate(each, total, scale)
+        if self._shard is None:
+            self._shard = torch.zeros_like(total)
+        self._shard.add_(total)
+        return self.codec.encode(self._shard - self._result[self._lo : self._lo + total.numel()], wire)
+
+    def receive(self, wire: torch.Tensor, lo: int, out: torch.Tensor) -> None:  # noqa: D102
+        result = self._result[lo : lo + out.numel()]
+        self.codec.decode_accumulate(wire, result)
+        out.copy_(result)
+
+    def gathered(self, wires: Wires, total: torch.Tensor, out: torch.Tensor, scale: float) -> None:  # noqa: D102, ARG002
+        for wire in wires:
+            self.codec.decode_accumulate(wire, self._result, scale)
+        out.copy_(self._result)
+
+    @property
+    def kept(self) -> list[Kept]:  # noqa: D102
+        shard = [] if self._shard is None else [Kept("shard", "shard", self._shard)]
+        return [
+            *super().kept,
+            Kept("estimate", "own", self._mine),
+            Kept("result", "shared", self._result),
+            *shard,
+        ]
+
+    def restore(self, name: str, tensor: torch.Tensor) -> None:  # noqa: D102
+        if name == "estimate":
+            self._mine.copy_(tensor)
+        elif name == "result":
+            self._result.copy_(tensor)
+        elif name == "shard":
+            self._shard = tensor.to(self._mine.device, torch.float32, copy=True)
+        else:
+            super().restore(name, tensor)

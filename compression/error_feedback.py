@@ -1,0 +1,125 @@
+"""error_feedback: what a codec loses is added to the values of the next call.
+
+Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al., "Error Feedback
+Fixes SignSGD and other Gradient Compression Schemes", ICML 2019. The rank that sums a part keeps what is
+lost when the sum is encoded again, as in Tang et al., "DoubleSqueeze", ICML 2019.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mcr_plus.compression.codec import Codec
+from mcr_plus.compression.memory import Kept, Memory, Wires
+
+
+class ErrorFeedback(Memory):
+    """Residuals of one operation's values (`numel` of them), and of the sums of this rank's part.
+
+    `decay` is what residuals are multiplied with before they are used. A residual that is not finite, after a
+    gradient that was not, is dropped, so that one bad step does not spoil all that follow.
+    """
+
+    def __init__(self, codec: Codec, numel: int, device: torch.device, decay: float = 1.0) -> None:
+        super().__init__(codec)
+        self._decay = decay
+        self._residual = torch.zeros(numel, dtype=torch.float32, device=device)
+        self._shard: torch.Tensor | None = None
+
+    def send(self, values: torch.Tensor, lo: int, wire: torch.Tensor, scale: float = 1.0) -> int:  # noqa: D102
+        residual = self._completed(values, lo)
+        written = self.codec.encode(residual if scale == 1.0 else residual * scale, wire)
+        self._sent(wire[:written], residual, lo, 1 / scale)
+        _drop_unless_finite(residual)
+        return written
+
+    def keep(self, values: torch.Tensor, lo: int, total: torch.Tensor, scale: float) -> None:  # noqa: D102
+        residual = self._completed(values, lo)
+        torch.mul(residual, scale, out=total)
+        residual.zero_()
+
+    def reduce(  # noqa: D102
+        self, wires: Wires, total: torch.Tensor, wire: torch.Tensor, *, skip: int, scale: float
+    ) -> int:
+        shard = self._shard
+        if shard is None:
+            shard = self._shard = torch.zeros_like(total)
+        total.add_(shard, alpha=self._decay)
+        written = self.codec.reduce(wires, total, wire, skip=skip, scale=scale)
+        shard.copy_(total)
+        self.codec.decode_accumulate(wire[:written], shard, -1.0)
+        _drop_unless_finite(shard)
+        return written
+
+    def offer(self, values: torch.Tensor) -> torch.Tensor | None:  # noqa: D102
+        _drop_unless_finite(self._residual)  # what the last exchange has left
+        residual = self._completed(values, 0)
+        values.copy_(residual)
+        return residual
+
+    def settle(self, values: torch.Tensor) -> None:  # noqa: D102
+        values.copy_(self._completed(values, 0))
+        self._residual.zero_()
+
+    @property
+    def kept(self) -> list[Kept]:  # noqa: D102
+        shard = [] if self._shard is None else [Kept("shard", "shard", self._shard)]
+        return [*super().kept, Kept("residual", "own", self._residual), *shard]
+
+    def restore(self, name: str, tensor: torch.Tensor) -> None:  # noqa: D102
+        if name == "residual":
+            self._residual.copy_(tensor)
+        elif name == "shard":
+            self._shard = tensor.to(self._residual.device, torch.float32, copy=True)
+        else:
+            super().restore(name, tensor)
+
+    def _completed(self, values: torch.Tensor, lo: int) -> torch.Tensor:
+        """The residual of a part, with the values added to it."""
+        residual = self._residual[lo : lo + values.numel()]
+        if self._decay != 1.0:
+            residual.mul_(self._decay)
+        return residual.add_(values)
+
+    def _sent(self, wire: torch.Tensor, residual: torch.Tensor, lo: int, scale: float) -> None:  # noqa: ARG002
+        self.codec.decode_accumulate(wire, residual, -scale)
+
+
+class MomentumCorrection(ErrorFeedback):
+    """momentum_correction: error feedback of velocities instead of gradients, for sparse codecs.
+
+    velocity = momentum × velocity + values is what is accumulated and sent; where an element has been
+    sent, its velocity begins anew (momentum factor masking). Lin et al., "Deep Gradient Compression",
+    ICLR 2018. The optimizer must then use no momentum of its own.
+    """
+
+    def __init__(self, codec: Codec, numel: int, device: torch.device, momentum: float) -> None:
+        super().__init__(codec, numel, device)
+        self._momentum = momentum
+        self._velocity = torch.zeros_like(self._residual)
+
+    def _completed(self, values: torch.Tensor, lo: int) -> torch.Tensor:
+        part = slice(lo, lo + values.numel())
+        velocity = self._velocity[part].mul_(self._momentum).add_(values)
+        _drop_unless_finite(velocity)
+        return self._residual[part].add_(velocity)
+
+    def _sent(self, wire: torch.Tensor, residual: torch.Tensor, lo: int, scale: float) -> None:
+        super()._sent(wire, residual, lo, scale)
+        self.codec.clear(wire, self._velocity[lo : lo + residual.numel()])
+
+    @property
+    def kept(self) -> list[Kept]:  # noqa: D102
+        return [*super().kept, Kept("velocity", "own", self._velocity)]
+
+    def restore(self, name: str, tensor: torch.Tensor) -> None:  # noqa: D102
+        if name == "velocity":
+            self._velocity.copy_(tensor)
+        else:
+            super().restore(name, tensor)
+
+
+def _drop_unless_finite(residual: torch.Tensor) -> None:
+    # On the host a sum is one read; on a GPU looking at it would wait for the device.
+    if residual.is_cuda or not torch.isfinite(residual.sum()):
+        torch.nan_to_num_(residual, 0.0, 0.0, 0.0)

@@ -24,6 +24,7 @@ class Ef21(Memory):
         self._mine = torch.zeros(numel, dtype=torch.float32, device=device)
         self._result = torch.zeros_like(self._mine)
         self._shard: torch.Tensor | None = None
+        self._shards: torch.Tensor | None = None  # of all ranks, from an earlier job
         self._lo = 0
 
     def send(self, values: torch.Tensor, lo: int, wire: torch.Tensor, scale: float = 1.0) -> int:  # noqa: D102
@@ -37,6 +38,8 @@ class Ef21(Memory):
         mine = self._mine[lo : lo + values.numel()]
         torch.sub(values, mine, out=total).mul_(scale)
         mine.copy_(values)
+        if self._shards is not None:
+            self._shard, self._shards = self._shards[lo : lo + values.numel()].clone(), None
 
     def reduce(  # noqa: D102
         self, wires: Wires, total: torch.Tensor, wire: torch.Tensor, *, skip: int, scale: float
@@ -62,6 +65,8 @@ class Ef21(Memory):
     @property
     def kept(self) -> list[Kept]:  # noqa: D102
         shard = [] if self._shard is None else [Kept("shard", "shard", self._shard)]
+        if self._shards is not None:
+            shard = [Kept("shard", "shared", self._shards)]
         return [
             *super().kept,
             Kept("estimate", "own", self._mine),
@@ -75,6 +80,6 @@ class Ef21(Memory):
         elif name == "result":
             self._result.copy_(tensor)
         elif name == "shard":
-            self._shard = tensor.to(self._mine.device, torch.float32, copy=True)
+            self._shards = tensor.to(self._mine.device)
         else:
             super().restore(name, tensor)

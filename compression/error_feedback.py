@@ -25,6 +25,7 @@ class ErrorFeedback(Memory):
         self._decay = decay
         self._residual = torch.zeros(numel, dtype=torch.float32, device=device)
         self._shard: torch.Tensor | None = None
+        self._shards: torch.Tensor | None = None  # of all ranks, from an earlier job
 
     def send(self, values: torch.Tensor, lo: int, wire: torch.Tensor, scale: float = 1.0) -> int:  # noqa: D102
         residual = self._completed(values, lo)
@@ -37,6 +38,8 @@ class ErrorFeedback(Memory):
         residual = self._completed(values, lo)
         torch.mul(residual, scale, out=total)
         residual.zero_()
+        if self._shards is not None:
+            self._shard, self._shards = self._shards[lo : lo + values.numel()].clone(), None
 
     def reduce(  # noqa: D102
         self, wires: Wires, total: torch.Tensor, wire: torch.Tensor, *, skip: int, scale: float
@@ -64,13 +67,15 @@ class ErrorFeedback(Memory):
     @property
     def kept(self) -> list[Kept]:  # noqa: D102
         shard = [] if self._shard is None else [Kept("shard", "shard", self._shard)]
+        if self._shards is not None:
+            shard = [Kept("shard", "shared", self._shards)]
         return [*super().kept, Kept("residual", "own", self._residual), *shard]
 
     def restore(self, name: str, tensor: torch.Tensor) -> None:  # noqa: D102
         if name == "residual":
             self._residual.copy_(tensor)
         elif name == "shard":
-            self._shard = tensor.to(self._residual.device, torch.float32, copy=True)
+            self._shards = tensor.to(self._residual.device)
         else:
             super().restore(name, tensor)
 

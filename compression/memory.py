@@ -19,7 +19,7 @@ class Kept:
     """A tensor that outlives a call, and what it is to the other ranks.
 
     `own`: every rank has another; what matters is their mean over ranks. `shard`: of the part of the values
-    that this rank sums. `shared`: equal on all ranks.
+    that this rank sums; the parts lie end to end in the order of ranks. `shared`: equal on all ranks.
     """
 
     name: str
@@ -86,5 +86,5 @@ class Memory:
         return [Kept(name, "shared", tensor) for name, tensor in state.items()]
 
     def restore(self, name: str, tensor: torch.Tensor) -> None:
-        """Take back what was kept: of `own` the mean over ranks, of `shard` this rank's part."""
+        """Take back what was kept: of `own` the mean over ranks, of `shard` the parts of all ranks."""
         self._codec.load_state({name: tensor})

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, cast
 
 import torch
 
 from mcr_plus.compression.audit import audited
+from mcr_plus.compression.choice import asked_for
 from mcr_plus.compression.codec import Codec
 from mcr_plus.compression.compose import composition, wire_bytes
 from mcr_plus.compression.ef21 import Ef21
@@ -16,11 +16,11 @@ from mcr_plus.compression.error_feedback import ErrorFeedback, MomentumCorrectio
 from mcr_plus.compression.memory import Memory
 from mcr_plus.compression.never_slower import never_slower
 from mcr_plus.compression.pool import Pool
-from mcr_plus.config import CompressOptions, codec_of, stage_options
+from mcr_plus.config import CompressOptions, codec_of
 from mcr_plus.dispatch.work import Work
-from mcr_plus.errors import ConfigError, InvalidArgument, Unsupported
+from mcr_plus.errors import Unsupported
 from mcr_plus.interfaces import Context, Issue, Next
-from mcr_plus.message import REDUCING, VECTOR, Message, Signature, dtype_name, thawed
+from mcr_plus.message import REDUCING, VECTOR, Message, Signature, dtype_name
 from mcr_plus.units import format_size
 
 _SUMS = ("SUM", "AVG")
@@ -43,6 +43,7 @@ class CompressStage:
         self._options = options
         self._group = context.group
         self._explains = context.runtime is None
+        self._restored = {} if context.runtime is None else context.runtime.restored
         self._pool = Pool()
         self._owners: dict[str, Owner] = {}
 
@@ -59,8 +60,8 @@ class CompressStage:
     def bind(self, signature: Signature, next: Next) -> Issue:
         """Bind to the operations on encoded values, or to the operation itself."""
         wanted = signature.compress
-        plain = signature.replace(compress=None)
-        options = self._options if wanted is None else _wanted(signature)
+        plain = signature.replace(compress=None, parts=None, key=None)
+        options = self._options if wanted is None else asked_for(signature)
         if options.codec == "none":
             if wanted is not None:
                 next.note("off, by the call")
@@ -75,15 +76,18 @@ class CompressStage:
         if reason is not None:
             next.note(f"codec {codec.name} not used: {reason}")
             return next(plain)
-        return self._compressed(codec, options, plain, next)
+        return self._compressed(codec, options, signature.replace(compress=None), next)
 
-    def _compressed(self, codec: Codec, options: CompressOptions, plain: Signature, next: Next) -> Issue:
-        key = plain.key or plain.tag
-        owner = Owner(codec, options, plain, self._group.rank)
-        if key is not None:  # the ways of one operation, such as async or not, share what is kept
+    def _compressed(self, codec: Codec, options: CompressOptions, full: Signature, next: Next) -> Issue:
+        plain = full.replace(parts=None, key=None)
+        owner = Owner(codec, options, full, self._group.rank)
+        if full.key is not None or full.tag is not None:
+            # The ways of one operation, such as async or not, share what is kept.
             owner = self._owners.setdefault(owner.name, owner)
-        chosen = composition(owner.codec, plain)
-        composed = chosen(owner.codec, plain, self._group.rank, owner.memory, self._pool)
+            if owner.name in self._restored:
+                owner.restore(self._restored.pop(owner.name))
+        chosen = composition(owner.codec, full)
+        composed = chosen(owner.codec, full, self._group.rank, owner.memory, self._pool)
         audit_every = options.audit_every if plain.kind in _SAME_EVERYWHERE else None
         says = [f"codec {codec.name}: {composed.says}"]
         if options.feedback is not None:
@@ -97,7 +101,7 @@ class CompressStage:
         next.note("; ".join(says))
         issue = composed.bind(next)
         if audit_every is not None:
-            issue = audited(issue, audit_every, codec.name, plain, next)
+            issue = audited(issue, audit_every, codec.name, full, next)
         if options.never_slower and not plain.is_p2p and not self._explains:
             issue = never_slower(_settled(next(plain), owner), issue, codec.name, plain, next)
         if options.warmup:
@@ -173,26 +177,12 @@ def _settled(raw: Issue, owner: Owner) -> Issue:
                 for each in values:
                     memory.settle(each)
 
-            message.prepare = prepare
+            # A message of its own: a persistent operation issues its message again and again.
+            rest = {key: value for key, value in vars(message).items() if key != "prepare"}
+            message = Message(message.signature, message.inputs, message.outputs, **rest, prepare=prepare)
         return raw(message)
 
     return issue
-
-
-def _wanted(signature: Signature) -> CompressOptions:
-    """Check what the call asked for as if a configuration had."""
-    wanted = signature.compress
-    data: dict[str, Any]
-    if isinstance(wanted, tuple):
-        data = thawed(wanted)
-        if "codec" not in data:
-            raise InvalidArgument(f"{signature.kind}: compress={data}: no codec; expected the key 'codec'")
-    else:
-        data = {"codec": wanted or "none"}
-    try:
-        return cast("CompressOptions", stage_options("compress", data, name=signature.kind))
-    except ConfigError as error:
-        raise InvalidArgument(str(error)) from None
 
 
 def _refusal(codec: Codec, options: CompressOptions, signature: Signature) -> str | None:

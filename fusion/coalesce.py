@@ -33,7 +33,7 @@ class Part:
     def finish(self) -> None:
         """Put the results where they belong."""
         if self.layout is not None:
-            split(self.target, self.numels, self.outputs, self.layout.taken)
+            split(self.target, self.numels, self.outputs, self.layout.taken, self.numels)
 
     def release(self) -> None:
         """Let the buffers be used again."""
@@ -98,5 +98,5 @@ def _packed(
     numels = [tensor.numel() // layout.given for tensor in inputs]
     space = layout.take(sum(numels), device)
     source, target = layout.views(space, sum(numels))
-    join(inputs, numels, source, layout.given)
+    join(inputs, numels, source, layout.given, numels)
     return Part(source, target, numels, outputs, layout, space)

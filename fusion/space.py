@@ -34,10 +34,12 @@ class Layout:
     """How operations of a kind lie in a bucket on `ranks` ranks, and the buffers kept for that.
 
     `given`, `taken`: parts of a rank's input and output. `in_place`: they are the same memory.
-    `stock`: counts the bytes of all buffers that exist, of other layouts too, and bounds what is kept.
+    `alignment`: every member begins at a multiple of so many elements, with zeros before it. `stock`:
+    counts the bytes of all buffers that exist, of other layouts too, and bounds what is kept.
     """
 
-    def __init__(self, kind: str, ranks: int, dtype: torch.dtype, stock: Stock) -> None:
+    def __init__(self, kind: str, ranks: int, dtype: torch.dtype, stock: Stock, alignment: int = 1) -> None:
+        self.alignment = alignment
         self.given, self.taken = (ranks if count is None else count for count in _PARTS[kind])
         self.in_place = kind in _IN_PLACE
         self.kind, self.dtype = kind, dtype
@@ -56,6 +58,11 @@ class Layout:
     def numel(self, numel: int) -> int:
         """The payload of one operation on `numel` elements in each part, in elements."""
         return numel * max(self.given, self.taken)
+
+    def steps(self, numels: Sequence[int]) -> Sequence[int]:
+        """Elements from the beginning of each member to that of the next."""
+        alignment = self.alignment
+        return numels if alignment == 1 else [-(-numel // alignment) * alignment for numel in numels]
 
     def take(self, numel: int, device: torch.device) -> Space:
         """Buffers for `numel` elements in each part: those of an earlier bucket, if they are large enough."""
@@ -97,18 +104,37 @@ class Space:
             self.nbytes += self.target.nbytes
 
 
-def join(tensors: Sequence[torch.Tensor], numels: Sequence[int], out: torch.Tensor, rows: int) -> None:
-    """Copy part r of every tensor, of `numels` elements, one behind another, into part r of `out`."""
+def join(
+    tensors: Sequence[torch.Tensor], numels: Sequence[int], out: torch.Tensor, rows: int, steps: Sequence[int]
+) -> None:
+    """Copy part r of every tensor, of `numels` elements, one behind another, into part r of `out`.
+
+    `steps`: from the beginning of each to that of the next; what lies between becomes zero.
+    """
     if out.is_cpu:
-        pack.gather(tensors, numels, out, rows)
-    else:
-        torch.cat([tensor.view(rows, -1) for tensor in tensors], 1, out=out.view(rows, -1))
+        pack.gather(tensors, numels, out, rows, steps)
+        return
+    parts = [tensor.view(rows, -1) for tensor in tensors]
+    if steps is not numels:
+        gaps = [step - numel for step, numel in zip(steps, numels, strict=True)]
+        parts = [torch.nn.functional.pad(part, (0, gap)) for part, gap in zip(parts, gaps, strict=True)]
+    torch.cat(parts, 1, out=out.view(rows, -1))
 
 
-def split(whole: torch.Tensor, numels: Sequence[int], outputs: Sequence[torch.Tensor], rows: int) -> None:
+def split(
+    whole: torch.Tensor,
+    numels: Sequence[int],
+    outputs: Sequence[torch.Tensor],
+    rows: int,
+    steps: Sequence[int],
+) -> None:
     """The reverse of `join`."""
     if whole.is_cpu:
-        pack.scatter(whole, numels, outputs, rows)
-    else:
-        parts = [tensor.view(rows, -1) for tensor in outputs]
+        pack.scatter(whole, numels, outputs, rows, steps)
+        return
+    parts = [tensor.view(rows, -1) for tensor in outputs]
+    if steps is numels:
         torch.split_with_sizes_copy(whole.view(rows, -1), list(numels), 1, out=parts)
+        return
+    for part, padded in zip(parts, whole.view(rows, -1).split(list(steps), 1), strict=True):
+        part.copy_(padded[:, : part.shape[1]])

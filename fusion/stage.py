@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from mcr_plus.config import FuseOptions
+from mcr_plus.compression.choice import alignment, chosen, keeps_something
+from mcr_plus.config import FuseOptions, codec_of
 from mcr_plus.dispatch.operation import Operation
 from mcr_plus.dispatch.stage import GroupRuntime
 from mcr_plus.dispatch.work import Info, Work
@@ -40,6 +41,7 @@ class FuseStage:
         self._memory = _Memory(options.memory)
         self._stock = Stock(options.memory)
         self._classes: dict[Signature, _Class] = {}
+        self._config = context.config
         if self._runtime is not None:
             self._runtime.engine.when_stuck.append(self._catch_up)
 
@@ -66,7 +68,8 @@ class FuseStage:
         like = signature.replace(shape=(), nbytes=None)
         if like not in self._classes:
             assert like.dtype is not None
-            layout = Layout(like.kind, self._ranks, like.dtype, self._stock)
+            blocks = alignment(self._config, like)
+            layout = Layout(like.kind, self._ranks, like.dtype, self._stock, blocks)
             self._classes[like] = _Class(like, next, layout, options, self._memory, runtime)
         return self._classes[like].member(signature, alone)
 
@@ -96,6 +99,9 @@ class FuseStage:
             return "it is waited for at once"
         if not signature.nbytes:
             return "it moves nothing"
+        options = chosen(self._config, signature)
+        if options is not None and keeps_something(codec_of(options), options):
+            return "its codec keeps something from call to call, for this operation alone"
         if signature.nbytes >= self._options.bucket:
             return f"it fills a bucket of {format_size(self._options.bucket)} by itself"
         return None
@@ -131,6 +137,7 @@ class _Class:
         state, lock = runtime.state, runtime.engine.lock
         nbytes = signature.nbytes or 0
         numel = nbytes // layout.numel(layout.dtype.itemsize)
+        needed = layout.numel(layout.steps([numel])[0]) * layout.dtype.itemsize
         in_place = layout.in_place
 
         def hold(source: torch.Tensor, target: torch.Tensor | None = None) -> Work:
@@ -138,13 +145,13 @@ class _Class:
                 state.admit()
             with lock:
                 bucket = self.open
-                if bucket is None or bucket.nbytes + nbytes > bucket.limit:
-                    bucket = self._opened(nbytes)
+                if bucket is None or bucket.nbytes + needed > bucket.limit:
+                    bucket = self._opened(needed)
                     if bucket is None:
                         return alone(Message(signature, (source,), (source if target is None else target,)))
                 if not bucket.numels:
                     bucket.first, bucket.alone = signature, alone
-                bucket.nbytes += nbytes
+                bucket.nbytes += needed
                 bucket.numels.append(numel)
                 bucket.inputs.append(source)
                 if not in_place:
@@ -152,7 +159,7 @@ class _Class:
                 work = bucket.handles.get(nbytes)
                 if work is None:
                     work = bucket.handles[nbytes] = Member(bucket, nbytes)
-                if bucket.nbytes == bucket.limit:
+                if bucket.nbytes >= bucket.limit:
                     runtime.send_held(bucket)
                 return work
 
@@ -264,7 +271,8 @@ class _Bucket:
 
     def digest(self) -> int | None:
         """See `Held`."""
-        issue = self.alone if len(self.numels) == 1 else self.like.whole(sum(self.numels))[1]
+        total = sum(self.like.layout.steps(self.numels))
+        issue = self.alone if len(self.numels) == 1 else self.like.whole(total)[1]
         operation: Operation | None = getattr(issue, "operation", None)
         return None if operation is None else operation.digest
 
@@ -275,13 +283,15 @@ class _Bucket:
         return self.alone(Message(self.first, (self.inputs[0],), (self.outputs[0],)))
 
     def _send_together(self) -> Work:
-        layout, numels, outputs, total = self.like.layout, self.numels, self.outputs, sum(self.numels)
+        layout, numels, outputs = self.like.layout, self.numels, self.outputs
+        steps = layout.steps(numels)
+        total = sum(steps)
         self._space = space = layout.take(total, self.inputs[0].device)
         source, target = layout.views(space, total)
-        join(self.inputs, numels, source, layout.given)
+        join(self.inputs, numels, source, layout.given, steps)
         signature, issue = self.like.whole(total)
         work = issue(Message(signature, (source,), (target,), fused=len(numels), whole=True))
-        return work.then(lambda: split(target, numels, outputs, layout.taken))
+        return work.then(lambda: split(target, numels, outputs, layout.taken, steps))
 
     def wait(self, timeout: float | timedelta | None) -> None:
         """Send if need be, and wait."""

@@ -16,43 +16,62 @@ import torch
 _numba: Any = numba  # annotated in part, which type checkers take for a mistake of ours
 _WORD: Final = numba.types.intp
 _memcpy: Any = _numba.types.ExternalFunction("memcpy", _WORD(_WORD, _WORD, _WORD))
+_memset: Any = _numba.types.ExternalFunction("memset", _WORD(_WORD, _numba.types.intc, _WORD))
 
 
 @_numba.njit(nogil=True)
-def _gather(parts, sizes, rows, whole):  # type: ignore[no-untyped-def]
-    length, at = sizes.sum(), whole
+def _gather(parts, sizes, steps, rows, whole):  # type: ignore[no-untyped-def]
+    length, at = steps.sum(), whole
     for i in range(parts.size):
         for row in range(rows):
             _memcpy(at + row * length, parts[i] + row * sizes[i], sizes[i])
-        at += sizes[i]
+            if steps[i] > sizes[i]:
+                _memset(at + row * length + sizes[i], 0, steps[i] - sizes[i])
+        at += steps[i]
 
 
 @_numba.njit(nogil=True)
-def _scatter(parts, sizes, rows, whole):  # type: ignore[no-untyped-def]
-    length, at = sizes.sum(), whole
+def _scatter(parts, sizes, steps, rows, whole):  # type: ignore[no-untyped-def]
+    length, at = steps.sum(), whole
     for i in range(parts.size):
         for row in range(rows):
             _memcpy(parts[i] + row * sizes[i], at + row * length, sizes[i])
-        at += sizes[i]
+        at += steps[i]
 
 
-def gather(tensors: Sequence[torch.Tensor], sizes: Sequence[int], whole: torch.Tensor, rows: int) -> None:
+def gather(
+    tensors: Sequence[torch.Tensor],
+    sizes: Sequence[int],
+    whole: torch.Tensor,
+    rows: int,
+    steps: Sequence[int] | None = None,
+) -> None:
     """Copy row r of every tensor, one behind another, into row r of `whole`.
 
     Args:
         tensors: contiguous, on the host, of one dtype; each is `rows` rows of equal length.
         sizes: elements in a row of each.
-        whole: contiguous, `rows` × sum(sizes) elements of that dtype; apart from the tensors.
+        whole: contiguous, `rows` × sum(steps) elements of that dtype; apart from the tensors.
         rows: how many parts each tensor has.
+        steps: elements from the beginning of each to that of the next, None for `sizes`; gaps become zero.
     """
-    _gather(*_addresses(tensors, sizes, whole.element_size()), rows, whole.data_ptr())
+    _gather(*_addresses(tensors, sizes, steps, whole.element_size()), rows, whole.data_ptr())
 
 
-def scatter(whole: torch.Tensor, sizes: Sequence[int], tensors: Sequence[torch.Tensor], rows: int) -> None:
-    """The reverse of `gather`."""
-    _scatter(*_addresses(tensors, sizes, whole.element_size()), rows, whole.data_ptr())
+def scatter(
+    whole: torch.Tensor,
+    sizes: Sequence[int],
+    tensors: Sequence[torch.Tensor],
+    rows: int,
+    steps: Sequence[int] | None = None,
+) -> None:
+    """The reverse of `gather`; gaps are left out."""
+    _scatter(*_addresses(tensors, sizes, steps, whole.element_size()), rows, whole.data_ptr())
 
 
-def _addresses(tensors: Sequence[torch.Tensor], sizes: Sequence[int], itemsize: int) -> tuple[Any, Any]:
+def _addresses(
+    tensors: Sequence[torch.Tensor], sizes: Sequence[int], steps: Sequence[int] | None, itemsize: int
+) -> tuple[Any, Any, Any]:
     parts = np.array([tensor.data_ptr() for tensor in tensors], np.intp)
-    return parts, np.array(sizes, np.intp) * itemsize
+    lengths = np.array(sizes, np.intp) * itemsize
+    return parts, lengths, lengths if steps is None else np.array(steps, np.intp) * itemsize

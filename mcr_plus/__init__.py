@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         McrError,
         NotInitialized,
         OrderMismatch,
+        ResultMismatch,
         Unsupported,
     )
     from mcr_plus.explanation import explain
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
         new_group,
         world,
     )
+    from mcr_plus.state import load_state_dict, state_dict
 
 __version__ = "0.1.0"
 
@@ -97,6 +99,7 @@ __all__ = [
     "NotInitialized",
     "OrderMismatch",
     "P2POp",
+    "ResultMismatch",
     "Unsupported",
     "Work",
     "all_gather",
@@ -126,6 +129,7 @@ __all__ = [
     "irecv",
     "is_initialized",
     "isend",
+    "load_state_dict",
     "new_group",
     "no_sync",
     "persistent",
@@ -139,13 +143,14 @@ __all__ = [
     "scatter",
     "scatter_v",
     "send",
+    "state_dict",
     "world",
     "wrap",
 ]
 
 _HOMES = (
     "collectives", "communicator", "runtime", "errors", "message", "dispatch.work", "explanation",
-    "hooks.wrap", "hooks.ddp",
+    "hooks.wrap", "hooks.ddp", "state",
 )  # fmt: skip
 
 

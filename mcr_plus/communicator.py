@@ -42,8 +42,9 @@ from mcr_plus.pipeline import Bound, Pipeline
 from mcr_plus.rerun import Call, PersistentOp, bind_persistent, check_persistent
 
 if TYPE_CHECKING:
+    from mcr_plus.config import Config
     from mcr_plus.dispatch.stage import GroupRuntime
-    from mcr_plus.interfaces import Issue
+    from mcr_plus.interfaces import Issue, Stage
     from mcr_plus.runtime import Runtime
 
 Compress = str | Mapping[str, object] | bool | None
@@ -156,6 +157,16 @@ class Communicator:
         with engine.lock:
             engine.progress()
 
+    @property
+    def config(self) -> Config:
+        """The job's configuration."""
+        return self._runtime.config
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The stages of the pipeline that have been built, variants by rules included."""
+        return self._pipeline.stages
+
     def stage_options(self, name: str) -> Any:
         """The options of a stage of the pipeline; None if it is not there."""
         return self._runtime.config.options(name)
@@ -188,14 +199,17 @@ class Communicator:
         backend: str | None = None,
         compress: Compress = None,
         tag: str | None = None,
+        parts: tuple[tuple[int, ...], ...] | None = None,
+        key: str | None = None,
     ) -> Work:
         """Start an all_reduce of a bucket that holds `members` tensors already, so the fuse stage leaves it.
 
-        `values`: contiguous; in place. For hooks; the same as `all_reduce` otherwise.
+        `values`: contiguous; in place. `parts`, `key`: see `Signature`. For hooks; the same as `all_reduce`
+        otherwise.
         """
         work = self._submit(
             "all_reduce", (values,), (values,), values.shape, values.numel(), reduce_op=op, async_op=True,
-            backend=backend, compress=compress, tag=tag, fused=members, whole=True,
+            backend=backend, compress=compress, tag=tag, parts=parts, key=key, fused=members, whole=True,
         )  # fmt: skip
         assert work is not None
         return work
@@ -853,12 +867,15 @@ class Communicator:
         tag: str | None,
         reduce_op: ReduceOp | None = None,
         root: int | None = None,
+        parts: tuple[tuple[int, ...], ...] | None = None,
+        key: str | None = None,
         copy_out: Callable[[], None] | None = None,
         **rest: Any,
     ) -> Work | None:
         plan = self._plan(
             kind, like, shape, None if nbytes is None or like is None else nbytes // like.element_size(),
             reduce_op=reduce_op, root=root, async_op=async_op, backend=backend, compress=compress, tag=tag,
+            parts=parts, bucket=key,
         )  # fmt: skip
         return self._go(plan, Message(plan.signature, inputs, outputs, **rest), copy_out)
 
@@ -881,13 +898,18 @@ class Communicator:
         backend: str | None = None,
         compress: Compress = None,
         tag: str | None = None,
+        parts: tuple[tuple[int, ...], ...] | None = None,
+        bucket: str | None = None,
     ) -> Plan:
         dtype = None if like is None else like.dtype
         device = "cpu" if like is None else like.device.type
         if isinstance(compress, Mapping):
             _check_options(reduce_op, backend, compress, tag)
         codec = frozen(compress) if isinstance(compress, Mapping) else compress
-        key = (kind, dtype, tuple(shape), numel, device, reduce_op, root, async_op, backend, codec, tag)
+        key = (
+            kind, dtype, tuple(shape), numel, device, reduce_op, root, async_op, backend, codec, tag, parts,
+            bucket,
+        )  # fmt: skip
         try:
             plan = self._plans.get(key)
         except TypeError:  # unhashable, so none of the things an option may be
@@ -898,7 +920,7 @@ class Communicator:
             nbytes = None if numel is None else numel * (0 if dtype is None else dtype.itemsize)
             signature = Signature(
                 kind, dtype, tuple(shape), nbytes, self.name, self.size, device,
-                _reduce_op(reduce_op), root, tag, backend, codec, async_op,
+                _reduce_op(reduce_op), root, tag, backend, codec, async_op, None, parts, bucket,
             )  # fmt: skip
             plan = self._plans[key] = Plan(signature, self._chain(signature).issue)
         return plan

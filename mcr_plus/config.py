@@ -566,6 +566,31 @@ class Config:
                 return rule
         return None
 
+    def gradient_way(
+        self, param: str, nbytes: int, dtype: str, tag: str, ranks: int
+    ) -> tuple[Rule | None, CompressOptions | None]:
+        """Return the rule for the gradient of a parameter, and the compression that it is to get.
+
+        A rule with a `param` glob goes by the gradient's own size; one without is for the bucket, whose
+        size is not known yet and counts as large. Compression is None without the stage.
+        """
+        sizes = (None if rule.match.param is None else nbytes for rule in self.rules)
+        covering = (
+            rule
+            for rule, size in zip(self.rules, sizes, strict=True)
+            if rule.match.covers("all_reduce", size, dtype, tag, param, ranks)
+        )
+        rule = next(covering, None)
+        options = self.options("compress", rule)
+        return rule, options if isinstance(options, CompressOptions) else None
+
+    @property
+    def alignment(self) -> int:
+        """Values in a block of any codec that the configuration names, so that tensors begin with a block."""
+        named = [*(s.options for s in self.pipeline), *(o.options for r in self.rules for o in r.overrides)]
+        codecs = [options for options in named if isinstance(options, CompressOptions)]
+        return max((codec_of(each).traits.alignment for each in codecs if each.codec != "none"), default=1)
+
     def options(self, stage: str, rule: Rule | None = None) -> BaseModel | None:
         """Return the options of a stage, as `rule` changes them; None when it is not in the pipeline."""
         changed = rule.options(stage) if rule else None

@@ -70,7 +70,9 @@ class Runtime:
         self.engine.backends = list(self._backends.values())
         if options.progress == "thread":
             self._drive_by_thread()
-        self._communicators: list[Communicator] = []
+        self.communicators: list[Communicator] = []
+        # Group → operation → what codecs had kept in an earlier job and nobody has asked for yet.
+        self.restored: dict[str, dict[str, Any]] = {}
         self._pipelines: list[Pipeline] = []
         self._groups = 0
         self.communicator = self.open_group("world", tuple(range(world.size)))
@@ -102,7 +104,8 @@ class Runtime:
         for backend_name, backend in self._backends.items():
             if rank >= 0 and (backend_name == "local") == (group.size == 1):
                 lines[backend_name] = Line(backend, backend.open(group), Lane())
-        runtime = GroupRuntime(self.engine, state, lines, {})
+        restored = self.restored.setdefault(name, {})
+        runtime = GroupRuntime(self.engine, state, lines, {}, restored=restored)
         usable = {name: self._classes[name] for name in lines} if rank >= 0 else dict(self._classes)
         context = Context(self.config, world, group, usable, runtime)
         pipeline = Pipeline(context)
@@ -110,7 +113,7 @@ class Runtime:
         self.engine.states.append(state)
         state.recorded = bool(self.engine.recorders)
         state.refresh()
-        self._communicators.append(communicator)
+        self.communicators.append(communicator)
         self._pipelines.append(pipeline)
         return communicator
 
@@ -149,7 +152,7 @@ class Runtime:
         clean = clean and not self.engine.failed
         if clean:
             try:
-                for communicator in self._communicators:
+                for communicator in self.communicators:
                     communicator.flush()
                 self.engine.drain()
             except McrError as failure:
@@ -163,7 +166,7 @@ class Runtime:
             else:
                 state.board.mark_failed(Failure(0, "it left the job after an error"))
         clean = clean and self.meet(self.world.timeout)
-        for communicator in reversed(self._communicators):
+        for communicator in reversed(self.communicators):
             communicator.shut(clean)
         for state in self.engine.states:
             state.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from mcr_plus.backends.local import done
 from mcr_plus.config import DispatchOptions
@@ -41,7 +41,8 @@ class Held(Protocol):
 class GroupRuntime:
     """What stages work with that issue or hold back operations; a group that only explains has none.
 
-    `held`: what stages hold back, in the order in which it is to be sent.
+    `held`: what stages hold back, in the order in which it is to be sent. `restored`: what operations
+    had kept in an earlier job, by their names.
     """
 
     engine: Engine
@@ -49,6 +50,7 @@ class GroupRuntime:
     lines: Mapping[str, Line]
     operations: dict[Signature, Issue]
     held: list[Held] = field(default_factory=list)
+    restored: dict[str, Any] = field(default_factory=dict)
 
     def send_held(self, only: Held | None = None) -> None:
         """Issue everything that is held back, or `only` this, all of it even if some fails.

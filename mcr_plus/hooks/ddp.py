@@ -10,6 +10,7 @@ from torch.autograd import Variable
 from mcr_plus.communicator import Communicator
 from mcr_plus.dispatch.work import Work
 from mcr_plus.hooks.reducer import TAG
+from mcr_plus.hooks.ways import bucket_way
 from mcr_plus.message import AVG
 from mcr_plus.runtime import member_of
 
@@ -18,12 +19,17 @@ Result = torch.futures.Future[torch.Tensor]
 
 @dataclass
 class DDPState:
-    """What `ddp_hook` works with: the group (None: the whole job) and the options of its operations."""
+    """What `ddp_hook` works with: the group (None: the whole job) and the options of its operations.
+
+    `passes` counts the backward passes: after the first one DDP makes other buckets, so that a codec
+    that keeps something between calls is used from the second on.
+    """
 
     group: Communicator | None = None
     backend: str | None = None
     compress: str | Mapping[str, object] | bool | None = None
     tag: str | None = TAG
+    passes: int = 0
     pending: list[tuple[Work, torch.Tensor, Result]] = field(default_factory=list)
 
     def finish(self) -> None:
@@ -45,19 +51,26 @@ def _settle(work: Work, values: torch.Tensor, future: Result) -> None:
 def ddp_hook(state: DDPState, bucket: GradBucket) -> Result:
     """Average a bucket of DDP: `ddp_model.register_comm_hook(mcr.DDPState(), mcr.ddp_hook)`.
 
-    The model's own process group may be any; it only serves DDP's set-up. The group of `state` must have the
-    same ranks in the same order.
+    The model's own process group may be any; it only serves DDP's set-up. The group of `state` must have
+    the same ranks in the same order. DDP does not tell the names of parameters, so rules by `param` and
+    exemptions do not apply.
     """
     values = bucket.buffer()
     comm = member_of(state.group)
+    parts = tuple(tuple(param.shape) for param in bucket.parameters())
+    way = bucket_way(comm.config, state.compress, values, state.tag, comm.size)
+    encoded = way.encoded and (state.passes > 0 or not way.keeps)
     work = comm.send_bucket(
         values,
         AVG,
-        members=len(bucket.parameters()),
+        members=len(parts),
         backend=state.backend,
-        compress=state.compress,
+        compress=state.compress if encoded or not way.encoded else False,
         tag=state.tag,
+        parts=parts if encoded else None,
+        key=f"DDP's {bucket.index()}" if encoded else None,
     )
+    state.passes += bucket.is_last()
     devices: list[int | str | torch.device] | None = [values.device] if values.is_cuda else None
     future: Result = torch.futures.Future(devices=devices)
     first = not state.pending

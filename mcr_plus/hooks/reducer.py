@@ -28,6 +28,7 @@ from mcr_plus.dispatch.work import Work
 from mcr_plus.errors import InvalidArgument, McrError, Unsupported
 from mcr_plus.fusion.bucket import Bucket, Cost, Entry, by_size, packed
 from mcr_plus.hooks.planning import all_reduce_cost, earliest
+from mcr_plus.hooks.ways import Way, key_of, way_of
 from mcr_plus.message import AVG, MAX, SUM, ReduceOp
 from mcr_plus.units import format_size
 
@@ -44,6 +45,7 @@ class _Slot:
     index: int
     name: str
     param: torch.nn.Parameter
+    way: Way
     flat: _Flat | None = None
     view: torch.Tensor | None = None
     ready: bool = False
@@ -55,11 +57,14 @@ class _Flat:
 
     values: torch.Tensor
     slots: list[_Slot]
+    way: Way
+    parts: tuple[tuple[int, ...], ...]  # the members' shapes, and the gaps between them
     missing: int = 0
     work: Work | None = None
 
     def __post_init__(self) -> None:
         self.missing = len(self.slots)
+        self.key = key_of([slot.name for slot in self.slots])
 
 
 # Which reducer has a parameter, by its identity: an attribute would travel in copies and pickles.
@@ -88,10 +93,21 @@ class Reducer:
                 before.detach()
         self.comm = comm = comm.branch()
         self.syncing = True
-        self._slots = [_Slot(index, name, param) for index, (name, param) in enumerate(params)]
+        config = comm.config
+        self._alignment = config.alignment  # in elements
+        self._slots = [
+            _Slot(
+                index,
+                name,
+                param,
+                way_of(config, name, param.shape, param.nbytes, param.dtype, TAG, comm.size),
+            )
+            for index, (name, param) in enumerate(params)
+        ]
         self._order: list[int] = []
         self._times: list[float] = []  # when each of `_order` became ready, in seconds
         self._arranged = False
+        self._final = False  # whether buckets will stay as they are
         self._whole_passes = 0
         self._task: int | None = None  # the autograd graph task whose end we wait for
         self._flats: list[_Flat] = []
@@ -152,11 +168,18 @@ class Reducer:
 
     def _entry(self, index: int, ready: float = 0.0) -> Entry:
         param = self._slots[index].param
-        return Entry(index, param.numel() * param.element_size(), (param.dtype, param.device), ready)
+        like = (param.dtype, param.device, self._slots[index].way)
+        return Entry(index, param.numel() * param.element_size(), like, ready)
 
     def _by_size(self, order: Sequence[int] | range) -> list[Bucket]:
         limits, entries = self._limits, [self._entry(index) for index in order]
-        return by_size(entries, limit=limits.bucket, first_limit=limits.first_bucket, alignment=_ALIGNMENT)
+        return by_size(entries, limit=limits.bucket, first_limit=limits.first_bucket, alignment=self._gap)
+
+    @property
+    def _gap(self) -> int:
+        """Every gradient begins at a multiple of so many bytes, so that no block of a codec holds two."""
+        itemsize = max((slot.param.element_size() for slot in self._slots), default=1)
+        return max(_ALIGNMENT, self._alignment * itemsize)
 
     def _arrange(self, plan: Sequence[Bucket]) -> None:
         """Make these buckets; gradients that are there move into them."""
@@ -169,18 +192,20 @@ class Reducer:
             entry = self._entry(slot.index)
             total[entry.like] = total.get(entry.like, 0) + entry.nbytes
         return {
-            (dtype, device): all_reduce_cost(self.comm, dtype, nbytes, device.type, TAG)
-            for (dtype, device), nbytes in total.items()
+            (dtype, device, way): all_reduce_cost(self.comm, dtype, nbytes, device.type, TAG)
+            for (dtype, device, way), nbytes in total.items()
         }
 
     def _flat(self, bucket: Bucket) -> _Flat:
         slots = [self._slots[index] for index in bucket.members]
         first = slots[0].param
         numel = -(-bucket.nbytes // first.element_size())
-        flat = _Flat(torch.zeros(numel, dtype=first.dtype, device=first.device), slots)
-        for slot, offset in zip(slots, bucket.offsets, strict=True):
+        begins = [offset // first.element_size() for offset in bucket.offsets]
+        values = torch.zeros(numel, dtype=first.dtype, device=first.device)
+        flat = _Flat(values, slots, slots[0].way, _parts(slots, begins))
+        for slot, begin in zip(slots, begins, strict=True):
             slot.flat = flat
-            slot.view = _view(flat.values, offset // first.element_size(), slot.param)
+            slot.view = _view(flat.values, begin, slot.param)
             if slot.param.grad is not None:
                 slot.view.copy_(slot.param.grad)
                 slot.param.grad = slot.view
@@ -233,7 +258,18 @@ class Reducer:
         if flat.values.dtype is torch.float16:  # its sum may be out of range where the mean is not
             flat.values.div_(self.comm.size)
             op = SUM
-        flat.work = self.comm.send_bucket(flat.values, op, members=len(flat.slots), tag=TAG)
+        way = flat.way
+        encoded = way.encoded and (self._final or not way.keeps)
+        flat.work = self.comm.send_bucket(
+            flat.values,
+            op,
+            members=len(flat.slots),
+            backend=way.backend,
+            compress=way.options if encoded or not way.encoded else False,
+            tag=TAG,
+            parts=flat.parts if encoded else None,
+            key=flat.key if encoded else None,
+        )
 
     def _end(self) -> None:
         """The backward pass is over."""
@@ -301,10 +337,11 @@ class Reducer:
             ready = [time - times[0] for time in times]
             ready += ready[-1:] * len(rest)
             entries = [self._entry(index, when) for index, when in zip([*seen, *rest], ready, strict=True)]
-            plan = earliest(entries, self._costs, _ALIGNMENT)
+            plan = earliest(entries, self._costs, self._gap)
         members = self.comm.broadcast_object([bucket.members for bucket in plan], self.comm.ranks[0])
-        plan = [packed([self._entry(index) for index in each], _ALIGNMENT) for each in members]
+        plan = [packed([self._entry(index) for index in each], self._gap) for each in members]
         self._arrange(plan)
+        self._final = exactly or self._costs is None
         _log.info(
             "gradients: %d buckets of %s, by %s",
             len(plan),
@@ -332,6 +369,18 @@ def _take_in(slot: _Slot) -> None:
             )
         view.copy_(grad)
         param.grad = view
+
+
+def _parts(slots: Sequence[_Slot], begins: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The shapes of what lies end to end in a bucket; a gap is one-dimensional."""
+    parts: list[tuple[int, ...]] = []
+    end = 0
+    for slot, begin in zip(slots, begins, strict=True):
+        if begin > end:
+            parts.append((begin - end,))
+        parts.append(tuple(slot.param.shape))
+        end = begin + slot.param.numel()
+    return tuple(parts)
 
 
 def _view(flat: torch.Tensor, offset: int, param: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,75 @@
+"""What codecs keep between calls, saved with a checkpoint and taken back, by any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import torch
+
+from mcr_plus.communicator import Communicator
+from mcr_plus.compression.memory import Kept
+from mcr_plus.compression.stage import CompressStage, Owner
+from mcr_plus.errors import InvalidArgument
+from mcr_plus.runtime import current
+
+_VERSION: Final = 1
+State = dict[str, dict[str, dict[str, torch.Tensor]]]
+"""Group → what it is for → name → tensor."""
+
+
+def state_dict() -> dict[str, Any]:
+    """What the pipeline keeps between calls: residuals of codecs and the like. Collective over all ranks.
+
+    Every rank gets the same, as CPU tensors, so that one rank can save it. Of what differs between
+    ranks, such as residuals, it holds the mean, because their mean is all that the next steps depend on:
+    so it is as large as one rank's share and fits any number of ranks. Nothing may be in flight.
+    """
+    codecs: State = {}
+    for comm in current().communicators:
+        if comm.rank < 0:
+            continue
+        for name, owner in sorted(_owners(comm)):
+            if owner.known is not None:
+                kept = {each.name: _shared(comm, each) for each in owner.known.kept}
+                codecs.setdefault(comm.name, {})[name] = kept
+    return {"version": _VERSION, "codecs": codecs}
+
+
+def load_state_dict(state: Mapping[str, Any]) -> None:
+    """Take back what `state_dict` gave, on every rank; for groups and operations that come later too.
+
+    What an operation had kept is found by its kind, dtype, shape, tag and codec, and by the parameters of a
+    bucket; what is not asked for is left alone. Raises `InvalidArgument` for anything but a state.
+    """
+    codecs = state.get("codecs") if isinstance(state, Mapping) else None
+    if not isinstance(codecs, Mapping) or state.get("version") != _VERSION:
+        raise InvalidArgument("state: expected what mcr.state_dict() returned")
+    runtime = current()
+    for group, kept in codecs.items():
+        runtime.restored.setdefault(group, {}).update(kept)
+    for comm in runtime.communicators:
+        if comm.rank >= 0:
+            for name, owner in _owners(comm):
+                found = runtime.restored.get(comm.name, {}).pop(name, None)
+                if found is not None:
+                    owner.restore(found)
+
+
+def _owners(comm: Communicator) -> Iterator[tuple[str, Owner]]:
+    for stage in comm.stages:
+        if isinstance(stage, CompressStage):
+            yield from stage.owners.items()
+
+
+def _shared(comm: Communicator, kept: Kept) -> torch.Tensor:
+    """A tensor as all ranks together have it."""
+    tensor = kept.tensor.detach().clone()
+    if kept.role == "own":
+        comm.all_reduce(tensor, "AVG", compress=False)
+    elif kept.role == "shard":
+        counts = comm.all_gather_object(tensor.numel())
+        parts = [torch.empty(count, dtype=tensor.dtype, device=tensor.device) for count in counts]
+        comm.all_gather_v(parts, tensor, compress=False)
+        tensor = torch.cat(parts)
+    return tensor.cpu()

@@ -26,6 +26,7 @@ STAGES: dict[str, object] = {
 CODECS: dict[str, object] = {
     "bf16": "mcr_plus.compression.cast:Bf16",
     "fp16": "mcr_plus.compression.cast:Fp16",
+    "fp8_block": "mcr_plus.compression.fp8_block:Fp8Block",
     "int8_block": "mcr_plus.compression.int8_block:Int8Block",
 }
 BACKENDS: dict[str, object] = {

@@ -73,10 +73,29 @@ def each(relative: float, smallest: float) -> Bound:
     return lambda values: np.maximum(np.abs(values) * relative, smallest)
 
 
+def either(first: Bound, second: Bound) -> Bound:
+    """Whichever is more."""
+    return lambda values: np.maximum(first(values), second(values))
+
+
 CASES: Final = [
     Case({"codec": "bf16"}, each(2.0**-8, 2.0**-133)),
     Case({"codec": "fp16"}, each(2.0**-11, 2.0**-25)),
     Case({"codec": "int8_block"}, per_block(256, 1 / 253), block=256),
+    Case({"codec": "fp8_block"}, either(each(2.0**-4, 0), per_block(256, 2.0**-10 / 448)), block=256),
+    Case(
+        {"codec": "fp8_block", "format": "e5m2"},
+        either(each(2.0**-3, 0), per_block(256, 2.0**-17 / 57344)),
+        block=256,
+    ),
+    Case(
+        {"codec": "fp8_block", "scale": "e8m0"}, either(each(2.0**-3, 0), per_block(32, 2.0**-18)), block=32
+    ),
+    Case(
+        {"codec": "fp8_block", "format": "e5m2", "scale": "e8m0"},
+        either(each(2.0**-3, 0), per_block(32, 2.0**-32)),
+        block=32,
+    ),
 ]
 
 

@@ -177,7 +177,7 @@ def _value(code, decoding):  # type: ignore[no-untyped-def]
     # Not as a denormal float32 times a power of two: processors take long over those.
     shift, bias, normal, least = decoding
     magnitude = np.uint32(np.uint32(code) & _CODE_MAGNITUDE)
-    large = np.uint32(np.uint32(magnitude << shift) + bias)
+    large = np.uint32(np.uint32(magnitude << np.uint32(shift & _SHIFTS)) + bias)
     small = np.float32(np.float32(magnitude) * least).view(np.uint32)
     bits = large if magnitude >= normal else small
     sign = np.uint32(np.uint32(np.uint32(code) & _CODE_SIGN) << _TO_SIGN)
@@ -244,14 +244,15 @@ def _decode_float32(scales, codes, out, factor, add, decoding, lo, hi):  # type:
 
 @cpu.compiled
 def _reduce_float32(  # type: ignore[no-untyped-def]
-    all_scales, all_codes, skip, factor, decoding, total, bits, scales, marks, codes, step, top, encoding, lo, hi
+    wires, room, all_scales, skip, factor, decoding, total, bits, scales, marks, codes, step, top, encoding, lo, hi
 ):
     for block in range(lo, hi):
         at = block * CHUNK
         end = min(at + CHUNK, total.size)
-        for row in range(all_scales.shape[0]):
+        for row in range(wires.shape[0]):
             if row != skip:
-                _add(all_codes[row, at:end], all_scales[row, block] * factor, total[at:end], decoding)
+                source = wires[row, room + at : room + end]
+                _add(source, all_scales[row, block] * factor, total[at:end], decoding)
         _encode_block_at(block, total, bits, scales, marks, codes, step, top, encoding)
 
 
@@ -310,28 +311,26 @@ def _encode_e8m0(values, bits, exponents, codes, emax, top, encoding, lo, hi):  
 def _decode_e8m0(exponents, codes, out, factor, add, decoding, lo, hi):  # type: ignore[no-untyped-def]
     for block in range(lo * _TOGETHER, min(hi * _TOGETHER, exponents.size)):
         at = block * _SMALL
-        if at + _SMALL <= out.size:
-            part = slice(at, at + _SMALL)
-        else:
-            part = slice(at, out.size)
+        end = min(at + _SMALL, out.size)
         if add:
-            _add(codes[part], _power(exponents[block]) * factor, out[part], decoding)
+            _add(codes[at:end], _power(exponents[block]) * factor, out[at:end], decoding)
         else:
-            _set(codes[part], _power(exponents[block]), out[part], decoding)
+            _set(codes[at:end], _power(exponents[block]), out[at:end], decoding)
 
 
 @cpu.compiled
 def _reduce_e8m0(  # type: ignore[no-untyped-def]
-    all_exponents, all_codes, skip, factor, decoding, total, bits, exponents, codes, emax, top, encoding, lo, hi
+    wires, room, all_exponents, skip, factor, decoding, total, bits, exponents, codes, emax, top, encoding, lo, hi
 ):
     scratch, largest = np.empty(CHUNK, np.uint32), np.empty(_TOGETHER, np.uint32)
     for chunk in range(lo, hi):
-        for row in range(all_exponents.shape[0]):
+        for row in range(wires.shape[0]):
             if row != skip:
                 for block in range(chunk * _TOGETHER, min(chunk * _TOGETHER + _TOGETHER, exponents.size)):
-                    part = slice(block * _SMALL, min(block * _SMALL + _SMALL, total.size))
+                    at = block * _SMALL
+                    end = min(at + _SMALL, total.size)
                     scale = _power(all_exponents[row, block]) * factor
-                    _add(all_codes[row, part], scale, total[part], decoding)
+                    _add(wires[row, room + at : room + end], scale, total[at:end], decoding)
         _encode_chunk_at(chunk, total, bits, exponents, codes, emax, top, encoding, scratch, largest)
 
 
@@ -389,7 +388,7 @@ def reduce(
     room = _scale_nbytes(total.numel(), scale)
     many = wires.numpy()
     all_scales = many[:, : scales.nbytes].view(scales.numpy().dtype)
-    arrays = (all_scales, many[:, room : room + total.numel()], skip, np.float32(factor), _decoding(fmt))
+    arrays = (many, room, all_scales, skip, np.float32(factor), _decoding(fmt))
     rest = _encoder(total, scales, codes, fmt, scale)
     cpu.spread(kernel, chunks_of(total), total.nbytes, *arrays, *rest)
 

@@ -49,3 +49,26 @@ def test_every_float_rounds_as_torch_rounds(name: str, scale: kernel.Scale) -> N
     scales, codes = kernel.split(wire, blocks.numel(), scale)
     assert bool((scales == (127 if scale == "e8m0" else 1)).all())
     same_bits(name, blocks.to(fmt.dtype).view(torch.uint8).view(-1), codes)
+
+
+@every_format
+@every_scale
+def test_the_triton_kernels_are_the_reference(name: str, scale: kernel.Scale) -> None:
+    device = triton_device()
+    from mcr_plus.kernels.gpu import fp8_block as gpu
+
+    fmt = kernel.FORMATS[name]
+    for what, values in hard_tensors(SIZES):
+        size = values.numel()
+        wire = torch.zeros(kernel.nbytes(size, scale), dtype=torch.uint8)
+        kernel.encode_reference(values, wire, fmt, scale)
+        there = torch.zeros_like(wire, device=device)
+        gpu.encode(values.to(device), *kernel.split(there, size, scale), fmt, scale)
+        same_bits(what, wire, there)
+        out, total = torch.empty_like(values), torch.ones_like(values)
+        kernel.decode_reference(wire, out, fmt, scale)
+        kernel.accumulate(wire, total, 0.3, fmt, scale)
+        for add, expected in ((False, out), (True, total)):
+            got = torch.ones(size, device=device)
+            gpu.decode(*kernel.split(there, size, scale), got, 0.3, add, fmt, scale)
+            same_bits(what, expected, got)

@@ -78,6 +78,22 @@ def either(first: Bound, second: Bound) -> Bound:
     return lambda values: np.maximum(first(values), second(values))
 
 
+def after_hadamard(relative: float) -> Bound:
+    """Each of a block's 32 transformed values is off by `relative` of the largest, and all add up."""
+    matrix = np.ones((1, 1))
+    for _ in range(5):
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+
+    def bound(values: F64) -> F64:
+        padded = np.zeros(-(-values.size // 32) * 32)
+        padded[: values.size] = values
+        largest = np.abs(padded.reshape(-1, 32) @ (matrix / 32)).max(1)
+        rows: F64 = largest.repeat(32)[: values.size] * relative * 32 + 2.0**-121
+        return rows
+
+    return bound
+
+
 CASES: Final = [
     Case({"codec": "bf16"}, each(2.0**-8, 2.0**-133)),
     Case({"codec": "fp16"}, each(2.0**-11, 2.0**-25)),
@@ -96,6 +112,8 @@ CASES: Final = [
         either(each(2.0**-3, 0), per_block(32, 2.0**-32)),
         block=32,
     ),
+    Case({"codec": "int4_block"}, per_block(32, 1 / 13.8), block=32),
+    Case({"codec": "int4_block", "hadamard": True}, after_hadamard(1 / 13.8), block=32),
 ]
 
 

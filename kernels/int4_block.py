@@ -156,11 +156,17 @@ def _unpack(codes, scale, values):  # type: ignore[no-untyped-def]
         values[i + 16] = _high(codes[i]) * scale
 
 
-@cpu.compiled
-def _encode_chunk(values, scales, codes, work, _bytes):  # type: ignore[no-untyped-def]
-    scratch = work.view(np.uint32)
-    largest = scratch[1]
-    small_blocks.largest_of_each(values.view(np.uint32), scratch[0], largest)
+@cpu.inlined
+def _unpack_add(codes, scale, values):  # type: ignore[no-untyped-def]
+    for i in range(codes.size):
+        values[i] += _low(codes[i]) * scale
+        values[i + 16] += _high(codes[i]) * scale
+
+
+@cpu.inlined
+def _encode_chunk(values, scales, codes, work):  # type: ignore[no-untyped-def]
+    scratch, largest = work[0].view(np.uint32), work[2].view(np.uint32)
+    small_blocks.largest_of_each(values.view(np.uint32), scratch, largest)
     for block in range(TOGETHER):
         part = slice(block * 16, block * 16 + 16)
         if largest[block] >= _INFINITE:
@@ -172,11 +178,23 @@ def _encode_chunk(values, scales, codes, work, _bytes):  # type: ignore[no-untyp
             _pack(values[block * BLOCK : block * BLOCK + BLOCK], _ONE / _scale(scale), codes[part])
 
 
-@cpu.compiled
-def _decode_chunk(scales, codes, factor, values, _work, _bytes):  # type: ignore[no-untyped-def]
-    for block in range(TOGETHER):
+@cpu.inlined
+def _decode_blocks(scales, codes, factor, add, out, lo, hi):  # type: ignore[no-untyped-def]
+    """Blocks from `lo` to `hi`, of which the last may be short."""
+    whole = min(hi, out.size // BLOCK)
+    for block in range(lo, whole):
+        pairs, scale = codes[block * 16 : block * 16 + 16], _scale(scales[block]) * factor
         part = slice(block * BLOCK, block * BLOCK + BLOCK)
-        _unpack(codes[block * 16 : block * 16 + 16], _scale(scales[block]) * factor, values[part])
+        if add:
+            _unpack_add(pairs, scale, out[part])
+        else:
+            _unpack(pairs, scale, out[part])
+    if whole < hi:
+        spare = np.empty(BLOCK, np.float32)
+        _unpack(codes[whole * 16 : whole * 16 + 16], _scale(scales[whole]) * factor, spare)
+        for i in range(out.size - whole * BLOCK):
+            at = whole * BLOCK + i
+            out[at] = out[at] + spare[i] if add else spare[i]
 
 
 # The transform of eight blocks adds neighbours and puts the sums before the differences, five times over. That
@@ -226,9 +244,9 @@ def _repeat(values, after):  # type: ignore[no-untyped-def]
         after[i] = values[i]
 
 
-@cpu.compiled
-def _encode_chunk_hadamard(values, scales, codes, work, pairs):  # type: ignore[no-untyped-def]
-    first, second, third = work[0], work[1], work[2]
+@cpu.inlined
+def _encode_chunk_hadamard(values, scales, codes, work):  # type: ignore[no-untyped-def]
+    first, second, third, pairs, others = work
     for i in range(CHUNK):
         first[i] = values[i] * _32ND
     _step_in(first, second)
@@ -236,7 +254,7 @@ def _encode_chunk_hadamard(values, scales, codes, work, pairs):  # type: ignore[
     _step_in(first, second)
     _step_in(second, first)
     _step_in(first, second)
-    bits, scratch = work.view(np.uint32)[1], work.view(np.uint32)[0]
+    bits, scratch = second.view(np.uint32), first.view(np.uint32)
     for i in range(128):
         scratch[i] = np.uint32(max(np.uint32(bits[i] & _MAGNITUDE), np.uint32(bits[i + 128] & _MAGNITUDE)))
     _fold(scratch[0:128], scratch[128:192])
@@ -252,25 +270,25 @@ def _encode_chunk_hadamard(values, scales, codes, work, pairs):  # type: ignore[
     _repeat(third[0:32], third[32:64])
     _repeat(third[0:64], third[64:128])
     for i in range(128):
-        pairs[0, i] = _pair(second[i] * third[i], second[i + 128] * third[i])
-    _deal(pairs[0], pairs[1])
-    _deal(pairs[1], pairs[0])
-    _deal(pairs[0], codes)
+        pairs[i] = _pair(second[i] * third[i], second[i + 128] * third[i])
+    _deal(pairs, others)
+    _deal(others, pairs)
+    _deal(pairs, codes)
     for block in range(TOGETHER):
         if scratch[240 + block] >= _INFINITE:
             scales[block] = _NAN
             codes[block * 16 : block * 16 + 16] = 0
 
 
-@cpu.compiled
-def _decode_chunk_hadamard(scales, codes, factor, values, work, pairs):  # type: ignore[no-untyped-def]
-    first, second = work[0], work[1]
-    _shuffle(codes, pairs[0])
-    _shuffle(pairs[0], pairs[1])
-    _shuffle(pairs[1], pairs[0])
+@cpu.inlined
+def _decode_chunk_hadamard(scales, codes, factor, values, work):  # type: ignore[no-untyped-def]
+    first, second, _, pairs, others = work
+    _shuffle(codes, pairs)
+    _shuffle(pairs, others)
+    _shuffle(others, pairs)
     for i in range(128):
-        first[i] = _low(pairs[0, i])
-        first[i + 128] = _high(pairs[0, i])
+        first[i] = _low(pairs[i])
+        first[i + 128] = _high(pairs[i])
     _step_out(first, second)
     _step_out(second, first)
     _step_out(first, second)
@@ -284,38 +302,40 @@ def _decode_chunk_hadamard(scales, codes, factor, values, work, pairs):  # type:
         values[i] = second[i] * first[i]
 
 
-@cpu.compiled
-def _encode_at(chunk, values, scales, codes, hadamard, work, pairs):  # type: ignore[no-untyped-def]
+@cpu.inlined
+def _work():  # type: ignore[no-untyped-def]
+    # Separate arrays, which LLVM knows to be separate.
+    pairs, others = np.empty(128, np.uint8), np.empty(128, np.uint8)
+    return np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32), pairs, others
+
+
+@cpu.inlined
+def _encode_at(chunk, values, scales, codes, hadamard, work):  # type: ignore[no-untyped-def]
     at, first, byte = chunk * CHUNK, chunk * TOGETHER, chunk * 128
-    if at + CHUNK <= values.size:
-        part, few, room = values[at : at + CHUNK], scales[first : first + TOGETHER], codes[byte : byte + 128]
-        if hadamard:
-            _encode_chunk_hadamard(part, few, room, work, pairs)
-        else:
-            _encode_chunk(part, few, room, work, pairs)
-        return
-    padded, few, room = np.zeros(CHUNK, np.float32), np.empty(TOGETHER, np.uint16), np.empty(128, np.uint8)
-    padded[: values.size - at] = values[at:]
+    part, few, room = values[at : at + CHUNK], scales[first : first + TOGETHER], codes[byte : byte + 128]
+    whole = part.size == CHUNK
+    if not whole:
+        padded, few, room = np.zeros(CHUNK, np.float32), np.empty(TOGETHER, np.uint16), np.empty(128, np.uint8)
+        padded[: part.size] = part
+        part = padded
     if hadamard:
-        _encode_chunk_hadamard(padded, few, room, work, pairs)
+        _encode_chunk_hadamard(part, few, room, work)
     else:
-        _encode_chunk(padded, few, room, work, pairs)
-    scales[first:] = few[: scales.size - first]
-    codes[byte:] = room[: codes.size - byte]
+        _encode_chunk(part, few, room, work)
+    if not whole:
+        scales[first:] = few[: scales.size - first]
+        codes[byte:] = room[: codes.size - byte]
 
 
-@cpu.compiled
-def _decode_at(chunk, scales, codes, factor, add, out, hadamard, values, work, pairs):  # type: ignore[no-untyped-def]
+@cpu.inlined
+def _decode_at(chunk, scales, codes, factor, add, out, values, work):  # type: ignore[no-untyped-def]
     at, first, byte = chunk * CHUNK, chunk * TOGETHER, chunk * 128
     few, room = scales[first : first + TOGETHER], codes[byte : byte + 128]
-    if at + CHUNK > out.size:
+    if few.size < TOGETHER:
         few, room = np.zeros(TOGETHER, np.uint16), np.zeros(128, np.uint8)
         few[: scales.size - first] = scales[first:]
         room[: codes.size - byte] = codes[byte:]
-    if hadamard:
-        _decode_chunk_hadamard(few, room, factor, values, work, pairs)
-    else:
-        _decode_chunk(few, room, factor, values, work, pairs)
+    _decode_chunk_hadamard(few, room, factor, values, work)
     target = out[at : min(at + CHUNK, out.size)]
     if add:
         for i in range(target.size):
@@ -327,29 +347,34 @@ def _decode_at(chunk, scales, codes, factor, add, out, hadamard, values, work, p
 
 @cpu.compiled
 def _encode(values, scales, codes, hadamard, lo, hi):  # type: ignore[no-untyped-def]
-    work, pairs = np.empty((3, CHUNK), np.float32), np.empty((2, 128), np.uint8)
+    work = _work()
     for chunk in range(lo, hi):
-        _encode_at(chunk, values, scales, codes, hadamard, work, pairs)
+        _encode_at(chunk, values, scales, codes, hadamard, work)
 
 
 @cpu.compiled
 def _decode(scales, codes, factor, add, out, hadamard, lo, hi):  # type: ignore[no-untyped-def]
-    work, pairs, values = np.empty((3, CHUNK), np.float32), np.empty((2, 128), np.uint8), np.empty(CHUNK, np.float32)
-    for chunk in range(lo, hi):
-        _decode_at(chunk, scales, codes, factor, add, out, hadamard, values, work, pairs)
+    if hadamard:
+        work, values = _work(), np.empty(CHUNK, np.float32)
+        for chunk in range(lo, hi):
+            _decode_at(chunk, scales, codes, factor, add, out, values, work)
+    else:
+        _decode_blocks(scales, codes, factor, add, out, lo * TOGETHER, min(hi * TOGETHER, scales.size))
 
 
 @cpu.compiled
 def _reduce(wires, room, all_scales, skip, factor, total, scales, codes, hadamard, lo, hi):  # type: ignore[no-untyped-def]
-    work, pairs, values = np.empty((3, CHUNK), np.float32), np.empty((2, 128), np.uint8), np.empty(CHUNK, np.float32)
+    work, values = _work(), np.empty(CHUNK, np.float32)
     for chunk in range(lo, hi):
+        first, end = chunk * TOGETHER, min(chunk * TOGETHER + TOGETHER, scales.size)
         for row in range(wires.shape[0]):
             if row != skip:
                 source = wires[row, room : room + codes.size]
-                _decode_at(
-                    chunk, all_scales[row], source, factor, True, total, hadamard, values, work, pairs
-                )
-        _encode_at(chunk, total, scales, codes, hadamard, work, pairs)
+                if hadamard:
+                    _decode_at(chunk, all_scales[row], source, factor, True, total, values, work)
+                else:
+                    _decode_blocks(all_scales[row], source, factor, True, total, first, end)
+        _encode_at(chunk, total, scales, codes, hadamard, work)
 
 
 # --- launchers ----------------------------------------------------------------------------------------------

@@ -176,7 +176,8 @@ def check_round_trip(case: Case, what: str, values: torch.Tensor) -> None:
         assert torch.equal(result.view(torch.uint8), values.contiguous().view(torch.uint8)), what
     if case.bound is not None:
         true = f64(values.to(torch.float32))
-        room = case.bound(true) + np.abs(true) * float(torch.finfo(values.dtype).eps)
+        limits = torch.finfo(values.dtype)
+        room = case.bound(true) + np.maximum(np.abs(true), limits.tiny) * limits.eps
         off = np.abs(f64(result) - true)
         worst = int(np.argmax(off - room))
         assert off[worst] <= room[worst], f"{what}: {true[worst]} became {f64(result)[worst]}"

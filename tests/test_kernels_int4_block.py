@@ -62,3 +62,25 @@ def test_the_transform_helps_heavy_tails() -> None:
         kernel.decode(wire, out, hadamard)
         errors.append(float(((f64(out) - f64(values)) ** 2).sum()))
     assert errors[1] < 0.9 * errors[0]
+
+
+@either_way
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # inf - inf is NaN, as wanted
+def test_the_triton_kernels_are_the_reference(hadamard: bool) -> None:
+    device = triton_device()
+    from mcr_plus.kernels.gpu import int4_block as gpu
+
+    for what, values in hard_tensors(SIZES):
+        size = values.numel()
+        wire = torch.zeros(kernel.nbytes(size), dtype=torch.uint8)
+        kernel.encode_reference(values, wire, hadamard)
+        there = torch.zeros_like(wire, device=device)
+        gpu.encode(values.to(device), *kernel.split(there, size), hadamard)
+        same_bits(what, wire, there)
+        out, total = torch.empty_like(values), torch.ones_like(values)
+        kernel.decode_reference(wire, out, hadamard)
+        kernel.accumulate(wire, total, 0.3, hadamard)
+        for add, expected in ((False, out), (True, total)):
+            got = torch.ones(size, device=device)
+            gpu.decode(*kernel.split(there, size), got, 0.3, add, hadamard)
+            same_bits(what, expected, got)

@@ -26,6 +26,8 @@ STAGES: dict[str, object] = {
 CODECS: dict[str, object] = {
     "bf16": "mcr_plus.compression.cast:Bf16",
     "fp16": "mcr_plus.compression.cast:Fp16",
+    "fp8_block": "mcr_plus.compression.fp8_block:Fp8Block",
+    "int4_block": "mcr_plus.compression.int4_block:Int4Block",
     "int8_block": "mcr_plus.compression.int8_block:Int8Block",
 }
 BACKENDS: dict[str, object] = {

@@ -73,10 +73,47 @@ def each(relative: float, smallest: float) -> Bound:
     return lambda values: np.maximum(np.abs(values) * relative, smallest)
 
 
+def either(first: Bound, second: Bound) -> Bound:
+    """Whichever is more."""
+    return lambda values: np.maximum(first(values), second(values))
+
+
+def after_hadamard(relative: float) -> Bound:
+    """Each of a block's 32 transformed values is off by `relative` of the largest, and all add up."""
+    matrix = np.ones((1, 1))
+    for _ in range(5):
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+
+    def bound(values: F64) -> F64:
+        padded = np.zeros(-(-values.size // 32) * 32)
+        padded[: values.size] = values
+        largest = np.abs(padded.reshape(-1, 32) @ (matrix / 32)).max(1)
+        rows: F64 = largest.repeat(32)[: values.size] * relative * 32 + 2.0**-121
+        return rows
+
+    return bound
+
+
 CASES: Final = [
     Case({"codec": "bf16"}, each(2.0**-8, 2.0**-133)),
     Case({"codec": "fp16"}, each(2.0**-11, 2.0**-25)),
     Case({"codec": "int8_block"}, per_block(256, 1 / 253), block=256),
+    Case({"codec": "fp8_block"}, either(each(2.0**-4, 0), per_block(256, 2.0**-10 / 448)), block=256),
+    Case(
+        {"codec": "fp8_block", "format": "e5m2"},
+        either(each(2.0**-3, 0), per_block(256, 2.0**-17 / 57344)),
+        block=256,
+    ),
+    Case(
+        {"codec": "fp8_block", "scale": "e8m0"}, either(each(2.0**-3, 0), per_block(32, 2.0**-18)), block=32
+    ),
+    Case(
+        {"codec": "fp8_block", "format": "e5m2", "scale": "e8m0"},
+        either(each(2.0**-3, 0), per_block(32, 2.0**-32)),
+        block=32,
+    ),
+    Case({"codec": "int4_block"}, per_block(32, 1 / 13.8), block=32),
+    Case({"codec": "int4_block", "hadamard": True}, after_hadamard(1 / 13.8), block=32),
 ]
 
 
@@ -139,7 +176,8 @@ def check_round_trip(case: Case, what: str, values: torch.Tensor) -> None:
         assert torch.equal(result.view(torch.uint8), values.contiguous().view(torch.uint8)), what
     if case.bound is not None:
         true = f64(values.to(torch.float32))
-        room = case.bound(true) + np.abs(true) * float(torch.finfo(values.dtype).eps)
+        limits = torch.finfo(values.dtype)
+        room = case.bound(true) + np.maximum(np.abs(true), limits.tiny) * limits.eps
         off = np.abs(f64(result) - true)
         worst = int(np.argmax(off - room))
         assert off[worst] <= room[worst], f"{what}: {true[worst]} became {f64(result)[worst]}"

@@ -1,0 +1,53 @@
+"""fp8_block: blocks of values as 8-bit floats times a shared scale; a quarter of float32.
+
+The tensor-wise scaling of Micikevicius et al. ("FP8 Formats for Deep Learning", 2022), block by block. With
+`scale: float32` blocks have 256 values; with `scale: e8m0` they have 32, and the payload holds MXFP8 of the
+OCP Microscaling Formats specification, v1.0. The error of a value is at most 1/16 of it with e4m3, 1/8 with
+e5m2, or a tiny part of its block's largest. MXFP8 cuts off at the largest code: up to 1/8 of the value.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+
+from mcr_plus.compression.codec import CodecOptions, PayloadCodec, Traits
+from mcr_plus.kernels import fp8_block
+
+
+class Fp8Block(PayloadCodec):
+    """A block with a NaN or an infinity decodes to NaN."""
+
+    class Options(CodecOptions):
+        """`format`: e4m3 for precision, e5m2 for range. `scale`: of a block."""
+
+        format: Literal["e4m3", "e5m2"] = "e4m3"
+        scale: Literal["float32", "e8m0"] = "float32"
+
+    name: ClassVar[str] = "fp8_block"
+
+    def __init__(self, options: Options | None = None) -> None:
+        super().__init__(options)
+        chosen = options or self.Options()
+        self._scale: fp8_block.Scale = chosen.scale
+        self._format = fp8_block.FORMATS[chosen.format]
+        self.traits = Traits(alignment=fp8_block.block_of(chosen.scale))
+
+    def wire_numel(self, numel: int) -> int:  # noqa: D102
+        return fp8_block.nbytes(numel, self._scale)
+
+    def _encode(self, values: torch.Tensor, wire: torch.Tensor) -> None:
+        fp8_block.encode(values, wire, self._format, self._scale)
+
+    def _decode(self, wire: torch.Tensor, out: torch.Tensor) -> None:
+        fp8_block.decode(wire, out, self._format, self._scale)
+
+    def _accumulate(self, wire: torch.Tensor, total: torch.Tensor, scale: float) -> None:
+        fp8_block.accumulate(wire, total, scale, self._format, self._scale)
+
+    def reduce(  # noqa: D102
+        self, wires: torch.Tensor, total: torch.Tensor, wire: torch.Tensor, *, skip: int, scale: float = 1.0
+    ) -> int:
+        fp8_block.reduce(wires, skip, total, wire, scale, self._format, self._scale)
+        return self.wire_numel(total.numel())

@@ -1,0 +1,447 @@
+"""Blocks of 32 values as codes of 4 bits times a bfloat16 scale: torch reference, CPU kernel, GPU launcher.
+
+Payload of n values in b = ceil(n / 32) blocks, little endian:
+
+    b bfloat16 scales, padded to a multiple of 4 bytes | 16 × b bytes of codes
+
+value = code × scale. The scale is amax / 7 rounded up, between 2^-126 and the largest that times 7 is
+finite; code = value / scale rounded to nearest even, from -7 to 7. Byte j of a block has the code of its
+value j in the low and that of value j + 16 in the high half, both in two's complement. The last block is
+filled up with zeros.
+
+With `hadamard` a block is H x / 32 instead of x, and decoded with H, the Walsh-Hadamard matrix in natural
+order: the normalised transform, with its two factors of 1 / √32 at one end, where they are exact and keep
+the sums finite. The sums of codes are exact as well.
+
+A block that holds a NaN or an infinity has the scale NaN and codes of 0, so all of it decodes to NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from mcr_plus.kernels import cpu, small_blocks
+
+BLOCK: Final = small_blocks.BLOCK
+TOGETHER: Final = small_blocks.TOGETHER
+CHUNK: Final = small_blocks.CHUNK
+STEP: Final = float(np.float32(1 / 7))
+TINIEST: Final = 2.0**-126
+LARGEST_SCALE: Final = 0x7E12
+"""2^128 / 7 rounded down, as bits of a bfloat16."""
+
+
+def blocks_of(numel: int) -> int:
+    """Number of blocks; the last may be shorter."""
+    return -(-numel // BLOCK)
+
+
+def nbytes(numel: int) -> int:
+    """Length of a payload, a multiple of 4."""
+    return _scale_nbytes(numel) + blocks_of(numel) * 16
+
+
+def split(wire: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales, as bits of bfloat16 in int16, and the codes of a payload, as views."""
+    blocks, room = blocks_of(numel), _scale_nbytes(numel)
+    return wire[: 2 * blocks].view(torch.int16), wire[room : room + 16 * blocks]
+
+
+def _scale_nbytes(numel: int) -> int:
+    return -(-blocks_of(numel) // 2) * 4
+
+
+# --- torch: what the others are tested against --------------------------------------------------------------
+
+
+def transform(rows: torch.Tensor) -> torch.Tensor:
+    """H times each row of 32; adds neighbours, then neighbours of the sums, and so on."""
+    for _ in range(5):
+        even, odd = rows[:, 0::2], rows[:, 1::2]
+        rows = torch.cat([even + odd, even - odd], 1)
+    return rows
+
+
+def encode_reference(values: torch.Tensor, wire: torch.Tensor, hadamard: bool) -> None:
+    """`encode` in plain torch."""
+    scales, codes = split(wire, values.numel())
+    rows = torch.zeros(scales.numel(), BLOCK)
+    rows.view(-1)[: values.numel()] = values
+    if hadamard:
+        rows = transform(rows / 32)
+    amax = rows.abs().amax(1)
+    finite = amax.isfinite()
+    exact = (amax * STEP).clamp(min=TINIEST)
+    nearest = exact.to(torch.bfloat16)
+    above = nearest.nextafter(torch.tensor(torch.inf, dtype=torch.bfloat16))
+    up = torch.where(nearest.to(torch.float32) < exact, above, nearest)
+    up = up.minimum(torch.tensor(LARGEST_SCALE, dtype=torch.int16).view(torch.bfloat16))
+    scales.copy_(torch.where(finite, up, torch.nan).view(torch.int16))
+    units = torch.where(finite[:, None], rows * (1 / up.to(torch.float32))[:, None], 0.0)
+    whole = units.round().to(torch.int32) & 15
+    codes.copy_((whole[:, :16] | whole[:, 16:] << 4).view(-1))
+
+
+def decode_reference(wire: torch.Tensor, out: torch.Tensor, hadamard: bool) -> None:
+    """`decode` in plain torch."""
+    scales, codes = split(wire, out.numel())
+    pairs = codes.view(-1, 16).to(torch.int32)
+    whole = torch.cat([pairs & 15, pairs >> 4], 1)
+    rows = torch.where(whole > 7, whole - 16, whole).to(torch.float32)
+    if hadamard:
+        rows = transform(rows)
+    rows = rows * scales.view(torch.bfloat16).to(torch.float32)[:, None]
+    out.copy_(rows.view(-1)[: out.numel()])
+
+
+# --- CPU ----------------------------------------------------------------------------------------------------
+# Eight blocks go together; see small_blocks. numba makes 64 bits of what it computes from 32; the conversions
+# keep vectors of 32 bits.
+
+_MAGNITUDE: Final = np.uint32(0x7FFFFFFF)
+_INFINITE: Final = np.uint32(0x7F800000)
+_NAN: Final = np.uint16(0x7FC0)
+_UP: Final = np.uint32(0xFFFF)
+_HALF: Final = np.uint32(16)
+_CAP: Final = np.uint32(LARGEST_SCALE)
+_STEP: Final = np.float32(STEP)
+_TINIEST: Final = np.float32(TINIEST)
+_ONE: Final = np.float32(1)
+_32ND: Final = np.float32(1 / 32)
+_LOW: Final = np.int32(15)
+_FOUR: Final = np.int32(4)
+_TOP: Final = np.int32(28)
+
+
+@cpu.inlined
+def _scale_for(largest):  # type: ignore[no-untyped-def]
+    """Bits of the scale of a block whose largest magnitude has these bits."""
+    exact = np.float32(max(np.uint32(largest).view(np.float32) * _STEP, _TINIEST)).view(np.uint32)
+    return min(np.uint32(np.uint32(exact + _UP) >> _HALF), _CAP)
+
+
+@cpu.inlined
+def _scale(bits):  # type: ignore[no-untyped-def]
+    return np.uint32(np.uint32(np.uint16(bits)) << _HALF).view(np.float32)
+
+
+@cpu.inlined
+def _pair(low, high):  # type: ignore[no-untyped-def]
+    return np.uint8(np.int32(np.int32(np.rint(low)) & _LOW) | np.int32(np.int32(np.rint(high)) << _FOUR))
+
+
+@cpu.inlined
+def _low(pair):  # type: ignore[no-untyped-def]
+    return np.float32(np.int32(np.int32(np.int32(pair) << _TOP) >> _TOP))
+
+
+@cpu.inlined
+def _high(pair):  # type: ignore[no-untyped-def]
+    return np.float32(np.int32(np.int32(np.int8(pair)) >> _FOUR))
+
+
+@cpu.inlined
+def _pack(values, per_unit, codes):  # type: ignore[no-untyped-def]
+    for i in range(codes.size):
+        codes[i] = _pair(values[i] * per_unit, values[i + 16] * per_unit)
+
+
+@cpu.inlined
+def _unpack(codes, scale, values):  # type: ignore[no-untyped-def]
+    for i in range(codes.size):
+        values[i] = _low(codes[i]) * scale
+        values[i + 16] = _high(codes[i]) * scale
+
+
+@cpu.inlined
+def _unpack_add(codes, scale, values):  # type: ignore[no-untyped-def]
+    for i in range(codes.size):
+        values[i] += _low(codes[i]) * scale
+        values[i + 16] += _high(codes[i]) * scale
+
+
+@cpu.inlined
+def _encode_chunk(values, scales, codes, work):  # type: ignore[no-untyped-def]
+    scratch, largest = work[0].view(np.uint32), work[2].view(np.uint32)
+    small_blocks.largest_of_each(values.view(np.uint32), scratch, largest)
+    for block in range(TOGETHER):
+        part = slice(block * 16, block * 16 + 16)
+        if largest[block] >= _INFINITE:
+            scales[block] = _NAN
+            codes[part] = 0
+        else:
+            scale = _scale_for(largest[block])
+            scales[block] = np.uint16(scale)
+            _pack(values[block * BLOCK : block * BLOCK + BLOCK], _ONE / _scale(scale), codes[part])
+
+
+@cpu.inlined
+def _decode_blocks(scales, codes, factor, add, out, lo, hi):  # type: ignore[no-untyped-def]
+    """Blocks from `lo` to `hi`, of which the last may be short."""
+    whole = min(hi, out.size // BLOCK)
+    for block in range(lo, whole):
+        pairs, scale = codes[block * 16 : block * 16 + 16], _scale(scales[block]) * factor
+        part = slice(block * BLOCK, block * BLOCK + BLOCK)
+        if add:
+            _unpack_add(pairs, scale, out[part])
+        else:
+            _unpack(pairs, scale, out[part])
+    if whole < hi:
+        spare = np.empty(BLOCK, np.float32)
+        _unpack(codes[whole * 16 : whole * 16 + 16], _scale(scales[whole]) * factor, spare)
+        for i in range(out.size - whole * BLOCK):
+            at = whole * BLOCK + i
+            out[at] = out[at] + spare[i] if add else spare[i]
+
+
+# The transform of eight blocks adds neighbours and puts the sums before the differences, five times over. That
+# leaves value t of block k at 8 t + k: so the largest of all blocks are found and the codes are made side by
+# side, and only the bytes are then put into order.
+
+
+@cpu.inlined
+def _step_in(source, target):  # type: ignore[no-untyped-def]
+    for i in range(128):
+        first, second = source[2 * i], source[2 * i + 1]
+        target[i] = first + second
+        target[i + 128] = first - second
+
+
+@cpu.inlined
+def _step_out(source, target):  # type: ignore[no-untyped-def]
+    for i in range(128):
+        first, second = source[i], source[i + 128]
+        target[2 * i] = first + second
+        target[2 * i + 1] = first - second
+
+
+@cpu.inlined
+def _deal(source, target):  # type: ignore[no-untyped-def]
+    for i in range(64):
+        target[i] = source[2 * i]
+        target[i + 64] = source[2 * i + 1]
+
+
+@cpu.inlined
+def _shuffle(source, target):  # type: ignore[no-untyped-def]
+    for i in range(64):
+        target[2 * i] = source[i]
+        target[2 * i + 1] = source[i + 64]
+
+
+@cpu.inlined
+def _fold(values, half):  # type: ignore[no-untyped-def]
+    for i in range(half.size):
+        half[i] = np.uint32(max(values[i], values[i + half.size]))
+
+
+@cpu.inlined
+def _repeat(values, after):  # type: ignore[no-untyped-def]
+    for i in range(values.size):
+        after[i] = values[i]
+
+
+@cpu.inlined
+def _encode_chunk_hadamard(values, scales, codes, work):  # type: ignore[no-untyped-def]
+    first, second, third, pairs, others = work
+    for i in range(CHUNK):
+        first[i] = values[i] * _32ND
+    _step_in(first, second)
+    _step_in(second, first)
+    _step_in(first, second)
+    _step_in(second, first)
+    _step_in(first, second)
+    bits, scratch = second.view(np.uint32), first.view(np.uint32)
+    for i in range(128):
+        scratch[i] = np.uint32(max(np.uint32(bits[i] & _MAGNITUDE), np.uint32(bits[i + 128] & _MAGNITUDE)))
+    _fold(scratch[0:128], scratch[128:192])
+    _fold(scratch[128:192], scratch[192:224])
+    _fold(scratch[192:224], scratch[224:240])
+    _fold(scratch[224:240], scratch[240:248])
+    for block in range(TOGETHER):
+        scale = _scale_for(scratch[240 + block])
+        scales[block] = np.uint16(scale)
+        third[block] = _ONE / _scale(scale)
+    _repeat(third[0:8], third[8:16])
+    _repeat(third[0:16], third[16:32])
+    _repeat(third[0:32], third[32:64])
+    _repeat(third[0:64], third[64:128])
+    for i in range(128):
+        pairs[i] = _pair(second[i] * third[i], second[i + 128] * third[i])
+    _deal(pairs, others)
+    _deal(others, pairs)
+    _deal(pairs, codes)
+    for block in range(TOGETHER):
+        if scratch[240 + block] >= _INFINITE:
+            scales[block] = _NAN
+            codes[block * 16 : block * 16 + 16] = 0
+
+
+@cpu.inlined
+def _decode_chunk_hadamard(scales, codes, factor, values, work):  # type: ignore[no-untyped-def]
+    first, second, _, pairs, others = work
+    _shuffle(codes, pairs)
+    _shuffle(pairs, others)
+    _shuffle(others, pairs)
+    for i in range(128):
+        first[i] = _low(pairs[i])
+        first[i + 128] = _high(pairs[i])
+    _step_out(first, second)
+    _step_out(second, first)
+    _step_out(first, second)
+    _step_out(second, first)
+    _step_out(first, second)
+    for block in range(TOGETHER):
+        scale = _scale(scales[block]) * factor
+        for i in range(BLOCK):
+            first[block * BLOCK + i] = scale
+    for i in range(CHUNK):
+        values[i] = second[i] * first[i]
+
+
+@cpu.inlined
+def _work():  # type: ignore[no-untyped-def]
+    # Separate arrays, which LLVM knows to be separate.
+    pairs, others = np.empty(128, np.uint8), np.empty(128, np.uint8)
+    return np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32), pairs, others
+
+
+@cpu.inlined
+def _encode_at(chunk, values, scales, codes, hadamard, work):  # type: ignore[no-untyped-def]
+    at, first, byte = chunk * CHUNK, chunk * TOGETHER, chunk * 128
+    part, few, room = values[at : at + CHUNK], scales[first : first + TOGETHER], codes[byte : byte + 128]
+    whole = part.size == CHUNK
+    if not whole:
+        padded, few, room = np.zeros(CHUNK, np.float32), np.empty(TOGETHER, np.uint16), np.empty(128, np.uint8)
+        padded[: part.size] = part
+        part = padded
+    if hadamard:
+        _encode_chunk_hadamard(part, few, room, work)
+    else:
+        _encode_chunk(part, few, room, work)
+    if not whole:
+        scales[first:] = few[: scales.size - first]
+        codes[byte:] = room[: codes.size - byte]
+
+
+@cpu.inlined
+def _decode_at(chunk, scales, codes, factor, add, out, values, work):  # type: ignore[no-untyped-def]
+    at, first, byte = chunk * CHUNK, chunk * TOGETHER, chunk * 128
+    few, room = scales[first : first + TOGETHER], codes[byte : byte + 128]
+    if few.size < TOGETHER:
+        few, room = np.zeros(TOGETHER, np.uint16), np.zeros(128, np.uint8)
+        few[: scales.size - first] = scales[first:]
+        room[: codes.size - byte] = codes[byte:]
+    _decode_chunk_hadamard(few, room, factor, values, work)
+    target = out[at : min(at + CHUNK, out.size)]
+    if add:
+        for i in range(target.size):
+            target[i] += values[i]
+    else:
+        for i in range(target.size):
+            target[i] = values[i]
+
+
+@cpu.compiled
+def _encode(values, scales, codes, hadamard, lo, hi):  # type: ignore[no-untyped-def]
+    work = _work()
+    for chunk in range(lo, hi):
+        _encode_at(chunk, values, scales, codes, hadamard, work)
+
+
+@cpu.compiled
+def _decode(scales, codes, factor, add, out, hadamard, lo, hi):  # type: ignore[no-untyped-def]
+    if hadamard:
+        work, values = _work(), np.empty(CHUNK, np.float32)
+        for chunk in range(lo, hi):
+            _decode_at(chunk, scales, codes, factor, add, out, values, work)
+    else:
+        _decode_blocks(scales, codes, factor, add, out, lo * TOGETHER, min(hi * TOGETHER, scales.size))
+
+
+@cpu.compiled
+def _reduce(wires, room, all_scales, skip, factor, total, scales, codes, hadamard, lo, hi):  # type: ignore[no-untyped-def]
+    work, values = _work(), np.empty(CHUNK, np.float32)
+    for chunk in range(lo, hi):
+        first, end = chunk * TOGETHER, min(chunk * TOGETHER + TOGETHER, scales.size)
+        for row in range(wires.shape[0]):
+            if row != skip:
+                source = wires[row, room : room + codes.size]
+                if hadamard:
+                    _decode_at(chunk, all_scales[row], source, factor, True, total, values, work)
+                else:
+                    _decode_blocks(all_scales[row], source, factor, True, total, first, end)
+        _encode_at(chunk, total, scales, codes, hadamard, work)
+
+
+# --- launchers ----------------------------------------------------------------------------------------------
+
+
+def encode(values: torch.Tensor, wire: torch.Tensor, hadamard: bool) -> None:
+    """Write the payload of flat float32 `values` to `wire`."""
+    scales, codes = split(wire, values.numel())
+    if values.is_cuda:
+        _gpu().encode(values, scales, codes, hadamard)
+        return
+    arrays = (values.numpy(), scales.numpy().view(np.uint16), codes.numpy(), hadamard)
+    cpu.spread(_encode, chunks_of(values), values.nbytes, *arrays)
+
+
+def decode(wire: torch.Tensor, out: torch.Tensor, hadamard: bool) -> None:
+    """Overwrite flat float32 `out` with what a payload stands for."""
+    _start_decode(wire, out, 1.0, False, hadamard)
+
+
+def accumulate(wire: torch.Tensor, total: torch.Tensor, factor: float, hadamard: bool) -> None:
+    """Add `factor` times what a payload stands for to flat float32 `total`."""
+    _start_decode(wire, total, factor, True, hadamard)
+
+
+def reduce(
+    wires: torch.Tensor, skip: int, total: torch.Tensor, wire: torch.Tensor, factor: float, hadamard: bool
+) -> None:
+    """Add `factor` × every row of `wires` but `skip` to `total` and encode it, in one pass over memory.
+
+    Args:
+        wires: ranks × at least `nbytes(total.numel())` bytes, rows at multiples of 4 bytes.
+        skip: a row that is left out, -1 for none.
+        total: flat float32; holds the sum afterwards.
+        wire: receives the payload of `total`.
+        factor: what decoded values are multiplied with.
+        hadamard: whether blocks are transformed.
+    """
+    if total.is_cuda:
+        for row in range(len(wires)):
+            if row != skip:
+                accumulate(wires[row], total, factor, hadamard)
+        encode(total, wire, hadamard)
+        return
+    scales, codes = split(wire, total.numel())
+    many = wires.numpy()
+    all_scales = many[:, : scales.nbytes].view(np.uint16)
+    arrays = (many, _scale_nbytes(total.numel()), all_scales, skip, np.float32(factor), total.numpy())
+    rest = (scales.numpy().view(np.uint16), codes.numpy(), hadamard)
+    cpu.spread(_reduce, chunks_of(total), total.nbytes, *arrays, *rest)
+
+
+def _start_decode(wire: torch.Tensor, out: torch.Tensor, factor: float, add: bool, hadamard: bool) -> None:
+    scales, codes = split(wire, out.numel())
+    if out.is_cuda:
+        _gpu().decode(scales, codes, out, factor, add, hadamard)
+        return
+    arrays = (scales.numpy().view(np.uint16), codes.numpy(), np.float32(factor), add, out.numpy(), hadamard)
+    cpu.spread(_decode, chunks_of(out), out.nbytes, *arrays)
+
+
+def chunks_of(values: torch.Tensor) -> int:
+    """Number of chunks of eight blocks; the last may be shorter."""
+    return -(-values.numel() // CHUNK)
+
+
+def _gpu() -> Any:
+    from mcr_plus.kernels.gpu import int4_block
+
+    return int4_block

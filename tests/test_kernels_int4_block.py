@@ -1,0 +1,86 @@
+"""The kernels of int4_block agree bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from codec_exam import f64
+from kernel_exam import hard_tensors, same_bits, triton_device
+
+from mcr_plus.kernels import int4_block as kernel
+
+SIZES = (1, 5, 31, 33, 255, 256, 257, 1000, 5003)
+
+either_way = pytest.mark.parametrize("hadamard", [False, True])
+
+
+@either_way
+def test_the_cpu_kernels_are_the_reference(hadamard: bool) -> None:
+    for what, values in hard_tensors(SIZES):
+        wires = [torch.zeros(kernel.nbytes(values.numel()), dtype=torch.uint8) for _ in range(2)]
+        kernel.encode(values, wires[0], hadamard)
+        kernel.encode_reference(values, wires[1], hadamard)
+        same_bits(what, *wires)
+        outs = [torch.empty_like(values) for _ in range(2)]
+        kernel.decode(wires[0], outs[0], hadamard)
+        kernel.decode_reference(wires[0], outs[1], hadamard)
+        same_bits(what, *outs)
+
+
+def test_the_transform_is_hadamards() -> None:
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    for _ in range(5):
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    assert torch.equal(kernel.transform(torch.eye(32, dtype=torch.float64)), matrix)
+
+
+@either_way
+def test_scales_reach_the_largest(hadamard: bool) -> None:
+    """Rounded up, they let no code go over 7: no value of any block is cut off."""
+    for what, values in hard_tensors(SIZES):
+        wire = torch.zeros(kernel.nbytes(values.numel()), dtype=torch.uint8)
+        kernel.encode(values, wire, hadamard)
+        bits, _ = kernel.split(wire, values.numel())
+        scales = bits.view(torch.bfloat16).to(torch.float64)
+        rows = torch.zeros(scales.numel(), 32, dtype=torch.float64)
+        rows.view(-1)[: values.numel()] = values
+        rows = kernel.transform(rows) / 32 if hadamard else rows
+        amax, sound = rows.abs().amax(1), scales.isfinite()
+        assert bool((7 * scales >= amax * (1 - 1e-6))[sound].all()), what
+        assert bool((scales <= (amax / 7 * (1 + 2.0**-6)).clamp(min=2.0**-126))[sound].all()), what
+
+
+def test_the_transform_helps_heavy_tails() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(32 * 2000, generator=generator)
+    values *= (torch.randn(values.shape, generator=generator) * 1.5).exp()
+    errors = []
+    for hadamard in (False, True):
+        wire = torch.zeros(kernel.nbytes(values.numel()), dtype=torch.uint8)
+        kernel.encode(values, wire, hadamard)
+        out = torch.empty_like(values)
+        kernel.decode(wire, out, hadamard)
+        errors.append(float(((f64(out) - f64(values)) ** 2).sum()))
+    assert errors[1] < 0.9 * errors[0]
+
+
+@either_way
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # inf - inf is NaN, as wanted
+def test_the_triton_kernels_are_the_reference(hadamard: bool) -> None:
+    device = triton_device()
+    from mcr_plus.kernels.gpu import int4_block as gpu
+
+    for what, values in hard_tensors(SIZES):
+        size = values.numel()
+        wire = torch.zeros(kernel.nbytes(size), dtype=torch.uint8)
+        kernel.encode_reference(values, wire, hadamard)
+        there = torch.zeros_like(wire, device=device)
+        gpu.encode(values.to(device), *kernel.split(there, size), hadamard)
+        same_bits(what, wire, there)
+        out, total = torch.empty_like(values), torch.ones_like(values)
+        kernel.decode_reference(wire, out, hadamard)
+        kernel.accumulate(wire, total, 0.3, hadamard)
+        for add, expected in ((False, out), (True, total)):
+            got = torch.ones(size, device=device)
+            gpu.decode(*kernel.split(there, size), got, 0.3, add, hadamard)
+            same_bits(what, expected, got)

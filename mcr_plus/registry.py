@@ -3,7 +3,7 @@
 An outside package adds to a kind through the entry point group of that kind:
 
     [project.entry-points."mcr_plus.codecs"]
-    topk = "my_package.topk:topk"
+    sketch = "my_package.sketch:Sketch"
 
 Our own things are named as `module:attr` and imported when they are first asked for, so that looking
 up one backend never imports the library of another.
@@ -26,6 +26,8 @@ STAGES: dict[str, object] = {
 CODECS: dict[str, object] = {
     "bf16": "mcr_plus.compression.cast:Bf16",
     "fp16": "mcr_plus.compression.cast:Fp16",
+    "randk": "mcr_plus.compression.randk:RandK",
+    "topk": "mcr_plus.compression.topk:TopK",
     "int8_block": "mcr_plus.compression.int8_block:Int8Block",
 }
 BACKENDS: dict[str, object] = {

@@ -629,24 +629,24 @@ def test_with_backends() -> None:
 # --- Stages and codecs of other packages ----------------------------------------------------------------
 
 
-class TopkOptions(BaseModel):
+class SketchOptions(BaseModel):
     model_config = {"extra": "forbid"}
     ratio: float
     exact: bool = False
 
 
-def topk() -> SimpleNamespace:
-    return SimpleNamespace(Options=TopkOptions)
+def sketch() -> SimpleNamespace:
+    return SimpleNamespace(Options=SketchOptions)
 
 
 def test_a_codec_with_options_of_its_own() -> None:
-    registry.register("codecs", "topk", topk())
-    options = stage_options("compress", {"codec": "topk", "ratio": 0.01})
-    assert options == CompressOptions(codec="topk", codec_options=TopkOptions(ratio=0.01))
+    registry.register("codecs", "sketch", sketch())
+    options = stage_options("compress", {"codec": "sketch", "ratio": 0.01})
+    assert options == CompressOptions(codec="sketch", codec_options=SketchOptions(ratio=0.01))
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"codec": "topk"}, "compress.ratio: missing"),
-        ({"codec": "topk", "ratio": "much"}, "compress.ratio: expected a valid number"),
-        ({"codec": "topk", "ratio": 1, "x": 1}, "compress.x: unknown key 'x'; known: codec, exact, ratio"),
+        ({"codec": "sketch"}, "compress.ratio: missing"),
+        ({"codec": "sketch", "ratio": "much"}, "compress.ratio: expected a valid number"),
+        ({"codec": "sketch", "ratio": 1, "x": 1}, "compress.x: unknown key 'x'; known: codec, exact, ratio"),
     ]
     for options_given, what in cases:
         with pytest.raises(ConfigError, match=re.escape(what)):
@@ -654,10 +654,10 @@ def test_a_codec_with_options_of_its_own() -> None:
 
 
 def test_a_rule_changes_one_option_of_a_codec_or_the_codec() -> None:
-    registry.register("codecs", "topk", topk())
+    registry.register("codecs", "sketch", sketch())
     config = load(
         {
-            "pipeline": [{"compress": {"codec": "topk", "ratio": 0.1}}, {"select": {}}, {"dispatch": {}}],
+            "pipeline": [{"compress": {"codec": "sketch", "ratio": 0.1}}, {"select": {}}, {"dispatch": {}}],
             "rules": [
                 {"match": {"tag": "a"}, "compress": {"exact": True}},
                 {"match": {"tag": "b"}, "compress": {"codec": "bf16"}},
@@ -666,7 +666,7 @@ def test_a_rule_changes_one_option_of_a_codec_or_the_codec() -> None:
     )
     first, second = config.rules
     assert first.options("compress") == CompressOptions(
-        codec="topk", codec_options=TopkOptions(ratio=0.1, exact=True)
+        codec="sketch", codec_options=SketchOptions(ratio=0.1, exact=True)
     )
     assert second.options("compress") == CompressOptions(codec="bf16")
     assert dump(config)["rules"][0]["compress"] == {"exact": True}

@@ -303,7 +303,7 @@ def _floor(bits: Array, sent: int) -> tuple[np.uint32, int]:
     if rank >= sample.size:
         return np.uint32(0), bits.size
     room = min(bits.size, 4096 + 2 * rank * bits.size // sample.size)
-    return np.uint32(max(int(_kth_largest(sample, rank)), 1)), room
+    return max(_kth_largest(sample, rank), _ONE), room
 
 
 def _kth_largest(bits: Array, rank: int) -> np.uint32:
@@ -317,7 +317,8 @@ def _kth_largest(bits: Array, rank: int) -> np.uint32:
         digit = _BUCKETS - 1 - turn
         rank -= int(reached[turn - 1]) if turn else 0
         prefix, above = prefix << width | digit, shift
-    return np.uint32(prefix)
+    kth: np.uint32 = np.uint32(prefix)
+    return kth
 
 
 def _edges(counts: Array) -> Array:

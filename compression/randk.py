@@ -85,10 +85,10 @@ class RandK(Codec):
         factor = values.numel() / max(1, at.numel()) if self.options.rescale else 1.0
         wire.copy_(values.index_select(0, at))
         if left is not None:
-            left.index_add_(0, at, wire, alpha=-factor)
+            left.scatter_add_(0, at, wire * -factor)
         yield
         values.zero_()
-        values.index_copy_(0, at, (wire * factor).to(values.dtype))
+        values.scatter_(0, at, (wire * factor).to(values.dtype))
 
     def clear(self, wire: torch.Tensor, values: torch.Tensor) -> None:  # noqa: ARG002 - as topk's
         """Set what the last `exchange` sent, or is sending, to zero in `values`: flat, of the same size.

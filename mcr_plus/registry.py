@@ -26,6 +26,7 @@ STAGES: dict[str, object] = {
 CODECS: dict[str, object] = {
     "bf16": "mcr_plus.compression.cast:Bf16",
     "fp16": "mcr_plus.compression.cast:Fp16",
+    "exp_window": "mcr_plus.compression.exp_window:ExpWindow",
     "randk": "mcr_plus.compression.randk:RandK",
     "topk": "mcr_plus.compression.topk:TopK",
     "int8_block": "mcr_plus.compression.int8_block:Int8Block",

@@ -77,6 +77,7 @@ CASES: Final = [
     Case({"codec": "bf16"}, each(2.0**-8, 2.0**-133)),
     Case({"codec": "fp16"}, each(2.0**-11, 2.0**-25)),
     Case({"codec": "int8_block"}, per_block(256, 1 / 253), block=256),
+    Case({"codec": "exp_window"}, each(0, 0)),
     Case({"codec": "randk", "ratio": 0.3}, None, block=0),
     Case({"codec": "randk", "seed": 7, "rescale": True}, None, block=0),
     Case({"codec": "topk"}, None, block=0),

@@ -32,22 +32,22 @@ inlined: Final[Any] = _numba.njit(inline="always", nogil=True, error_model="nump
 """For parts of a kernel that are compiled into it."""
 
 
-def spread(kernel: Callable[..., object], blocks: int, nbytes: int, *args: object) -> None:
+def spread(kernel: Callable[..., Any], blocks: int, nbytes: int, *args: object) -> list[Any]:
     """Call `kernel(*args, lo, hi)` for parts of `range(blocks)`, on as many threads as torch would use.
+
+    Returns what each part returned, in the order of the parts.
 
     `nbytes`: of the input, so that small ones stay on the calling thread. Not numba's own threads: those of
     its default layer may not be entered from two threads at once.
     """
     threads = min(torch.get_num_threads(), blocks, nbytes // _GRAIN)
     if threads <= 1:
-        kernel(*args, 0, blocks)
-        return
+        return [kernel(*args, 0, blocks)]
     bounds = [blocks * index // threads for index in range(threads + 1)]
     pool = _pool(threads - 1)
-    parts: list[Future[object]] = [pool.submit(kernel, *args, lo, hi) for lo, hi in pairwise(bounds[1:])]
-    kernel(*args, bounds[0], bounds[1])
-    for part in parts:
-        part.result()
+    parts: list[Future[Any]] = [pool.submit(kernel, *args, lo, hi) for lo, hi in pairwise(bounds[1:])]
+    first = kernel(*args, bounds[0], bounds[1])
+    return [first, *(part.result() for part in parts)]
 
 
 @cache

@@ -3,7 +3,7 @@
 An outside package adds to a kind through the entry point group of that kind:
 
     [project.entry-points."mcr_plus.codecs"]
-    topk = "my_package.topk:topk"
+    sketch = "my_package.sketch:Sketch"
 
 Our own things are named as `module:attr` and imported when they are first asked for, so that looking
 up one backend never imports the library of another.
@@ -28,6 +28,9 @@ CODECS: dict[str, object] = {
     "fp16": "mcr_plus.compression.cast:Fp16",
     "fp8_block": "mcr_plus.compression.fp8_block:Fp8Block",
     "int4_block": "mcr_plus.compression.int4_block:Int4Block",
+    "exp_window": "mcr_plus.compression.exp_window:ExpWindow",
+    "randk": "mcr_plus.compression.randk:RandK",
+    "topk": "mcr_plus.compression.topk:TopK",
     "int8_block": "mcr_plus.compression.int8_block:Int8Block",
 }
 BACKENDS: dict[str, object] = {

@@ -90,7 +90,8 @@ def test_the_largest_floats(case: Case) -> None:
     codec = case.make_payload()
     result = decoded(codec, payload(codec, values), values)
     for value, got in zip(values.tolist(), result.tolist(), strict=True):  # in range, or visibly out of it
-        assert not np.isfinite(got) or abs(got - value) <= largest / 7
+        sent = got != 0 or not codec.traits.sparse
+        assert not sent or not np.isfinite(got) or abs(got - value) <= largest / 7
     assert not np.isnan(result.numpy()).any()
 
 

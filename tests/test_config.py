@@ -633,24 +633,24 @@ def test_with_backends() -> None:
 # --- Stages and codecs of other packages ----------------------------------------------------------------
 
 
-class TopkOptions(BaseModel):
+class SketchOptions(BaseModel):
     model_config = {"extra": "forbid"}
     ratio: float
     exact: bool = False
 
 
-def thinned() -> SimpleNamespace:
-    return SimpleNamespace(Options=TopkOptions)
+def sketch() -> SimpleNamespace:
+    return SimpleNamespace(Options=SketchOptions)
 
 
 def test_a_codec_with_options_of_its_own() -> None:
-    registry.register("codecs", "thinned", thinned())
-    options = stage_options("compress", {"codec": "thinned", "ratio": 0.01})
-    assert options == CompressOptions(codec="thinned", codec_options=TopkOptions(ratio=0.01))
+    registry.register("codecs", "sketch", sketch())
+    options = stage_options("compress", {"codec": "sketch", "ratio": 0.01})
+    assert options == CompressOptions(codec="sketch", codec_options=SketchOptions(ratio=0.01))
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"codec": "thinned"}, "compress.ratio: missing"),
-        ({"codec": "thinned", "ratio": "much"}, "compress.ratio: expected a valid number"),
-        ({"codec": "thinned", "ratio": 1, "x": 1}, "compress.x: unknown key 'x'; known: audit_every, codec"),
+        ({"codec": "sketch"}, "compress.ratio: missing"),
+        ({"codec": "sketch", "ratio": "much"}, "compress.ratio: expected a valid number"),
+        ({"codec": "sketch", "ratio": 1, "x": 1}, "compress.x: unknown key 'x'; known: audit_every, codec"),
     ]
     for options_given, what in cases:
         with pytest.raises(ConfigError, match=re.escape(what)):
@@ -658,10 +658,10 @@ def test_a_codec_with_options_of_its_own() -> None:
 
 
 def test_a_rule_changes_one_option_of_a_codec_or_the_codec() -> None:
-    registry.register("codecs", "thinned", thinned())
+    registry.register("codecs", "sketch", sketch())
     config = load(
         {
-            "pipeline": [{"compress": {"codec": "thinned", "ratio": 0.1}}, {"select": {}}, {"dispatch": {}}],
+            "pipeline": [{"compress": {"codec": "sketch", "ratio": 0.1}}, {"select": {}}, {"dispatch": {}}],
             "rules": [
                 {"match": {"tag": "a"}, "compress": {"exact": True}},
                 {"match": {"tag": "b"}, "compress": {"codec": "bf16"}},
@@ -670,7 +670,7 @@ def test_a_rule_changes_one_option_of_a_codec_or_the_codec() -> None:
     )
     first, second = config.rules
     assert first.options("compress") == CompressOptions(
-        codec="thinned", codec_options=TopkOptions(ratio=0.1, exact=True)
+        codec="sketch", codec_options=SketchOptions(ratio=0.1, exact=True)
     )
     assert second.options("compress") == CompressOptions(codec="bf16")
     assert dump(config)["rules"][0]["compress"] == {"exact": True}

@@ -1,0 +1,103 @@
+"""randk: a random part of the values, the same on every rank, so that a library can sum them as they are.
+
+Stich et al., "Sparsified SGD with Memory", NeurIPS 2018; Konečný et al., "Federated Learning: Strategies for
+Improving Communication Efficiency", 2016 (rescaled, unbiased). Sends no places: all ranks draw them alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+
+from mcr_plus.compression.codec import Codec, CodecOptions, Round, Traits
+from mcr_plus.kernels import counter, randk
+
+
+class RandKOptions(CodecOptions):
+    """Options of randk.
+
+    Attributes:
+        ratio: of the values that are sent, rounded up; at least one is.
+        seed: another one draws other positions; equal on all ranks.
+        rescale: decoded values are multiplied with n / k, which makes their mean over many steps the value
+            itself, and their variance large. Without it training needs error feedback.
+    """
+
+    ratio: float = Field(default=0.01, ge=1e-6, le=1)
+    seed: int = 0
+    rescale: bool = False
+
+
+class RandK(Codec):
+    """Has no payloads: what was sent means nothing without the step in which all ranks sent it.
+
+    The step is the number of earlier calls of `exchange`, which all ranks make alike; it is the only state.
+    A NaN or an infinity is visible in the step that sends its position, and stays in error feedback before.
+    """
+
+    Options = RandKOptions
+    options: RandKOptions
+    name: ClassVar[str] = "randk"
+
+    def __init__(self, options: RandKOptions | None = None) -> None:
+        super().__init__(options)
+        rescale = self.options.rescale
+        self.traits = dataclasses.replace(
+            Traits(additive=True, sparse=True, kinds=frozenset({"all_reduce"})),
+            unbiased=rescale,
+            needs_error_feedback=not rescale,
+        )
+        self._key = ""
+        self._step = 0
+
+    def sent(self, numel: int) -> int:
+        """How many of `numel` values are sent."""
+        return min(numel, max(1, math.ceil(self.options.ratio * numel)))
+
+    def enter(self, rank: int, key: str) -> None:  # noqa: D102, ARG002 - all ranks draw alike
+        self._key = key
+
+    def state(self) -> dict[str, torch.Tensor]:  # noqa: D102
+        return {"step": torch.tensor(self._step)}
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:  # noqa: D102
+        self._step = int(state["step"])
+
+    def rounds(self, shapes: Sequence[tuple[int, ...]]) -> tuple[Round, ...]:  # noqa: D102
+        return (Round(torch.float32, self.sent(sum(map(math.prod, shapes)))),)
+
+    def exchange(  # noqa: D102
+        self,
+        values: torch.Tensor,
+        shapes: Sequence[tuple[int, ...]],  # noqa: ARG002 - end to end they are as good as one
+        wires: Sequence[torch.Tensor],
+        ranks: int,  # noqa: ARG002
+        left: torch.Tensor | None,
+    ) -> Iterator[None]:
+        (wire,) = wires
+        at = self._positions(self._step, values)
+        self._step += 1
+        factor = values.numel() / max(1, at.numel()) if self.options.rescale else 1.0
+        wire.copy_(values.index_select(0, at))
+        if left is not None:
+            left.scatter_add_(0, at, wire * -factor)
+        yield
+        values.zero_()
+        values.scatter_(0, at, (wire * factor).to(values.dtype))
+
+    def clear(self, wire: torch.Tensor, values: torch.Tensor) -> None:  # noqa: ARG002 - as topk's
+        """Set what the last `exchange` sent, or is sending, to zero in `values`: flat, of the same size.
+
+        The momentum factor masking of Deep Gradient Compression (Lin et al., ICLR 2018). The buffer of its
+        round does not say which values those are, and is not looked at.
+        """
+        values.index_fill_(0, self._positions(self._step - 1, values), 0)
+
+    def _positions(self, step: int, values: torch.Tensor) -> torch.Tensor:
+        key = counter.key_of("randk", self.options.seed, self._key, step)
+        return randk.positions(values.numel(), self.sent(values.numel()), key, values.device)

@@ -96,7 +96,14 @@ class Codec(ABC):
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:  # noqa: B027
         """Take what `state` gave."""
 
-    def rounds(self, shapes: Sequence[tuple[int, ...]]) -> tuple[Round, ...]:
+    def refusal(self, shapes: Sequence[tuple[int, ...]]) -> str | None:  # noqa: ARG002
+        """Why the codec can do nothing for tensors of these shapes, laid end to end; None if it can.
+
+        Depends on nothing but the shapes and the options, so that all ranks get the same answer.
+        """
+        return None
+
+    def rounds(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> tuple[Round, ...]:
         """The native all_reduces that make up one all_reduce of tensors of these shapes, laid end to end.
 
         For additive codecs.
@@ -211,7 +218,7 @@ class PayloadCodec(Codec):
                 self.decode_accumulate(wires[row], total, scale)
         return self.encode(total, wire)
 
-    def rounds(self, shapes: Sequence[tuple[int, ...]]) -> tuple[Round, ...]:  # noqa: D102
+    def rounds(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> tuple[Round, ...]:  # noqa: ARG002, D102
         return (Round(self.wire_dtype, self.wire_numel(sum(map(math.prod, shapes)))),)
 
     def exchange(  # noqa: D102

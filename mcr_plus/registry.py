@@ -27,6 +27,8 @@ CODECS: dict[str, object] = {
     "bf16": "mcr_plus.compression.cast:Bf16",
     "fp16": "mcr_plus.compression.cast:Fp16",
     "int8_block": "mcr_plus.compression.int8_block:Int8Block",
+    "int_shared": "mcr_plus.compression.int_shared:IntShared",
+    "powersgd": "mcr_plus.compression.powersgd:PowerSGD",
 }
 BACKENDS: dict[str, object] = {
     "local": "mcr_plus.backends.local:LocalBackend",

@@ -70,6 +70,21 @@ def expand_reference(
 
 
 @cpu.inlined
+def _dot(first, second):  # type: ignore[no-untyped-def]
+    # Four sums: each addition waits for the one before it.
+    a = b = c = d = np.float64(0)
+    fours = first.size // 4 * 4
+    for i in range(0, fours, 4):
+        a += first[i] * second[i]
+        b += first[i + 1] * second[i + 1]
+        c += first[i + 2] * second[i + 2]
+        d += first[i + 3] * second[i + 3]
+    for i in range(fours, first.size):
+        a += first[i] * second[i]
+    return (a + b) + (c + d)
+
+
+@cpu.inlined
 def _take(source, basis, row):  # type: ignore[no-untyped-def]
     """Make `source` row `row` of the basis; False, and no use of that row, if it depends on the others."""
     target = basis[row]
@@ -78,25 +93,21 @@ def _take(source, basis, row):  # type: ignore[no-untyped-def]
         largest = max(largest, abs(np.float64(source[i])))
     if largest == 0:
         return False
-    before = np.float64(0)
     for i in range(source.size):
         target[i] = source[i] / largest
-        before += target[i] * target[i]
+    before = _dot(target, target)
     for _ in range(2):  # once leaves what rounding made of nearly dependent rows; twice is enough
         for earlier in range(row):
             other = basis[earlier]
-            along = np.float64(0)
-            for i in range(source.size):
-                along += other[i] * target[i]
+            along = _dot(other, target)
             for i in range(source.size):
                 target[i] -= along * other[i]
-    after = np.float64(0)
-    for i in range(source.size):
-        after += target[i] * target[i]
+    after = _dot(target, target)
     if after <= before * (_DEPENDENT * _DEPENDENT):
         return False
+    length = np.sqrt(after)
     for i in range(source.size):
-        target[i] /= np.sqrt(after)
+        target[i] /= length
     return True
 
 

@@ -53,11 +53,6 @@ class _Batch:
     def key(self) -> str:
         return f"{self.offset}:{self.rows}x{self.columns}"
 
-    def of(self, values: torch.Tensor) -> torch.Tensor:
-        """The matrices, count × rows × columns, as a view."""
-        shape, strides = (self.count, self.rows, self.columns), (self.stride, self.columns, 1)
-        return values.as_strided(shape, strides, values.storage_offset() + self.offset)
-
 
 @dataclass(frozen=True)
 class _Layout:
@@ -134,7 +129,7 @@ class PowerSGD(Codec):
         ]
         rest = list(zip(layout.plain, parts[len(lefts) :], strict=True))
         for batch, p in zip(layout.batches, lefts, strict=True):
-            torch.bmm(self._warm(batch, flat.device), batch.of(flat).mT, out=p)
+            powersgd.find_left(flat, batch.offset, batch.stride, self._warm(batch, flat.device), p)
         for (start, end), part in rest:
             part.copy_(flat[start:end])
             if left is not None:
@@ -149,7 +144,7 @@ class PowerSGD(Codec):
             for batch, p, q in factors:
                 _, spare = self._drawn(batch, flat.device)
                 powersgd.orthonormalise(p, spare)
-                torch.bmm(p, batch.of(flat), out=q)
+                powersgd.find_right(flat, batch.offset, batch.stride, p, q)
                 if left is not None:
                     powersgd.expand(p, q, left, batch.offset, batch.stride, factor=-1.0, add=True)
             yield
@@ -173,7 +168,7 @@ class PowerSGD(Codec):
         shape = (batch.count, batch.rank, batch.columns)
         earlier = self._rights.get(batch.key)
         if earlier is None or earlier.shape != shape:
-            return first.expand(shape)
+            return first.expand(shape).contiguous()
         earlier = earlier.to(device)
         largest = earlier.abs().amax(2, keepdim=True)
         finite = largest.isfinite().all(1, keepdim=True)  # also false for NaN

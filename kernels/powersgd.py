@@ -1,11 +1,12 @@
-"""Factors of matrices: orthonormal rows, and products added to values. CPU kernels and batched torch.
+"""Factors of matrices: found, made orthonormal, and multiplied out. CPU kernels and batched torch operations.
 
 Matrices come in batches of equal shape. A batch of matrices n × m of rank r has factors left (count × r × n)
 and right (count × r × m), float32 and contiguous; the product of its matrix b is left[b]ᵀ @ right[b]. The
 values of a matrix lie row by row in a flat tensor, from element `offset + b × stride` on.
 
-What must come out alike on all ranks is summed in an order that depends neither on the number of threads nor
-on the processor, which a BLAS does not promise. On GPUs batched torch operations do the same work.
+What must come out alike on all ranks is summed in an order that depends neither on the number of threads
+nor on the processor, which a BLAS does not promise; and its threads spin where ranks share a host. On GPUs
+batched torch operations do the same work.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from mcr_plus.kernels import cpu
 
 _DEPENDENT: Final = 1e-6
 """What is left of a row without the earlier rows' parts, against all of it: less is float32's rounding."""
-_COLUMNS: Final = 1024  # of a row of the product at a time: they and the factors' parts fit the first cache
+_COLUMNS: Final = 1024  # of a matrix at a time: what is added up over its rows fits the first cache
+_PARTS: Final = 64  # sums that a dot product is added up in, for vector instructions
+_STEP: Final = 4 * _PARTS
 
 
 # --- torch: on GPUs, and what the CPU kernels are tested against --------------------------------------------
@@ -48,6 +51,20 @@ def _unit(rows: torch.Tensor, basis: torch.Tensor) -> tuple[torch.Tensor, torch.
     return torch.where(sound, rows / after.where(sound, 1.0), 0.0), sound
 
 
+def find_left_reference(
+    values: torch.Tensor, offset: int, stride: int, right: torch.Tensor, left: torch.Tensor
+) -> None:
+    """`find_left` in torch operations."""
+    torch.bmm(right, _matrices(values, offset, stride, left, right).mT, out=left)
+
+
+def find_right_reference(
+    values: torch.Tensor, offset: int, stride: int, left: torch.Tensor, right: torch.Tensor
+) -> None:
+    """`find_right` in torch operations."""
+    torch.bmm(left, _matrices(values, offset, stride, left, right), out=right)
+
+
 def expand_reference(
     left: torch.Tensor,
     right: torch.Tensor,
@@ -58,12 +75,16 @@ def expand_reference(
     add: bool,
 ) -> None:
     """`expand` in torch operations."""
-    count, _, rows = left.shape
-    columns = right.shape[2]
-    matrices = values.as_strided(
-        (count, rows, columns), (stride, columns, 1), values.storage_offset() + offset
-    )
+    matrices = _matrices(values, offset, stride, left, right)
     matrices.baddbmm_(left.mT, right, beta=1.0 if add else 0.0, alpha=factor)
+
+
+def _matrices(
+    values: torch.Tensor, offset: int, stride: int, left: torch.Tensor, right: torch.Tensor
+) -> torch.Tensor:
+    """The matrices of a batch, count × n × m, as a view."""
+    shape = (len(left), left.shape[2], right.shape[2])
+    return values.as_strided(shape, (stride, shape[2], 1), values.storage_offset() + offset)
 
 
 # --- CPU ----------------------------------------------------------------------------------------------------
@@ -125,6 +146,91 @@ def _orthonormalise(factors, spare, lo, hi):  # type: ignore[no-untyped-def]
         rows[:] = basis
 
 
+@cpu.inlined
+def _add_four(target, a, first, b, second, c, third, d, fourth):  # type: ignore[no-untyped-def]
+    # Four at a time: a quarter of the loads and stores of the target.
+    for i in range(target.size):
+        target[i] += (a * first[i] + b * second[i]) + (c * third[i] + d * fourth[i])
+
+
+@cpu.inlined
+def _add_one(target, a, first):  # type: ignore[no-untyped-def]
+    for i in range(target.size):
+        target[i] += a * first[i]
+
+
+@cpu.inlined
+def _add_products(sums, x, y):  # type: ignore[no-untyped-def]
+    for i in range(_PARTS):
+        first, second = x[i] * y[i], x[i + _PARTS] * y[i + _PARTS]
+        third, fourth = x[i + 2 * _PARTS] * y[i + 2 * _PARTS], x[i + 3 * _PARTS] * y[i + 3 * _PARTS]
+        sums[i] += (first + second) + (third + fourth)
+
+
+@cpu.inlined
+def _sum_up(sums):  # type: ignore[no-untyped-def]
+    # Of _PARTS, by halves.
+    for i in range(32):
+        sums[i] += sums[i + 32]
+    for i in range(16):
+        sums[i] += sums[i + 16]
+    for i in range(8):
+        sums[i] += sums[i + 8]
+    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]))
+
+
+@cpu.compiled
+def _find_left(values, offset, stride, right, left, lo, hi):  # type: ignore[no-untyped-def]
+    _, rank, rows = left.shape
+    columns = right.shape[2]
+    whole = columns // _STEP * _STEP
+    sums = np.empty(_PARTS, np.float32)
+    for line in range(lo, hi):
+        batch, row = line // rows, line % rows
+        start = offset + batch * stride + row * columns
+        source = values[start : start + columns]
+        for k in range(rank):
+            factor = right[batch, k]
+            sums[:] = 0
+            for at in range(0, whole, _STEP):
+                _add_products(sums, source[at : at + _STEP], factor[at : at + _STEP])
+            total = _sum_up(sums)
+            for i in range(whole, columns):
+                total += source[i] * factor[i]
+            left[batch, k, row] = total
+
+
+@cpu.compiled
+def _find_right(values, offset, stride, left, right, lo, hi):  # type: ignore[no-untyped-def]
+    _, rank, rows = left.shape
+    columns = right.shape[2]
+    chunks = -(-columns // _COLUMNS)
+    fours = rows // 4 * 4
+    for index in range(lo, hi):
+        batch, at = index // chunks, index % chunks * _COLUMNS
+        end = min(at + _COLUMNS, columns)
+        start = offset + batch * stride
+        right[batch, :, at:end] = 0
+        for row in range(0, fours, 4):
+            begin = start + row * columns
+            first, second = (
+                values[begin + at : begin + end],
+                values[begin + columns + at : begin + columns + end],
+            )
+            begin += 2 * columns
+            third, fourth = (
+                values[begin + at : begin + end],
+                values[begin + columns + at : begin + columns + end],
+            )
+            for k in range(rank):
+                p = left[batch, k, row : row + 4]
+                _add_four(right[batch, k, at:end], p[0], first, p[1], second, p[2], third, p[3], fourth)
+        for row in range(fours, rows):
+            begin = start + row * columns
+            for k in range(rank):
+                _add_one(right[batch, k, at:end], left[batch, k, row], values[begin + at : begin + end])
+
+
 @cpu.compiled
 def _expand(left, right, values, offset, stride, factor, add, lo, hi):  # type: ignore[no-untyped-def]
     _, rank, rows = left.shape
@@ -138,20 +244,42 @@ def _expand(left, right, values, offset, stride, factor, add, lo, hi):  # type: 
             if not add:
                 target[:] = 0
             fours = rank // 4 * 4
-            for k in range(0, fours, 4):  # four at a time: a quarter of the loads and stores of the target
+            for k in range(0, fours, 4):
                 a, b = left[batch, k, row] * factor, left[batch, k + 1, row] * factor
                 c, d = left[batch, k + 2, row] * factor, left[batch, k + 3, row] * factor
                 first, second = right[batch, k, at:end], right[batch, k + 1, at:end]
                 third, fourth = right[batch, k + 2, at:end], right[batch, k + 3, at:end]
-                for i in range(target.size):
-                    target[i] += (a * first[i] + b * second[i]) + (c * third[i] + d * fourth[i])
+                _add_four(target, a, first, b, second, c, third, d, fourth)
             for k in range(fours, rank):
-                a, first = left[batch, k, row] * factor, right[batch, k, at:end]
-                for i in range(target.size):
-                    target[i] += a * first[i]
+                _add_one(target, left[batch, k, row] * factor, right[batch, k, at:end])
 
 
 # --- launchers ----------------------------------------------------------------------------------------------
+
+
+def find_left(
+    values: torch.Tensor, offset: int, stride: int, right: torch.Tensor, left: torch.Tensor
+) -> None:
+    """Write right @ Mᵀ to `left` for each matrix M of a batch in flat float32 `values`."""
+    if values.is_cuda:
+        find_left_reference(values, offset, stride, right, left)
+        return
+    count, _, rows = left.shape
+    arrays = (values.numpy(), offset, stride, right.numpy(), left.numpy())
+    cpu.spread(_find_left, count * rows, count * rows * right.shape[2] * 4, *arrays)
+
+
+def find_right(
+    values: torch.Tensor, offset: int, stride: int, left: torch.Tensor, right: torch.Tensor
+) -> None:
+    """Write left @ M to `right` for each matrix M of a batch in flat float32 `values`."""
+    if values.is_cuda:
+        find_right_reference(values, offset, stride, left, right)
+        return
+    count, _, rows = left.shape
+    columns = right.shape[2]
+    arrays = (values.numpy(), offset, stride, left.numpy(), right.numpy())
+    cpu.spread(_find_right, count * -(-columns // _COLUMNS), count * rows * columns * 4, *arrays)
 
 
 def orthonormalise(factors: torch.Tensor, spare: torch.Tensor) -> None:

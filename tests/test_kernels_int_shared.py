@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 import torch
-from kernel_exam import hard_tensors, same_bits, triton_device
+from kernel_exam import Kernel, hard_tensors, same_bits, triton_device
 
+from mcr_plus.kernels import cpu
 from mcr_plus.kernels import int_shared as kernel
 
 SIZES = (1, 5, 255, 256, 257, 1000, 5003)
@@ -87,3 +90,27 @@ def test_words_add_up_like_their_lanes(lanes: int) -> None:
     kernel.decode(amax, total.to(torch.int32), out, levels, lanes)
     torch.testing.assert_close(out, codes.sum(0).to(torch.float32), rtol=2e-7, atol=0)
     assert int(total.abs().max()) < 2**31
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 4])
+def test_more_than_two_billion_values(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offsets do not wrap around at 2³¹: the last blocks of a tensor of which nothing else is touched."""
+
+    def untouched(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
+        return torch.frombuffer(mmap.mmap(-1, numel * 4, flags=flags), dtype=dtype)
+
+    def at_the_end(run: Kernel, blocks: int, nbytes: int, *args: object) -> None:
+        run(*args, blocks - 2, blocks)
+
+    monkeypatch.setattr(cpu, "spread", at_the_end)
+    numel = 2**31 + 1001
+    values, out = untouched(numel, torch.float32), untouched(numel, torch.float32)
+    amax = untouched(kernel.blocks_of(numel), torch.float32)
+    words = untouched(kernel.words_of(numel, lanes), torch.int32)
+    values[-3:] = torch.tensor([127.0, -2.0, 3.0])
+    kernel.amax(values, amax)
+    kernel.encode(values, amax, words, 127, lanes)
+    kernel.decode(amax, words, out, 127, lanes)
+    torch.testing.assert_close(out[-3:], values[-3:])
+    assert not out[-300:-3].any()

@@ -84,6 +84,26 @@ def test_what_is_not_finite_spoils_its_matrix_alone(orthonormalise, bad: float) 
 
 
 @pytest.mark.parametrize("rank", [1, 3, 4, 6, 9])
+@pytest.mark.parametrize("suffix", ["", "_reference"])
+def test_factors_are_products(suffix: str, rank: int) -> None:
+    for count, rows, columns in ((1, 1, 1), (3, 5, 7), (2, 3, 255), (2, 6, 256), (1, 2, 3000), (1, 300, 2)):
+        stride, offset = rows * columns + 3, 5
+        values = drawn(offset + count * stride)
+        matrices = values[offset:].view(count, stride)[:, : rows * columns].reshape(count, rows, columns)
+        factors = {"left": drawn(count, rank, rows, seed=1), "right": drawn(count, rank, columns, seed=2)}
+        wide = {name: factor.to(torch.float64) for name, factor in factors.items()}
+        for name, other, expected in (
+            ("left", "right", wide["right"] @ matrices.to(torch.float64).mT),
+            ("right", "left", wide["left"] @ matrices.to(torch.float64)),
+        ):
+            space = torch.full((expected.numel() + 4,), float(GUARD))
+            found = space[2:-2].view(expected.shape)
+            getattr(kernel, f"find_{name}{suffix}")(values, offset, stride, factors[other], found)
+            torch.testing.assert_close(found.to(torch.float64), expected, rtol=1e-5, atol=1e-4)
+            assert (space[[0, 1, -2, -1]] == GUARD).all()
+
+
+@pytest.mark.parametrize("rank", [1, 3, 4, 6, 9])
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("expand", [kernel.expand, "reference"])
 def test_products_land_where_they_belong(expand, rank: int, add: bool) -> None:  # type: ignore[no-untyped-def]
@@ -108,7 +128,7 @@ def test_products_land_where_they_belong(expand, rank: int, add: bool) -> None: 
 
 
 def test_the_same_bits_with_any_threads_and_alignment() -> None:
-    rank, rows, columns, count = 6, 130, 257, 24
+    rank, rows, columns, count = 6, 130, 1100, 24
     left, right, spare = (
         drawn(count, rank, rows),
         drawn(count, rank, columns, seed=1),
@@ -123,7 +143,10 @@ def test_the_same_bits_with_any_threads_and_alignment() -> None:
             kernel.orthonormalise(factors, spare)
             values = torch.zeros(count * rows * columns + shift)[shift:]
             kernel.expand(factors, right, values, 0, rows * columns)
-            found.append(values)
+            again = [torch.zeros_like(left), torch.zeros_like(right)]
+            kernel.find_left(values, 0, rows * columns, right, again[0])
+            kernel.find_right(values, 0, rows * columns, factors, again[1])
+            found.append(torch.cat([each.view(-1) for each in (values, *again)]))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(values, found[0]) for values in found)

@@ -99,7 +99,10 @@ class Codec(ABC):
         """Take what `state` gave."""
 
     def refusal(self, shapes: Sequence[tuple[int, ...]]) -> str | None:  # noqa: ARG002
-        """Why tensors of these shapes, laid end to end, cannot be encoded; None if they can."""
+        """Why the codec can do nothing for tensors of these shapes, laid end to end; None if it can.
+
+        Depends on nothing but the shapes and the options, so that all ranks get the same answer.
+        """
         return None
 
     def rounds(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> tuple[Round, ...]:

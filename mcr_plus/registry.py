@@ -32,6 +32,8 @@ CODECS: dict[str, object] = {
     "randk": "mcr_plus.compression.randk:RandK",
     "topk": "mcr_plus.compression.topk:TopK",
     "int8_block": "mcr_plus.compression.int8_block:Int8Block",
+    "int_shared": "mcr_plus.compression.int_shared:IntShared",
+    "powersgd": "mcr_plus.compression.powersgd:PowerSGD",
 }
 BACKENDS: dict[str, object] = {
     "local": "mcr_plus.backends.local:LocalBackend",

@@ -119,6 +119,10 @@ CASES: Final = [
     Case({"codec": "randk", "seed": 7, "rescale": True}, None, block=0),
     Case({"codec": "topk"}, None, block=0),
     Case({"codec": "topk", "ratio": 0.25, "values": "bf16"}, None, block=0),
+    Case({"codec": "int_shared"}, None),
+    Case({"codec": "int_shared", "bits": 16}, None),
+    Case({"codec": "powersgd"}, None),
+    Case({"codec": "powersgd", "rank": 1, "seed": 3, "min_rate": 1.5}, None),
 ]
 
 
@@ -244,14 +248,20 @@ def check_config(case: Case) -> None:
 
 
 def exchanged(
-    codecs: Sequence[Codec], inputs: Sequence[torch.Tensor], *, left: Sequence[torch.Tensor] | None = None
+    codecs: Sequence[Codec],
+    inputs: Sequence[torch.Tensor],
+    *,
+    left: Sequence[torch.Tensor] | None = None,
+    shapes: Sequence[tuple[int, ...]] | None = None,
 ) -> list[torch.Tensor]:
     """What an additive codec makes of an all_reduce over ranks that are all in this process.
+
+    `shapes`: of the tensors that lie end to end in the inputs, if they are more than one.
 
     The rounds are reduced in float64 for floats, exactly for integers, and rounded once.
     """
     ranks = len(inputs)
-    shapes = [tuple(inputs[0].shape)]
+    shapes = [tuple(inputs[0].shape)] if shapes is None else shapes
     rounds = codecs[0].rounds(shapes, ranks)
     results = [tensor.clone().view(-1) for tensor in inputs]
     wires = [[torch.zeros(each.numel, dtype=each.dtype) for each in rounds] for _ in range(ranks)]
@@ -266,7 +276,7 @@ def exchanged(
         wide = torch.float64 if each.dtype.is_floating_point else torch.int64
         stack = torch.stack([wire[index].to(wide) for wire in wires])
         total = stack.sum(0) if each.op == "SUM" else stack.amax(0)
-        if not each.dtype.is_floating_point:
+        if total.numel() and not each.dtype.is_floating_point:
             limits = torch.iinfo(each.dtype)
             assert limits.min <= int(total.min()) <= int(total.max()) <= limits.max, "the sum overflows"
         for wire in wires:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
+import bench_codecs
 import pytest
+import torch
 from bench_collectives import hold_out, report, summary
 from two_hosts import why_not
 
+from mcr_plus import registry
 from mcr_plus.tuning.operations import Cell
 from mcr_plus.tuning.points import Point
 from mcr_plus.tuning.statistics import Timing
@@ -64,3 +68,30 @@ def test_every_second_size_is_held_out() -> None:
 def test_two_hosts_say_why_they_cannot_be_had() -> None:
     reason = why_not()
     assert reason is None or reason
+
+
+def test_every_codec_has_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "figures.json"
+    bench_codecs.main(["--size", "256KiB", "--threads", "1", "--rounds", "1", "--json", str(target)])
+    rows = json.loads(target.read_text())
+    assert {row["codec"].split()[0] for row in rows} == set(registry.names("codecs"))
+    calls = {row["call"] for row in rows if row["codec"] == "int8_block"}
+    assert calls == {"encode", "decode", "accumulate", "reduce", "eager"}
+    assert [row["call"] for row in rows if row["codec"] == "powersgd"] == ["exchange"]
+    assert all(row["gbs"] > 0 and row["copy_gbs"] > 0 and 0 < row["bits"] < 33 for row in rows)
+    assert "int8_block" in capsys.readouterr().out
+
+
+def test_wrong_results_are_not_timed() -> None:
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    bench_codecs.verify("right", values * 1.01, values, 0.05, sparse=False)
+    half = torch.where(torch.arange(1000) % 2 == 0, values, 0.0)
+    bench_codecs.verify("right", half * 2, values, 0.05, sparse=True)
+    for wrong, sparse in (
+        (values.flip(0), True),
+        (half, False),
+        (values * torch.nan, False),
+        (values * 0, True),
+    ):
+        with pytest.raises(SystemExit, match="wrong: relative error"):
+            bench_codecs.verify("wrong", wrong, values, 0.65, sparse=sparse)

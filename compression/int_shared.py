@@ -1,0 +1,88 @@
+"""int_shared: integers on scales that all ranks share, which any library can sum.
+
+The ranks first agree on the largest magnitude of each block of 256 values (a MAX all_reduce of 1/256 of
+the tensor), then sum integers on these scales, exactly. What is sent stays one code per value however
+many ranks there are, so the library's own all_reduce, in the network or not, does the rest. The
+homomorphic compression of THC (Li et al., "THC: Accelerating Distributed Deep Learning Using Tensor
+Homomorphic Compression", NSDI 2024) and of Global-QSGD (Xin et al., 2023), without their transforms.
+
+The sum over W ranks must fit the lane that a code travels in, so a code is at most (2^(bits - 1) - 1) /
+W: with 8 bits 127 for one rank, 15 for 8. The error of a rank's value is at most its block's largest
+magnitude on any rank, divided by twice that. Where codes would have less than half the bits (7, or 127
+with 16 bits), lanes of twice as many are sent: 8 bits do for up to 18 ranks, 16 bits for up to 258.
+
+The lanes lie in int32 words, since few libraries sum integers of 16 bits, or of 8 without saturating.
+Two operations instead of one do not pay for small tensors, which travel as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, Literal
+
+import torch
+
+from mcr_plus.compression.codec import Codec, CodecOptions, Round, Traits
+from mcr_plus.kernels import int_shared
+
+_FINEST = 2**20  # levels; beyond it float32 does not tell neighbouring codes apart safely
+
+
+class IntSharedOptions(CodecOptions):
+    """Options of `int_shared`."""
+
+    bits: Literal[8, 16] = 8
+    """Of a code and of the sum of codes; doubled where many ranks would leave too few levels."""
+
+
+class IntShared(Codec):
+    """A block with a NaN or an infinity on any rank decodes to NaN on all."""
+
+    name: ClassVar[str] = "int_shared"
+    Options = IntSharedOptions
+    options: IntSharedOptions
+    traits = Traits(
+        additive=True, alignment=int_shared.BLOCK, min_numel=1024, kinds=frozenset({"all_reduce"})
+    )
+
+    def grid(self, ranks: int) -> tuple[int, int]:
+        """(the largest code of one rank, codes in a word of 32 bits)."""
+        bits: int = self.options.bits
+        fewest = 2 ** (bits // 2 - 1) - 1
+        while bits < 32 and _levels(bits, ranks) < fewest:
+            bits *= 2
+        return _levels(bits, ranks), 32 // bits
+
+    def rounds(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> tuple[Round, ...]:  # noqa: D102
+        numel = sum(map(math.prod, shapes))
+        _, lanes = self.grid(ranks)
+        return (
+            Round(torch.float32, int_shared.blocks_of(numel), "MAX"),
+            Round(torch.int32, int_shared.words_of(numel, lanes)),
+        )
+
+    def exchange(  # noqa: D102
+        self,
+        values: torch.Tensor,
+        shapes: Sequence[tuple[int, ...]],  # noqa: ARG002 - end to end they are as good as one
+        wires: Sequence[torch.Tensor],
+        ranks: int,
+        left: torch.Tensor | None,
+    ) -> Iterator[None]:
+        amax, words = wires
+        levels, lanes = self.grid(ranks)
+        flat = values.to(torch.float32)
+        int_shared.amax(flat, amax)
+        yield
+        int_shared.encode(flat, amax, words, levels, lanes)
+        if left is not None:
+            int_shared.accumulate(amax, words, left, levels, lanes, -1.0)
+        yield
+        int_shared.decode(amax, words, flat, levels, lanes)
+        if flat is not values:
+            values.copy_(flat)
+
+
+def _levels(bits: int, ranks: int) -> int:
+    return min(((1 << (bits - 1)) - 1) // ranks, _FINEST)

@@ -1,0 +1,228 @@
+"""powersgd: gradient matrices as products of two thin ones, by one step of a power iteration.
+
+Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+Optimization", NeurIPS 2019. A matrix M of n × m becomes P (n × r) and Q (m × r):
+
+    P = sum over ranks of M Q      Q of the call before: it need not be found anew each time
+    P = P with orthonormal columns
+    Q = sum over ranks of Mᵀ P     result: P Qᵀ, the sum of all M projected on the columns of P
+
+Both sums are native all_reduces of float32. Tensors of fewer than two dimensions, and matrices too small to
+gain, travel in the first of them as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from mcr_plus.compression.codec import Codec, CodecOptions, Round, Traits
+from mcr_plus.kernels import powersgd
+
+
+class PowerSGDOptions(CodecOptions):
+    """Options of `powersgd`."""
+
+    rank: int = Field(4, ge=1)
+    """Columns of P and Q; fewer for matrices that have fewer rows or columns."""
+    seed: int = Field(0, ge=0)
+    """Of the first Q, together with the key of `enter` and the shape."""
+    min_rate: float = Field(2.0, ge=0)
+    """A matrix n × m travels as it is where n m / (r (n + m)) is less."""
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Matrices of equal shape at equal distances in the values, so that one call takes them all uncopied."""
+
+    rows: int
+    columns: int
+    rank: int
+    offset: int
+    stride: int
+    count: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.offset}:{self.rows}x{self.columns}"
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What of a tensor list is compressed, and the parts [start, end) of the values that are not."""
+
+    batches: tuple[_Batch, ...]
+    plain: tuple[tuple[int, int], ...]
+
+    @property
+    def lefts(self) -> list[int]:
+        return [batch.count * batch.rank * batch.rows for batch in self.batches]
+
+    @property
+    def rights(self) -> list[int]:
+        return [batch.count * batch.rank * batch.columns for batch in self.batches]
+
+
+class PowerSGD(Codec):
+    """A matrix with a NaN or an infinity on any rank is NaN on all; the next call starts from a fresh Q.
+
+    State that was saved with other shapes or another rank is not used: the iteration starts anew.
+    """
+
+    name: ClassVar[str] = "powersgd"
+    Options = PowerSGDOptions
+    options: PowerSGDOptions
+    traits = Traits(additive=True, needs_error_feedback=True, kinds=frozenset({"all_reduce"}))
+
+    def __init__(self, options: PowerSGDOptions | None = None) -> None:
+        super().__init__(options)
+        self._key = ""
+        self._rights: dict[str, torch.Tensor] = {}
+        self._layouts: dict[tuple[tuple[int, ...], ...], _Layout] = {}
+        self._random: dict[tuple[int, int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def enter(self, rank: int, key: str) -> None:  # noqa: ARG002, D102
+        self._key = key
+        self._random.clear()
+
+    def state(self) -> dict[str, torch.Tensor]:  # noqa: D102
+        return dict(self._rights)
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:  # noqa: D102
+        self._rights = dict(state)
+
+    def refusal(self, shapes: Sequence[tuple[int, ...]]) -> str | None:  # noqa: D102
+        if self._layout(shapes).batches:
+            return None
+        shown = ", ".join(map(str, shapes[:3])) + (", …" if len(shapes) > 3 else "")
+        rank, rate = self.options.rank, self.options.min_rate
+        return f"factors of rank {rank} make none of the shapes {shown} smaller by {rate:g}"
+
+    def rounds(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> tuple[Round, ...]:  # noqa: ARG002, D102
+        layout = self._layout(shapes)
+        plain = sum(end - start for start, end in layout.plain)
+        first = Round(torch.float32, sum(layout.lefts) + plain)
+        return (first, Round(torch.float32, sum(layout.rights))) if layout.batches else (first,)
+
+    def exchange(  # noqa: D102
+        self,
+        values: torch.Tensor,
+        shapes: Sequence[tuple[int, ...]],
+        wires: Sequence[torch.Tensor],
+        ranks: int,  # noqa: ARG002
+        left: torch.Tensor | None,
+    ) -> Iterator[None]:
+        layout = self._layout(shapes)
+        flat = values.to(torch.float32)
+        plain = [end - start for start, end in layout.plain]
+        parts = wires[0].split([*layout.lefts, *plain])
+        lefts = [
+            part.view(batch.count, batch.rank, batch.rows)
+            for batch, part in zip(layout.batches, parts, strict=False)
+        ]
+        rest = list(zip(layout.plain, parts[len(lefts) :], strict=True))
+        for batch, p in zip(layout.batches, lefts, strict=True):
+            powersgd.find_left(flat, batch.offset, batch.stride, self._warm(batch, flat.device), p)
+        for (start, end), part in rest:
+            part.copy_(flat[start:end])
+            if left is not None:
+                left[start:end] -= part
+        yield
+        if layout.batches:
+            rights = [
+                part.view(batch.count, batch.rank, batch.columns)
+                for batch, part in zip(layout.batches, wires[1].split(layout.rights), strict=True)
+            ]
+            factors = list(zip(layout.batches, lefts, rights, strict=True))
+            for batch, p, q in factors:
+                _, spare = self._drawn(batch, flat.device)
+                powersgd.orthonormalise(p, spare)
+                powersgd.find_right(flat, batch.offset, batch.stride, p, q)
+                if left is not None:
+                    powersgd.expand(p, q, left, batch.offset, batch.stride, factor=-1.0, add=True)
+            yield
+            for batch, p, q in factors:
+                powersgd.expand(p, q, flat, batch.offset, batch.stride)
+                self._rights[batch.key] = q.clone()
+        for (start, end), part in rest:
+            flat[start:end] = part
+        if flat is not values:
+            values.copy_(flat)
+
+    def _layout(self, shapes: Sequence[tuple[int, ...]]) -> _Layout:
+        key = tuple(shapes)
+        if key not in self._layouts:
+            self._layouts[key] = _layout(key, self.options)
+        return self._layouts[key]
+
+    def _warm(self, batch: _Batch, device: torch.device) -> torch.Tensor:
+        """Qᵀ of the call before, with rows of moderate size so that P neither over- nor underflows."""
+        first, _ = self._drawn(batch, device)
+        shape = (batch.count, batch.rank, batch.columns)
+        earlier = self._rights.get(batch.key)
+        if earlier is None or earlier.shape != shape:
+            return first.expand(shape).contiguous()
+        earlier = earlier.to(device)
+        largest = earlier.abs().amax(2, keepdim=True)
+        finite = largest.isfinite().all(1, keepdim=True)  # also false for NaN
+        return torch.where(finite, earlier / largest.where(largest > 0, 1.0), first)
+
+    def _drawn(self, batch: _Batch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first Qᵀ, and rows for P where the gradient has none; the same on every rank and device."""
+        which = (batch.rows, batch.columns, device)
+        if which not in self._random:
+            text = f"{self.options.seed} {batch.rows}x{batch.columns} {self._key}"
+            key = int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "little")
+            random = np.random.Generator(np.random.Philox(key=key))
+            # uniform: exact in any processor's arithmetic, as logarithms and sines are not
+            first, spare = (
+                torch.from_numpy(random.random((batch.rank, size), np.float32) * 2 - 1).to(device)
+                for size in (batch.columns, batch.rows)
+            )
+            self._random[which] = first, spare
+        return self._random[which]
+
+
+def _layout(shapes: tuple[tuple[int, ...], ...], options: PowerSGDOptions) -> _Layout:
+    offsets: dict[tuple[int, int], list[int]] = {}
+    plain: list[tuple[int, int]] = []
+    end = 0
+    for shape in shapes:
+        start, end = end, end + math.prod(shape)
+        rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
+        if len(shape) > 1 and _pays(rows, columns, options):
+            offsets.setdefault((rows, columns), []).append(start)
+        elif plain and plain[-1][1] == start:
+            plain[-1] = plain[-1][0], end
+        else:
+            plain.append((start, end))
+    batches = [
+        _Batch(rows, columns, min(options.rank, rows, columns), run[0], stride, len(run))
+        for (rows, columns), found in offsets.items()
+        for run, stride in _runs(found, rows * columns)
+    ]
+    return _Layout(tuple(batches), tuple(plain))
+
+
+def _pays(rows: int, columns: int, options: PowerSGDOptions) -> bool:
+    rank = min(options.rank, rows, columns)
+    return rank > 0 and rows * columns >= options.min_rate * rank * (rows + columns)
+
+
+def _runs(offsets: Sequence[int], size: int) -> Iterator[tuple[Sequence[int], int]]:
+    """Cut offsets into runs at equal distances, with these; `size` for a run of one."""
+    at = 0
+    while at < len(offsets):
+        end = at + 1
+        stride = offsets[end] - offsets[at] if end < len(offsets) else size
+        while end < len(offsets) and offsets[end] - offsets[end - 1] == stride:
+            end += 1
+        yield offsets[at:end], stride
+        at = end

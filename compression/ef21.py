@@ -6,6 +6,8 @@ Feedback", NeurIPS 2021; both ways, as in Fatkhullin et al., "EF21 with Bells & 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from mcr_plus.compression.codec import Codec
@@ -74,12 +76,10 @@ class Ef21(Memory):
             *shard,
         ]
 
-    def restore(self, name: str, tensor: torch.Tensor) -> None:  # noqa: D102
-        if name == "estimate":
-            self._mine.copy_(tensor)
-        elif name == "result":
-            self._result.copy_(tensor)
-        elif name == "shard":
-            self._shards = tensor.to(self._mine.device)
-        else:
-            super().restore(name, tensor)
+    def restore(self, kept: Mapping[str, torch.Tensor]) -> None:  # noqa: D102
+        rest = dict(kept)
+        self._mine.copy_(rest.pop("estimate"))
+        self._result.copy_(rest.pop("result"))
+        if (shards := rest.pop("shard", None)) is not None:
+            self._shards = shards.to(self._mine.device)
+        super().restore(rest)

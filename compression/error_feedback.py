@@ -7,6 +7,8 @@ lost when the sum is encoded again, as in Tang et al., "DoubleSqueeze", ICML 201
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from mcr_plus.compression.codec import Codec
@@ -71,13 +73,12 @@ class ErrorFeedback(Memory):
             shard = [Kept("shard", "shared", self._shards)]
         return [*super().kept, Kept("residual", "own", self._residual), *shard]
 
-    def restore(self, name: str, tensor: torch.Tensor) -> None:  # noqa: D102
-        if name == "residual":
-            self._residual.copy_(tensor)
-        elif name == "shard":
-            self._shards = tensor.to(self._residual.device)
-        else:
-            super().restore(name, tensor)
+    def restore(self, kept: Mapping[str, torch.Tensor]) -> None:  # noqa: D102
+        rest = dict(kept)
+        self._residual.copy_(rest.pop("residual"))
+        if (shards := rest.pop("shard", None)) is not None:
+            self._shards = shards.to(self._residual.device)
+        super().restore(rest)
 
     def _completed(self, values: torch.Tensor, lo: int) -> torch.Tensor:
         """The residual of a part, with the values added to it."""
@@ -117,11 +118,10 @@ class MomentumCorrection(ErrorFeedback):
     def kept(self) -> list[Kept]:  # noqa: D102
         return [*super().kept, Kept("velocity", "own", self._velocity)]
 
-    def restore(self, name: str, tensor: torch.Tensor) -> None:  # noqa: D102
-        if name == "velocity":
-            self._velocity.copy_(tensor)
-        else:
-            super().restore(name, tensor)
+    def restore(self, kept: Mapping[str, torch.Tensor]) -> None:  # noqa: D102
+        rest = dict(kept)
+        self._velocity.copy_(rest.pop("velocity"))
+        super().restore(rest)
 
 
 def _drop_unless_finite(residual: torch.Tensor) -> None:

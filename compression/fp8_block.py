@@ -8,6 +8,7 @@ e5m2, or a tiny part of its block's largest. MXFP8 cuts off at the largest code:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import torch
@@ -47,7 +48,14 @@ class Fp8Block(PayloadCodec):
         fp8_block.accumulate(wire, total, scale, self._format, self._scale)
 
     def reduce(  # noqa: D102
-        self, wires: torch.Tensor, total: torch.Tensor, wire: torch.Tensor, *, skip: int, scale: float = 1.0
+        self,
+        wires: torch.Tensor | Sequence[torch.Tensor],
+        total: torch.Tensor,
+        wire: torch.Tensor,
+        *,
+        skip: int,
+        scale: float = 1.0,
     ) -> int:
+        assert isinstance(wires, torch.Tensor)
         fp8_block.reduce(wires, skip, total, wire, scale, self._format, self._scale)
         return self.wire_numel(total.numel())

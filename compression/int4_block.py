@@ -8,6 +8,7 @@ as in SDP4Bit (Jia et al., NeurIPS 2024); the bound then holds for the rotated v
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -44,7 +45,14 @@ class Int4Block(PayloadCodec):
         int4_block.accumulate(wire, total, scale, self._hadamard)
 
     def reduce(  # noqa: D102
-        self, wires: torch.Tensor, total: torch.Tensor, wire: torch.Tensor, *, skip: int, scale: float = 1.0
+        self,
+        wires: torch.Tensor | Sequence[torch.Tensor],
+        total: torch.Tensor,
+        wire: torch.Tensor,
+        *,
+        skip: int,
+        scale: float = 1.0,
     ) -> int:
+        assert isinstance(wires, torch.Tensor)
         int4_block.reduce(wires, skip, total, wire, scale, self._hadamard)
         return self.wire_numel(total.numel())

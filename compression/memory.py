@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -85,6 +85,7 @@ class Memory:
         state = self._codec.state()
         return [Kept(name, "shared", tensor) for name, tensor in state.items()]
 
-    def restore(self, name: str, tensor: torch.Tensor) -> None:
+    def restore(self, kept: Mapping[str, torch.Tensor]) -> None:
         """Take back what was kept: of `own` the mean over ranks, of `shard` the parts of all ranks."""
-        self._codec.load_state({name: tensor})
+        if kept:
+            self._codec.load_state(kept)

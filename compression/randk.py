@@ -68,7 +68,7 @@ class RandK(Codec):
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:  # noqa: D102
         self._step = int(state["step"])
 
-    def rounds(self, shapes: Sequence[tuple[int, ...]]) -> tuple[Round, ...]:  # noqa: D102
+    def rounds(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> tuple[Round, ...]:  # noqa: ARG002, D102
         return (Round(torch.float32, self.sent(sum(map(math.prod, shapes)))),)
 
     def exchange(  # noqa: D102
@@ -89,14 +89,6 @@ class RandK(Codec):
         yield
         values.zero_()
         values.scatter_(0, at, (wire * factor).to(values.dtype))
-
-    def clear(self, wire: torch.Tensor, values: torch.Tensor) -> None:  # noqa: ARG002 - as topk's
-        """Set what the last `exchange` sent, or is sending, to zero in `values`: flat, of the same size.
-
-        The momentum factor masking of Deep Gradient Compression (Lin et al., ICLR 2018). The buffer of its
-        round does not say which values those are, and is not looked at.
-        """
-        values.index_fill_(0, self._positions(self._step - 1, values), 0)
 
     def _positions(self, step: int, values: torch.Tensor) -> torch.Tensor:
         key = counter.key_of("randk", self.options.seed, self._key, step)

@@ -126,8 +126,8 @@ class Owner:
         """What lies between the operation's values and the codec."""
         if self._memory is None:
             self._memory = self._made(device, numel)
-            for name, tensor in self.restored.items():
-                self._memory.restore(name, tensor)
+            if self.restored:
+                self._memory.restore(self.restored)
         return self._memory
 
     @property
@@ -139,8 +139,7 @@ class Owner:
         """Take what another job has kept, now or at the first call."""
         self.restored = dict(kept)
         if self._memory is not None:
-            for name, tensor in kept.items():
-                self._memory.restore(name, tensor)
+            self._memory.restore(kept)
 
     def _made(self, device: torch.device, numel: int) -> Memory:
         options = self._options
@@ -192,6 +191,8 @@ def _refusal(codec: Codec, options: CompressOptions, signature: Signature) -> st
         return f"codec {codec.name} takes {', '.join(map(dtype_name, traits.dtypes))}"
     if traits.kinds is not None and kind not in traits.kinds:
         return f"codec {codec.name} is for {', '.join(sorted(traits.kinds))}"
+    if signature.is_p2p and not traits.fixed_rate:
+        return f"payloads of codec {codec.name} differ in length, which a receiver must know beforehand"
     if kind in REDUCING and signature.reduce_op not in _SUMS:
         return f"codec {codec.name} allows the reduce ops {', '.join(_SUMS)}"
     feedback = options.feedback

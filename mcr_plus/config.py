@@ -364,8 +364,10 @@ def _impossible(options: CompressOptions) -> str | None:
         return f"{named[0]} without a codec; expected a codec beside it"
     if options.ef21 and options.never_slower:
         return "ef21 and never_slower exclude each other: ef21 cannot leave out calls"
-    if options.momentum_correction and not codec_of(options).traits.sparse:
-        return f"momentum_correction with codec {options.codec!r}, which sends every value; known: topk"
+    if options.momentum_correction:
+        traits = codec_of(options).traits
+        if traits.additive or not traits.sparse:
+            return f"momentum_correction with codec {options.codec!r}; known: topk, which sends the largest"
     return None
 
 

@@ -97,7 +97,7 @@ class Exam:
     def near(self, what: str, got: torch.Tensor, expected: F64, room: float) -> None:
         """Within `room` of the L2 norm of the difference, and what the dtype rounds."""
         off = float(np.linalg.norm(f64(got) - expected))
-        eps = float(torch.finfo(self.dtype).eps) * float(np.linalg.norm(expected)) + 1e-6
+        eps = max(float(torch.finfo(self.dtype).eps), 2.0**-22) * float(np.linalg.norm(expected)) + 1e-6
         self.failures.expect(f"{what} {self.op} {self.name}", off <= room + eps, f"{off} > {room} + {eps}")
 
     def agreed(self, tensor: torch.Tensor) -> None:
@@ -248,10 +248,16 @@ class Exam:
         tensors = [each[: 5 * (self.numel // 5)].view(5, self.numel // 5) for each in self.every]
         tensor = tensors[self.me].clone()
         self.comm.all_reduce(tensor, self.op, tag=f"{self.numel} {self.op}", **self.how)
-        if self.codec.traits.sparse:  # it draws by its key: where something arrived, it is the sum
+        total: F64 = self.scale * np.sum([f64(each) for each in tensors], 0)
+        if self.codec.name == "randk":  # where something has arrived, it is the sum
             arrived = (tensor != 0).flatten().numpy()
-            expected = self.scale * np.sum([f64(each) for each in tensors], 0) * arrived
+            expected = total * arrived * (total.size / arrived.sum() if self.codec.traits.unbiased else 1)
             self.failures.expect(f"something arrives {self.name}", bool(arrived.any()))
+        elif self.codec.name == "powersgd":  # the sum, projected onto what the result's columns span
+            left, weights, _ = np.linalg.svd(f64(tensor).reshape(5, -1))
+            span = left[:, weights > 1e-2 * weights[0]]
+            self.failures.expect(f"rank {self.name}", span.shape[1] == 1, weights)
+            expected = (span @ (span.T @ total.reshape(5, -1))).reshape(-1)
         else:
             played = exchanged([self.case.make() for _ in self.every], tensors)
             expected = self.scale * f64(played[0])

@@ -244,7 +244,22 @@ def _decode_float32(scales, codes, out, factor, add, decoding, lo, hi):  # type:
 
 @cpu.compiled
 def _reduce_float32(  # type: ignore[no-untyped-def]
-    wires, room, all_scales, skip, factor, decoding, total, bits, scales, marks, codes, step, top, encoding, lo, hi
+    wires,
+    room,
+    all_scales,
+    skip,
+    factor,
+    decoding,
+    total,
+    bits,
+    scales,
+    marks,
+    codes,
+    step,
+    top,
+    encoding,
+    lo,
+    hi,
 ):
     for block in range(lo, hi):
         at = block * CHUNK
@@ -320,7 +335,21 @@ def _decode_e8m0(exponents, codes, out, factor, add, decoding, lo, hi):  # type:
 
 @cpu.compiled
 def _reduce_e8m0(  # type: ignore[no-untyped-def]
-    wires, room, all_exponents, skip, factor, decoding, total, bits, exponents, codes, emax, top, encoding, lo, hi
+    wires,
+    room,
+    all_exponents,
+    skip,
+    factor,
+    decoding,
+    total,
+    bits,
+    exponents,
+    codes,
+    emax,
+    top,
+    encoding,
+    lo,
+    hi,
 ):
     scratch, largest = np.empty(CHUNK, np.uint32), np.empty(_TOGETHER, np.uint32)
     for chunk in range(lo, hi):

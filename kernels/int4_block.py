@@ -197,9 +197,9 @@ def _decode_blocks(scales, codes, factor, add, out, lo, hi):  # type: ignore[no-
             out[at] = out[at] + spare[i] if add else spare[i]
 
 
-# The transform of eight blocks adds neighbours and puts the sums before the differences, five times over. That
-# leaves value t of block k at 8 t + k: so the largest of all blocks are found and the codes are made side by
-# side, and only the bytes are then put into order.
+# The transform of eight blocks adds neighbours and puts the sums before the differences, five times over.
+# That leaves value t of block k at 8 t + k: so the largest of all blocks are found and the codes are made side
+# by side, and only the bytes are then put into order.
 
 
 @cpu.inlined
@@ -306,7 +306,13 @@ def _decode_chunk_hadamard(scales, codes, factor, values, work):  # type: ignore
 def _work():  # type: ignore[no-untyped-def]
     # Separate arrays, which LLVM knows to be separate.
     pairs, others = np.empty(128, np.uint8), np.empty(128, np.uint8)
-    return np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32), pairs, others
+    return (
+        np.empty(CHUNK, np.float32),
+        np.empty(CHUNK, np.float32),
+        np.empty(CHUNK, np.float32),
+        pairs,
+        others,
+    )
 
 
 @cpu.inlined
@@ -315,7 +321,11 @@ def _encode_at(chunk, values, scales, codes, hadamard, work):  # type: ignore[no
     part, few, room = values[at : at + CHUNK], scales[first : first + TOGETHER], codes[byte : byte + 128]
     whole = part.size == CHUNK
     if not whole:
-        padded, few, room = np.zeros(CHUNK, np.float32), np.empty(TOGETHER, np.uint16), np.empty(128, np.uint8)
+        padded, few, room = (
+            np.zeros(CHUNK, np.float32),
+            np.empty(TOGETHER, np.uint16),
+            np.empty(128, np.uint8),
+        )
         padded[: part.size] = part
         part = padded
     if hadamard:

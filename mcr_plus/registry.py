@@ -29,6 +29,7 @@ CODECS: dict[str, object] = {
     "fp8_block": "mcr_plus.compression.fp8_block:Fp8Block",
     "int4_block": "mcr_plus.compression.int4_block:Int4Block",
     "int8_block": "mcr_plus.compression.int8_block:Int8Block",
+    "sign1": "mcr_plus.compression.sign1:Sign1",
 }
 BACKENDS: dict[str, object] = {
     "local": "mcr_plus.backends.local:LocalBackend",

@@ -1,17 +1,17 @@
-"""Signs of values and the mean magnitude of each block of 1024: torch reference, CPU kernel, GPU launcher.
+"""Signs, and the mean magnitude of blocks of 1024 values: torch reference, CPU kernel, GPU launcher.
 
 Payload of n values in b = ceil(n / 1024) blocks, little endian:
 
     b float32 scales | 32 × b words of 32 bits
 
 Bit k of word j of a block is set if the block's value 32 k + j is negative: so the values of a word lie
-in one lane of a vector, on the CPU and on the GPU. value = -scale where the bit is set, otherwise scale. The
-last block is filled up with zeros, which do not count for its mean.
+in one lane of a vector, on the CPU and on the GPU. value = -scale where the bit is set, otherwise
+scale. The last block is filled up with zeros, which do not count for its mean.
 
-The mean is computed in a fixed order, so it is the same everywhere: 32 sums of the magnitudes whose numbers
-are the same modulo 32, from first to last, then the upper half of the sums is added to the lower, five times
-over. The magnitudes are divided by 2048, lest the sum overflow. A block that holds a NaN or an infinity has
-the scale NaN, so all of it decodes to NaN.
+The mean is computed in a fixed order, so it is the same everywhere: 32 sums of the magnitudes whose
+numbers are the same modulo 32, from first to last, then the upper half of the sums is added to the
+lower, five times over. The magnitudes are divided by 2048, lest the sum overflow. A block that holds a
+NaN or an infinity has the scale NaN, so all of it decodes to NaN.
 """
 
 from __future__ import annotations

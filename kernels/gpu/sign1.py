@@ -30,8 +30,7 @@ def _encode(values, scales, words, numel, blocks, last_factor, highest, rows: tl
     present = block < blocks
     tl.store(words + block[:, None] * 32 + lane, signs, present[:, None])
     for level in tl.static_range(5):
-        half: tl.constexpr = 16 >> level
-        lower, upper = tl.split(tl.permute(tl.reshape(sums, [rows, 2, half]), [0, 2, 1]))
+        lower, upper = tl.split(tl.permute(tl.reshape(sums, [rows, 2, 16 >> level]), [0, 2, 1]))
         sums = lower + upper
     total = tl.reshape(sums, [rows])
     mean = tl.minimum(total * tl.where(block == blocks - 1, last_factor, 2.0), highest)

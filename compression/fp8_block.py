@@ -1,9 +1,10 @@
 """fp8_block: blocks of values as 8-bit floats times a shared scale; a quarter of float32.
 
-The tensor-wise scaling of Micikevicius et al. ("FP8 Formats for Deep Learning", 2022), block by block. With
-`scale: float32` blocks have 256 values; with `scale: e8m0` they have 32, and the payload holds MXFP8 of the
-OCP Microscaling Formats specification, v1.0. The error of a value is at most 1/16 of it with e4m3, 1/8 with
-e5m2, or a tiny part of its block's largest. MXFP8 cuts off at the largest code: up to 1/8 of the value.
+The tensor-wise scaling of Micikevicius et al. ("FP8 Formats for Deep Learning", 2022), block by block.
+With `scale: float32` blocks have 256 values; with `scale: e8m0` they have 32, and the payload holds
+MXFP8 of the OCP Microscaling Formats specification, v1.0. The error of a value is at most 1/16 of it
+with e4m3, 1/8 with e5m2, or a tiny part of its block's largest. MXFP8 cuts off at the largest code: up
+to 1/8 of the value.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """int4_block: blocks of 32 values as 4 bits times a bfloat16 scale; 4.5 bits a value.
 
 The block-wise quantisation of ZeRO++'s gradients (Wang et al., "ZeRO++: Extremely Efficient Collective
-Communication for Giant Model Training", 2023) and of QuickReduce. The error of a value is at most 1/13.8 of
-its block's largest. With `hadamard: true` blocks are rotated first, which spreads outliers: for heavy tails,
-as in SDP4Bit (Jia et al., NeurIPS 2024); the bound then holds for the rotated values.
+Communication for Giant Model Training", 2023) and of QuickReduce. The error of a value is at most
+1/13.8 of its block's largest. With `hadamard: true` blocks are rotated first, which spreads outliers:
+for heavy tails, as in SDP4Bit (Jia et al., NeurIPS 2024); the bound then holds for the rotated values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Int4Block(PayloadCodec):
     """A block with a NaN or an infinity decodes to NaN."""
 
     class Options(CodecOptions):
-        """`hadamard`: whether each block goes through a Walsh-Hadamard transform before it is rounded."""
+        """`hadamard`: whether each block is rotated by a Walsh-Hadamard transform first."""
 
         hadamard: bool = False
 

@@ -11,8 +11,8 @@ value / scale rounded to nearest even, at most the largest finite code. Two kind
     e8m0     blocks of 32; one byte e stands for 2^(e - 127), floor(log2 amax) less the exponent of the
              largest code and at least -127: MXFP8 of the OCP Microscaling Formats specification, v1.0
 
-A block that holds a NaN or an infinity has the scale NaN (e8m0: 255) and codes of 0, so all of it decodes
-to NaN.
+A block that holds a NaN or an infinity has the scale NaN (e8m0: 255) and codes of 0, so all of it
+decodes to NaN.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Format(NamedTuple):
 
     @property
     def step(self) -> float:
-        """1 / largest, rounded down to a float32: times the largest float32 it decodes to a finite value."""
+        """1 / largest, rounded down to a float32, so that the largest float32 decodes to a finite value."""
         nearest = np.float32(1 / self.largest)
         return float(nearest if float(nearest) * self.largest <= 1 else np.nextafter(nearest, np.float32(0)))
 
@@ -157,8 +157,8 @@ _TOGETHER: Final = small_blocks.TOGETHER
 def _quantise(values, per_unit, top, codes, encoding):  # type: ignore[no-untyped-def]
     """Write the codes of `values` × `per_unit`, none above `top`.
 
-    A float whose last bit is worth as much as the last bit of the code is added: that rounds, and the sum's
-    mantissa counts the units. Below `lowest` they stay the same, as those of the code do.
+    A float whose last bit is worth as much as the last bit of the code is added: that rounds, and the
+    sum's mantissa counts the units. Below `lowest` they stay the same, as those of the code do.
     """
     shift, lowest = encoding
     for i in range(values.size):

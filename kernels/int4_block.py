@@ -1,17 +1,17 @@
-"""Blocks of 32 values as codes of 4 bits times a bfloat16 scale: torch reference, CPU kernel, GPU launcher.
+"""Blocks of 32 values as 4 bits times a bfloat16 scale: torch reference, CPU kernel, GPU launcher.
 
 Payload of n values in b = ceil(n / 32) blocks, little endian:
 
     b bfloat16 scales, padded to a multiple of 4 bytes | 16 × b bytes of codes
 
 value = code × scale. The scale is amax / 7 rounded up, between 2^-126 and the largest that times 7 is
-finite; code = value / scale rounded to nearest even, from -7 to 7. Byte j of a block has the code of its
-value j in the low and that of value j + 16 in the high half, both in two's complement. The last block is
-filled up with zeros.
+finite; code = value / scale rounded to nearest even, from -7 to 7. Byte j of a block has the code of
+its value j in the low and that of value j + 16 in the high half, both in two's complement. The last
+block is filled up with zeros.
 
-With `hadamard` a block is H x / 32 instead of x, and decoded with H, the Walsh-Hadamard matrix in natural
-order: the normalised transform, with its two factors of 1 / √32 at one end, where they are exact and keep
-the sums finite. The sums of codes are exact as well.
+With `hadamard` a block is H x / 32 instead of x, and decoded with H, the Walsh-Hadamard matrix in
+natural order: the normalised transform, with its two factors of 1 / √32 at one end, where they are
+exact and keep the sums finite. The sums of codes are exact as well.
 
 A block that holds a NaN or an infinity has the scale NaN and codes of 0, so all of it decodes to NaN.
 """
@@ -197,9 +197,9 @@ def _decode_blocks(scales, codes, factor, add, out, lo, hi):  # type: ignore[no-
             out[at] = out[at] + spare[i] if add else spare[i]
 
 
-# The transform of eight blocks adds neighbours and puts the sums before the differences, five times over. That
-# leaves value t of block k at 8 t + k: so the largest of all blocks are found and the codes are made side by
-# side, and only the bytes are then put into order.
+# The transform of eight blocks adds neighbours and puts the sums before the differences, five times over.
+# That leaves value t of block k at 8 t + k: so the largest of all blocks are found and the codes are made
+# side by side, and only the bytes are then put into order.
 
 
 @cpu.inlined

@@ -1,7 +1,7 @@
-"""The largest magnitude of each of eight blocks of 32 values, in vector instructions; a part of CPU kernels.
+"""The largest magnitude of each of eight blocks of 32 values; a part of CPU kernels.
 
-A loop over one such block is unrolled before it can become vector instructions, and then cannot. So eight
-blocks go together, and neighbours are compared until one of each block is left.
+A loop over one such block is unrolled before it can become vector instructions, and then cannot. So
+eight blocks go together, and neighbours are compared until one of each block is left.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ CODECS: dict[str, object] = {
     "int8_block": "mcr_plus.compression.int8_block:Int8Block",
     "int_shared": "mcr_plus.compression.int_shared:IntShared",
     "powersgd": "mcr_plus.compression.powersgd:PowerSGD",
+    "sign1": "mcr_plus.compression.sign1:Sign1",
 }
 BACKENDS: dict[str, object] = {
     "local": "mcr_plus.backends.local:LocalBackend",

@@ -78,6 +78,18 @@ def either(first: Bound, second: Bound) -> Bound:
     return lambda values: np.maximum(first(values), second(values))
 
 
+def sign_and_mean(block: int) -> Bound:
+    """How far each value is from the mean magnitude of its block with its own sign."""
+
+    def bound(values: F64) -> F64:
+        means = [np.abs(values[at : at + block]).mean() for at in range(0, values.size, block)]
+        scale = np.repeat(means, block)[: values.size]
+        off: F64 = np.where(values == 0, scale, np.abs(np.abs(values) - scale))
+        return off + scale * 2.0**-20 + 2.0**-126
+
+    return bound
+
+
 def after_hadamard(relative: float) -> Bound:
     """Each of a block's 32 transformed values is off by `relative` of the largest, and all add up."""
     matrix = np.ones((1, 1))
@@ -123,6 +135,7 @@ CASES: Final = [
     Case({"codec": "int_shared", "bits": 16}, None),
     Case({"codec": "powersgd"}, None),
     Case({"codec": "powersgd", "rank": 1, "seed": 3, "min_rate": 1.5}, None),
+    Case({"codec": "sign1"}, sign_and_mean(1024), block=1024),
 ]
 
 
@@ -186,7 +199,8 @@ def check_round_trip(case: Case, what: str, values: torch.Tensor) -> None:
     if case.bound is not None:
         true = f64(values.to(torch.float32))
         limits = torch.finfo(values.dtype)
-        room = case.bound(true) + np.maximum(np.abs(true), limits.tiny) * limits.eps
+        room = case.bound(true)
+        room += np.maximum(np.abs(true) + room, limits.tiny) * limits.eps  # rounding to the dtype itself
         off = np.abs(f64(result) - true)
         worst = int(np.argmax(off - room))
         assert off[worst] <= room[worst], f"{what}: {true[worst]} became {f64(result)[worst]}"

@@ -32,7 +32,7 @@ def test_the_cpu_kernels_are_the_reference(name: str, scale: kernel.Scale) -> No
 @every_format
 @every_scale
 def test_every_float_rounds_as_torch_rounds(name: str, scale: kernel.Scale) -> None:
-    """Every fp8 value, every point halfway between two, and the floats beside them, in blocks of scale 1."""
+    """Every fp8 value, every point halfway between two, and the floats beside them, at scale 1."""
     fmt = kernel.FORMATS[name]
     values = torch.arange(fmt.top + 1, dtype=torch.uint8).view(fmt.dtype).to(torch.float32)
     halfway = (values[1:] + values[:-1]) / 2

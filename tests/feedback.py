@@ -1,0 +1,286 @@
+"""What runs on the ranks for `test_feedback`: what is kept between calls, and what is decided while running."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from codec_exam import F64, f64
+
+import mcr_plus as mcr
+from mcr_plus import registry
+from mcr_plus.compression.codec import PayloadCodec, Traits
+
+SHAPE = (24, 50)
+FED_BACK: list[dict[str, Any]] = [
+    {"codec": "bf16"},
+    {"codec": "int8_block"},
+    {"codec": "fp8_block"},
+    {"codec": "int4_block"},
+    {"codec": "sign1"},
+    {"codec": "topk", "ratio": 0.05},
+    {"codec": "randk", "ratio": 0.05},
+    {"codec": "powersgd", "rank": 2},
+    {"codec": "int_shared"},
+]
+
+
+def drawn(rank: int, step: int) -> torch.Tensor:
+    """A rank's values in a step."""
+    random = np.random.default_rng([rank, step])
+    return torch.tensor(random.standard_normal(SHAPE), dtype=torch.float32)
+
+
+def mean_of(ranks: int, steps: range) -> F64:
+    """The sum over steps of the mean over ranks."""
+    total: F64 = np.sum([f64(drawn(rank, step)) for step in steps for rank in range(ranks)], 0) / ranks
+    return total
+
+
+def left_over(state: dict[str, Any], tag: str) -> F64:
+    """What an operation has kept back, as part of the mean over ranks."""
+    (kept,) = (kept for name, kept in state["codecs"]["world"].items() if f"tag={tag} " in name)
+    shard = kept.get("shard")
+    return f64(kept["residual"]) + (0 if shard is None else f64(shard))
+
+
+def off(got: F64, expected: F64) -> float:
+    """The relative L2 norm of a difference."""
+    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+
+
+def nothing_is_lost(op: Any, steps: int) -> dict[str, Any]:
+    """With error feedback, all results and what is kept back add up to all that was put in."""
+    torch.set_num_threads(1)
+    found = {}
+    with mcr.init(timeout=60) as comm:
+        scale = 1 if op == "AVG" else comm.size
+        for config in FED_BACK:
+            tag = config["codec"]
+            how = {"compress": {**config, "error_feedback": True}, "tag": tag}
+            total, prints = np.zeros(SHAPE).reshape(-1), set()
+            for step in range(steps):
+                tensor = drawn(comm.rank, step)
+                comm.all_reduce(tensor, op, **how)
+                total += f64(tensor) / scale
+                prints |= set(comm.all_gather_object(float(f64(tensor).sum())))
+            state = mcr.state_dict()
+            (kept,) = (kept for name, kept in state["codecs"]["world"].items() if f"tag={tag} " in name)
+            back = f64(kept["residual"]) + (f64(kept["shard"]) / scale if "shard" in kept else 0)
+            found[tag] = [
+                off(total + back, mean_of(comm.size, range(steps))),
+                off(total, mean_of(comm.size, range(steps))),
+                len(prints) - steps,
+            ]
+    return found
+
+
+def saves(path: str, steps: int) -> dict[str, list[float]]:
+    """Some steps, then a checkpoint by rank 0; returns the sums of results."""
+    torch.set_num_threads(1)
+    sums = {}
+    with mcr.init(timeout=60) as comm:
+        for config in FED_BACK:
+            total = np.zeros(SHAPE).reshape(-1)
+            for step in range(steps):
+                tensor = drawn(comm.rank, step)
+                how = {"compress": {**config, "error_feedback": True}, "tag": config["codec"]}
+                comm.all_reduce(tensor, "AVG", **how)
+                total += f64(tensor)
+            sums[config["codec"]] = total.tolist()
+        state = mcr.state_dict()
+        if comm.rank == 0:
+            torch.save(state, Path(path))
+    return sums
+
+
+def goes_on(path: str, steps: list[int], late: bool) -> dict[str, Any]:
+    """Further steps with what another job had kept, taken back before or after the first call is bound."""
+    torch.set_num_threads(1)
+    found = {}
+    with mcr.init(timeout=60) as comm:
+        state = torch.load(Path(path), weights_only=True)
+        if not late:
+            mcr.load_state_dict(state)
+        for config in FED_BACK:
+            tag = config["codec"]
+            how = {"compress": {**config, "error_feedback": True}, "tag": tag}
+            if late:
+                comm.all_reduce(drawn(comm.rank, 999), "AVG", **how)
+                mcr.load_state_dict(state)
+            total = np.zeros(SHAPE).reshape(-1)
+            for step in range(*steps):
+                tensor = drawn(comm.rank, step)
+                comm.all_reduce(tensor, "AVG", **how)
+                total += f64(tensor)
+            found[tag] = [total.tolist(), left_over(mcr.state_dict(), tag).tolist()]
+    return found
+
+
+def estimates(steps: int) -> dict[str, list[float]]:
+    """EF21 on values that stay: how far off its results are, step by step."""
+    torch.set_num_threads(1)
+    found = {}
+    with mcr.init(timeout=60) as comm:
+        expected = mean_of(comm.size, range(1))
+        for config in ({"codec": "topk", "ratio": 0.2}, {"codec": "int4_block"}, {"codec": "sign1"}):
+            offs = []
+            for _ in range(steps):
+                tensor = drawn(comm.rank, 0)
+                how = {"compress": {**config, "ef21": True}, "tag": config["codec"]}
+                comm.all_reduce(tensor, "AVG", **how)
+                offs.append(off(f64(tensor), expected))
+            found[str(config["codec"])] = offs
+    return found
+
+
+def corrected_momentum(steps: int, ratio: float, momentum: float) -> list[list[float]]:
+    """Results of topk with momentum correction."""
+    torch.set_num_threads(1)
+    compress = {"codec": "topk", "ratio": ratio, "momentum_correction": {"momentum": momentum}}
+    found = []
+    with mcr.init(timeout=60) as comm:
+        for step in range(steps):
+            tensor = drawn(comm.rank, step)
+            comm.all_reduce(tensor, "AVG", compress=compress, tag="m")
+            found.append(tensor.flatten().tolist())
+    return found
+
+
+def a_bad_step() -> dict[str, list[Any]]:
+    """A value that is not finite: visible in its step on all ranks, forgotten in the next."""
+    torch.set_num_threads(1)
+    found = {}
+    with mcr.init(timeout=60) as comm:
+        for config in FED_BACK:
+            rows = []
+            for step in range(4):
+                tensor = drawn(comm.rank, step)
+                if step == 1 and comm.rank == comm.size - 1:
+                    tensor[3, 7] = torch.inf
+                how = {"compress": {**config, "error_feedback": True}, "tag": config["codec"]}
+                comm.all_reduce(tensor, "AVG", **how)
+                rows.append(bool(torch.isfinite(tensor).all()))
+            found[config["codec"]] = rows
+    return found
+
+
+class Crooked(PayloadCodec):
+    """Decodes to something else on rank 1 from the fifth call on."""
+
+    name = "crooked"
+    wire_dtype = torch.float32
+    traits = Traits()
+    calls = 0
+
+    def wire_numel(self, numel: int) -> int:
+        return numel
+
+    def _encode(self, values: torch.Tensor, wire: torch.Tensor) -> None:
+        wire.copy_(values)
+
+    def _decode(self, wire: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(wire)
+        Crooked.calls += 1
+        if Crooked.calls > 8 and mcr.get_rank() == 1:
+            out[0] += 1
+
+    def _accumulate(self, wire: torch.Tensor, total: torch.Tensor, scale: float) -> None:
+        total.add_(wire, alpha=scale)
+
+
+class Sluggish(Crooked):
+    """Takes its time, on one rank."""
+
+    name = "sluggish"
+
+    def _decode(self, wire: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(wire)
+        if mcr.get_rank() == 0:
+            time.sleep(0.004)
+
+
+def decisions() -> dict[str, Any]:
+    """Audit, never_slower, warm-up and exemptions."""
+    registry.register("codecs", "crooked", Crooked)
+    registry.register("codecs", "sluggish", Sluggish)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mcr_plus").addHandler(handler)
+    logging.getLogger("mcr_plus").setLevel(logging.INFO)
+    found: dict[str, Any] = {}
+
+    def codecs(calls: int, compress: Any, tag: str, kind: str = "all_reduce") -> list[str | None]:
+        used = []
+        for _ in range(calls):
+            tensor = torch.ones(3000) * comm.rank
+            work = getattr(comm, kind)(tensor, *([0] if kind == "broadcast" else []), async_op=True,
+                                       compress=compress, tag=tag)  # fmt: skip
+            work.wait()
+            used.append(work.info.codec)
+        return used
+
+    with mcr.init(timeout=60) as comm:
+        found["never slower"] = codecs(40, {"codec": "sluggish", "never_slower": True}, "slow")
+        found["synchronous"] = [
+            comm.all_reduce(
+                torch.ones(3000), compress={"codec": "sluggish", "never_slower": True}, tag="sync"
+            )
+            for _ in range(30)
+        ]
+        found["lines"] = lines
+        found["warm"] = codecs(5, {"codec": "int8_block", "warmup": 3}, "warm")
+        found["exempt"] = codecs(1, {"codec": "int8_block", "exempt": {"below": "16KiB"}}, "exempt")
+        found["not exempt"] = codecs(1, {"codec": "int8_block", "exempt": {"below": "8KiB"}}, "exempt")
+        found["audited"] = codecs(4, {"codec": "bf16", "audit_every": 2}, "audited")
+        found["audited broadcast"] = codecs(4, {"codec": "int8_block", "audit_every": 1}, "b", "broadcast")
+        operation = comm.persistent(
+            "all_reduce", torch.ones(3000), compress={"codec": "int8_block", "never_slower": True}
+        )
+        for _ in range(20):
+            operation()
+        seen = []
+        for call in range(1, 7):
+            try:
+                codecs(1, {"codec": "crooked", "audit_every": 3}, "bent")
+            except mcr.ResultMismatch as error:
+                seen.append([call, str(error)])
+        found["bent"] = seen
+    return found
+
+
+def refusals() -> list[str]:
+    """What cannot be done is said on every rank, and nothing is sent."""
+    texts = []
+    with mcr.init(timeout=60) as comm:
+        x = torch.ones(600)
+        calls: list[tuple[str, dict[str, Any]]] = [
+            ("all_reduce", {"compress": {"codec": "topk", "error_feedback": True}}),
+            (
+                "all_gather_into_tensor",
+                {"compress": {"codec": "int8_block", "error_feedback": True}, "tag": "x"},
+            ),
+            ("reduce_scatter_tensor", {"compress": {"codec": "int8_block", "ef21": True}, "tag": "x"}),
+            ("all_reduce", {"compress": {"codec": "powersgd"}, "tag": "x"}),
+            ("all_reduce", {"compress": {"codec": "int8_block", "momentum_correction": True}, "tag": "x"}),
+            ("all_reduce", {"compress": {"codec": "int8_block", "ef21": True, "error_feedback": True}}),
+            ("all_reduce", {"compress": {"codec": "int8_block", "error_feedback": {"decay": 2.0}}}),
+            ("all_reduce", {"compress": {"codec": "int8_block", "warmup": -1}}),
+            ("all_reduce", {"op": "MIN", "compress": "int8_block"}),
+        ]
+        for kind, how in calls:
+            tensors = {"all_reduce": (x,), "all_gather_into_tensor": (torch.ones(600 * comm.size), x)}
+            other = (torch.ones(600), torch.ones(600 * comm.size))
+            try:
+                getattr(comm, kind)(*tensors.get(kind, other), **how)
+                texts.append("done")
+            except mcr.Unsupported as error:
+                texts.append(str(error))
+        comm.all_reduce(x)
+        assert torch.equal(x, torch.full((600,), float(comm.size)))
+    return texts

@@ -1,0 +1,126 @@
+"""What is kept between compressed calls, and what is decided while the job runs."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from feedback import (
+    FED_BACK,
+    SHAPE,
+    a_bad_step,
+    corrected_momentum,
+    decisions,
+    drawn,
+    estimates,
+    f64,
+    goes_on,
+    mean_of,
+    nothing_is_lost,
+    off,
+    refusals,
+    saves,
+)
+from ranks import run_ranks
+
+CODECS = [str(config["codec"]) for config in FED_BACK]
+
+
+@pytest.mark.parametrize(("ranks", "op"), [(2, "AVG"), (3, "SUM")])
+def test_nothing_is_lost_with_error_feedback(ranks: int, op: str) -> None:
+    for result in run_ranks(nothing_is_lost, ranks, args=[op, 12], timeout=120):
+        assert sorted(result.value) == sorted(CODECS)
+        for codec, (with_rest, without, disagreeing) in result.value.items():
+            assert with_rest < 2e-4, codec
+            assert disagreeing == 0, codec
+            assert codec in ("bf16", "int8_block", "int_shared") or without > 1e-3, (
+                codec
+            )  # there was something
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_residuals_survive_a_restart_with_fewer_ranks(tmp_path: Path, late: bool) -> None:
+    path = str(tmp_path / "state.pt")
+    before = run_ranks(saves, 4, args=[path, 5], timeout=180)[0].value
+    for result in run_ranks(goes_on, 2, args=[path, [5, 9], late], timeout=120):
+        for codec, (after, left) in result.value.items():
+            got = np.array(before[codec]) + np.array(after) + np.array(left)
+            expected = mean_of(4, range(5)) + mean_of(2, range(5, 9))
+            assert off(got, expected) < 2e-4, codec
+            lost = np.array(before[codec]) + np.array(after)
+            assert off(got, expected) < off(lost, expected) / 5, codec  # the test could fail
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ef21_comes_closer_call_by_call(ranks: int) -> None:
+    first = run_ranks(estimates, ranks, args=[40], timeout=90)
+    for result in first:
+        assert result.value == first[0].value
+        for codec, offs in result.value.items():
+            assert offs[0] > 1e-2, codec
+            assert offs[-1] < 1e-3 * offs[0], codec
+
+
+def test_momentum_correction_is_that_of_deep_gradient_compression() -> None:
+    steps, ratio, momentum, numel = 8, 0.1, 0.8, math.prod(SHAPE)
+    velocity, rest = np.zeros((2, numel)), np.zeros((2, numel))
+    for step, got in enumerate(run_ranks(corrected_momentum, 2, args=[steps, ratio, momentum])[0].value):
+        expected = np.zeros(numel)
+        for rank in range(2):
+            velocity[rank] = momentum * velocity[rank] + f64(drawn(rank, step))
+            rest[rank] += velocity[rank]
+            sent = np.argsort(-np.abs(rest[rank]), kind="stable")[: math.ceil(ratio * numel)]
+            expected[sent] += rest[rank][sent] / 2
+            velocity[rank][sent] = rest[rank][sent] = 0
+        np.testing.assert_allclose(np.array(got), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_bad_step_is_seen_everywhere_and_then_forgotten() -> None:
+    for result in run_ranks(a_bad_step, 2, timeout=90):
+        assert result.value.keys() == set(CODECS)
+        for codec, finite in result.value.items():
+            expected = [True, codec == "randk", True, True]  # which sends but some of the values
+            assert finite in (expected, [True, False, True, True]), codec
+
+
+def test_what_is_decided_while_the_job_runs() -> None:
+    results = [result.value for result in run_ranks(decisions, 2, timeout=90)]
+    for found in results:
+        assert found["never slower"][:14].count("sluggish") == 7
+        assert found["never slower"][15:] == [None] * 25
+        assert any("codec sluggish takes" in line and line.endswith("off") for line in found["lines"])
+        assert found["warm"] == [None, None, None, "int8_block", "int8_block"]
+        assert found["exempt"] == [None]
+        assert found["not exempt"] == ["int8_block"]
+        assert found["audited"] == ["bf16"] * 4
+        ((call, text),) = found["bent"]
+        assert call == 6
+        for part in (
+            "all_reduce SUM float32[3000] tag=bent",
+            "codec crooked",
+            "call 6",
+            "rank(s) 1",
+            "'world'",
+        ):
+            assert part in text
+    assert results[0]["never slower"] == results[1]["never slower"]
+
+
+def test_what_cannot_be_done_is_refused_on_all_ranks() -> None:
+    expected = (
+        "error_feedback must know which tensor it is, call by call; expected tag=",
+        "error_feedback is for all_reduce, reduce, reduce_scatter",
+        "ef21 is for all_reduce",
+        "factors of rank 4 make none of the shapes (600,)",
+        "momentum_correction with codec 'int8_block'; known: topk",
+        "error_feedback and ef21 exclude each other",
+        "compress.error_feedback.decay",
+        "compress.warmup",
+        "codec int8_block allows the reduce ops SUM, AVG",
+    )
+    for result in run_ranks(refusals, 2):
+        assert len(result.value) == len(expected)
+        for text, part in zip(result.value, expected, strict=True):
+            assert part in text

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import ClassVar, Final, Literal
 
 import torch
 
 from mcr_plus.compression.codec import CodecOptions, PayloadCodec, Traits
 from mcr_plus.kernels import cast
+
+_CHUNK: Final = 1 << 17
+"""Elements that are converted at a time."""
 
 
 class CastOptions(CodecOptions):
@@ -78,7 +81,12 @@ class Cast(PayloadCodec):
         out.copy_(wire[: out.numel()])
 
     def _accumulate(self, wire: torch.Tensor, total: torch.Tensor, scale: float) -> None:
-        total.add_(wire[: total.numel()], alpha=scale)
+        if total.is_cuda:
+            total.add_(wire[: total.numel()], alpha=scale)
+            return
+        # On the CPU torch adds other dtypes six times more slowly than it converts, in cache, and adds.
+        for part, encoded in zip(total.split(_CHUNK), wire[: total.numel()].split(_CHUNK), strict=True):
+            part.add_(encoded.to(torch.float32), alpha=scale)
 
 
 class Bf16(Cast):

@@ -71,21 +71,8 @@ def test_one_of_two_neighbours(dtype: torch.dtype) -> None:
             assert bool(result[values.abs() >= 65536].isinf().all()), what
 
 
-VALUES = (
-    1.0,
-    1 + 2**-12,
-    -1.3,
-    3.14159,
-    1000.7,
-    6.1e-5,
-    -6e-5,
-    3.3e-5,
-    1.23e-7,
-    -5.96e-8,
-    1e-8,
-    3e-10,
-    2.0**-40,
-)
+VALUES = (1.0, 1 + 2**-12, -1.3, 3.14159, 1000.7)
+SMALL_VALUES = (6.1e-5, -6e-5, 3.3e-5, 1.23e-7, -5.96e-8, 1e-8, 3e-10, 2.0**-40)  # subnormal in float16
 DRAWS = 1 << 18
 
 

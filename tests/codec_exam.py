@@ -109,6 +109,8 @@ def after_hadamard(relative: float) -> Bound:
 CASES: Final = [
     Case({"codec": "bf16"}, each(2.0**-8, 2.0**-133)),
     Case({"codec": "fp16"}, each(2.0**-11, 2.0**-25)),
+    Case({"codec": "bf16", "rounding": "stochastic"}, each(2.0**-7, 2.0**-133)),
+    Case({"codec": "fp16", "rounding": "stochastic", "seed": 3}, each(2.0**-10, 2.0**-24)),
     Case({"codec": "int8_block"}, per_block(256, 1 / 253), block=256),
     Case({"codec": "fp8_block"}, either(each(2.0**-4, 0), per_block(256, 2.0**-10 / 448)), block=256),
     Case(

@@ -3,8 +3,10 @@
 Block b holds the values [256 b, 256 b + 256), and has one float32 amax: its largest magnitude, or infinity if
 a value is a NaN or an infinity. The ranks agree on the largest amax of each block; then
 
-    scale = max(amax / levels, 2^-126)          NaN if amax is infinite, so all of the block decodes to NaN
+    scale = max(amax / levels, 2^-126)
     code  = value / scale rounded to nearest even, from -levels to levels; 0 if amax is infinite
+
+and a block whose amax is infinite decodes to 0 × infinity, which is NaN.
 
 Payload: int32 words of 1, 2 or 4 lanes of 32, 16 or 8 bits. Value i is lane i % lanes of word i // lanes; a
 word is the sum of code × 2^(lane × bits), so the sum of words holds the sums of codes as long as those fit
@@ -56,8 +58,7 @@ def amax_reference(values: torch.Tensor, amax: torch.Tensor) -> None:
 
 def scales_reference(amax: torch.Tensor, levels: int) -> torch.Tensor:
     """What codes are multiplied with, one per block."""
-    scales = (amax * float(_step(levels))).clamp(min=float(_TINIEST))
-    return torch.where(amax.isinf(), torch.nan, scales)
+    return (amax * float(_step(levels))).clamp(min=float(_TINIEST))
 
 
 def encode_reference(
@@ -141,7 +142,7 @@ def _encode(values, amax, step, codes, words, signs, lo, hi):  # type: ignore[no
 def _decode_block(amax, step, words, signs, flipped, codes, out, factor, add):  # type: ignore[no-untyped-def]
     for i in range(words.size):
         flipped[i] = (words[i] + signs) ^ signs
-    scale = np.float32(np.nan) if np.isinf(amax) else max(amax * step, _TINIEST) * factor
+    scale = max(amax * step, _TINIEST) * factor
     if add:
         for i in range(out.size):
             out[i] += np.float32(codes[i]) * scale

@@ -44,7 +44,7 @@ def _unit(rows: torch.Tensor, basis: torch.Tensor) -> tuple[torch.Tensor, torch.
     largest = rows.abs().amax(1, keepdim=True)
     rows = rows / largest.where(largest > 0, 1.0)
     before = rows.square().sum(1, keepdim=True).sqrt()
-    for _ in range(2):  # once leaves what rounding made of nearly dependent rows; twice is enough
+    for _ in range(2):  # all at once: nearly dependent rows need it twice
         rows = rows - torch.bmm(torch.bmm(rows[:, None], basis.mT), basis)[:, 0]
     after = rows.square().sum(1, keepdim=True).sqrt()
     sound = after > before * _DEPENDENT
@@ -117,12 +117,11 @@ def _take(source, basis, row):  # type: ignore[no-untyped-def]
     for i in range(source.size):
         target[i] = source[i] / largest
     before = _dot(target, target)
-    for _ in range(2):  # once leaves what rounding made of nearly dependent rows; twice is enough
-        for earlier in range(row):
-            other = basis[earlier]
-            along = _dot(other, target)
-            for i in range(source.size):
-                target[i] -= along * other[i]
+    for earlier in range(row):  # one after the other, from what is left: nearly dependent rows need that
+        other = basis[earlier]
+        along = _dot(other, target)
+        for i in range(source.size):
+            target[i] -= along * other[i]
     after = _dot(target, target)
     if after <= before * (_DEPENDENT * _DEPENDENT):
         return False

@@ -61,7 +61,8 @@ def test_dependent_rows_are_replaced(orthonormalise) -> None:  # type: ignore[no
     twice[0, 1] = twice[0, 0] * -3
     nearly = drawn(1, 4, 50)
     nearly[0, 2] = nearly[0, 0] * (1 + 1e-7) + nearly[0, 1]
-    for factors in (zero, twice, nearly):
+    close = drawn(1, 1, 50) + 1e-5 * drawn(1, 4, 50, seed=3)
+    for factors in (zero, twice, nearly, close):
         orthonormalise(factors, spare)
         checked(factors)
     none = torch.zeros(1, 4, 50)

@@ -312,8 +312,6 @@ class TwoShot(Composition):
             return self.handle(out.works, rest)
 
         def encode_sum(_: int, wire: torch.Tensor) -> int:
-            if not counts[me]:
-                return 0
             memory.keep(mine, begins[me], total, scale)
             return memory.reduce(out.received, total, wire, skip=me, scale=scale)
 

@@ -46,11 +46,13 @@ class Ef21(Memory):
     def reduce(  # noqa: D102
         self, wires: Wires, total: torch.Tensor, wire: torch.Tensor, *, skip: int, scale: float
     ) -> int:
+        if self._shard is None:
+            self._shard = torch.zeros_like(total)
+        if not total.numel():
+            return 0
         for row, each in enumerate(wires):
             if row != skip:
                 self.codec.decode_accumulate(each, total, scale)
-        if self._shard is None:
-            self._shard = torch.zeros_like(total)
         self._shard.add_(total)
         return self.codec.encode(self._shard - self._result[self._lo : self._lo + total.numel()], wire)
 

@@ -49,6 +49,8 @@ class ErrorFeedback(Memory):
         shard = self._shard
         if shard is None:
             shard = self._shard = torch.zeros_like(total)
+        if not total.numel():
+            return 0
         total.add_(shard, alpha=self._decay)
         written = self.codec.reduce(wires, total, wire, skip=skip, scale=scale)
         shard.copy_(total)

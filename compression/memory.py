@@ -55,7 +55,7 @@ class Memory:
         self, wires: Wires, total: torch.Tensor, wire: torch.Tensor, *, skip: int, scale: float
     ) -> int:
         """Add what came from others to `total`, and write its payload; see `PayloadCodec.reduce`."""
-        return self.codec.reduce(wires, total, wire, skip=skip, scale=scale)
+        return self.codec.reduce(wires, total, wire, skip=skip, scale=scale) if total.numel() else 0
 
     def receive(self, wire: torch.Tensor, lo: int, out: torch.Tensor) -> None:  # noqa: ARG002
         """Put what the payload of a part of the result stands for in its place."""

@@ -73,7 +73,7 @@ def _encode_block(values, bits, scales, marks, codes, block):  # type: ignore[no
     # becomes vector instructions, which a maximum of floats does not.
     largest = np.uint32(0)
     for i in range(values.size):
-        largest = max(largest, bits[i] & _MAGNITUDE)
+        largest = max(largest, np.uint32(bits[i] & _MAGNITUDE))  # or numba makes it 64 bits wide
     if largest >= _INFINITE:
         marks[block] = _NAN
         for i in range(values.size):

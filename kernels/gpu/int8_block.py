@@ -25,7 +25,7 @@ def _encode(values, scales, codes, numel, step, tiniest, rows: tl.constexpr):  #
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     finite = largest < 0x7F800000
     scale = tl.maximum(largest.to(tl.float32, bitcast=True) * step, tiniest)
-    units = tl.where(finite[:, None], x, 0.0) * tl.where(finite, 1.0 / scale, 0.0)[:, None]
+    units = tl.where(finite[:, None], x, 0.0) * tl.where(finite, tl.div_rn(1.0, scale), 0.0)[:, None]
     rounded = (units + _HALF) - _HALF
     tl.store(scales + block, tl.where(finite, scale, float("nan")), block * _BLOCK < numel)
     tl.store(codes + at, rounded.to(tl.int8), inside)
@@ -61,4 +61,6 @@ def accumulate(scales: torch.Tensor, codes: torch.Tensor, total: torch.Tensor, f
 
 
 def _launch(kernel: Any, numel: int, *args: object, **constants: object) -> None:
-    kernel[(triton.cdiv(numel, 256 * _ROWS),)](*args, rows=_ROWS, **constants)
+    # Fused multiply-adds would round otherwise than the CPU.
+    grid = (triton.cdiv(numel, 256 * _ROWS),)
+    kernel[grid](*args, rows=_ROWS, enable_fp_fusion=False, **constants)

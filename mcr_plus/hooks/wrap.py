@@ -191,7 +191,7 @@ def broadcast_parameters(
 
 
 def broadcast_tensors(tensors: Sequence[torch.Tensor], comm: Communicator, src: int | None = None) -> None:
-    """Copy tensors from rank `src` of the job (None: the group's first), those of a dtype as one, bit by bit."""
+    """Copy tensors from rank `src` of the job (None: the group's first), as few operations, bit by bit."""
     if comm.size == 1:
         return
     alike: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}

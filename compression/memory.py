@@ -34,6 +34,9 @@ class Memory:
     where a part begins among the operation's values.
     """
 
+    holds = False
+    """Whether there is anything to add to values that travel uncompressed; see `settle`."""
+
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
 

@@ -41,12 +41,12 @@ CODECS: dict[str, dict[str, Any]] = {
 TRIAL = 20  # calls after which every codec has been decided about
 
 
-def turn(comm: mcr.Communicator, tensor: torch.Tensor, calls: int, **how: Any) -> Callable[[], None]:
+def turn(comm: mcr.Communicator, tensor: torch.Tensor, calls: int, tag: str) -> Callable[[], None]:
     """`calls` synchronous all_reduces; the mean keeps the values as they are."""
 
     def run() -> None:
         for _ in range(calls):
-            comm.all_reduce(tensor, mcr.AVG, **how)
+            comm.all_reduce(tensor, mcr.AVG, tag=tag)
 
     return run
 
@@ -54,22 +54,26 @@ def turn(comm: mcr.Communicator, tensor: torch.Tensor, calls: int, **how: Any) -
 def measure(rounds: int) -> dict[str, dict[str, Any]]:
     """Ratio to uncompressed and the codec that is in use, by size and way."""
     found: dict[str, dict[str, Any]] = {}
-    with mcr.init() as comm:
+    rules = [
+        {"match": {"tag": name}, "compress": {**options, "never_slower": True}}
+        for name, options in CODECS.items()
+        if options
+    ]
+    with mcr.init({"rules": rules}) as comm:
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[comm.rank % len(cores)]})
         for nbytes, calls in SIZES.items():
             tensor = torch.randn(64, nbytes // 256)
-            ways: dict[str, tuple[Callable[[], Any], int]] = {"none": (turn(comm, tensor, calls), calls)}
+            ways: dict[str, tuple[Callable[[], Any], int]] = {
+                "none": (turn(comm, tensor, calls, "none"), calls)
+            }
             used: dict[str, str | None] = {}
-            for name, options in CODECS.items():
-                how = (
-                    {"compress": {**options, "never_slower": True}, "tag": name} if options else {"tag": name}
-                )
-                turn(comm, tensor, TRIAL, **how)()
+            for name in CODECS:
+                turn(comm, tensor, TRIAL, name)()
                 with mcr.record() as log:
-                    turn(comm, tensor, 1, **how)()
+                    turn(comm, tensor, 1, name)()
                 used[name] = log.records[-1].codec
-                ways[name] = (turn(comm, tensor, calls, **how), calls)
+                ways[name] = (turn(comm, tensor, calls, name), calls)
             medians = {name: median(values) for name, values in take_turns(ways, rounds).items()}
             found[format_size(nbytes)] = {
                 name: [medians[name] / medians["none"], used[name]] for name in CODECS

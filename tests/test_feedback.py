@@ -17,6 +17,7 @@ from feedback import (
     drawn,
     estimates,
     goes_on,
+    in_flight,
     mean_of,
     nothing_is_lost,
     off,
@@ -63,6 +64,15 @@ def test_ef21_comes_closer_call_by_call(ranks: int) -> None:
         for codec, offs in result.value.items():
             assert offs[0] > 1e-2, codec
             assert offs[-1] < (0.15 if codec == "sign1" else 1e-3) * offs[0], codec  # the slower, the coarser
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_calls_in_flight_are_as_one_after_another(ranks: int) -> None:
+    for result in run_ranks(in_flight, ranks, args=[6], timeout=90):
+        for name, (same, agreed, wrong) in result.value.items():
+            assert same, name
+            assert agreed, name
+            assert wrong < 1.5, name
 
 
 def test_momentum_correction_is_that_of_deep_gradient_compression() -> None:

@@ -149,9 +149,14 @@ def wrapped(compress: dict[str, Any], rules: Sequence[dict[str, Any]], passes: i
         }
 
 
-def trained(compress: dict[str, Any], via: str) -> dict[str, Any]:
-    """A small regression, by mcr.wrap or by DDP's hook: losses, and whether ranks agree."""
+def trained(ways: list[dict[str, Any]], via: str) -> list[dict[str, Any]]:
+    """A small regression by mcr.wrap or DDP's hook, once by each codec, in jobs one after another."""
     torch.set_num_threads(1)
+    return [_trained(compress, via) for compress in ways]
+
+
+def _trained(compress: dict[str, Any], via: str) -> dict[str, Any]:
+    """The loss, and whether ranks agree."""
     with mcr.init(config(compress, bucket="8KiB", first_bucket="4KiB")) as comm:
         torch.manual_seed(0)
         model: nn.Module = nn.Sequential(

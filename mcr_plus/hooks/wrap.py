@@ -191,7 +191,7 @@ def broadcast_parameters(
 
 
 def broadcast_tensors(tensors: Sequence[torch.Tensor], comm: Communicator, src: int | None = None) -> None:
-    """Copy tensors from rank `src` of the job (None: the group's first), those of a dtype as one."""
+    """Copy tensors from rank `src` of the job (None: the group's first) bit by bit, those of a dtype as one."""
     if comm.size == 1:
         return
     alike: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
@@ -202,7 +202,7 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], comm: Communicator, src: 
         pieces[-1].append(tensor.detach())
     for each in chain.from_iterable(alike.values()):
         flat = torch.cat([tensor.reshape(-1) for tensor in each])
-        comm.broadcast(flat, comm.ranks[0] if src is None else src)
+        comm.broadcast(flat, comm.ranks[0] if src is None else src, compress=False)
         offset = 0
         for tensor in each:
             tensor.copy_(flat[offset : offset + tensor.numel()].view(tensor.shape))

@@ -4,8 +4,8 @@
 
 Two ranks train the same job in every way, with the same weights to begin with and the same data. The final
 loss is the mean over the last twentieth of the steps. Differences to float32 are between runs of one seed;
-how much float32 itself differs between seeds is shown beside it. Bytes are those that a rank sends, by the
-formulas of nccl-tests, initial broadcasts included.
+how much a way itself differs between seeds is shown beside it. Bytes are those that a rank sends while it
+trains, by the formulas of nccl-tests.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any, Final
@@ -85,7 +86,7 @@ class Way:
 
 
 FLOAT32: Final = "float32"
-# Error feedback is for reductions, so what is exchanged has none: the sparse and low-rank codecs leave it alone.
+# Error feedback is for reductions. What is exchanged has none, so the sparse codec leaves it alone.
 WAYS: Final = {
     FLOAT32: Way(),
     "bf16": Way({"codec": "bf16"}, {"codec": "bf16"}),
@@ -235,6 +236,11 @@ def plot(runs: Sequence[Run], path: Path) -> None:
     pyplot.close(figure)
 
 
+def write_json(runs: Sequence[Run], path: Path) -> None:
+    document = {"rows": [asdict(row) for row in rows_of(runs)], "runs": [asdict(run) for run in runs]}
+    path.write_text(json.dumps(document, indent=1))
+
+
 def chosen(text: str, known: Sequence[str], what: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     for name in names:
@@ -249,28 +255,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ways", default=",".join(WAYS), help=f"{FLOAT32} is always among them")
     parser.add_argument("--seeds", type=int, default=2, help="how many each way is trained with")
     parser.add_argument("--steps", type=int, help="of every job, instead of enough of them")
-    parser.add_argument("--json", type=Path, help="also write losses and figures to this file")
+    parser.add_argument("--json", type=Path, help="also write losses and figures, after every job")
     parser.add_argument("--plot", type=Path, help="draw the losses; needs matplotlib")
     options = parser.parse_args(arguments)
     examples = chosen(options.examples, list(EXAMPLES), "example")
     ways = dict.fromkeys([FLOAT32, *chosen(options.ways, list(WAYS), "way")])
     if options.plot is not None:
         check_available(options.plot)
-    console, runs = Console(), []
+    console = Console()
+    runs: list[Run] = []
     with tempfile.TemporaryDirectory() as folder:
-        for name in examples:
+        for seed, name, way in product(range(options.seeds), examples, ways):
             example = EXAMPLES[name]
-            for way in ways:
-                if WAYS[way].needs_matrices and not example.matrices:
-                    continue
-                for seed in range(options.seeds):
-                    runs.append(train(name, way, seed, options.steps or example.steps, Path(folder)))
-                    console.print(f"{name}  {way}  seed {seed}  final loss {runs[-1].final:.4f}")
-    rows = rows_of(runs)
-    show(rows, console)
-    if options.json is not None:
-        document = {"rows": [asdict(row) for row in rows], "runs": [asdict(run) for run in runs]}
-        options.json.write_text(json.dumps(document, indent=1))
+            if WAYS[way].needs_matrices and not example.matrices:
+                continue
+            runs.append(train(name, way, seed, options.steps or example.steps, Path(folder)))
+            console.print(f"{name}  {way}  seed {seed}  final loss {runs[-1].final:.4f}")
+            if options.json is not None:
+                write_json(runs, options.json)
+    show(rows_of(runs), console)
     if options.plot is not None:
         plot(runs, options.plot)
 

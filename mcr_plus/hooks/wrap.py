@@ -191,7 +191,10 @@ def broadcast_parameters(
 
 
 def broadcast_tensors(tensors: Sequence[torch.Tensor], comm: Communicator, src: int | None = None) -> None:
-    """Copy tensors from rank `src` of the job (None: the group's first) bit by bit, those of a dtype as one."""
+    """Copy tensors from rank `src` of the job (None: the group's first), those of a dtype as one.
+
+    Without a codec: parameters are sent once, and what is lost is lost for good.
+    """
     if comm.size == 1:
         return
     alike: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}

@@ -86,8 +86,21 @@ class Composition:
         rest["codec"] = self.codec.name
         return self._pool.lend(torch.device(self.signature.device)), rest
 
+    def following(self, message: Message, memory: Memory) -> Work | None:
+        """What a call must wait for before it begins.
+
+        Where a call starts from the result of the one before it, ranks would start from different ones
+        if that were a matter of time.
+        """
+        last = memory.last if memory.one_at_a_time else None
+        if last is None or message.after is None:
+            return message.after or last
+        return JointWork([message.after, last], self.signature.kind, nbytes=0)
+
     def handle(self, works: Sequence[Work], rest: Mapping[str, Any]) -> Work:
         """One handle for the operations of a call."""
+        if self._memory is not None and self._memory.one_at_a_time:
+            self._memory.last = works[-1]
         if len(works) == 1:
             return works[0]
         kind, tag, codec = self.signature.kind, self.signature.tag, self.codec
@@ -181,6 +194,8 @@ class Exchanged(Composition):
         if message.inputs[0] is not message.outputs[0]:
             values.copy_(message.inputs[0].view(-1))
         wires = [loan.tensor(each.numel, each.dtype) for each in self._rounds]
+        memory = self.memory(values, values.numel())
+        memory.one_at_a_time = True
         earlier = message.prepare
         program: Iterator[None] = iter(())
 
@@ -188,7 +203,7 @@ class Exchanged(Composition):
             nonlocal program
             if earlier is not None:
                 earlier()
-            left = self.memory(values, values.numel()).offer(values)
+            left = memory.offer(values)
             program = self.codec.exchange(values, self._shapes, wires, self.ranks, left)
             next(program)
 
@@ -201,7 +216,7 @@ class Exchanged(Composition):
                 values.mul_(self.scale)
 
         works: list[Work] = []
-        after, prepare = message.after, begin
+        after, prepare = self.following(message, memory), begin
         for signature, issue, wire in zip(self._signatures, self._issues, wires, strict=True):
             step = Message(signature, (wire,), (wire,), **rest, after=after, prepare=prepare)
             works.append(issue(step))
@@ -294,7 +309,7 @@ class TwoShot(Composition):
             loan,
             rest,
             before=message.prepare,
-            after=message.after,
+            after=self.following(message, memory),
             given=counts,
             taken=[counts[me]] * self.ranks,
         )
@@ -354,7 +369,8 @@ class Summed(Composition):
         def write(_: int, wire: torch.Tensor) -> int:
             return memory.send(values, 0, wire)
 
-        sent = self._transport.send(write, loan, rest, before=message.prepare, after=message.after)
+        after = self.following(message, memory)
+        sent = self._transport.send(write, loan, rest, before=message.prepare, after=after)
         total = out if out.dtype is torch.float32 else loan.tensor(out.numel(), torch.float32)
 
         def add() -> None:

@@ -21,6 +21,8 @@ class Ef21(Memory):
     do not change much.
     """
 
+    one_at_a_time = True
+
     def __init__(self, codec: Codec, numel: int, device: torch.device) -> None:
         super().__init__(codec)
         self._mine = torch.zeros(numel, dtype=torch.float32, device=device)

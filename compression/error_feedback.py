@@ -31,6 +31,7 @@ class ErrorFeedback(Memory):
 
     def send(self, values: torch.Tensor, lo: int, wire: torch.Tensor, scale: float = 1.0) -> int:  # noqa: D102
         residual = self._completed(values, lo)
+        self.holds = True
         written = self.codec.encode(residual if scale == 1.0 else residual * scale, wire)
         self._sent(wire[:written], residual, lo, 1 / scale)
         _drop_unless_finite(residual)
@@ -60,6 +61,7 @@ class ErrorFeedback(Memory):
 
     def offer(self, values: torch.Tensor) -> torch.Tensor | None:  # noqa: D102
         _drop_unless_finite(self._residual)  # what the last exchange has left
+        self.holds = True
         residual = self._completed(values, 0)
         values.copy_(residual)
         return residual
@@ -67,6 +69,7 @@ class ErrorFeedback(Memory):
     def settle(self, values: torch.Tensor) -> None:  # noqa: D102
         values.copy_(self._completed(values, 0))
         self._residual.zero_()
+        self.holds = False
 
     @property
     def kept(self) -> list[Kept]:  # noqa: D102
@@ -78,6 +81,7 @@ class ErrorFeedback(Memory):
     def restore(self, kept: Mapping[str, torch.Tensor]) -> None:  # noqa: D102
         rest = dict(kept)
         self._residual.copy_(rest.pop("residual"))
+        self.holds = True
         if (shards := rest.pop("shard", None)) is not None:
             self._shards = shards.to(self._residual.device)
         super().restore(rest)

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from mcr_plus.compression.codec import Codec, PayloadCodec
+from mcr_plus.dispatch.work import Work
 
 Wires = torch.Tensor | Sequence[torch.Tensor]
 """Payloads: the rows of a tensor, or tensors of different lengths."""
@@ -34,8 +35,15 @@ class Memory:
     where a part begins among the operation's values.
     """
 
+    holds = False
+    """Whether there is anything to add to values that travel uncompressed; see `settle`."""
+
+    one_at_a_time = False
+    """Whether a call may begin only when the one before it is done, because it starts from its result."""
+
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
+        self.last: Work | None = None
 
     @property
     def codec(self) -> PayloadCodec:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -103,7 +103,8 @@ class CompressStage:
         if audit_every is not None:
             issue = audited(issue, audit_every, codec.name, full, next)
         if options.never_slower and not plain.is_p2p and not self._explains:
-            issue = never_slower(_settled(next(plain), owner), issue, codec.name, plain, next)
+            raw = next(plain) if options.feedback is None else _settled(next(plain), owner)
+            issue = never_slower(raw, issue, codec.name, plain, next)
         if options.warmup:
             issue = _after(options.warmup, next(plain), issue, owner)
         return issue
@@ -167,7 +168,7 @@ def _settled(raw: Issue, owner: Owner) -> Issue:
 
     def issue(message: Message) -> Work:
         memory = owner.known
-        if memory is not None:
+        if memory is not None and memory.holds:
             earlier, values = message.prepare, [tensor.view(-1) for tensor in message.inputs]
 
             def prepare() -> None:
@@ -181,6 +182,16 @@ def _settled(raw: Issue, owner: Owner) -> Issue:
             message = Message(message.signature, message.inputs, message.outputs, **rest, prepare=prepare)
         return raw(message)
 
+    direct: Callable[[Message], None] | None = getattr(raw, "run", None)
+    if direct is not None:
+
+        def run(message: Message) -> None:
+            if owner.known is not None and owner.known.holds:
+                issue(message).wait()
+            else:
+                direct(message)
+
+        issue.run = run  # type: ignore[attr-defined]
     return issue
 
 

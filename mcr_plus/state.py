@@ -30,7 +30,7 @@ def state_dict() -> dict[str, Any]:
         if comm.rank < 0:
             continue
         for name, owner in sorted(_owners(comm)):
-            if owner.known is not None:
+            if owner.known is not None and owner.known.kept:
                 kept = {each.name: _shared(comm, each) for each in owner.known.kept}
                 codecs.setdefault(comm.name, {})[name] = kept
     return {"version": _VERSION, "codecs": codecs}

@@ -138,6 +138,42 @@ def estimates(steps: int) -> dict[str, list[float]]:
     return found
 
 
+def in_flight(calls: int) -> dict[str, Any]:
+    """Several calls of one operation in flight: the same as one after another, on all ranks."""
+    torch.set_num_threads(1)
+    found = {}
+    with mcr.init(timeout=60) as comm:
+        for config in (
+            {"codec": "powersgd", "rank": 2, "error_feedback": True},
+            {"codec": "topk", "ratio": 0.1, "ef21": True},
+            {"codec": "int4_block", "ef21": True},
+            {"codec": "sign1", "error_feedback": True},
+            {"codec": "randk", "ratio": 0.1},
+        ):
+            results = []
+            for tag in ("apart", "together"):
+                tensors = [drawn(comm.rank, step) for step in range(calls)]
+                works = []
+                for step, tensor in enumerate(tensors):
+                    time.sleep(0.003 * ((comm.rank + step) % 2))  # ranks are ahead of each other by turns
+                    work = comm.all_reduce(tensor, "AVG", async_op=True, compress=config, tag=tag)
+                    assert work is not None
+                    works.append(work)
+                    if tag == "apart":
+                        work.wait()
+                for work in reversed(works):
+                    work.wait()
+                results.append(torch.stack(tensors))
+            same = bool(torch.equal(*results)) or config["codec"] in ("powersgd", "randk")  # draw by the tag
+            prints = comm.all_gather_object([f64(each).sum() for each in results])
+            found[str(config["codec"]) + str("ef21" in config)] = [
+                same,
+                all(each == prints[0] for each in prints),
+                off(f64(results[1].sum(0)), mean_of(comm.size, range(calls))),
+            ]
+    return found
+
+
 def corrected_momentum(steps: int, ratio: float, momentum: float) -> list[list[float]]:
     """Results of topk with momentum correction."""
     torch.set_num_threads(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from feedback import (
     drawn,
     estimates,
     goes_on,
+    in_flight,
     mean_of,
     nothing_is_lost,
     off,
@@ -41,10 +41,18 @@ def test_nothing_is_lost_with_error_feedback(ranks: int, op: str) -> None:
             )  # there was something
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, list[float]]]:
+    """A checkpoint of four ranks, and the sums of their results until then."""
+    path = str(tmp_path_factory.mktemp("state") / "state.pt")
+    return path, run_ranks(saves, 4, args=[path, 5], timeout=180)[0].value
+
+
 @pytest.mark.parametrize("late", [False, True])
-def test_residuals_survive_a_restart_with_fewer_ranks(tmp_path: Path, late: bool) -> None:
-    path = str(tmp_path / "state.pt")
-    before = run_ranks(saves, 4, args=[path, 5], timeout=180)[0].value
+def test_residuals_survive_a_restart_with_fewer_ranks(
+    saved: tuple[str, dict[str, list[float]]], late: bool
+) -> None:
+    path, before = saved
     for result in run_ranks(goes_on, 2, args=[path, [5, 9], late], timeout=120):
         for codec, (after, left) in result.value.items():
             got = np.array(before[codec]) + np.array(after) + np.array(left)
@@ -55,14 +63,21 @@ def test_residuals_survive_a_restart_with_fewer_ranks(tmp_path: Path, late: bool
                 assert off(got, expected) < off(lost, expected) / 5, codec  # the test could fail
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ef21_comes_closer_call_by_call(ranks: int) -> None:
-    first = run_ranks(estimates, ranks, args=[40], timeout=90)
+def test_ef21_comes_closer_call_by_call() -> None:
+    first = run_ranks(estimates, 3, args=[40], timeout=90)
     for result in first:
         assert result.value == first[0].value
         for codec, offs in result.value.items():
             assert offs[0] > 1e-2, codec
             assert offs[-1] < (0.15 if codec == "sign1" else 1e-3) * offs[0], codec  # the slower, the coarser
+
+
+def test_calls_in_flight_are_as_one_after_another() -> None:
+    for result in run_ranks(in_flight, 3, args=[6], timeout=90):
+        for name, (same, agreed, wrong) in result.value.items():
+            assert same, name
+            assert agreed, name
+            assert wrong < 1.5, name
 
 
 def test_momentum_correction_is_that_of_deep_gradient_compression() -> None:

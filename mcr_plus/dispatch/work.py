@@ -312,14 +312,14 @@ class JointWork(Work):
     @property
     def info(self) -> Info:  # noqa: D102
         parts = [member.info for member in self.members]
-        wire_bytes = [part.wire_bytes for part in parts]
+        wire_bytes, fused = [part.wire_bytes for part in parts], [part.fused for part in parts]
         return Info(
             kind=self.kind,
             backend="+".join(dict.fromkeys(part.backend for part in parts)) or "local",
             codec=self.codec or next((part.codec for part in parts if part.codec), None),
             bytes=self.nbytes,
             wire_bytes=max(wire_bytes, default=0) if self.legs else sum(wire_bytes),
-            fused=sum(part.fused for part in parts) if self.kind.endswith("coalesced") else 1,
+            fused=sum(fused) if self.kind.endswith("coalesced") else max(fused, default=1),
             sequence=parts[-1].sequence if parts else 0,
             tag=self.tag,
             group=parts[-1].group if parts else "",

@@ -191,10 +191,7 @@ def broadcast_parameters(
 
 
 def broadcast_tensors(tensors: Sequence[torch.Tensor], comm: Communicator, src: int | None = None) -> None:
-    """Copy tensors from rank `src` of the job (None: the group's first), those of a dtype as one.
-
-    Without a codec: parameters are sent once, and what is lost is lost for good.
-    """
+    """Copy tensors from rank `src` of the job (None: the group's first), as few operations, bit by bit."""
     if comm.size == 1:
         return
     alike: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
@@ -205,7 +202,9 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], comm: Communicator, src: 
         pieces[-1].append(tensor.detach())
     for each in chain.from_iterable(alike.values()):
         flat = torch.cat([tensor.reshape(-1) for tensor in each])
-        comm.broadcast(flat, comm.ranks[0] if src is None else src, compress=False)
+        comm.broadcast(
+            flat, comm.ranks[0] if src is None else src, compress=False
+        )  # parameters, not gradients
         offset = 0
         for tensor in each:
             tensor.copy_(flat[offset : offset + tensor.numel()].view(tensor.shape))

@@ -1,0 +1,95 @@
+"""Codecs on gradients and in fused buckets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from gradients import neighbours, trained, wrapped
+from ranks import run_ranks
+
+LOUD, QUIET = "loud.weight", "quiet.weight"
+
+
+@pytest.mark.parametrize("codec", ["int8_block", "int4_block"])
+def test_blocks_hold_one_member_of_a_fused_bucket_each(codec: str) -> None:
+    for result in run_ranks(neighbours, 2, args=[codec], timeout=90):
+        for kind, (fused, *offs) in result.value.items():
+            assert fused == [[4, codec]], kind
+            assert max(offs) < (0.01 if codec == "int8_block" else 0.15), (kind, offs)
+
+
+def test_blocks_hold_one_gradient_each() -> None:
+    for result in run_ranks(wrapped, 2, args=[{"codec": "int8_block"}, [], 3], timeout=90):
+        found = result.value
+        assert found["equal"]
+        assert found["codecs"] == ["int8_block"]
+        for offs in found["offs"]:
+            assert 1e-5 < offs[LOUD] < 0.02
+            assert 1e-5 < offs[QUIET] < 0.02
+
+
+@pytest.mark.parametrize(
+    ("compress", "rules", "exact"),
+    [
+        ({"exempt": {"max_ndim": 1}}, [], ["loud.bias", "quiet.bias", "spare.bias"]),
+        (
+            {"exempt": {"params": ["quiet.*", "*.bias"]}},
+            [],
+            ["quiet.weight", "quiet.bias", "loud.bias", "spare.bias"],
+        ),
+        ({"exempt": {"below": "1KiB"}}, [], ["spare.weight", "spare.bias", "loud.bias", "quiet.bias"]),
+        (
+            {},
+            [
+                {"match": {"param": "*.bias"}, "compress": {"codec": "none"}},
+                {"match": {"param": "quiet.*"}, "compress": {"codec": "bf16"}, "backend": "gloo"},
+            ],
+            ["loud.bias", "quiet.bias", "spare.bias"],
+        ),
+    ],
+)
+def test_what_is_exempt_travels_as_it_is(
+    compress: dict[str, Any], rules: list[dict[str, Any]], exact: list[str]
+) -> None:
+    options = {"codec": "int8_block", **compress}
+    for result in run_ranks(wrapped, 2, args=[options, rules, 2], timeout=90):
+        found = result.value
+        assert found["codecs"][-1] == "int8_block"
+        assert ("bf16" in found["codecs"]) == bool(rules)
+        for offs in found["offs"]:
+            for name, off in offs.items():
+                if name in exact:
+                    assert off < 1e-6, name
+                else:
+                    assert 1e-5 < off < 0.05, name
+
+
+def test_gradients_add_up_with_error_feedback() -> None:
+    compress = {"codec": "int4_block", "error_feedback": True}
+    for result in run_ranks(wrapped, 3, args=[compress, [], 8], timeout=90):
+        found = result.value
+        got, true = found["sums"]
+        assert max(found["offs"][0].values()) < 1e-6  # the first pass, after which buckets change
+        assert found["offs"][1][LOUD] > 1e-3
+        assert abs(got + found["left"] - true) < 1e-5 * abs(true)
+        assert all("+" in name for name in found["names"])  # called after the bucket's parameters
+
+
+@pytest.mark.parametrize("via", ["wrap", "ddp"])
+def test_training_with_codecs(via: str) -> None:
+    ways: list[dict[str, Any]] = [
+        {"codec": "none"},
+        {"codec": "int8_block", "audit_every": 7},
+        {"codec": "topk", "ratio": 0.05, "error_feedback": True, "audit_every": 7},
+        {"codec": "powersgd", "rank": 2, "error_feedback": True},
+    ]
+    for result in run_ranks(trained, 2, args=[ways, via], timeout=120):
+        plain = result.value[0]["loss"]
+        for compress, found in zip(ways[1:], result.value[1:], strict=True):
+            keeps = compress["codec"] != "int8_block"
+            assert found["equal"]
+            assert found["loss"] < plain * 1.15 + 0.01
+            assert [True, compress["codec"]] in found["codecs"]
+            assert ([False, "None"] in found["codecs"]) == keeps
+            assert bool(found["kept"]) == keeps

@@ -8,10 +8,11 @@ all_reduce of S bytes should take, f = 2 (W - 1) / W,
     uncompressed       α + f S / B
     by a codec         α_c + f S / (r B) + S / C
 
-α and B are fitted to the uncompressed ones, by the smallest relative error. C is what a rank's codec calls
-for one all_reduce take when nothing is sent, on both hosts at once; r how much smaller a payload is; α_c how
-long a compressed all_reduce of 1 KiB takes. So nothing is fitted to what is predicted. Results are compared
-with the true sum before anything is timed, but for those of sparse codecs.
+α and α_c are what an all_reduce of 1 KiB takes. B is fitted to the uncompressed ones of 1 MiB and more, by
+the smallest relative error: a shaper lets the first 256 KiB pass without delay. C is what a rank's codec
+calls for one all_reduce take when nothing is sent, on both hosts at once; r how much smaller a payload is. So
+nothing is fitted to what is predicted. Results are compared with the true sum before anything is timed, but
+for those of sparse codecs.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import argparse
 import json
 import math
 import platform
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -48,6 +50,7 @@ from mcr_plus.units import format_size, parse_size
 RESULTS = Path(__file__).parent / "results"
 RAW: Final = "uncompressed"
 TINY: Final = 1 << 10  # bytes: what is left of the time is latency
+LIMITED: Final = 1 << 20  # bytes from which on the link, and not the burst of its shaper, decides
 RANKS: Final = 2
 KINDS: Final = "all_reduce,all_to_all,all_gather,barrier"
 
@@ -68,14 +71,11 @@ class Line:
         return self.latency + self.per_byte * nbytes
 
 
-def fitted(times: Mapping[int, float]) -> Line:
-    """The line of the smallest squared relative error; neither part below 0."""
-    sizes, seconds = np.array(list(times), float), np.array(list(times.values()))
-    columns = np.stack([np.ones_like(sizes), sizes], axis=1) / seconds[:, None]
-    latency, per_byte = np.linalg.lstsq(columns, np.ones_like(sizes), rcond=None)[0]
-    if latency < 0:
-        latency, per_byte = 0.0, float((sizes / seconds).sum() / ((sizes / seconds) ** 2).sum())
-    return Line(float(latency), float(per_byte))
+def fitted(times: Mapping[int, float], latency: float) -> Line:
+    """The line with this latency whose squared relative error is smallest."""
+    seconds = np.array(list(times.values()))
+    sizes, rest = np.array(list(times)) / seconds, 1 - latency / seconds
+    return Line(latency, float((sizes * rest).sum() / (sizes**2).sum()))
 
 
 def predicted(raw: Line, rate: float, codec_per_byte: float, latency: float) -> Line:
@@ -262,7 +262,8 @@ class Found:
 
 def found_of(rate: str, times: Seconds, local: Seconds) -> Found:
     """Fit what was measured without a codec, and predict the rest."""
-    raw = fitted({size: seconds for size, seconds in times[RAW].items() if size != TINY})
+    above = {size: seconds for size, seconds in times[RAW].items() if size >= LIMITED}
+    raw = fitted(above or times[RAW], times[RAW][TINY])
     codecs = {}
     for name, by_size in local.items():
         largest = max(by_size)
@@ -375,9 +376,10 @@ def text_of(every: Sequence[Found], line: str) -> str:
         f"{cpu_name()}, {cores()} cores, Python {platform.python_version()}, torch {torch.__version__}; two "
         "network namespaces, one rank and half of the cores on each. all_reduce of float32, medians of "
         "rounds in which all ways take turns. Lines: uncompressed α + f S / B; by a codec α_c + f S / (r B) "
-        "+ S / C, where f = 2 (W - 1) / W = 1. α and B are fitted to the uncompressed ones; C is by what a "
-        "rank's codec calls take alone at the largest size, α_c a compressed all_reduce of 1 KiB. A codec "
-        "can pay only where C / B is more than what is needed, r / (f (r - 1)).",
+        "+ S / C, where f = 2 (W - 1) / W = 1. α and α_c are by all_reduces of 1 KiB, B is fitted to the "
+        "uncompressed ones of 1 MiB and more (a shaper lets the first 256 KiB pass without delay), C by what "
+        "a rank's codec calls take alone at the largest size. A codec can pay only where C / B is more than "
+        "what is needed, r / (f (r - 1)).",
         "",
     ]
     for found in every:
@@ -463,7 +465,7 @@ def main() -> None:
         plot(every, options.plot)
     named = f"break-even_{options.hardware}-two-hosts_{date.today():%Y%m}.md"
     target = options.output or RESULTS / named
-    target.write_text(text_of(every, f"python benchmarks/bench_break_even.py {' '.join(sys.argv[1:])}"))
+    target.write_text(text_of(every, f"python benchmarks/bench_break_even.py {shlex.join(sys.argv[1:])}"))
     console.print(str(target))
 
 

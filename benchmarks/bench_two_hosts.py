@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -223,8 +224,9 @@ def text_of(rows: list[list[str]], encoded: list[list[str]], rate: str, line: st
         "## With codecs",
         "",
         'As "ours", with compressed all_reduces and, up to int4_block, compressed all_to_alls; biases and '
-        "norms as they are. MiB that a rank sends in a step; step rates relative to the best of ours without "
-        "a codec, which has the first line of each example, and to DDP.",
+        "norms as they are. MiB that a rank sends in a step, the mean over all steps: with feedback or "
+        "powersgd the first ones, until buckets are what they will be, are not compressed. Step rates "
+        "relative to the best of ours without a codec, which has the first line of each example, and to DDP.",
         "",
         *table_of(["example", "way", "MiB", "ms", "rate, relative to ours", "to DDP"], encoded),
     ]
@@ -279,7 +281,7 @@ def main() -> None:
                 encoded += codec_rows(example, found, sent)
                 print(*("  ".join(row) for row in encoded if row[0] == example), sep="\n", flush=True)
     target = options.output or RESULTS / f"steps_{options.hardware}-two-hosts_{date.today():%Y%m}.md"
-    line = f"python benchmarks/bench_two_hosts.py {' '.join(sys.argv[1:])}"
+    line = f"python benchmarks/bench_two_hosts.py {shlex.join(sys.argv[1:])}"
     target.write_text(text_of(rows, encoded, options.rate, line))
     print(target)
 

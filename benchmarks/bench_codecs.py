@@ -116,7 +116,7 @@ def exchange_calls(codec: Codec, numel: int) -> tuple[Calls, float]:
             pass  # with the other ranks' parts all zero, a sum is this rank's part
 
     exchange()
-    verify(f"{codec}: exchange", out, values, EXCHANGE_LIMIT, sparse=False)
+    verify(f"{codec}: exchange", out, values, EXCHANGE_LIMIT, sparse=codec.traits.sparse)
     return {"exchange": exchange}, sum(wire.nbytes for wire in wires) * 8 / values.numel()
 
 

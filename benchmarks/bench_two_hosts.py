@@ -1,12 +1,12 @@
 """A training step of each example over a slow link: computing alone, communicating alone, ours, and DDP's.
 
-    python benchmarks/bench_two_hosts.py --rate 1gbit --examples gpt,moe,dlrm
+    python benchmarks/bench_two_hosts.py --rate 1gbit --examples gpt,moe,dlrm [--codecs bf16,int8_block]
 
 Two network namespaces joined by a link of that rate, one rank and half of the cores on each. Computing alone
 is the rank's share in a process without peers, on both hosts at once; communicating alone repeats the
 operations of a recorded step, one after another, by the same pipeline. Jobs take turns in rounds; a step's
 time is the median of its jobs' medians. Goals: at most 1.10 times the larger of the two, and never slower
-than DDP over gloo.
+than DDP over gloo. With codecs (the ways of `bench_training`) the rest of the pipeline is that of "ours".
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shlex
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import bench_training as training
 import torch
 from two_hosts import TwoHosts, why_not
 
@@ -34,7 +36,7 @@ from mcr_plus.selection.fingerprint import cpu_name
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"
-KINDS = "all_reduce,all_to_all,broadcast,barrier"
+KINDS = "all_reduce,all_to_all,all_gather,broadcast,barrier"
 REPEATS = 20  # of a recorded step
 
 # What one of the two ranks computes, in a process of its own: half of the rows or of the experts.
@@ -51,13 +53,17 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
 }
 TORCH = "torch gloo (DDP)"
 COMPUTE = "computing alone"
+COMMUNICATE = "communicating alone"
+CODECS = [way for way in training.WAYS if way != training.FLOAT32]
 
 
 def pipeline(table: Path, way: str) -> dict[str, Any]:
-    """The configuration of one of `WAYS`."""
-    stages = {"fuse": {}, "select": {"table": str(table)}, "dispatch": {}}
-    merged = {name: {**options, **WAYS[way].get(name, {})} for name, options in stages.items()}
-    return {"version": 1, "backends": ["mpi", "gloo"], "pipeline": [{name: o} for name, o in merged.items()]}
+    """The configuration of one of `WAYS`, or of ours with one of `CODECS`."""
+    rules = training.WAYS[way].rules() if way in CODECS else []
+    changed = WAYS["ours" if way in CODECS else way]
+    stages = {"fuse": {}, "compress": {}, "select": {"table": str(table)}, "dispatch": {}}
+    merged = [{name: {**options, **changed.get(name, {})}} for name, options in stages.items()]
+    return {"version": 1, "backends": ["mpi", "gloo"], "pipeline": merged, "rules": rules}
 
 
 class Bench:
@@ -148,39 +154,81 @@ def _operations(report: Mapping[str, Any], comm: mcr.Communicator) -> Iterator[C
         yield from [call] * count
 
 
-def measure(bench: Bench, example: str, rounds: int) -> dict[str, float]:
-    """Milliseconds of a step by way."""
+def suited(codecs: Sequence[str], example: str) -> list[str]:
+    """Those of the ways with codecs that do something for an example."""
+    matrices = training.EXAMPLES[example].matrices
+    return [way for way in codecs if matrices or not training.WAYS[way].needs_matrices]
+
+
+def measure(
+    bench: Bench, example: str, rounds: int, codecs: Sequence[str]
+) -> tuple[dict[str, float], dict[str, int]]:
+    """Milliseconds of a step by way, and bytes that a rank sends in it by our ways."""
     turns: dict[str, list[float]] = {}
+    sent: dict[str, int] = {}
     recorded: dict[str, Any] = {}
     for _ in range(rounds):
-        for way in WAYS:
+        for way in (*WAYS, *codecs):
             report = bench.ours(example, way)
             turns.setdefault(way, []).append(report["step_seconds"])
+            sent[way] = sum(row["wire"] for row in report["communication"]) // report["steps"]
             recorded = report if way == "ours" else recorded
         turns.setdefault(TORCH, []).append(bench.job(example, "--comms", "torch")["step_seconds"])
         turns.setdefault(COMPUTE, []).append(bench.alone(example))
-        turns.setdefault("communicating alone", []).append(bench.communication(recorded))
-    return {way: 1e3 * median(times) for way, times in turns.items()}
+        turns.setdefault(COMMUNICATE, []).append(bench.communication(recorded))
+    return {way: 1e3 * median(times) for way, times in turns.items()}, sent
 
 
 def row_of(example: str, found: Mapping[str, float]) -> list[str]:
     """A line of the report's table."""
-    bound = max(found[COMPUTE], found["communicating alone"])
+    bound = max(found[COMPUTE], found[COMMUNICATE])
     best = min(found[way] for way in WAYS)
-    figures = [f"{found[way]:.1f}" for way in (COMPUTE, "communicating alone", *WAYS, TORCH)]
+    figures = [f"{found[way]:.1f}" for way in (COMPUTE, COMMUNICATE, *WAYS, TORCH)]
     return [example, *figures, f"{best / bound:.2f}", f"{found[TORCH] / best:.2f}"]
 
 
-def text_of(rows: list[list[str]], rate: str, line: str) -> str:
+def codec_rows(example: str, found: Mapping[str, float], sent: Mapping[str, int]) -> list[list[str]]:
+    """Lines of the table of codecs: rates relative to the best way without one, and to DDP."""
+    best = min(WAYS, key=lambda way: found[way])
+    return [
+        [
+            example,
+            way,
+            f"{sent[way] / 2**20:.2f}",
+            f"{found[way]:.1f}",
+            f"{found[best] / found[way]:.2f}",
+            f"{found[TORCH] / found[way]:.2f}",
+        ]
+        for way in (best, *(way for way in found if way in CODECS))
+    ]
+
+
+def table_of(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table in Markdown."""
+    head = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
+    return [*head, *(f"| {' | '.join(row)} |" for row in rows), ""]
+
+
+def text_of(rows: list[list[str]], encoded: list[list[str]], rate: str, line: str) -> str:
     """The report as Markdown."""
     names = [
         "example",
         COMPUTE,
-        "communicating alone",
+        COMMUNICATE,
         *WAYS,
         TORCH,
         "best of ours / max",
         "DDP / best of ours",
+    ]
+    with_codecs = [
+        "## With codecs",
+        "",
+        'As "ours", with compressed all_reduces and, up to int4_block, compressed all_to_alls; biases and '
+        "norms as they are. MiB that a rank sends in a step, the mean over all steps: with feedback or "
+        "powersgd the first ones, until buckets are what they will be, are not compressed. Step rates "
+        "relative to the best of ours without a codec, which has the first line of each example, and to DDP.",
+        "",
+        *table_of(["example", "way", "MiB", "ms", "rate, relative to ours", "to DDP"], encoded),
     ]
     return "\n".join(
         [
@@ -193,10 +241,8 @@ def text_of(rows: list[list[str]], rate: str, line: str) -> str:
             "in which all take turns. Wanted: at most 1.10 times the larger of computing and communicating, "
             "and DDP / ours at least 1.",
             "",
-            f"| {' | '.join(names)} |",
-            f"|{'---|' * len(names)}",
-            *(f"| {' | '.join(row)} |" for row in rows),
-            "",
+            *table_of(names, rows),
+            *(with_codecs if encoded else ()),
         ]
     )
 
@@ -208,6 +254,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rate", default="1gbit", help="of the link, as tc writes it")
     parser.add_argument("--examples", default=",".join(EXAMPLES))
+    parser.add_argument("--codecs", default=",".join(CODECS), help="ways with codecs; '' for none")
     parser.add_argument("--steps", type=int, default=20, help="of each job")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--table", type=Path, help="use this table; tune it if it is not there")
@@ -219,18 +266,23 @@ def main() -> None:
     options = parser.parse_args()
     if (reason := why_not()) is not None:
         raise SystemExit(f"skipped: {reason}")
-    rows = []
+    codecs = training.chosen(options.codecs, CODECS, "way") if options.codecs else []
+    rows, encoded = [], []
     with TwoHosts(options.rate) as hosts, tempfile.TemporaryDirectory() as folder:
         table = (options.table or Path(folder) / "table.yaml").absolute()
         bench = Bench(hosts, Path(folder), table, options.steps)
         if not table.exists():
             bench.tune(options.tune)
         for example in options.examples.split(","):
-            rows.append(row_of(example, measure(bench, example, options.rounds)))
+            found, sent = measure(bench, example, options.rounds, suited(codecs, example))
+            rows.append(row_of(example, found))
             print(*rows[-1], sep="  ", flush=True)
+            if codecs:
+                encoded += codec_rows(example, found, sent)
+                print(*("  ".join(row) for row in encoded if row[0] == example), sep="\n", flush=True)
     target = options.output or RESULTS / f"steps_{options.hardware}-two-hosts_{date.today():%Y%m}.md"
-    line = f"python benchmarks/bench_two_hosts.py {' '.join(sys.argv[1:])}"
-    target.write_text(text_of(rows, options.rate, line))
+    line = f"python benchmarks/bench_two_hosts.py {shlex.join(sys.argv[1:])}"
+    target.write_text(text_of(rows, encoded, options.rate, line))
     print(target)
 
 

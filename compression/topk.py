@@ -35,7 +35,7 @@ class TopK(PayloadCodec):
     Options = TopKOptions
     options: TopKOptions
     name: ClassVar[str] = "topk"
-    traits = Traits(sparse=True, needs_error_feedback=True, alignment=topk.BLOCK)
+    traits = Traits(sparse=True, needs_error_feedback=True)
 
     def __init__(self, options: TopKOptions | None = None) -> None:
         super().__init__(options)

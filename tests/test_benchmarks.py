@@ -7,13 +7,18 @@ import math
 from pathlib import Path
 from typing import Any
 
+import bench_break_even
 import bench_codecs
+import bench_training
+import bench_two_hosts
 import pytest
 import torch
 from bench_collectives import hold_out, report, summary
+from bench_training import FLOAT32, WAYS, Run, rows_of, spread
 from two_hosts import why_not
 
 from mcr_plus import registry
+from mcr_plus.config import CompressOptions, load
 from mcr_plus.tuning.operations import Cell
 from mcr_plus.tuning.points import Point
 from mcr_plus.tuning.statistics import Timing
@@ -95,3 +100,131 @@ def test_wrong_results_are_not_timed() -> None:
     ):
         with pytest.raises(SystemExit, match="wrong: relative error"):
             bench_codecs.verify("wrong", wrong, values, 0.65, sparse=sparse)
+
+
+# --- training with codecs -----------------------------------------------------------------------------
+
+
+def test_final_losses_are_compared_seed_by_seed() -> None:
+    def trained(way: str, seed: int, wire: int, *ends: float) -> Run:
+        return Run("gpt", way, seed, wire, [9.0] * (20 * len(ends) - len(ends)) + list(ends))
+
+    rows = rows_of(
+        [
+            trained(FLOAT32, 0, 100, 1.0, 3.0),
+            trained("bf16", 0, 50, 1.0, 3.2),
+            trained(FLOAT32, 1, 100, 4.0, 4.0),
+            trained("bf16", 1, 50, 4.0, 3.2),
+        ]
+    )
+    assert [(row.way, row.wire) for row in rows] == [(FLOAT32, 1.0), ("bf16", 0.5)]
+    assert rows[0].finals == [2.0, 4.0]
+    assert rows[0].differences == [0.0, 0.0]
+    assert rows[1].differences == pytest.approx([0.05, -0.1])
+    assert spread(rows[0]) == pytest.approx(2 / 3)
+
+
+def test_the_ways_are_configurations_that_say_what_they_are_called() -> None:
+    for name, way in WAYS.items():
+        config = load(way.config())
+        rule = config.rule_for("all_reduce", 1 << 20, "float32", "gradients")
+        options = config.options("compress", rule)
+        assert isinstance(options, CompressOptions)
+        assert name.split()[0] in (options.codec, FLOAT32)
+        assert (options.error_feedback is not None) == name.endswith("EF")
+        assert options.exempt is None or options.exempt.covers("bias", 1, 1 << 20)
+        exchange = config.options(
+            "compress", config.rule_for("all_to_all_v", None, "float32", "moe.dispatch")
+        )
+        assert isinstance(exchange, CompressOptions)
+        assert exchange.feedback is None
+
+
+def test_curves_are_smoothed_and_drawn(tmp_path: Path) -> None:
+    assert bench_training.smoothed([1, 3, 5, 7], 2).tolist() == [2, 4, 6]
+    runs = [Run("gpt", way, 0, 1, [3.0, 2.0, 1.0]) for way in WAYS]
+    target = tmp_path / "losses.png"
+    bench_training.plot(runs, target)
+    assert target.read_bytes().startswith(b"\x89PNG")
+
+
+def test_steps_over_a_link_with_codecs() -> None:
+    for way in (*bench_two_hosts.WAYS, *bench_two_hosts.CODECS):
+        config = load(bench_two_hosts.pipeline(Path("table.yaml"), way))
+        assert bool(config.rules) == (way in bench_two_hosts.CODECS)
+    assert "powersgd 4 + EF" not in bench_two_hosts.suited(bench_two_hosts.CODECS, "dlrm")
+    found = dict.fromkeys(bench_two_hosts.WAYS, 40.0) | {"bf16": 25.0, bench_two_hosts.TORCH: 50.0}
+    rows = bench_two_hosts.codec_rows("gpt", found, dict.fromkeys(found, 1 << 20))
+    assert rows[1] == ["gpt", "bf16", "1.00", "25.0", "1.60", "2.00"]
+
+
+# --- break-even ---------------------------------------------------------------------------------------
+
+SIZES = [1 << 16, 1 << 20, 1 << 24]
+
+
+def test_break_even_by_the_lines() -> None:
+    raw = bench_break_even.fitted({size: 1e-3 + size / 1e8 for size in SIZES}, 1e-3)
+    assert (raw.latency, raw.per_byte) == pytest.approx((1e-3, 1e-8))
+    # 2 ms more, and saves 3/4 of 10 ns a byte, but for 2.5 ns of computing
+    encoded = bench_break_even.predicted(raw, rate=4, codec_per_byte=2.5e-9, latency=3e-3)
+    size = bench_break_even.crossing(raw, encoded)
+    assert size == pytest.approx(2e-3 / 5e-9)
+    assert raw.at(size) == pytest.approx(encoded.at(size))
+    slow = bench_break_even.predicted(raw, rate=4, codec_per_byte=7.6e-9, latency=0)
+    assert bench_break_even.crossing(raw, slow) == math.inf
+    assert bench_break_even.fitted({1000: 2.0, 2000: 1.0}, 0.0).per_byte == pytest.approx(2.5 / 4.25e3)
+
+
+def test_break_even_by_what_was_measured() -> None:
+    raw = dict.fromkeys(SIZES, 1.0)
+    crossing = bench_break_even.measured_crossing
+    assert crossing(raw, dict(zip(SIZES, (4.0, 0.5, 0.5), strict=True))) == pytest.approx(
+        SIZES[0] * (SIZES[1] / SIZES[0]) ** (2 / 3)
+    )
+    assert SIZES[1] < crossing(raw, dict(zip(SIZES, (0.5, 2.0, 0.5), strict=True))) < SIZES[2]
+    assert crossing(raw, dict(zip(SIZES, (0.5, 0.5, 2.0), strict=True))) == math.inf
+    assert crossing(raw, dict.fromkeys(SIZES, 0.5)) == 0
+    text = bench_break_even.crossing_text
+    assert [text(each, *SIZES[::2]) for each in (0, 3 << 19, 1 << 30, math.inf)] == [
+        "below 64KiB",
+        "1.5 MiB",
+        "above 16MiB",
+        "never",
+    ]
+
+
+def test_break_even_has_a_report_and_a_picture(tmp_path: Path) -> None:
+    sizes = [bench_break_even.TINY, *SIZES]
+    names = ("int8_block", "bf16", "topk")
+    times = {bench_break_even.RAW: {size: 1e-4 + size / 1e8 for size in sizes}}
+    local: dict[str, dict[int, float]] = {}
+    for name in names:
+        codec = bench_break_even.payload_codec(name)
+        values = torch.randn(1 << 16)
+        local[name] = {values.nbytes: bench_break_even.codec_seconds(codec, values, 2, 1)}
+        local[name] |= {size: size / 1e9 for size in sizes}
+        smaller = bench_break_even.times_smaller(codec, SIZES[-1], 2)
+        times[name] = {size: 1e-3 + size / 1e8 / smaller + size / 1e9 for size in sizes}
+    found = bench_break_even.found_of("1gbit", times, local)
+    for name, line in found.codecs.items():  # what was put in comes out, but for the 1 KiB in its latency
+        assert [line.at(size) for size in SIZES] == pytest.approx(
+            [times[name][size] for size in SIZES], rel=0.01
+        )
+        predicted, measured = found.break_even(name)
+        assert predicted.split()[1] == measured.split()[1] == "KiB"
+    text = bench_break_even.text_of([found], "a command")
+    assert "α = 110 µs, B = 0.100 GB/s" in text
+    assert text.count("| int8_block |") == 1 + len(SIZES)
+    bench_break_even.plot([found], tmp_path / "lines.png")
+    assert (tmp_path / "lines.png").stat().st_size > 1000
+
+
+def test_how_much_less_is_sent() -> None:
+    smaller = {
+        name: bench_break_even.times_smaller(bench_break_even.payload_codec(name), 1 << 20, 2)
+        for name in ("bf16", "int8_block", "topk")
+    }
+    assert smaller == pytest.approx({"bf16": 2, "int8_block": 3.94, "topk": 66.6}, rel=0.01)
+    with pytest.raises(SystemExit, match="powersgd has no payloads"):
+        bench_break_even.payload_codec("powersgd")

@@ -367,7 +367,8 @@ def test_loss_and_accuracy_are_torchs() -> None:
 def test_communication_is_summed_by_kind_tag_and_backend() -> None:
     def record(kind: str, tag: str | None, backend: str, nbytes: int, start: float, end: float) -> Any:
         times = {"t_issue": start, "t_done": end, "waited": (end - start) / 4}
-        return SimpleNamespace(kind=kind, tag=tag, backend=backend, bytes=nbytes, **times)
+        sizes = {"bytes": nbytes, "wire_bytes": nbytes // 4, "ranks": 2}
+        return SimpleNamespace(kind=kind, tag=tag, backend=backend, **sizes, **times)
 
     records = [
         record("all_to_all", "a", "mpi", 300, 0, 1),
@@ -377,8 +378,8 @@ def test_communication_is_summed_by_kind_tag_and_backend() -> None:
     ]
     log: Any = SimpleNamespace(records=records)
     assert reporting.communication(log, seconds=10) == [
-        reporting.CommunicationRow("all_to_all", "a", "mpi", 3, 700, 2e6, 0.6, 0.15),
-        reporting.CommunicationRow("all_reduce", "", "gloo", 1, 100, 1e6, 0.1, 0.025),
+        reporting.CommunicationRow("all_to_all", "a", "mpi", 3, 700, 88, 2e6, 0.6, 0.15),
+        reporting.CommunicationRow("all_reduce", "", "gloo", 1, 100, 25, 1e6, 0.1, 0.025),
     ]
 
 

@@ -614,3 +614,50 @@ def test_alone_there_is_nothing_to_average() -> None:
         with mcr.no_sync(model):
             model(torch.randn(2, 24)).backward()
         optimizer.step()
+
+
+# -- with codecs ----------------------------------------------------------------------------------
+
+
+def encoded_job(codecs: list[dict[str, Any]]) -> list[tuple[bool, bool, float]]:
+    """Runs on ranks: whether wrapping left the first rank's parameters and buffers as they were, whether all
+    ranks have them, and bytes of a step's operations on gradients, relative to those of the parameters."""
+    torch.set_num_threads(1)
+    found = []
+    for codec in codecs:
+        stages: list[dict[str, Any]] = [{"compress": codec}, {"select": {}}, {"dispatch": {"timeout": "30s"}}]
+        with mcr.init({"version": 1, "pipeline": stages}) as comm:
+            torch.manual_seed(comm.rank)
+            model: nn.Module = nn.Sequential(*(nn.Linear(96, 96) for _ in range(8)), nn.BatchNorm1d(96))
+            for buffer in model.buffers():
+                if buffer.is_floating_point():
+                    buffer.normal_()
+            before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            model, optimizer = mcr.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            after = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            firsts = comm.all_gather_object(after)[0]
+            same = all(torch.equal(tensor, firsts[name]) for name, tensor in after.items())
+            kept = comm.rank > 0 or all(torch.equal(tensor, before[name]) for name, tensor in after.items())
+            for _ in range(2):  # the first pass finds out how to make buckets
+                model(torch.randn(4, 96)).square().mean().backward()
+                optimizer.step()
+            with mcr.record() as log:
+                model(torch.randn(4, 96)).square().mean().backward()
+            sent = sum(record.wire_bytes for record in log.records if record.tag == "gradients")
+            found.append((kept, same, sent / sum(param.nbytes for param in model.parameters())))
+    return found
+
+
+def test_codecs_leave_parameters_alone_and_make_gradients_smaller() -> None:
+    exempt = {"max_ndim": 1}
+    codecs = [
+        {"codec": "int8_block", "exempt": exempt},
+        {"codec": "topk", "ratio": 0.01, "error_feedback": True, "exempt": exempt},
+        {"codec": "topk", "ratio": 0.01, "exempt": exempt},
+    ]
+    for result in run_ranks(encoded_job, 2, args=[codecs], timeout=120):
+        # int8: there, and back again
+        for codec, most, (kept, same, share) in zip(codecs, (0.65, 0.25, 0.25), result.value, strict=True):
+            assert kept, codec
+            assert same, codec
+            assert 0 < share < most, codec

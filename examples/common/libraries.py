@@ -40,6 +40,10 @@ class Record(Protocol):
     @property
     def bytes(self) -> int: ...  # this rank's, where the ranks' sizes differ
     @property
+    def wire_bytes(self) -> int: ...  # the same once a codec has encoded them
+    @property
+    def ranks(self) -> int: ...
+    @property
     def t_issue(self) -> float: ...
     @property
     def t_done(self) -> float: ...

@@ -19,6 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from mcr_plus.observe.record import bus_factor
+
 STYLE: Any = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False, "title_justify": "left"}
 WINDOW = 10  # steps at the start and at the end whose mean loss is reported
 RECORDED = 2000  # steps whose communication is noted, so that a long run does not fill the memory
@@ -37,6 +39,7 @@ class CommunicationRow:
     backend: str
     count: int
     bytes: int
+    wire: int  # bytes that each rank sends over a wire, by the formulas of nccl-tests; about, if sizes differ
     p50_us: float
     share: float  # of the step time; what overlaps with computing or other operations counts in full
     waited: float  # share of the step time in which the program waited for it
@@ -51,9 +54,10 @@ def communication(log: Log, seconds: float) -> list[CommunicationRow]:
     for key, group in groups.items():
         times = [record.t_done - record.t_issue for record in group]
         total = sum(record.bytes for record in group)
+        wire = round(sum(record.wire_bytes * bus_factor(record.kind, record.ranks) for record in group))
         waited = sum(record.waited for record in group) / seconds
         p50_us, share = median(times) * 1e6, sum(times) / seconds
-        rows.append(CommunicationRow(*key, len(group), total, p50_us, share, waited))
+        rows.append(CommunicationRow(*key, len(group), total, wire, p50_us, share, waited))
     return sorted(rows, key=lambda row: -row.waited)
 
 

@@ -1,0 +1,473 @@
+"""From which size on a codec pays over a slow link: all_reduces measured, beside a model of them.
+
+    python benchmarks/bench_break_even.py --rates 1gbit,10gbit --codecs int8_block --plot FILE.png
+
+Two network namespaces joined by a link of that rate, one rank and half of the cores on each. On W ranks an
+all_reduce of S bytes should take, f = 2 (W - 1) / W,
+
+    uncompressed       α + f S / B
+    by a codec         α_c + f S / (r B) + S / C
+
+α and α_c are what an all_reduce of 1 KiB takes. B is fitted to the uncompressed ones of 1 MiB and more, by
+the smallest relative error: a shaper lets the first 256 KiB pass without delay. C is what a rank's codec
+calls for one all_reduce take when nothing is sent, on both hosts at once; r how much smaller a payload is. So
+nothing is fitted to what is predicted. Results are compared with the true sum before anything is timed, but
+for those of sparse codecs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import numpy as np
+import torch
+from bench_codecs import LIMIT, verify
+from rich.console import Console
+from rich.table import Table
+from two_hosts import TwoHosts, why_not
+
+import mcr_plus as mcr
+from mcr_plus.compression.codec import PayloadCodec, make
+from mcr_plus.environment import cores
+from mcr_plus.selection.fingerprint import cpu_name
+from mcr_plus.tuning.plot import check_available
+from mcr_plus.units import format_size, parse_size
+
+RESULTS = Path(__file__).parent / "results"
+RAW: Final = "uncompressed"
+TINY: Final = 1 << 10  # bytes: what is left of the time is latency
+LIMITED: Final = 1 << 20  # bytes from which on the link, and not the burst of its shaper, decides
+RANKS: Final = 2
+KINDS: Final = "all_reduce,all_to_all,all_gather,barrier"
+
+Seconds = dict[str, dict[int, float]]  # by way, and size in bytes
+
+
+# --- the model --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds of an all_reduce as a straight line over its bytes."""
+
+    latency: float
+    per_byte: float
+
+    def at(self, nbytes: float) -> float:
+        return self.latency + self.per_byte * nbytes
+
+
+def fitted(times: Mapping[int, float], latency: float) -> Line:
+    """The line with this latency whose squared relative error is smallest."""
+    seconds = np.array(list(times.values()))
+    sizes, rest = np.array(list(times)) / seconds, 1 - latency / seconds
+    return Line(latency, float((sizes * rest).sum() / (sizes**2).sum()))
+
+
+def predicted(raw: Line, rate: float, codec_per_byte: float, latency: float) -> Line:
+    """The line of a codec whose payloads are `rate` times as small: α_c + f S / (r B) + S / C."""
+    return Line(latency, raw.per_byte / rate + codec_per_byte)
+
+
+def crossing(raw: Line, encoded: Line) -> float:
+    """The bytes from which the second line lies below the first; inf if it never does."""
+    gained = raw.per_byte - encoded.per_byte
+    if gained <= 0:
+        return math.inf
+    return max(0.0, (encoded.latency - raw.latency) / gained)
+
+
+def measured_crossing(raw: Mapping[int, float], encoded: Mapping[int, float]) -> float:
+    """The bytes from which on all measured points of the second are below those of the first.
+
+    Between two sizes where the logarithm of their ratio, drawn over that of the size, is 0; inf if the last
+    point is not below, 0 if all are.
+    """
+    sizes = sorted(raw)
+    logs = [math.log(encoded[size] / raw[size]) for size in sizes]
+    slower = [index for index, value in enumerate(logs) if value >= 0]
+    if not slower:
+        return 0.0
+    last = slower[-1]
+    if last == len(sizes) - 1:
+        return math.inf
+    share = logs[last] / (logs[last] - logs[last + 1])
+    return float(sizes[last] * (sizes[last + 1] / sizes[last]) ** share)
+
+
+def crossing_text(nbytes: float, low: int, high: int) -> str:
+    """A break-even size for people; of what lies beyond the sizes measured, only on which side."""
+    if math.isinf(nbytes):
+        return "never"
+    if nbytes < low:
+        return f"below {format_size(low)}"
+    if nbytes > high:
+        return f"above {format_size(high)}"
+    unit, name = (1 << 20, "MiB") if nbytes >= 1 << 20 else (1 << 10, "KiB")
+    return f"{nbytes / unit:.3g} {name}"
+
+
+# --- on ranks ---------------------------------------------------------------------------------------
+
+
+def measure(config: Path, spec: Path, target: Path) -> None:
+    """On ranks: every way and size in turns; a call takes as long as on the slower rank."""
+    torch.set_num_threads(1)
+    asked = json.loads(spec.read_text())
+    times: Seconds = {}
+    local: Seconds = {}
+    with mcr.init(str(config)) as comm:
+        for nbytes in [TINY, *asked["sizes"]]:
+            source = torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(comm.rank))
+            for way, found in _all_reduces(comm, source, asked["codecs"], asked["rounds"]).items():
+                times.setdefault(way, {})[nbytes] = found
+            for name in asked["codecs"]:
+                comm.barrier()
+                own = codec_seconds(payload_codec(name), source, comm.size, asked["rounds"])
+                local.setdefault(name, {})[nbytes] = max(comm.all_gather_object(own))
+    if comm.rank == 0:
+        target.write_text(json.dumps({"times": times, "local": local}))
+
+
+def _all_reduces(
+    comm: mcr.Communicator, source: torch.Tensor, codecs: Sequence[str], rounds: int
+) -> dict[str, float]:
+    """Median seconds of an all_reduce by way."""
+    ways: dict[str, str | bool] = {RAW: False, **{name: name for name in codecs}}
+    buffer, true = torch.empty_like(source), torch.empty_like(source)
+    true.copy_(source)
+    comm.all_reduce(true, compress=False)
+    for way, compress in ways.items():
+        buffer.copy_(source)
+        comm.all_reduce(buffer, compress=compress)
+        if way == RAW or not payload_codec(way).traits.sparse:  # of sparse ones the ranks' places differ
+            verify(way, buffer, true, 1e-6 if way == RAW else LIMIT, sparse=False)
+    turns: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(rounds):
+        for way, compress in ways.items():
+            buffer.copy_(source)
+            comm.barrier()
+            began = time.perf_counter()
+            comm.all_reduce(buffer, compress=compress)
+            turns[way].append(time.perf_counter() - began)
+    slowest = [map(max, zip(*each, strict=True)) for each in zip(*_everyones(comm, turns), strict=True)]
+    return {way: median(each) for way, each in zip(ways, slowest, strict=True)}
+
+
+def _everyones(comm: mcr.Communicator, turns: Mapping[str, list[float]]) -> list[list[list[float]]]:
+    gathered: list[list[list[float]]] = comm.all_gather_object(list(turns.values()))
+    return gathered
+
+
+def payload_codec(name: str) -> PayloadCodec:
+    codec = make({"codec": name})
+    if not isinstance(codec, PayloadCodec):
+        raise SystemExit(f"codec {name} has no payloads to be timed by themselves")
+    codec.enter(0, "break even")
+    return codec
+
+
+def codec_seconds(codec: PayloadCodec, values: torch.Tensor, ranks: int, rounds: int) -> float:
+    """Median seconds of all codec calls that one rank makes for one all_reduce, without communication."""
+    whole = sends_all(codec)
+    parts = [values] if whole else values.chunk(ranks)
+    outs = torch.zeros_like(values).chunk(len(parts))
+    wires = torch.zeros(ranks, codec.wire_numel(parts[0].numel()), dtype=codec.wire_dtype)
+    wire, total = torch.zeros_like(wires[0]), torch.zeros_like(parts[0])
+
+    def native() -> None:
+        codec.encode(values, wire)
+        codec.decode(wire, outs[0])
+
+    def summed() -> None:
+        codec.encode(values, wire)
+        for _ in range(ranks):
+            codec.decode_accumulate(wire, outs[0])
+
+    def two_shot() -> None:
+        for part, each in zip(parts[1:], wires[1:], strict=True):
+            codec.encode(part, each)
+        total.copy_(parts[0])
+        codec.reduce(wires, total, wire, skip=0)
+        for out in outs:
+            codec.decode(wire, out)
+
+    call = native if codec.traits.additive else summed if codec.traits.sparse else two_shot
+    call()
+    taken = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - began)
+    return median(taken)
+
+
+def sends_all(codec: PayloadCodec) -> bool:
+    """Whether a payload holds all values of an all_reduce, and not those that one rank sums."""
+    return codec.traits.additive or codec.traits.sparse
+
+
+def times_smaller(codec: PayloadCodec, nbytes: int, ranks: int) -> float:
+    """How many times less a rank sends with the codec in an all_reduce of `nbytes` of float32."""
+    parts = 1 if sends_all(codec) else ranks
+    sent = codec.wire_nbytes(nbytes // 4 // parts) * parts
+    if codec.traits.sparse:  # every payload goes to every rank
+        return nbytes * 2 / (ranks * sent)
+    return nbytes / sent
+
+
+# --- the program ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Found:
+    """What came out over one link."""
+
+    rate: str
+    times: Seconds
+    local: Seconds  # a rank's codec calls alone
+    raw: Line
+    codecs: dict[str, Line]  # predicted
+
+    @property
+    def sizes(self) -> list[int]:
+        return sorted(size for size in self.times[RAW] if size != TINY)
+
+    def measured(self, way: str) -> dict[int, float]:
+        return {size: self.times[way][size] for size in self.sizes}
+
+    def break_even(self, codec: str) -> tuple[str, str]:
+        """Predicted and measured."""
+        found = (
+            crossing(self.raw, self.codecs[codec]),
+            measured_crossing(self.measured(RAW), self.measured(codec)),
+        )
+        first, second = (crossing_text(each, self.sizes[0], self.sizes[-1]) for each in found)
+        return first, second
+
+
+def found_of(rate: str, times: Seconds, local: Seconds) -> Found:
+    """Fit what was measured without a codec, and predict the rest."""
+    above = {size: seconds for size, seconds in times[RAW].items() if size >= LIMITED}
+    raw = fitted(above or times[RAW], times[RAW][TINY])
+    codecs = {}
+    for name, by_size in local.items():
+        largest = max(by_size)
+        smaller = times_smaller(payload_codec(name), largest, RANKS)
+        codecs[name] = predicted(raw, smaller, by_size[largest] / largest, times[name][TINY])
+    return Found(rate, times, local, raw, codecs)
+
+
+def over_the_link(rate: str, spec: Mapping[str, Any], table: Path | None, budget: str) -> Found:
+    """Measure over a link of a rate; without a table, tune one first."""
+    with TwoHosts(rate) as hosts, tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if table is None:
+            table = folder / "table.yaml"
+            words = ["tune", "-o", str(table), "--kinds", KINDS, "--max", "32MiB", "--budget", budget]
+            hosts.mpirun([sys.executable, "-m", "mcr_plus.cli.main", *words], stdout=subprocess.DEVNULL)
+        stages = [{"compress": {}}, {"select": {"table": str(table.absolute())}}, {"dispatch": {}}]
+        config, asked, target = folder / "pipeline.yaml", folder / "spec.json", folder / "times.json"
+        config.write_text(json.dumps({"version": 1, "backends": ["mpi", "gloo"], "pipeline": stages}))
+        asked.write_text(json.dumps(spec))
+        hosts.mpirun([sys.executable, __file__, "--measure", str(config), str(asked), str(target)])
+        result = json.loads(target.read_text())
+    times, local = (
+        {way: {int(size): seconds for size, seconds in each.items()} for way, each in result[what].items()}
+        for what in ("times", "local")
+    )
+    return found_of(rate, times, local)
+
+
+def codec_facts(found: Found, codec: str) -> list[str]:
+    """The constants of a codec's line, and where it crosses that of the uncompressed ones."""
+    largest = max(found.sizes)
+    smaller = times_smaller(payload_codec(codec), largest, RANKS)
+    codec_rate = largest / found.local[codec][largest]
+    share = 2 * (RANKS - 1) / RANKS
+    link = share / found.raw.per_byte
+    needed = smaller / (share * (smaller - 1))
+    return [
+        codec,
+        f"{smaller:.2f}",
+        f"{1e6 * found.times[codec][TINY]:.0f}",
+        f"{codec_rate / 1e9:.2f}",
+        f"{codec_rate / link:.1f}",
+        f"{needed:.2f}",
+        *found.break_even(codec),
+    ]
+
+
+FACTS: Final = (
+    "codec",
+    "r",
+    "α_c µs",
+    "C GB/s",
+    "C / B",
+    "needed",
+    "predicted break-even",
+    "measured break-even",
+)
+
+
+TIMES: Final = ("bytes", "way", "ms", "by the line", "times as fast as uncompressed")
+
+
+def size_rows(found: Found) -> list[list[str]]:
+    """A line for each size and way: milliseconds measured, and by the fitted or predicted line."""
+    lines = {RAW: found.raw, **found.codecs}
+    return [
+        [
+            format_size(size),
+            way,
+            f"{1e3 * found.times[way][size]:.2f}",
+            f"{1e3 * line.at(size):.2f}",
+            f"{found.times[RAW][size] / found.times[way][size]:.2f}",
+        ]
+        for size in found.sizes
+        for way, line in lines.items()
+    ]
+
+
+def link_text(found: Found) -> str:
+    bandwidth = 2 * (RANKS - 1) / RANKS / found.raw.per_byte
+    return f"α = {1e6 * found.raw.latency:.0f} µs, B = {bandwidth / 1e9:.3f} GB/s"
+
+
+def show(found: Found, console: Console) -> None:
+    for title, names, rows in (
+        (f"{found.rate}: {link_text(found)}", FACTS, [codec_facts(found, each) for each in found.codecs]),
+        (f"{found.rate}: all_reduce", TIMES, size_rows(found)),
+    ):
+        table = Table(title=title, title_justify="left")
+        for name in names:
+            table.add_column(name, justify="left" if name in ("codec", "way") else "right")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+
+
+def text_of(every: Sequence[Found], line: str) -> str:
+    """The report as Markdown."""
+
+    def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+        head = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
+        return [*head, *(f"| {' | '.join(row)} |" for row in rows), ""]
+
+    text = [
+        f"# From which size on a codec pays ({date.today():%Y-%m-%d})",
+        "",
+        f"    {line}",
+        "",
+        f"{cpu_name()}, {cores()} cores, Python {platform.python_version()}, torch {torch.__version__}; two "
+        "network namespaces, one rank and half of the cores on each. all_reduce of float32, medians of "
+        "rounds in which all ways take turns. Lines: uncompressed α + f S / B; by a codec α_c + f S / (r B) "
+        "+ S / C, where f = 2 (W - 1) / W = 1. α and α_c are by all_reduces of 1 KiB, B is fitted to the "
+        "uncompressed ones of 1 MiB and more (a shaper lets the first 256 KiB pass without delay), C by what "
+        "a rank's codec calls take alone at the largest size. A codec can pay only where C / B is more than "
+        "what is needed, r / (f (r - 1)).",
+        "",
+    ]
+    for found in every:
+        text += [f"## {found.rate}", "", f"{link_text(found)}.", ""]
+        text += table(FACTS, [codec_facts(found, each) for each in found.codecs])
+        text += table(TIMES, size_rows(found))
+    return "\n".join(text)
+
+
+def plot(every: Sequence[Found], path: Path) -> None:
+    """A panel for each link: points measured, lines fitted and predicted, break-even sizes."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        1, len(every), figsize=(5.2 * len(every), 4.2), layout="constrained", squeeze=False
+    )
+    for axis, found in zip(axes[0], every, strict=True):
+        sizes = np.array(found.sizes, float)
+        fine = np.geomspace(sizes[0], sizes[-1], 200)
+        for index, (way, line) in enumerate({RAW: found.raw, **found.codecs}.items()):
+            colour = "black" if way == RAW else f"C{index - 1}"
+            times = [1e3 * found.times[way][size] for size in found.sizes]
+            axis.plot(sizes / 2**20, times, "o", color=colour, ms=4, label=f"{way}, measured")
+            label = f"{way}, {'fitted' if way == RAW else 'predicted'}"
+            axis.plot(fine / 2**20, [1e3 * line.at(size) for size in fine], color=colour, lw=1.2, label=label)
+            if way == RAW:
+                continue
+            for style, size in (
+                ("--", crossing(found.raw, line)),
+                (":", measured_crossing(found.measured(RAW), found.measured(way))),
+            ):
+                if sizes[0] <= size <= sizes[-1]:
+                    which = "predicted" if style == "--" else "measured"
+                    label = f"{way}, break-even {which}"
+                    axis.axvline(size / 2**20, color=colour, ls=style, lw=1, label=label)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_title(f"all_reduce over {found.rate}")
+        axis.set_xlabel("MiB of float32")
+        axis.set_ylabel("ms")
+        axis.grid(alpha=0.25, lw=0.5, which="both")
+        axis.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--measure"]:
+        measure(*map(Path, sys.argv[2:5]))
+        return
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rates", default="1gbit,10gbit", help="of the link, as tc writes them")
+    parser.add_argument("--codecs", default="int8_block", help="any that have payloads")
+    parser.add_argument("--sizes", default="64KiB,256KiB,1MiB,4MiB,16MiB,64MiB")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--table", type=Path, help="use this tuning table for all rates")
+    parser.add_argument("--tune", default="60s", help="budget of tuning for each rate, without --table")
+    parser.add_argument(
+        "--hardware", default=f"{platform.machine()}-{cores()}core", help="for the file's name"
+    )
+    parser.add_argument("--output", type=Path, help="another file than the dated one")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--plot", type=Path, help="draw times and break-even sizes; needs matplotlib")
+    options = parser.parse_args()
+    codecs = options.codecs.split(",")
+    for name in codecs:
+        payload_codec(name)
+    if options.plot is not None:
+        check_available(options.plot)
+    if (reason := why_not()) is not None:
+        raise SystemExit(f"skipped: {reason}")
+    spec = {"codecs": codecs, "sizes": [parse_size(size) for size in options.sizes.split(",")]}
+    console, every = Console(), []
+    for rate in options.rates.split(","):
+        every.append(over_the_link(rate, {**spec, "rounds": options.rounds}, options.table, options.tune))
+        show(every[-1], console)
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(found) for found in every], indent=1))
+    if options.plot is not None:
+        plot(every, options.plot)
+    named = f"break-even_{options.hardware}-two-hosts_{date.today():%Y%m}.md"
+    target = options.output or RESULTS / named
+    target.write_text(text_of(every, f"python benchmarks/bench_break_even.py {shlex.join(sys.argv[1:])}"))
+    console.print(str(target))
+
+
+if __name__ == "__main__":
+    main()

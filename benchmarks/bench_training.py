@@ -1,0 +1,282 @@
+"""How well the examples train with codecs: the loss at the end, and the bytes on the wire, beside float32.
+
+    python benchmarks/bench_training.py [--examples gpt,moe,dlrm] [--seeds 2] [--json FILE] [--plot FILE.png]
+
+Two ranks train the same job in every way, with the same weights to begin with and the same data. The final
+loss is the mean over the last twentieth of the steps. Differences to float32 are between runs of one seed;
+how much a way itself differs between seeds is shown beside it. Bytes are those that a rank sends while it
+trains, by the formulas of nccl-tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from pathlib import Path
+from statistics import mean
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from mcr_plus.tuning.plot import check_available
+
+ROOT = Path(__file__).resolve().parents[1]
+TAIL: Final = 20  # the last of so many parts of the steps is the end
+DLRM_BATCH: Final = 128
+SMALL: Final = ["--layers", "2", "--hidden", "96", "--heads", "4", "--sequence", "32", "--lr", "1e-3"]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A job that ends within a minute on two cores."""
+
+    steps: int
+    options: Sequence[str]
+    unit: str
+    exchanges: bool = False  # has an all_to_all of floats
+    matrices: bool = True  # hands its gradients over by parameter; otherwise as flat buffers
+
+
+EXAMPLES: Final = {
+    "gpt": Example(1000, SMALL, "nats per byte"),
+    "moe": Example(1000, [*SMALL, "--experts", "4"], "nats per byte", exchanges=True),
+    "dlrm": Example(
+        1000,
+        ["--holdout", "0", "--batch-size", str(DLRM_BATCH)],
+        "nats per click",
+        exchanges=True,
+        matrices=False,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """What `compress` says for all_reduce, of gradients, and for all_to_all, of activations and theirs."""
+
+    gradients: Mapping[str, Any] = field(default_factory=dict)
+    exchange: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def needs_matrices(self) -> bool:
+        return self.gradients.get("codec") == "powersgd"
+
+    def rules(self) -> list[dict[str, Any]]:
+        """Biases and norms travel as they are; initial parameters and integers do anyway."""
+        rules: list[dict[str, Any]] = []
+        if self.gradients:
+            compress = {**self.gradients, "exempt": {"max_ndim": 1}}
+            rules.append({"match": {"kind": "all_reduce"}, "compress": compress})
+        if self.exchange:
+            rules.append({"match": {"kind": "all_to_all"}, "compress": dict(self.exchange)})
+        return rules
+
+    def config(self) -> dict[str, Any]:
+        pipeline: list[dict[str, Any]] = [{"compress": {}}, {"select": {}}, {"dispatch": {"timeout": "120s"}}]
+        return {"version": 1, "pipeline": pipeline, "rules": self.rules()}
+
+
+FLOAT32: Final = "float32"
+# Error feedback is for reductions. What is exchanged has none, so the sparse codec leaves it alone.
+WAYS: Final = {
+    FLOAT32: Way(),
+    "bf16": Way({"codec": "bf16"}, {"codec": "bf16"}),
+    "int8_block": Way({"codec": "int8_block"}, {"codec": "int8_block"}),
+    "fp8_block": Way({"codec": "fp8_block"}, {"codec": "fp8_block"}),
+    "int4_block + EF": Way({"codec": "int4_block", "error_feedback": True}, {"codec": "int4_block"}),
+    "topk 1 % + EF": Way({"codec": "topk", "ratio": 0.01, "error_feedback": True}),
+    "powersgd 4 + EF": Way({"codec": "powersgd", "rank": 4, "error_feedback": True}),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One job."""
+
+    example: str
+    way: str
+    seed: int
+    wire: int  # bytes that a rank sent
+    losses: list[float]  # by step
+
+    @property
+    def final(self) -> float:
+        return mean(self.losses[-max(1, len(self.losses) // TAIL) :])
+
+
+def train(name: str, way: str, seed: int, steps: int, folder: Path) -> Run:
+    """Run an example's program on two ranks."""
+    config, report = folder / "pipeline.yaml", folder / "report.json"
+    config.write_text(json.dumps(WAYS[way].config()))
+    words = [*EXAMPLES[name].options, "--steps", str(steps), "--seed", str(seed)]
+    if name == "dlrm":
+        words += ["--data", str(rows_for(steps, folder))]
+    line = [sys.executable, "-m", "mcr_plus.cli.main", "run", "-n", "2"]
+    line += [str(ROOT / "examples" / name / "train.py"), "--config", str(config), "--json", str(report)]
+    done = subprocess.run([*line, *words], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{name}, {way}, seed {seed}:\n{done.stdout}{done.stderr}")
+    result = json.loads(report.read_text())
+    sent = sum(row["wire"] for row in result["communication"])
+    return Run(name, way, seed, sent, result["train_loss"]["steps"])
+
+
+def rows_for(steps: int, folder: Path) -> Path:
+    """As many generated rows as the steps read: what is learned by heart in a second pass says nothing."""
+    path = folder / f"rows{steps}.tsv"
+    if not path.exists():
+        script = ROOT / "examples" / "dlrm" / "criteo.py"
+        rows = ["--rows", str(steps * DLRM_BATCH), "--seed", "1"]
+        subprocess.run([sys.executable, str(script), str(path), *rows], check=True)
+    return path
+
+
+# --- what came out ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table."""
+
+    example: str
+    way: str
+    wire: float  # bytes relative to float32's
+    finals: list[float]  # loss at the end, by seed
+    differences: list[float]  # from float32 of the same seed, relative
+
+    @property
+    def difference(self) -> float:
+        return mean(self.differences)
+
+
+def rows_of(runs: Sequence[Run]) -> list[Row]:
+    """What the runs of each example and way come to, in their order; float32 must be among them."""
+    plain = {(run.example, run.seed): run for run in runs if run.way == FLOAT32}
+    rows = []
+    for example, way in dict.fromkeys((run.example, run.way) for run in runs):
+        own = [run for run in runs if (run.example, run.way) == (example, way)]
+        beside = [plain[example, run.seed] for run in own]
+        rows.append(
+            Row(
+                example,
+                way,
+                sum(run.wire for run in own) / sum(run.wire for run in beside),
+                [run.final for run in own],
+                [run.final / other.final - 1 for run, other in zip(own, beside, strict=True)],
+            )
+        )
+    return rows
+
+
+def spread(row: Row) -> float:
+    """How far a way's final losses lie apart between seeds, relative to their mean."""
+    return (max(row.finals) - min(row.finals)) / mean(row.finals)
+
+
+def show(rows: Sequence[Row], console: Console) -> None:
+    for example in dict.fromkeys(row.example for row in rows):
+        title = f"{example}: loss in {EXAMPLES[example].unit}"
+        table = Table(title=title, title_justify="left")
+        for column in ("way", "bytes on the wire", "final loss", "difference", "… by seed", "seeds apart"):
+            table.add_column(column, justify="left" if column == "way" else "right")
+        for row in rows:
+            if row.example == example:
+                by_seed = " ".join(f"{each:+.2%}" for each in row.differences)
+                table.add_row(
+                    row.way,
+                    f"{row.wire:.3f}",
+                    f"{mean(row.finals):.4f}",
+                    f"{row.difference:+.2%}",
+                    by_seed,
+                    f"{spread(row):.2%}",
+                )
+        console.print(table)
+
+
+def smoothed(losses: Sequence[float], window: int) -> NDArray[np.float64]:
+    """Means over `window` steps, each beginning at one of them."""
+    return np.convolve(np.array(losses), np.full(window, 1 / window), mode="valid")
+
+
+def plot(runs: Sequence[Run], path: Path) -> None:
+    """A panel for each example, a curve for each way: means over a twentieth of the steps and over seeds."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    examples = list(dict.fromkeys(run.example for run in runs))
+    figure, axes = pyplot.subplots(
+        1, len(examples), figsize=(4.3 * len(examples), 3.8), layout="constrained", squeeze=False
+    )
+    for axis, example in zip(axes[0], examples, strict=True):
+        for index, way in enumerate(WAYS):
+            curves = [run.losses for run in runs if (run.example, run.way) == (example, way)]
+            if not curves:
+                continue
+            window = max(1, len(curves[0]) // TAIL)
+            curve = np.mean([smoothed(losses, window) for losses in curves], axis=0)
+            style = {"color": "black", "lw": 2.2} if way == FLOAT32 else {"color": f"C{index - 1}", "lw": 1.2}
+            axis.plot(np.arange(window, len(curves[0]) + 1), curve, label=way, **style)
+        axis.set_title(example)
+        axis.set_xlabel("step")
+        axis.set_ylabel(f"training loss, {EXAMPLES[example].unit}")
+        axis.grid(alpha=0.25, lw=0.5)
+    axes[0][0].legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def write_json(runs: Sequence[Run], path: Path) -> None:
+    document = {"rows": [asdict(row) for row in rows_of(runs)], "runs": [asdict(run) for run in runs]}
+    path.write_text(json.dumps(document, indent=1))
+
+
+def chosen(text: str, known: Sequence[str], what: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in known:
+            raise SystemExit(f"unknown {what} {name!r}; known: {', '.join(known)}")
+    return names
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--examples", default=",".join(EXAMPLES))
+    parser.add_argument("--ways", default=",".join(WAYS), help=f"{FLOAT32} is always among them")
+    parser.add_argument("--seeds", type=int, default=2, help="how many each way is trained with")
+    parser.add_argument("--steps", type=int, help="of every job, instead of enough of them")
+    parser.add_argument("--json", type=Path, help="also write losses and figures, after every job")
+    parser.add_argument("--plot", type=Path, help="draw the losses; needs matplotlib")
+    options = parser.parse_args(arguments)
+    examples = chosen(options.examples, list(EXAMPLES), "example")
+    ways = dict.fromkeys([FLOAT32, *chosen(options.ways, list(WAYS), "way")])
+    if options.plot is not None:
+        check_available(options.plot)
+    console = Console()
+    runs: list[Run] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for seed, name, way in product(range(options.seeds), examples, ways):
+            example = EXAMPLES[name]
+            if WAYS[way].needs_matrices and not example.matrices:
+                continue
+            runs.append(train(name, way, seed, options.steps or example.steps, Path(folder)))
+            console.print(f"{name}  {way}  seed {seed}  final loss {runs[-1].final:.4f}")
+            if options.json is not None:
+                write_json(runs, options.json)
+    show(rows_of(runs), console)
+    if options.plot is not None:
+        plot(runs, options.plot)
+
+
+if __name__ == "__main__":
+    main()

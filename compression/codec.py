@@ -191,6 +191,7 @@ class PayloadCodec(Codec):
         self._check(out, wire, self.wire_numel(out.numel()) if self.traits.fixed_rate else 0)
         if not out.numel():
             return
+        wire = self._exact(wire, out.numel())
         if self._is_native(out.dtype) and out.is_contiguous():
             self._decode(wire, out.view(-1))
         else:
@@ -201,7 +202,7 @@ class PayloadCodec(Codec):
     def decode_accumulate(self, wire: torch.Tensor, total: torch.Tensor, scale: float = 1.0) -> None:
         """Add `scale` times what a payload stands for to `total`: float32, flat and contiguous."""
         if total.numel():
-            self._accumulate(wire, total, scale)
+            self._accumulate(self._exact(wire, total.numel()), total, scale)
 
     def reduce(
         self,
@@ -254,6 +255,10 @@ class PayloadCodec(Codec):
     def _is_native(self, dtype: torch.dtype) -> bool:
         """Whether `_encode` and `_decode` take this dtype as it is."""
         return dtype is torch.float32
+
+    def _exact(self, wire: torch.Tensor, numel: int) -> torch.Tensor:
+        """A payload without what follows it in its slot."""
+        return wire[: self.wire_numel(numel)] if self.traits.fixed_rate else wire
 
     def _through(self, dtype: torch.dtype) -> torch.dtype:
         return dtype if self._is_native(dtype) else torch.float32

@@ -76,9 +76,11 @@ def never_slower(raw: Issue, compressed: Issue, codec: str, signature: Signature
         nonlocal call
         at = call if first else call - period
         call += 1
-        if verdict is not None and at == trial + _LAG:
-            decide(*verdict)
-        if at < 0 or verdict is not None:
+        if verdict is not None:
+            if at == trial + _LAG:
+                decide(*verdict)
+            return ways[best](message)
+        if at < 0:
             return ways[best](message)
         work = timed(at % 2, message)
         if at == trial - 1:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from codec_exam import F64, f64
 
@@ -203,6 +204,110 @@ def a_bad_step() -> dict[str, list[Any]]:
                 rows.append(bool(torch.isfinite(tensor).all()))
             found[config["codec"]] = rows
     return found
+
+
+def a_bad_step_of_ef21() -> dict[str, list[bool]]:
+    """Which steps of EF21 are finite, when the second is not."""
+    torch.set_num_threads(1)
+    found = {}
+    with mcr.init(timeout=60) as comm:
+        for config in ({"codec": "int8_block"}, {"codec": "topk", "ratio": 0.1}, {"codec": "bf16"}):
+            finite = []
+            for step in range(4):
+                tensor = drawn(comm.rank, 0)
+                if step == 1 and comm.rank == 0:
+                    tensor[0, 0] = torch.nan
+                comm.all_reduce(tensor, "AVG", compress={**config, "ef21": True}, tag="e")
+                finite.append(bool(torch.isfinite(tensor).all()))
+            found[str(config["codec"])] = finite
+    return found
+
+
+def by_name(calls: int) -> dict[str, Any]:
+    """One tag with and without feedback; inputs beside never_slower; states of sub-groups, saved again."""
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    with mcr.init(timeout=60) as comm:
+        plain, fed = {"codec": "sign1"}, {"codec": "sign1", "error_feedback": True}
+
+        def mean_off(compress: dict[str, Any]) -> float:
+            total = np.zeros(SHAPE).reshape(-1)
+            for _ in range(calls):
+                tensor = drawn(comm.rank, 0)
+                comm.all_reduce(tensor, "AVG", compress=compress, tag="shared")
+                total += f64(tensor)
+            return off(total, calls * mean_of(comm.size, range(1)))
+
+        found["off"] = [mean_off(plain), mean_off(fed), mean_off(plain)]
+
+        changed, out = 0, torch.zeros(1200 // comm.size)
+        slow = {"codec": "int4_block", "error_feedback": True, "never_slower": True}
+        for _ in range(20):
+            given = drawn(comm.rank, 1).view(-1)
+            comm.reduce_scatter_tensor(out, given, compress=slow, tag="rs")
+            changed += not torch.equal(given, drawn(comm.rank, 1).view(-1))
+        found["changed"] = changed
+
+        half = comm.split(comm.rank % 2)
+        assert half is not None
+        if half.size > 1:
+            half.all_reduce(drawn(comm.rank, 2), compress=fed, tag="half")
+        state = mcr.state_dict()
+        found["groups"] = sorted(state["codecs"])
+    with mcr.init(timeout=60) as comm:
+        mcr.load_state_dict(state)
+        comm.all_reduce(drawn(comm.rank, 3), "AVG", compress=fed, tag="shared")
+        again = mcr.state_dict()
+        found["again"] = [
+            {group: sorted(kept) for group, kept in each["codecs"].items()} for each in (state, again)
+        ]
+        for bad in ({}, {"version": 1, "codecs": {"world": {"x": 3}}}, {"version": 2, "codecs": {}}, 7):
+            with pytest.raises(mcr.InvalidArgument, match=r"mcr\.state_dict"):
+                mcr.load_state_dict(bad)  # type: ignore[arg-type]
+    return found
+
+
+def misunderstandings() -> list[str]:
+    """Ranks that use different codecs of equal payloads, each pair in a job of its own."""
+    torch.set_num_threads(1)
+    texts = []
+    pairs: list[tuple[Any, Any]] = [
+        ("int8_block", "fp8_block"),
+        ({"codec": "fp8_block"}, {"codec": "fp8_block", "format": "e5m2"}),
+        ({"codec": "randk"}, {"codec": "randk", "seed": 1}),
+        ({"codec": "int8_block", "ef21": True}, {"codec": "int8_block"}),
+    ]
+    for pair in pairs:
+        comm = mcr.init(timeout=20)
+        try:
+            comm.all_reduce(drawn(comm.rank, 0), compress=pair[comm.rank], tag="q")
+            texts.append("nothing")
+        except mcr.OrderMismatch as error:
+            texts.append(str(error))
+        mcr.finalize()
+    return texts
+
+
+def lengths_known_late() -> int:
+    """exp_window with every operation compared, and several in flight; returns how many calls were exact."""
+    torch.set_num_threads(1)
+    exact = 0
+    config = {
+        "pipeline": [{"compress": {}}, {"select": {}}, {"dispatch": {"check": "every", "timeout": "30s"}}]
+    }
+    with mcr.init(config) as comm:
+        for step in range(5):
+            works, tensors = [], [drawn(comm.rank, step + index) for index in range(3)]
+            for tensor in tensors:
+                time.sleep(0.002 * ((comm.rank + step) % 3))
+                works.append(comm.all_reduce(tensor, async_op=True, compress="exp_window", tag=f"t{step}"))
+            for work in works:
+                assert work is not None
+                work.wait()
+            for index, tensor in enumerate(tensors):
+                total = sum(f64(drawn(rank, step + index)) for rank in range(comm.size))
+                exact += off(f64(tensor), np.asarray(total)) < 1e-6
+    return exact
 
 
 class Crooked(PayloadCodec):

@@ -79,6 +79,48 @@ def neighbours(codec: str) -> dict[str, list[Any]]:
     return found
 
 
+def decided_one_by_one() -> dict[str, Any]:
+    """What small operations get when they are fused, by their own size; and a coalesced call."""
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    rule = {"match": {"tag": "ruled", "bytes": "<4KiB"}, "compress": {"codec": "none"}}
+    with mcr.init(config({"codec": "int8_block", "exempt": {"below": "2KiB"}}, rule)) as comm:
+        for tag, numel in (("exempt", 256), ("not exempt", 600), ("ruled", 600)):
+            tensors = [torch.full((numel,), 1.0) for _ in range(8)]
+            works = [comm.all_reduce(tensor, async_op=True, tag=tag) for tensor in tensors]
+            largest = comm.all_reduce(torch.full((numel,), 7), mcr.MAX, async_op=True, tag=tag)
+            assert largest is not None
+            largest.wait()
+            for work in works:
+                assert work is not None
+                work.wait()
+            assert works[0] is not None
+            found[tag] = [works[0].info.codec, works[0].info.fused]
+        pair = [values(comm.rank, index, 100) for index in range(2)]
+        comm.all_reduce_coalesced(pair, mcr.AVG, compress="int8_block")
+        means = [np.mean([f64(values(rank, i, 100)) for rank in range(comm.size)], 0) for i in range(2)]
+        found["coalesced"] = [near(got, mean) for got, mean in zip(pair, means, strict=True)]
+    return found
+
+
+def repeated(codecs: list[dict[str, Any]], passes: int) -> list[float]:
+    """How far the gradients of the last pass are from those of the third, the same batch in all."""
+    torch.set_num_threads(1)
+    found = []
+    for compress in codecs:
+        with mcr.init(config(compress)) as comm:
+            model = Scales()
+            mcr.wrap(model, torch.optim.SGD(model.parameters(), 0.0))
+            seen = []
+            for _ in range(passes):
+                model.zero_grad()
+                model(batch(comm.rank, 0)).backward()
+                grads = [param.grad for param in model.parameters() if param.grad is not None]
+                seen.append(torch.cat([grad.flatten() for grad in grads]))
+            found.append(float((seen[-1] - seen[2]).abs().max()))
+    return found
+
+
 # -- mcr.wrap -----------------------------------------------------------------------------------------
 
 

@@ -11,13 +11,17 @@ from feedback import (
     FED_BACK,
     SHAPE,
     a_bad_step,
+    a_bad_step_of_ef21,
+    by_name,
     corrected_momentum,
     decisions,
     drawn,
     estimates,
     goes_on,
     in_flight,
+    lengths_known_late,
     mean_of,
+    misunderstandings,
     nothing_is_lost,
     off,
     refusals,
@@ -100,6 +104,35 @@ def test_a_bad_step_is_seen_everywhere_and_then_forgotten() -> None:
         for codec, finite in result.value.items():
             expected = [True, codec == "randk", True, True]  # which sends but some of the values
             assert finite in (expected, [True, False, True, True]), codec
+
+
+def test_ef21_begins_anew_after_a_bad_step() -> None:
+    for result in run_ranks(a_bad_step_of_ef21, 3):
+        assert result.value == {codec: [True, False, True, True] for codec in ("int8_block", "topk", "bf16")}
+
+
+def test_what_is_kept_belongs_to_tag_codec_and_options() -> None:
+    results = [result.value for result in run_ranks(by_name, 4, args=[10], timeout=120)]
+    for found in results:
+        plain, fed, plain_again = found["off"]
+        assert fed < plain / 2
+        assert plain_again == plain
+        assert found["changed"] == 0
+        assert len(found["groups"]) == 3  # the world and two halves, on all ranks
+        before, after = found["again"]
+        assert before == after
+
+
+def test_ranks_that_use_different_codecs_are_told() -> None:
+    for result in run_ranks(misunderstandings, 2, timeout=120):
+        for text, part in zip(result.value, ("fp8_block", "fp8_block", "randk", "int8_block"), strict=True):
+            assert f"encoding={part}" in text
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_lengths_that_are_known_late_are_no_mismatch(ranks: int) -> None:
+    for result in run_ranks(lengths_known_late, ranks):
+        assert result.value == 15
 
 
 def test_what_is_decided_while_the_job_runs() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gradients import neighbours, trained, wrapped
+from gradients import decided_one_by_one, neighbours, repeated, trained, wrapped
 from ranks import run_ranks
 
 LOUD, QUIET = "loud.weight", "quiet.weight"
@@ -17,6 +17,21 @@ def test_blocks_hold_one_member_of_a_fused_bucket_each(codec: str) -> None:
         for kind, (fused, *offs) in result.value.items():
             assert fused == [[4, codec]], kind
             assert max(offs) < (0.01 if codec == "int8_block" else 0.15), (kind, offs)
+
+
+def test_a_fused_operation_is_decided_about_by_itself() -> None:
+    for result in run_ranks(decided_one_by_one, 2):
+        found = result.value
+        assert found["exempt"] == [None, 8]
+        assert found["not exempt"] == ["int8_block", 8]
+        assert found["ruled"] == [None, 8]
+        assert max(found["coalesced"]) < 0.01
+
+
+def test_gaps_between_gradients_do_not_matter() -> None:
+    codecs = [{"codec": "sign1"}, {"codec": "int4_block", "hadamard": True}]
+    for result in run_ranks(repeated, 2, args=[codecs, 12], timeout=90):
+        assert result.value == [0.0, 0.0]
 
 
 def test_blocks_hold_one_gradient_each() -> None:

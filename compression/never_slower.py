@@ -19,6 +19,7 @@ _WARM: Final = 2
 """Calls of each way before it is timed: they allocate, compile and compare signatures."""
 _TIMED: Final = 5
 """Calls of each way that are timed."""
+_TRIAL: Final = 2 * (_WARM + _TIMED)
 _PERIOD: Final = 1000
 """Calls between two trials; twice as many after every trial that has changed nothing."""
 _LONGEST: Final = 16_000
@@ -30,74 +31,85 @@ def never_slower(raw: Issue, compressed: Issue, codec: str, signature: Signature
     """Issue by whichever of two ways has been faster; which one, ranks agree on.
 
     A trial is a fixed number of calls, by turns one way and the other. After it the medians of all ranks
-    are compared by an all_reduce of their maximum, and from the call after that on all ranks go the same
-    way. What a call takes is the time until its end is noticed.
+    are compared by an all_reduce of their maximum, and some calls later all ranks go the same way. What
+    a call takes is the time until its end is noticed.
     """
-    ways = (raw, compressed)
-    wanted = signature.replace(
-        kind="all_reduce", reduce_op="MAX", dtype=torch.float64, shape=(2,), nbytes=16, device="cpu",
-        root=None, backend=None, parts=None, key=None, async_op=True,
-    )  # fmt: skip
-    agree = next(wanted)
-    trial = 2 * (_WARM + _TIMED)
-    times: tuple[list[float], list[float]] = ([], [])
-    call, period, best, first = 0, _PERIOD, 0, True
-    verdict: tuple[Work, torch.Tensor] | None = None
-
-    def timed(way: int, message: Message) -> Work:
-        begin = perf_counter()
-        work = ways[way](message)
-        return work.then(lambda: times[way].append(perf_counter() - begin))
-
-    def ask() -> None:
-        nonlocal verdict
-        medians = torch.tensor([median(each[-_TIMED:]) if each else float("inf") for each in times])
-        medians = medians.to(torch.float64)
-        verdict = agree(Message(wanted, (medians,), (medians,))), medians
-
-    def decide(work: Work, medians: torch.Tensor) -> None:
-        nonlocal best, period, first, call, verdict
-        work.wait()
-        verdict = None
-        without, with_codec = medians.tolist()
-        chosen = 1 if with_codec < without else 0  # without, if nobody has waited for any yet
-        level = logging.INFO if first or chosen != best else logging.DEBUG
-        _log.log(
-            level,
-            "%s: codec %s takes %.3g ms, %.3g ms without it: %s",
-            signature.describe(), codec, with_codec * 1e3, without * 1e3, "on" if chosen else "off",
-        )  # fmt: skip
-        period = _PERIOD if first or chosen != best else min(2 * period, _LONGEST)
-        best, first, call = chosen, False, 0
-        for each in times:
-            each.clear()
+    trials = _Trials(raw, compressed, f"{signature.describe()}: codec {codec}", signature, next)
 
     def issue(message: Message) -> Work:
-        nonlocal call
-        at = call if first else call - period
-        call += 1
-        if verdict is not None:
-            if at == trial + _LAG:
-                decide(*verdict)
-            return ways[best](message)
-        if at < 0:
-            return ways[best](message)
-        work = timed(at % 2, message)
-        if at == trial - 1:
-            # Its own time is not known yet where the call is asynchronous: the median does without it.
-            ask()
-        return work
+        return trials.issue(message)
 
     direct: Callable[[Message], None] | None = getattr(raw, "run", None)
     if direct is not None:  # synchronous: between trials as fast as without all this
 
         def run(message: Message) -> None:
-            nonlocal call
-            if best == 0 and verdict is None and not first and call < period:
-                call += 1
+            if trials.idle:
+                trials.call += 1
                 direct(message)
             else:
-                issue(message).wait()
+                trials.issue(message).wait()
 
         issue.run = run  # type: ignore[attr-defined]
     return issue
+
+
+class _Trials:
+    """Which way calls go. `call` counts those since the last verdict."""
+
+    def __init__(self, raw: Issue, compressed: Issue, what: str, signature: Signature, next: Next) -> None:
+        self.call = 0
+        self._ways, self._what = (raw, compressed), what
+        self._wanted = signature.replace(
+            kind="all_reduce", reduce_op="MAX", dtype=torch.float64, shape=(2,), nbytes=16, device="cpu",
+            root=None, backend=None, parts=None, key=None, async_op=True,
+        )  # fmt: skip
+        self._agree = next(self._wanted)
+        self._times: tuple[list[float], list[float]] = ([], [])
+        self._begin, self._best = (
+            0,
+            0,
+        )  # the call with which the next trial begins, and the way between trials
+        self._period: int | None = None  # none before the first verdict
+        self._verdict: tuple[Work, torch.Tensor] | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether the next call goes uncompressed, and nothing else is to be done."""
+        return self._best == 0 and self._verdict is None and self.call < self._begin
+
+    def issue(self, message: Message) -> Work:
+        """Issue a call one way or the other."""
+        at = self.call - self._begin
+        self.call += 1
+        if self._verdict is not None:
+            if at == _TRIAL + _LAG:
+                self._decide(*self._verdict)
+            return self._ways[self._best](message)
+        if at < 0:
+            return self._ways[self._best](message)
+        way, began = at % 2, perf_counter()
+        work = self._ways[way](message).then(lambda: self._times[way].append(perf_counter() - began))
+        if at == _TRIAL - 1:
+            self._ask()
+        return work
+
+    def _ask(self) -> None:
+        """Have ranks compare what they have seen; the last calls may not be done yet."""
+        seen = [median(each[-_TIMED:]) if each else float("inf") for each in self._times]
+        medians = torch.tensor(seen, dtype=torch.float64)
+        self._verdict = self._agree(Message(self._wanted, (medians,), (medians,))), medians
+
+    def _decide(self, work: Work, medians: torch.Tensor) -> None:
+        work.wait()
+        without, with_codec = medians.tolist()
+        chosen = 1 if with_codec < without else 0  # without, if nobody has waited for any yet
+        changed = self._period is None or chosen != self._best
+        _log.log(
+            logging.INFO if changed else logging.DEBUG,
+            "%s takes %.3g ms, %.3g ms without it: %s",
+            self._what, with_codec * 1e3, without * 1e3, "on" if chosen else "off",
+        )  # fmt: skip
+        self._period = _PERIOD if changed else min(2 * (self._period or _PERIOD), _LONGEST)
+        self._best, self._begin, self.call, self._verdict = chosen, self._period, 0, None
+        for each in self._times:
+            each.clear()

@@ -17,14 +17,17 @@ from mcr_plus.compression.memory import Kept, Memory, Wires
 class Ef21(Memory):
     """Estimates of this rank's values, of the sum of its part, and of the result, which all ranks share.
 
+    `unit`: how many ranks' values the result holds, by which it is divided when it is saved.
+
     For all_reduce: the result is the sum of the estimates, which come closer call by call if the values
     do not change much.
     """
 
     one_at_a_time = True
 
-    def __init__(self, codec: Codec, numel: int, device: torch.device) -> None:
+    def __init__(self, codec: Codec, numel: int, device: torch.device, unit: float = 1.0) -> None:
         super().__init__(codec)
+        self._unit = unit
         self._mine = torch.zeros(numel, dtype=torch.float32, device=device)
         self._result = torch.zeros_like(self._mine)
         self._shard: torch.Tensor | None = None
@@ -62,28 +65,42 @@ class Ef21(Memory):
         result = self._result[lo : lo + out.numel()]
         self.codec.decode_accumulate(wire, result)
         out.copy_(result)
+        self._forget_what_is_not_finite(lo, result)
 
     def gathered(self, wires: Wires, total: torch.Tensor, out: torch.Tensor, scale: float) -> None:  # noqa: D102, ARG002
         for wire in wires:
             self.codec.decode_accumulate(wire, self._result, scale)
         out.copy_(self._result)
+        self._forget_what_is_not_finite(0, self._result)
+
+    def _forget_what_is_not_finite(self, lo: int, result: torch.Tensor) -> None:
+        """Begin anew where the result is not finite: all ranks see the same, and so do the same."""
+        if not result.is_cuda and torch.isfinite(result.sum()):
+            return
+        bad = ~torch.isfinite(result)
+        parts = [result, self._mine[lo : lo + result.numel()]]
+        if self._shard is not None and lo == self._lo and self._shard.numel() == result.numel():
+            parts.append(self._shard)
+        for part in parts:
+            part.masked_fill_(bad, 0.0)
 
     @property
     def kept(self) -> list[Kept]:  # noqa: D102
-        shard = [] if self._shard is None else [Kept("shard", "shard", self._shard)]
+        shard = [] if self._shard is None else [Kept("shard", "shard", self._shard / self._unit)]
         if self._shards is not None:
-            shard = [Kept("shard", "shared", self._shards)]
+            shard = [Kept("shard", "shared", self._shards / self._unit)]
         return [
             *super().kept,
             Kept("estimate", "own", self._mine),
-            Kept("result", "shared", self._result),
+            Kept("result", "shared", self._result / self._unit),
             *shard,
         ]
 
     def restore(self, kept: Mapping[str, torch.Tensor]) -> None:  # noqa: D102
         rest = dict(kept)
         self._mine.copy_(rest.pop("estimate"))
-        self._result.copy_(rest.pop("result"))
-        if (shards := rest.pop("shard", None)) is not None:
-            self._shards = shards.to(self._mine.device)
+        torch.mul(rest.pop("result").to(self._mine.device), self._unit, out=self._result)
+        self._shard, shards = None, rest.pop("shard", None)
+        if shards is not None:
+            self._shards = shards.to(self._mine.device) * self._unit
         super().restore(rest)

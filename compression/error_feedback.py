@@ -18,13 +18,17 @@ from mcr_plus.compression.memory import Kept, Memory, Wires
 class ErrorFeedback(Memory):
     """Residuals of one operation's values (`numel` of them), and of the sums of this rank's part.
 
-    `decay` is what residuals are multiplied with before they are used. A residual that is not finite, after a
-    gradient that was not, is dropped, so that one bad step does not spoil all that follow.
+    `decay` is what residuals are multiplied with before they are used. `unit`: how many ranks' values a
+    sum holds, by which what is saved of sums is divided, so that another number of ranks can take it. A
+    residual that is not finite, after a gradient that was not, is dropped, so that one bad step does not
+    spoil all that follow.
     """
 
-    def __init__(self, codec: Codec, numel: int, device: torch.device, decay: float = 1.0) -> None:
+    def __init__(
+        self, codec: Codec, numel: int, device: torch.device, decay: float = 1.0, unit: float = 1.0
+    ) -> None:
         super().__init__(codec)
-        self._decay = decay
+        self._decay, self._unit = decay, unit
         self._residual = torch.zeros(numel, dtype=torch.float32, device=device)
         self._shard: torch.Tensor | None = None
         self._shards: torch.Tensor | None = None  # of all ranks, from an earlier job
@@ -67,23 +71,26 @@ class ErrorFeedback(Memory):
         return residual
 
     def settle(self, values: torch.Tensor) -> None:  # noqa: D102
-        values.copy_(self._completed(values, 0))
-        self._residual.zero_()
-        self.holds = False
+        residual = self._completed(values, 0)
+        values.copy_(residual)
+        residual.sub_(values)  # what the dtype has rounded off
+        _drop_unless_finite(residual)
+        self.holds = values.dtype not in (torch.float32, torch.float64)
 
     @property
     def kept(self) -> list[Kept]:  # noqa: D102
-        shard = [] if self._shard is None else [Kept("shard", "shard", self._shard)]
+        shard = [] if self._shard is None else [Kept("shard", "shard", self._shard / self._unit)]
         if self._shards is not None:
-            shard = [Kept("shard", "shared", self._shards)]
+            shard = [Kept("shard", "shared", self._shards / self._unit)]
         return [*super().kept, Kept("residual", "own", self._residual), *shard]
 
     def restore(self, kept: Mapping[str, torch.Tensor]) -> None:  # noqa: D102
         rest = dict(kept)
         self._residual.copy_(rest.pop("residual"))
         self.holds = True
-        if (shards := rest.pop("shard", None)) is not None:
-            self._shards = shards.to(self._residual.device)
+        self._shard, shards = None, rest.pop("shard", None)
+        if shards is not None:
+            self._shards = shards.to(self._residual.device) * self._unit
         super().restore(rest)
 
     def _completed(self, values: torch.Tensor, lo: int) -> torch.Tensor:
@@ -105,8 +112,10 @@ class MomentumCorrection(ErrorFeedback):
     ICLR 2018. The optimizer must then use no momentum of its own.
     """
 
-    def __init__(self, codec: Codec, numel: int, device: torch.device, momentum: float) -> None:
-        super().__init__(codec, numel, device)
+    def __init__(
+        self, codec: Codec, numel: int, device: torch.device, momentum: float, unit: float = 1.0
+    ) -> None:
+        super().__init__(codec, numel, device, unit=unit)
         self._momentum = momentum
         self._velocity = torch.zeros_like(self._residual)
 

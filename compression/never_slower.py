@@ -22,6 +22,8 @@ _TIMED: Final = 5
 _PERIOD: Final = 1000
 """Calls between two trials; twice as many after every trial that has changed nothing."""
 _LONGEST: Final = 16_000
+_LAG: Final = 8
+"""Calls between a trial and its verdict, so that nobody waits for it where a call should only be issued."""
 
 
 def never_slower(raw: Issue, compressed: Issue, codec: str, signature: Signature, next: Next) -> Issue:
@@ -39,7 +41,7 @@ def never_slower(raw: Issue, compressed: Issue, codec: str, signature: Signature
     agree = next(wanted)
     trial = 2 * (_WARM + _TIMED)
     times: tuple[list[float], list[float]] = ([], [])
-    call, period, best, first = 0, _PERIOD, 1, True
+    call, period, best, first = 0, _PERIOD, 0, True
     verdict: tuple[Work, torch.Tensor] | None = None
 
     def timed(way: int, message: Message) -> Work:
@@ -58,25 +60,25 @@ def never_slower(raw: Issue, compressed: Issue, codec: str, signature: Signature
         work.wait()
         verdict = None
         without, with_codec = medians.tolist()
-        chosen = 1 if with_codec <= without else 0
+        chosen = 1 if with_codec < without else 0  # without, if nobody has waited for any yet
         level = logging.INFO if first or chosen != best else logging.DEBUG
         _log.log(
             level,
             "%s: codec %s takes %.3g ms, %.3g ms without it: %s",
             signature.describe(), codec, with_codec * 1e3, without * 1e3, "on" if chosen else "off",
         )  # fmt: skip
-        period = _PERIOD if chosen != best else min(2 * period, _LONGEST)
+        period = _PERIOD if first or chosen != best else min(2 * period, _LONGEST)
         best, first, call = chosen, False, 0
         for each in times:
             each.clear()
 
     def issue(message: Message) -> Work:
         nonlocal call
-        if verdict is not None:
-            decide(*verdict)
         at = call if first else call - period
         call += 1
-        if at < 0:
+        if verdict is not None and at == trial + _LAG:
+            decide(*verdict)
+        if at < 0 or verdict is not None:
             return ways[best](message)
         work = timed(at % 2, message)
         if at == trial - 1:

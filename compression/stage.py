@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from hashlib import blake2b
 
 import torch
 
 from mcr_plus.compression.audit import audited
-from mcr_plus.compression.choice import asked_for
-from mcr_plus.compression.codec import Codec
+from mcr_plus.compression.choice import asked_for, refusal
+from mcr_plus.compression.codec import Codec, PayloadCodec, make
 from mcr_plus.compression.compose import composition, wire_bytes
 from mcr_plus.compression.ef21 import Ef21
 from mcr_plus.compression.error_feedback import ErrorFeedback, MomentumCorrection
 from mcr_plus.compression.memory import Memory
 from mcr_plus.compression.never_slower import never_slower
 from mcr_plus.compression.pool import Pool
-from mcr_plus.config import CompressOptions, codec_of
+from mcr_plus.config import CompressOptions, codec_of, plain_options
 from mcr_plus.dispatch.work import Work
-from mcr_plus.errors import Unsupported
+from mcr_plus.errors import InvalidArgument, Unsupported
 from mcr_plus.interfaces import Context, Issue, Next
-from mcr_plus.message import REDUCING, VECTOR, Message, Signature, dtype_name
+from mcr_plus.message import Message, Signature, thawed
 from mcr_plus.units import format_size
 
-_SUMS = ("SUM", "AVG")
 _SAME_EVERYWHERE = ("all_reduce", "all_gather", "broadcast")  # kinds after which ranks hold equal tensors
-_FED_BACK = {
-    "error_feedback": ("all_reduce", "reduce", "reduce_scatter"),
-    "ef21": ("all_reduce",),
-    "momentum_correction": ("all_reduce",),
-}
+_LOCAL = ("never_slower", "audit_every", "warmup", "exempt")  # options that do not change what travels
 
 
 class CompressStage:
@@ -69,9 +65,10 @@ class CompressStage:
         if not signature.nbytes and signature.nbytes is not None:
             return next(plain)
         codec, asked = codec_of(options), wanted is not None
-        reason = None if signature.ranks == 1 else _refusal(codec, options, signature)
+        reason = None if signature.ranks == 1 else refusal(codec, options, signature)
         if reason is not None and asked:
-            raise Unsupported(f"compress={wanted!r} on {plain.describe()}: {reason}")
+            shown = thawed(wanted) if isinstance(wanted, tuple) else wanted
+            raise Unsupported(f"compress={shown!r} on {plain.describe()}: {reason}")
         reason = reason or _useless(codec, options, signature, asked=asked)
         if reason is not None:
             next.note(f"codec {codec.name} not used: {reason}")
@@ -80,12 +77,15 @@ class CompressStage:
 
     def _compressed(self, codec: Codec, options: CompressOptions, full: Signature, next: Next) -> Issue:
         plain = full.replace(parts=None, key=None)
+        full = full.replace(encoding=_label(options))
         owner = Owner(codec, options, full, self._group.rank)
         if full.key is not None or full.tag is not None:
             # The ways of one operation, such as async or not, share what is kept.
             owner = self._owners.setdefault(owner.name, owner)
             if owner.name in self._restored:
                 owner.restore(self._restored.pop(owner.name))
+        if not self._explains:
+            _compile(codec)
         chosen = composition(owner.codec, full)
         composed = chosen(owner.codec, full, self._group.rank, owner.memory, self._pool)
         audit_every = options.audit_every if plain.kind in _SAME_EVERYWHERE else None
@@ -115,12 +115,14 @@ class Owner:
 
     def __init__(self, codec: Codec, options: CompressOptions, signature: Signature, rank: int) -> None:
         self.codec = codec
-        self.restored: dict[str, torch.Tensor] = {}
+        self.restored: dict[str, torch.Tensor] = {}  # until the first call asks for it
+        self.resumed = False
         self.calls = 0
         self._options = options
         self._memory: Memory | None = None
         what = signature.replace(ranks=0, nbytes=None, backend=None, async_op=False)
-        self.name = f"{what.describe()} {json.dumps(codec.config(), sort_keys=True)}"
+        self.name = what.describe()
+        self._unit = signature.ranks if signature.reduce_op == "SUM" else 1
         codec.enter(rank, self.name)
 
     def memory(self, device: torch.device, numel: int) -> Memory:
@@ -128,7 +130,7 @@ class Owner:
         if self._memory is None:
             self._memory = self._made(device, numel)
             if self.restored:
-                self._memory.restore(self.restored)
+                self._put_back(self._memory)
         return self._memory
 
     @property
@@ -138,24 +140,59 @@ class Owner:
 
     def restore(self, kept: Mapping[str, torch.Tensor]) -> None:
         """Take what another job has kept, now or at the first call."""
-        self.restored = dict(kept)
+        self.restored, self.resumed = dict(kept), True
         if self._memory is not None:
-            self._memory.restore(kept)
+            self._put_back(self._memory)
+
+    def _put_back(self, memory: Memory) -> None:
+        kept, self.restored = self.restored, {}
+        try:
+            memory.restore(kept)
+        except (KeyError, RuntimeError, ValueError, TypeError) as error:
+            raise InvalidArgument(
+                f"state: what was kept for {self.name} does not fit it: {type(error).__name__}: {error}"
+            ) from None
 
     def _made(self, device: torch.device, numel: int) -> Memory:
         options = self._options
         if options.error_feedback is not None:
-            return ErrorFeedback(self.codec, numel, device, options.error_feedback.decay)
+            return ErrorFeedback(self.codec, numel, device, options.error_feedback.decay, self._unit)
         if options.momentum_correction is not None:
-            return MomentumCorrection(self.codec, numel, device, options.momentum_correction.momentum)
-        return Ef21(self.codec, numel, device) if options.ef21 else Memory(self.codec)
+            momentum = options.momentum_correction.momentum
+            return MomentumCorrection(self.codec, numel, device, momentum, self._unit)
+        return Ef21(self.codec, numel, device, self._unit) if options.ef21 else Memory(self.codec)
+
+
+_compiled: set[str] = set()
+
+
+def _compile(codec: Codec) -> None:
+    """Have a codec's kernels compiled before an operation's deadline runs."""
+    key = json.dumps(codec.config(), sort_keys=True)
+    if key in _compiled:
+        return
+    _compiled.add(key)
+    codec = make(codec.config())  # another one, since encoding may change what it keeps
+    values = torch.zeros(max(600, codec.traits.alignment + 1))
+    if isinstance(codec, PayloadCodec):
+        wire = torch.empty(2, codec.wire_numel(values.numel()), dtype=codec.wire_dtype)
+        written = codec.encode(values, wire[0])
+        codec.decode(wire[0, :written], values)
+        codec.decode_accumulate(wire[0, :written], values)
+        if codec.traits.fixed_rate:
+            codec.reduce(wire[:1], values, wire[1], skip=-1)
+    else:
+        shapes = [(24, 25)]
+        wires = [torch.zeros(each.numel, dtype=each.dtype) for each in codec.rounds(shapes, 1)]
+        for _ in codec.exchange(values[:600], shapes, wires, 1, values[:600].clone()):
+            pass
 
 
 def _after(calls: int, raw: Issue, compressed: Issue, owner: Owner) -> Issue:
     """The first `calls` calls go one way, the others another."""
 
     def issue(message: Message) -> Work:
-        if owner.calls < calls and not owner.restored:
+        if owner.calls < calls and not owner.resumed:
             owner.calls += 1
             return raw(message)
         return compressed(message)
@@ -169,17 +206,23 @@ def _settled(raw: Issue, owner: Owner) -> Issue:
     def issue(message: Message) -> Work:
         memory = owner.known
         if memory is not None and memory.holds:
-            earlier, values = message.prepare, [tensor.view(-1) for tensor in message.inputs]
+            earlier, given = message.prepare, message.inputs
+            # What is not overwritten by the operation anyway stays as it is.
+            in_place = all(tensor is out for tensor, out in zip(given, message.outputs, strict=True))
+            inputs = given if in_place else tuple(map(torch.empty_like, given))
 
             def prepare() -> None:
                 if earlier is not None:
                     earlier()
-                for each in values:
-                    memory.settle(each)
+                for tensor, copy in zip(given, inputs, strict=True):
+                    if copy is not tensor:
+                        copy.copy_(tensor)
+                    memory.settle(copy.view(-1))
 
             # A message of its own: a persistent operation issues its message again and again.
             rest = {key: value for key, value in vars(message).items() if key != "prepare"}
-            message = Message(message.signature, message.inputs, message.outputs, **rest, prepare=prepare)
+            outputs = inputs if in_place else message.outputs
+            message = Message(message.signature, inputs, outputs, **rest, prepare=prepare)
         return raw(message)
 
     direct: Callable[[Message], None] | None = getattr(raw, "run", None)
@@ -195,24 +238,11 @@ def _settled(raw: Issue, owner: Owner) -> Issue:
     return issue
 
 
-def _refusal(codec: Codec, options: CompressOptions, signature: Signature) -> str | None:
-    """Why an operation cannot be compressed."""
-    traits, kind = codec.traits, signature.kind
-    if signature.dtype not in traits.dtypes:
-        return f"codec {codec.name} takes {', '.join(map(dtype_name, traits.dtypes))}"
-    if traits.kinds is not None and kind not in traits.kinds:
-        return f"codec {codec.name} is for {', '.join(sorted(traits.kinds))}"
-    if signature.is_p2p and not traits.fixed_rate:
-        return f"payloads of codec {codec.name} differ in length, which a receiver must know beforehand"
-    if kind in REDUCING and signature.reduce_op not in _SUMS:
-        return f"codec {codec.name} allows the reduce ops {', '.join(_SUMS)}"
-    feedback = options.feedback
-    if feedback is not None:
-        if kind not in _FED_BACK[feedback]:
-            return f"{feedback} is for {', '.join(_FED_BACK[feedback])}"
-        if signature.key is None and signature.tag is None:
-            return f"{feedback} must know which tensor it is, call by call; expected tag="
-    return None if kind in VECTOR else codec.refusal(signature.parts or (signature.shape,))
+def _label(options: CompressOptions) -> str:
+    """The codec, its options and what becomes of its losses: what ranks must agree on."""
+    said = plain_options(options)
+    text = json.dumps({key: said[key] for key in sorted(said) if key not in _LOCAL})
+    return f"{options.codec}:{blake2b(text.encode(), digest_size=3).hexdigest()}"
 
 
 def _useless(codec: Codec, options: CompressOptions, signature: Signature, *, asked: bool) -> str | None:

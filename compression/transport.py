@@ -216,7 +216,7 @@ class Transport:
                 prepare=encode,
             )
         )
-        message = Message(self._wanted, (), (), **rest, after=first)
+        message = Message(self._wanted, (), (), **rest, after=first, counts_known=False)
 
         def fill() -> None:
             counts, expected = told.tolist(), heard.tolist()

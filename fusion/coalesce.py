@@ -6,7 +6,7 @@ costs more than an operation saves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -33,7 +33,8 @@ class Part:
     def finish(self) -> None:
         """Put the results where they belong."""
         if self.layout is not None:
-            split(self.target, self.numels, self.outputs, self.layout.taken, self.numels)
+            steps = self.layout.steps(self.numels)
+            split(self.target, self.numels, self.outputs, self.layout.taken, steps)
 
     def release(self) -> None:
         """Let the buffers be used again."""
@@ -48,17 +49,24 @@ class Coalescer:
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._stock = Stock(_KEPT)
-        self._layouts: dict[tuple[str, torch.dtype, torch.device], Layout] = {}
+        self._layouts: dict[tuple[str, torch.dtype, torch.device, int], Layout] = {}
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the buffers that are kept."""
         return self._stock.nbytes
 
-    def parts(self, kind: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[Part]:
+    def parts(
+        self,
+        kind: str,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        alignments: Mapping[torch.dtype, int],
+    ) -> list[Part]:
         """The operations to issue, the same on all ranks if sizes and dtypes are.
 
         `inputs` and `outputs` are contiguous, and the same tensors if the operation works in place.
+        `alignments`: of how many elements a block of the codec is, by dtype.
         """
         larger = outputs if kind == "all_gather" else inputs
         small: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -69,10 +77,11 @@ class Coalescer:
             else:
                 small.setdefault((tensor.dtype, tensor.device), []).append(index)
         for (dtype, device), members in small.items():
-            layout = self._layouts.get((kind, dtype, device))
+            alignment = alignments.get(dtype, 1)
+            layout = self._layouts.get((kind, dtype, device, alignment))
             if layout is None:
-                layout = Layout(kind, self._ranks, dtype, self._stock)
-                self._layouts[kind, dtype, device] = layout
+                layout = Layout(kind, self._ranks, dtype, self._stock, alignment)
+                self._layouts[kind, dtype, device, alignment] = layout
             for chosen in _buckets(members, larger):
                 sources, targets = ([tensors[index] for index in chosen] for tensors in (inputs, outputs))
                 parts.append(_packed(layout, sources, targets, device))
@@ -96,7 +105,8 @@ def _packed(
     layout: Layout, inputs: list[torch.Tensor], outputs: list[torch.Tensor], device: torch.device
 ) -> Part:
     numels = [tensor.numel() // layout.given for tensor in inputs]
-    space = layout.take(sum(numels), device)
-    source, target = layout.views(space, sum(numels))
-    join(inputs, numels, source, layout.given, numels)
+    steps = layout.steps(numels)
+    space = layout.take(sum(steps), device)
+    source, target = layout.views(space, sum(steps))
+    join(inputs, numels, source, layout.given, steps)
     return Part(source, target, numels, outputs, layout, space)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mcr_plus.compression.choice import alignment, chosen, keeps_something
+from mcr_plus.compression.choice import alignment, chosen, in_a_bucket, keeps_something
 from mcr_plus.config import FuseOptions, codec_of
 from mcr_plus.dispatch.operation import Operation
 from mcr_plus.dispatch.stage import GroupRuntime
@@ -65,7 +65,7 @@ class FuseStage:
         alone = next(signature)
         if runtime is None:
             return alone
-        like = signature.replace(shape=(), nbytes=None)
+        like = signature.replace(shape=(), nbytes=None, compress=in_a_bucket(self._config, signature))
         if like not in self._classes:
             assert like.dtype is not None
             blocks = alignment(self._config, like)

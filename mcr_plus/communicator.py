@@ -23,6 +23,7 @@ from mcr_plus.arrays import (
     plain_like,
     unpack,
 )
+from mcr_plus.compression.choice import alignment
 from mcr_plus.dispatch.work import JointWork, Work
 from mcr_plus.errors import InvalidArgument, McrError, Unsupported
 from mcr_plus.fusion.coalesce import Coalescer
@@ -102,6 +103,7 @@ class Communicator:
         self._plans: dict[Any, Any] = {}
         self._splits = 0
         self._coalescer = Coalescer(group.size)
+        self._alignments: dict[Any, int] = {}  # by codec and dtype
 
     # -- who we are -------------------------------------------------------------------------------
 
@@ -645,7 +647,7 @@ class Communicator:
         targets = outputs if not strided else [plain(output) for output in outputs]
         sources = targets if inputs is outputs else [plain(value) for value in inputs]
         batch = Batch(self, [])
-        parts = self._coalescer.parts(kind, sources, targets)
+        parts = self._coalescer.parts(kind, sources, targets, self._blocks(sources, call["compress"]))
         try:
             for part in parts:
                 source, target = part.source, part.target
@@ -671,6 +673,20 @@ class Communicator:
             return joint
         joint.wait()
         return None
+
+    def _blocks(self, tensors: Sequence[torch.Tensor], compress: Compress) -> dict[torch.dtype, int]:
+        """How many elements a block of the codec has that tensors of a dtype may get."""
+        if self.config.options("compress") is None or compress is False:
+            return {}
+        codec = frozen(compress) if isinstance(compress, Mapping) else compress
+        found = {}
+        for dtype in {tensor.dtype for tensor in tensors}:
+            key = (codec, dtype)
+            if key not in self._alignments:
+                like = Signature("all_reduce", dtype, (), None, self.name, self.size, compress=codec)
+                self._alignments[key] = alignment(self.config, like)
+            found[dtype] = self._alignments[key]
+        return found
 
     # -- point to point ---------------------------------------------------------------------------
 

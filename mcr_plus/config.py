@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast, get_args
 
 from pydantic import (
     BaseModel,
@@ -181,7 +181,9 @@ class ExemptOptions(StageOptions):
 
 def _switch(value: object) -> object:
     """Options of a wrapper, of which `true` means the default and `false` none."""
-    return {} if value is True else None if value is False else value
+    if value is None or isinstance(value, (bool, Mapping, BaseModel)):
+        return {} if value is True else None if value is False else value
+    raise ValueError(f"expected true, false or a mapping of options, got {short(value)}")
 
 
 class CompressOptions(StageOptions):
@@ -362,6 +364,13 @@ def _impossible(options: CompressOptions) -> str | None:
         return f"{' and '.join(named)} exclude each other; expected one of them"
     if named and options.codec == "none":
         return f"{named[0]} without a codec; expected a codec beside it"
+    if options.momentum_correction and (options.warmup or options.never_slower):
+        other = "warmup" if options.warmup else "never_slower"
+        return f"momentum_correction and {other} exclude each other: without it, calls have another scale"
+    if options.ef21:
+        traits = codec_of(options).traits
+        if traits.additive and not traits.elementwise:
+            return f"ef21 with codec {options.codec!r}, whose sums the library makes; expected error_feedback"
     if options.ef21 and options.never_slower:
         return "ef21 and never_slower exclude each other: ef21 cannot leave out calls"
     if options.momentum_correction:
@@ -401,13 +410,25 @@ def validate(
         first = next((each for each in found if each["type"] == "extra_forbidden"), found[0])
         at: Keys = tuple(first["loc"])
         known = tuple(sorted({*beside, *(f.alias or name for name, f in model.model_fields.items())}))
-        raise document.error((*keys, *at), _explain(dict(first), known)) from None
+        raise document.error((*keys, *at), _explain(dict(first), _known(model, at) or known)) from None
+
+
+def _known(model: type[BaseModel], at: Keys) -> tuple[str, ...]:
+    """The keys of a model inside a model, at whose entry `at` something is wrong; else none."""
+    for key in at[:-1]:
+        field = model.model_fields.get(str(key))
+        inside = [] if field is None else [field.annotation, *get_args(field.annotation)]
+        models = [each for each in inside if isinstance(each, type) and issubclass(each, BaseModel)]
+        if not models:
+            return ()
+        model = models[0]
+    return tuple(sorted(model.model_fields)) if len(at) > 1 else ()
 
 
 def _explain(error: Mapping[str, Any], known: tuple[str, ...]) -> str:
     """Phrase a pydantic error as the rest of this module does."""
     value, loc, context = error["input"], error["loc"], error.get("ctx", {})
-    if error["type"] == "extra_forbidden" and len(loc) == 1:
+    if error["type"] == "extra_forbidden":
         return unknown("key", loc[0], known or ("none, it takes no options",))
     if error["type"] == "literal_error":
         return unknown("value", value, re.findall(r"'([^']*)'", context["expected"]))
@@ -591,7 +612,7 @@ class Config:
         """Values in a block of any codec that the configuration names, so that tensors begin with a block."""
         named = [*(s.options for s in self.pipeline), *(o.options for r in self.rules for o in r.overrides)]
         codecs = [options for options in named if isinstance(options, CompressOptions)]
-        return max((codec_of(each).traits.alignment for each in codecs if each.codec != "none"), default=1)
+        return math.lcm(*(codec_of(each).traits.alignment for each in codecs if each.codec != "none"))
 
     def options(self, stage: str, rule: Rule | None = None) -> BaseModel | None:
         """Return the options of a stage, as `rule` changes them; None when it is not in the pipeline."""

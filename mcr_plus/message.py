@@ -114,7 +114,7 @@ class Signature(NamedTuple):
     `backend` is what the caller asked for (`name` or `name:algorithm`) until select splits it and fills
     `algorithm`. `parts` are the shapes of the tensors that lie end to end in a bucket, and `key` tells
     which bucket it is, for codecs that keep something between calls; None for what is no bucket of a
-    model's.
+    model's. `encoding` names the codec and options of values that are encoded already.
     """
 
     kind: Kind
@@ -133,6 +133,7 @@ class Signature(NamedTuple):
     algorithm: str | None = None
     parts: tuple[tuple[int, ...], ...] | None = None
     key: str | None = None
+    encoding: str | None = None
 
     def replace(self, **changes: object) -> Self:
         """The same signature with some fields changed: how a stage describes the op it really issues."""
@@ -151,7 +152,7 @@ class Signature(NamedTuple):
         if self.dtype is not None:
             dims = ",".join(map(str, self.shape))
             parts.append(f"{dtype_name(self.dtype)}[{'*,' * (self.kind in VECTOR)}{dims}]".replace(",]", "]"))
-        for name in ("root", "tag", "key", "backend", "algorithm", "compress"):
+        for name in ("root", "tag", "key", "encoding", "backend", "algorithm", "compress"):
             value = getattr(self, name)
             if value is not None:
                 parts.append(f"{name}={value}")
@@ -180,6 +181,7 @@ class Message:
         after: the op starts only once this is done; the calling thread does not wait for it.
         prepare: local work run just before the op starts, once `after` is done.
         fused: how many members were packed into this op.
+        counts_known: whether counts are given when the op is issued, so that ranks can compare them.
         whole: it is a bucket already, and must not wait for others to be fused with.
         codec: name of the codec that encoded the payload, for records.
         origin: bytes before encoding, for records; None when not encoded.
@@ -194,6 +196,7 @@ class Message:
     prepare: Callable[[], None] | None = None
     fused: int = 1
     whole: bool = False
+    counts_known: bool = True
     codec: str | None = None
     origin: int | None = None
     seen_bytes: int = 0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, TypeGuard
 
 import torch
 
@@ -11,7 +11,7 @@ from mcr_plus.communicator import Communicator
 from mcr_plus.compression.memory import Kept
 from mcr_plus.compression.stage import CompressStage, Owner
 from mcr_plus.errors import InvalidArgument
-from mcr_plus.runtime import current
+from mcr_plus.runtime import Runtime, current
 
 _VERSION: Final = 1
 State = dict[str, dict[str, dict[str, torch.Tensor]]]
@@ -25,15 +25,26 @@ def state_dict() -> dict[str, Any]:
     ranks, such as residuals, it holds the mean, because their mean is all that the next steps depend on:
     so it is as large as one rank's share and fits any number of ranks. Nothing may be in flight.
     """
-    codecs: State = {}
-    for comm in current().communicators:
+    runtime = current()
+    mine: State = {group: dict(kept) for group, kept in runtime.restored.items() if kept}
+    for comm in runtime.communicators:
         if comm.rank < 0:
             continue
         for name, owner in sorted(_owners(comm)):
-            if owner.known is not None and owner.known.kept:
+            if owner.restored:  # nobody has asked for it since it was loaded
+                mine.setdefault(comm.name, {})[name] = owner.restored
+            elif owner.known is not None and owner.known.kept:
                 kept = {each.name: _shared(comm, each) for each in owner.known.kept}
-                codecs.setdefault(comm.name, {})[name] = kept
+                mine.setdefault(comm.name, {})[name] = kept
+    codecs: State = {}
+    for theirs in runtime.communicator.all_gather_object(mine) if _differ(runtime) else [mine]:
+        codecs.update(theirs)  # the members of a group all have the same of it
     return {"version": _VERSION, "codecs": codecs}
+
+
+def _differ(runtime: Runtime) -> bool:
+    """Whether ranks know different groups."""
+    return any(comm.size != runtime.world.size for comm in runtime.communicators)
 
 
 def load_state_dict(state: Mapping[str, Any]) -> None:
@@ -43,7 +54,7 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
     bucket; what is not asked for is left alone. Raises `InvalidArgument` for anything but a state.
     """
     codecs = state.get("codecs") if isinstance(state, Mapping) else None
-    if not isinstance(codecs, Mapping) or state.get("version") != _VERSION:
+    if not _is_state(codecs) or state.get("version") != _VERSION:
         raise InvalidArgument("state: expected what mcr.state_dict() returned")
     runtime = current()
     for group, kept in codecs.items():
@@ -54,6 +65,18 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
                 found = runtime.restored.get(comm.name, {}).pop(name, None)
                 if found is not None:
                     owner.restore(found)
+
+
+def _is_state(codecs: object) -> TypeGuard[State]:
+    """Whether this is group → operation → name → tensor."""
+
+    def all_are(values: object, check: Callable[[object], bool]) -> bool:
+        return isinstance(values, Mapping) and all(map(check, values.values()))
+
+    def tensors(kept: object) -> bool:
+        return all_are(kept, lambda each: isinstance(each, torch.Tensor))
+
+    return all_are(codecs, lambda group: all_are(group, tensors))
 
 
 def _owners(comm: Communicator) -> Iterator[tuple[str, Owner]]:

@@ -229,7 +229,7 @@ class Engine:
         operation = work.operation
         state = operation.state
         state.publish()
-        if operation.signature.kind in VECTOR:
+        if operation.signature.kind in VECTOR and work.message.counts_known:
             state.board.post_counts(work.sequence, *work.message.flows(state.group))
         if not operation.signature.is_p2p:
             state.board.post(work.sequence, operation.digest, operation.text)
@@ -284,7 +284,7 @@ class Engine:
         board, sequence = work.operation.state.board, work.sequence
         digest = work.operation.digest
         if board.agreed(sequence, digest):
-            if work.operation.signature.kind in VECTOR:
+            if work.operation.signature.kind in VECTOR and work.message.counts_known:
                 self._compare_counts(work)
             return True
         now = time.monotonic()

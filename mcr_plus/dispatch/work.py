@@ -298,8 +298,8 @@ class JointWork(Work):
 
     def _settle(self) -> None:
         if not self._is_done:
-            self._is_done = True
             self._run_finish()
+            self._is_done = True  # last: another thread may look
 
     def _run_finish(self) -> None:
         finish, self._finish = self._finish, []

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import count
 
 import torch
 from torch._C._distributed_c10d import GradBucket
@@ -22,7 +23,8 @@ class DDPState:
     """What `ddp_hook` works with: the group (None: the whole job) and the options of its operations.
 
     `passes` counts the backward passes: after the first one DDP makes other buckets, so that a codec
-    that keeps something between calls is used from the second on.
+    that keeps something between calls is used from the second on. `number` tells models apart: all ranks make
+    their states in the same order.
     """
 
     group: Communicator | None = None
@@ -30,6 +32,7 @@ class DDPState:
     compress: str | Mapping[str, object] | bool | None = None
     tag: str | None = TAG
     passes: int = 0
+    number: int = field(default_factory=count().__next__)
     pending: list[tuple[Work, torch.Tensor, Result]] = field(default_factory=list)
 
     def finish(self) -> None:
@@ -68,7 +71,7 @@ def ddp_hook(state: DDPState, bucket: GradBucket) -> Result:
         compress=state.compress if encoded or not way.encoded else False,
         tag=state.tag,
         parts=parts if encoded else None,
-        key=f"DDP's {bucket.index()}" if encoded else None,
+        key=f"DDP {state.number}, bucket {bucket.index()}" if encoded else None,
     )
     state.passes += bucket.is_last()
     devices: list[int | str | torch.device] | None = [values.device] if values.is_cuda else None

@@ -13,6 +13,7 @@ whose last all_reduce is done first.
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ class _Flat:
     slots: list[_Slot]
     way: Way
     parts: tuple[tuple[int, ...], ...]  # the members' shapes, and the gaps between them
+    gaps: list[torch.Tensor]
     missing: int = 0
     work: Work | None = None
 
@@ -179,7 +181,7 @@ class Reducer:
     def _gap(self) -> int:
         """Every gradient begins at a multiple of so many bytes, so that no block of a codec holds two."""
         itemsize = max((slot.param.element_size() for slot in self._slots), default=1)
-        return max(_ALIGNMENT, self._alignment * itemsize)
+        return math.lcm(_ALIGNMENT, self._alignment * itemsize)
 
     def _arrange(self, plan: Sequence[Bucket]) -> None:
         """Make these buckets; gradients that are there move into them."""
@@ -202,7 +204,9 @@ class Reducer:
         numel = -(-bucket.nbytes // first.element_size())
         begins = [offset // first.element_size() for offset in bucket.offsets]
         values = torch.zeros(numel, dtype=first.dtype, device=first.device)
-        flat = _Flat(values, slots, slots[0].way, _parts(slots, begins))
+        ends = [begin + slot.param.numel() for slot, begin in zip(slots, begins, strict=True)]
+        gaps = [values[end:begin] for end, begin in zip(ends, begins[1:], strict=False) if begin > end]
+        flat = _Flat(values, slots, slots[0].way, _parts(slots, begins), gaps)
         for slot, begin in zip(slots, begins, strict=True):
             slot.flat = flat
             slot.view = _view(flat.values, begin, slot.param)
@@ -260,6 +264,8 @@ class Reducer:
             op = SUM
         way = flat.way
         encoded = way.encoded and (self._final or not way.keeps)
+        if way.encoded and flat.gaps:  # what a codec has decoded there would be part of a block
+            torch._foreach_zero_(flat.gaps)
         flat.work = self.comm.send_bucket(
             flat.values,
             op,

@@ -228,7 +228,9 @@ class Exchanged(Composition):
 class Moved(Composition):
     """Kinds whose values arrive as they were sent."""
 
-    says = "encoded, moved, decoded"
+    @property
+    def says(self) -> str:  # noqa: D102
+        return "encoded, moved, decoded"
 
     def bind(self, next: Next) -> Issue:  # noqa: D102
         kind, vector = self.signature.kind, self.signature.kind in VECTOR

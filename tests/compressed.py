@@ -296,10 +296,12 @@ def every_codec(backends: list[str | None], only: list[str] | None = None) -> di
                     continue
                 for dtype in DTYPES:
                     group = comm if dtype is torch.float32 else back
+                    exam = None
                     for numel in (35, 1031) if dtype is torch.float32 else (1031,):
                         exam = Exam(group, case, dtype, numel, backend, failures)
                         exam.run()
                         alike = [each == exam.refused for each in group.all_gather_object(exam.refused)]
                         failures.expect(f"refusals of {exam.name}", all(alike), alike)
+                    assert exam is not None
                     refused[f"{case.name} {dtype_name(dtype)}"] = exam.refused
     return {"wrong": failures.found, "cases": failures.cases, "refused": refused}

@@ -161,6 +161,7 @@ def wrapped(compress: dict[str, Any], rules: Sequence[dict[str, Any]], passes: i
         model = Scales()
         mcr.wrap(model, torch.optim.SGD(model.parameters(), 0.0))
         offs: list[dict[str, float]] = []
+        log = None
         total = {name: np.zeros(param.numel()) for name, param in model.named_parameters()}
         true = {name: np.zeros(param.numel()) for name, param in model.named_parameters()}
         for step in range(passes):
@@ -174,6 +175,7 @@ def wrapped(compress: dict[str, Any], rules: Sequence[dict[str, Any]], passes: i
                 offs[-1][name] = near(param.grad, expected[name])
                 total[name] += f64(param.grad)
                 true[name] += expected[name]
+        assert log is not None
         codecs = sorted({str(record.codec) for record in log.records if record.bytes > 64})
         state = mcr.state_dict()
         kept = [each for group in state["codecs"].values() for each in group.values()]

@@ -264,8 +264,9 @@ class Reducer:
             op = SUM
         way = flat.way
         encoded = way.encoded and (self._final or not way.keeps)
-        if way.encoded and flat.gaps:  # what a codec has decoded there would be part of a block
-            torch._foreach_zero_(flat.gaps)
+        if way.encoded:
+            for gap in flat.gaps:  # what a codec has decoded there would be part of a block
+                gap.zero_()
         flat.work = self.comm.send_bucket(
             flat.values,
             op,

@@ -161,13 +161,14 @@ def wrapped(compress: dict[str, Any], rules: Sequence[dict[str, Any]], passes: i
         model = Scales()
         mcr.wrap(model, torch.optim.SGD(model.parameters(), 0.0))
         offs: list[dict[str, float]] = []
-        log = None
+        codecs: list[str] = []
         total = {name: np.zeros(param.numel()) for name, param in model.named_parameters()}
         true = {name: np.zeros(param.numel()) for name, param in model.named_parameters()}
         for step in range(passes):
             model.zero_grad()
             with mcr.record() as log:
                 model(batch(comm.rank, step)).backward()
+            codecs = sorted({str(record.codec) for record in log.records if record.bytes > 64})
             expected = true_gradients(comm.size, step)
             offs.append({})
             for name, param in model.named_parameters():
@@ -175,8 +176,6 @@ def wrapped(compress: dict[str, Any], rules: Sequence[dict[str, Any]], passes: i
                 offs[-1][name] = near(param.grad, expected[name])
                 total[name] += f64(param.grad)
                 true[name] += expected[name]
-        assert log is not None
-        codecs = sorted({str(record.codec) for record in log.records if record.bytes > 64})
         state = mcr.state_dict()
         kept = [each for group in state["codecs"].values() for each in group.values()]
         left = sum(float(np.sum(f64(each["residual"]))) for each in kept if "residual" in each)

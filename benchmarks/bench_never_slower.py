@@ -38,7 +38,7 @@ CODECS: dict[str, dict[str, Any]] = {
     "int_shared": {"codec": "int_shared"},
     "exp_window": {"codec": "exp_window"},
 }
-TRIAL = 20  # calls after which every codec has been decided about
+TRIAL = 40  # calls after which every codec has been decided about
 
 
 def turn(comm: mcr.Communicator, tensor: torch.Tensor, calls: int, tag: str) -> Callable[[], None]:

@@ -299,7 +299,12 @@ def _options() -> list[Bad]:
             WRONG,
             ("compress", "True", "codec"),
         ),
-        ("unknown codec", lambda p: do.all_reduce(p.ones(), compress="int9"), WRONG, ("int9", "bf16, fp16")),
+        (
+            "unknown codec",
+            lambda p: do.all_reduce(p.ones(), compress="int9"),
+            WRONG,
+            ("int9", "bf16", "int8_block"),
+        ),
         (
             "unknown option",
             lambda p: do.all_reduce(p.ones(), compress={"codec": "bf16", "bits": 3}),

@@ -69,9 +69,7 @@ def nothing_is_lost(op: Any, steps: int) -> dict[str, Any]:
                 comm.all_reduce(tensor, op, **how)
                 total += f64(tensor) / scale
                 prints |= set(comm.all_gather_object(float(f64(tensor).sum())))
-            state = mcr.state_dict()
-            (kept,) = (kept for name, kept in state["codecs"]["world"].items() if f"tag={tag} " in name)
-            back = f64(kept["residual"]) + (f64(kept["shard"]) / scale if "shard" in kept else 0)
+            back = left_over(mcr.state_dict(), tag)
             found[tag] = [
                 off(total + back, mean_of(comm.size, range(steps))),
                 off(total, mean_of(comm.size, range(steps))),

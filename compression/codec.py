@@ -17,8 +17,6 @@ from mcr_plus.errors import Unsupported
 from mcr_plus.message import ReduceOp, dtype_name
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-WIRE_ALIGNMENT = 4
-"""Bytes: payloads begin at, and are as long as, a multiple of it, so that scales can be read in place."""
 
 
 class CodecOptions(StageOptions):
@@ -283,8 +281,3 @@ def make(config: Mapping[str, Any]) -> Codec:
     factory: Any = registry.get("codecs", options.pop("codec"))
     codec: Codec = factory(factory.Options(**options))
     return codec
-
-
-def rounded_up(nbytes: int) -> int:
-    """The next multiple of `WIRE_ALIGNMENT`."""
-    return -(-nbytes // WIRE_ALIGNMENT) * WIRE_ALIGNMENT

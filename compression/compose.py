@@ -12,6 +12,7 @@ have the same bits. Only what goes into a sum on the rank that has it is not enc
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Final
@@ -33,7 +34,7 @@ _BACK: Final = {"all_reduce": "all_gather", "reduce": "gather"}  # how sums get 
 _OWN: Final = ("inputs", "outputs", "signature", "prepare", "after", "input_counts", "output_counts")
 
 
-class Composition:
+class Composition(ABC):
     """What all compositions know: the codec, and the operation as it was asked for."""
 
     def __init__(self, codec: Codec, signature: Signature, rank: int, remember: Remember, pool: Pool) -> None:
@@ -44,13 +45,13 @@ class Composition:
         self._memory: Memory | None = None
 
     @property
+    @abstractmethod
     def says(self) -> str:
         """What becomes of the operation, for people."""
-        raise NotImplementedError
 
+    @abstractmethod
     def bind(self, next: Next) -> Issue:
         """Bind the operations that it is made of; returns what starts one call."""
-        raise NotImplementedError
 
     # -- for subclasses ---------------------------------------------------------------------------
 
@@ -133,19 +134,19 @@ class Native(Composition):
         loan, rest = self.begin(message)
         dtype, scale = self.payloads.wire_dtype, self.scale
         spaces = {id(t): loan.tensor(t.numel(), dtype) for t in (*message.inputs, *message.outputs)}
+        first = (*message.inputs, *message.outputs)[0]
+        memory = self.memory(first, first.numel())
         earlier = message.prepare
 
         def encode() -> None:
             if earlier is not None:
                 earlier()
             for tensor in message_inputs:
-                values = tensor.view(-1)
-                self.memory(values, values.numel()).send(values, 0, spaces[id(tensor)], scale)
+                memory.send(tensor.view(-1), 0, spaces[id(tensor)], scale)
 
         def decode() -> None:
             for tensor in message_outputs:
-                flat = tensor.view(-1)
-                self.memory(flat, flat.numel()).receive(spaces[id(tensor)], 0, flat)
+                memory.receive(spaces[id(tensor)], 0, tensor.view(-1))
 
         message_inputs, message_outputs = message.inputs, message.outputs
         encoded = Message(
@@ -154,10 +155,10 @@ class Native(Composition):
             tuple(spaces[id(tensor)] for tensor in message.outputs),
             **rest,
             **{k: v for k in ("input_counts", "output_counts") if (v := getattr(message, k)) is not None},
-            after=message.after,
+            after=self.following(message, memory),
             prepare=encode,
         )
-        return self._issue(encoded).then(loan.then_back(decode))
+        return self.handle([self._issue(encoded).then(loan.then_back(decode))], rest)
 
 
 class Exchanged(Composition):

@@ -10,7 +10,7 @@ import torch
 
 from mcr_plus.compression.audit import audited
 from mcr_plus.compression.choice import asked_for, refusal
-from mcr_plus.compression.codec import Codec, PayloadCodec, make
+from mcr_plus.compression.codec import Codec, PayloadCodec
 from mcr_plus.compression.compose import composition, wire_bytes
 from mcr_plus.compression.ef21 import Ef21
 from mcr_plus.compression.error_feedback import ErrorFeedback, MomentumCorrection
@@ -168,19 +168,19 @@ _compiled: set[str] = set()
 
 def _compile(codec: Codec) -> None:
     """Have a codec's kernels compiled before an operation's deadline runs."""
-    key = json.dumps(codec.config(), sort_keys=True)
-    if key in _compiled:
+    if (key := repr(codec)) in _compiled:
         return
     _compiled.add(key)
-    codec = make(codec.config())  # another one, since encoding may change what it keeps
-    values = torch.zeros(max(600, codec.traits.alignment + 1))
+    codec = type(codec)(codec.options)  # another one, since encoding may change what it keeps
+    values = torch.zeros(max(600, codec.traits.alignment + 1), dtype=codec.traits.dtypes[0])
     if isinstance(codec, PayloadCodec):
         wire = torch.empty(2, codec.wire_numel(values.numel()), dtype=codec.wire_dtype)
         written = codec.encode(values, wire[0])
         codec.decode(wire[0, :written], values)
-        codec.decode_accumulate(wire[0, :written], values)
-        if codec.traits.fixed_rate:
-            codec.reduce(wire[:1], values, wire[1], skip=-1)
+        total = torch.zeros(values.numel())
+        codec.decode_accumulate(wire[0, :written], total)
+        if codec.traits.fixed_rate and torch.float32 in codec.traits.dtypes:
+            codec.reduce(wire[:1], total, wire[1], skip=-1)
     else:
         shapes = [(24, 25)]
         wires = [torch.zeros(each.numel, dtype=each.dtype) for each in codec.rounds(shapes, 1)]

@@ -146,6 +146,7 @@ def in_flight(calls: int) -> dict[str, Any]:
             {"codec": "powersgd", "rank": 2, "error_feedback": True},
             {"codec": "topk", "ratio": 0.1, "ef21": True},
             {"codec": "int4_block", "ef21": True},
+            {"codec": "bf16", "ef21": True},
             {"codec": "sign1", "error_feedback": True},
             {"codec": "randk", "ratio": 0.1},
         ):

@@ -1,6 +1,6 @@
 """A training step of each example over a slow link: computing alone, communicating alone, ours, and DDP's.
 
-    python benchmarks/bench_two_hosts.py --rate 1gbit --examples gpt,moe,dlrm [--codecs bf16,int8_block]
+    python benchmarks/bench_two_hosts.py --rate 1gbit --examples gpt moe [--codecs bf16,int8_block]
 
 Two network namespaces joined by a link of that rate, one rank and half of the cores on each. Computing alone
 is the rank's share in a process without peers, on both hosts at once; communicating alone repeats the
@@ -20,11 +20,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Final
 
 import bench_training as training
 import torch
@@ -39,11 +40,21 @@ RESULTS = Path(__file__).parent / "results"
 KINDS = "all_reduce,all_to_all,all_gather,broadcast,barrier"
 REPEATS = 20  # of a recorded step
 
-# What one of the two ranks computes, in a process of its own: half of the rows or of the experts.
-EXAMPLES: dict[str, tuple[list[str], list[str]]] = {
-    "gpt": ([], []),
-    "moe": ([], ["--experts", "4"]),
-    "dlrm": (["--holdout", "0"], ["--batch-size", "64"]),
+
+@dataclass(frozen=True)
+class Example:
+    """A job, and what changes where one of its two ranks computes in a process of its own."""
+
+    program: str
+    words: Sequence[str] = ()
+    alone: Sequence[str] = ()  # half of the rows or of the experts
+
+
+EXAMPLES: Final = {
+    "gpt": Example("gpt"),
+    "gpt, few tokens": Example("gpt", ["--hidden", "512", "--batch", "1", "--sequence", "16"]),
+    "moe": Example("moe", alone=["--experts", "4"]),
+    "dlrm": Example("dlrm", ["--holdout", "0"], ["--batch-size", "64"]),
 }
 # Ours, by what differs in the pipeline.
 WAYS: dict[str, dict[str, dict[str, Any]]] = {
@@ -89,7 +100,7 @@ class Bench:
 
     def alone(self, example: str) -> float:
         """Seconds of a step of each rank's share, both computed at once; the slower one's."""
-        line = [*self._line(example), *EXAMPLES[example][1]]
+        line = [*self._line(example), *EXAMPLES[example].alone]
         targets = [self.folder / f"alone{index}.json" for index in range(2)]
         started = [
             subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -110,8 +121,9 @@ class Bench:
         return float(json.loads(target.read_text()))
 
     def _line(self, example: str) -> list[str]:
-        script = ROOT / "examples" / example / "train.py"
-        return [sys.executable, str(script), "--steps", str(self.steps), *EXAMPLES[example][0]]
+        job = EXAMPLES[example]
+        script = ROOT / "examples" / job.program / "train.py"
+        return [sys.executable, str(script), "--steps", str(self.steps), *job.words]
 
     def _on_both(self, line: list[str]) -> None:
         self.hosts.mpirun(line, stdout=subprocess.DEVNULL)
@@ -156,7 +168,7 @@ def _operations(report: Mapping[str, Any], comm: mcr.Communicator) -> Iterator[C
 
 def suited(codecs: Sequence[str], example: str) -> list[str]:
     """Those of the ways with codecs that do something for an example."""
-    matrices = training.EXAMPLES[example].matrices
+    matrices = training.EXAMPLES[EXAMPLES[example].program].matrices
     return [way for way in codecs if matrices or not training.WAYS[way].needs_matrices]
 
 
@@ -253,7 +265,7 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rate", default="1gbit", help="of the link, as tc writes it")
-    parser.add_argument("--examples", default=",".join(EXAMPLES))
+    parser.add_argument("--examples", nargs="+", choices=EXAMPLES, default=list(EXAMPLES))
     parser.add_argument("--codecs", default=",".join(CODECS), help="ways with codecs; '' for none")
     parser.add_argument("--steps", type=int, default=20, help="of each job")
     parser.add_argument("--rounds", type=int, default=3)
@@ -273,7 +285,7 @@ def main() -> None:
         bench = Bench(hosts, Path(folder), table, options.steps)
         if not table.exists():
             bench.tune(options.tune)
-        for example in options.examples.split(","):
+        for example in options.examples:
             found, sent = measure(bench, example, options.rounds, suited(codecs, example))
             rows.append(row_of(example, found))
             print(*rows[-1], sep="  ", flush=True)

@@ -4,7 +4,7 @@
     exchanged   other additive codecs: the library sums in rounds what the codec makes of the values
     moved       values that arrive as they were sent: encode, move, decode
     two_shot    reductions: parts to the rank that sums them in float32, and the sums, encoded again, back
-    summed      sparse codecs: everyone gathers all payloads and adds them up
+    summed      everyone gathers all payloads and adds them up: sparse codecs, and where it sends no more
 
 Everybody decodes the same bytes, the owner of a part and the root of a broadcast too, so that all ranks
 have the same bits. Only what goes into a sum on the rank that has it is not encoded.
@@ -354,7 +354,7 @@ class TwoShot(Composition):
 
 
 class Summed(Composition):
-    """all_reduce and reduce of a sparse codec: all payloads to everyone, or to the root."""
+    """all_reduce and reduce of whole payloads: all of them to everyone, or to the root."""
 
     @property
     def says(self) -> str:  # noqa: D102
@@ -391,7 +391,9 @@ def composition(codec: Codec, signature: Signature) -> type[Composition]:
         return Native if traits.elementwise else Exchanged
     if signature.kind in MOVED:
         return Moved
-    return Summed if traits.sparse and signature.kind in _BACK else TwoShot
+    # Two ranks send as much in one shot as in two, wait once and not twice, and encode no sum.
+    one_shot = traits.sparse or signature.ranks == 2
+    return Summed if one_shot and signature.kind in _BACK else TwoShot
 
 
 def wire_bytes(codec: Codec, signature: Signature) -> int | None:

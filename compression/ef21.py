@@ -31,7 +31,6 @@ class Ef21(Memory):
         self._mine = torch.zeros(numel, dtype=torch.float32, device=device)
         self._result = torch.zeros_like(self._mine)
         self._shard: torch.Tensor | None = None
-        self._shards: torch.Tensor | None = None  # of all ranks, from an earlier job
         self._lo = 0
 
     def send(self, values: torch.Tensor, lo: int, wire: torch.Tensor, scale: float = 1.0) -> int:  # noqa: D102
@@ -45,21 +44,20 @@ class Ef21(Memory):
         mine = self._mine[lo : lo + values.numel()]
         torch.sub(values, mine, out=total).mul_(scale)
         mine.copy_(values)
-        if self._shards is not None:
-            self._shard, self._shards = self._shards[lo : lo + values.numel()].clone(), None
 
     def reduce(  # noqa: D102
         self, wires: Wires, total: torch.Tensor, wire: torch.Tensor, *, skip: int, scale: float
     ) -> int:
+        result = self._result[self._lo : self._lo + total.numel()]
         if self._shard is None:
-            self._shard = torch.zeros_like(total)
+            self._shard = result.clone()
         if not total.numel():
             return 0
         for row, each in enumerate(wires):
             if row != skip:
                 self.codec.decode_accumulate(each, total, scale)
         self._shard.add_(total)
-        return self.codec.encode(self._shard - self._result[self._lo : self._lo + total.numel()], wire)
+        return self.codec.encode(self._shard - result, wire)
 
     def receive(self, wire: torch.Tensor, lo: int, out: torch.Tensor) -> None:  # noqa: D102
         result = self._result[lo : lo + out.numel()]
@@ -87,8 +85,6 @@ class Ef21(Memory):
     @property
     def kept(self) -> list[Kept]:  # noqa: D102
         shard = [] if self._shard is None else [Kept("shard", "shard", self._shard / self._unit)]
-        if self._shards is not None:
-            shard = [Kept("shard", "shared", self._shards / self._unit)]
         return [
             *super().kept,
             Kept("estimate", "own", self._mine),
@@ -99,8 +95,7 @@ class Ef21(Memory):
     def restore(self, kept: Mapping[str, torch.Tensor]) -> None:  # noqa: D102
         rest = dict(kept)
         self._mine.copy_(rest.pop("estimate"))
-        torch.mul(rest.pop("result").to(self._mine.device), self._unit, out=self._result)
-        self._shard, shards = None, rest.pop("shard", None)
-        if shards is not None:
-            self._shards = shards.to(self._mine.device) * self._unit
+        result = rest.pop("result")
+        self._shard, shards = None, rest.pop("shard", None)  # what the result has come close to
+        torch.mul((result if shards is None else shards).to(self._mine.device), self._unit, out=self._result)
         super().restore(rest)

@@ -31,7 +31,6 @@ class ErrorFeedback(Memory):
         self._decay, self._unit = decay, unit
         self._residual = torch.zeros(numel, dtype=torch.float32, device=device)
         self._shard: torch.Tensor | None = None
-        self._shards: torch.Tensor | None = None  # of all ranks, from an earlier job
 
     def send(self, values: torch.Tensor, lo: int, wire: torch.Tensor, scale: float = 1.0) -> int:  # noqa: D102
         residual = self._completed(values, lo)
@@ -45,8 +44,6 @@ class ErrorFeedback(Memory):
         residual = self._completed(values, lo)
         torch.mul(residual, scale, out=total)
         residual.zero_()
-        if self._shards is not None:
-            self._shard, self._shards = self._shards[lo : lo + values.numel()].clone(), None
 
     def reduce(  # noqa: D102
         self, wires: Wires, total: torch.Tensor, wire: torch.Tensor, *, skip: int, scale: float
@@ -80,17 +77,15 @@ class ErrorFeedback(Memory):
     @property
     def kept(self) -> list[Kept]:  # noqa: D102
         shard = [] if self._shard is None else [Kept("shard", "shard", self._shard / self._unit)]
-        if self._shards is not None:
-            shard = [Kept("shard", "shared", self._shards / self._unit)]
         return [*super().kept, Kept("residual", "own", self._residual), *shard]
 
     def restore(self, kept: Mapping[str, torch.Tensor]) -> None:  # noqa: D102
         rest = dict(kept)
         self._residual.copy_(rest.pop("residual"))
-        self.holds = True
         self._shard, shards = None, rest.pop("shard", None)
-        if shards is not None:
-            self._shards = shards.to(self._residual.device) * self._unit
+        if shards is not None:  # what sums have lost, every rank gives its share of to the next one
+            self._residual.add_(shards.to(self._residual.device))
+        self.holds = True
         super().restore(rest)
 
     def _completed(self, values: torch.Tensor, lo: int) -> torch.Tensor:

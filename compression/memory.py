@@ -74,8 +74,11 @@ class Memory:
 
         `total`: float32, of the size of `out`, or `out` itself.
         """
-        total.zero_()
-        for wire in wires:
+        if scale == 1.0:
+            self.codec.decode(wires[0], total)
+        else:
+            total.zero_()
+        for wire in wires[1:] if scale == 1.0 else wires:
             self.codec.decode_accumulate(wire, total, scale)
         if total is not out:
             out.copy_(total)

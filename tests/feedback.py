@@ -326,7 +326,7 @@ class Crooked(PayloadCodec):
     def _decode(self, wire: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(wire)
         Crooked.calls += 1
-        if Crooked.calls > 8 and mcr.get_rank() == 1:
+        if Crooked.calls > 4 and mcr.get_rank() == 1:
             out[0] += 1
 
     def _accumulate(self, wire: torch.Tensor, total: torch.Tensor, scale: float) -> None:

@@ -86,7 +86,7 @@ class Step(NamedTuple):
 def train(job: Job, comms: Transport, observe: Observer) -> Result:
     """One run of the job, the same on every rank."""
     model = job.build(comms).to(job.dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=job.lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=job.lr, fused=True)
     called = model if job.shared else comms.data_parallel(model, optimizer)
     stream, streams = (0, 1) if job.shared else (comms.rank, comms.world_size)
     tokens = job.batch * (job.corpus.window - 1) * streams

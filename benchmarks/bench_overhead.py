@@ -16,6 +16,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -39,10 +40,14 @@ MANY = 10_000
 def take_turns(
     candidates: Mapping[str, tuple[Callable[[], Any], int]], rounds: int
 ) -> dict[str, list[float]]:
-    """Microseconds per call of each candidate, one entry per round; ranks start each turn together."""
+    """Microseconds per call of each candidate, one entry per round; ranks start each turn together.
+
+    Every round has another order, since who follows whom matters.
+    """
     turns: dict[str, list[float]] = {name: [] for name in candidates}
-    for _ in range(rounds):
-        for name, (call, calls) in candidates.items():
+    for number in range(rounds):
+        for name in Random(number).sample(sorted(candidates), len(candidates)):
+            call, calls = candidates[name]
             for _ in range(max(3, calls // 50)):
                 call()
             MPI.COMM_WORLD.Barrier()

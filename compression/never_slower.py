@@ -20,9 +20,13 @@ _WARM: Final = 2
 _TIMED: Final = 5
 """Calls of each way that are timed."""
 _TRIAL: Final = 2 * (_WARM + _TIMED)
-_PERIOD: Final = 1000
-"""Calls between two trials; twice as many after every trial that has changed nothing."""
+_PERIOD: Final = 100
+"""Calls between the first two trials; twice as many after every trial that has changed nothing."""
 _LONGEST: Final = 16_000
+_SHARE: Final = 0.002
+"""Of the time of calls that trials may cost, whatever the codec costs; longer periods pay for it."""
+_GAIN: Final = 0.95
+"""Of the uncompressed time, what a codec must stay below: less is within the noise of a trial."""
 _LAG: Final = 8
 """Calls between a trial and its verdict, so that nobody waits for it where a call should only be issued."""
 
@@ -43,8 +47,8 @@ def never_slower(raw: Issue, compressed: Issue, codec: str, signature: Signature
     if direct is not None:  # synchronous: between trials as fast as without all this
 
         def run(message: Message) -> None:
-            if trials.idle:
-                trials.call += 1
+            if trials.left and not trials.best:
+                trials.left -= 1
                 direct(message)
             else:
                 trials.issue(message).wait()
@@ -54,10 +58,11 @@ def never_slower(raw: Issue, compressed: Issue, codec: str, signature: Signature
 
 
 class _Trials:
-    """Which way calls go. `call` counts those since the last verdict."""
+    """Which way calls go: `best`, for `left` more of them; then they are a trial."""
 
     def __init__(self, raw: Issue, compressed: Issue, what: str, signature: Signature, next: Next) -> None:
-        self.call = 0
+        self.left = self.best = 0
+        self._at = 0  # the next call's place in the trial
         self._ways, self._what = (raw, compressed), what
         self._wanted = signature.replace(
             kind="all_reduce", reduce_op="MAX", dtype=torch.float64, shape=(2,), nbytes=16, device="cpu",
@@ -65,28 +70,20 @@ class _Trials:
         )  # fmt: skip
         self._agree = next(self._wanted)
         self._times: tuple[list[float], list[float]] = ([], [])
-        self._begin, self._best = (
-            0,
-            0,
-        )  # the call with which the next trial begins, and the way between trials
         self._period: int | None = None  # none before the first verdict
         self._verdict: tuple[Work, torch.Tensor] | None = None
 
-    @property
-    def idle(self) -> bool:
-        """Whether the next call goes uncompressed, and nothing else is to be done."""
-        return self._best == 0 and self._verdict is None and self.call < self._begin
-
     def issue(self, message: Message) -> Work:
         """Issue a call one way or the other."""
-        at = self.call - self._begin
-        self.call += 1
-        if self._verdict is not None:
+        if self.left:
+            self.left -= 1
+            return self._ways[self.best](message)
+        at = self._at
+        self._at += 1
+        if at >= _TRIAL:
             if at == _TRIAL + _LAG:
-                self._decide(*self._verdict)
-            return self._ways[self._best](message)
-        if at < 0:
-            return self._ways[self._best](message)
+                self._decide()
+            return self._ways[self.best](message)
         way, began = at % 2, perf_counter()
         work = self._ways[way](message).then(lambda: self._times[way].append(perf_counter() - began))
         if at == _TRIAL - 1:
@@ -99,17 +96,28 @@ class _Trials:
         medians = torch.tensor(seen, dtype=torch.float64)
         self._verdict = self._agree(Message(self._wanted, (medians,), (medians,))), medians
 
-    def _decide(self, work: Work, medians: torch.Tensor) -> None:
+    def _decide(self) -> None:
+        assert self._verdict is not None
+        work, medians = self._verdict
         work.wait()
         without, with_codec = medians.tolist()
-        chosen = 1 if with_codec < without else 0  # without, if nobody has waited for any yet
-        changed = self._period is None or chosen != self._best
+        chosen = 1 if with_codec < _GAIN * without else 0  # without, if nobody has waited for any yet
+        changed = self._period is None or chosen != self.best
         _log.log(
             logging.INFO if changed else logging.DEBUG,
             "%s takes %.3g ms, %.3g ms without it: %s",
             self._what, with_codec * 1e3, without * 1e3, "on" if chosen else "off",
         )  # fmt: skip
         self._period = _PERIOD if changed else min(2 * (self._period or _PERIOD), _LONGEST)
-        self._best, self._begin, self.call, self._verdict = chosen, self._period, 0, None
+        self.left = max(self._period, _pays_for(without, with_codec))
+        self.best, self._at, self._verdict = chosen, 0, None
         for each in self._times:
             each.clear()
+
+
+def _pays_for(one: float, other: float) -> int:
+    """Calls of the faster way among which a trial of both is `_SHARE` of their time."""
+    fast, slow = sorted((one, other))
+    if not 0 < fast < float("inf") or slow == float("inf"):
+        return 0
+    return round(_TRIAL / 2 * (slow / fast - 1) / _SHARE)

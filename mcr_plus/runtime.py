@@ -73,6 +73,7 @@ class Runtime:
         self.communicators: list[Communicator] = []
         # Group → operation → what codecs had kept in an earlier job and nobody has asked for yet.
         self.restored: dict[str, dict[str, Any]] = {}
+        self.found: dict[str, dict[str, Any]] = {}  # group → what online refinement had found out
         self._pipelines: list[Pipeline] = []
         self._groups = 0
         self.communicator = self.open_group("world", tuple(range(world.size)))
@@ -104,8 +105,8 @@ class Runtime:
         for backend_name, backend in self._backends.items():
             if rank >= 0 and (backend_name == "local") == (group.size == 1):
                 lines[backend_name] = Line(backend, backend.open(group), Lane())
-        restored = self.restored.setdefault(name, {})
-        runtime = GroupRuntime(self.engine, state, lines, {}, restored=restored)
+        restored, found = (kept.setdefault(name, {}) for kept in (self.restored, self.found))
+        runtime = GroupRuntime(self.engine, state, lines, {}, restored=restored, found=found)
         usable = {name: self._classes[name] for name in lines} if rank >= 0 else dict(self._classes)
         context = Context(self.config, world, group, usable, runtime)
         pipeline = Pipeline(context)

@@ -577,6 +577,7 @@ def recover(folder: str) -> dict[str, Any]:
             mcr.all_reduce(x)
             assert x.tolist() == [3.0] * 32
     turns = [[times(mcr.all_reduce, x, backend=name) for name in (None, "quick") * 100] for _ in range(3)]
+    state = mcr.state_dict()
     mcr.finalize()
     mine.joinpath("after").write_text("")  # what is written from now on is the second job's
     refined = load_table(Path(folder, "wrong.refined.yaml"))
@@ -586,7 +587,17 @@ def recover(folder: str) -> dict[str, Any]:
         mcr.all_reduce(x)
         mcr.all_reduce(torch.ones(1000))
     mcr.finalize()
+    join(["slow", "quick"], table=str(Path(folder, "wrong.yaml")))
+    mcr.load_state_dict(state)
+    with mcr.record() as resumed:
+        for _ in range(40):
+            mcr.all_reduce(x)
+        mcr.all_reduce(torch.ones(1000))
+    again = mcr.state_dict()
+    mcr.finalize()
     return {
+        "resumed": backends_used(resumed),
+        "kept": again["tuner"]["world"].items() > state["tuner"]["world"].items(),
         "used": backends_used(log),
         "ratios": [statistics.median(turn[::2]) / statistics.median(turn[1::2]) for turn in turns],
         "rule": [rule.backend, sorted(rule.measured)] if rule else None,
@@ -611,6 +622,8 @@ def test_a_job_with_a_wrong_table_recovers_and_the_next_one_starts_right(tmp_pat
         assert min(value["ratios"]) <= 1.05  # a machine that is busy otherwise spoils one, not all
         assert value["rule"] == ["quick", ["quick", "slow"]]
         assert value["second"] == ["quick", "slow"]  # nothing was learnt of the other size
+        assert value["resumed"] == ["quick"] * 40 + ["slow"]
+        assert value["kept"]
     assert (tmp_path / "wrong.yaml").read_text() == SLOW_TABLE
     names = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert names == {"wrong.yaml", "wrong.refined.yaml", "rank0/after", "rank1/after"}

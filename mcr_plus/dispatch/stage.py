@@ -42,7 +42,7 @@ class GroupRuntime:
     """What stages work with that issue or hold back operations; a group that only explains has none.
 
     `held`: what stages hold back, in the order in which it is to be sent. `restored`: what operations
-    had kept in an earlier job, by their names.
+    had kept in an earlier job, by their names; `found`: what online refinement had found out in it.
     """
 
     engine: Engine
@@ -51,6 +51,7 @@ class GroupRuntime:
     operations: dict[Signature, Issue]
     held: list[Held] = field(default_factory=list)
     restored: dict[str, Any] = field(default_factory=dict)
+    found: dict[str, Any] = field(default_factory=dict)
 
     def send_held(self, only: Held | None = None) -> None:
         """Issue everything that is held back, or `only` this, all of it even if some fails.

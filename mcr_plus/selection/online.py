@@ -28,7 +28,7 @@ from math import inf, isfinite, isqrt
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 
@@ -366,6 +366,8 @@ class Refinement:
         self.path = _target(options)
         self.writes = context.world.rank == 0
         self._world = context.world
+        self._found = {} if context.runtime is None else context.runtime.found
+        self._settled: dict[str, Learnt] = {}  # by another job
         self._hosts = {context.world.hosts[rank] for rank in context.group.ranks}
         self._trials: list[tuple[Router, Query, Callable[[int], str | None]]] = []
 
@@ -389,6 +391,20 @@ class Refinement:
                 bound[rival] = place(rival, signature)
         if len(bound) == 1:
             return bound[candidates[0]]
+
+        def default(size: int) -> str | None:
+            try:
+                return prefer(signature.replace(nbytes=size))
+            except Unsupported:
+                return None
+
+        earlier = self._found.get(name := _name(query, bound), {})
+        if earlier.get("choice") in bound:
+            choice = earlier["choice"]
+            if earlier.get("ended"):
+                self._settled[name] = Learnt(query, choice, earlier.get("us", {}), default)
+                return bound[choice]
+            bound = {choice: bound[choice], **bound}
         trial = Trial.of(list(bound))
         sharing = _sharing(signature, len(trial.local))
         share = place(prefer(sharing), sharing)
@@ -398,25 +414,31 @@ class Refinement:
             lambda values: share(Message(sharing, (values,), (values,))),
             one_clock=len(self._hosts) == 1,
         )
-
-        def default(size: int) -> str | None:
-            try:
-                return prefer(signature.replace(nbytes=size))
-            except Unsupported:
-                return None
-
         self._trials.append((router, query, default))
         return router.issue
 
+    @property
+    def state(self) -> dict[str, dict[str, Any]]:
+        """What trials have found out so far, for another job: equal on all ranks, plain data."""
+        state = {
+            name: {"choice": each.choice, "us": dict(each.measured), "ended": True}
+            for name, each in self._settled.items()
+        }
+        for router, query, _ in self._trials:
+            trial = router.trial
+            choice = trial.candidates[trial.chosen]
+            state[_name(query, trial.candidates)] = {
+                "choice": choice, "us": _microseconds(trial), "ended": trial.frozen
+            }  # fmt: skip
+        return {**self._found, **state}
+
     def learnt(self) -> list[Learnt]:
         """What this stage's trials have found out, those that have not ended included."""
-        found = []
+        found = list(self._settled.values())
         for router, query, default in self._trials:
             router.finish()
             trial = router.trial
-            pairs = zip(trial.candidates, trial.medians, strict=True)
-            known = {name: seconds * 1e6 for name, seconds in pairs if seconds is not None}
-            if known:
+            if known := _microseconds(trial):
                 choice = trial.candidates[trial.chosen]
                 found.append(Learnt(query, choice, known, default))
         return found
@@ -430,6 +452,17 @@ class Refinement:
             nodes=len(nodes),
             ranks_per_node=max(nodes.values()),
         )
+
+
+def _name(query: Query, candidates: Iterable[str]) -> str:
+    """An operation and its candidates, in whatever order."""
+    return f"{' '.join(map(str, query))}: {', '.join(sorted(candidates))}"
+
+
+def _microseconds(trial: Trial) -> dict[str, float]:
+    """The last median of each candidate that has one."""
+    pairs = zip(trial.candidates, trial.medians, strict=True)
+    return {name: seconds * 1e6 for name, seconds in pairs if seconds is not None}
 
 
 def _sharing(signature: Signature, numbers: int) -> Signature:

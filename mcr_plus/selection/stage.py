@@ -86,6 +86,11 @@ class SelectStage:
         """Write down what online refinement has learnt: the job ends in good order."""
         save_refined([stage._refinement for stage in stages if stage._refinement is not None])
 
+    @property
+    def found(self) -> dict[str, Any]:
+        """What online refinement has found out; equal on all ranks of the group."""
+        return {} if self._refinement is None else self._refinement.state
+
     # -- choosing ---------------------------------------------------------------------------------
 
     def _choose(self, signature: Signature) -> tuple[str, str, TableRule | None]:

@@ -1,0 +1,1 @@
+"""MSCCL: algorithm files, verified before they run, over shared memory on one host."""

@@ -1,0 +1,132 @@
+"""What an algorithm is: for every rank, thread blocks of steps that move and add chunks.
+
+The model of MSCCL (Cowan et al., "MSCCLang: Microsoft Collective Communication Language", ASPLOS 2023),
+and of its XML files. A buffer is divided into chunks of equal size. A thread block has at most one peer
+to send to and one to receive from; on every (source, target, channel) runs one first-in-first-out queue,
+with one thread block at each end. Steps of a thread block run in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final, Literal, get_args
+
+Operation = Literal["s", "r", "rcs", "rrs", "rrc", "rrcs", "cpy", "re", "nop"]
+"""What a step does:
+
+    s     send src
+    r     receive into dst
+    rcs   receive into dst, and send it on
+    rrs   receive, add src, send the sum on; nothing is stored
+    rrc   receive, add src, store in dst
+    rrcs  as rrc, and send it on
+    cpy   copy src to dst
+    re    add src to dst
+    nop   only wait for what the step depends on
+"""
+OPERATIONS: Final[tuple[Operation, ...]] = get_args(Operation)
+RECEIVES: Final = frozenset({"r", "rcs", "rrs", "rrc", "rrcs"})
+SENDS: Final = frozenset({"s", "rcs", "rrs", "rrcs"})
+READS: Final = frozenset({"s", "rrs", "rrc", "rrcs", "cpy", "re"})
+"""Steps that read `src` on their own rank; in others `source` describes the peer's buffer, if anything."""
+WRITES: Final = frozenset({"r", "rcs", "rrc", "rrcs", "cpy", "re"})
+"""Steps that write `dst` on their own rank."""
+
+Space = Literal["i", "o", "s"]
+"""Input, output, scratch."""
+SPACES: Final[tuple[Space, ...]] = get_args(Space)
+
+Collective = Literal[
+    "allreduce", "allgather", "reducescatter", "alltoall", "alltoallv", "broadcast", "reduce", "gather",
+    "scatter", "send", "recv", "custom",
+]  # fmt: skip
+"""As MSCCL writes them."""
+COLLECTIVES: Final[tuple[Collective, ...]] = get_args(Collective)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """`count` chunks of a buffer from `at` on; the count stands in the step."""
+
+    space: Space
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a thread block.
+
+    Attributes:
+        operation: what it does.
+        source, target: where; which of them mean something is said by `READS` and `WRITES`.
+        count: contiguous chunks, at least 1 but for `nop`.
+        after: (thread block of the same rank, step) that must be done before, None for nothing.
+        awaited: whether a step of another thread block waits for this one (`hasdep`).
+        line: of the file it was read from, 0 if it was made.
+    """
+
+    operation: Operation
+    source: Chunks
+    target: Chunks
+    count: int = 1
+    after: tuple[int, int] | None = None
+    awaited: bool = False
+    line: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadBlock:
+    """Steps in order, and the peers that they send to and receive from, -1 for none."""
+
+    send: int
+    receive: int
+    channel: int
+    steps: tuple[Step, ...]
+    line: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What one rank does: how many chunks its buffers have, and its thread blocks by their ids."""
+
+    inputs: int
+    outputs: int
+    scratch: int
+    blocks: tuple[ThreadBlock, ...]
+    line: int = 0
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A collective of a fixed number of ranks.
+
+    Attributes:
+        name: for people and tables.
+        collective: what it computes.
+        ranks: how many take part.
+        chunks: `nchunksperloop`: how many chunks the whole buffer has, that is the input of allreduce,
+            reducescatter and alltoall, and the output of allgather.
+        channels: number of queues between two ranks in one direction, at most.
+        in_place, out_of_place: for which calls it may be used. In place, input and output of allreduce and
+            alltoall are one buffer; allgather's input is its rank's part of the output, reducescatter's
+            output its rank's part of the input.
+        least, most: bytes of the whole buffer for which it is meant; both included, `most` None for any.
+        root: of broadcast, reduce, gather and scatter.
+        protocol: `Simple`, `LL` or `LL128`, of no meaning outside of GPUs.
+        programs: by rank.
+        file: where it was read from.
+    """
+
+    name: str
+    collective: Collective
+    ranks: int
+    chunks: int
+    channels: int
+    programs: tuple[Program, ...] = field(repr=False)
+    in_place: bool = True
+    out_of_place: bool = True
+    least: int = 0
+    most: int | None = None
+    root: int = 0
+    protocol: str = "Simple"
+    file: str = ""

@@ -137,7 +137,7 @@ def measure(config: Path, spec: Path, target: Path) -> None:
                 times.setdefault(way, {})[nbytes] = found
             for name in asked["codecs"]:
                 comm.barrier()
-                own = codec_seconds(payload_codec(name), source, comm.size, asked["rounds"])
+                own = codec_seconds(payload_codec(name), source, asked["rounds"])
                 local.setdefault(name, {})[nbytes] = max(comm.all_gather_object(own))
     if comm.rank == 0:
         target.write_text(json.dumps({"times": times, "local": local}))
@@ -181,32 +181,19 @@ def payload_codec(name: str) -> PayloadCodec:
     return codec
 
 
-def codec_seconds(codec: PayloadCodec, values: torch.Tensor, ranks: int, rounds: int) -> float:
+def codec_seconds(codec: PayloadCodec, values: torch.Tensor, rounds: int) -> float:
     """Median seconds of all codec calls that one rank makes for one all_reduce, without communication."""
-    whole = sends_all(codec)
-    parts = [values] if whole else values.chunk(ranks)
-    outs = torch.zeros_like(values).chunk(len(parts))
-    wires = torch.zeros(ranks, codec.wire_numel(parts[0].numel()), dtype=codec.wire_dtype)
-    wire, total = torch.zeros_like(wires[0]), torch.zeros_like(parts[0])
+    wire, out = (
+        torch.zeros(codec.wire_numel(values.numel()), dtype=codec.wire_dtype),
+        torch.zeros_like(values),
+    )
 
-    def native() -> None:
+    def call() -> None:
         codec.encode(values, wire)
-        codec.decode(wire, outs[0])
+        codec.decode(wire, out)
+        for _ in range(0 if codec.traits.additive else RANKS - 1):
+            codec.decode_accumulate(wire, out)
 
-    def summed() -> None:
-        codec.encode(values, wire)
-        for _ in range(ranks):
-            codec.decode_accumulate(wire, outs[0])
-
-    def two_shot() -> None:
-        for part, each in zip(parts[1:], wires[1:], strict=True):
-            codec.encode(part, each)
-        total.copy_(parts[0])
-        codec.reduce(wires, total, wire, skip=0)
-        for out in outs:
-            codec.decode(wire, out)
-
-    call = native if codec.traits.additive else summed if codec.traits.sparse else two_shot
     call()
     taken = []
     for _ in range(rounds):
@@ -216,18 +203,12 @@ def codec_seconds(codec: PayloadCodec, values: torch.Tensor, ranks: int, rounds:
     return median(taken)
 
 
-def sends_all(codec: PayloadCodec) -> bool:
-    """Whether a payload holds all values of an all_reduce, and not those that one rank sums."""
-    return codec.traits.additive or codec.traits.sparse
+def times_smaller(codec: PayloadCodec, nbytes: int) -> float:
+    """How many times less a rank sends with the codec in an all_reduce of `nbytes` of float32.
 
-
-def times_smaller(codec: PayloadCodec, nbytes: int, ranks: int) -> float:
-    """How many times less a rank sends with the codec in an all_reduce of `nbytes` of float32."""
-    parts = 1 if sends_all(codec) else ranks
-    sent = codec.wire_nbytes(nbytes // 4 // parts) * parts
-    if codec.traits.sparse:  # every payload goes to every rank
-        return nbytes * 2 / (ranks * sent)
-    return nbytes / sent
+    Two ranks send each other whole payloads, or the library does what it does with fewer bytes.
+    """
+    return nbytes / codec.wire_nbytes(nbytes // 4)
 
 
 # --- the program ------------------------------------------------------------------------------------
@@ -267,7 +248,7 @@ def found_of(rate: str, times: Seconds, local: Seconds) -> Found:
     codecs = {}
     for name, by_size in local.items():
         largest = max(by_size)
-        smaller = times_smaller(payload_codec(name), largest, RANKS)
+        smaller = times_smaller(payload_codec(name), largest)
         codecs[name] = predicted(raw, smaller, by_size[largest] / largest, times[name][TINY])
     return Found(rate, times, local, raw, codecs)
 
@@ -296,7 +277,7 @@ def over_the_link(rate: str, spec: Mapping[str, Any], table: Path | None, budget
 def codec_facts(found: Found, codec: str) -> list[str]:
     """The constants of a codec's line, and where it crosses that of the uncompressed ones."""
     largest = max(found.sizes)
-    smaller = times_smaller(payload_codec(codec), largest, RANKS)
+    smaller = times_smaller(payload_codec(codec), largest)
     codec_rate = largest / found.local[codec][largest]
     share = 2 * (RANKS - 1) / RANKS
     link = share / found.raw.per_byte
@@ -395,19 +376,19 @@ def plot(every: Sequence[Found], path: Path) -> None:
 
     mpl.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.lines import Line2D
 
     figure, axes = pyplot.subplots(
-        1, len(every), figsize=(5.2 * len(every), 4.2), layout="constrained", squeeze=False
+        1, len(every), figsize=(5.2 * len(every), 4.8), layout="constrained", squeeze=False
     )
+    colours = dict(zip([RAW, *every[0].codecs], ["black", *(f"C{i}" for i in range(10))], strict=False))
     for axis, found in zip(axes[0], every, strict=True):
         sizes = np.array(found.sizes, float)
         fine = np.geomspace(sizes[0], sizes[-1], 200)
-        for index, (way, line) in enumerate({RAW: found.raw, **found.codecs}.items()):
-            colour = "black" if way == RAW else f"C{index - 1}"
+        for way, line in {RAW: found.raw, **found.codecs}.items():
             times = [1e3 * found.times[way][size] for size in found.sizes]
-            axis.plot(sizes / 2**20, times, "o", color=colour, ms=4, label=f"{way}, measured")
-            label = f"{way}, {'fitted' if way == RAW else 'predicted'}"
-            axis.plot(fine / 2**20, [1e3 * line.at(size) for size in fine], color=colour, lw=1.2, label=label)
+            axis.plot(sizes / 2**20, times, "o", color=colours[way], ms=4)
+            axis.plot(fine / 2**20, [1e3 * line.at(size) for size in fine], color=colours[way], lw=1.2)
             if way == RAW:
                 continue
             for style, size in (
@@ -415,16 +396,21 @@ def plot(every: Sequence[Found], path: Path) -> None:
                 (":", measured_crossing(found.measured(RAW), found.measured(way))),
             ):
                 if sizes[0] <= size <= sizes[-1]:
-                    which = "predicted" if style == "--" else "measured"
-                    label = f"{way}, break-even {which}"
-                    axis.axvline(size / 2**20, color=colour, ls=style, lw=1, label=label)
+                    axis.axvline(size / 2**20, color=colours[way], ls=style, lw=1)
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.set_title(f"all_reduce over {found.rate}")
         axis.set_xlabel("MiB of float32")
         axis.set_ylabel("ms")
         axis.grid(alpha=0.25, lw=0.5, which="both")
-        axis.legend(frameon=False, fontsize=8)
+    keys = [Line2D([], [], color=colour, label=way) for way, colour in colours.items()]
+    keys += [
+        Line2D([], [], color="grey", ls="", marker="o", ms=4, label="measured"),
+        Line2D([], [], color="grey", lw=1.2, label="fitted (uncompressed), predicted"),
+        Line2D([], [], color="grey", ls="--", lw=1, label="break-even, predicted"),
+        Line2D([], [], color="grey", ls=":", lw=1, label="break-even, measured"),
+    ]
+    figure.legend(handles=keys, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 

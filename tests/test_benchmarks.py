@@ -202,9 +202,9 @@ def test_break_even_has_a_report_and_a_picture(tmp_path: Path) -> None:
     for name in names:
         codec = bench_break_even.payload_codec(name)
         values = torch.randn(1 << 16)
-        local[name] = {values.nbytes: bench_break_even.codec_seconds(codec, values, 2, 1)}
+        local[name] = {values.nbytes: bench_break_even.codec_seconds(codec, values, 1)}
         local[name] |= {size: size / 1e9 for size in sizes}
-        smaller = bench_break_even.times_smaller(codec, SIZES[-1], 2)
+        smaller = bench_break_even.times_smaller(codec, SIZES[-1])
         times[name] = {size: 1e-3 + size / 1e8 / smaller + size / 1e9 for size in sizes}
     found = bench_break_even.found_of("1gbit", times, local)
     for name, line in found.codecs.items():  # what was put in comes out, but for the 1 KiB in its latency
@@ -222,7 +222,7 @@ def test_break_even_has_a_report_and_a_picture(tmp_path: Path) -> None:
 
 def test_how_much_less_is_sent() -> None:
     smaller = {
-        name: bench_break_even.times_smaller(bench_break_even.payload_codec(name), 1 << 20, 2)
+        name: bench_break_even.times_smaller(bench_break_even.payload_codec(name), 1 << 20)
         for name in ("bf16", "int8_block", "topk")
     }
     assert smaller == pytest.approx({"bf16": 2, "int8_block": 3.94, "topk": 66.6}, rel=0.01)

@@ -396,6 +396,19 @@ def composition(codec: Codec, signature: Signature) -> type[Composition]:
     return Summed if one_shot and signature.kind in _BACK else TwoShot
 
 
+def payload_bytes(codec: Codec, signature: Signature) -> int | None:
+    """Bytes that all values of an operation become; at most, if the codec's rate is not fixed.
+
+    None for vector kinds.
+    """
+    if signature.nbytes is None or signature.dtype is None:
+        return None
+    if isinstance(codec, PayloadCodec):
+        return codec.wire_nbytes(signature.nbytes // signature.dtype.itemsize)
+    rounds = codec.rounds(signature.parts or (signature.shape,), signature.ranks)
+    return sum(each.numel * each.dtype.itemsize for each in rounds)
+
+
 def wire_bytes(codec: Codec, signature: Signature) -> int | None:
     """Bytes that a rank hands to libraries for one call, by the convention of `Signature.nbytes`.
 
@@ -406,8 +419,7 @@ def wire_bytes(codec: Codec, signature: Signature) -> int | None:
     numel, ranks = signature.nbytes // signature.dtype.itemsize, signature.ranks
     chosen = composition(codec, signature)
     if chosen is Exchanged:
-        rounds = codec.rounds(signature.parts or (signature.shape,), ranks)
-        return sum(each.numel * each.dtype.itemsize for each in rounds)
+        return payload_bytes(codec, signature)
     assert isinstance(codec, PayloadCodec)
     if chosen is TwoShot:
         alignment = 1 if signature.kind == "reduce_scatter" else codec.traits.alignment

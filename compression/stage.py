@@ -11,7 +11,7 @@ import torch
 from mcr_plus.compression.audit import audited
 from mcr_plus.compression.choice import asked_for, refusal
 from mcr_plus.compression.codec import Codec, PayloadCodec
-from mcr_plus.compression.compose import composition, wire_bytes
+from mcr_plus.compression.compose import composition, payload_bytes, wire_bytes
 from mcr_plus.compression.ef21 import Ef21
 from mcr_plus.compression.error_feedback import ErrorFeedback, MomentumCorrection
 from mcr_plus.compression.memory import Memory
@@ -90,6 +90,10 @@ class CompressStage:
         composed = chosen(owner.codec, full, self._group.rank, owner.memory, self._pool)
         audit_every = options.audit_every if plain.kind in _SAME_EVERYWHERE else None
         says = [f"codec {codec.name}: {composed.says}"]
+        payload = payload_bytes(codec, plain)
+        if payload is not None:
+            most = "" if codec.traits.fixed_rate else " at most"
+            says.append(f"{plain.nbytes} bytes become {payload}{most}")
         if options.feedback is not None:
             says.append(options.feedback)
         if audit_every is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,22 @@ from mcr_plus import config as configuration
 from mcr_plus import registry
 from mcr_plus.backends import backend_class
 from mcr_plus.errors import InvalidArgument
+from mcr_plus.hooks.reducer import TAG
+from mcr_plus.hooks.ways import key_of, way_of
 from mcr_plus.interfaces import Context, World
 from mcr_plus.launch import mpi_flavour
-from mcr_plus.message import ALIASES, DTYPES, KINDS, REDUCING, ROOTED, VECTOR, Group, Signature, dtype_name
+from mcr_plus.message import (
+    ALIASES,
+    DTYPES,
+    KINDS,
+    REDUCING,
+    ROOTED,
+    VECTOR,
+    Group,
+    Signature,
+    dtype_name,
+    thawed,
+)
 from mcr_plus.pipeline import Note, Pipeline
 from mcr_plus.units import parse_size
 
@@ -30,19 +44,24 @@ def explain(
     device: str = "cpu",
     nodes: int = 1,
     async_op: bool = False,
+    param: str | None = None,
+    shape: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     """Bind a hypothetical operation and say what each stage decided.
 
-    Returns a mapping with `kind`, `bytes`, `dtype`, `ranks`, `nodes`, `async_op`, `tag`, `steps` (one per
-    decision: `stage`, `operation`, `decision`, `rule`), `backends` (those the operation ends on), and, for
-    the first choice of a library on its way, `table_rule` (`file:line`), `expected_us` (None where nothing
-    was measured) and `alternatives` (per choice: `support`, `how`, `expected_us`, `extrapolated`, `why` it
-    was chosen or not). Steps in which a library is chosen have the last three too, and if the table was
-    measured elsewhere `measured_elsewhere` (the differences) and `strict`. A stage that has nothing to do
-    leaves no step. Expected times of asynchronous operations are exposed times: what is left beside a
-    computation of the operation's own length.
+    Returns a mapping with `kind`, `bytes`, `dtype`, `ranks`, `nodes`, `async_op`, `tag`, `param`,
+    `steps` (one per decision: `stage`, `operation`, `decision`, `rule`), `backends` (those the operation
+    ends on), and, for the first choice of a library on its way, `table_rule` (`file:line`),
+    `expected_us` (None where nothing was measured) and `alternatives` (per choice: `support`, `how`,
+    `expected_us`, `extrapolated`, `why` it was chosen or not). Steps in which a library is chosen have
+    the last three too, and if the table was measured elsewhere `measured_elsewhere` (the differences)
+    and `strict`. A stage that has nothing to do leaves no step. Expected times of asynchronous
+    operations are exposed times: what is left beside a computation of the operation's own length.
 
-    `nbytes` may be a text such as `1MiB`.
+    `nbytes` may be a text such as `1MiB`. `shape`: of the tensor, for codecs that need matrices. With
+    `param`, the name of a parameter, it is the all_reduce of its gradient in a bucket of its own, as
+    `mcr.wrap` sends it, and the first step, `stage` "gradients", says what the configuration wants for
+    it.
 
     Ranks are spread evenly over `nodes` hosts. Raises `ConfigError` for a wrong configuration, `Unsupported`
     if there is no way through.
@@ -55,6 +74,11 @@ def explain(
             raise InvalidArgument(f"bytes: {error}") from None
     signature = _signature(kind, nbytes, dtype, ranks, tag, device)
     signature = signature.replace(async_op=async_op or signature.is_p2p)  # a send is an isend and a wait
+    if shape is not None:
+        signature = _shaped(signature, shape)
+    first: list[dict[str, Any]] = []
+    if param is not None:
+        signature, first = _gradient(checked, signature, param, tag)
     if not 1 <= nodes <= ranks:
         raise InvalidArgument(f"nodes: expected 1 to {ranks}, the number of ranks, got {nodes}")
     names = [name for name in checked.backends or registry.names("backends") if name != "local"]
@@ -68,7 +92,7 @@ def explain(
     hosts = tuple(f"node{rank * nodes // ranks}" for rank in range(ranks))
     world = World(0, ranks, hosts, 300.0, libraries=_libraries())
     context = Context(checked, world, Group("world", tuple(range(ranks)), 0), classes)
-    steps = [_step(note) for note in Pipeline(context).bind(signature).notes]
+    steps = [*first, *(_step(note) for note in Pipeline(context).bind(signature).notes)]
     choice = next((step for step in steps if "alternatives" in step), {})
     return {
         "kind": signature.kind,
@@ -77,7 +101,8 @@ def explain(
         "ranks": ranks,
         "nodes": nodes,
         "async_op": signature.async_op,
-        "tag": tag,
+        "tag": signature.tag,
+        "param": param,
         "steps": steps,
         "backends": list(dict.fromkeys(step.pop("backend") for step in steps if "backend" in step)),
         **{name: choice.get(name) for name in ("table_rule", "expected_us", "alternatives")},
@@ -93,6 +118,35 @@ def _step(note: Note) -> dict[str, Any]:
         **note.details(),
     }
     return step | {"backend": note.signature.backend} if note.stage == "dispatch" else step
+
+
+def _shaped(signature: Signature, shape: Sequence[int]) -> Signature:
+    """The operation on a tensor of this shape."""
+    if math.prod(shape) != math.prod(signature.shape) or signature.kind in VECTOR:
+        raise InvalidArgument(f"shape: {tuple(shape)} is not {math.prod(signature.shape)} elements")
+    return signature.replace(shape=tuple(shape), parts=(tuple(shape),))
+
+
+def _gradient(
+    config: configuration.Config, signature: Signature, param: str, tag: str | None
+) -> tuple[Signature, list[dict[str, Any]]]:
+    """The all_reduce of a gradient, and what the configuration says about it."""
+    if signature.kind != "all_reduce" or tag is not None:
+        raise InvalidArgument("param: gradients are all_reduces with a tag of their own")
+    nbytes, dtype = signature.nbytes or 0, dtype_name(signature.dtype)
+    way = way_of(config, param, signature.shape, nbytes, signature.dtype, TAG, signature.ranks)
+    rule, _ = config.gradient_way(param, nbytes, dtype, TAG, signature.ranks)
+    says = "as its bucket" if way.compress is None else "uncompressed, in a bucket of such gradients"
+    if isinstance(way.compress, tuple):
+        says = f"codec {thawed(way.compress)['codec']}, in a bucket of such gradients"
+    if way.backend is not None:
+        says = f"{says}; backend {way.backend}"
+    signature = signature.replace(
+        reduce_op="AVG", tag=TAG, parts=(signature.shape,), key=key_of([param]), compress=way.compress,
+        backend=way.backend, async_op=True,
+    )  # fmt: skip
+    step = {"stage": "gradients", "operation": f"{param} {list(signature.shape)}", "decision": says}
+    return signature, [{**step, "rule": None if rule is None else rule.place}]
 
 
 def _libraries() -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -435,3 +436,48 @@ def test_sizes_may_be_written_as_in_a_configuration() -> None:
     assert mcr.explain("all_reduce", "1MiB")["bytes"] == 1 << 20
     with pytest.raises(InvalidArgument, match="wrong unit 'MB'"):
         mcr.explain("all_reduce", "1MB")
+
+
+GRADIENTS = {
+    "pipeline": [{"compress": {}}, {"select": {}}, {"dispatch": {}}],
+    "rules": [
+        {"match": {"param": "*.embedding"}, "compress": {"codec": "int8_block"}, "backend": "gloo"},
+        {
+            "match": {"kind": "all_reduce"},
+            "compress": {"codec": "powersgd", "rank": 2, "exempt": {"max_ndim": 1}},
+        },
+    ],
+}
+
+
+def test_the_way_of_a_gradient() -> None:
+    def decided(param: str, shape: list[int]) -> list[str]:
+        nbytes = 4 * math.prod(shape)
+        way = mcr.explain("all_reduce", nbytes, ranks=4, config=GRADIENTS, param=param, shape=shape)
+        assert (way["param"], way["tag"], way["steps"][0]["stage"]) == (param, "gradients", "gradients")
+        return [step["decision"] for step in way["steps"] if step["stage"] in ("gradients", "compress")]
+
+    assert decided("net.embedding", [64, 100]) == [
+        "codec int8_block, in a bucket of such gradients; backend gloo",
+        "codec int8_block: all_to_all of encoded parts, summed in float32, encoded again, all_gather; "
+        "25600 bytes become 6500",
+    ]
+    matrix = decided("net.weight", [64, 100])
+    assert matrix[0] == "as its bucket"
+    rounds = "all_reduce of 128 × float32 and 200 × float32"
+    assert matrix[1] == f"codec powersgd: {rounds}; 25600 bytes become 1312"
+    assert decided("net.bias", [6400])[0] == "uncompressed, in a bucket of such gradients"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("all_reduce", {"shape": [3, 5]}, r"shape: \(3, 5\) is not 16 elements"),
+        ("all_to_all_v", {"shape": [16]}, "shape"),
+        ("broadcast", {"param": "w"}, "param: gradients are all_reduces"),
+        ("all_reduce", {"param": "w", "tag": "t"}, "param: gradients are all_reduces"),
+    ],
+)
+def test_what_no_gradient_is(kind: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        mcr.explain(kind, 64, config=GRADIENTS, **options)

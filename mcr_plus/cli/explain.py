@@ -19,6 +19,12 @@ def explain(
     config: Annotated[Path | None, typer.Option("--config", help="Pipeline YAML.")] = None,
     tag: Annotated[str | None, typer.Option(help="The operation's tag, for rules.")] = None,
     async_op: Annotated[bool, typer.Option("--async", help="An asynchronous operation.")] = False,
+    param: Annotated[
+        str | None, typer.Option(metavar="NAME", help="All_reduce of this parameter's gradient, by mcr.wrap.")
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(metavar="N,N,…", help="Of the tensor, for codecs that need matrices.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Show the way an operation of KIND and BYTES would take, and why."""
@@ -30,7 +36,8 @@ def explain(
 
     _check_known("kind", kind, (*KINDS, *ALIASES), "KIND")
     _check_known("dtype", dtype, DTYPE_NAMES, "--dtype")
-    options: dict[str, Any] = {"config": config, "tag": tag, "async_op": async_op}
+    options: dict[str, Any] = {"config": config, "tag": tag, "async_op": async_op, "param": param}
+    options["shape"] = None if shape is None else _shape(shape)
     try:
         way = explain_operation(kind, _size(nbytes), dtype=dtype, ranks=ranks, nodes=nodes, **options)
     except InvalidArgument as error:
@@ -85,6 +92,15 @@ def _check_known(what: str, value: str, known: tuple[str, ...], place: str) -> N
 
     if value not in known:
         raise typer.BadParameter(unknown(what, value, known), param_hint=place)
+
+
+def _shape(text: str) -> list[int]:
+    try:
+        return [int(each) for each in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(
+            f"expected whole numbers such as 512,64, got {text!r}", param_hint="--shape"
+        ) from None
 
 
 def _size(text: str) -> int:

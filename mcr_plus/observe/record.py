@@ -73,6 +73,8 @@ class Row:
     algbw_GBps: float  # noqa: N815 - the field's unit
     busbw_GBps: float  # noqa: N815
     ranks: int
+    codec: str | None = None
+    wire_bytes: int = 0
 
     @property
     def p50(self) -> float:
@@ -138,14 +140,15 @@ class Log:
         )
 
     def summary(self) -> list[Row]:
-        """One row per kind, backend, size class and number of ranks, sorted; failed operations are left out.
+        """One row per kind, backend, size class, number of ranks and codec, sorted, without those that failed.
 
         Bandwidths are bytes over the summed time of the row, busbw by the formulas of nccl-tests.
         """
-        groups: dict[tuple[str, str, int, int], list[Record]] = defaultdict(list)
+        groups: dict[_Key, list[Record]] = defaultdict(list)
         for record in self.records:
             if record.error is None:
-                key = (record.kind, record.backend, size_class(record.bytes), record.ranks)
+                size = size_class(record.bytes)
+                key = (record.kind, record.backend, size, record.ranks, record.codec or "")
                 groups[key].append(record)
         return [_row(key, records) for key, records in sorted(groups.items())]
 
@@ -177,8 +180,12 @@ def _events(record: Record, pid: int, tid: int) -> Iterator[dict[str, Any]]:
     yield {**common, "ph": "e", "name": name, "tid": tid, "ts": record.t_done * 1e6}
 
 
-def _row(key: tuple[str, str, int, int], records: Sequence[Record]) -> Row:
-    kind, backend, size, ranks = key
+_Key = tuple[str, str, int, int, str]
+"""Kind, backend, size class, ranks, codec or nothing."""
+
+
+def _row(key: _Key, records: Sequence[Record]) -> Row:
+    kind, backend, size, ranks, codec = key
     seconds = np.array([record.t_done - record.t_issue for record in records])
     total = sum(record.bytes for record in records)
     algbw = total / max(float(seconds.sum()), 1e-12) / 1e9
@@ -193,6 +200,8 @@ def _row(key: tuple[str, str, int, int], records: Sequence[Record]) -> Row:
         algbw_GBps=algbw,
         busbw_GBps=algbw * bus_factor(kind, ranks),
         ranks=ranks,
+        codec=codec or None,
+        wire_bytes=sum(record.wire_bytes for record in records),
     )
 
 

@@ -32,6 +32,13 @@ inlined: Final[Any] = _numba.njit(inline="always", nogil=True, error_model="nump
 """For parts of a kernel that are compiled into it."""
 
 
+@inlined
+def put(source, target):  # type: ignore[no-untyped-def]
+    """Copy one flat array to the beginning of another. `target[:] = source` takes seconds to compile."""
+    for i in range(source.size):
+        target[i] = source[i]
+
+
 def spread(kernel: Callable[..., Any], blocks: int, nbytes: int, *args: object) -> list[Any]:
     """Call `kernel(*args, lo, hi)` for parts of `range(blocks)`, on as many threads as torch would use.
 

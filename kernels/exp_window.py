@@ -153,8 +153,8 @@ def _encode_block(halves, uppers, codes, exponents, packed, rest, found):  # typ
                 found += (escaped >> i) & 1
     count = found - before
     if count > _MOST:
-        codes[:] = exponents[:_CODES]
-        rest[before : before + _MOST] = exponents[_CODES:]
+        cpu.put(exponents[:_CODES], codes)
+        cpu.put(exponents[_CODES:], rest[before:])
         return largest | np.uint16(_RAW << 8), before + _MOST
     return np.uint16(largest | np.uint16(count << 8)), found
 
@@ -197,8 +197,8 @@ def _decode_exponents(head, codes, rest, at, exponents):  # type: ignore[no-unty
     """Write a block's 256 exponents; returns whether as many did not fit as its head says."""
     largest, count = np.uint8(head & np.uint16(255)), np.int64(head >> np.uint16(8))
     if count == _RAW:
-        exponents[:_CODES] = codes
-        exponents[_CODES:] = rest[at : at + _MOST]
+        cpu.put(codes[:_CODES], exponents)
+        cpu.put(rest[at : at + _MOST], exponents[_CODES:])
         return True
     low, middle, high = codes[:_PLANE], codes[_PLANE : 2 * _PLANE], codes[2 * _PLANE : 3 * _PLANE]
     for i in range(8):

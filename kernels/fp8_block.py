@@ -306,13 +306,13 @@ def _encode_chunk_at(chunk, values, bits, exponents, codes, emax, top, encoding,
     else:
         rest = values.size - at
         padded = np.zeros(CHUNK, np.float32)
-        padded[:rest] = values[at:]
+        cpu.put(values[at:], padded)
         exponents_8, codes_8 = np.empty(_TOGETHER, np.uint8), np.empty(CHUNK, np.uint8)
         _encode_chunk(
             padded, padded.view(np.uint32), exponents_8, codes_8, emax, top, encoding, scratch, largest
         )
-        exponents[first:] = exponents_8[: exponents.size - first]
-        codes[at:] = codes_8[:rest]
+        cpu.put(exponents_8[: exponents.size - first], exponents[first:])
+        cpu.put(codes_8[:rest], codes[at:])
 
 
 @cpu.compiled

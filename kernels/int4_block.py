@@ -316,25 +316,24 @@ def _work():  # type: ignore[no-untyped-def]
 
 
 @cpu.inlined
-def _encode_at(chunk, values, scales, codes, hadamard, work):  # type: ignore[no-untyped-def]
+def _frame(chunk, values, scales, codes):  # type: ignore[no-untyped-def]
+    """The part of each array that a chunk is; of the last one, if it is short, copies of full size."""
     at, first, byte = chunk * CHUNK, chunk * TOGETHER, chunk * 128
     part, few, room = values[at : at + CHUNK], scales[first : first + TOGETHER], codes[byte : byte + 128]
-    whole = part.size == CHUNK
-    if not whole:
-        padded, few, room = (
-            np.zeros(CHUNK, np.float32),
-            np.empty(TOGETHER, np.uint16),
-            np.empty(128, np.uint8),
-        )
-        padded[: part.size] = part
-        part = padded
-    if hadamard:
-        _encode_chunk_hadamard(part, few, room, work)
-    else:
-        _encode_chunk(part, few, room, work)
-    if not whole:
-        scales[first:] = few[: scales.size - first]
-        codes[byte:] = room[: codes.size - byte]
+    if part.size < CHUNK:
+        padded = np.zeros(CHUNK, np.float32)
+        cpu.put(part, padded)
+        part, few, room = padded, np.empty(TOGETHER, np.uint16), np.empty(128, np.uint8)
+    return part, few, room
+
+
+@cpu.inlined
+def _put_back(chunk, values, few, room, scales, codes):  # type: ignore[no-untyped-def]
+    """Copy what was written to copies, if `_frame` made some."""
+    first, byte = chunk * TOGETHER, chunk * 128
+    if (chunk + 1) * CHUNK > values.size:
+        cpu.put(few[: scales.size - first], scales[first:])
+        cpu.put(room[: codes.size - byte], codes[byte:])
 
 
 @cpu.inlined
@@ -343,8 +342,8 @@ def _decode_at(chunk, scales, codes, factor, add, out, values, work):  # type: i
     few, room = scales[first : first + TOGETHER], codes[byte : byte + 128]
     if few.size < TOGETHER:
         few, room = np.zeros(TOGETHER, np.uint16), np.zeros(128, np.uint8)
-        few[: scales.size - first] = scales[first:]
-        room[: codes.size - byte] = codes[byte:]
+        cpu.put(scales[first:], few)
+        cpu.put(codes[byte:], room)
     _decode_chunk_hadamard(few, room, factor, values, work)
     target = out[at : min(at + CHUNK, out.size)]
     if add:
@@ -356,35 +355,60 @@ def _decode_at(chunk, scales, codes, factor, add, out, values, work):  # type: i
 
 
 @cpu.compiled
-def _encode(values, scales, codes, hadamard, lo, hi):  # type: ignore[no-untyped-def]
+def _encode(values, scales, codes, lo, hi):  # type: ignore[no-untyped-def]
     work = _work()
     for chunk in range(lo, hi):
-        _encode_at(chunk, values, scales, codes, hadamard, work)
+        part, few, room = _frame(chunk, values, scales, codes)
+        _encode_chunk(part, few, room, work)
+        _put_back(chunk, values, few, room, scales, codes)
 
 
 @cpu.compiled
-def _decode(scales, codes, factor, add, out, hadamard, lo, hi):  # type: ignore[no-untyped-def]
-    if hadamard:
-        work, values = _work(), np.empty(CHUNK, np.float32)
-        for chunk in range(lo, hi):
-            _decode_at(chunk, scales, codes, factor, add, out, values, work)
-    else:
-        _decode_blocks(scales, codes, factor, add, out, lo * TOGETHER, min(hi * TOGETHER, scales.size))
+def _encode_hadamard(values, scales, codes, lo, hi):  # type: ignore[no-untyped-def]
+    work = _work()
+    for chunk in range(lo, hi):
+        part, few, room = _frame(chunk, values, scales, codes)
+        _encode_chunk_hadamard(part, few, room, work)
+        _put_back(chunk, values, few, room, scales, codes)
 
 
 @cpu.compiled
-def _reduce(wires, room, all_scales, skip, factor, total, scales, codes, hadamard, lo, hi):  # type: ignore[no-untyped-def]
+def _decode(scales, codes, factor, add, out, lo, hi):  # type: ignore[no-untyped-def]
+    _decode_blocks(scales, codes, factor, add, out, lo * TOGETHER, min(hi * TOGETHER, scales.size))
+
+
+@cpu.compiled
+def _decode_hadamard(scales, codes, factor, add, out, lo, hi):  # type: ignore[no-untyped-def]
     work, values = _work(), np.empty(CHUNK, np.float32)
+    for chunk in range(lo, hi):
+        _decode_at(chunk, scales, codes, factor, add, out, values, work)
+
+
+@cpu.compiled
+def _reduce(wires, room, all_scales, skip, factor, total, scales, codes, lo, hi):  # type: ignore[no-untyped-def]
+    work = _work()
     for chunk in range(lo, hi):
         first, end = chunk * TOGETHER, min(chunk * TOGETHER + TOGETHER, scales.size)
         for row in range(wires.shape[0]):
             if row != skip:
                 source = wires[row, room : room + codes.size]
-                if hadamard:
-                    _decode_at(chunk, all_scales[row], source, factor, True, total, values, work)
-                else:
-                    _decode_blocks(all_scales[row], source, factor, True, total, first, end)
-        _encode_at(chunk, total, scales, codes, hadamard, work)
+                _decode_blocks(all_scales[row], source, factor, True, total, first, end)
+        part, few, space = _frame(chunk, total, scales, codes)
+        _encode_chunk(part, few, space, work)
+        _put_back(chunk, total, few, space, scales, codes)
+
+
+@cpu.compiled
+def _reduce_hadamard(wires, room, all_scales, skip, factor, total, scales, codes, lo, hi):  # type: ignore[no-untyped-def]
+    work, values = _work(), np.empty(CHUNK, np.float32)
+    for chunk in range(lo, hi):
+        for row in range(wires.shape[0]):
+            if row != skip:
+                source = wires[row, room : room + codes.size]
+                _decode_at(chunk, all_scales[row], source, factor, True, total, values, work)
+        part, few, space = _frame(chunk, total, scales, codes)
+        _encode_chunk_hadamard(part, few, space, work)
+        _put_back(chunk, total, few, space, scales, codes)
 
 
 # --- launchers ----------------------------------------------------------------------------------------------
@@ -396,8 +420,8 @@ def encode(values: torch.Tensor, wire: torch.Tensor, hadamard: bool) -> None:
     if values.is_cuda:
         _gpu().encode(values, scales, codes, hadamard)
         return
-    arrays = (values.numpy(), scales.numpy().view(np.uint16), codes.numpy(), hadamard)
-    cpu.spread(_encode, chunks_of(values), values.nbytes, *arrays)
+    arrays = (values.numpy(), scales.numpy().view(np.uint16), codes.numpy())
+    cpu.spread(_encode_hadamard if hadamard else _encode, chunks_of(values), values.nbytes, *arrays)
 
 
 def decode(wire: torch.Tensor, out: torch.Tensor, hadamard: bool) -> None:
@@ -433,8 +457,8 @@ def reduce(
     many = wires.numpy()
     all_scales = many[:, : scales.nbytes].view(np.uint16)
     arrays = (many, _scale_nbytes(total.numel()), all_scales, skip, np.float32(factor), total.numpy())
-    rest = (scales.numpy().view(np.uint16), codes.numpy(), hadamard)
-    cpu.spread(_reduce, chunks_of(total), total.nbytes, *arrays, *rest)
+    rest = (scales.numpy().view(np.uint16), codes.numpy())
+    cpu.spread(_reduce_hadamard if hadamard else _reduce, chunks_of(total), total.nbytes, *arrays, *rest)
 
 
 def _start_decode(wire: torch.Tensor, out: torch.Tensor, factor: float, add: bool, hadamard: bool) -> None:
@@ -442,8 +466,8 @@ def _start_decode(wire: torch.Tensor, out: torch.Tensor, factor: float, add: boo
     if out.is_cuda:
         _gpu().decode(scales, codes, out, factor, add, hadamard)
         return
-    arrays = (scales.numpy().view(np.uint16), codes.numpy(), np.float32(factor), add, out.numpy(), hadamard)
-    cpu.spread(_decode, chunks_of(out), out.nbytes, *arrays)
+    arrays = (scales.numpy().view(np.uint16), codes.numpy(), np.float32(factor), add, out.numpy())
+    cpu.spread(_decode_hadamard if hadamard else _decode, chunks_of(out), out.nbytes, *arrays)
 
 
 def chunks_of(values: torch.Tensor) -> int:

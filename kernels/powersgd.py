@@ -142,7 +142,8 @@ def _orthonormalise(factors, spare, lo, hi):  # type: ignore[no-untyped-def]
         for row in range(rows.shape[0]):
             if not _take(rows[row], basis, row) and not _take(spare[row], basis, row):
                 basis[row] = 0
-        rows[:] = basis
+        for row in range(rows.shape[0]):
+            cpu.put(basis[row], rows[row])
 
 
 @cpu.inlined

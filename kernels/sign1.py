@@ -125,7 +125,7 @@ def _encode(bits, scales, words, last_factor, lo, hi):  # type: ignore[no-untype
     for block in range(whole, hi):
         padded = np.zeros(BLOCK, np.uint32)
         rest = bits[block * BLOCK :]
-        padded[: rest.size] = rest
+        cpu.put(rest, padded)
         scales[block] = _encode_block(padded, words[block * LANES :], last_factor, sums, signs)
 
 

@@ -140,7 +140,7 @@ class Log:
         )
 
     def summary(self) -> list[Row]:
-        """One row per kind, backend, size class, number of ranks and codec, sorted, without those that failed.
+        """One row per kind, backend, size class, ranks and codec, sorted; failed operations are left out.
 
         Bandwidths are bytes over the summed time of the row, busbw by the formulas of nccl-tests.
         """

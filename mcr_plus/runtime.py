@@ -178,10 +178,17 @@ class Runtime:
         if error is not None:
             raise error
 
+    def _tell_what_was_not_asked_for(self) -> None:
+        left = [f"'{group}': {name}" for group, kept in self.restored.items() for name in kept]
+        if left and self.world.rank == 0:
+            told = "state: %d of the operations that were loaded were never issued, such as in group %s"
+            _log.warning(told, len(left), left[0])
+
     def _finish(self) -> McrError | None:
         """Let stages keep what they have learnt. An error is this rank's own; its end is in good order."""
         try:
             finish(self._pipelines)
+            self._tell_what_was_not_asked_for()
         except McrError as failure:
             return failure
         return None

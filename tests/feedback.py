@@ -253,6 +253,10 @@ def by_name(calls: int) -> dict[str, Any]:
             half.all_reduce(drawn(comm.rank, 2), compress=fed, tag="half")
         state = mcr.state_dict()
         found["groups"] = sorted(state["codecs"])
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mcr_plus").addHandler(handler)
     with mcr.init(timeout=60) as comm:
         mcr.load_state_dict(state)
         comm.all_reduce(drawn(comm.rank, 3), "AVG", compress=fed, tag="shared")
@@ -263,6 +267,7 @@ def by_name(calls: int) -> dict[str, Any]:
         for bad in ({}, {"version": 1, "codecs": {"world": {"x": 3}}}, {"version": 2, "codecs": {}}, 7):
             with pytest.raises(mcr.InvalidArgument, match=r"mcr\.state_dict"):
                 mcr.load_state_dict(bad)  # type: ignore[arg-type]
+    found["lines"] = lines
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -121,6 +122,11 @@ def test_what_is_kept_belongs_to_tag_codec_and_options() -> None:
         assert len(found["groups"]) == 3  # the world and two halves, on all ranks
         before, after = found["again"]
         assert before == after
+    (line,) = results[0]["lines"]
+    assert re.match(
+        r"state: \d+ of the operations that were loaded were never issued, such as in group '", line
+    ), line
+    assert not any(found["lines"] for found in results[1:])
 
 
 def test_ranks_that_use_different_codecs_are_told() -> None:

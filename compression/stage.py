@@ -90,7 +90,7 @@ class CompressStage:
         composed = chosen(owner.codec, full, self._group.rank, owner.memory, self._pool)
         audit_every = options.audit_every if plain.kind in _SAME_EVERYWHERE else None
         says = [f"codec {codec.name}: {composed.says}"]
-        payload = payload_bytes(codec, plain)
+        payload = payload_bytes(codec, full)
         if payload is not None:
             most = "" if codec.traits.fixed_rate else " at most"
             says.append(f"{plain.nbytes} bytes become {payload}{most}")

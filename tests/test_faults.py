@@ -231,7 +231,7 @@ print("end", flush=True)
 
 @pytest.mark.parametrize(
     "count",
-    [int(os.environ.get("MCR_TEST_EXITS", "5")), pytest.param(50, marks=pytest.mark.slow, id="50")],
+    [int(os.environ.get("MCR_TEST_EXITS", "2")), pytest.param(50, marks=pytest.mark.slow, id="50")],
 )
 @pytest.mark.parametrize("ending", ["finalize", "no finalize"])
 @pytest.mark.parametrize("via", [pytest.param("mpi", marks=needs_mpi), "torch"])

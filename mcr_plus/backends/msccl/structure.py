@@ -113,8 +113,9 @@ def _block_problems(algorithm: Algorithm, rank: int, number: int, block: ThreadB
 
 
 def _operation_problems(block: ThreadBlock, step: Step, at: _At) -> Iterator[Problem]:
-    if step.count < (0 if step.operation == "nop" else 1):
-        yield at.problem("cnt", f"{step.count}, expected at least 1")
+    least = 0 if step.operation == "nop" else 1
+    if step.count < least:
+        yield at.problem("cnt", f"{step.count}, expected at least {least}")
     if step.operation in SENDS and block.send == -1:
         yield at.problem("type", f"{step.operation!r} sends, but its thread block's send is -1")
     if step.operation in RECEIVES and block.receive == -1:

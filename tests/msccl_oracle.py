@@ -164,9 +164,9 @@ class _Job:
         if self.kind in ("reduce", "gather") and rank != self.root:
             return given[rank] if self.kind == "reduce" and self.in_place else None
         if self.kind in ("allreduce", "reduce"):
-            return sum(given)
+            return np.sum(given, axis=0)
         if self.kind == "reducescatter":
-            return sum(given)[mine]  # type: ignore[index]
+            return np.sum(given, axis=0)[mine]
         if self.kind in ("allgather", "gather"):
             return np.concatenate(given)
         if self.kind == "alltoall":

@@ -56,8 +56,7 @@ def changed(old: str, new: str, line: int = 0) -> str:
     lines = PAIR.splitlines(keepends=True)
     index = line - 1 if line else next(i for i, each in enumerate(lines) if old in each)
     assert old in lines[index]
-    lines[index] = lines[index].replace(old, new, 1)
-    return "".join(lines)
+    return "".join([*lines[:index], lines[index].replace(old, new, 1), *lines[index + 1 :]])
 
 
 def test_reads_every_field() -> None:
@@ -153,8 +152,8 @@ WRONG = {
     "flag": (4, 'hasdep="1"', 'hasdep="2"', "gpu[0].tb[0].step[0].hasdep", "'2', expected 0 or 1"),
     "offset": (4, 'srcoff="0"', 'srcoff="-1"', "gpu[0].tb[0].step[0].srcoff", "-1, expected 0 or more"),
     "beyond": (4, 'srcoff="0"', 'srcoff="1"', "gpu[0].tb[0].step[0].srcoff",
-        "1, expected 0 to 0: buffer 'i' has 2 chunks"),
-    "too many": (4, 'cnt="2"', 'cnt="3"', "gpu[0].tb[0].step[0].cnt", "3, but buffer 'i' has 2 chunks"),
+        "1, expected 0 to 0: the length of buffer 'i' is 2"),
+    "too many": (4, 'cnt="2"', 'cnt="3"', "gpu[0].tb[0].step[0].cnt", "3, but the length of buffer 'i' is 2"),
     "none": (4, 'cnt="2"', 'cnt="0"', "gpu[0].tb[0].step[0].cnt", "0, expected at least 1"),
     "less than a nop": (8, 'cnt="0"', 'cnt="-1"', "gpu[0].tb[1].step[1].cnt", "-1, expected at least 0"),
     "sends to nobody": (7, 'type="r"', 'type="rcs"', "gpu[0].tb[1].step[0].type",

@@ -91,7 +91,8 @@ def show(
         print_json(_plain(algorithm, run, rank))
         return
     manner = "in place" if algorithm.in_place else "out of place"
-    what = f"{algorithm.collective} of {algorithm.ranks} ranks, {algorithm.chunks} chunks, {manner}"
+    chunks = f"{algorithm.chunks} chunk{'' if algorithm.chunks == 1 else 's'}"
+    what = f"{algorithm.collective} of {algorithm.ranks} ranks, {chunks}, {manner}"
     rows = _rows(algorithm, run, rank)
     if rank is None:
         columns = [f"rank {number}" for number in range(algorithm.ranks)]

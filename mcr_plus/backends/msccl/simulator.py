@@ -11,8 +11,11 @@ Order is program order, a dependency, and a message from its sending to its rece
 its sender back is not counted as order: no algorithm shall be right only for a certain depth of queues.
 
 The next run on the same queues, be it the next operation or the next tile of a large one, needs no barrier
-before it: every queue must have been left empty, and that is all that ranks share. Tiles of one operation
-are other parts of the same chunks, scratch included, so thread blocks of a rank may be in different tiles.
+before it. Ranks share nothing but queues; if as many messages of the same lengths go in as come out, the
+messages of a run meet its own steps, and one run after the other is a way to run both, so that by the above
+no way of it ends elsewhere. Within a rank, an operation begins when the one before has ended, and the tiles
+of one are other parts of the same chunks, scratch included: thread blocks may be in different tiles, as long
+as a dependency means the step of the same tile.
 """
 
 from __future__ import annotations
@@ -217,7 +220,7 @@ class Run:
             np.maximum(block.clock, clock, out=block.clock)
         block.clock[index] = block.done + 1
         values = self._computed(index, step, values)
-        if step.operation in WRITES:
+        if step.operation in WRITES and not self._copies_onto_itself(block.rank, step):
             self._write(index, step.target, values)
         if step.operation in SENDS:
             assert block.outbox is not None
@@ -255,9 +258,11 @@ class Run:
             if at < where.length(chunks.space):
                 yield at, self.memory[rank][where.start(chunks.space) + at]
             else:
-                has = f"buffer {chunks.space!r} of rank {rank} has {where.length(chunks.space)} chunks"
                 manner = "in place" if self.in_place else "out of place"
-                self._problem(index, f"uses {chunks.space}[{at}], but {manner} {has}")
+                length = (
+                    f"the length of rank {rank}'s buffer {chunks.space!r} is {where.length(chunks.space)}"
+                )
+                self._problem(index, f"uses {chunks.space}[{at}], but {manner} {length}")
                 yield at, None
 
     def _read(self, index: int, chunks: Chunks, count: int) -> list[Value]:
@@ -301,10 +306,17 @@ class Run:
         what = f"{doing}, which {elsewhere} {other_doing}: a race, expected one to wait for the other"
         self._problem(index, what)
 
+    def _shift(self, rank: int, step: Step) -> int:
+        """How far the source of a step lies behind its target in memory."""
+        where: Layout = self.layouts[rank]
+        source = where.start(step.source.space) + step.source.at
+        return source - where.start(step.target.space) - step.target.at
+
+    def _copies_onto_itself(self, rank: int, step: Step) -> bool:
+        # As copies to the own part do in place: nothing changes, so who reads it at once sees no difference.
+        return step.operation == "cpy" and self._shift(rank, step) == 0
+
     def _check_overlap(self, index: int, step: Step) -> None:
         """Refuse source and target that share some chunks, but not one for one."""
-        where: Layout = self.layouts[self._blocks[index].rank]
-        shift = where.start(step.source.space) + step.source.at
-        shift -= where.start(step.target.space) + step.target.at
-        if 0 < abs(shift) < step.count:
+        if 0 < abs(self._shift(self._blocks[index].rank, step)) < step.count:
             self._problem(index, "source and target overlap, expected the same chunks or others")

@@ -141,10 +141,10 @@ def _bound_problems(
     if chunks.at < 0:
         yield at.problem(f"{field}off", f"{chunks.at}, expected 0 or more")
     elif count > length:
-        yield at.problem("cnt", f"{count}, but buffer {chunks.space!r} has {length} chunks")
+        yield at.problem("cnt", f"{count}, but the length of buffer {chunks.space!r} is {length}")
     elif chunks.at + count > length:
-        what = f"{chunks.at}, expected 0 to {length - count}: buffer {chunks.space!r} has {length} chunks"
-        yield at.problem(f"{field}off", what)
+        what = f"expected 0 to {length - count}: the length of buffer {chunks.space!r} is {length}"
+        yield at.problem(f"{field}off", f"{chunks.at}, {what}")
 
 
 def _dependency_problems(program: Program, step: Step, at: _At) -> Iterator[Problem]:

@@ -127,7 +127,7 @@ def _unmatched_in(
     for (start, sending), (end, receiving) in zip(sent, received, strict=False):
         if sending.count != receiving.count:
             other = also(place(*start), sending.line)
-            what = f"{receiving.count}, expected the {sending.count} chunks that {other} sends"
+            what = f"{receiving.count}, but {other} sends {sending.count}; expected the same"
             yield Problem(receiving.line, place(*end, "cnt"), what)
             return
     numbers = f"{len(sent)} sent, {len(received)} received"

@@ -190,10 +190,10 @@ WRONG = {
         "0, expected 1 here or in outofplace: else no call could use it"),
     "limits": (1, 'minBytes="8"', 'minBytes="5000"', "algo.maxBytes",
         "4096, expected at least minBytes (5000), or 0 for no limit"),
-    "chunks": (1, 'nchunksperloop="2"', 'nchunksperloop="65537"', "algo.nchunksperloop",
-        "65537, expected 1 to 65536"),
+    "chunks": (1, 'nchunksperloop="2"', 'nchunksperloop="4097"', "algo.nchunksperloop",
+        "4097, expected 1 to 4096"),
     "memory": (2, 's_chunks="2"', 's_chunks="99999999"', "gpu[0].s_chunks",
-        "99999999, expected at most 65536"),
+        "99999999, expected at most 4096"),
     "element": (4, "<step", "<stop", "gpu[0].tb[0]", "element 'stop', expected step"),
     "root": (1, "<algo", "<algorithm", "document", "root element 'algorithm', expected 'algo'"),
 }  # fmt: skip

@@ -364,6 +364,15 @@ def test_structure_is_checked_for_what_was_made_too() -> None:
     ]
 
 
+def test_what_would_need_gigabytes_is_refused() -> None:
+    wide = made("allreduce", 4096, *[()] * 16)
+    assert refusal(wide) == ["<it>: algo.nchunksperloop: 4096, expected at most 2048 for 16 ranks"]
+    many = made("allreduce", 1, (tb(-1, -1),) * 12000, ())
+    assert refusal(many) == [
+        "<it>: algo: 12000 thread blocks and 0 steps that others wait for, expected fewer of both"
+    ]
+
+
 def test_an_algorithm_for_no_place_is_refused() -> None:
     with pytest.raises(AlgorithmError, match=r"algo.inplace: 0, expected 1 here or in outofplace"):
         verify_all(replace(made("allreduce", 1, (), ()), in_place=False, out_of_place=False))

@@ -18,8 +18,12 @@ from mcr_plus.backends.msccl.algorithm import (
 )
 from mcr_plus.backends.msccl.conditions import DIVIDED, ROOTED, VERIFIABLE, layout
 
-MAX_CHUNKS: Final = 1 << 16
-"""Of a buffer; beyond, the verifier would need gigabytes."""
+MAX_CHUNKS: Final = 1 << 12
+"""Of a buffer. With the following, it keeps the verifier's memory to about a gigabyte, whatever the file."""
+MAX_CONTRIBUTIONS: Final = 1 << 15
+"""Chunks of the whole buffer times ranks."""
+MAX_CLOCKS: Final = 1 << 27
+"""Thread blocks of all ranks times the clocks that are kept: of thread blocks and steps waited for."""
 
 
 class Problem(NamedTuple):
@@ -87,9 +91,17 @@ def _whole_problems(algorithm: Algorithm) -> Iterator[Problem]:
         yield Problem(0, "algo.ngpus", what)
     if not 1 <= algorithm.chunks <= MAX_CHUNKS:
         yield Problem(0, "algo.nchunksperloop", f"{algorithm.chunks}, expected 1 to {MAX_CHUNKS}")
+    elif algorithm.chunks * ranks > MAX_CONTRIBUTIONS:
+        what = f"{algorithm.chunks}, expected at most {MAX_CONTRIBUTIONS // ranks} for {ranks} ranks"
+        yield Problem(0, "algo.nchunksperloop", what)
     elif kind in DIVIDED and algorithm.chunks % max(ranks, 1):
         what = f"{algorithm.chunks}, expected a multiple of ngpus ({ranks}) for {kind}"
         yield Problem(0, "algo.nchunksperloop", what)
+    blocks = [block for program in algorithm.programs for block in program.blocks]
+    awaited = sum(step.awaited for block in blocks for step in block.steps)
+    if len(blocks) * (len(blocks) + awaited) > MAX_CLOCKS:
+        what = f"{len(blocks)} thread blocks and {awaited} steps that others wait for, expected fewer of both"
+        yield Problem(0, "algo", what)
     if kind in ROOTED and not 0 <= algorithm.root < ranks:
         yield Problem(0, "algo.root", f"{algorithm.root}, expected a rank: 0 to {ranks - 1}")
     if not (algorithm.in_place or algorithm.out_of_place):

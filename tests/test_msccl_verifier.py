@@ -436,7 +436,7 @@ def test_mutants_are_refused_or_harmless(name: str) -> None:
 
 
 def test_what_became_of_all_mutants() -> None:
-    """Harmless are dependencies that other waiting implies, and what is overwritten or aliased anyway."""
+    """Harmless are dependencies that other waiting implies, and what is overwritten or aliased."""
     total = sum((fates(name) for name in SPOILT), Counter())
     kinds = sorted({kind for kind, _ in total})
     table = {kind: tuple(total[kind, fate] for fate in ("reader", "verifier", "harmless")) for kind in kinds}

@@ -30,7 +30,7 @@ def verify(
     slots: Slots = 2,
     as_json: AsJson = False,
 ) -> None:
-    """Prove that every FILE computes what it says, without deadlock or race; status 1 if one does not."""
+    """Prove that FILEs compute what they say, without deadlock or race; status 1 if one does not."""
     answers = [_verified(file, slots) for file in files]
     if as_json:
         print_json(answers)
@@ -129,7 +129,7 @@ def _rows(algorithm: Algorithm, run: Run, rank: int | None) -> list[list[str]]:
 
 
 def _does(block: ThreadBlock, step: Step) -> str:
-    """A step in signs: `3 + i[2] → o[2] → 1` receives from 3, adds i[2], stores in o[2] and sends it to 1."""
+    """A step in signs: `3 + i[2] → o[2] → 1` receives from 3, adds i[2], stores in o[2], sends to 1."""
     from mcr_plus.backends.msccl.algorithm import READS, RECEIVES, SENDS, WRITES
 
     source, target = _chunks(step.source, step.count), _chunks(step.target, step.count)

@@ -7,9 +7,10 @@
         builder.block(rank, receive=1 - rank).receive_add(Chunks("i", 0), Chunks("o", 0))
     builder.algorithm()
 
-Steps of different thread blocks run at once. The builder keeps the written order wherever it matters within a
-rank, by dependencies: between two steps that mean the same chunk, unless both only read it. Chunks that are
-the same only in place count as the same, so what it makes is free of races in both places.
+Steps of different thread blocks run at once. The builder keeps the written order wherever it matters
+within a rank, by dependencies: between two steps that mean the same chunk, unless both only read it.
+Chunks that are the same only in place count as the same, so what it makes is free of races in both
+places.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ class Builder:
         self._programs = [_Program(layout(self._made, rank, in_place=True)) for rank in range(ranks)]
 
     def block(self, rank: int, *, send: int = -1, receive: int = -1, channel: int = 0) -> Block:
-        """Return the thread block of `rank` with these peers and channel; it is made at its first use."""
+        """Return the thread block of `rank` with these peers and channel, made at its first use."""
         return self._programs[rank].block(send, receive, channel)
 
     def algorithm(self) -> Algorithm:

@@ -24,7 +24,8 @@ _ONE_BUFFER: Final = frozenset({"allreduce", "alltoall", "broadcast", "reduce"})
 class Layout(NamedTuple):
     """Where the buffers of one rank lie in its memory, counted in chunks.
 
-    Two chunks are the same one exactly if their places in memory are: in place, input and output overlap.
+    Two chunks are the same one exactly if their places in memory are: in place, input and output
+    overlap.
     """
 
     inputs: int
@@ -59,9 +60,9 @@ def layout(algorithm: Algorithm, rank: int, *, in_place: bool) -> Layout:
     """Return where the buffers of `rank` lie in a call of this place.
 
     In place, allreduce, alltoall, broadcast and reduce have one buffer; the input of allgather and of
-    gather's root is the rank's part of the output; the output of reducescatter and of scatter's root is the
-    rank's part of the input. A buffer that a call does not have, such as the output of a gather but on the
-    root, has no chunks.
+    gather's root is the rank's part of the output; the output of reducescatter and of scatter's root is
+    the rank's part of the input. A buffer that a call does not have, such as the output of a gather but
+    on the root, has no chunks.
     """
     whole, part = algorithm.chunks, algorithm.chunks // algorithm.ranks
     is_root = rank == algorithm.root

@@ -3,8 +3,8 @@
     GENERATORS["all_reduce_ring"].make(4)                     an Algorithm
     GENERATORS["all_reduce_hierarchical"].make(8, group=4)
 
-Costs are for one rank of n and a whole buffer of S bytes: steps are messages that must follow one another,
-bytes are those that a rank sends.
+Costs are for one rank of n and a whole buffer of S bytes: steps are messages that must follow one
+another, bytes are those that a rank sends.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _others(rank: int, ranks: int) -> Iterator[int]:
 
 
 def all_reduce_ring(ranks: int) -> Algorithm:
-    """Sums travel once around the ring, results once more: 2(n-1) steps, 2S(n-1)/n bytes: none send fewer.
+    """Sums travel once around the ring, results once more: 2(n-1) steps, 2S(n-1)/n bytes.
 
     Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009.
     """
@@ -59,7 +59,7 @@ def all_reduce_ring(ranks: int) -> Algorithm:
 def _ring_all_reduce(
     builder: Builder, members: Sequence[int], parts: Sequence[tuple[int, int]], space: Space
 ) -> None:
-    """All-reduce parts (first chunk, count) of `space` into the output, one part for each of the members."""
+    """All-reduce parts (first chunk, count) of `space` into the output, one part per member."""
     count = len(members)
     for position, rank in enumerate(members):
         block = builder.block(rank, send=members[(position + 1) % count], receive=members[position - 1])
@@ -79,8 +79,8 @@ def all_reduce_halving_doubling(ranks: int) -> Algorithm:
     """Halves are exchanged with ranks ever closer, and collected back: 2 log₂ n steps, 2S(n-1)/n bytes.
 
     If n is no power of two, each rank beyond the largest one in it adds its buffer to another rank's and
-    gets the result from there: 2 more steps, and 2S bytes for these pairs. Rabenseifner, "Optimization of
-    collective reduction operations", ICCS 2004.
+    gets the result from there: 2 more steps, and 2S bytes for these pairs. Rabenseifner, "Optimization
+    of collective reduction operations", ICCS 2004.
     """
     _check_ranks(ranks)
     core = 1 << (ranks.bit_length() - 1)
@@ -127,7 +127,7 @@ def _exchange_halves(
 
 
 def all_reduce_all_pairs(ranks: int) -> Algorithm:
-    """Every rank sums one chunk of all, and sends it to all: 2 steps, 2S(n-1)/n bytes in 2(n-1) messages."""
+    """Every rank sums one chunk of all and sends it to all: 2 steps, 2S(n-1)/n bytes."""
     _check_ranks(ranks)
     builder = Builder("all_reduce_all_pairs", "allreduce", ranks, ranks)
     _direct_reduce(builder, list(range(ranks)), [(chunk, 1) for chunk in range(ranks)])
@@ -164,8 +164,8 @@ def _direct_gather(builder: Builder, members: Sequence[int], parts: Sequence[tup
 def all_reduce_hierarchical(ranks: int, group: int | None = None) -> Algorithm:
     """Sums within groups of g neighbours, around rings across the groups, results within the groups.
 
-    All pairs within a group, so 2 + 2(n/g-1) steps and 2S(n-1)/n bytes, of which 2S(n/g-1)/n leave the group.
-    `group` divides the ranks; by default, it is the divisor next to the square root.
+    All pairs within a group, so 2 + 2(n/g-1) steps and 2S(n-1)/n bytes, of which 2S(n/g-1)/n leave the
+    group. `group` divides the ranks; by default, it is the divisor next to the square root.
     """
     size = _group(ranks, group)
     groups = ranks // size
@@ -204,7 +204,7 @@ def all_to_all_direct(ranks: int) -> Algorithm:
 
 
 def all_to_all_two_level(ranks: int, group: int | None = None) -> Algorithm:
-    """Chunks for a position in any group meet at this position of the own group, and go on in one message.
+    """Chunks for a position in any group meet at this position of the own group, and go on as one.
 
     With groups of g neighbours, n/g-1 messages of g chunks leave a group per rank, instead of n-g of one
     chunk. `group` as in `all_reduce_hierarchical`.

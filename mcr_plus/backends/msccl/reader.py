@@ -7,9 +7,9 @@ What a file may leave out, and what it then means:
     maxBytes      no limit, which 0 means too
     root          0 (of broadcast, reduce, gather and scatter; an attribute of ours)
 
-`reduce_scatter` is `reducescatter`. Comments and attributes that are not known are passed over. Ids may come
-in any order, but every one from 0 on must be there once. Nothing outside of the file is ever read: a
-document type, and with it every entity, is refused.
+`reduce_scatter` is `reducescatter`. Comments and attributes that are not known are passed over. Ids may
+come in any order, but every one from 0 on must be there once. Nothing outside of the file is ever read:
+a document type, and with it every entity, is refused.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def read_algorithm(path: str | Path) -> Algorithm:
 
 
 def parse_algorithm(text: bytes | str, name: str) -> Algorithm:
-    """Read an algorithm from the text of a file; `name` is the file's, for errors. As `read_algorithm`."""
+    """Read an algorithm from a file's text; `name` is the file's, for errors. As `read_algorithm`."""
     root = _parse(text.encode() if isinstance(text, str) else text, name)
     algorithm = _algorithm(root, name)
     for problem in structure_problems(algorithm):
@@ -157,7 +157,7 @@ class _Element:
 
 
 def _parse(content: bytes, file: str) -> _Element:
-    """Return the root element; only `algo`, `gpu`, `tb` and `step` within one another are let through."""
+    """Return the root element; only `algo`, `gpu`, `tb` and `step` in one another pass."""
     parser = expat.ParserCreate()
     roots: list[_Element] = []
     opened: list[_Element] = []

@@ -1,21 +1,23 @@
-"""One symbolic run of an algorithm: what every chunk holds, what waits for what, what may happen at once.
+"""One symbolic run of an algorithm: what chunks hold, what waits for what, what may happen at once.
 
-Thread blocks are deterministic programs that share nothing between ranks but first-in-first-out queues with
-one writer and one reader each: a Kahn process network, whose queues here are bounded. A step that can run
-stays so until it has run, whatever the others do; so every run that goes on as long as anything can ends
-after the same steps, and with the same messages. One run decides for all, given that thread blocks of a rank
-do not race for its memory, which the run finds out too, with vector clocks (Mattern, "Virtual Time and Global
-States of Distributed Systems", 1989; per chunk as in FastTrack, Flanagan and Freund, PLDI 2009).
+Thread blocks are deterministic programs that share nothing between ranks but first-in-first-out queues
+with one writer and one reader each: a Kahn process network, whose queues here are bounded. A step that
+can run stays so until it has run, whatever the others do; so every run that goes on as long as anything
+can ends after the same steps, and with the same messages. One run decides for all, given that thread
+blocks of a rank do not race for its memory, which the run finds out too, with vector clocks (Mattern,
+"Virtual Time and Global States of Distributed Systems", 1989; per chunk as in FastTrack, Flanagan and
+Freund, PLDI 2009).
 
-Order is program order, a dependency, and a message from its sending to its receipt. That a full queue holds
-its sender back is not counted as order: no algorithm shall be right only for a certain depth of queues.
+Order is program order, a dependency, and a message from its sending to its receipt. That a full queue
+holds its sender back is not counted as order: no algorithm shall be right only for a certain depth of
+queues.
 
-The next run on the same queues, be it the next operation or the next tile of a large one, needs no barrier
-before it. Ranks share nothing but queues; if as many messages of the same lengths go in as come out, the
-messages of a run meet its own steps, and one run after the other is a way to run both, so that by the above
-no way of it ends elsewhere. Within a rank, an operation begins when the one before has ended, and the tiles
-of one are other parts of the same chunks, scratch included: thread blocks may be in different tiles, as long
-as a dependency means the step of the same tile.
+The next run on the same queues, be it the next operation or the next tile of a large one, needs no
+barrier before it. Ranks share nothing but queues; if as many messages of the same lengths go in as come
+out, the messages of a run meet its own steps, and one run after the other is a way to run both, so that
+by the above no way of it ends elsewhere. Within a rank, an operation begins when the one before has
+ended, and the tiles of one are other parts of the same chunks, scratch included: thread blocks may be in
+different tiles, as long as a dependency means the step of the same tile.
 """
 
 from __future__ import annotations
@@ -105,10 +107,10 @@ class _Block:
 
 
 class Run:
-    """One run of an algorithm with queues of `slots` messages; `problems` and `times` tell what came of it.
+    """One run of an algorithm with queues of `slots` messages; its attributes tell what came of it.
 
-    `algorithm` must be sound by `structure.structure_problems`. All steps that can run do so at once, one
-    round after the other.
+    `algorithm` must be sound by `structure.structure_problems`. All steps that can run do so at once,
+    one round after the other.
 
     Attributes:
         problems: reads of unwritten chunks, writes out of bounds or to an input, races.

@@ -19,7 +19,7 @@ from mcr_plus.backends.msccl.algorithm import (
 from mcr_plus.backends.msccl.conditions import DIVIDED, ROOTED, VERIFIABLE, layout
 
 MAX_CHUNKS: Final = 1 << 12
-"""Of a buffer. With the following, it keeps the verifier's memory to about a gigabyte, whatever the file."""
+"""Of a buffer. With the following, it keeps the verifier's memory to about a gigabyte."""
 MAX_CONTRIBUTIONS: Final = 1 << 15
 """Chunks of the whole buffer times ranks."""
 MAX_CLOCKS: Final = 1 << 27
@@ -27,7 +27,7 @@ MAX_CLOCKS: Final = 1 << 27
 
 
 class Problem(NamedTuple):
-    """Something wrong: the line it stands in (0 if the algorithm was made), its place there, and what."""
+    """Something wrong: its line (0 if the algorithm was made), its place there, and what."""
 
     line: int
     place: str

@@ -3,11 +3,11 @@
     verify(algorithm, in_place=True)     a Report, or an AlgorithmError with everything that is wrong
     verify_all(algorithm)                the same for every place that the algorithm claims
 
-Proved, for queues of a given depth: the result holds every contribution that it must hold, each once, and
-none else; no step waits for ever; no chunk is read before it was written; no two thread blocks of a rank race
-for a chunk; every message is received by a step that expects its length, so every queue is left empty and the
-algorithm may run again and again without a barrier (see `simulator` for why no more is needed). Out of place,
-the input is left as it was.
+Proved, for queues of a given depth: the result holds every contribution that it must hold, each once,
+and none else; no step waits for ever; no chunk is read before it was written; no two thread blocks of a
+rank race for a chunk; every message is received by a step that expects its length, so every queue is
+left empty and the algorithm may run again and again without a barrier (see `simulator` for why no more
+is needed). Out of place, the input is left as it was.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def verify(algorithm: Algorithm, *, in_place: bool, slots: int = SLOTS) -> Repor
     """Prove an algorithm for calls in place, or out of place, with queues of `slots` messages.
 
     Raises:
-        AlgorithmError: it cannot be proved. A line for every problem, at most 20. Problems of a kind that
-            make all else meaningless (its structure, messages that do not match, waiting for ever) are told
-            alone.
+        AlgorithmError: it cannot be proved. A line for every problem, at most 20. Problems of a kind
+            that make all else meaningless (its structure, messages that do not match, waiting for ever)
+            are told without what would follow from them.
         InvalidArgument: `slots` is less than 1.
     """
     if slots < 1:

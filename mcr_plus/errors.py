@@ -2,6 +2,7 @@
 
 McrError
 ├── ConfigError        YAML, tables, algorithm files: always with file and place
+│   └── AlgorithmError    an algorithm that would hang, race or compute something else
 ├── NotInitialized
 ├── Unsupported        an op, dtype or option that a backend or codec cannot do
 │   └── InvalidArgument   also a ValueError: an argument that no backend could take
@@ -25,6 +26,10 @@ class McrError(Exception):
 
 class ConfigError(McrError):
     """A configuration, table or algorithm file is wrong; the message begins with `file:line: path:`."""
+
+
+class AlgorithmError(ConfigError):
+    """An algorithm was refused; a line for everything found, each beginning with `file:line: place:`."""
 
 
 class NotInitialized(McrError):

@@ -15,6 +15,7 @@ import typer
 from mcr_plus.cli.bench import bench
 from mcr_plus.cli.doctor import doctor
 from mcr_plus.cli.explain import explain
+from mcr_plus.cli.msccl import app as msccl
 from mcr_plus.cli.run import run
 from mcr_plus.cli.table import app as table
 from mcr_plus.cli.tune import tune
@@ -32,6 +33,7 @@ app.command()(explain)
 app.command()(tune)
 app.command()(bench)
 app.add_typer(table, name="table")
+app.add_typer(msccl, name="msccl")
 
 
 def _print_version(wanted: bool) -> None:

@@ -28,7 +28,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = get_args(Operation)
 RECEIVES: Final = frozenset({"r", "rcs", "rrs", "rrc", "rrcs"})
 SENDS: Final = frozenset({"s", "rcs", "rrs", "rrcs"})
 READS: Final = frozenset({"s", "rrs", "rrc", "rrcs", "cpy", "re"})
-"""Steps that read `src` on their own rank; in others `source` describes the peer's buffer, if anything."""
+"""Steps that read `src` on their own rank; in others `source` describes the peer's buffer, if any."""
 WRITES: Final = frozenset({"r", "rcs", "rrc", "rrcs", "cpy", "re"})
 """Steps that write `dst` on their own rank."""
 
@@ -104,12 +104,13 @@ class Algorithm:
         name: for people and tables.
         collective: what it computes.
         ranks: how many take part.
-        chunks: `nchunksperloop`: how many chunks the whole buffer has, that is the input of allreduce,
-            reducescatter and alltoall, and the output of allgather.
+        chunks: `nchunksperloop`: how many chunks the whole buffer has: the input of allreduce, reduce,
+            reducescatter, alltoall, broadcast and scatter, and the output of allgather and gather.
         channels: number of queues between two ranks in one direction, at most.
-        in_place, out_of_place: for which calls it may be used. In place, input and output of allreduce and
-            alltoall are one buffer; allgather's input is its rank's part of the output, reducescatter's
-            output its rank's part of the input.
+        in_place, out_of_place: for which calls it may be used. In place, input and output of allreduce
+            and alltoall are one buffer; allgather's input is its rank's part of the output,
+            reducescatter's output its rank's part of the input. `conditions.layout` says it for every
+            collective.
         least, most: bytes of the whole buffer for which it is meant; both included, `most` None for any.
         root: of broadcast, reduce, gather and scatter.
         protocol: `Simple`, `LL` or `LL128`, of no meaning outside of GPUs.

@@ -1,0 +1,166 @@
+"""`mcr-plus msccl`: what each command prints and ends with."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from mcr_plus.backends.msccl.generators import GENERATORS
+from mcr_plus.cli.main import main
+
+
+class Answer(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def msccl(*words: object) -> Answer:
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["mcr-plus", "msccl", *map(str, words)])
+        try:
+            main()
+            code = 0
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else 0
+    return Answer(code, out.getvalue(), err.getvalue())
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> Path:
+    path = tmp_path / "ring.xml"
+    assert msccl("generate", "all_reduce_ring", "-n", 3, "-o", path) == (0, "", "")
+    return path
+
+
+@pytest.fixture
+def wrong(ring: Path) -> Path:
+    path = ring.with_name("wrong.xml")
+    path.write_text(ring.read_text().replace('type="rrs"', 'type="rcs"'))
+    return path
+
+
+def test_verify_says_what_a_file_is(ring: Path) -> None:
+    assert msccl("verify", ring) == (
+        0,
+        f"{ring}: allreduce of 3 ranks, in place: 12 messages, 5 rounds\n"
+        f"{ring}: allreduce of 3 ranks, out of place: 12 messages, 5 rounds\n",
+        "",
+    )
+
+
+def test_verify_goes_on_after_a_refusal(ring: Path, wrong: Path) -> None:
+    answer = msccl("verify", wrong, ring)
+    assert answer.returncode == 1
+    assert answer.stdout.splitlines()[0] == f"{wrong}: refused"
+    assert len(answer.stdout.splitlines()) == 3
+    assert all(line.startswith(f"{wrong}:") for line in answer.stderr.splitlines())
+
+
+def test_verify_with_one_slot(ring: Path) -> None:
+    answer = msccl("verify", ring, "--slots", 1)
+    assert answer.returncode == 1
+    assert "deadlock with queues of 1" in answer.stderr
+
+
+def test_verify_as_json(ring: Path, wrong: Path) -> None:
+    answer = msccl("verify", ring, wrong, "--json")
+    assert (answer.returncode, answer.stderr) == (1, "")
+    good, bad = json.loads(answer.stdout)
+    assert good["verified"]
+    assert [report["in_place"] for report in good["reports"]] == [True, False]
+    assert not bad["verified"]
+    assert bad["problems"][0].startswith(f"{wrong}:")
+
+
+def test_a_file_that_is_no_algorithm_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "it.xml"
+    path.write_text("version: 1\n")
+    answer = msccl("verify", path)
+    assert (answer.returncode, answer.stdout) == (1, f"{path}: refused\n")
+    assert answer.stderr.startswith(f"{path}:1: document: not whole, valid XML")
+    assert msccl("show", path).returncode == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("verify", "none.xml"),
+        ("verify",),
+        ("verify", "ring.xml", "--slots", 0),
+        ("show", "ring.xml", "--rank", 3),
+        ("generate",),
+        ("generate", "all_reduce_ring"),
+        ("generate", "all_reduce_ring", "-n", 1),
+        ("generate", "all_reduce_ring", "-n", 2, "--root", 0),
+        ("generate", "all_reduce_hierarchical", "-n", 6, "--group", 4),
+        ("generate", "broadcast_tree", "-n", 2, "--root", 2),
+        ("generate", "all_reduce_ring", "-n", 2, "-o", "none/it.xml"),
+    ],
+)
+def test_bad_usage(words: tuple[object, ...], ring: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ring.parent)
+    answer = msccl(*words)
+    assert (answer.returncode, answer.stdout) == (2, "")
+    assert answer.stderr
+
+
+def test_an_algorithm_that_was_probably_meant() -> None:
+    assert "all_reduce_ring" in msccl("generate", "all_reduce_rnig", "-n", 2).stderr.split("mean")[-1]
+
+
+def test_show_draws_a_row_for_each_round(ring: Path) -> None:
+    assert msccl("show", ring).stdout == (
+        "all_reduce_ring: allreduce of 3 ranks, 3 chunks, in place\n"
+        "round  rank 0               rank 1               rank 2\n"
+        "1      i[0] → 1             i[1] → 2             i[2] → 0\n"
+        "2      2 + i[2] → 1         0 + i[0] → 2         1 + i[1] → 0\n"
+        "3      2 + i[1] → o[1] → 1  0 + i[2] → o[2] → 2  1 + i[0] → o[0] → 0\n"
+        "4      2 → o[0] → 1         0 → o[1] → 2         1 → o[2] → 0\n"
+        "5      2 → o[2]             0 → o[0]             1 → o[1]\n\n"
+    )
+
+
+def test_show_one_rank_by_thread_block(tmp_path: Path) -> None:
+    path = tmp_path / "it.xml"
+    assert msccl("generate", "broadcast_tree", "-n", 4, "-o", path).returncode == 0
+    assert msccl("show", path, "--rank", 2).stdout == (
+        "broadcast_tree: broadcast of 4 ranks, 1 chunk, in place\n"
+        "round  tb 0 from 0  tb 1 to 3\n"
+        "2      0 → o[0]\n"
+        "3                   o[0] → 3\n\n"
+    )
+
+
+def test_show_tells_what_never_runs(ring: Path) -> None:
+    assert "never  2 + i[2] → 1" in msccl("show", ring, "--slots", 1).stdout
+
+
+def test_show_as_json(ring: Path) -> None:
+    shown = json.loads(msccl("show", ring, "--rank", 1, "--json").stdout)
+    assert (shown["rounds"], len(shown["steps"])) == (5, 5)
+    assert shown["steps"][2] == {
+        "rank": 1, "tb": 0, "step": 2, "round": 3, "type": "rrcs", "receive": 0, "send": 2, "channel": 0,
+        "src": "i[2]", "dst": "o[2]",
+    }  # fmt: skip
+
+
+def test_generate_prints_a_file_that_verifies(tmp_path: Path) -> None:
+    for name, generator in GENERATORS.items():
+        options = ["--group", 2] if "group" in generator.options else []
+        answer = msccl("generate", name, "-n", 4, *options)
+        path = tmp_path / f"{name}.xml"
+        path.write_text(answer.stdout)
+        assert msccl("verify", path).returncode == 0
+
+
+def test_generate_lists_all() -> None:
+    listed = msccl("generate", "--list").stdout
+    assert [line.split()[0] for line in listed.splitlines()[2:] if line] == list(GENERATORS)

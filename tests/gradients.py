@@ -239,3 +239,27 @@ def _trained(compress: dict[str, Any], via: str) -> dict[str, Any]:
             "codecs": sorted(codecs),
             "kept": len(mcr.state_dict()["codecs"]),
         }
+
+
+def losses(ways: list[dict[str, Any]], steps: int) -> list[list[float]]:
+    """The loss step by step of one model trained in several ways: a normalised layer between two others."""
+    torch.set_num_threads(1)
+    found = []
+    for compress in ways:
+        with mcr.init(config(compress)) as comm:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(24, 40), nn.LayerNorm(40), nn.Tanh(), nn.Linear(40, 8))
+            teacher = nn.Sequential(nn.Linear(24, 64), nn.Tanh(), nn.Linear(64, 8), nn.LayerNorm(8))
+            optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+            mcr.wrap(model, optimizer)
+            taken = []
+            for step in range(steps):
+                random = np.random.default_rng([comm.rank, step])
+                x = torch.tensor(random.standard_normal((16, 24)), dtype=torch.float32)
+                loss = nn.functional.mse_loss(model(x), teacher(x))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                taken.append(loss.item())
+            found.append(taken)
+    return found

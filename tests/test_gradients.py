@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
-from gradients import decided_one_by_one, neighbours, repeated, trained, wrapped
+from gradients import decided_one_by_one, losses, neighbours, repeated, trained, wrapped
 from ranks import run_ranks
 
 LOUD, QUIET = "loud.weight", "quiet.weight"
@@ -108,3 +109,19 @@ def test_training_with_codecs(via: str) -> None:
             assert [True, compress["codec"]] in found["codecs"]
             assert ([False, "None"] in found["codecs"]) == keeps
             assert bool(found["kept"]) == keeps
+
+
+def test_feedback_and_exemptions_keep_the_loss_where_it_would_be() -> None:
+    sign1, int4 = {"codec": "sign1"}, {"codec": "int4_block"}
+    ways = [
+        {"codec": "none"},
+        sign1,
+        {**sign1, "exempt": {"max_ndim": 1}},
+        int4,
+        {**int4, "error_feedback": True},
+    ]
+    for result in run_ranks(losses, 2, args=[ways, 200], timeout=120):
+        true, *others = map(np.array, result.value)
+        off = [float(np.mean(abs(each - true) / true)) for each in others]
+        assert 0 < off[1] < 0.75 * off[0]
+        assert 0 < off[3] < 0.2 * off[2] < 0.01

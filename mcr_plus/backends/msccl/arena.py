@@ -25,7 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from mcr_plus.errors import BackendUnavailable
+from mcr_plus.errors import BackendError, BackendUnavailable
 
 if TYPE_CHECKING:
     from mcr_plus.c10d import Store
@@ -117,6 +117,14 @@ class Arena:
     def stopped(self) -> list[int]:
         """The ranks that have given it up."""
         return [rank for rank in range(self.shape.ranks) if self._stops[rank * LINE // 8]]
+
+    def check(self) -> None:
+        """Raise `BackendError` if any rank has given it up."""
+        if ranks := self.stopped():
+            told = " and ".join(f"rank {rank}" for rank in ranks)
+            raise BackendError(
+                f"backend msccl: {told} gave up in the middle of an operation; nothing more can run"
+            )
 
     def close(self) -> None:
         """Unmap it. No compiled code may use it any more."""

@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from mpi4py import MPI
 from rich.console import Console
 from rich.table import Table
@@ -33,19 +31,22 @@ from mcr_plus.backends.msccl.arena import Shape, open_arena
 from mcr_plus.backends.msccl.combining import combining
 from mcr_plus.backends.msccl.direct import Direct
 from mcr_plus.backends.msccl.lane import Lane
-from mcr_plus.c10d import FileStore
+from mcr_plus.c10d import PrefixStore, ProcessGroupGloo, TCPStore, gloo_group
 from mcr_plus.message import Group
 from mcr_plus.units import format_size, parse_size
 
 KINDS: Final = ("all_reduce", "all_gather", "all_to_all")
 SIZES: Final = "8,64,1KiB,4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 ROUND_S: Final = 0.02  # of each library in each round
+MOST_CALLS: Final = 500
 WAYS: Final = ("msccl", "mpi", "gloo", "copy")
 
 Way = Callable[[], object]
 
 
-def ways(kind: str, nbytes: int, comm: Any, lane: Lane, collectives: Direct) -> tuple[dict[str, Way], Any]:
+def ways(
+    kind: str, nbytes: int, comm: Any, gloo: Any, lane: Lane, collectives: Direct
+) -> tuple[dict[str, Way], Any]:
     """How to do an operation on as many bytes by each library; and what compares the result."""
     me, ranks = comm.rank, comm.size
     count = max(ranks, nbytes // 4 // ranks * ranks)
@@ -60,14 +61,14 @@ def ways(kind: str, nbytes: int, comm: Any, lane: Lane, collectives: Direct) -> 
         wanted = whole * (ranks * (ranks + 1) // 2)
         calls: tuple[Way, Way] = (
             _mpi(comm.Allreduce, source, target),
-            lambda: dist.all_reduce(target),
+            lambda: gloo.allreduce([target]).wait(),
         )
     elif kind == "all_gather":
         state = collectives.bind(direct.ALL_GATHER, block, 4)
         wanted = torch.cat([whole[:block] * (rank + 1) for rank in range(ranks)])
         calls = (
             _mpi(comm.Allgather, mine, target),
-            lambda: dist.all_gather_into_tensor(target, mine),
+            lambda: gloo._allgather_base(target, mine).wait(),
         )
     else:
         state = collectives.bind(direct.ALL_TO_ALL, block, 4)
@@ -75,14 +76,14 @@ def ways(kind: str, nbytes: int, comm: Any, lane: Lane, collectives: Direct) -> 
         wanted = torch.cat([part * (rank + 1) for rank in range(ranks)])
         calls = (
             _mpi(comm.Alltoall, source, target),
-            lambda: dist.all_to_all_single(target, source),
+            lambda: gloo.alltoall_base(target, source, [], []).wait(),
         )
     addresses = source.data_ptr(), target.data_ptr()
 
     def ours() -> None:
         poll = lane.start(direct.begin, direct.advance, state, *addresses)
         while not poll():
-            time.sleep(0)
+            os.sched_yield()
 
     def check(way: Way) -> bool:
         target.copy_(source)
@@ -112,7 +113,9 @@ def timed(way: Way, comm: Any, repeats: int) -> float:
 
 def measure(found: dict[str, Way], comm: Any, rounds: int) -> dict[str, list[float]]:
     """Microseconds of each library in each round."""
-    repeats = {name: max(1, min(2000, int(ROUND_S / timed(way, comm, 2)))) for name, way in found.items()}
+    repeats = {
+        name: max(1, min(MOST_CALLS, int(ROUND_S / timed(way, comm, 2)))) for name, way in found.items()
+    }
     spent: dict[str, list[float]] = {name: [] for name in found}
     for _ in range(rounds):
         for name, way in found.items():
@@ -135,6 +138,13 @@ def table(rows: list[tuple[str, int, dict[str, list[float]]]], title: str) -> Ta
     return result
 
 
+def free_port(comm: Any) -> int:
+    """A port of loopback that nothing listens on, the same on all ranks."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(comm.bcast(probe.getsockname()[1]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--kinds", default=",".join(KINDS))
@@ -142,12 +152,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     comm = MPI.COMM_WORLD
-    folder = comm.bcast(tempfile.mkdtemp(prefix="mcr-bench-") if comm.rank == 0 else None)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    store = FileStore(str(Path(folder) / "store"), comm.size)
-    dist.init_process_group(
-        "gloo", store=store, rank=comm.rank, world_size=comm.size, timeout=timedelta(seconds=60)
+    store = TCPStore("127.0.0.1", free_port(comm), comm.size, comm.rank == 0)
+    gloo = gloo_group(
+        PrefixStore("gloo", store),
+        comm.rank,
+        comm.size,
+        devices=[ProcessGroupGloo.create_device(interface="lo")],
+        threads=2,
+        timeout=timedelta(seconds=60),
     )
     group = Group("bench", tuple(range(comm.size)), comm.rank)
     arena = open_arena(store, group, Shape(comm.size), 60)
@@ -155,19 +168,16 @@ def main() -> None:
     rows = []
     for kind in options.kinds.split(","):
         for nbytes in map(parse_size, options.sizes.split(",")):
-            found, check = ways(kind, nbytes, comm, lane, collectives)
+            found, check = ways(kind, nbytes, comm, gloo, lane, collectives)
             wrong = [name for name in WAYS[:3] if not check(found[name])]
             if wrong:
                 raise SystemExit(f"{kind} of {nbytes} bytes: wrong results of {', '.join(wrong)}")
             rows.append((kind, nbytes, measure(found, comm, options.rounds)))
+    gloo.shutdown()
     if comm.rank == 0:
         library = MPI.Get_library_version().split(",")[0]
         Console(width=150).print(table(rows, f"{comm.size} ranks, {library}, microseconds"))
-    dist.destroy_process_group()
     comm.Barrier()
-    if comm.rank == 0:
-        (Path(folder) / "store").unlink(missing_ok=True)
-        Path(folder).rmdir()
 
 
 if __name__ == "__main__":

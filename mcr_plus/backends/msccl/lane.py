@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from mcr_plus.errors import BackendError
+
 if TYPE_CHECKING:
     from mcr_plus.backends.msccl.arena import Arena
     from mcr_plus.interfaces import Poll
@@ -43,13 +45,20 @@ class Lane:
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._running: deque[_Operation] = deque()  # the first has begun
+        self._stopped = False
 
     def start(self, begin: Begin, advance: Advance, state: Any, source: int, target: int) -> Poll:
-        """Begin an operation if it is its turn, and return its poll. Never waits longer than microseconds."""
-        if not self._running:
+        """Begin an operation if it is its turn, and return its poll. Never waits longer than microseconds.
+
+        What a peer has given up is seen by the poll: it cannot have come as far as this operation.
+
+        Raises:
+            BackendError: this rank has given up, or has seen another do so.
+        """
+        if self._stopped:
             self._arena.check()
-            if begin(state, source, target):
-                return _done
+        if not self._running and begin(state, source, target):
+            return _done
         operation = _Operation(self, begin, advance, (state, source, target))
         self._running.append(operation)
         return operation
@@ -65,8 +74,8 @@ class Lane:
         running = self._running
         while running:
             first = running[0]
-            if not first.advance(first.arguments[0]):
-                self._arena.check()
+            if self._stopped or not first.advance(first.arguments[0]):
+                self._look()
                 break
             first.done = True
             running.popleft()
@@ -76,4 +85,12 @@ class Lane:
 
     def stop(self) -> None:
         """Give up what is in flight, on all ranks."""
+        self._stopped = True
         self._arena.stop()
+
+    def _look(self) -> None:
+        try:
+            self._arena.check()
+        except BackendError:
+            self._stopped = True
+            raise

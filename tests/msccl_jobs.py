@@ -17,13 +17,12 @@ import torch
 from ranks import own_rank
 
 from mcr_plus.backends.msccl import arena, direct, executor
-from mcr_plus.backends.msccl.algorithm import Program, ThreadBlock
 from mcr_plus.backends.msccl.arena import Arena, Shape, open_arena
 from mcr_plus.backends.msccl.combining import Combining, combining
 from mcr_plus.backends.msccl.direct import Direct
 from mcr_plus.backends.msccl.executor import Interpreter
 from mcr_plus.backends.msccl.lane import Lane
-from mcr_plus.c10d import FileStore, HashStore, Store, TCPStore
+from mcr_plus.c10d import FileStore, Store, TCPStore
 from mcr_plus.errors import BackendError, BackendUnavailable
 from mcr_plus.message import FLOATS, INTEGERS, REDUCIBLE, Group, ReduceOp
 
@@ -336,6 +335,8 @@ def exam() -> list[str]:
     """All of the above on one arena, so that each finds the counters the others have left."""
     me, ranks = own_rank(), int(os.environ["WORLD_SIZE"])
     group = Group("exam", tuple(range(ranks)), me)
+    direct.prepare()
+    executor.prepare()
     rank = Rank(open_arena(connect(), group, small(ranks), 60))
     parts = (every_operation, every_dtype, many_in_a_row, same_bits, in_flight, giving_up)
     failures = [failure for part in parts for failure in part(rank)]
@@ -375,13 +376,9 @@ def _be_killed(folder: str, me: int, ranks: int) -> None:
 
 def killed(times: int, ranks: int = 3) -> list[str]:
     """Kill one of some processes at a random moment, again and again."""
-    # Compiled before the first fork, and not in every child.
-    single = Shape(1, channels=1)
-    store: Any = HashStore()
-    memory = open_arena(store, Group("w", (0,), 0), single, 5)
-    direct.begin(Direct(memory).bind(direct.BARRIER), 0, 0)
-    local = samples.algorithm("none", "custom", [Program(1, 1, 0, (ThreadBlock(-1, -1, 0, ()),))], 1)
-    executor.begin(Interpreter(memory, local).bind(0, in_place=True), 0, 0)
+    # Before the first fork, and not in every child.
+    direct.prepare()
+    executor.prepare()
     combining(torch.float32, "MAX")
     chance, problems = random.Random(11), []
     for trial in range(times):

@@ -22,7 +22,7 @@ def test_results(ranks: int) -> None:
 
 
 def test_killed_ranks_leave_nothing_behind() -> None:
-    (result,) = run_ranks(jobs.killed, 1, args=[40], via="torch", timeout=120)
+    (result,) = run_ranks(jobs.killed, 1, args=[25], via="torch", timeout=120)
     assert result.value == []
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+import numba
 import numpy as np
 
 from mcr_plus.backends.msccl.arena import LINE
@@ -38,6 +39,8 @@ from mcr_plus.kernels.cpu import compiled
 
 if TYPE_CHECKING:
     from mcr_plus.backends.msccl.arena import Arena
+
+_types: Any = numba.types  # annotated in part, which type checkers take for a mistake of ours
 
 BARRIER: Final = 0
 ALL_REDUCE: Final = 1
@@ -81,6 +84,7 @@ _WORDS: Final = 23
 _PUT_AT: Final = 0  # in a rank's line
 _REDUCED_AT: Final = 8
 _TAKEN_AT: Final = 16
+_KNOWN_AT: Final = 64  # what all others are known to have taken; on a cache line that they do not look at
 
 
 @compiled
@@ -233,17 +237,21 @@ def _take(state, index):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def _may_put(state, count):  # type: ignore[no-untyped-def]
+    """Whether all have taken that many slices; mostly known without a look at what they write."""
+    if load_acquire(state[_LINES] + state[_RANK] * LINE + _KNOWN_AT) >= count:
+        return True
+    return _all_reached(state, _TAKEN_AT, count)
+
+
+@compiled
 def _step(state):  # type: ignore[no-untyped-def]
     """Do what can be done of each phase for one slice; whether anything could."""
     kind, base = state[_KIND], state[_BASE]
     line = state[_LINES] + state[_RANK] * LINE
     put, reduced, taken = state[_PUT], state[_REDUCED], state[_TAKEN]
     moved = False
-    if (
-        put < state[_SLICES]
-        and put < taken + state[_RING]
-        and _all_reached(state, _TAKEN_AT, base + put + 1 - state[_RING])
-    ):
+    if put < state[_SLICES] and put < taken + state[_RING] and _may_put(state, base + put + 1 - state[_RING]):
         _put(state, put)
         put += 1
         state[_PUT] = put
@@ -287,6 +295,8 @@ def advance(state):  # type: ignore[no-untyped-def]
             sched_yield()
         else:
             return 0
+    if state[_SLICES]:  # who has put a slice of this operation has taken all of those before it
+        store_release(state[_LINES] + state[_RANK] * LINE + _KNOWN_AT, state[_BASE])
     if state[_STREAMS]:
         fence()
     return 1
@@ -303,8 +313,16 @@ def begin(state, source, target):  # type: ignore[no-untyped-def]
     return advance(state)
 
 
+def prepare() -> None:
+    """Compile, or load from disk, what operations need: some seconds, which no peer should wait for."""
+    words, address = _types.int64[::1], _types.int64
+    advance.compile((words,))
+    begin.compile((words, address, address))
+
+
 class Direct:
-    """The direct collectives of one rank on an arena. One operation at a time, in the same order everywhere.
+    """The direct collectives of one rank of two or more on an arena. One operation at a time, in the
+    same order everywhere.
 
     `spins` and `yields` are how often `advance` looks again, on the core and after giving it away, before it
     returns. `whole`: bytes up to which every rank reduces everything. `streamed`: bytes of a result from

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+import numba
 import numpy as np
 
 from mcr_plus.backends.msccl.algorithm import OPERATIONS, READS, RECEIVES, SENDS, SPACES, WRITES
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from mcr_plus.backends.msccl.algorithm import Algorithm, Collective, Program
     from mcr_plus.backends.msccl.arena import Arena
 
+_types: Any = numba.types  # annotated in part, which type checkers take for a mistake of ours
 _NOTHING: Final = Combining()
 _LINE_BYTES: Final = 64
 
@@ -283,6 +285,13 @@ def begin(state, source, target):  # type: ignore[no-untyped-def]
             state[block + _TAKEN] = state[block + _ARRIVED] = load_acquire(state[block + _PEER_EMPTIED])
     state[_FINISHED] = 0
     return advance(state)
+
+
+def prepare() -> None:
+    """Compile, or load from disk, what operations need: some seconds, which no peer should wait for."""
+    words, address = _types.int64[::1], _types.int64
+    advance.compile((words,))
+    begin.compile((words, address, address))
 
 
 class Interpreter:

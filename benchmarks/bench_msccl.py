@@ -1,0 +1,184 @@
+"""Collectives of the msccl backend's shared memory against MPI and gloo, called directly and in turn.
+
+    mcr-plus run -n 2 benchmarks/bench_msccl.py
+    mcr-plus run -n 2 benchmarks/bench_msccl.py --kinds all_reduce --sizes 8,64KiB,64MiB --rounds 15
+
+Every round calls every library a number of times, so that what else the machine does meets them all alike.
+Printed are medians over rounds of the microseconds of a call, the smallest in brackets, how many times as
+long the others take, and how long a copy of as many bytes takes while all ranks copy: no result can be
+written faster. Results are compared with the true ones before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from statistics import median
+from typing import Any, Final
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from rich.console import Console
+from rich.table import Table
+
+from mcr_plus.backends.msccl import direct
+from mcr_plus.backends.msccl.arena import Shape, open_arena
+from mcr_plus.backends.msccl.combining import combining
+from mcr_plus.backends.msccl.direct import Direct
+from mcr_plus.backends.msccl.lane import Lane
+from mcr_plus.c10d import PrefixStore, ProcessGroupGloo, TCPStore, gloo_group
+from mcr_plus.message import Group
+from mcr_plus.units import format_size, parse_size
+
+KINDS: Final = ("all_reduce", "all_gather", "all_to_all")
+SIZES: Final = "8,64,1KiB,4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
+ROUND_S: Final = 0.02  # of each library in each round
+MOST_CALLS: Final = 500
+WAYS: Final = ("msccl", "mpi", "gloo", "copy")
+
+Way = Callable[[], object]
+
+
+def ways(
+    kind: str, nbytes: int, comm: Any, gloo: Any, lane: Lane, collectives: Direct
+) -> tuple[dict[str, Way], Any]:
+    """How to do an operation on as many bytes by each library; and what compares the result."""
+    me, ranks = comm.rank, comm.size
+    count = max(ranks, nbytes // 4 // ranks * ranks)
+    block = count // ranks
+    whole = torch.arange(count, dtype=torch.float32) % 1000
+    source = whole * (me + 1)
+    target = torch.empty_like(source)
+    mine = source[:block]
+    kernels = combining(torch.float32, "SUM")
+    if kind == "all_reduce":
+        state = collectives.bind(direct.ALL_REDUCE, count, 4, kernels)
+        wanted = whole * (ranks * (ranks + 1) // 2)
+        calls: tuple[Way, Way] = (
+            _mpi(comm.Allreduce, source, target),
+            lambda: gloo.allreduce([target]).wait(),
+        )
+    elif kind == "all_gather":
+        state = collectives.bind(direct.ALL_GATHER, block, 4)
+        wanted = torch.cat([whole[:block] * (rank + 1) for rank in range(ranks)])
+        calls = (
+            _mpi(comm.Allgather, mine, target),
+            lambda: gloo._allgather_base(target, mine).wait(),
+        )
+    else:
+        state = collectives.bind(direct.ALL_TO_ALL, block, 4)
+        part = whole[me * block : (me + 1) * block]
+        wanted = torch.cat([part * (rank + 1) for rank in range(ranks)])
+        calls = (
+            _mpi(comm.Alltoall, source, target),
+            lambda: gloo.alltoall_base(target, source, [], []).wait(),
+        )
+    addresses = source.data_ptr(), target.data_ptr()
+
+    def ours() -> None:
+        poll = lane.start(direct.begin, direct.advance, state, *addresses)
+        while not poll():
+            os.sched_yield()
+
+    def check(way: Way) -> bool:
+        target.copy_(source)
+        way()
+        return torch.equal(target, wanted)
+
+    copied, into = source.numpy(), target.numpy()
+    found = {"msccl": ours, "mpi": calls[0], "gloo": calls[1], "copy": lambda: np.copyto(into, copied)}
+    return found, check
+
+
+def _mpi(call: Callable[[Any, Any], object], source: torch.Tensor, target: torch.Tensor) -> Way:
+    first, second = [source.numpy(), MPI.FLOAT], [target.numpy(), MPI.FLOAT]
+    return lambda: call(first, second)
+
+
+def timed(way: Way, comm: Any, repeats: int) -> float:
+    """Seconds of a call, on the slowest rank."""
+    comm.Barrier()
+    way()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        way()
+    spent = (time.perf_counter() - start) / repeats
+    return float(comm.allreduce(spent, MPI.MAX))
+
+
+def measure(found: dict[str, Way], comm: Any, rounds: int) -> dict[str, list[float]]:
+    """Microseconds of each library in each round."""
+    repeats = {
+        name: max(1, min(MOST_CALLS, int(ROUND_S / timed(way, comm, 2)))) for name, way in found.items()
+    }
+    spent: dict[str, list[float]] = {name: [] for name in found}
+    for _ in range(rounds):
+        for name, way in found.items():
+            spent[name].append(1e6 * timed(way, comm, repeats[name]))
+    return spent
+
+
+def table(rows: list[tuple[str, int, dict[str, list[float]]]], title: str) -> Table:
+    """The report: a row per operation and size."""
+    result = Table("operation", "size", *WAYS, "mpi / msccl", "gloo / msccl", "msccl / copy", title=title)
+    for kind, nbytes, spent in rows:
+        middle = {name: median(each) for name, each in spent.items()}
+        result.add_row(
+            kind,
+            format_size(nbytes),
+            *(f"{middle[way]:.1f} ({min(spent[way]):.1f})" for way in WAYS),
+            *(f"{middle[way] / middle['msccl']:.2f}" for way in ("mpi", "gloo")),
+            f"{middle['msccl'] / middle['copy']:.2f}",
+        )
+    return result
+
+
+def free_port(comm: Any) -> int:
+    """A port of loopback that nothing listens on, the same on all ranks."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(comm.bcast(probe.getsockname()[1]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--sizes", default=SIZES)
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    comm = MPI.COMM_WORLD
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", free_port(comm), comm.size, comm.rank == 0)
+    gloo = gloo_group(
+        PrefixStore("gloo", store),
+        comm.rank,
+        comm.size,
+        devices=[ProcessGroupGloo.create_device(interface="lo")],
+        threads=2,
+        timeout=timedelta(seconds=60),
+    )
+    group = Group("bench", tuple(range(comm.size)), comm.rank)
+    arena = open_arena(store, group, Shape(comm.size), 60)
+    lane, collectives = Lane(arena), Direct(arena)
+    rows = []
+    for kind in options.kinds.split(","):
+        for nbytes in map(parse_size, options.sizes.split(",")):
+            found, check = ways(kind, nbytes, comm, gloo, lane, collectives)
+            wrong = [name for name in WAYS[:3] if not check(found[name])]
+            if wrong:
+                raise SystemExit(f"{kind} of {nbytes} bytes: wrong results of {', '.join(wrong)}")
+            rows.append((kind, nbytes, measure(found, comm, options.rounds)))
+    gloo.shutdown()
+    if comm.rank == 0:
+        library = MPI.Get_library_version().split(",")[0]
+        Console(width=150).print(table(rows, f"{comm.size} ranks, {library}, microseconds"))
+    comm.Barrier()
+
+
+if __name__ == "__main__":
+    main()

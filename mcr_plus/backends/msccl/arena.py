@@ -1,0 +1,251 @@
+"""Memory that the ranks of a group on one host share, and what lies where in it.
+
+One rank creates a file in /dev/shm, all map it, and it is unlinked as soon as they have: from then on no
+kind of death leaves anything behind. What a job leaves that was killed before is removed by the next one.
+The blocks are reserved when the file is made, so that a full /dev/shm is an error then and not a SIGBUS in
+the middle of an operation.
+
+    stop words   one line per rank: 1 once that rank has given up the arena
+    lines        one per rank: the counters of `direct`
+    queues       one line per end and queue: how many slots were filled, how many emptied
+    areas        of `direct`: a ring of slots per rank
+    slots        of the queues, for every (source, target, channel)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from mcr_plus.errors import BackendError, BackendUnavailable
+
+if TYPE_CHECKING:
+    from mcr_plus.c10d import Store
+    from mcr_plus.message import Group
+
+LINE: Final = 128
+"""Bytes between counters of different writers: two cache lines, because cores fetch them in pairs."""
+_PAGE: Final = 4096
+_FOLDER: Final = Path("/dev/shm")
+_NAME: Final = re.compile(r"mcr-msccl-(\d+)-(\d+)-(\d+)-(\d+)-\d+$")  # user, PID namespace, pid, its start
+_FAILED: Final = "failed: "
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of an arena; equal on all ranks.
+
+    Attributes:
+        ranks: in the group.
+        channels: queues from one rank to another.
+        depth: slots of a queue, at least 2: with one, rings deadlock.
+        slot: bytes of a queue's slot, a multiple of 64.
+        ring: slots of a rank's area in `direct`, at least 2.
+        area: bytes of such a slot, a multiple of 64 × ranks.
+    """
+
+    ranks: int
+    channels: int = 1
+    depth: int = 4
+    slot: int = 128 << 10
+    ring: int = 2
+    area: int = 768 << 10
+
+    def __post_init__(self) -> None:
+        if self.depth < 2 or self.ring < 2:
+            raise ValueError(f"expected at least 2 slots, got depth={self.depth} and ring={self.ring}")
+        if self.slot % 64 or self.area % (64 * self.ranks):
+            raise ValueError(f"slot={self.slot} and area={self.area} must be multiples of 64, area per rank")
+
+    @property
+    def lines(self) -> int:
+        """Offset of the ranks' lines."""
+        return self.ranks * LINE
+
+    @property
+    def queues(self) -> int:
+        """Offset of the queues' counters."""
+        return self.lines + self.ranks * LINE
+
+    @property
+    def areas(self) -> int:
+        """Offset of the ranks' areas."""
+        return _aligned(self.queues + 2 * LINE * self._count)
+
+    @property
+    def slots(self) -> int:
+        """Offset of the queues' slots."""
+        return _aligned(self.areas + self.ranks * self.ring * self.area)
+
+    @property
+    def nbytes(self) -> int:
+        """Of everything."""
+        return _aligned(self.slots + self._count * self.depth * self.slot)
+
+    @property
+    def _count(self) -> int:
+        return self.ranks * (self.ranks - 1) * self.channels
+
+    def queue(self, source: int, target: int, channel: int) -> int:
+        """Number of a queue."""
+        return (source * (self.ranks - 1) + target - (target > source)) * self.channels + channel
+
+
+class Arena:
+    """The mapped memory. `base` is its address in this process."""
+
+    def __init__(self, shape: Shape, rank: int, memory: mmap.mmap) -> None:
+        self.shape, self.rank = shape, rank
+        self._memory = memory
+        self._anchor = ctypes.c_char.from_buffer(memory)
+        self.base = ctypes.addressof(self._anchor)
+        self._stops = memoryview(memory)[: shape.ranks * LINE].cast("q")
+
+    def stop(self) -> None:
+        """Say that this rank has given up the arena: its counters mean nothing any more."""
+        if self.base:
+            self._stops[self.rank * LINE // 8] = 1
+
+    def stopped(self) -> list[int]:
+        """The ranks that have given it up."""
+        return [rank for rank in range(self.shape.ranks) if self._stops[rank * LINE // 8]]
+
+    def check(self) -> None:
+        """Raise `BackendError` if any rank has given it up."""
+        if ranks := self.stopped():
+            told = " and ".join(f"rank {rank}" for rank in ranks)
+            raise BackendError(
+                f"backend msccl: {told} gave up in the middle of an operation; nothing more can run"
+            )
+
+    def close(self) -> None:
+        """Unmap it. No compiled code may use it any more."""
+        if self.base:
+            self.base = 0
+            self._stops.release()
+            del self._anchor
+            self._memory.close()
+
+
+def open_arena(store: Store, group: Group, shape: Shape, timeout: float) -> Arena:
+    """Make and map the arena of `group`; collective over its ranks, which must share a host.
+
+    Raises:
+        BackendUnavailable: on all ranks alike, with what the rank said that could not.
+    """
+    key = f"msccl/{group.name}"
+    limit = timedelta(seconds=timeout)
+    path: Path | None = None
+    memory: mmap.mmap | None = None
+    problem = ""
+    try:
+        if group.rank == 0:
+            remove_stale()
+            path, memory = _create(shape.nbytes)
+            store.set(f"{key}/file", str(path))
+        else:
+            store.wait([f"{key}/file"], limit)
+            told = store.get(f"{key}/file").decode()
+            if not told.startswith(_FAILED):
+                path = Path(told)
+                memory = _map(path, shape.nbytes)
+    except OSError as error:
+        problem = f"rank {group.rank}: {error.strerror or error} ({error.filename or _FOLDER})"
+        if group.rank == 0:
+            store.set(f"{key}/file", f"{_FAILED}{problem}")
+    try:
+        if problem:
+            store.set(f"{key}/problem", problem)
+        if store.add(f"{key}/seen", 1) == group.size:
+            store.set(f"{key}/done", "1")
+        store.wait([f"{key}/done"], limit)
+    finally:
+        if path is not None:  # whoever comes here first: the creator may have died
+            path.unlink(missing_ok=True)
+    if store.check([f"{key}/problem"]) or memory is None:
+        if memory is not None:
+            memory.close()
+        raise BackendUnavailable(
+            f"backend msccl: {shape.nbytes >> 20} MiB of shared memory could not be had: "
+            f"{store.get(f'{key}/problem').decode()}; enlarge /dev/shm (docker run --shm-size) or "
+            "use another backend"
+        )
+    return Arena(shape, group.rank, memory)
+
+
+def remove_stale() -> None:
+    """Remove files of this user whose creator has died before it could unlink them."""
+    for path, pid, start in _files():
+        if _start_of(pid) != start:
+            path.unlink(missing_ok=True)
+
+
+def _create(nbytes: int) -> tuple[Path, mmap.mmap]:
+    pid = os.getpid()
+    stem = f"mcr-msccl-{os.getuid()}-{_namespace()}-{pid}-{_start_of(pid)}"
+    path = _FOLDER / f"{stem}-{time.monotonic_ns()}"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+        return path, mmap.mmap(descriptor, nbytes)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _map(path: Path, nbytes: int) -> mmap.mmap:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        return mmap.mmap(descriptor, nbytes)
+    except ValueError as error:  # shorter than that: not made by a rank of this job
+        raise OSError(0, str(error), str(path)) from error
+    finally:
+        os.close(descriptor)
+
+
+def _files() -> Iterator[tuple[Path, int, int]]:
+    """Our user's files of this PID namespace, with pid and start time of their creators."""
+    if not _FOLDER.is_dir():
+        return
+    for path in _FOLDER.iterdir():
+        found = _NAME.match(path.name)
+        if found is None:
+            continue
+        user, namespace, pid, start = map(int, found.groups())
+        try:
+            ours = user == os.getuid() == path.lstat().st_uid
+        except OSError:
+            continue
+        if ours and namespace == _namespace():
+            yield path, pid, start
+
+
+def _start_of(pid: int) -> int:
+    """When a process was started, in clock ticks since boot; 0 if there is none."""
+    try:
+        # The name, in parentheses, may hold spaces; the 22nd field is the 20th after it.
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
+    except (OSError, IndexError):
+        return 0
+
+
+def _namespace() -> int:
+    """Of pids: a container may share /dev/shm with others whose pids mean nothing here."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _PAGE) * _PAGE

@@ -1,0 +1,133 @@
+"""What compiled code needs to share memory with other processes: ordered loads and stores, and waiting.
+
+All are numba intrinsics on addresses (int64), not on arrays: a compiled function then takes one array of
+state, in which every buffer is a number, and costs as little to call as numba allows. Addresses of counters
+are multiples of 8.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from typing import Any, Final
+
+import numba
+import numba.extending
+from llvmlite import ir
+from numba.core import cgutils
+
+_numba: Any = numba  # annotated in part, which type checkers take for a mistake of ours
+_types: Any = _numba.types
+_I8: Final = ir.IntType(8)
+_I32: Final = ir.IntType(32)
+_I64: Final = ir.IntType(64)
+_AARCH64_YIELD: Final = 1
+STREAMED: Final = 64
+"""Bytes that `stream` copies."""
+
+
+def _of_integers(arguments: int, returns: bool, emit: Callable[[Any, Any], Any]) -> Any:
+    """A numba function of so many int64 from LLVM instructions: `emit(builder, arguments)`."""
+    result = _types.int64 if returns else _types.void
+
+    def build() -> Any:
+        return result(*[_types.int64] * arguments), (
+            lambda context, builder, signature, args: emit(builder, args)  # noqa: ARG005
+        )
+
+    # numba counts the parameters, so there is one function for each number of them.
+    def none(typing_context: Any) -> Any:  # noqa: ARG001
+        return build()
+
+    def one(typing_context: Any, a: Any) -> Any:  # noqa: ARG001
+        return build()
+
+    def two(typing_context: Any, a: Any, b: Any) -> Any:  # noqa: ARG001
+        return build()
+
+    def three(typing_context: Any, a: Any, b: Any, c: Any) -> Any:  # noqa: ARG001
+        return build()
+
+    def five(typing_context: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:  # noqa: ARG001
+        return build()
+
+    chosen: Any = {0: none, 1: one, 2: two, 3: three, 5: five}[arguments]
+    return _numba.extending.intrinsic(chosen)
+
+
+def _emit_load(builder: Any, args: Any) -> Any:
+    pointer = builder.inttoptr(args[0], _I64.as_pointer())
+    return builder.load_atomic(pointer, "acquire", 8)
+
+
+def _emit_store(builder: Any, args: Any) -> None:
+    builder.store_atomic(args[1], builder.inttoptr(args[0], _I64.as_pointer()), "release", 8)
+
+
+def _emit_fetch_add(builder: Any, args: Any) -> Any:
+    return builder.atomic_rmw("add", builder.inttoptr(args[0], _I64.as_pointer()), args[1], "acq_rel")
+
+
+def _emit_pause(builder: Any, args: Any) -> None:  # noqa: ARG001
+    # By LLVM's names: numba has no parser for assembly.
+    machine = platform.machine()
+    if machine in ("x86_64", "AMD64"):
+        kind = ir.FunctionType(ir.VoidType(), [])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
+    elif machine in ("aarch64", "arm64"):
+        kind = ir.FunctionType(ir.VoidType(), [_I32])
+        hint = cgutils.get_or_insert_function(builder.module, kind, "llvm.aarch64.hint")
+        builder.call(hint, [ir.Constant(_I32, _AARCH64_YIELD)])
+
+
+def _emit_yield(builder: Any, args: Any) -> None:  # noqa: ARG001
+    # By name, which the linker looks up in every process: an address would not outlive the cache on disk.
+    kind = ir.FunctionType(_I32, [])
+    builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
+
+
+def _emit_copy(builder: Any, args: Any) -> None:
+    target, source, nbytes = args
+    pointer = _I8.as_pointer()
+    cgutils.raw_memcpy(
+        builder, builder.inttoptr(target, pointer), builder.inttoptr(source, pointer), nbytes, 1
+    )
+
+
+def _emit_call(builder: Any, args: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [_I64] * 4)
+    builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+
+
+def _emit_stream(builder: Any, args: Any) -> None:
+    kind = ir.VectorType(_I64, STREAMED // 8)
+    value = builder.load(builder.inttoptr(args[1], kind.as_pointer()), align=8)
+    stored = builder.store(value, builder.inttoptr(args[0], kind.as_pointer()), align=STREAMED)
+    stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(_I32, 1)]))
+
+
+def _emit_fence(builder: Any, args: Any) -> None:  # noqa: ARG001
+    builder.fence("seq_cst")
+
+
+load_acquire: Final = _of_integers(1, True, _emit_load)
+"""`load_acquire(address) -> value`: what was written before the matching release is visible after it."""
+store_release: Final = _of_integers(2, False, _emit_store)
+"""`store_release(address, value)`: everything written before is visible to whoever acquires the value."""
+fetch_add: Final = _of_integers(2, True, _emit_fetch_add)
+"""`fetch_add(address, amount) -> value before`, acquiring and releasing."""
+pause: Final = _of_integers(0, False, _emit_pause)
+"""Tell the core that this is a wait: it spends less power, and leaves a wait sooner."""
+sched_yield: Final = _of_integers(0, False, _emit_yield)
+"""Let another process have the core."""
+copy: Final = _of_integers(3, False, _emit_copy)
+"""`copy(target, source, nbytes)` by the C library; the two may not overlap."""
+stream: Final = _of_integers(2, False, _emit_stream)
+"""`stream(target, source)`: copy `STREAMED` bytes past the caches; `target` is a multiple of them.
+
+Not ordered by `store_release`: a `fence` must follow before anybody else looks.
+"""
+fence: Final = _of_integers(0, False, _emit_fence)
+"""Order everything before, streamed stores included, ahead of everything after."""
+call: Final = _of_integers(5, False, _emit_call)
+"""`call(function, a, b, c, d)`: a C function of four int64 by its address."""

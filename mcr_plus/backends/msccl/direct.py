@@ -1,0 +1,384 @@
+"""Collectives of few ranks without an algorithm file: everyone writes to its own area, and reads the others'.
+
+Data pass in slices through a ring of slots per rank, in up to three phases, each of which may be ahead of
+the next one by as many slices as there are slots:
+
+    put      copy what others need from this rank into the slot              then `put` += 1
+    reduce   once all have put: combine one's own part, leave it in the slot  then `reduced` += 1
+    take     once the owners are done: copy their parts out of their slots    then `taken` += 1
+
+A slot is put into again when everybody has taken from it. The three counters of a rank are on one line that
+it alone writes; they count slices since the arena was made, so that operations follow each other without
+any agreement. Each part is reduced by one rank, or in the order of ranks: all hold the same bits.
+
+`advance` is compiled and resumable: it returns as soon as nothing has moved for a moment, so that Python
+looks at deadlines, and nothing in it waits for a peer that is dead.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numba
+import numpy as np
+
+from mcr_plus.backends.msccl.arena import LINE
+from mcr_plus.backends.msccl.atomics import (
+    STREAMED,
+    call,
+    copy,
+    fence,
+    load_acquire,
+    pause,
+    sched_yield,
+    store_release,
+    stream,
+)
+from mcr_plus.backends.msccl.combining import Combining
+from mcr_plus.kernels.cpu import compiled
+
+if TYPE_CHECKING:
+    from mcr_plus.backends.msccl.arena import Arena
+
+_types: Any = numba.types  # annotated in part, which type checkers take for a mistake of ours
+
+BARRIER: Final = 0
+ALL_REDUCE: Final = 1
+ALL_GATHER: Final = 2
+ALL_TO_ALL: Final = 3
+REDUCE_SCATTER: Final = 4
+BROADCAST: Final = 5
+REDUCE: Final = 6
+GATHER: Final = 7
+SCATTER: Final = 8
+_ALL_REDUCE_WHOLE: Final = 9  # every rank reduces everything: one exchange instead of two
+
+_NOTHING: Final = Combining()
+
+# Words of the state.
+_KIND: Final = 0
+_RANK: Final = 1
+_RANKS: Final = 2
+_LINES: Final = 3  # address of the ranks' lines
+_AREAS: Final = 4  # address of the areas
+_AREA: Final = 5  # bytes of a slot
+_RING: Final = 6
+_SPINS: Final = 7
+_YIELDS: Final = 8
+_BASE: Final = 9  # slices of all operations before this one
+_SLICES: Final = 10
+_PUT: Final = 11  # slices of this operation that this rank has put, reduced, taken
+_REDUCED: Final = 12
+_TAKEN: Final = 13
+_SOURCE: Final = 14  # addresses
+_TARGET: Final = 15
+_COUNT: Final = 16  # elements: of the whole buffer for reductions and broadcast, else of a rank's block
+_WIDTH: Final = 17  # bytes of an element
+_SLICE: Final = 18  # elements of a slice
+_COMBINE: Final = 19  # addresses of kernels
+_DIVIDE: Final = 20
+_ROOT: Final = 21
+_STREAMS: Final = 22  # whether what is taken goes past the caches
+_WORDS: Final = 23
+
+_PUT_AT: Final = 0  # in a rank's line
+_REDUCED_AT: Final = 8
+_TAKEN_AT: Final = 16
+_KNOWN_AT: Final = 64  # what all others are known to have taken; on a cache line that they do not look at
+
+
+@compiled
+def _all_reached(state, offset, count):  # type: ignore[no-untyped-def]
+    """Whether the counter at `offset` of every other rank's line is at least `count`."""
+    lines = state[_LINES]
+    for rank in range(state[_RANKS]):
+        if rank != state[_RANK] and load_acquire(lines + rank * LINE + offset) < count:
+            return False
+    return True
+
+
+@compiled
+def _slot(state, rank, slice_number):  # type: ignore[no-untyped-def]
+    ring = state[_RING]
+    return state[_AREAS] + (rank * ring + (state[_BASE] + slice_number) % ring) * state[_AREA]
+
+
+@compiled
+def _part(state, elements):  # type: ignore[no-untyped-def]
+    """Elements of a rank's part of a slice: whole cache lines, so that no two ranks write to one."""
+    line = 64 // state[_WIDTH]
+    ranks = state[_RANKS]
+    return (elements + ranks * line - 1) // (ranks * line) * line
+
+
+@compiled
+def _put(state, index):  # type: ignore[no-untyped-def]
+    kind, me, ranks, width = state[_KIND], state[_RANK], state[_RANKS], state[_WIDTH]
+    first = index * state[_SLICE]
+    elements = min(state[_SLICE], state[_COUNT] - first)
+    slot, source = _slot(state, me, index), state[_SOURCE]
+    if kind in (ALL_REDUCE, REDUCE):
+        part = _part(state, elements)
+        for rank in range(ranks):
+            low, high = min(rank * part, elements), min((rank + 1) * part, elements)
+            if rank != me and high > low:
+                copy(slot + low * width, source + (first + low) * width, (high - low) * width)
+    elif kind in (ALL_TO_ALL, REDUCE_SCATTER) or (kind == SCATTER and me == state[_ROOT]):
+        block = state[_COUNT]
+        for rank in range(ranks):
+            if rank != me:
+                at = source + (rank * block + first) * width
+                copy(slot + rank * state[_SLICE] * width, at, elements * width)
+    elif (
+        kind in (ALL_GATHER, _ALL_REDUCE_WHOLE)
+        or (kind == BROADCAST and me == state[_ROOT])
+        or (kind == GATHER and me != state[_ROOT])
+    ):
+        copy(slot, source + first * width, elements * width)
+
+
+@compiled
+def _reduce(state, index):  # type: ignore[no-untyped-def]
+    kind, me, ranks, width = state[_KIND], state[_RANK], state[_RANKS], state[_WIDTH]
+    combine, divide = state[_COMBINE], state[_DIVIDE]
+    first = index * state[_SLICE]
+    elements = min(state[_SLICE], state[_COUNT] - first)
+    if kind == _ALL_REDUCE_WHOLE:
+        target = state[_TARGET] + first * width
+        call(combine, target, _slot(state, 0, index), _slot(state, 1, index), elements)
+        for rank in range(2, ranks):
+            call(combine, target, target, _slot(state, rank, index), elements)
+        if divide:
+            call(divide, target, target, ranks, elements)
+        return
+    if kind == REDUCE_SCATTER:
+        left = state[_SOURCE] + (me * state[_COUNT] + first) * width
+        result = state[_TARGET] + first * width
+        at, size = me * state[_SLICE] * width, elements
+    else:
+        part = _part(state, elements)
+        low, high = min(me * part, elements), min((me + 1) * part, elements)
+        left = state[_SOURCE] + (first + low) * width
+        at, size = low * width, high - low
+        result = _slot(state, me, index) + at
+    if size > 0:
+        for rank in range(ranks):
+            if rank != me:
+                call(combine, result, left, _slot(state, rank, index) + at, size)
+                left = result
+        if divide:
+            call(divide, result, result, ranks, size)
+
+
+@compiled
+def _deliver(state, target, source, nbytes):  # type: ignore[no-untyped-def]
+    """Copy into the caller's buffer; what is larger than the caches goes past them."""
+    if not state[_STREAMS] or nbytes < 2 * STREAMED:
+        copy(target, source, nbytes)
+        return
+    head = -target % STREAMED
+    copy(target, source, head)
+    for _ in range((nbytes - head) // STREAMED):
+        stream(target + head, source + head)
+        head += STREAMED
+    copy(target + head, source + head, nbytes - head)
+
+
+@compiled
+def _take_reduced(state, index, first, elements):  # type: ignore[no-untyped-def]
+    """Copy every rank's part of a reduced slice."""
+    width, part = state[_WIDTH], _part(state, elements)
+    for rank in range(state[_RANKS]):
+        low, high = min(rank * part, elements), min((rank + 1) * part, elements)
+        if high > low:
+            at = _slot(state, rank, index) + low * width
+            _deliver(state, state[_TARGET] + (first + low) * width, at, (high - low) * width)
+
+
+@compiled
+def _take_blocks(state, index, first, elements):  # type: ignore[no-untyped-def]
+    """Copy a slice of every rank's block, one's own from the source."""
+    width, block, me = state[_WIDTH], state[_COUNT], state[_RANK]
+    exchanged = state[_KIND] == ALL_TO_ALL
+    for rank in range(state[_RANKS]):
+        target = state[_TARGET] + (rank * block + first) * width
+        if rank != me:
+            at = _slot(state, rank, index)
+            if exchanged:
+                at += me * state[_SLICE] * width
+            _deliver(state, target, at, elements * width)
+        else:
+            own = state[_SOURCE] + first * width
+            if exchanged:
+                own += me * block * width
+            if own != target:
+                _deliver(state, target, own, elements * width)
+
+
+@compiled
+def _take(state, index):  # type: ignore[no-untyped-def]
+    kind, me, width, root = state[_KIND], state[_RANK], state[_WIDTH], state[_ROOT]
+    first = index * state[_SLICE]
+    elements = min(state[_SLICE], state[_COUNT] - first)
+    target = state[_TARGET] + first * width
+    if kind == ALL_REDUCE or (kind == REDUCE and me == root):
+        _take_reduced(state, index, first, elements)
+    elif kind in (ALL_GATHER, ALL_TO_ALL) or (kind == GATHER and me == root):
+        _take_blocks(state, index, first, elements)
+    elif kind == BROADCAST and me != root:
+        _deliver(state, target, _slot(state, root, index), elements * width)
+    elif kind == SCATTER and me != root:
+        skip = me * state[_SLICE] * width
+        _deliver(state, target, _slot(state, root, index) + skip, elements * width)
+    elif kind == SCATTER:
+        own = state[_SOURCE] + (me * state[_COUNT] + first) * width
+        if own != target:
+            _deliver(state, target, own, elements * width)
+
+
+@compiled
+def _may_put(state, count):  # type: ignore[no-untyped-def]
+    """Whether all have taken that many slices; mostly known without a look at what they write."""
+    if load_acquire(state[_LINES] + state[_RANK] * LINE + _KNOWN_AT) >= count:
+        return True
+    return _all_reached(state, _TAKEN_AT, count)
+
+
+@compiled
+def _step(state):  # type: ignore[no-untyped-def]
+    """Do what can be done of each phase for one slice; whether anything could."""
+    kind, base = state[_KIND], state[_BASE]
+    line = state[_LINES] + state[_RANK] * LINE
+    put, reduced, taken = state[_PUT], state[_REDUCED], state[_TAKEN]
+    moved = False
+    if put < state[_SLICES] and put < taken + state[_RING] and _may_put(state, base + put + 1 - state[_RING]):
+        _put(state, put)
+        put += 1
+        state[_PUT] = put
+        store_release(line + _PUT_AT, base + put)
+        moved = True
+    reduces = kind in (ALL_REDUCE, REDUCE, REDUCE_SCATTER, _ALL_REDUCE_WHOLE)
+    if reduces and reduced < put and _all_reached(state, _PUT_AT, base + reduced + 1):
+        _reduce(state, reduced)
+        reduced += 1
+        state[_REDUCED] = reduced
+        moved = True
+        if kind in (ALL_REDUCE, REDUCE):
+            store_release(line + _REDUCED_AT, base + reduced)
+    if kind in (REDUCE_SCATTER, _ALL_REDUCE_WHOLE):
+        may_take = taken < reduced
+    elif reduces:
+        may_take = taken < reduced and _all_reached(state, _REDUCED_AT, base + taken + 1)
+    else:
+        may_take = taken < put and _all_reached(state, _PUT_AT, base + taken + 1)
+    if may_take:
+        _take(state, taken)
+        taken += 1
+        state[_TAKEN] = taken
+        store_release(line + _TAKEN_AT, base + taken)
+        moved = True
+    return moved
+
+
+@compiled
+def advance(state):  # type: ignore[no-untyped-def]
+    """Go as far as possible; 1 once the operation is done, else 0 after a wait of microseconds."""
+    spins = yields = 0
+    while state[_TAKEN] < state[_SLICES]:
+        if _step(state):
+            spins = 0
+        elif spins < state[_SPINS]:
+            spins += 1
+            pause()
+        elif yields < state[_YIELDS]:
+            yields += 1
+            sched_yield()
+        else:
+            return 0
+    if state[_SLICES]:  # who has put a slice of this operation has taken all of those before it
+        store_release(state[_LINES] + state[_RANK] * LINE + _KNOWN_AT, state[_BASE])
+    if state[_STREAMS]:
+        fence()
+    return 1
+
+
+@compiled
+def begin(state, source, target):  # type: ignore[no-untyped-def]
+    """Start an operation that `Direct.bind` has described, and `advance` it."""
+    # Whatever was put has been taken, by this rank, when an operation ends.
+    state[_BASE] = load_acquire(state[_LINES] + state[_RANK] * LINE + _TAKEN_AT)
+    state[_PUT] = state[_REDUCED] = state[_TAKEN] = 0
+    state[_SOURCE] = source
+    state[_TARGET] = target
+    return advance(state)
+
+
+def prepare() -> None:
+    """Compile, or load from disk, what operations need: some seconds, which no peer should wait for."""
+    words, address = _types.int64[::1], _types.int64
+    advance.compile((words,))
+    begin.compile((words, address, address))
+
+
+class Direct:
+    """The direct collectives of one rank of two or more on an arena. One operation at a time, in the
+    same order everywhere.
+
+    `spins` and `yields` are how often `advance` looks again, on the core and after giving it away, before it
+    returns. `whole`: bytes up to which every rank reduces everything. `streamed`: bytes of a result from
+    which on it is written past the caches.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        *,
+        spins: int = 200,
+        yields: int = 4,
+        whole: int = 8192,
+        streamed: int = 8 << 20,
+    ) -> None:
+        self._arena = arena
+        self._spins, self._yields = spins, yields
+        self._whole, self._streamed = min(whole, arena.shape.area), streamed
+
+    def bind(
+        self, kind: int, count: int = 0, width: int = 1, kernels: Combining = _NOTHING, root: int = 0
+    ) -> Any:
+        """The state of an operation: to be passed to `begin`, and to `advance` until that returns 1.
+
+        `begin(state, source, target)` takes addresses, equal for what works in place: all_gather's source may
+        be its block of the target. `count` elements of `width` bytes are the whole buffer of all_reduce,
+        reduce and broadcast, and one rank's block of all others. broadcast reads the root's `source` and
+        leaves its target alone. A state may be begun again when it is done.
+        """
+        shape, rank = self._arena.shape, self._arena.rank
+        slice_elements = shape.area // width
+        if kind == ALL_REDUCE and count * width <= self._whole:
+            kind = _ALL_REDUCE_WHOLE
+        elif kind in (ALL_TO_ALL, REDUCE_SCATTER, SCATTER):
+            slice_elements = shape.area // shape.ranks // width
+        blocks = shape.ranks if kind in (ALL_GATHER, ALL_TO_ALL, GATHER) else 1
+        state: Any = np.zeros(_WORDS, np.int64)
+        settings = {
+            _KIND: kind,
+            _RANK: rank,
+            _RANKS: shape.ranks,
+            _LINES: self._arena.base + shape.lines,
+            _AREAS: self._arena.base + shape.areas,
+            _AREA: shape.area,
+            _RING: shape.ring,
+            _SPINS: self._spins,
+            _YIELDS: self._yields,
+            _SLICES: 1 if kind == BARRIER else -(-count // slice_elements),
+            _COUNT: count,
+            _WIDTH: width,
+            _SLICE: slice_elements,
+            _COMBINE: kernels.combine,
+            _DIVIDE: kernels.divide,
+            _ROOT: root,
+            _STREAMS: count * width * blocks >= self._streamed,
+        }
+        for word, value in settings.items():
+            state[word] = value
+        return state

@@ -64,10 +64,6 @@ def _emit_store(builder: Any, args: Any) -> None:
     builder.store_atomic(args[1], builder.inttoptr(args[0], _I64.as_pointer()), "release", 8)
 
 
-def _emit_fetch_add(builder: Any, args: Any) -> Any:
-    return builder.atomic_rmw("add", builder.inttoptr(args[0], _I64.as_pointer()), args[1], "acq_rel")
-
-
 def _emit_pause(builder: Any, args: Any) -> None:  # noqa: ARG001
     # By LLVM's names: numba has no parser for assembly.
     machine = platform.machine()
@@ -114,8 +110,6 @@ load_acquire: Final = _of_integers(1, True, _emit_load)
 """`load_acquire(address) -> value`: what was written before the matching release is visible after it."""
 store_release: Final = _of_integers(2, False, _emit_store)
 """`store_release(address, value)`: everything written before is visible to whoever acquires the value."""
-fetch_add: Final = _of_integers(2, True, _emit_fetch_add)
-"""`fetch_add(address, amount) -> value before`, acquiring and releasing."""
 pause: Final = _of_integers(0, False, _emit_pause)
 """Tell the core that this is a wait: it spends less power, and leaves a wait sooner."""
 sched_yield: Final = _of_integers(0, False, _emit_yield)

@@ -13,10 +13,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
+import shlex
 import socket
+import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import date, timedelta
+from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
@@ -32,7 +36,9 @@ from mcr_plus.backends.msccl.combining import combining
 from mcr_plus.backends.msccl.direct import Direct
 from mcr_plus.backends.msccl.lane import Lane
 from mcr_plus.c10d import PrefixStore, ProcessGroupGloo, TCPStore, gloo_group
+from mcr_plus.environment import cores
 from mcr_plus.message import Group
+from mcr_plus.selection.fingerprint import cpu_name
 from mcr_plus.units import format_size, parse_size
 
 KINDS: Final = ("all_reduce", "all_gather", "all_to_all")
@@ -40,6 +46,7 @@ SIZES: Final = "8,64,1KiB,4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 ROUND_S: Final = 0.02  # of each library in each round
 MOST_CALLS: Final = 500
 WAYS: Final = ("msccl", "mpi", "gloo", "copy")
+HEAD: Final = ["operation", "size", *WAYS, "mpi / msccl", "gloo / msccl", "msccl / copy"]
 
 Way = Callable[[], object]
 
@@ -123,19 +130,34 @@ def measure(found: dict[str, Way], comm: Any, rounds: int) -> dict[str, list[flo
     return spent
 
 
-def table(rows: list[tuple[str, int, dict[str, list[float]]]], title: str) -> Table:
-    """The report: a row per operation and size."""
-    result = Table("operation", "size", *WAYS, "mpi / msccl", "gloo / msccl", "msccl / copy", title=title)
-    for kind, nbytes, spent in rows:
-        middle = {name: median(each) for name, each in spent.items()}
-        result.add_row(
-            kind,
-            format_size(nbytes),
-            *(f"{middle[way]:.1f} ({min(spent[way]):.1f})" for way in WAYS),
-            *(f"{middle[way] / middle['msccl']:.2f}" for way in ("mpi", "gloo")),
-            f"{middle['msccl'] / middle['copy']:.2f}",
-        )
-    return result
+def row_of(kind: str, nbytes: int, spent: dict[str, list[float]]) -> list[str]:
+    """A line of the report."""
+    middle = {name: median(each) for name, each in spent.items()}
+    return [
+        kind,
+        format_size(nbytes),
+        *(f"{middle[way]:.1f} ({min(spent[way]):.1f})" for way in WAYS),
+        *(f"{middle[way] / middle['msccl']:.2f}" for way in ("mpi", "gloo")),
+        f"{middle['msccl'] / middle['copy']:.2f}",
+    ]
+
+
+def text_of(rows: list[list[str]], title: str) -> str:
+    """The report as Markdown."""
+    lines = [HEAD, ["---"] * len(HEAD), *rows]
+    return "\n".join(
+        [
+            f"# Shared memory against MPI and gloo ({date.today():%Y-%m-%d})",
+            "",
+            f"    mcr-plus run -n 2 benchmarks/bench_msccl.py {shlex.join(sys.argv[1:])}",
+            "",
+            f"{cpu_name()}, {cores()} cores, Python {platform.python_version()}, torch {torch.__version__}; "
+            f"{title}: medians of rounds in which all take turns, the smallest in brackets.",
+            "",
+            *(f"| {' | '.join(line)} |" for line in lines),
+            "",
+        ]
+    )
 
 
 def free_port(comm: Any) -> int:
@@ -150,6 +172,7 @@ def main() -> None:
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--sizes", default=SIZES)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--output", type=Path, help="also write a report to this file")
     options = parser.parse_args()
     comm = MPI.COMM_WORLD
     torch.set_num_threads(1)
@@ -172,11 +195,16 @@ def main() -> None:
             wrong = [name for name in WAYS[:3] if not check(found[name])]
             if wrong:
                 raise SystemExit(f"{kind} of {nbytes} bytes: wrong results of {', '.join(wrong)}")
-            rows.append((kind, nbytes, measure(found, comm, options.rounds)))
+            rows.append(row_of(kind, nbytes, measure(found, comm, options.rounds)))
     gloo.shutdown()
     if comm.rank == 0:
-        library = MPI.Get_library_version().split(",")[0]
-        Console(width=150).print(table(rows, f"{comm.size} ranks, {library}, microseconds"))
+        title = f"{comm.size} ranks, {MPI.Get_library_version().split(',')[0]}, microseconds"
+        table = Table(*HEAD, title=title)
+        for row in rows:
+            table.add_row(*row)
+        Console(width=150).print(table)
+        if options.output is not None:
+            options.output.write_text(text_of(rows, title))
     comm.Barrier()
 
 

@@ -66,7 +66,7 @@ def libraries(via: str) -> list[str]:
 
 def _stop() -> None:
     """SIGSTOP, with a process left behind that ends this one once the survivors have had their time."""
-    command = ["sh", "-c", f"sleep {2 * DEADLINE_S + 6}; kill -9 {os.getpid()}"]
+    command = ["sh", "-c", f"sleep {DEADLINE_S + SLACK_S + 3}; kill -9 {os.getpid()}"]
     subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -76,7 +76,7 @@ def _raise() -> None:
 
 
 FAULTS: dict[str, Callable[[], object]] = {
-    "never calls": lambda: time.sleep(2 * DEADLINE_S + 4),
+    "never calls": lambda: time.sleep(DEADLINE_S + SLACK_S + 3),
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "SIGSTOP": _stop,
     "exits": lambda: sys.exit(0),

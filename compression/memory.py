@@ -74,11 +74,12 @@ class Memory:
 
         `total`: float32, of the size of `out`, or `out` itself.
         """
-        if scale == 1.0:
+        if scale == 1.0:  # one pass less than adding to zeros
             self.codec.decode(wires[0], total)
+            wires = wires[1:]
         else:
             total.zero_()
-        for wire in wires[1:] if scale == 1.0 else wires:
+        for wire in wires:
             self.codec.decode_accumulate(wire, total, scale)
         if total is not out:
             out.copy_(total)

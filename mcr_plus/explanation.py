@@ -122,7 +122,9 @@ def _step(note: Note) -> dict[str, Any]:
 
 def _shaped(signature: Signature, shape: Sequence[int]) -> Signature:
     """The operation on a tensor of this shape."""
-    if math.prod(shape) != math.prod(signature.shape) or signature.kind in VECTOR:
+    if signature.kind in VECTOR:
+        raise InvalidArgument(f"shape: sizes of {signature.kind} differ between ranks; expected none")
+    if math.prod(shape) != math.prod(signature.shape):
         raise InvalidArgument(f"shape: {tuple(shape)} is not {math.prod(signature.shape)} elements")
     return signature.replace(shape=tuple(shape), parts=(tuple(shape),))
 

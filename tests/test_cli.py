@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+from command import Answer, mcr_plus
 
-from mcr_plus.cli.main import main
 from mcr_plus.cli.output import plain_lines
 from mcr_plus.cli.run import ViaChoice, choose_via, program
 
@@ -24,27 +22,6 @@ pipeline:
   - select: {}
   - dispatch: {timeout: 30s}
 """
-
-
-class Answer(NamedTuple):
-    """What a command left behind."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def mcr_plus(*words: str) -> Answer:
-    """Run the command in this process: torch is imported once."""
-    out, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.setattr(sys, "argv", ["mcr-plus", *words])
-        try:
-            main()
-            code = 0
-        except SystemExit as ended:
-            code = ended.code if isinstance(ended.code, int) else 0
-    return Answer(code, out.getvalue(), err.getvalue())
 
 
 def mcr_plus_process(*words: str, cwd: Path | None = None) -> Answer:

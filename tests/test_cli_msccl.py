@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
-from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+from command import mcr_plus
 
 from mcr_plus.backends.msccl.generators import GENERATORS
-from mcr_plus.cli.main import main
 
-
-class Answer(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def msccl(*words: object) -> Answer:
-    out, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.setattr(sys, "argv", ["mcr-plus", "msccl", *map(str, words)])
-        try:
-            main()
-            code = 0
-        except SystemExit as ended:
-            code = ended.code if isinstance(ended.code, int) else 0
-    return Answer(code, out.getvalue(), err.getvalue())
+msccl = partial(mcr_plus, "msccl")
 
 
 @pytest.fixture

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
-import sys
-from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+from command import Answer, mcr_plus
 
-from mcr_plus.cli.main import main
 from mcr_plus.selection.table import load_table, parse_table
 
 TWO = """\
@@ -29,26 +26,11 @@ rules:
 FOUR = TWO.replace("ranks: 2", "ranks: 4").replace("64KiB", "128KiB")
 
 
-class Answer(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def mcr_plus(*words: object) -> Answer:
-    out, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.setattr(sys, "argv", ["mcr-plus", "table", *map(str, words)])
-        try:
-            main()
-            code = 0
-        except SystemExit as ended:
-            code = ended.code if isinstance(ended.code, int) else 0
-    return Answer(code, out.getvalue(), err.getvalue())
+table = partial(mcr_plus, "table")
 
 
 def worked(*words: object) -> Answer:
-    answer = mcr_plus(*words)
+    answer = table(*words)
     assert answer.returncode == 0, answer.stderr
     return answer
 
@@ -79,7 +61,7 @@ def test_merge_writes_a_table(two: Path, four: Path, tmp_path: Path) -> None:
 def test_merge_of_tables_that_disagree_needs_a_preference(two: Path, tmp_path: Path) -> None:
     other, output = tmp_path / "other.yaml", tmp_path / "both.yaml"
     other.write_text(TWO.replace("64KiB", "32KiB"))
-    answer = mcr_plus("merge", two, other, "-o", output)
+    answer = table("merge", two, other, "-o", output)
     assert answer.returncode == 2
     assert answer.stderr.startswith(f"mcr-plus: {other}:4: rules: all_reduce: chooses otherwise than {two}:4")
     assert not output.exists()
@@ -173,11 +155,11 @@ def test_import_tells_on_stderr_what_is_lost_and_where_a_file_is_wrong(tmp_path:
     answer = worked("import", file, "--format", "nccl-csv")
     assert answer.stderr == f"not imported: {file}:2: tables cannot tell regBuff 1; the line is left out\n"
     file.write_text("reduce,0,9,ring,lll,2,-1,-1\n")
-    answer = mcr_plus("import", file, "--format", "nccl-csv")
+    answer = table("import", file, "--format", "nccl-csv")
     assert (answer.returncode, answer.stdout) == (2, "")
     assert answer.stderr.startswith(f"mcr-plus: {file}:1: unknown protocol 'lll'; known: ll, ll128, simple")
     file.write_bytes(b"\xff\xfe")
-    assert "not UTF-8 at byte 0" in mcr_plus("import", file, "--format", "nccl-csv").stderr
+    assert "not UTF-8 at byte 0" in table("import", file, "--format", "nccl-csv").stderr
 
 
 @pytest.mark.parametrize(
@@ -201,7 +183,7 @@ def test_import_tells_on_stderr_what_is_lost_and_where_a_file_is_wrong(tmp_path:
 )
 def test_bad_usage_is_status_2(words: list[str], two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(two.parent)
-    answer = mcr_plus(*words)
+    answer = table(*words)
     assert answer.returncode == 2
     assert "Traceback" not in answer.stderr
 

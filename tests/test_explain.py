@@ -473,7 +473,7 @@ def test_the_way_of_a_gradient() -> None:
     ("kind", "options", "message"),
     [
         ("all_reduce", {"shape": [3, 5]}, r"shape: \(3, 5\) is not 16 elements"),
-        ("all_to_all_v", {"shape": [16]}, "shape"),
+        ("all_to_all_v", {"shape": [16]}, "shape: sizes of all_to_all_v differ"),
         ("broadcast", {"param": "w"}, "param: gradients are all_reduces"),
         ("all_reduce", {"param": "w", "tag": "t"}, "param: gradients are all_reduces"),
     ],

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import mcr_plus
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
-from test_cli import mcr_plus, mcr_plus_process
+from test_cli import mcr_plus_process
 
 import mcr_plus as mcr
 from mcr_plus import registry

@@ -342,11 +342,12 @@ class Interpreter:
             default=1,
         )
         chunk, rest = divmod(count, self._per_block)
-        tile = min(shape.slot // most // _LINE_BYTES * _LINE_BYTES // width, chunk)
-        if chunk and not tile:
+        room = shape.slot // most // _LINE_BYTES * _LINE_BYTES // width
+        if not room:
             raise Unsupported(
                 f"algorithm '{self.algorithm.name}': steps of {most} chunks, for slots of {shape.slot} bytes"
             )
+        tile = min(room, chunk)
         stage = self._stage(in_place)
         state: Any = np.zeros(_HEAD + len(self._program.blocks) * _BLOCK + len(steps) * _STEP, np.int64)
 

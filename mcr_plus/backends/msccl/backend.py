@@ -7,12 +7,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from mcr_plus.backends.msccl import catalog, direct, executor
+from mcr_plus.backends.msccl import catalog, direct, executor, messages
 from mcr_plus.backends.msccl.arena import Arena, Shape, open_arena
 from mcr_plus.backends.msccl.combining import Combining, combining
 from mcr_plus.backends.msccl.direct import Direct
 from mcr_plus.backends.msccl.executor import Interpreter
 from mcr_plus.backends.msccl.lane import Lane
+from mcr_plus.backends.msccl.messages import Messages
 from mcr_plus.environment import cores
 from mcr_plus.errors import OrderMismatch
 from mcr_plus.interfaces import NATIVE, Availability, Support
@@ -52,7 +53,7 @@ _LEAST_SLOT: Final = 1 << 10
 
 
 class MscclBackend:
-    """Collectives over shared memory, for groups of ranks on one host."""
+    """Collectives and messages over shared memory, for groups of ranks on one host."""
 
     name = "msccl"
     on_stream = False
@@ -64,6 +65,7 @@ class MscclBackend:
         self._channels: list[_Channel] = []
         direct.prepare()
         executor.prepare()
+        messages.prepare()
 
     @classmethod
     def availability(cls) -> Availability:
@@ -101,11 +103,9 @@ class MscclBackend:
 
     @classmethod
     def supports(cls, signature: Signature) -> Support:
-        """All collectives on CPU tensors."""
+        """Everything on CPU tensors."""
         if signature.algorithm is not None and (why := catalog.refusal(signature)):
             return Support("no", why)
-        if signature.kind not in _KINDS:
-            return Support("no", f"{signature.kind}; msccl does {', '.join(_KINDS)}")
         if signature.device != "cpu":
             return Support("emulated", "staged through host memory")
         return NATIVE
@@ -120,7 +120,9 @@ class MscclBackend:
         return channel
 
     def progress(self) -> None:
-        """Nothing moves but by the polls of operations."""
+        """See `Backend`."""
+        for channel in self._channels:
+            channel.progress()
 
     def refuses_threads(self) -> str:
         """See `Backend`: whoever polls holds the engine's lock, and that is enough."""
@@ -147,14 +149,20 @@ def _shape(ranks: int) -> Shape:
 
 class _Channel:
     def __init__(self, arena: Arena, group: Group, *, crowded: bool) -> None:
+        self._closed = False
         self._arena = arena
         self._group = group
         self._lane = Lane(arena)
         # Whoever yields a core of its own loses it to some other program for milliseconds, not to its peer.
         self._yields = _YIELDS if crowded else 0
         self._direct = Direct(arena, yields=self._yields)
+        self._messages = Messages(arena, group, yields=self._yields)
 
     def bind(self, signature: Signature) -> Start:
+        if signature.kind == "send":
+            return self._messages.bind_send(signature)
+        if signature.kind == "recv":
+            return self._messages.bind_receive(signature)
         width = 1 if signature.dtype is None else signature.dtype.itemsize
         kernels = Combining()
         if signature.kind in REDUCING:
@@ -220,6 +228,12 @@ class _Channel:
 
         return start
 
+    def progress(self) -> None:
+        """Go on with what is in flight."""
+        if not self._closed:
+            self._lane.progress()
+            self._messages.progress()
+
     def end(self, clean: bool) -> None:
         """Give up what is in flight, if the job does not end in good order."""
         if not clean:
@@ -227,6 +241,7 @@ class _Channel:
         self._lane.close()
 
     def close(self) -> None:
+        self._closed = True
         self._lane.close()
         self._arena.close()
 

@@ -391,16 +391,16 @@ def _step(state):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def advance(state):  # type: ignore[no-untyped-def]
-    """Go as far as possible; 1 once the operation is done, else 0 after a wait of microseconds."""
+def advance(state, patient):  # type: ignore[no-untyped-def]
+    """Go as far as possible: 1 once the operation is done, else 0, after microseconds if `patient`."""
     spins = yields = 0
     while state[_TAKEN] < state[_SLICES] or not state[_AGREED]:
         if _step(state):
             spins = 0
-        elif spins < state[_SPINS]:
+        elif patient and spins < state[_SPINS]:
             spins += 1
             pause()
-        elif yields < state[_YIELDS]:
+        elif patient and yields < state[_YIELDS]:
             yields += 1
             sched_yield()
         else:
@@ -421,13 +421,13 @@ def begin(state, source, target):  # type: ignore[no-untyped-def]
     state[_MISMATCH] = 0
     state[_SOURCE] = source
     state[_TARGET] = target
-    return advance(state)
+    return advance(state, 1)
 
 
 def prepare() -> None:
     """Compile, or load from disk, what operations need: some seconds, which no peer should wait for."""
     words, address = _types.int64[::1], _types.int64
-    advance.compile((words,))
+    advance.compile((words, address))
     begin.compile((words, address, address))
 
 

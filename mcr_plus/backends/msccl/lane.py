@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 Begin = Callable[[Any, int, int], int]
 """`direct.begin` or `executor.begin`: state, addresses of source and target → 1 if done."""
-Advance = Callable[[Any], int]
-"""`direct.advance` or `executor.advance`: state → 1 if done."""
+Advance = Callable[[Any, int], int]
+"""`direct.advance` or `executor.advance`: state, whether to wait a moment → 1 if done."""
 
 _NAP_S: Final = 100e-6  # of the worker while nothing moves and nobody waits: the cores are for computing
 
@@ -38,10 +38,10 @@ class _Operation:
     def __call__(self) -> bool:
         return self.done or self.lane.drive(self)
 
-    def go_on(self) -> bool:
+    def go_on(self, patient: int) -> bool:
         """As far as it comes; whether it is done."""
         if self.begun:
-            self.done = bool(self.advance(self.arguments[0]))
+            self.done = bool(self.advance(self.arguments[0], patient))
         else:
             self.begun = True
             self.done = bool(self.begin(*self.arguments))
@@ -117,9 +117,14 @@ class Lane:
         if self._owned:
             self._polled = True
             self._look()
-        elif self._stopped or not self._go_on():
+        elif self._stopped or not self._go_on(1):
             self._look()
         return wanted.done
+
+    def progress(self) -> None:
+        """Go on with what is in flight, without a wait: another operation is waited for. Raises nothing."""
+        if self._running and not self._owned and not self._stopped:
+            self._go_on(0)
 
     def stop(self) -> None:
         """Give up what is in flight, on all ranks."""
@@ -134,11 +139,11 @@ class Lane:
             self._worker.join()
             self._worker = None
 
-    def _go_on(self) -> bool:
-        """Whether all operations are done."""
+    def _go_on(self, patient: int) -> bool:
+        """As far as operations come; whether all are done."""
         running = self._running
         while running:
-            if not running[0].go_on():
+            if not running[0].go_on(patient):
                 return False
             running.popleft()
         return True
@@ -147,7 +152,7 @@ class Lane:
         while not self._stopped:
             self._wanted.acquire()
             while not self._stopped:
-                if not self._go_on():
+                if not self._go_on(1):
                     if not self._polled:
                         time.sleep(_NAP_S)
                     self._polled = False

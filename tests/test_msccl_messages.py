@@ -8,7 +8,7 @@ import random
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from graphlib import TopologicalSorter
@@ -88,10 +88,15 @@ def together(ranks: int, *, depth: int = 2, slot: int = 128) -> list[Box]:
     return [Box(Arena(shape, rank, memory), glances=1, spins=1, yields=0) for rank in range(ranks)]
 
 
+def all_done(polls: Sequence[Any]) -> bool:
+    """Poll each once."""
+    return [bool(poll()) for poll in polls] == [True] * len(polls)
+
+
 def settle(*polls: Any) -> None:
     """Poll all until all are done."""
     for _ in range(10_000):
-        if all([poll() for poll in polls]):
+        if all_done(polls):
             return
     raise AssertionError("messages do not arrive")
 
@@ -108,7 +113,8 @@ def test_what_fits_a_slot_is_sent_at_once() -> None:
     kept = data[0].clone()
     data[0].zero_()  # it is in the queue
     third = first.send(values(3, 1), 1)
-    assert not any([third() for _ in range(9)])  # both slots are filled
+    for _ in range(9):
+        assert not third()  # both slots are filled
     for target in targets:
         assert second.receive(target, 0)()
     assert same(targets[0], kept)
@@ -117,6 +123,7 @@ def test_what_fits_a_slot_is_sent_at_once() -> None:
 
 def test_what_nobody_wants_holds_back_its_sender() -> None:
     first, second, third = together(3)
+    settle(third.send(values(0, 1), 1), second.receive(torch.empty(1), None))  # which looked at all queues
     send = first.send(values(1, 500), 1)
     waiting = second.receive(torch.empty(1), 2)  # of somebody else
     for _ in range(20):
@@ -192,13 +199,25 @@ def test_the_receive_posted_first_is_served_first() -> None:
 
 
 def test_no_source_starves_another() -> None:
-    first, second, third = together(3)
+    first, second, third = together(3, depth=64)
     settle(third.send(values(0, 1), 1, 7))
     wanted = second.receive(torch.empty(1), None, 7)
-    for turn in range(50):
-        first.send(values(turn, 1), 1, 3)
-        second.messages.progress()
+    settle(*(first.send(values(turn, 1), 1, 3) for turn in range(60)))
+    second.messages.progress()
     assert wanted.done
+
+
+def test_what_came_first_is_received_first() -> None:
+    first, second, third = together(3)
+    unmet = second.receive(torch.empty(1), None, 9)
+    for box in (third, first):
+        settle(box.send(values(box.me, 5), 1))
+        second.messages.progress()
+    for source in (2, 0):
+        receive = second.receive(torch.empty(5), None)
+        assert receive()
+        assert receive.source == source
+    assert not unmet()
 
 
 def test_messages_to_oneself() -> None:
@@ -229,15 +248,12 @@ def test_messages_that_do_not_fit(how: str, sent: torch.Tensor, described: str) 
     first, second = together(2)
     source, target = second.me if how == "self" else 0, torch.full((150,), 7.0)
     sender = second if how == "self" else first
-    polls = []
-    if how == "expected":
-        wrong = second.receive(target, source, 3)
-    polls.append(sender.send(sent, 1, 3))
+    wrong = second.receive(target, source, 3) if how == "expected" else None
+    polls = [sender.send(sent, 1, 3)]
     if how == "aside":
         polls.append(first.send(values(2, 1), 1, 4))
         settle(*polls, second.receive(torch.empty(1), 0, 4))
-    if how != "expected":
-        wrong = second.receive(target, source, 3)
+    wrong = wrong or second.receive(target, source, 3)
     polls.append(sender.send(values(5, 150), 1, 3))
     with pytest.raises(OrderMismatch) as caught:
         settle(wrong, *polls)
@@ -259,11 +275,15 @@ def test_a_rank_that_has_given_up() -> None:
     first, second, third = together(3)
     arrived = values(1, 10)
     settle(first.send(arrived, 1))
-    stuck = third.send(values(2, 500), 1)
+    others = third.send(values(2, 500), 1)
     first.arena.stop()
-    target = torch.empty(10)
+    target, large = torch.empty(10), torch.empty(500)
     settle(second.receive(target, 0))  # what is there is there
     assert same(target, arrived)
+    receive = second.receive(large, 2)
+    settle(others, receive)  # and what moves goes on
+    assert same(large, values(2, 500))
+    stuck = third.send(values(2, 500), 1)
     for poll in (stuck, second.receive(target, 0), second.receive(target, None, 1)):
         for _ in range(2):
             with pytest.raises(BackendError, match="rank 0 gave up"):
@@ -302,7 +322,7 @@ class Posted:
             return True
 
 
-COUNTS = (1, 40, 700, 0)  # by tag
+COUNTS = (1, 40, 700, 0, 40, 700)  # by tag
 
 
 class Traffic:
@@ -528,7 +548,7 @@ def among_collectives(box: Box) -> Iterator[str]:
             box.send(values(10 * turn + box.me, 100 * turn), right, turn),
         ]
         deadline = time.monotonic() + jobs.PATIENCE
-        while not all([poll() for poll in own.sample(polls, 3)]):
+        while not all_done(own.sample(polls, 3)):
             if time.monotonic() > deadline:
                 raise TimeoutError
         if not same(target, values(10 * turn + left, 100 * turn)):
@@ -582,7 +602,7 @@ def _be_killed(folder: str, me: int, ranks: int) -> None:
     while True:
         polls = [box.send(data, (me + 1) % ranks), box.receive(target, None)]
         deadline = time.monotonic() + 0.5
-        while not all([poll() for poll in polls]):
+        while not all_done(polls):
             if time.monotonic() > deadline:
                 Path(folder, f"survived.{me}").touch()
                 return

@@ -755,8 +755,8 @@ def _algorithms(document: Document) -> tuple[AlgorithmsRef, ...]:
             what = f"expected the path of an algorithm file or of a folder of them, got {short(path)}"
             raise document.error(("algorithms", index), what)
     return tuple(
-        AlgorithmsRef(path, document.folder, document.place(("algorithms", index)))
-        for index, path in enumerate(paths or ())
+        AlgorithmsRef(path, document.folder, f"{document.place(keys)}: {path_text(keys)}")
+        for path, keys in ((path, ("algorithms", index)) for index, path in enumerate(paths or ()))
     )
 
 

@@ -57,6 +57,11 @@ def use(paths: Iterable[Path]) -> None:
     _files.update(found)
 
 
+def paths() -> list[Path]:
+    """The files in use."""
+    return [Path(algorithm.file) for algorithm in _files.values()]
+
+
 def channels(ranks: int) -> int:
     """Queues from one rank to another that the algorithms for so many ranks need at most."""
     wanted = [each.channels for each in _files.values() if each.ranks == ranks]

@@ -139,11 +139,12 @@ class TorchTransport:
             self._folder.cleanup()
 
 
-TransportName = Literal["torch", "gloo", "mpi", "mix"]
+TransportName = Literal["torch", "gloo", "mpi", "msccl", "mix"]
 TITLES: dict[TransportName, str] = {
     "torch": "torch.distributed gloo",
     "gloo": "mcr_plus gloo",
     "mpi": "mcr_plus mpi",
+    "msccl": "mcr_plus msccl",
     "mix": "mcr_plus mix",
 }
 

@@ -43,6 +43,7 @@ _WHOLE: Final = ("all_reduce", "reduce", "broadcast")  # count is of the buffer,
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _MOST_RANKS: Final = 128  # beyond, the memory grows with the square
 _AREA: Final = 768 << 10  # measured: two of them per rank stay in the second-level cache
+_SPINS: Final = 20  # of a poll, which then takes as long as one of MPI: the engine says how many
 _YIELDS: Final = 4
 _AREAS: Final = 32 << 20  # bytes for all ranks
 _MESSAGES: Final = 1  # channel of sends and receives; those of algorithms follow
@@ -58,7 +59,7 @@ class MscclBackend:
     name = "msccl"
     on_stream = False
     needs_polls = True
-    spins = 64
+    spins = 400
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -155,7 +156,7 @@ class _Channel:
         self._lane = Lane(arena)
         # Whoever yields a core of its own loses it to some other program for milliseconds, not to its peer.
         self._yields = _YIELDS if crowded else 0
-        self._direct = Direct(arena, yields=self._yields)
+        self._direct = Direct(arena, spins=_SPINS, yields=self._yields)
         self._messages = Messages(arena, group, yields=self._yields)
 
     def bind(self, signature: Signature) -> Start:
@@ -194,7 +195,7 @@ class _Channel:
 
     def _bind_algorithm(self, signature: Signature, count: int, width: int, kernels: Combining) -> Start:
         algorithm = catalog.algorithm_of(signature)
-        interpreter = Interpreter(self._arena, algorithm, skip=_MESSAGES, yields=self._yields)
+        interpreter = Interpreter(self._arena, algorithm, skip=_MESSAGES, spins=_SPINS, yields=self._yields)
         begin, advance, begun = executor.begin, executor.advance, self._lane.start
         states: dict[bool, Any] = {}
         aside = signature.async_op and (signature.nbytes or 0) > self._arena.shape.slot

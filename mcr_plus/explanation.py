@@ -110,9 +110,11 @@ def explain(
 
 
 def _step(note: Note) -> dict[str, Any]:
+    group = note.signature.group
+    inside = "" if group == "world" else f" in {group}"
     step = {
         "stage": note.stage,
-        "operation": note.signature.describe(),
+        "operation": note.signature.describe() + inside,
         "decision": note.text,
         "rule": note.place,
         **note.details(),

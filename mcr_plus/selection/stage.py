@@ -152,7 +152,7 @@ class SelectStage:
             return ["nccl", "mpi", "gloo"]
         nbytes = self._query(signature).nbytes
         large = nbytes is None or nbytes >= _CROSSOVER
-        if large and not self._context.world.single_host:
+        if large and self._nodes > 1:
             return ["gloo", "mpi"]
         return ["mpi", "gloo"]
 

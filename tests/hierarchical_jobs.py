@@ -341,6 +341,7 @@ def rules() -> None:
             assert {group for _, group, _ in steps(log, tag)} == {"world"}, steps(log, tag)
         assert "int8_block" in {codec for _, _, codec in steps(log, "int8")}, steps(log, "int8")
         assert ("all_reduce", "world/across", None) in steps(log, "plain"), steps(log, "plain")
+        assert comm.expected_us("all_reduce", torch.float32, 4099, op="SUM") is None  # and does not fail
 
 
 def uneven() -> None:

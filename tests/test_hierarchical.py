@@ -224,6 +224,16 @@ def test_explain_says_why_not(options: dict[str, Any], reason: str | None) -> No
         assert "SUM" in operation
 
 
+def test_explain_says_why_a_codec_is_not_used() -> None:
+    (_, decision), *_ = steps_of(inter={"compress": {"codec": "int8_block"}}, dtype="int32")
+    assert "; codec int8_block not used between nodes: codec int8_block takes float64" in decision
+    feedback = {"codec": "int8_block", "error_feedback": True}
+    (_, decision), *_ = steps_of(inter={"compress": feedback})
+    assert "expected tag=" in decision
+    (_, decision), *_ = steps_of(inter={"compress": feedback}, tag="gradients")
+    assert "not used" not in decision
+
+
 def test_explain_of_other_operations_shows_nothing() -> None:
     for kind in ("all_gather", "all_to_all_v", "send", "barrier"):
         assert all(

@@ -64,7 +64,8 @@ class HierarchicalStage:
         if isinstance(way, str):
             next.note(f"not in steps: {way}")
             return next(flat)
-        next.note(f"{way.nodes.count} nodes of {way.nodes.size} ranks: {way.says}")
+        remark = f"; {way.remark}" if way.remark else ""
+        next.note(f"{way.nodes.count} nodes of {way.nodes.size} ranks: {way.says}{remark}")
         way.bind(lambda part, wanted: next.through(self._parts[part], wanted), next)
         return way.issue if self._explains else way.told(next, always=self._always_tell)
 
@@ -98,7 +99,10 @@ class HierarchicalStage:
         own, across = self._options.inter.compress, way.steps["across"]
         by_call = way.signature.compress not in (None, NOT_CHOSEN)
         if own is not None and not by_call:
-            used = own.codec != "none" and refusal(codec_of(own), own, across) is None
+            why_not = None if own.codec == "none" else refusal(codec_of(own), own, across)
+            used = own.codec != "none" and why_not is None
+            if why_not is not None:
+                way.remark = f"codec {own.codec} not used between nodes: {why_not}"
             way.steps["across"] = across.replace(compress=frozen(plain_options(own)) if used else False)
         else:
             compress = way.signature.compress if by_call or way.signature.compress is None else False

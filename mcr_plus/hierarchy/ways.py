@@ -19,9 +19,13 @@ Prepare = Callable[[], None] | None
 
 
 class Way(ABC):
-    """An operation made of steps. `steps`: the signature of each, by the group it runs in."""
+    """An operation made of steps.
+
+    `steps`: the signature of each, by the group it runs in. `remark`: what else there is to say about them.
+    """
 
     steps: dict[Part, Signature]
+    remark = ""
 
     def __init__(self, signature: Signature, nodes: Nodes, pool: Pool) -> None:
         assert signature.nbytes is not None

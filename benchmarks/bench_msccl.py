@@ -1,4 +1,4 @@
-"""Collectives of the msccl backend's shared memory against MPI and gloo, called directly and in turn.
+"""What goes through the msccl backend's shared memory, against MPI and gloo, called directly and in turn.
 
     mcr-plus run -n 2 benchmarks/bench_msccl.py
     mcr-plus run -n 2 benchmarks/bench_msccl.py --kinds all_reduce --sizes 8,64KiB,64MiB --rounds 15
@@ -7,6 +7,9 @@ Every round calls every library a number of times, so that what else the machine
 Printed are medians over rounds of the microseconds of a call, the smallest in brackets, how many times as
 long the others take, and how long a copy of as many bytes takes while all ranks copy: no result can be
 written faster. Results are compared with the true ones before anything is timed.
+
+`send_recv` is a message to the neighbour and one back, between ranks 0 and 1, 2 and 3, and so on. Its copy
+is two, because these follow each other.
 """
 
 from __future__ import annotations
@@ -30,18 +33,20 @@ from mpi4py import MPI
 from rich.console import Console
 from rich.table import Table
 
-from mcr_plus.backends.msccl import direct
+from mcr_plus.backends.msccl import direct, messages
 from mcr_plus.backends.msccl.arena import Shape, open_arena
 from mcr_plus.backends.msccl.combining import combining
 from mcr_plus.backends.msccl.direct import Direct
 from mcr_plus.backends.msccl.lane import Lane
+from mcr_plus.backends.msccl.messages import Messages
 from mcr_plus.c10d import PrefixStore, ProcessGroupGloo, TCPStore, gloo_group
 from mcr_plus.environment import cores
-from mcr_plus.message import Group
+from mcr_plus.interfaces import Start
+from mcr_plus.message import Group, Message, Signature
 from mcr_plus.selection.fingerprint import cpu_name
 from mcr_plus.units import format_size, parse_size
 
-KINDS: Final = ("all_reduce", "all_gather", "all_to_all")
+KINDS: Final = ("all_reduce", "all_gather", "all_to_all", "send_recv")
 SIZES: Final = "8,64,1KiB,4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 ROUND_S: Final = 0.02  # of each library in each round
 MOST_CALLS: Final = 500
@@ -100,6 +105,49 @@ def ways(
     copied, into = source.numpy(), target.numpy()
     found = {"msccl": ours, "mpi": calls[0], "gloo": calls[1], "copy": lambda: np.copyto(into, copied)}
     return found, check
+
+
+def message_ways(nbytes: int, comm: Any, gloo: Any, box: Messages) -> tuple[dict[str, Way], Any]:
+    """The same for a message there and back."""
+    count, peer, first = max(1, nbytes // 4), comm.rank ^ 1, comm.rank % 2 == 0
+    source = torch.arange(count, dtype=torch.float32) % 1000 * (comm.rank + 1)
+    wanted = torch.arange(count, dtype=torch.float32) % 1000 * (peer + 1)
+    target = torch.empty_like(source)
+    signature = Signature("send", torch.float32, (count,), 4 * count, "bench", comm.size)
+    send, receive = box.bind_send(signature), box.bind_receive(signature.replace(kind="recv"))
+    outgoing = Message(signature, inputs=(source,), peer=peer)
+    incoming = Message(signature, outputs=(target,), peer=peer)
+
+    def finish(start: Start, message: Message) -> None:
+        poll = start(message)
+        while not poll():
+            os.sched_yield()
+
+    copied, into = source.numpy(), target.numpy()
+    given, gotten = [copied, MPI.FLOAT], [into, MPI.FLOAT]
+    steps: dict[str, tuple[Way, Way]] = {
+        "msccl": (lambda: finish(send, outgoing), lambda: finish(receive, incoming)),
+        "mpi": (lambda: comm.Send(given, peer), lambda: comm.Recv(gotten, peer)),
+        "gloo": (
+            lambda: gloo.send([source], peer, 0).wait(),
+            lambda: gloo.recv([target], peer, 0).wait(),
+        ),
+        "copy": (lambda: np.copyto(into, copied), lambda: np.copyto(into, copied)),
+    }
+
+    def both(one: Way, other: Way) -> Way:
+        def call() -> None:
+            one()
+            other()
+
+        return call
+
+    def check(way: Way) -> bool:
+        target.zero_()
+        way()
+        return torch.equal(target, wanted)
+
+    return {name: both(*(pair if first else pair[::-1])) for name, pair in steps.items()}, check
 
 
 def _mpi(call: Callable[[Any, Any], object], source: torch.Tensor, target: torch.Tensor) -> Way:
@@ -187,11 +235,15 @@ def main() -> None:
     )
     group = Group("bench", tuple(range(comm.size)), comm.rank)
     arena = open_arena(store, group, Shape(comm.size), 60)
-    lane, collectives = Lane(arena), Direct(arena)
+    lane, collectives, box = Lane(arena), Direct(arena), Messages(arena, group)
+    messages.prepare()
     rows = []
     for kind in options.kinds.split(","):
         for nbytes in map(parse_size, options.sizes.split(",")):
-            found, check = ways(kind, nbytes, comm, gloo, lane, collectives)
+            if kind == "send_recv":
+                found, check = message_ways(nbytes, comm, gloo, box)
+            else:
+                found, check = ways(kind, nbytes, comm, gloo, lane, collectives)
             wrong = [name for name in WAYS[:3] if not check(found[name])]
             if wrong:
                 raise SystemExit(f"{kind} of {nbytes} bytes: wrong results of {', '.join(wrong)}")

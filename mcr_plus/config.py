@@ -130,6 +130,28 @@ class TableRef:
         return hashlib.sha256(read_bytes(self.resolve(), self.place)).hexdigest()
 
 
+@dataclass(frozen=True)
+class AlgorithmsRef:
+    """An algorithm file, or a folder of them, as it is named in a configuration; see `TableRef`."""
+
+    text: str
+    folder: Path = field(default=Path(), compare=False)
+    place: str = field(default="<dict>: algorithms", compare=False)
+
+    def resolve(self) -> list[Path]:
+        """Return the file, or the folder's files `*.xml`; raises `ConfigError` when there is none."""
+        path = self.folder / self.text
+        found = sorted(path.glob("*.xml")) if path.is_dir() else [path] if path.is_file() else []
+        if not found:
+            what = "algorithm file, or folder with *.xml,"
+            raise ConfigError(f"{self.place}: no {what} {self.text!r}; looked for {str(path)!r}")
+        return found
+
+    def digests(self) -> list[str]:
+        """Return the name and the SHA-256 of the content of every file."""
+        return [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in self.resolve()]
+
+
 def _table_ref(value: object, info: ValidationInfo) -> TableRef | None:
     if value is None or isinstance(value, TableRef):
         return value
@@ -667,6 +689,7 @@ class Config:
     backends: tuple[str, ...] | None = None
     pipeline: tuple[StageSpec, ...] = field(default_factory=_default_pipeline)
     rules: tuple[Rule, ...] = ()
+    algorithms: tuple[AlgorithmsRef, ...] = ()
     name: str = field(default="<dict>", compare=False)
 
     def rule_for(
@@ -789,9 +812,12 @@ def dump(config: Config) -> dict[str, Any]:
 def fingerprint(config: Config) -> str:
     """Return a SHA-256 in hex that is equal for configurations that decide alike.
 
-    Tables count by their content, not by their path. Raises `ConfigError` when a table cannot be read.
+    Tables and algorithms count by their content, not by their path. Raises `ConfigError` when one cannot be
+    read.
     """
-    content = json.dumps(_dump(config, _options_by_content), sort_keys=True)
+    data = _dump(config, _options_by_content)
+    data["algorithms"] = [each.digests() for each in config.algorithms]
+    content = json.dumps(data, sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()
 
 
@@ -806,6 +832,8 @@ def _dump(config: Config, write: Callable[[BaseModel], dict[str, Any]]) -> dict[
     data: dict[str, Any] = {"version": config.version}
     if config.backends is not None:
         data["backends"] = list(config.backends)
+    if config.algorithms:
+        data["algorithms"] = [each.text for each in config.algorithms]
     data["pipeline"] = [{s.name: write(s.options)} for s in config.pipeline]
     data["rules"] = [_dump_rule(rule, write) for rule in config.rules]
     return data
@@ -822,13 +850,26 @@ def _dump_rule(rule: Rule, write: Callable[[BaseModel], dict[str, Any]]) -> dict
 
 
 def _config(document: Document) -> Config:
-    check_keys(document, (), ("version", "backends", "pipeline", "rules"))
+    check_keys(document, (), ("version", "backends", "algorithms", "pipeline", "rules"))
     _check_version(document)
     backends = _backends(document)
     pipeline = _pipeline(document)
     for index, spec in enumerate(pipeline):
         _check_steps(spec.options, document, ("pipeline", index, spec.name), pipeline, backends)
-    return Config(1, backends, pipeline, _rules(document, pipeline, backends), document.name)
+    rules = _rules(document, pipeline, backends)
+    return Config(1, backends, pipeline, rules, _algorithms(document), document.name)
+
+
+def _algorithms(document: Document) -> tuple[AlgorithmsRef, ...]:
+    paths = list_at(document, "algorithms")
+    for index, path in enumerate(paths or ()):
+        if not isinstance(path, str) or not path or "\0" in path:
+            what = f"expected the path of an algorithm file or of a folder of them, got {short(path)}"
+            raise document.error(("algorithms", index), what)
+    return tuple(
+        AlgorithmsRef(path, document.folder, f"{document.place(keys)}: {path_text(keys)}")
+        for path, keys in ((path, ("algorithms", index)) for index, path in enumerate(paths or ()))
+    )
 
 
 def _check_steps(

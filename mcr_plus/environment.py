@@ -2,6 +2,7 @@
 
     launch_environment()    who this process is, whichever launcher started it
     config_file()           the configuration that MCR_CONFIG names
+    msccl_library()         the GPU library that MCR_MSCCL_LIBRARY names
     socket_interface()      the network interface that GLOO_SOCKET_IFNAME names
     default_variable(...)   what a library shall read where the user has said nothing
 
@@ -99,6 +100,11 @@ def started_by_mpi(environ: Mapping[str, str] | None = None) -> bool:
 def config_file() -> str | None:
     """Return the path of the configuration file that MCR_CONFIG names; None if it is unset or empty."""
     return os.environ.get("MCR_CONFIG") or None
+
+
+def msccl_library() -> str | None:
+    """Return the path of the GPU library that MCR_MSCCL_LIBRARY names; None if it is unset or empty."""
+    return os.environ.get("MCR_MSCCL_LIBRARY") or None
 
 
 def host_name() -> str:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from mcr_plus import config as configuration
-from mcr_plus import registry
-from mcr_plus.backends import backend_class
+from mcr_plus.backends import supposed
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.hooks.reducer import TAG
 from mcr_plus.hooks.ways import key_of, way_of
@@ -30,6 +29,7 @@ from mcr_plus.message import (
     thawed,
 )
 from mcr_plus.pipeline import Note, Pipeline
+from mcr_plus.selection.checks import use_algorithms
 from mcr_plus.units import parse_size
 
 
@@ -67,6 +67,7 @@ def explain(
     if there is no way through.
     """
     checked = configuration.load(config)
+    use_algorithms(checked)
     if isinstance(nbytes, str):
         try:
             nbytes = parse_size(nbytes)
@@ -81,17 +82,10 @@ def explain(
         signature, first = _gradient(checked, signature, param, tag)
     if not 1 <= nodes <= ranks:
         raise InvalidArgument(f"nodes: expected 1 to {ranks}, the number of ranks, got {nodes}")
-    names = [name for name in checked.backends or registry.names("backends") if name != "local"]
-    classes = {
-        name: backend_class(name)
-        for name in names
-        if checked.backends is not None or backend_class(name).availability().available
-    }
-    if ranks == 1:
-        classes = {"local": backend_class("local")}
     hosts = tuple(f"node{rank * nodes // ranks}" for rank in range(ranks))
     world = World(0, ranks, hosts, 300.0, libraries=_libraries())
-    context = Context(checked, world, Group("world", tuple(range(ranks)), 0), classes)
+    group = Group("world", tuple(range(ranks)), 0)
+    context = Context(checked, world, group, supposed(checked.backends, world, group))
     steps = [*first, *(_step(note) for note in Pipeline(context).bind(signature).notes)]
     choice = next((step for step in steps if "alternatives" in step), {})
     return {

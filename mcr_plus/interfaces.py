@@ -123,6 +123,9 @@ class Backend(Protocol):
     such as `Open MPI 5.0.11`, and an attribute `needs_polls`: true if its operations advance only while they
     are polled, so that a rank that waits for one polls on instead of sleeping. Such a backend also has a
     method `refuses_threads() -> str`: why it cannot be called from two threads at once, empty if it can.
+    `serves(world) -> str` and `reaches(world, group) -> str`, class methods, say why it can have no part in a
+    job or in a group of it, empty if it can. `algorithms(kind, ranks) -> list[str]`, another one, names those
+    of its algorithms that `tune` should compare.
     """
 
     name: str

@@ -42,6 +42,7 @@ BACKENDS: dict[str, object] = {
     "gloo": "mcr_plus.backends.gloo:GlooBackend",
     "mpi": "mcr_plus.backends.mpi:MpiBackend",
     "nccl": "mcr_plus.backends.nccl:NcclBackend",
+    "msccl": "mcr_plus.backends.msccl.choice:backend",
 }
 REGISTRIES: dict[str, dict[str, object]] = {"stages": STAGES, "codecs": CODECS, "backends": BACKENDS}
 

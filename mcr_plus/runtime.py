@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from mcr_plus import config as configuration
-from mcr_plus.backends import backend_class, preferred_backends
+from mcr_plus.backends import backend_class, preferred_backends, reaching
 from mcr_plus.communicator import Communicator
 from mcr_plus.config import Config, DispatchOptions
 from mcr_plus.dispatch.board import Failure, open_board
@@ -43,7 +43,7 @@ from mcr_plus.interfaces import Backend, Context, World
 from mcr_plus.launch.rendezvous import exchange, open_store
 from mcr_plus.message import Group
 from mcr_plus.pipeline import Pipeline, finish
-from mcr_plus.selection.checks import check_targets, checked_tables
+from mcr_plus.selection.checks import check_targets, checked_tables, use_algorithms
 from mcr_plus.selection.fingerprint import differences, fingerprint_here, library_versions
 
 
@@ -107,9 +107,9 @@ class Runtime:
         board = open_board(world.store if rank >= 0 else None, group, one_host, world.timeout)
         state = GroupState(group, board)
         lines = {}
-        for backend_name, backend in self._backends.items():
-            if rank >= 0 and (backend_name == "local") == (group.size == 1):
-                lines[backend_name] = Line(backend, backend.open(group), Lane())
+        for backend_name in reaching(self._backends, world, group) if rank >= 0 else ():
+            backend = self._backends[backend_name]
+            lines[backend_name] = Line(backend, backend.open(group), Lane())
         restored, found = (kept.setdefault(name, {}) for kept in (self.restored, self.found))
         runtime = GroupRuntime(self.engine, state, lines, {}, restored=restored, found=found)
         usable = {name: self._classes[name] for name in lines} if rank >= 0 else dict(self._classes)
@@ -343,6 +343,7 @@ def init(
         job.hook()
         try:
             _compare_configs(checked, world)
+            use_algorithms(checked)
             chosen = _choose_backends(checked, world)
             world = replace(world, libraries=_libraries(chosen, world))
             _check_tables(checked, world)

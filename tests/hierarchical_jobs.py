@@ -466,7 +466,9 @@ def on_two_hosts(folder: Path) -> None:
     """On a rank of two hosts: nodes are found by their names, and results are right."""
     torch.set_num_threads(1)
     failures = Failures()
-    with mcr.init(config(backends=["mpi", "gloo"], inter={"backend": "gloo"})) as comm:
+    with mcr.init(
+        config(backends=["mpi", "gloo", "msccl"], local={"backend": "msccl"}, inter={"backend": "gloo"})
+    ) as comm:
         for section in (rough_sums, in_flight, sub_groups):
             section(comm, failures)
         report = {**failures.report(), "groups": " ".join(part.name for part in comm.parts)}

@@ -23,9 +23,9 @@ GROUPS: Final = ("world", "reversed", "overlapping", "split")
 # Launcher, ranks, the backends that calls name (None lets the pipeline decide), and the tables to walk.
 LAUNCHES: Final = {
     "one rank": ("torch", 1, (None, "local"), ("types", "shapes")),
-    "two ranks": ("mpi", 2, (None, "mpi", "gloo"), ("types", "shapes")),
-    "three ranks": ("mpi", 3, ("mpi", "gloo"), ("types", "shapes")),
-    "two ranks without mpi": ("torch", 2, ("gloo",), ("shapes",)),
+    "two ranks": ("mpi", 2, (None, "mpi", "gloo", "msccl"), ("types", "shapes")),
+    "three ranks": ("mpi", 3, ("mpi", "gloo", "msccl"), ("types", "shapes")),
+    "two ranks without mpi": ("torch", 2, ("gloo", "msccl"), ("shapes",)),
 }
 CELLS: Final = [
     pytest.param(launch, section, marks=needs_mpi if via == "mpi" else ())

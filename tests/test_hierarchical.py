@@ -203,6 +203,11 @@ def test_explain_shows_the_steps() -> None:
     assert backends == ["mpi", "gloo"]
 
 
+def test_explain_knows_what_reaches_a_node_but_not_the_job() -> None:
+    said = steps_of(backends=["gloo", "msccl"], local={"backend": "msccl"}, inter={"backend": "gloo"})
+    assert [decision for operation, decision in said if "world/node0" in operation and "msccl" in decision]
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -226,7 +231,7 @@ def test_explain_says_why_not(options: dict[str, Any], reason: str | None) -> No
 
 def test_explain_says_why_a_codec_is_not_used() -> None:
     (_, decision), *_ = steps_of(inter={"compress": {"codec": "int8_block"}}, dtype="int32")
-    assert "; codec int8_block not used between nodes: codec int8_block takes float64" in decision
+    assert "; codec int8_block not used between nodes: codec int8_block takes float32" in decision
     feedback = {"codec": "int8_block", "error_feedback": True}
     (_, decision), *_ = steps_of(inter={"compress": feedback})
     assert "expected tag=" in decision
@@ -274,7 +279,11 @@ def test_a_job_of_another_size_is_refused() -> None:
             6, ["mpi", "gloo"], {"nodes": [[0, 3], [1, 4], [2, 5]], "dispatch": {"check": "every"}},
             marks=needs_mpi, id="3 x 2, always compared",
         ),
-        pytest.param(4, ["gloo"], {"ranks_per_node": 2}, id="gloo alone"),
+        pytest.param(
+            4, ["gloo", "msccl"],
+            {"ranks_per_node": 2, "local": {"backend": "msccl"}, "inter": {"backend": "gloo"}},
+            id="shared memory, gloo",
+        ),
     ],
 )  # fmt: skip
 def test_results(ranks: int, backends: list[str], options: dict[str, Any]) -> None:

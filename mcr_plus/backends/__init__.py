@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
 from mcr_plus import registry
-from mcr_plus.interfaces import Backend
-from mcr_plus.message import KINDS, Kind, Signature
+from mcr_plus.interfaces import Backend, World
+from mcr_plus.message import KINDS, Group, Kind, Signature
 
-PREFERENCE = ("nccl", "mpi", "gloo")
+PREFERENCE = ("nccl", "msccl", "mpi", "gloo")
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,28 @@ def preferred_backends() -> list[str]:
     names = registry.names("backends")
     ours = [name for name in PREFERENCE if name in names]
     return ours + [name for name in names if name not in ours]
+
+
+def reaching(names: Iterable[str], world: World, group: Group) -> list[str]:
+    """Those of the backends that can serve a group; see `Backend` for `reaches`."""
+    if group.size == 1:
+        return [name for name in names if name == "local"]
+    found = []
+    for name in names:
+        reaches = getattr(backend_class(name), "reaches", None)
+        if name != "local" and (reaches is None or not reaches(world, group)):
+            found.append(name)
+    return found
+
+
+def supposed(wanted: Sequence[str] | None, world: World, group: Group) -> dict[str, type[Backend]]:
+    """The backends of a group of a job that is only supposed: those wanted, or all that are installed."""
+    names = reaching([*(wanted or preferred_backends()), "local"], world, group)
+    return {
+        name: backend_class(name)
+        for name in dict.fromkeys(names)
+        if wanted is not None or backend_class(name).availability().available
+    }
 
 
 def availability() -> list[BackendStatus]:

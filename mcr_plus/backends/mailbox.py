@@ -164,9 +164,15 @@ class Mailbox:
         return True
 
     def _refuse(self, receive: Receive, sender: int, dtype: torch.dtype, count: int) -> None:
-        group, nbytes = self._group, count * dtype.itemsize
-        receive.error = OrderMismatch(
-            f"message with tag {receive.tag} in group '{group.name}': rank {sender} issued send "
-            f"{dtype_name(dtype)}[{count}] ({nbytes} bytes); rank {group.rank} issued "
-            f"{receive.signature.describe()} ({receive.target.nbytes} bytes)"
-        )
+        receive.error = mismatch(self._group, receive.signature, receive.tag, sender, dtype, count)
+
+
+def mismatch(
+    group: Group, wanted: Signature, tag: int, sender: int, dtype: torch.dtype, count: int
+) -> OrderMismatch:
+    """The error of a receive of `wanted` that has met `count` elements of `dtype` from rank `sender`."""
+    return OrderMismatch(
+        f"message with tag {tag} in group '{group.name}': rank {sender} issued send "
+        f"{dtype_name(dtype)}[{count}] ({count * dtype.itemsize} bytes); rank {group.rank} issued "
+        f"{wanted.describe()} ({wanted.nbytes} bytes)"
+    )

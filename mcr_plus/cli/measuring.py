@@ -88,12 +88,17 @@ def kinds(text: str | None, default: Sequence[str]) -> tuple[Any, ...]:
 
 
 def backend_names(text: str | None) -> tuple[str, ...] | None:
-    """The backends in `--backends`."""
+    """The backends in `--backends`, or algorithms of theirs: `name:algorithm`."""
     from mcr_plus import registry
     from mcr_plus.backends import backend_class
 
-    chosen = names(text, "backend", [n for n in registry.names("backends") if n != "local"], "--backends")
-    for name in chosen or ():
+    if text is None:
+        return None
+    chosen = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    known = [name for name in registry.names("backends") if name != "local"]
+    for name in (
+        names(",".join(each.partition(":")[0] for each in chosen), "backend", known, "--backends") or ()
+    ):
         found = backend_class(name).availability()
         if not found.available:
             raise BackendUnavailable(

@@ -25,6 +25,9 @@ def tune(
     smallest: Annotated[str, typer.Option("--min", help="Smallest size.")] = "8",
     largest: Annotated[str, typer.Option("--max", help="Largest size.")] = "64MiB",
     backends: Annotated[str | None, typer.Option(help="Backends to compare; all by default.")] = None,
+    algorithms: Annotated[
+        list[Path] | None, typer.Option(help="Algorithm file or folder, to compare too; may be repeated.")
+    ] = None,
     dtypes: Annotated[
         str, typer.Option(help="Types; the first one's rules hold for all others.")
     ] = "float32",
@@ -69,6 +72,7 @@ def tune(
         asynchronous=asynchronous,
         overlap=overlap,
         strict=strict,
+        algorithms=tuple(str(path.absolute()) for path in algorithms or ()),
         effort={"seconds": _CELL_S},
     )
     answer = measuring.answer_of(job, ranks, via)

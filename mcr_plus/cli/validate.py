@@ -15,12 +15,13 @@ def validate(
     file: Annotated[Path, typer.Argument(help="A pipeline YAML file.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Check FILE and the tables it names; print the pipeline it stands for, defaults filled in."""
+    """Check FILE, its tables and algorithms; print the pipeline it stands for, defaults filled in."""
     from mcr_plus.config import dump, load
-    from mcr_plus.selection.checks import checked_tables
+    from mcr_plus.selection.checks import checked_tables, use_algorithms
 
     config = load(file)
     checked_tables(config)
+    use_algorithms(config)
     resolved = dump(config)
     if as_json:
         print_json(resolved)

@@ -16,9 +16,8 @@ operations and steps, which is the same on all ranks, so there is no cycle; and 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
-from mcr_plus.backends import backend_class
+from mcr_plus.backends import backend_class, supposed
 from mcr_plus.compression.choice import NOT_CHOSEN, chosen, refusal
 from mcr_plus.compression.pool import Pool
 from mcr_plus.config import CompressOptions, DispatchOptions, HierarchicalOptions, codec_of, plain_options
@@ -137,8 +136,8 @@ def _pipelines(context: Context) -> Mapping[str, Pipeline]:
         explains = context.runtime is None
         return {part: each.explaining if explains else each for part, each in context.parts.items()}
     groups = inner_groups(context.config, context.world.hosts, context.group)
-    below = context.config.below("hierarchical")
+    below, world = context.config.below("hierarchical"), context.world
     return {
-        part: Pipeline(replace(context, config=below, group=group, runtime=None))
+        part: Pipeline(Context(below, world, group, supposed(below.backends, world, group)))
         for part, group in groups.items()
     }

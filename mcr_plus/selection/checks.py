@@ -1,4 +1,4 @@
-"""What can be said of a configuration's tables before anything runs."""
+"""What can be said of a configuration's tables and algorithms before anything runs."""
 
 from __future__ import annotations
 
@@ -24,6 +24,16 @@ def checked_tables(config: Config) -> list[Table]:
                     f"({', '.join(config.backends)}); add it there, or tune with --backends"
                 )
     return tables
+
+
+def use_algorithms(config: Config) -> None:
+    """Read and verify the algorithm files that a configuration names, for `msccl:NAME` in this process.
+
+    Raises `ConfigError` for what is wrong in one.
+    """
+    from mcr_plus.backends.msccl.catalog import use
+
+    use(path for ref in config.algorithms for path in ref.resolve())
 
 
 def check_targets(config: Config) -> None:

@@ -19,8 +19,9 @@ from mcr_plus.selection.fingerprint import differences, fingerprint_here
 from mcr_plus.selection.online import Refinement, save_refined, tunable
 from mcr_plus.selection.table import Query, Table, TableRule, load_table
 
-# Between hosts MPI wins small messages and gloo large ones, from about 64 KiB on; inside a host MPI wins
-# everywhere. Measured with Open MPI 5.0 and gloo of torch 2.13 on two x86 cores; `tune` finds your own.
+# Inside a host shared memory wins, and then MPI. Between hosts MPI wins small messages and gloo large ones,
+# from about 64 KiB on. Measured with Open MPI 5.0 and gloo of torch 2.13 on two x86 cores; `tune` finds your
+# own.
 _CROSSOVER: Final = 64 * 1024
 _TABLES: Final = Path(__file__).with_name("tables")
 _BUILT_IN: Final = {"Open MPI": "openmpi_2ranks_1host.yaml", "MPICH": "mpich_2ranks_1host.yaml"}
@@ -154,7 +155,7 @@ class SelectStage:
         large = nbytes is None or nbytes >= _CROSSOVER
         if large and self._nodes > 1:
             return ["gloo", "mpi"]
-        return ["mpi", "gloo"]
+        return ["msccl", "mpi", "gloo"]
 
     def _rivals(self, chosen: str, signature: Signature) -> list[str]:
         """What online refinement is to measure the choice against; nothing if it is off or may not."""
@@ -172,12 +173,15 @@ class SelectStage:
         name = choice.partition(":")[0]
         known = self._context.backends
         if name not in known:
-            found = backend_class(name).availability()
-            missing = "" if found.available else f" ({found.reason}; {found.remedy})"
-            raise Unsupported(
-                f"backend '{name}' ({why}) is not part of this job{missing}; "
-                f"backends here: {', '.join(known)}"
-            )
+            kind = backend_class(name)
+            found, reaches = kind.availability(), getattr(kind, "reaches", None)
+            if not found.available:
+                missing = f"is not part of this job ({found.reason}; {found.remedy})"
+            elif reaches is not None and (reason := reaches(self._context.world, self._context.group)):
+                missing = f"is not there: {reason}"
+            else:
+                missing = "is not part of this job"
+            raise Unsupported(f"backend '{name}' ({why}) {missing}; backends here: {', '.join(known)}")
         support = self._support(choice, signature)
         if not support:
             others = [other for other in known if self._support(other, signature)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from math import sqrt
 from typing import Final
@@ -38,7 +38,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Request:
-    """What a table shall be about. Sizes in bytes, both ends included; `ways`: the libraries to compare."""
+    """What a table shall be about. Sizes in bytes, both ends included.
+
+    `ways`: the libraries to compare; `algorithms`: further ways of a kind, `library:algorithm`.
+    """
 
     kinds: tuple[Kind, ...]
     smallest: int
@@ -48,6 +51,11 @@ class Request:
     dtypes: tuple[str, ...] = ("float32",)
     asynchronous: bool = True
     overlap: bool = True
+    algorithms: Mapping[Kind, tuple[str, ...]] = field(default_factory=dict)
+
+    def ways_of(self, kind: Kind) -> tuple[str, ...]:
+        """All that is compared for a kind."""
+        return (*self.ways, *self.algorithms.get(kind, ()))
 
     def manners(self, kind: Kind) -> list[tuple[bool, bool]]:
         """(async_op, overlap) of the manners that decide about a kind; messages have one."""
@@ -64,7 +72,7 @@ class Request:
         return [
             point
             for point in points
-            if point.way in self.ways
+            if point.way in self.ways_of(point.cell.kind)
             and (point.cell.async_op, point.overlap)
             in (*self.manners(point.cell.kind), *self.further(point.cell.kind))
         ]
@@ -78,7 +86,7 @@ def next_task(request: Request, points: Sequence[Point], *, further: bool = True
     points = request.relevant(points)
     counts = Counter((Task(point.cell, point.overlap), point.way) for point in points)
     # A library that an earlier run did not have leaves its sizes to be measured, by all in turns.
-    done = {task: min(counts[task, way] for way in request.ways) for task, _ in counts}
+    done = {task: min(counts[task, way] for way in request.ways_of(task.cell.kind)) for task, _ in counts}
     fresh = (task for task in _grid(request) if not done.get(task))
     again = (task for task, most in _doubtful(request, points) if done[task] < most)
     between = (task for task in _refinements(request, points) if not done.get(task))

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,8 +23,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import mcr_plus as mcr
 from mcr_plus import runtime
+from mcr_plus.backends import backend_class
 from mcr_plus.c10d import HashStore, PrefixStore
 from mcr_plus.communicator import Communicator
+from mcr_plus.config import backend_name
 from mcr_plus.errors import ConfigError, McrError, Unsupported
 from mcr_plus.interfaces import World
 from mcr_plus.selection.fingerprint import fingerprint_here
@@ -48,9 +50,10 @@ _INCOMPLETE: Final = "Not complete: the budget ended before every size was measu
 class Job:
     """What a tuning or benchmark job shall do; plain data. Sizes in bytes, durations in seconds.
 
-    `output`: the table file (tune). `answer`: where rank 0 writes what the command prints. `backends`: those
-    to compare, None for all. `bind`: each rank keeps to a core of its own while measuring. `config`,
-    `against_torch`, `passes` (over all sizes): for bench alone.
+    `output`: the table file (tune). `answer`: where rank 0 writes what the command prints. `backends`:
+    those to compare, or algorithms of theirs (`msccl:ring`), None for all. `algorithms`: files of them.
+    `bind`: each rank keeps to a core of its own while measuring. `config`, `against_torch`, `passes`
+    (over all sizes): for bench alone.
     """
 
     what: str
@@ -72,6 +75,7 @@ class Job:
     config: str | None = None
     against_torch: bool = False
     passes: int = 1
+    algorithms: tuple[str, ...] = ()
     effort: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -86,9 +90,11 @@ def run(job: Job) -> None:
     """Be one rank of the job."""
     torch.set_num_threads(1)
     config: Any = job.config
-    if config is None and job.what == "tune":
-        config = {"version": 1, "pipeline": [{"select": {}}, {"dispatch": {}}]}
-    with mcr.init(config, backends=None if job.config else job.backends) as comm:
+    if config is None:
+        config = {"version": 1, **({"algorithms": list(job.algorithms)} if job.algorithms else {})}
+        if job.what == "tune":
+            config["pipeline"] = [{"select": {}}, {"dispatch": {}}]
+    with mcr.init(config, backends=None if job.config else _libraries(job)) as comm:
         {"tune": _tune, "bench": _bench}[job.what](job, comm)
 
 
@@ -122,16 +128,33 @@ def _meter(comm: Communicator, job: Job) -> Meter:
     def open_group() -> Communicator:
         with core.let_go():
             group = mcr.new_group(list(comm.ranks))
-            for way in _ways(job):  # some libraries start their threads with the first operation
-                with suppress(Unsupported):
-                    group.barrier(backend=way)
+            for name in _libraries(job) or mcr.get_backends():
+                with suppress(Unsupported):  # some start their threads with the first operation
+                    group.barrier(backend=name)
             return group
 
     return Meter(open_group, open_group(), Effort(**job.effort))
 
 
+def _libraries(job: Job) -> list[str] | None:
+    """The backends to start, None for all."""
+    names = [str(backend_name(way)) for way in job.backends or ()]
+    return list(dict.fromkeys(names)) or None
+
+
 def _ways(job: Job) -> list[str]:
     return list(job.backends or mcr.get_backends())
+
+
+def _algorithms(ways: Sequence[str], kind: Kind, ranks: int) -> tuple[str, ...]:
+    """Of the backends, or of one the algorithm that is named."""
+    found = []
+    for way in ways:
+        name, _, wanted = way.partition(":")
+        algorithms = getattr(backend_class(name), "algorithms", None)
+        known = [] if algorithms is None else algorithms(kind, ranks)
+        found += [f"{name}:{each}" for each in ([wanted] if wanted else known)]
+    return tuple(dict.fromkeys(found))
 
 
 # -- tune -----------------------------------------------------------------------------------------
@@ -145,10 +168,11 @@ def _tune(job: Job, comm: Communicator) -> None:
         job.smallest,
         job.largest,
         comm.size,
-        tuple(ways),
+        tuple(way for way in ways if ":" not in way),
         job.dtypes,
         job.asynchronous,
         job.overlap,
+        {kind: _algorithms(ways, kind, comm.size) for kind in job.kinds},
     )
     here = _fingerprint(world)
     kept = PointFile(Path(job.measurements), here, fresh=job.fresh) if comm.rank == 0 else None
@@ -158,7 +182,7 @@ def _tune(job: Job, comm: Communicator) -> None:
     spent = False
     with _progress(job, comm.rank, f"tuning {', '.join(ways)}", stages(request)) as advance:
         while (task := _agreed_task(comm, request, points, spent)) is not None:
-            outcome = meter.measure(task.cell, ways, overlap=task.overlap)
+            outcome = meter.measure(task.cell, request.ways_of(task.cell.kind), overlap=task.overlap)
             new = _points(task, outcome)
             points += new
             if kept is not None:

@@ -169,6 +169,26 @@ def _divide(typing_context, dtype, lanes, target, divisor):  # type: ignore[no-u
     return _types.void(dtype, lanes, _types.int64, _types.int64), generate
 
 
+@_numba.extending.intrinsic(prefer_literal=True)
+def _multiply(typing_context, dtype, target, left, right):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    """Multiply two complex values, pairs of floating-point ones of this dtype."""
+    element = _FORMATS[_DTYPES[dtype.literal_value]].stored
+    size = _width(element)
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]  # noqa: ARG001
+        def pointers(address: Any) -> list[Any]:
+            first = builder.inttoptr(address, element.as_pointer())
+            return [first, builder.gep(first, [ir.Constant(_I64, 1)])]
+
+        a, b, c, d = (builder.load(each, align=size) for each in pointers(args[2]) + pointers(args[3]))
+        real = builder.fsub(builder.fmul(a, c), builder.fmul(b, d))
+        imaginary = builder.fadd(builder.fmul(a, d), builder.fmul(b, c))
+        for value, pointer in zip((real, imaginary), pointers(args[1]), strict=True):
+            builder.store(value, pointer, align=size)
+
+    return _types.void(dtype, _types.int64, _types.int64, _types.int64), generate
+
+
 def _width(element: Any) -> int:
     return {_DOUBLE: 8, _FLOAT: 4}.get(element) or element.width // 8
 
@@ -208,16 +228,30 @@ def _kernel(dtype: torch.dtype, op: str) -> Any:
     return _cfunc(divide if op == "DIVIDE" else combine)
 
 
+@cache
+def _complex_product(dtype: torch.dtype) -> Any:
+    code, size = _DTYPES.index(dtype), 2 * dtype.itemsize
+
+    def combine(target, left, right, count):  # type: ignore[no-untyped-def]
+        for index in range(count):
+            at = index * size
+            _multiply(code, target + at, left + at, right + at)
+
+    return _cfunc(combine)
+
+
 class Combining(NamedTuple):
     """Addresses of the kernels of one reduction, as the interpreters take them.
 
     Attributes:
         combine: `target = left op right`.
         divide: `target /= right`, where `right` is the number of ranks; 0 for all operations but AVG.
+        parts: values of the kernels in one element; 2 where complex numbers are taken as pairs.
     """
 
     combine: int = 0
     divide: int = 0
+    parts: int = 1
 
 
 @cache
@@ -225,8 +259,12 @@ def combining(dtype: torch.dtype, op: ReduceOp) -> Combining:
     """The kernels of `op` on `dtype`; compiled when first asked for, some tenths of a second.
 
     Raises:
-        Unsupported: `op` is not defined on `dtype`, or the dtype is complex.
+        Unsupported: `op` is not defined on `dtype`.
     """
+    if dtype.is_complex and op in ("SUM", "AVG"):
+        return combining(dtype.to_real(), op)._replace(parts=2)
+    if dtype.is_complex and op == "PRODUCT":
+        return Combining(_complex_product(dtype.to_real()).address)
     if dtype is torch.bool:
         return Combining(_kernel(torch.uint8, _LOGIC.get(op, op)).address)
     form = _FORMATS.get(dtype)

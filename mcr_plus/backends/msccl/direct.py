@@ -11,6 +11,10 @@ A slot is put into again when everybody has taken from it. The three counters of
 it alone writes; they count slices since the arena was made, so that operations follow each other without
 any agreement. Each part is reduced by one rank, or in the order of ranks: all hold the same bits.
 
+Where sizes differ between ranks nobody knows at first how many slices there will be. So each slot then
+begins with a header: how many slices its rank has, and how many elements for each of the others. All go on to
+the largest number. Who is given more or less than it expects takes none of it, and `mismatch` tells.
+
 `advance` is compiled and resumable: it returns as soon as nothing has moved for a moment, so that Python
 looks at deadlines, and nothing in it waits for a peer that is dead.
 """
@@ -38,6 +42,8 @@ from mcr_plus.backends.msccl.combining import Combining
 from mcr_plus.kernels.cpu import compiled
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mcr_plus.backends.msccl.arena import Arena
 
 _types: Any = numba.types  # annotated in part, which type checkers take for a mistake of ours
@@ -51,7 +57,11 @@ BROADCAST: Final = 5
 REDUCE: Final = 6
 GATHER: Final = 7
 SCATTER: Final = 8
-_ALL_REDUCE_WHOLE: Final = 9  # every rank reduces everything: one exchange instead of two
+EXCHANGE: Final = 9  # each rank something else for each other, of sizes that differ
+SHARE: Final = 10  # each rank the same for all that expect it, of sizes that differ
+REDUCE_SCATTER_V: Final = 11
+_ALL_REDUCE_WHOLE: Final = 12  # every rank reduces everything: one exchange instead of two
+_UNEVEN: Final = (EXCHANGE, SHARE, REDUCE_SCATTER_V)
 
 _NOTHING: Final = Combining()
 
@@ -79,7 +89,10 @@ _COMBINE: Final = 19  # addresses of kernels
 _DIVIDE: Final = 20
 _ROOT: Final = 21
 _STREAMS: Final = 22  # whether what is taken goes past the caches
-_WORDS: Final = 23
+_HEADER: Final = 23  # bytes, where sizes differ between ranks
+_AGREED: Final = 24  # whether the number of slices is known
+_MISMATCH: Final = 25  # 1 + a rank that gave more or less than this one expects
+_WORDS: Final = 26  # what this rank has for each, and expects of each, follows where sizes differ
 
 _PUT_AT: Final = 0  # in a rank's line
 _REDUCED_AT: Final = 8
@@ -112,8 +125,92 @@ def _part(state, elements):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def _left(state, count, index):  # type: ignore[no-untyped-def]
+    """Elements of slice `index` of something of `count` elements."""
+    return max(0, min(state[_SLICE], count - index * state[_SLICE]))
+
+
+@compiled
+def _put_uneven(state, index):  # type: ignore[no-untyped-def]
+    me, ranks, width = state[_RANK], state[_RANKS], state[_WIDTH]
+    slot, source, skip = _slot(state, me, index), state[_SOURCE], index * state[_SLICE] * width
+    store_release(slot, state[_SLICES])
+    for rank in range(ranks):
+        store_release(slot + 8 * (1 + rank), state[_WORDS + rank])
+    slot += state[_HEADER]
+    if state[_KIND] == SHARE:
+        most = 0
+        for rank in range(ranks):
+            if rank != me:
+                most = max(most, state[_WORDS + rank])
+        copy(slot, source + skip, _left(state, most, index) * width)
+        return
+    for rank in range(ranks):
+        count = state[_WORDS + rank]
+        if rank != me:
+            at = slot + rank * state[_SLICE] * width
+            copy(at, source + skip, _left(state, count, index) * width)
+        source += count * width
+
+
+@compiled
+def _agree(state):  # type: ignore[no-untyped-def]
+    """Learn from the first slice of every rank how many there will be, and whether sizes fit."""
+    me, ranks = state[_RANK], state[_RANKS]
+    for rank in range(ranks):
+        slot = _slot(state, rank, 0)
+        state[_SLICES] = max(state[_SLICES], load_acquire(slot))
+        if load_acquire(slot + 8 * (1 + me)) != state[_WORDS + ranks + rank]:
+            state[_MISMATCH] = 1 + rank
+    state[_AGREED] = 1
+
+
+@compiled
+def _take_uneven(state, index):  # type: ignore[no-untyped-def]
+    """Copy a slice of what every rank has for this one, one's own from the source."""
+    me, ranks, width = state[_RANK], state[_RANKS], state[_WIDTH]
+    skip = index * state[_SLICE] * width
+    target = state[_TARGET] + skip
+    for rank in range(ranks):
+        expected = state[_WORDS + ranks + rank]
+        if rank != me:
+            at = _slot(state, rank, index) + state[_HEADER]
+            if state[_KIND] == EXCHANGE:
+                at += me * state[_SLICE] * width
+        else:
+            at = state[_SOURCE] + skip
+            if state[_KIND] == EXCHANGE:
+                for before in range(me):
+                    at += state[_WORDS + before] * width
+        if at != target:
+            _deliver(state, target, at, _left(state, expected, index) * width)
+        target += expected * width
+
+
+@compiled
+def _reduce_uneven(state, index):  # type: ignore[no-untyped-def]
+    me, ranks, width = state[_RANK], state[_RANKS], state[_WIDTH]
+    combine, divide = state[_COMBINE], state[_DIVIDE]
+    elements = _left(state, state[_WORDS + me], index)
+    left, skip = state[_SOURCE], index * state[_SLICE] * width
+    for before in range(me):
+        left += state[_WORDS + before] * width
+    left, result = left + skip, state[_TARGET] + skip
+    for rank in range(ranks):
+        if rank != me:
+            at = _slot(state, rank, index) + state[_HEADER] + me * state[_SLICE] * width
+            call(combine, result, left, at, elements)
+            left = result
+    if divide:
+        call(divide, result, result, ranks, elements)
+
+
+@compiled
 def _put(state, index):  # type: ignore[no-untyped-def]
     kind, me, ranks, width = state[_KIND], state[_RANK], state[_RANKS], state[_WIDTH]
+    if kind in _UNEVEN:
+        _put_uneven(state, index)
+        return
     first = index * state[_SLICE]
     elements = min(state[_SLICE], state[_COUNT] - first)
     slot, source = _slot(state, me, index), state[_SOURCE]
@@ -141,6 +238,10 @@ def _put(state, index):  # type: ignore[no-untyped-def]
 def _reduce(state, index):  # type: ignore[no-untyped-def]
     kind, me, ranks, width = state[_KIND], state[_RANK], state[_RANKS], state[_WIDTH]
     combine, divide = state[_COMBINE], state[_DIVIDE]
+    if kind == REDUCE_SCATTER_V:
+        if not state[_MISMATCH]:
+            _reduce_uneven(state, index)
+        return
     first = index * state[_SLICE]
     elements = min(state[_SLICE], state[_COUNT] - first)
     if kind == _ALL_REDUCE_WHOLE:
@@ -218,6 +319,10 @@ def _take_blocks(state, index, first, elements):  # type: ignore[no-untyped-def]
 @compiled
 def _take(state, index):  # type: ignore[no-untyped-def]
     kind, me, width, root = state[_KIND], state[_RANK], state[_WIDTH], state[_ROOT]
+    if kind in _UNEVEN:
+        if kind != REDUCE_SCATTER_V and not state[_MISMATCH]:
+            _take_uneven(state, index)
+        return
     first = index * state[_SLICE]
     elements = min(state[_SLICE], state[_COUNT] - first)
     target = state[_TARGET] + first * width
@@ -257,7 +362,12 @@ def _step(state):  # type: ignore[no-untyped-def]
         state[_PUT] = put
         store_release(line + _PUT_AT, base + put)
         moved = True
-    reduces = kind in (ALL_REDUCE, REDUCE, REDUCE_SCATTER, _ALL_REDUCE_WHOLE)
+    if not state[_AGREED]:
+        if not put or not _all_reached(state, _PUT_AT, base + 1):
+            return moved
+        _agree(state)
+        moved = True
+    reduces = kind in (ALL_REDUCE, REDUCE, REDUCE_SCATTER, REDUCE_SCATTER_V, _ALL_REDUCE_WHOLE)
     if reduces and reduced < put and _all_reached(state, _PUT_AT, base + reduced + 1):
         _reduce(state, reduced)
         reduced += 1
@@ -265,7 +375,7 @@ def _step(state):  # type: ignore[no-untyped-def]
         moved = True
         if kind in (ALL_REDUCE, REDUCE):
             store_release(line + _REDUCED_AT, base + reduced)
-    if kind in (REDUCE_SCATTER, _ALL_REDUCE_WHOLE):
+    if kind in (REDUCE_SCATTER, REDUCE_SCATTER_V, _ALL_REDUCE_WHOLE):
         may_take = taken < reduced
     elif reduces:
         may_take = taken < reduced and _all_reached(state, _REDUCED_AT, base + taken + 1)
@@ -281,16 +391,16 @@ def _step(state):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def advance(state):  # type: ignore[no-untyped-def]
-    """Go as far as possible; 1 once the operation is done, else 0 after a wait of microseconds."""
+def advance(state, patient):  # type: ignore[no-untyped-def]
+    """Go as far as possible: 1 once the operation is done, else 0, after microseconds if `patient`."""
     spins = yields = 0
-    while state[_TAKEN] < state[_SLICES]:
+    while state[_TAKEN] < state[_SLICES] or not state[_AGREED]:
         if _step(state):
             spins = 0
-        elif spins < state[_SPINS]:
+        elif patient and spins < state[_SPINS]:
             spins += 1
             pause()
-        elif yields < state[_YIELDS]:
+        elif patient and yields < state[_YIELDS]:
             yields += 1
             sched_yield()
         else:
@@ -308,15 +418,16 @@ def begin(state, source, target):  # type: ignore[no-untyped-def]
     # Whatever was put has been taken, by this rank, when an operation ends.
     state[_BASE] = load_acquire(state[_LINES] + state[_RANK] * LINE + _TAKEN_AT)
     state[_PUT] = state[_REDUCED] = state[_TAKEN] = 0
+    state[_MISMATCH] = 0
     state[_SOURCE] = source
     state[_TARGET] = target
-    return advance(state)
+    return advance(state, 1)
 
 
 def prepare() -> None:
     """Compile, or load from disk, what operations need: some seconds, which no peer should wait for."""
     words, address = _types.int64[::1], _types.int64
-    advance.compile((words,))
+    advance.compile((words, address))
     begin.compile((words, address, address))
 
 
@@ -351,15 +462,18 @@ class Direct:
         be its block of the target. `count` elements of `width` bytes are the whole buffer of all_reduce,
         reduce and broadcast, and one rank's block of all others. broadcast reads the root's `source` and
         leaves its target alone. A state may be begun again when it is done.
+
+        Of EXCHANGE, SHARE and REDUCE_SCATTER_V it is a pattern, from which `of_sizes` makes states.
         """
         shape, rank = self._arena.shape, self._arena.rank
-        slice_elements = shape.area // width
+        header = (-(-8 * (1 + shape.ranks) // 64) * 64) if kind in _UNEVEN else 0
+        slice_elements = (shape.area - header) // width
         if kind == ALL_REDUCE and count * width <= self._whole:
             kind = _ALL_REDUCE_WHOLE
-        elif kind in (ALL_TO_ALL, REDUCE_SCATTER, SCATTER):
-            slice_elements = shape.area // shape.ranks // width
+        elif kind in (ALL_TO_ALL, REDUCE_SCATTER, SCATTER, EXCHANGE, REDUCE_SCATTER_V):
+            slice_elements = (shape.area - header) // shape.ranks // 64 * 64 // width
         blocks = shape.ranks if kind in (ALL_GATHER, ALL_TO_ALL, GATHER) else 1
-        state: Any = np.zeros(_WORDS, np.int64)
+        state: Any = np.zeros(_WORDS + (2 * shape.ranks if kind in _UNEVEN else 0), np.int64)
         settings = {
             _KIND: kind,
             _RANK: rank,
@@ -378,7 +492,28 @@ class Direct:
             _DIVIDE: kernels.divide,
             _ROOT: root,
             _STREAMS: count * width * blocks >= self._streamed,
+            _HEADER: header,
+            _AGREED: kind not in _UNEVEN,
         }
         for word, value in settings.items():
             state[word] = value
         return state
+
+    def of_sizes(self, pattern: Any, sent: Sequence[int], expected: Sequence[int]) -> Any:
+        """The state of one operation: elements that this rank has for each rank, and expects of each.
+
+        They lie end to end in source and target, in rank order; SHARE's source is what any rank gets. Whether
+        all ranks agreed on the sizes, `mismatch` tells when it is done.
+        """
+        state = pattern.copy()
+        ranks = self._arena.shape.ranks
+        state[_WORDS : _WORDS + ranks] = sent
+        state[_WORDS + ranks :] = expected
+        state[_SLICES] = max(1, -(-max(sent) // int(state[_SLICE])))
+        state[_STREAMS] = sum(expected) * int(state[_WIDTH]) >= self._streamed
+        return state
+
+
+def mismatch(state: Any) -> int | None:
+    """The rank that had more or less for this one than this one expected, when an operation is done."""
+    return int(state[_MISMATCH]) - 1 if state[_MISMATCH] else None

@@ -219,8 +219,8 @@ def _move_rest(state, space, blocks, fills):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def advance(state):  # type: ignore[no-untyped-def]
-    """Go as far as possible; 1 once the operation is done, else 0 after a wait of microseconds."""
+def advance(state, patient):  # type: ignore[no-untyped-def]
+    """Go as far as possible: 1 once the operation is done, else 0, after microseconds if `patient`."""
     spins = yields = 0
     while not state[_FINISHED]:
         moved, ended = False, True
@@ -240,10 +240,10 @@ def advance(state):  # type: ignore[no-untyped-def]
             state[_FINISHED] = 1
         elif moved:
             spins = 0
-        elif spins < state[_SPINS]:
+        elif patient and spins < state[_SPINS]:
             spins += 1
             pause()
-        elif yields < state[_YIELDS]:
+        elif patient and yields < state[_YIELDS]:
             yields += 1
             sched_yield()
         else:
@@ -257,7 +257,7 @@ def begin(state, source, target):  # type: ignore[no-untyped-def]
     width = state[_WIDTH]
     if state[_STAND_IN] and target != source:
         target = state[_STAND_IN]
-    if state[_STAGE]:
+    if state[_STAGE] and source:  # on a rank that has no input there is nothing to copy
         stage = state[_STAGE]
         if stage == 1:
             stage = target + state[_OWN_INPUT] * width * state[_COUNT]
@@ -284,13 +284,13 @@ def begin(state, source, target):  # type: ignore[no-untyped-def]
         if state[block + _PEER_FILLED]:
             state[block + _TAKEN] = state[block + _ARRIVED] = load_acquire(state[block + _PEER_EMPTIED])
     state[_FINISHED] = 0
-    return advance(state)
+    return advance(state, 1)
 
 
 def prepare() -> None:
     """Compile, or load from disk, what operations need: some seconds, which no peer should wait for."""
     words, address = _types.int64[::1], _types.int64
-    advance.compile((words,))
+    advance.compile((words, address))
     begin.compile((words, address, address))
 
 
@@ -298,19 +298,21 @@ class Interpreter:
     """One rank's view of one algorithm on an arena. One operation at a time, in the same order everywhere.
 
     `spins` and `yields` are how often `advance` looks again, on the core and after giving it away, before it
-    returns.
+    returns. The first `skip` channels of the arena are left alone.
 
     Raises:
         Unsupported: the algorithm needs more channels than the arena has, or its chunks cannot be divided
             among the ranks.
     """
 
-    def __init__(self, arena: Arena, algorithm: Algorithm, *, spins: int = 200, yields: int = 4) -> None:
-        shape = arena.shape
-        if algorithm.ranks != shape.ranks or algorithm.channels > shape.channels:
+    def __init__(
+        self, arena: Arena, algorithm: Algorithm, *, spins: int = 200, yields: int = 4, skip: int = 0
+    ) -> None:
+        shape, channels = arena.shape, arena.shape.channels - skip
+        if algorithm.ranks != shape.ranks or algorithm.channels > channels:
             raise Unsupported(
                 f"algorithm '{algorithm.name}' is for {algorithm.ranks} ranks and {algorithm.channels} "
-                f"channels; there are {shape.ranks} ranks and {shape.channels} channels"
+                f"channels; there are {shape.ranks} ranks and {channels} channels"
             )
         blocks = _blocks(algorithm.collective, shape.ranks)
         if algorithm.chunks % max(blocks):
@@ -323,6 +325,7 @@ class Interpreter:
         self._inputs, self._outputs = blocks
         self._per_block = algorithm.chunks // max(blocks)
         self._program = algorithm.programs[arena.rank]
+        self._skip = skip
         self._kept: list[Any] = []
 
     def bind(self, count: int, width: int = 1, kernels: Combining = _NOTHING, *, in_place: bool) -> Any:
@@ -359,12 +362,7 @@ class Interpreter:
         scratch = -(-max(self._program.scratch, 1) // self._per_block) * self._per_block
         collective = self.algorithm.collective
         root = collective not in ("reduce", "gather") or arena.rank == self.algorithm.root
-        aliased = {
-            "allgather": (arena.rank, -1),
-            "gather": (arena.rank, -1),
-            "reducescatter": (-1, arena.rank),
-            "scatter": (-1, arena.rank),
-        }.get(collective, (0, -1))
+        own_input, own_output = self._aliased
         settings = {
             _RANK: arena.rank,
             _RANKS: shape.ranks,
@@ -384,8 +382,8 @@ class Interpreter:
             _INPUTS: self._inputs,
             _OUTPUTS: self._outputs,
             _STAGE: buffer(count * self._inputs) if stage == "aside" else int(stage == "output"),
-            _OWN_INPUT: aliased[0],
-            _OWN_OUTPUT: aliased[1],
+            _OWN_INPUT: own_input,
+            _OWN_OUTPUT: own_output,
             _DELIVERS: root,
             _SPACE + 2: buffer(chunk * scratch),
             _REST_SPACE + 2: buffer(scratch),
@@ -398,6 +396,21 @@ class Interpreter:
             state[word] = value
         self._write_program(state, self._program)
         return state
+
+    def in_place(self, source: int, target: int, nbytes: int) -> bool:
+        """Whether buffers at these addresses make a call in place; `nbytes` as `count` of `bind`."""
+        own_input, own_output = self._aliased
+        if own_output >= 0:
+            return target == source + own_output * nbytes
+        return source == target + own_input * nbytes
+
+    @property
+    def _aliased(self) -> tuple[int, int]:
+        """In place, the block of the output that is the input, and of the input that is the output; or -1."""
+        rank = self._arena.rank
+        if self.algorithm.collective in ("allgather", "gather"):
+            return rank, -1
+        return (-1, rank) if self.algorithm.collective in ("reducescatter", "scatter") else (0, -1)
 
     def _stage(self, in_place: bool) -> Literal["", "aside", "output"]:
         """Where the input must be copied first, because the algorithm cannot use it where it is."""
@@ -419,7 +432,7 @@ class Interpreter:
         shape, base, me = self._arena.shape, self._arena.base, self._arena.rank
 
         def queue(source: int, target: int, channel: int) -> tuple[int, int, int]:
-            number = shape.queue(source, target, channel)
+            number = shape.queue(source, target, channel + self._skip)
             counters = base + shape.queues + 2 * number * LINE
             return counters, counters + LINE, base + shape.slots + number * shape.depth * shape.slot
 

@@ -1,0 +1,264 @@
+"""The backend `msccl`: the ranks of one host, through memory that they share."""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from mcr_plus.backends.msccl import catalog, direct, executor, messages
+from mcr_plus.backends.msccl.arena import Arena, Shape, open_arena
+from mcr_plus.backends.msccl.combining import Combining, combining
+from mcr_plus.backends.msccl.direct import Direct
+from mcr_plus.backends.msccl.executor import Interpreter
+from mcr_plus.backends.msccl.lane import Lane
+from mcr_plus.backends.msccl.messages import Messages
+from mcr_plus.environment import cores
+from mcr_plus.errors import OrderMismatch
+from mcr_plus.interfaces import NATIVE, Availability, Support
+from mcr_plus.message import REDUCING, VECTOR, Kind
+
+if TYPE_CHECKING:
+    from mcr_plus.interfaces import Channel, Poll, Start, World
+    from mcr_plus.message import Group, Message, Signature
+
+_KINDS: Final[dict[Kind, int]] = {
+    "barrier": direct.BARRIER,
+    "all_reduce": direct.ALL_REDUCE,
+    "all_gather": direct.ALL_GATHER,
+    "all_to_all": direct.ALL_TO_ALL,
+    "reduce_scatter": direct.REDUCE_SCATTER,
+    "broadcast": direct.BROADCAST,
+    "reduce": direct.REDUCE,
+    "gather": direct.GATHER,
+    "scatter": direct.SCATTER,
+    "all_to_all_v": direct.EXCHANGE,
+    "scatter_v": direct.EXCHANGE,
+    "all_gather_v": direct.SHARE,
+    "gather_v": direct.SHARE,
+    "reduce_scatter_v": direct.REDUCE_SCATTER_V,
+}
+_WHOLE: Final = ("all_reduce", "reduce", "broadcast")  # count is of the buffer, and not of a rank's block
+_SHARED_MEMORY: Final = Path("/dev/shm")
+_MOST_RANKS: Final = 128  # beyond, the memory grows with the square
+_AREA: Final = 768 << 10  # measured: two of them per rank stay in the second-level cache
+_YIELDS: Final = 4
+_AREAS: Final = 32 << 20  # bytes for all ranks
+_MESSAGES: Final = 1  # channel of sends and receives; those of algorithms follow
+_DEPTH: Final = 4
+_SLOT: Final = 128 << 10
+_SLOTS: Final = 16 << 20  # bytes for all queues
+_LEAST_SLOT: Final = 1 << 10
+
+
+class MscclBackend:
+    """Collectives and messages over shared memory, for groups of ranks on one host."""
+
+    name = "msccl"
+    on_stream = False
+    needs_polls = True
+    spins = 64
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._channels: list[_Channel] = []
+        direct.prepare()
+        executor.prepare()
+        messages.prepare()
+
+    @classmethod
+    def availability(cls) -> Availability:
+        """Needs Linux's shared memory."""
+        if not _SHARED_MEMORY.is_dir():
+            return Availability(False, reason=f"no {_SHARED_MEMORY} on {sys.platform}", remedy="use Linux")
+        return Availability(True, cls.library_version())
+
+    @classmethod
+    def library_version(cls) -> str:
+        """It has no version of its own: it is that of this package."""
+        return f"mcr_plus {metadata.version('mcr_plus')}"
+
+    @classmethod
+    def serves(cls, world: World) -> str:
+        """Why it cannot serve this job, empty if it can: some ranks must share a host."""
+        if world.size > 1 and len(set(world.hosts)) == world.size:
+            return "every rank is on a host of its own, and hosts share no memory"
+        return ""
+
+    @classmethod
+    def reaches(cls, world: World, group: Group) -> str:
+        """Why it cannot serve this group, empty if it can; a function of what all ranks know."""
+        hosts = len({world.hosts[rank] for rank in group.ranks})
+        if hosts > 1:
+            return f"group '{group.name}' is on {hosts} hosts, which share no memory"
+        if group.size > _MOST_RANKS:
+            return f"group '{group.name}' has {group.size} ranks; msccl serves up to {_MOST_RANKS}"
+        return ""
+
+    @classmethod
+    def algorithms(cls, kind: Kind, ranks: int) -> list[str]:
+        """See `Backend`."""
+        return catalog.candidates(kind, ranks)
+
+    @classmethod
+    def supports(cls, signature: Signature) -> Support:
+        """Everything on CPU tensors."""
+        if signature.algorithm is not None and (why := catalog.refusal(signature)):
+            return Support("no", why)
+        if signature.device != "cpu":
+            return Support("emulated", "staged through host memory")
+        return NATIVE
+
+    def open(self, group: Group) -> Channel:
+        """See `Backend.open`."""
+        assert self._world.store is not None
+        arena = open_arena(self._world.store, group, _shape(group.size), self._world.timeout)
+        here = self._world.hosts.count(self._world.hosts[self._world.rank])
+        channel = _Channel(arena, group, crowded=here > cores())
+        self._channels.append(channel)
+        return channel
+
+    def progress(self) -> None:
+        """See `Backend`."""
+        for channel in self._channels:
+            channel.progress()
+
+    def refuses_threads(self) -> str:
+        """See `Backend`: whoever polls holds the engine's lock, and that is enough."""
+        return ""
+
+    def close(self, clean: bool) -> None:
+        """See `Backend.close`. Other ranks learn that this one has given up."""
+        for channel in self._channels:
+            channel.end(clean)
+
+
+def _shape(ranks: int) -> Shape:
+    unit = 64 * ranks
+    channels = _MESSAGES + catalog.channels(ranks)
+    slots = ranks * (ranks - 1) * channels * _DEPTH
+    return Shape(
+        ranks,
+        channels=channels,
+        depth=_DEPTH,
+        slot=max(_LEAST_SLOT, min(_SLOT, _SLOTS // slots)) // 64 * 64,
+        area=min(_AREA, _AREAS // (2 * ranks)) // unit * unit,
+    )
+
+
+class _Channel:
+    def __init__(self, arena: Arena, group: Group, *, crowded: bool) -> None:
+        self._closed = False
+        self._arena = arena
+        self._group = group
+        self._lane = Lane(arena)
+        # Whoever yields a core of its own loses it to some other program for milliseconds, not to its peer.
+        self._yields = _YIELDS if crowded else 0
+        self._direct = Direct(arena, yields=self._yields)
+        self._messages = Messages(arena, group, yields=self._yields)
+
+    def bind(self, signature: Signature) -> Start:
+        if signature.kind == "send":
+            return self._messages.bind_send(signature)
+        if signature.kind == "recv":
+            return self._messages.bind_receive(signature)
+        width = 1 if signature.dtype is None else signature.dtype.itemsize
+        kernels = Combining()
+        if signature.kind in REDUCING:
+            assert signature.dtype is not None
+            assert signature.reduce_op is not None
+            kernels = combining(signature.dtype, signature.reduce_op)
+            width //= kernels.parts
+        if signature.kind in VECTOR:
+            return self._bind_uneven(signature.kind, width, kernels)
+        count = (signature.nbytes or 0) // width
+        if signature.kind not in _WHOLE:
+            count //= signature.ranks
+        if signature.algorithm is not None:
+            return self._bind_algorithm(signature, count, width, kernels)
+        # One state for all calls: the lane begins one only when the one before it is done.
+        state = self._direct.bind(_KINDS[signature.kind], count, width, kernels, signature.root or 0)
+        begin, advance, begun = direct.begin, direct.advance, self._lane.start
+        # What one exchange of slots does is done by the time the thread is awake.
+        aside = signature.async_op and (signature.nbytes or 0) > self._arena.shape.area
+        if signature.kind == "barrier":
+            return lambda message: begun(begin, advance, state, 0, 0)  # noqa: ARG005 - a Start
+
+        def start(message: Message) -> Poll:
+            target = message.outputs[0].data_ptr() if message.outputs else 0
+            source = message.inputs[0].data_ptr() if message.inputs else target
+            return begun(begin, advance, state, source, target, aside)
+
+        return start
+
+    def _bind_algorithm(self, signature: Signature, count: int, width: int, kernels: Combining) -> Start:
+        algorithm = catalog.algorithm_of(signature)
+        interpreter = Interpreter(self._arena, algorithm, skip=_MESSAGES, yields=self._yields)
+        begin, advance, begun = executor.begin, executor.advance, self._lane.start
+        states: dict[bool, Any] = {}
+        aside = signature.async_op and (signature.nbytes or 0) > self._arena.shape.slot
+        broadcasts = signature.kind == "broadcast"
+
+        def start(message: Message) -> Poll:
+            target = message.outputs[0].data_ptr() if message.outputs else 0
+            source = message.inputs[0].data_ptr() if message.inputs else broadcasts and target
+            in_place = interpreter.in_place(source, target, count * width)
+            state = states.get(in_place)
+            if state is None:
+                state = states[in_place] = interpreter.bind(count, width, kernels, in_place=in_place)
+            return begun(begin, advance, state, source, target, aside)
+
+        return start
+
+    def _bind_uneven(self, kind: Kind, width: int, kernels: Combining) -> Start:
+        pattern, parts = self._direct.bind(_KINDS[kind], 0, width, kernels), kernels.parts
+        group, lane, of_sizes = self._group, self._lane, self._direct.of_sizes
+
+        def start(message: Message) -> Poll:
+            sent, expected = message.flows(group)
+            if parts > 1:
+                sent, expected = [parts * each for each in sent], [parts * each for each in expected]
+            state = of_sizes(pattern, sent, expected)
+            target = message.outputs[0].data_ptr() if message.outputs else 0
+            source = message.inputs[0].data_ptr() if message.inputs else target
+            return _Uneven(
+                lane.start(direct.begin, direct.advance, state, source, target), state, message, group
+            )
+
+        return start
+
+    def progress(self) -> None:
+        """Go on with what is in flight."""
+        if not self._closed:
+            self._lane.progress()
+            self._messages.progress()
+
+    def end(self, clean: bool) -> None:
+        """Give up what is in flight, if the job does not end in good order."""
+        if not clean:
+            self._lane.stop()
+        self._lane.close()
+
+    def close(self) -> None:
+        self._closed = True
+        self._lane.close()
+        self._arena.close()
+
+
+class _Uneven:
+    """Poll of an operation whose ranks may have disagreed on sizes."""
+
+    def __init__(self, poll: Poll, state: Any, message: Message, group: Group) -> None:
+        self._poll, self._state, self._message, self._group = poll, state, message, group
+
+    def __call__(self) -> bool:
+        if not self._poll():
+            return False
+        if (rank := direct.mismatch(self._state)) is not None:
+            group, expected = self._group, self._message.flows(self._group)[1]
+            raise OrderMismatch(
+                f"{self._message.signature.describe()} in group '{group.name}': rank {group.rank} expects "
+                f"{expected[rank]} elements of rank {rank}, which has another number for it"
+            )
+        return True

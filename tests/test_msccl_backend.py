@@ -1,0 +1,360 @@
+"""The backend `msccl` in a job: algorithms by name and from files, sizes that do not fit, its thread."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msccl_samples as samples
+import pytest
+import torch
+from command import mcr_plus
+from ranks import run_ranks
+
+import mcr_plus as mcr
+from mcr_plus.backends.msccl import catalog
+from mcr_plus.backends.msccl.generators import GENERATORS
+from mcr_plus.backends.msccl.writer import write_algorithm
+from mcr_plus.errors import ConfigError
+from mcr_plus.interfaces import World
+from mcr_plus.message import Group, Signature
+
+COUNTS = (1, 5, 1031, 70_001)  # elements of a rank's block
+Check = Callable[[torch.Tensor, torch.Tensor, str], None]
+
+
+# -- algorithms by name -----------------------------------------------------------------------------
+
+
+def every_algorithm() -> list[str]:
+    """Every generated algorithm through the pipeline, of every root, in place or not, sync and async."""
+    comm = mcr.init({"version": 1, "backends": ["msccl"]})
+    problems: list[str] = []
+
+    def check(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
+        if not torch.equal(found, wanted):
+            problems.append(f"{what}: {found[:4].tolist()} instead of {wanted[:4].tolist()}")
+
+    names = {kind: list(catalog._generated(kind)) for kind in catalog.COLLECTIVES}
+    assert sum(map(len, names.values())) == len(GENERATORS)
+    for count in COUNTS:
+        for kind, algorithms in names.items():
+            for number, algorithm in enumerate(algorithms):
+                options = {"backend": f"msccl:{algorithm}", "async_op": bool((count + number) % 2)}
+                Case(comm, kind, count, options, check).run()
+    mcr.finalize()
+    return problems
+
+
+class Case:
+    """One algorithm on blocks of `count` elements."""
+
+    def __init__(
+        self, comm: mcr.Communicator, kind: str, count: int, options: dict[str, Any], check: Check
+    ) -> None:
+        self.comm, self.kind, self.count, self.options, self.check = comm, kind, count, options, check
+        self.me, self.ranks = comm.rank, range(comm.size)
+        self.base = torch.arange(count, dtype=torch.float64) % 13
+        self.total = sum((self.base + rank for rank in self.ranks), torch.zeros_like(self.base))
+        self.what = f"{kind} {options['backend']} of {count}"
+
+    def go(self, name: str, *args: Any) -> None:
+        work = getattr(self.comm, name)(*args, **self.options)
+        if work is not None:
+            work.wait()
+
+    def becomes(self, found: torch.Tensor, wanted: torch.Tensor) -> None:
+        self.check(found, wanted, self.what)
+
+    def blocks(self, rank: int) -> torch.Tensor:
+        """What `rank` has for each."""
+        return torch.cat([self.base + 100 * other + rank for other in self.ranks])
+
+    def run(self) -> None:
+        getattr(self, self.kind)()
+
+    def all_reduce(self) -> None:
+        size = len(self.ranks)
+        wanted = {"SUM": self.total, "AVG": self.total / size, "MAX": self.base + size - 1}
+        for op, result in wanted.items():
+            value = self.base + self.me
+            self.go("all_reduce", value, op)
+            self.becomes(value, result)
+
+    def all_gather(self) -> None:
+        for in_place in (False, True):
+            output, own = torch.cat([torch.zeros_like(self.base)] * len(self.ranks)), self.base + self.me
+            if in_place:
+                own = output[self.me * self.count : (self.me + 1) * self.count].copy_(own)
+            self.go("all_gather_into_tensor", output, own)
+            self.becomes(output, torch.cat([self.base + rank for rank in self.ranks]))
+
+    def reduce_scatter(self) -> None:
+        for in_place in (False, True):
+            source, output = self.blocks(self.me), torch.zeros_like(self.base)
+            if in_place:
+                output = source[self.me * self.count : (self.me + 1) * self.count]
+            self.go("reduce_scatter_tensor", output, source)
+            self.becomes(output, self.total + 100 * self.me * len(self.ranks))
+
+    def all_to_all(self) -> None:
+        output = torch.zeros(self.count * len(self.ranks), dtype=torch.float64)
+        self.go("all_to_all_single", output, self.blocks(self.me))
+        self.becomes(output, torch.cat([self.base + 100 * self.me + rank for rank in self.ranks]))
+
+    def broadcast(self) -> None:
+        for root in self.ranks:
+            value = self.base + self.me
+            self.go("broadcast", value, root)
+            self.becomes(value, self.base + root)
+
+    def reduce(self) -> None:
+        for root in self.ranks:
+            value = self.base + self.me
+            self.go("reduce", value, root)
+            self.becomes(value, self.total if self.me == root else self.base + self.me)
+
+    def gather(self) -> None:
+        for root in self.ranks:
+            parts = [torch.zeros_like(self.base) for _ in self.ranks] if self.me == root else None
+            self.go("gather", self.base + self.me, parts, root)
+            for rank, part in enumerate(parts or ()):
+                self.becomes(part, self.base + rank)
+
+    def scatter(self) -> None:
+        for root in self.ranks:
+            value, mine = torch.zeros_like(self.base), self.me == root
+            parts = [self.base + 10 * rank + root for rank in self.ranks] if mine else None
+            self.go("scatter", value, parts, root)
+            self.becomes(value, self.base + 10 * self.me + root)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_algorithm_by_name(ranks: int) -> None:
+    for result in run_ranks(every_algorithm, ranks, via="torch", timeout=180):
+        assert result.value == []
+
+
+# -- algorithms from files --------------------------------------------------------------------------
+
+
+def from_files(folder: str) -> list[Any]:
+    """Algorithms of a folder: called by name, chosen by a rule and by a table, refused."""
+    table = {
+        "version": 1,
+        "fingerprint": {},
+        "rules": [{"kind": "all_gather", "bytes": "0..", "backend": "msccl:gathering"}],
+    }
+    Path(folder, "table.yaml").write_text(json.dumps(table))
+    comm = mcr.init(
+        {
+            "version": 1,
+            "backends": ["msccl"],
+            "algorithms": [folder],
+            "pipeline": [{"select": {"table": f"{folder}/table.yaml"}}, {"dispatch": {}}],
+            "rules": [{"match": {"tag": "mine"}, "backend": "msccl:chain"}],
+        }
+    )
+    me, told = comm.rank, []
+
+    def refused(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except mcr.Unsupported as error:
+            told.append(str(error))
+
+    with mcr.record() as log:
+        value = torch.full((3000,), float(me + 1))
+        comm.all_reduce(value, backend="msccl:ring-of-mine")
+        assert bool((value == 6).all())
+        comm.broadcast(value.fill_(me), 1, tag="mine")
+        assert bool((value == 1).all())
+        gathered = torch.empty(9)
+        comm.all_gather_into_tensor(gathered, torch.full((3,), float(me)))
+        assert gathered.tolist() == [0.0] * 3 + [1.0] * 3 + [2.0] * 3
+    refused(lambda: comm.broadcast(value, 0, tag="mine"))
+    refused(lambda: comm.all_reduce(torch.ones(10), backend="msccl:ring-of-mine"))
+    refused(lambda: comm.all_reduce(value, backend="msccl:gathering"))
+    refused(lambda: comm.all_to_all_single(torch.ones(3), torch.ones(3), backend="msccl:nothing"))
+    refused(lambda: comm.barrier(backend="msccl:ring"))
+    backends = [record.backend for record in log.records]
+    mcr.finalize()
+    return [told, backends]
+
+
+def test_algorithms_from_files(tmp_path: Path) -> None:
+    ring = samples.ring(3)
+    for name, algorithm in {
+        "ring-of-mine": type(ring)(**{**vars(ring), "least": 1000, "most": 20_000}),
+        "chain": samples.chain(3, 1),
+        "gathering": samples.gathering(3),
+        "of-two": samples.ring(2),
+    }.items():
+        write_algorithm(algorithm, tmp_path / f"{name}.xml")
+    for result in run_ranks(from_files, 3, args=[str(tmp_path)], via="torch"):
+        told, backends = result.value
+        assert set(backends) == {"msccl"}
+        root, size, kind, unknown, none = told
+        assert "algorithm 'chain' has root 1" in root
+        assert "algorithm 'ring-of-mine' is for 1000..20000" in size
+        assert "ring-of-mine.xml" in size
+        assert "algorithm 'gathering'; for all_reduce on 3 ranks there are ring, " in kind
+        assert kind.count("of-two") == 0
+        assert "algorithm 'nothing'; for all_to_all on 3 ranks there are direct, two_level" in unknown
+        assert "there are none for barrier" in none
+
+
+def test_algorithm_files_are_checked_before_anything_runs(tmp_path: Path) -> None:
+    write_algorithm(samples.ring(2), tmp_path / "mine.xml")
+    text = (tmp_path / "mine.xml").read_text()
+    (tmp_path / "wrong").mkdir()
+    wrong = tmp_path / "wrong" / "wrong.xml"
+    wrong.write_text(text.replace('type="rrcs"', 'type="rcs"', 1))
+    assert wrong.read_text() != text
+    pipeline = tmp_path / "pipeline.yaml"
+    for given, message in (
+        ("[wrong/wrong.xml]", "wrong.xml"),
+        ("[missing]", "pipeline.yaml:2: algorithms[0]: no algorithm file, or folder with *.xml, 'missing'"),
+        ("[3]", "pipeline.yaml:2: algorithms[0]: expected the path of an algorithm file"),
+        ("mine.xml", "pipeline.yaml:2: algorithms: expected a list"),
+        ("[mine.xml, mine.xml]", "a file of the same name is there already"),
+    ):
+        pipeline.write_text(f"version: 1\nalgorithms: {given}\n")
+        result = mcr_plus("validate", str(pipeline))
+        assert result.returncode == 2, result.stderr
+        assert message in result.stderr.replace("\n", " "), result.stderr
+    pipeline.write_text("version: 1\nalgorithms: [mine.xml]\n")
+    assert "mine.xml" in mcr_plus("validate", str(pipeline)).stdout
+    write_algorithm(samples.ring(2), tmp_path / "ring.xml")
+    with pytest.raises(ConfigError, match="the name of an algorithm of our own"):
+        catalog.use([tmp_path / "ring.xml"])
+
+
+def test_configurations_with_other_algorithms_are_others(tmp_path: Path) -> None:
+    from mcr_plus.config import fingerprint, load
+
+    write_algorithm(samples.ring(2), tmp_path / "mine.xml")
+    given = {"version": 1, "algorithms": [str(tmp_path)]}
+    before = fingerprint(load(given))
+    assert before == fingerprint(load(given)) != fingerprint(load({"version": 1}))
+    write_algorithm(samples.all_pairs(2), tmp_path / "mine.xml")
+    assert fingerprint(load(given)) != before
+
+
+# -- sizes, threads, places -------------------------------------------------------------------------
+
+
+def sizes_that_do_not_fit() -> list[Any]:
+    """Rank 1 expects more of rank 0 than that has, in a later call: those of the first are compared."""
+    comm = mcr.init({"version": 1, "backends": ["msccl"]})
+    sent, expected = ([2, 5], [2, 4]) if comm.rank == 0 else ([4, 1], [5, 1])
+    for more in (0, comm.rank):
+        source, target = torch.arange(float(sum(sent))), torch.zeros(sum(expected) + more)
+        try:
+            comm.all_to_all_single(target, source, [expected[0] + more, expected[1]], sent)
+        except mcr.OrderMismatch as error:
+            return [str(error), bool((target == 0).all())]
+    return target.tolist()
+
+
+def test_sizes_that_do_not_fit() -> None:
+    right, wrong = run_ranks(sizes_that_do_not_fit, 2, via="torch", check=False)
+    assert right.value == [0.0, 1.0, 0.0, 1.0, 2.0, 3.0]
+    assert "rank 1 expects 6 elements of rank 0" in wrong.value[0]
+    assert wrong.value[1]
+
+
+def on_the_thread() -> list[bool]:
+    """Large asynchronous operations, among others, waited for in another order; then what the thread left."""
+    comm = mcr.init({"version": 1, "backends": ["msccl"]})
+    me, size = comm.rank, comm.size
+    total = size * (size - 1) // 2
+    found = []
+    for count in (3_000_001, 17, 900_000):
+        values = [torch.full((count + index,), me, dtype=torch.int32) for index in range(5)]
+        works = [comm.all_reduce(value, async_op=True) for value in values]
+        small = torch.full((3,), me)
+        comm.all_reduce(small)  # behind those
+        large = torch.full((size * 400_000,), me)
+        everything = torch.empty_like(large)
+        comm.all_to_all_single(everything, large)
+        for work in reversed(works):
+            assert work is not None
+            work.wait(30)
+        found += [bool((value == total).all()) for value in [*values, small]]
+        found.append(everything.view(size, -1)[:, 0].tolist() == list(range(size)))
+    mcr.finalize()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_large_asynchronous_operations(ranks: int) -> None:
+    for result in run_ranks(on_the_thread, ranks, via="torch"):
+        assert result.value == [True] * 21
+
+
+def waiting_moves_everything() -> bool:
+    """A rank that waits for one group must go on with another group's operations, or its peers never come."""
+    comm = mcr.init({"version": 1, "backends": ["msccl"]})
+    other = mcr.new_group([2, 1, 0])
+    first, second = torch.ones(5000), torch.ones(5000)
+    for _ in range(50):
+        one = comm.all_reduce(first.fill_(1), async_op=True)
+        assert one is not None
+        if comm.rank != 2:
+            one.wait()
+        other.all_reduce(second.fill_(1))  # to which the others come only when they are through
+        one.wait()
+        if not bool((first == 3).all() and (second == 3).all()):
+            return False
+    mcr.finalize()
+    return True
+
+
+def test_waiting_moves_everything() -> None:
+    assert all(result.value for result in run_ranks(waiting_moves_everything, 3, via="torch"))
+
+
+def _signature(**changes: Any) -> Signature:
+    plain = Signature("all_reduce", torch.float32, (64,), 256, "world", 2, reduce_op="SUM")
+    return plain.replace(**changes)
+
+
+def _reasons(hosts: str) -> Iterator[tuple[str, str]]:
+    from mcr_plus.backends.msccl.backend import MscclBackend
+
+    world = World(0, len(hosts), tuple(hosts), 1.0)
+    for ranks in ((0, 1), tuple(range(len(hosts)))):
+        yield MscclBackend.serves(world), MscclBackend.reaches(world, Group("g", ranks, 0))
+
+
+def test_where_it_can_be() -> None:
+    assert list(_reasons("aa")) == [("", "")] * 2
+    (alone, _), _ = _reasons("ab")
+    assert "every rank is on a host of its own" in alone
+    here, everywhere = _reasons("aabb")
+    assert here == ("", "")
+    assert everywhere[0] == ""
+    assert "group 'g' is on 2 hosts" in everywhere[1]
+
+
+def test_explain_leaves_it_out_between_hosts() -> None:
+    found = json.loads(mcr_plus("explain", "all_reduce", "1MiB", "--ranks", "4", "--json").stdout)
+    assert found["backends"] == ["msccl"]
+    found = json.loads(
+        mcr_plus("explain", "all_reduce", "1MiB", "--ranks", "4", "--nodes", "2", "--json").stdout
+    )
+    assert "msccl" not in found["alternatives"]
+
+
+def test_supports() -> None:
+    from mcr_plus.backends.msccl.backend import MscclBackend
+
+    assert MscclBackend.supports(_signature()).level == "native"
+    assert MscclBackend.supports(_signature(algorithm="ring")).level == "native"
+    assert MscclBackend.supports(_signature(device="cuda")).level == "emulated"
+    assert not MscclBackend.supports(_signature(algorithm="rang"))
+    assert MscclBackend.algorithms("all_reduce", 2) == []
+    assert MscclBackend.algorithms("all_to_all", 3) == ["direct", "two_level"]

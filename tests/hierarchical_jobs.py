@@ -323,6 +323,10 @@ def wrapped() -> None:
                 equal_bits(comm, mine)
             codecs = {record.codec for record in log.records if "across" in record.group and record.codec}
             assert codecs == ({"int8_block"} if inter else set()), codecs
+            # Each bucket has what it has lost to itself, also if another has its size.
+            kept = mcr.state_dict()["codecs"]
+            assert bool(kept) == bool(inter), kept
+            assert all("key=" in name for names in kept.values() for name in names), kept
 
 
 def rules() -> None:

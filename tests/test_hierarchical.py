@@ -239,6 +239,21 @@ def test_explain_says_why_a_codec_is_not_used() -> None:
     assert "not used" not in decision
 
 
+def test_what_a_codec_between_nodes_keeps_is_not_shared_in_buckets() -> None:
+    for feedback, fused in ((False, "fused with operations like it"), (True, "not fused: its codec keeps")):
+        inter = {"compress": {"codec": "int8_block", "error_feedback": feedback}}
+        found = mcr.explain(
+            "all_reduce",
+            "64KiB",
+            ranks=4,
+            nodes=2,
+            tag="x",
+            async_op=True,
+            config=config(fuse={}, inter=inter),
+        )
+        assert found["steps"][0]["decision"].startswith(fused)
+
+
 def test_explain_of_other_operations_shows_nothing() -> None:
     for kind in ("all_gather", "all_to_all_v", "send", "barrier"):
         assert all(

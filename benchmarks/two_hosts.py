@@ -3,8 +3,8 @@
     with TwoHosts("1gbit") as hosts:
         done = hosts.mpirun([sys.executable, "program.py"], stdout=subprocess.PIPE)
 
-Each rank has a host name, an address and a network interface of its own, and nothing but the link between
-them, and half of the cores. Needs root, iproute2 and Open MPI: `why_not()` says what is missing.
+Each host has a name, an address and a network interface of its own, and nothing but the link between them,
+and half of the cores. Needs root, iproute2 and Open MPI: `why_not()` says what is missing.
 """
 
 from __future__ import annotations
@@ -65,15 +65,18 @@ class TwoHosts:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
         self._folder.cleanup()
 
-    def mpirun(self, command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
-        """Run `command` as one rank on each host; raises `CalledProcessError` if it fails."""
+    def mpirun(
+        self, command: Sequence[str], *, per_host: int = 1, **options: Any
+    ) -> subprocess.CompletedProcess[Any]:
+        """Run `command` as `per_host` ranks on each host; raises `CalledProcessError` if it fails."""
         launcher = mpi_flavour()
         assert launcher is not None
         words = [
-            launcher.path, "--allow-run-as-root", "-n", "2", "--host", ",".join(f"{a}:1" for a in ADDRESSES),
+            launcher.path, "--allow-run-as-root", "-n", str(2 * per_host),
+            "--host", ",".join(f"{address}:{per_host}" for address in ADDRESSES),
             "--bind-to", "none", "--prtemca", "plm_ssh_agent", str(self._agent()),
             "--prtemca", "prte_if_include", NETWORK, "--mca", "btl_tcp_if_include", NETWORK,
-            "--mca", "btl", "tcp,self", "--mca", "pml", "ob1",
+            "--mca", "btl", "tcp,self" if per_host == 1 else "sm,tcp,self", "--mca", "pml", "ob1",
             # A rank that spins keeps its core from the kernel's network work.
             "--mca", "mpi_yield_when_idle", "1", str(self._rank()), *command,
         ]  # fmt: skip

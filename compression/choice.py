@@ -5,9 +5,19 @@ from __future__ import annotations
 from typing import Any, cast
 
 from mcr_plus.compression.codec import Codec
-from mcr_plus.config import CompressOptions, Config, codec_of, plain_options, stage_options
+from mcr_plus.config import (
+    CompressOptions,
+    Config,
+    HierarchicalOptions,
+    codec_of,
+    plain_options,
+    stage_options,
+)
 from mcr_plus.errors import ConfigError, InvalidArgument
 from mcr_plus.message import REDUCING, VECTOR, Signature, dtype_name, frozen, thawed
+
+NOT_CHOSEN = (("codec", "none"),)
+"""`compress` of a bucket for whose operations nobody chose a codec; for the hierarchical stage's own."""
 
 _SUMS = ("SUM", "AVG")
 _FED_BACK = {
@@ -45,6 +55,19 @@ def chosen(config: Config, signature: Signature) -> CompressOptions | None:
     return None if options.codec == "none" else options
 
 
+def between_nodes(config: Config, signature: Signature) -> CompressOptions | None:
+    """The codec that the hierarchical stage has for its step between nodes; None if it has none."""
+    dtype, ranks = dtype_name(signature.dtype), signature.ranks
+    rule = config.rule_for(signature.kind, signature.nbytes, dtype, signature.tag, ranks=ranks)
+    return codec_between(config.options("hierarchical", rule))
+
+
+def codec_between(options: object) -> CompressOptions | None:
+    """The codec in the options of the hierarchical stage."""
+    compress = options.inter.compress if isinstance(options, HierarchicalOptions) else None
+    return None if compress is None or compress.codec == "none" else compress
+
+
 def refusal(codec: Codec, options: CompressOptions, signature: Signature) -> str | None:
     """Why an operation cannot be compressed; None if it can."""
     traits, kind = codec.traits, signature.kind
@@ -70,6 +93,8 @@ def in_a_bucket(config: Config, signature: Signature) -> str | tuple[tuple[str, 
     if signature.compress is not None or config.options("compress") is None:
         return signature.compress
     options = chosen(config, signature)
+    if options is None and between_nodes(config, signature) is not None:
+        return NOT_CHOSEN
     if options is None or refusal(codec_of(options), options, signature) is not None:
         return False
     if options.exempt is not None and (signature.nbytes or 0) < options.exempt.below:

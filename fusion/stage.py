@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mcr_plus.compression.choice import alignment, chosen, in_a_bucket, keeps_something
+from mcr_plus.compression.choice import alignment, between_nodes, chosen, in_a_bucket, keeps_something
 from mcr_plus.config import FuseOptions, codec_of
 from mcr_plus.dispatch.operation import Operation
 from mcr_plus.dispatch.stage import GroupRuntime
@@ -99,8 +99,8 @@ class FuseStage:
             return "it is waited for at once"
         if not signature.nbytes:
             return "it moves nothing"
-        options = chosen(self._config, signature)
-        if options is not None and keeps_something(codec_of(options), options):
+        found = (chosen(self._config, signature), between_nodes(self._config, signature))
+        if any(each is not None and keeps_something(codec_of(each), each) for each in found):
             return "its codec keeps something from call to call, for this operation alone"
         if signature.nbytes >= self._options.bucket:
             return f"it fills a bucket of {format_size(self._options.bucket)} by itself"

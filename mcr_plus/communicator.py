@@ -99,6 +99,7 @@ class Communicator:
         self._group = group
         self._pipeline = pipeline
         self._lines = lines
+        self.parts: list[Communicator] = []  # groups inside this one, for the hierarchical stage
         self._chains: dict[Signature, Bound] = {}
         self._plans: dict[Any, Any] = {}
         self._splits = 0
@@ -143,6 +144,8 @@ class Communicator:
         order that ranks could share. Call this from another thread once the first has stopped using it.
         """
         self._lines.state.take_over()
+        for part in self.parts:
+            part.take_over()
 
     def flush(self) -> None:
         """Send what the fuse stage holds back. Every rank of the group must call it at the same place."""
@@ -168,6 +171,11 @@ class Communicator:
     def stages(self) -> list[Stage]:
         """The stages of the pipeline that have been built, variants by rules included."""
         return self._pipeline.stages
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The stages that operations of this group flow through."""
+        return self._pipeline
 
     def stage_options(self, name: str) -> Any:
         """The options of a stage of the pipeline; None if it is not there."""

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar, cast, get_args
 
 from pydantic import (
     BaseModel,
@@ -36,6 +36,7 @@ from pydantic import (
     SerializeAsAny,
     ValidationError,
     ValidationInfo,
+    model_validator,
 )
 
 from mcr_plus import environment, registry
@@ -61,7 +62,9 @@ if TYPE_CHECKING:
 
 FUSIBLE: tuple[str, ...] = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
 """Kinds of which several can travel as one."""
-STAGE_ORDER: tuple[str, ...] = ("fuse", "compress", "select", "dispatch")
+HIERARCHICAL: tuple[str, ...] = ("all_reduce", "all_to_all", "broadcast")
+"""Kinds that can go through the nodes of a job in steps."""
+STAGE_ORDER: tuple[str, ...] = ("fuse", "hierarchical", "compress", "select", "dispatch")
 DTYPE_NAMES: tuple[str, ...] = tuple(dtype_name(dtype) for dtype in DTYPES)
 
 M = TypeVar("M", bound=BaseModel)
@@ -99,6 +102,9 @@ class _Context:
 
     document: Document
     keys: Keys
+
+
+_NOWHERE: Final = dict_document({})
 
 
 @dataclass(frozen=True)
@@ -243,15 +249,19 @@ def _size(value: object) -> int | None:
     return None if value is None else parse_size(value)
 
 
-def _fusible(value: object) -> tuple[str, ...]:
-    """Kinds that can be fused, as a list or one name; none of them in a rule that switches off."""
-    names = [value] if isinstance(value, str) else value
-    if not isinstance(names, (list, tuple)):
-        raise ValueError(f"expected a list of kinds, got {short(value)}; known: {', '.join(FUSIBLE)}")
-    for name in names:
-        if not isinstance(name, str) or kind_name(name) not in FUSIBLE:
-            raise ValueError(unknown("kind", name, FUSIBLE))
-    return tuple(dict.fromkeys(kind_name(name) for name in names))
+def _some_of(known: tuple[str, ...]) -> Callable[[object], tuple[str, ...]]:
+    """Kinds out of those known, as a list or one name; none of them in a rule that switches off."""
+
+    def kinds(value: object) -> tuple[str, ...]:
+        names = [value] if isinstance(value, str) else value
+        if not isinstance(names, (list, tuple)):
+            raise ValueError(f"expected a list of kinds, got {short(value)}; known: {', '.join(known)}")
+        for name in names:
+            if not isinstance(name, str) or kind_name(name) not in known:
+                raise ValueError(unknown("kind", name, known))
+        return tuple(dict.fromkeys(kind_name(name) for name in names))
+
+    return kinds
 
 
 class FuseOptions(StageOptions):
@@ -271,10 +281,96 @@ class FuseOptions(StageOptions):
 
     bucket: Annotated[int, BeforeValidator(parse_size), Field(gt=0)] = 25 << 20
     first_bucket: Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_size)] = 1 << 20
-    kinds: Annotated[tuple[str, ...], BeforeValidator(_fusible)] = ("all_reduce",)
+    kinds: Annotated[tuple[str, ...], BeforeValidator(_some_of(FUSIBLE))] = ("all_reduce",)
     memory: Annotated[int, BeforeValidator(parse_size), Field(gt=0)] = 256 << 20
     order: Literal["ready", "priority"] = "ready"
     plan: Literal["size", "exact"] = "size"
+
+
+def _nodes(value: object) -> tuple[tuple[int, ...], ...] | None:
+    """Ranks by node, every rank of the job once."""
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple)) or not all(isinstance(node, (list, tuple)) for node in value):
+        raise ValueError(f"expected a list of ranks for every node, got {short(value)}")
+    ranks = [rank for node in value for rank in node]
+    if not ranks or not all(value):
+        raise ValueError("a node without ranks; expected at least one")
+    for place, rank in enumerate(ranks):
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
+            raise ValueError(f"expected ranks, which are integers from 0, got {short(rank)}")
+        if rank in ranks[:place]:
+            raise ValueError(f"rank {rank} is written twice; expected every rank once")
+    missing = sorted(set(range(max(ranks))) - set(ranks))
+    if missing:
+        raise ValueError(f"rank {missing[0]} is missing; expected every rank from 0 to {max(ranks)} once")
+    return tuple(tuple(node) for node in value)
+
+
+def _step_backend(value: object) -> object:
+    known = registry.names("backends")
+    if value is not None and backend_name(value) not in known:
+        raise ValueError(unknown("backend", value, known))
+    return value
+
+
+def _step_codec(value: object, info: ValidationInfo) -> object:
+    if value is None or isinstance(value, CompressOptions):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError(f"expected a mapping such as {{codec: int8_block}}, got {short(value)}")
+    context = info.context
+    document, keys = (context.document, context.keys) if isinstance(context, _Context) else (_NOWHERE, ())
+    return _compress_options(dict(value), {}, document, (*keys, "inter", "compress"))
+
+
+StepBackend = Annotated[str | None, BeforeValidator(_step_backend)]
+
+
+class LocalOptions(StageOptions):
+    """What `hierarchical` does inside a node.
+
+    `backend`: of its steps; None to choose as for any operation.
+    """
+
+    backend: StepBackend = None
+
+
+class InterOptions(StageOptions):
+    """What `hierarchical` does between nodes.
+
+    `backend`: as in `LocalOptions`. `compress`: the options of `compress` for this step, before those of the
+    stage and of rules; None for theirs.
+    """
+
+    backend: StepBackend = None
+    compress: Annotated[
+        CompressOptions | None,
+        BeforeValidator(_step_codec),
+        PlainSerializer(lambda options: None if options is None else plain_options(options)),
+    ] = None
+
+
+class HierarchicalOptions(StageOptions):
+    """Options of `hierarchical`.
+
+    `kinds`: which operations go through the nodes in steps. `min`: smaller ones, in bytes, go the flat way.
+    `nodes`: the ranks of every node, by their numbers in the job, or `ranks_per_node`: so many consecutive
+    ones; by default a host is a node. `local`, `inter`: the steps inside a node, and between nodes.
+    """
+
+    kinds: Annotated[tuple[str, ...], BeforeValidator(_some_of(HIERARCHICAL))] = HIERARCHICAL
+    min: Annotated[int, BeforeValidator(parse_size), Field(ge=0)] = 64 << 10
+    nodes: Annotated[tuple[tuple[int, ...], ...] | None, BeforeValidator(_nodes)] = None
+    ranks_per_node: Annotated[int, Field(gt=0)] | None = None
+    local: LocalOptions = LocalOptions()
+    inter: InterOptions = InterOptions()
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> HierarchicalOptions:
+        if self.nodes is not None and self.ranks_per_node is not None:
+            raise ValueError("nodes and ranks_per_node exclude each other; expected one of them")
+        return self
 
 
 class SelectOptions(StageOptions):
@@ -312,6 +408,7 @@ class NoOptions(StageOptions):
 
 OPTIONS: dict[str, type[StageOptions]] = {
     "fuse": FuseOptions,
+    "hierarchical": HierarchicalOptions,
     "compress": CompressOptions,
     "select": SelectOptions,
     "dispatch": DispatchOptions,
@@ -575,8 +672,10 @@ class Rule:
 
 
 def _default_pipeline() -> tuple[StageSpec, ...]:
-    # Without fuse: it makes waits a part of the program's order, which must be asked for.
-    return tuple(StageSpec(name, model()) for name, model in OPTIONS.items() if name != "fuse")
+    # Without fuse: it makes waits a part of the program's order, which must be asked for. Without
+    # hierarchical: every group would be several.
+    asked_for = ("fuse", "hierarchical")
+    return tuple(StageSpec(name, model()) for name, model in OPTIONS.items() if name not in asked_for)
 
 
 @dataclass(frozen=True)
@@ -642,6 +741,11 @@ class Config:
         changed = rule.options(stage) if rule else None
         return changed or next((s.options for s in self.pipeline if s.name == stage), None)
 
+    def below(self, stage: str) -> Config:
+        """Return this configuration with only those stages that come after one of them."""
+        names = [spec.name for spec in self.pipeline]
+        return replace(self, pipeline=self.pipeline[names.index(stage) + 1 :])
+
     @property
     def select_options(self) -> tuple[SelectOptions, ...]:
         """The options of `select`, and as rules change them."""
@@ -660,6 +764,12 @@ class Config:
             if rule.backend is not None and names is not None and backend_name(rule.backend) not in names:
                 what = f"backend {rule.backend!r} is not in backends; known: {', '.join(names)}"
                 raise ConfigError(f"{rule.place}.backend: {what}")
+        named = [(s.options, s.place) for s in self.pipeline]
+        named += [(override.options, rule.place) for rule in self.rules for override in rule.overrides]
+        for options, place in named:
+            if (found := _foreign_step(options, names)) is not None:
+                step, what = found
+                raise ConfigError(f"{place}: hierarchical.{step}.backend: {what}")
         return replace(self, backends=names)
 
     def with_timeout(self, seconds: float) -> Config:
@@ -744,6 +854,8 @@ def _config(document: Document) -> Config:
     _check_version(document)
     backends = _backends(document)
     pipeline = _pipeline(document)
+    for index, spec in enumerate(pipeline):
+        _check_steps(spec.options, document, ("pipeline", index, spec.name), pipeline, backends)
     rules = _rules(document, pipeline, backends)
     return Config(1, backends, pipeline, rules, _algorithms(document), document.name)
 
@@ -758,6 +870,32 @@ def _algorithms(document: Document) -> tuple[AlgorithmsRef, ...]:
         AlgorithmsRef(path, document.folder, f"{document.place(keys)}: {path_text(keys)}")
         for path, keys in ((path, ("algorithms", index)) for index, path in enumerate(paths or ()))
     )
+
+
+def _check_steps(
+    options: BaseModel,
+    document: Document,
+    keys: Keys,
+    pipeline: tuple[StageSpec, ...],
+    backends: tuple[str, ...] | None,
+) -> None:
+    """Refuse steps of `hierarchical` for which the rest of the configuration has no backend or stage."""
+    if (found := _foreign_step(options, backends)) is not None:
+        step, what = found
+        raise document.error((*keys, step, "backend"), what)
+    compressed = isinstance(options, HierarchicalOptions) and options.inter.compress is not None
+    if compressed and all(spec.name != "compress" for spec in pipeline):
+        what = "a codec needs the stage 'compress'; add '- compress: {}' after this one"
+        raise document.error((*keys, "inter", "compress"), what)
+
+
+def _foreign_step(options: BaseModel, backends: Sequence[str] | None) -> tuple[str, str] | None:
+    """The step of `hierarchical` whose backend is not one of the job's, and what to say about it."""
+    if isinstance(options, HierarchicalOptions) and backends is not None:
+        for step, named in (("local", options.local.backend), ("inter", options.inter.backend)):
+            if named is not None and backend_name(named) not in backends:
+                return step, f"backend {named!r} is not in backends; known: {', '.join(backends)}"
+    return None
 
 
 def _check_version(document: Document) -> None:
@@ -863,6 +1001,8 @@ def _rule(
     if data.get("backend") is not None:
         _check_rule_backend(document, (*keys, "backend"), data["backend"], backends)
     overrides = tuple(_override(s, document, (*keys, s.name)) for s in pipeline if s.name in data)
+    for override in overrides:
+        _check_steps(override.options, document, (*keys, override.stage), pipeline, backends)
     return Rule(match, data.get("backend"), overrides, f"{document.place(keys)}: {path_text(keys)}")
 
 
@@ -890,4 +1030,7 @@ def _check_rule_backend(
 
 def _override(spec: StageSpec, document: Document, keys: Keys) -> Override:
     named = tuple(sorted(mapping_at(document, keys)))
+    for name in ("nodes", "ranks_per_node"):
+        if spec.name == "hierarchical" and name in named:
+            raise document.error((*keys, name), "the nodes of a job are the same for all its operations")
     return Override(spec.name, _options(spec.name, plain_options(spec.options), document, keys), named)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mcr_plus import config as configuration
-from mcr_plus.backends import backend_class, preferred_backends, reaching
+from mcr_plus.backends import supposed
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.hooks.reducer import TAG
 from mcr_plus.hooks.ways import key_of, way_of
@@ -85,13 +85,7 @@ def explain(
     hosts = tuple(f"node{rank * nodes // ranks}" for rank in range(ranks))
     world = World(0, ranks, hosts, 300.0, libraries=_libraries())
     group = Group("world", tuple(range(ranks)), 0)
-    names = reaching([*(checked.backends or preferred_backends()), "local"], world, group)
-    classes = {
-        name: backend_class(name)
-        for name in dict.fromkeys(names)
-        if checked.backends is not None or backend_class(name).availability().available
-    }
-    context = Context(checked, world, group, classes)
+    context = Context(checked, world, group, supposed(checked.backends, world, group))
     steps = [*first, *(_step(note) for note in Pipeline(context).bind(signature).notes)]
     choice = next((step for step in steps if "alternatives" in step), {})
     return {
@@ -110,9 +104,11 @@ def explain(
 
 
 def _step(note: Note) -> dict[str, Any]:
+    group = note.signature.group
+    inside = "" if group == "world" else f" in {group}"
     step = {
         "stage": note.stage,
-        "operation": note.signature.describe(),
+        "operation": note.signature.describe() + inside,
         "decision": note.text,
         "rule": note.place,
         **note.details(),

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mcr_plus.config import Config
     from mcr_plus.dispatch.stage import GroupRuntime
     from mcr_plus.dispatch.work import Work
+    from mcr_plus.pipeline import Pipeline
 
 Issue = Callable[[Message], "Work"]
 """Start an operation and return its handle; never waits for a peer."""
@@ -171,6 +172,10 @@ class Next(Protocol):
         """
         ...
 
+    def through(self, pipeline: Pipeline, signature: Signature) -> Issue:
+        """Bind an operation of another group, by that group's pipeline, as a part of this one."""
+        ...
+
     def note(self, text: str, details: Callable[[], Mapping[str, Any]] | None = None) -> None:
         """Say what was decided and why; shown by `explain`, which alone asks for the details."""
         ...
@@ -181,6 +186,7 @@ class Context:
     """What a stage is built with: configuration, the job, and one group.
 
     `backends` are those of the job, in fallback order. `runtime` is for dispatch, None while explaining.
+    `parts`: the pipelines of the groups that were opened for the hierarchical stage, by what they are for.
     """
 
     config: Config
@@ -188,6 +194,7 @@ class Context:
     group: Group
     backends: Mapping[str, type[Backend]]
     runtime: GroupRuntime | None = None
+    parts: Mapping[str, Pipeline] = field(default_factory=dict)
 
 
 class Stage(Protocol):

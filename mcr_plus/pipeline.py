@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 from mcr_plus import registry
@@ -41,7 +42,6 @@ class Pipeline:
         self._context = context
         self._names = [spec.name for spec in context.config.pipeline]
         self._stages: dict[tuple[str, str | None], Stage] = {}
-        self._explaining: Pipeline | None = None
 
     def bind(self, signature: Signature) -> Bound:
         """Bind all stages to `signature`. Raises `Unsupported` if no way through exists."""
@@ -49,14 +49,17 @@ class Pipeline:
         bound.issue = self._bind_from(0, signature, bound.notes)
         return bound
 
+    @cached_property
+    def explaining(self) -> Pipeline:
+        """The same stages without a job to run in: binding them has no effect."""
+        return Pipeline(replace(self._context, runtime=None))
+
     def expected_us(self, signature: Signature) -> float | None:
         """Microseconds that the library operations for `signature` should take together; None if unknown.
 
         Binds to no library, so ranks may ask for what they like.
         """
-        if self._explaining is None:
-            self._explaining = Pipeline(replace(self._context, runtime=None))
-        steps = [note.details() for note in self._explaining.bind(signature).notes]
+        steps = [note.details() for note in self.explaining.bind(signature).notes]
         times = [step["expected_us"] for step in steps if "expected_us" in step]
         return None if None in times or not times else sum(times)
 
@@ -90,6 +93,7 @@ class Pipeline:
         following = _Next(
             lambda changed: self._bind_from(index + 1, _in_flight(changed, signature), notes),
             lambda text, details: notes.append(Note(name, signature, text, place, details or dict)),
+            notes,
         )
         return self._stage(name, rule).bind(signature, following)
 
@@ -141,16 +145,25 @@ _Details = Callable[[], Mapping[str, Any]]
 class _Next:
     """See `interfaces.Next`."""
 
-    __slots__ = ("_bind", "_note")
+    __slots__ = ("_bind", "_note", "_notes")
 
     def __init__(
-        self, bind: Callable[[Signature], Issue], note: Callable[[str, _Details | None], None]
+        self,
+        bind: Callable[[Signature], Issue],
+        note: Callable[[str, _Details | None], None],
+        notes: list[Note],
     ) -> None:
         self._bind = bind
         self._note = note
+        self._notes = notes
 
     def __call__(self, signature: Signature) -> Issue:
         return self._bind(signature)
+
+    def through(self, pipeline: Pipeline, signature: Signature) -> Issue:
+        bound = pipeline.bind(signature)
+        self._notes.extend(bound.notes)
+        return bound.issue
 
     def note(self, text: str, details: _Details | None = None) -> None:
         self._note(text, details)

@@ -19,6 +19,7 @@ from mcr_plus.errors import Unsupported
 
 STAGES: dict[str, object] = {
     "fuse": "mcr_plus.fusion.stage:FuseStage",
+    "hierarchical": "mcr_plus.hierarchy.stage:HierarchicalStage",
     "compress": "mcr_plus.compression.stage:CompressStage",
     "select": "mcr_plus.selection.stage:SelectStage",
     "dispatch": "mcr_plus.dispatch.stage:DispatchStage",

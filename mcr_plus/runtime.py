@@ -38,6 +38,7 @@ from mcr_plus.errors import (
     NotInitialized,
     OrderMismatch,
 )
+from mcr_plus.hierarchy.nodes import check_nodes, inner_groups
 from mcr_plus.interfaces import Backend, Context, World
 from mcr_plus.launch.rendezvous import exchange, open_store
 from mcr_plus.message import Group
@@ -94,12 +95,16 @@ class Runtime:
         if waiting:
             self.engine.progress_thread = ProgressThread(self.engine)
 
-    def open_group(self, name: str, ranks: tuple[int, ...]) -> Communicator:
-        """Create the communicator of `ranks`; collective over them."""
-        world = self.world
+    def open_group(self, name: str, ranks: tuple[int, ...], config: Config | None = None) -> Communicator:
+        """Create the communicator of `ranks`; collective over them.
+
+        `config`: of its pipeline, None for that of the job.
+        """
+        world, config = self.world, config or self.config
         rank = ranks.index(world.rank) if world.rank in ranks else -1
         group = Group(name, ranks, rank)
-        board = open_board(world.store if rank >= 0 else None, group, world.single_host, world.timeout)
+        one_host = len({world.hosts[each] for each in ranks}) == 1
+        board = open_board(world.store if rank >= 0 else None, group, one_host, world.timeout)
         state = GroupState(group, board)
         lines = {}
         for backend_name in reaching(self._backends, world, group) if rank >= 0 else ():
@@ -108,7 +113,8 @@ class Runtime:
         restored, found = (kept.setdefault(name, {}) for kept in (self.restored, self.found))
         runtime = GroupRuntime(self.engine, state, lines, {}, restored=restored, found=found)
         usable = {name: self._classes[name] for name in lines} if rank >= 0 else dict(self._classes)
-        context = Context(self.config, world, group, usable, runtime)
+        parts: dict[str, Pipeline] = {}
+        context = Context(config, world, group, usable, runtime, parts)
         pipeline = Pipeline(context)
         communicator = Communicator(self, group, pipeline, runtime)
         self.engine.states.append(state)
@@ -116,6 +122,11 @@ class Runtime:
         state.refresh()
         self.communicators.append(communicator)
         self._pipelines.append(pipeline)
+        for part, inner in inner_groups(config, world.hosts, group).items():
+            # On all ranks in the same order, here and not at the first use: it is collective.
+            below = self.open_group(inner.name, inner.ranks, config.below("hierarchical"))
+            communicator.parts.append(below)
+            parts[part] = below.pipeline
         return communicator
 
     def new_group(self, ranks: Sequence[int]) -> Communicator:
@@ -336,6 +347,7 @@ def init(
             chosen = _choose_backends(checked, world)
             world = replace(world, libraries=_libraries(chosen, world))
             _check_tables(checked, world)
+            check_nodes(checked, world.size)
             runtime = Runtime(checked, world, chosen)
         except McrError:
             job.together = meet(world, "refused")  # so that every rank can read the reason

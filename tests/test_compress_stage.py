@@ -65,6 +65,9 @@ class Rest:
         self.signatures.append(signature)
         return self.issue
 
+    def through(self, pipeline: object, signature: Signature) -> Any:
+        return self(signature)
+
     def note(self, text: str, details: object = None) -> None:
         self.notes.append(text)
 

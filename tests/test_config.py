@@ -171,8 +171,8 @@ PIPE = "version: 1\npipeline:\n"
         (PIPE + "  - {select: {}, dispatch: {}}\n", "3: pipeline[0]: expected one stage with its options"),
         (PIPE + "  - {}\n", "3: pipeline[0]: expected one stage with its options"),
         (
-            PIPE + "  - hierarchical: {}\n",
-            "3: pipeline[0].hierarchical: unknown stage 'hierarchical'; known: compress, dispatch",
+            PIPE + "  - chunking: {}\n",
+            "3: pipeline[0].chunking: unknown stage 'chunking'; known: compress, dispatch",
         ),
         (PIPE + "  - dispach: {}\n", "3: pipeline[0].dispach: unknown stage 'dispach'; known: "),
         (PIPE + "  - select: {}\n", "2: pipeline: no stage 'dispatch'"),

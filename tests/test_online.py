@@ -840,6 +840,9 @@ class Chains:
         self.bound.append(signature)
         return chain
 
+    def through(self, pipeline: object, signature: Signature) -> Any:
+        return self(signature)
+
     def note(self, text: str, details: object = None) -> None:
         self.notes.append(text)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -56,6 +56,16 @@ def reaching(names: Iterable[str], world: World, group: Group) -> list[str]:
         if name != "local" and (reaches is None or not reaches(world, group)):
             found.append(name)
     return found
+
+
+def supposed(wanted: Sequence[str] | None, world: World, group: Group) -> dict[str, type[Backend]]:
+    """The backends of a group of a job that is only supposed: those wanted, or all that are installed."""
+    names = reaching([*(wanted or preferred_backends()), "local"], world, group)
+    return {
+        name: backend_class(name)
+        for name in dict.fromkeys(names)
+        if wanted is not None or backend_class(name).availability().available
+    }
 
 
 def availability() -> list[BackendStatus]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mcr_plus.compression.choice import chosen, keeps_something
+from mcr_plus.compression.choice import between_nodes, chosen, codec_between, keeps_something
 from mcr_plus.config import CompressOptions, Config, codec_of, plain_options
 from mcr_plus.message import Signature, dtype_name, frozen, thawed
 
@@ -43,13 +43,22 @@ def way_of(
     exempt = None if options is None else options.exempt
     if exempt is not None and exempt.covers(name, len(shape), nbytes):
         return Way(False, backend)
-    return _way(options, backend, explicit=own)
+    return _way(options, backend, codec_between(config.options("hierarchical", rule)), explicit=own)
 
 
-def _way(options: CompressOptions | None, backend: str | None, *, explicit: bool) -> Way:
+def _way(
+    options: CompressOptions | None,
+    backend: str | None,
+    between: CompressOptions | None,
+    *,
+    explicit: bool,
+) -> Way:
+    """The way of a gradient; `between` nodes it may have another codec, unless the rule is for it alone."""
     if options is None:
         return Way(backend=backend)
     if options.codec == "none":
+        if between is not None and not explicit:
+            return Way(None, backend, keeps_something(codec_of(between), between), encoded=True)
         return Way(False if explicit else None, backend)
     keeps = keeps_something(codec_of(options), options)
     return Way(frozen(plain_options(options)) if explicit else None, backend, keeps, encoded=True)
@@ -61,7 +70,8 @@ def bucket_way(config: Config, compress: Any, values: torch.Tensor, tag: str | N
     signature = Signature(
         "all_reduce", values.dtype, tuple(values.shape), values.nbytes, "", ranks, tag=tag, compress=codec
     )
-    return _way(chosen(config, signature), None, explicit=False)
+    between = between_nodes(config, signature) if compress is None else None
+    return _way(chosen(config, signature), None, between, explicit=False)
 
 
 def key_of(names: Sequence[str]) -> str:

@@ -1,0 +1,1 @@
+"""Collectives of several hosts in steps: inside the nodes, and between them."""

@@ -1,0 +1,483 @@
+"""What ranks of the tests of the hierarchical stage do: results against oracles, records, failures."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import torch
+from reference import Failures, difference, inputs, reduced, rough, sum_bound, wide
+
+import mcr_plus as mcr
+from mcr_plus.message import DTYPES, REDUCE_OPS, REDUCIBLE, ReduceOp
+from mcr_plus.observe.record import Log
+
+SIZES: Final = (0, 1, 3, 4, 1031)
+
+
+def config(
+    *, backends: Sequence[str] = ("gloo",), dispatch: dict[str, Any] | None = None,
+    compress: dict[str, Any] | None = None, fuse: dict[str, Any] | None = None, **hierarchical: Any,
+) -> dict[str, Any]:  # fmt: skip
+    stages = [
+        {"hierarchical": {"min": 0, **hierarchical}},
+        {"compress": compress or {}},
+        {"select": {}},
+        {"dispatch": {"timeout": "30s", **(dispatch or {})}},
+    ]
+    first = [] if fuse is None else [{"fuse": fuse}]
+    return {"version": 1, "backends": list(backends), "pipeline": [*first, *stages]}
+
+
+def tensor(rank: int, dtype: torch.dtype, count: int, salt: int, *, product: bool = False) -> torch.Tensor:
+    return torch.tensor(inputs(dtype, rank, (count,), salt, product=product), dtype=dtype)
+
+
+def reductions(comm: mcr.Communicator, failures: Failures) -> None:
+    """Every op and dtype that has a meaning, in every size; equal bits on all ranks."""
+    salt = 0
+    for op in REDUCE_OPS:
+        for dtype in REDUCIBLE[op]:
+            for count in SIZES if dtype in (torch.float32, torch.int64) else (3, 1031):
+                salt += 1
+                product = op == "PRODUCT"
+                parts = [inputs(dtype, rank, (count,), salt, product=product) for rank in range(comm.size)]
+                values = tensor(comm.rank, dtype, count, salt, product=product)
+                comm.all_reduce(values, op)
+                # Sums are exact; a mean is rounded once to its type.
+                expected = reduced(parts, op)
+                allowed = np.abs(expected) * (torch.finfo(dtype).eps if op == "AVG" else 0.0)
+                failures.check(f"{op} {dtype} {count}", difference(values, expected, allowed))
+
+
+def rough_sums(comm: mcr.Communicator, failures: Failures) -> None:
+    """Sums that depend on their order are within their bound, and the same on all ranks."""
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64):
+        ops: tuple[ReduceOp, ...] = ("SUM", "AVG")
+        for op in ops:
+            values = rough(dtype, comm.rank, 1031)
+            comm.all_reduce(values, op)
+            parts = [wide(rough(dtype, rank, 1031)) for rank in range(comm.size)]
+            scale = comm.size if op == "AVG" else 1
+            bound = sum_bound(parts, dtype, comm.size + 1) / scale
+            failures.check(f"rough {op} {dtype}", difference(values, reduced(parts, op), bound))
+            same = comm.all_gather_object(values.view(torch.uint8).tolist())
+            failures.expect(f"equal bits {op} {dtype}", all(each == same[0] for each in same))
+
+
+def movements(comm: mcr.Communicator, failures: Failures) -> None:
+    """Broadcasts from every root, and exchanges."""
+    for dtype in DTYPES:
+        for count in SIZES if dtype is torch.int64 else (3, 1031):
+            for root in range(comm.size):
+                values = tensor(comm.rank, dtype, count, root)
+                comm.broadcast(values, comm.ranks[root])
+                failures.check(
+                    f"broadcast {dtype} {count}", difference(values, inputs(dtype, root, (count,), root))
+                )
+            sent = tensor(comm.rank, dtype, count * comm.size, 1)
+            got = torch.zeros_like(sent)
+            comm.all_to_all_single(got, sent)
+            mine = slice(comm.rank * count, (comm.rank + 1) * count)
+            whole = [inputs(dtype, rank, (count * comm.size,), 1)[mine] for rank in range(comm.size)]
+            failures.check(f"all_to_all {dtype} {count}", difference(got, np.concatenate(whole)))
+
+
+def in_flight(comm: mcr.Communicator, failures: Failures) -> None:
+    """Many at once, of all kinds, waited for in another order on every rank."""
+    works: list[tuple[str, mcr.Work, Callable[[], str | None]]] = []
+    for turn in range(12):
+        count, root = 1031 + turn, turn % comm.size
+        kind = ("all_reduce", "broadcast", "all_to_all")[turn % 3]
+        if kind == "all_to_all":
+            count *= comm.size
+        values = tensor(comm.rank, torch.int64, count, turn)
+        result = values
+        every = [inputs(torch.int64, rank, (count,), turn) for rank in range(comm.size)]
+        work: mcr.Work | None
+        if kind == "all_reduce":
+            work, expected = comm.all_reduce(values, async_op=True), reduced(every, "SUM")
+        elif kind == "broadcast":
+            work, expected = comm.broadcast(values, comm.ranks[root], async_op=True), every[root]
+        else:
+            result = torch.empty_like(values)
+            part = count // comm.size
+            mine = slice(comm.rank * part, (comm.rank + 1) * part)
+            work = comm.all_to_all_single(result, values, async_op=True)
+            expected = np.concatenate([each[mine] for each in every])
+        assert work is not None
+        works.append((f"{kind} {turn}", work, partial(difference, result, expected)))
+    order = np.random.default_rng(comm.rank).permutation(len(works))
+    for index in order:
+        name, begun, problem = works[index]
+        begun.wait()
+        failures.check(f"in flight: {name}", problem())
+        failures.expect("info", begun.info.kind == name.split()[0], begun.info)
+
+
+def sub_groups(comm: mcr.Communicator, failures: Failures) -> None:
+    """Groups in another order, of fewer nodes, and of uneven nodes; a branch; a persistent operation."""
+    for ranks in (list(reversed(range(comm.size))), list(range(comm.size - 1)), [0, comm.size - 1]):
+        group = mcr.new_group(ranks)
+        if group.rank >= 0:
+            reductions_of_one(group, failures)
+    branch = comm.branch()
+    reductions_of_one(branch, failures)
+    values = torch.full((1031,), float(comm.rank))
+    op = mcr.persistent("all_reduce", values)
+    op()
+    op.start().wait()
+    total = sum(range(comm.size)) * comm.size
+    failures.expect("persistent", bool((values == total).all()), values[:3])
+
+
+def reductions_of_one(group: mcr.Communicator, failures: Failures) -> None:
+    values = tensor(group.rank, torch.int64, 1031, 3)
+    group.all_reduce(values)
+    every = [inputs(torch.int64, rank, (1031,), 3) for rank in range(group.size)]
+    failures.check(f"{group!r}", difference(values, reduced(every, "SUM")))
+    moved = tensor(group.rank, torch.int64, 5 * group.size, 4)
+    got = torch.empty_like(moved)
+    group.all_to_all_single(got, moved)
+    mine = slice(group.rank * 5, group.rank * 5 + 5)
+    every = [inputs(torch.int64, rank, (5 * group.size,), 4)[mine] for rank in range(group.size)]
+    failures.check(f"all_to_all {group!r}", difference(got, np.concatenate(every)))
+
+
+def recorded(comm: mcr.Communicator, failures: Failures) -> None:
+    """What a call really issues."""
+    comm.all_reduce(torch.ones(1031), tag="seen")
+    with mcr.record() as log:
+        comm.all_reduce(torch.ones(1031), tag="seen")
+        comm.all_reduce(torch.ones(1031), tag="seen", backend="gloo")
+        comm.all_gather_into_tensor(torch.ones(comm.size), torch.ones(1), tag="seen")
+    found = [(r.kind, r.group.rstrip("012345"), r.tag) for r in log.records]
+    steps = [
+        ("reduce_scatter", "world/node", "seen"),
+        ("all_reduce", "world/across", "seen"),
+        ("all_reduce", "world", "seen"),  # what does not fall into equal parts
+    ]
+    failures.expect("steps", all(step in found for step in steps), found)
+    kinds = [record.kind for record in log.records if record.group.endswith("/back")]
+    failures.expect("back", kinds == ["all_gather"], kinds)
+    sizes = [record.bytes for record in log.records if record.group == "world" and record.bytes]
+    rest = 1031 % (len(comm.parts[0].ranks))
+    failures.expect("flat", sorted(sizes) == sorted([4 * rest, 4124, 4 * comm.size]), sizes)
+
+
+SECTIONS: Final = (reductions, rough_sums, movements, in_flight, sub_groups, recorded)
+
+
+def every_section(backends: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    failures = Failures()
+    with mcr.init(config(backends=backends, **options)) as comm:
+        for section in SECTIONS:
+            section(comm, failures)
+    return failures.report()
+
+
+# -- four ranks on two nodes ----------------------------------------------------------------------
+
+NODES: Final[dict[str, Any]] = {"ranks_per_node": 2}
+INT8: Final[dict[str, Any]] = {"compress": {"codec": "int8_block"}}
+
+
+def noise(rank: int, count: int = 4099, salt: int = 0) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(rank * 1000 + salt))
+
+
+def equal_bits(comm: mcr.Communicator, values: torch.Tensor) -> None:
+    every = comm.all_gather_object(values.view(-1).view(torch.uint8).tolist())
+    assert all(each == every[0] for each in every), "ranks have different bits"
+
+
+def steps(log: Log, tag: str | None = None) -> list[tuple[str, str, str | None]]:
+    """Kind, group without the node's number, and codec of what was issued."""
+    found = [record for record in log.records if record.tag == tag]
+    return [(r.kind, "".join(c for c in r.group if not c.isdigit()), r.codec) for r in found]
+
+
+def summed(comm: mcr.Communicator, count: int = 4099, salt: int = 0) -> torch.Tensor:
+    return torch.stack([noise(rank, count, salt).double() for rank in range(comm.size)]).sum(0)
+
+
+def compressed() -> None:
+    """Between nodes alone, by the stage's own codec; the call has the last word."""
+    with mcr.init(config(**NODES, inter=INT8)) as comm:
+        for op, scale in (("SUM", 1), ("AVG", comm.size)):
+            values = noise(comm.rank)
+            with mcr.record() as log:
+                comm.all_reduce(values, op, tag="a")  # type: ignore[arg-type]
+            error = (values - summed(comm) / scale).abs().max().item() * scale
+            assert 0 < error < 0.1, f"{op}: error {error}"
+            equal_bits(comm, values)
+            codecs = {(group, codec) for _, group, codec in steps(log, "a") if codec}
+            assert codecs == {("world/across", "int8_block")}, steps(log, "a")
+            across = [record for record in log.records if "across" in record.group and record.codec]
+            assert all(record.wire_bytes < record.bytes for record in across), across
+        values = noise(comm.rank)
+        comm.all_reduce(values, compress=False)
+        assert (values - summed(comm)).abs().max() < 1e-5, "the call says no codec"
+        values = noise(comm.rank)
+        with mcr.record() as log:
+            comm.all_reduce(values, compress="bf16", tag="b")
+        assert {codec for _, _, codec in steps(log, "b") if codec} == {"bf16"}, steps(log, "b")
+        whole = torch.full((4099,), comm.rank)
+        comm.all_reduce(whole)  # a type that the codec does not take
+        assert (whole == 6).all()
+        values = noise(comm.rank)
+        comm.broadcast(values, 2)
+        assert 0 < (values - noise(2)).abs().max() < 0.1
+        equal_bits(comm, values)
+
+
+def compressed_by_the_pipeline() -> None:
+    """The compress stage sees the step between nodes, never those inside."""
+    with mcr.init(config(**NODES, compress={"codec": "int8_block"})) as comm:
+        values = noise(comm.rank)
+        with mcr.record() as log:
+            comm.all_reduce(values, tag="a")
+        assert {group for _, group, codec in steps(log, "a") if codec} == {"world/across"}, steps(log, "a")
+        equal_bits(comm, values)
+
+
+def matrices_go_the_flat_way() -> None:
+    """A codec that needs a whole matrix does not lose it."""
+    with mcr.init(config(**NODES)) as comm:
+        values = torch.outer(torch.ones(64), noise(comm.rank, 64))
+        with mcr.record() as log:
+            comm.all_reduce(values, compress={"codec": "powersgd", "rank": 1}, tag="m")
+        assert {group for _, group, _ in steps(log, "m")} == {"world"}, steps(log, "m")
+        assert (values[0] - summed(comm, 64)).abs().max() < 1e-3
+
+
+def feedback() -> None:
+    """What the codec between nodes has lost is sent later, and survives in the state."""
+    inter = {"compress": {"codec": "topk", "ratio": 0.05, "error_feedback": True}}
+    with mcr.init(config(**NODES, inter=inter)) as comm:
+        total = torch.zeros(4099, dtype=torch.float64)
+        for _turn in range(60):
+            values = noise(comm.rank)
+            comm.all_reduce(values, "AVG", tag="gradient")
+            total += values
+        mean = summed(comm) / comm.size
+        error = (total / 60 - mean).norm() / mean.norm()
+        assert error < 0.5, f"relative error of the sum of 60 calls: {error}"
+        kept = mcr.state_dict()["codecs"]
+        assert sorted(kept) == ["world/across0", "world/across1"], sorted(kept)
+        mcr.load_state_dict(mcr.state_dict())
+
+
+def fused() -> None:
+    """Small operations share a bucket, which goes in steps; the codec between nodes sees the bucket."""
+    for inter, codecs in (({}, set()), (INT8, {"int8_block"})):
+        with mcr.init(config(**NODES, min="16KiB", fuse={"bucket": "64KiB"}, inter=inter)) as comm:
+            with mcr.record() as log:
+                every = [noise(comm.rank, 3000, salt) for salt in range(4)]
+                works = [comm.all_reduce(values, async_op=True, tag="a") for values in every]
+                for work in works:
+                    assert work is not None
+                    work.wait()
+            for salt, values in enumerate(every):
+                error = (values - summed(comm, 3000, salt)).abs().max().item()
+                assert error < (0.2 if codecs else 1e-5), f"error {error}"
+                equal_bits(comm, values)
+            assert {codec for _, _, codec in steps(log, "a") if codec} == codecs, steps(log, "a")
+            packed = [record.fused for record in log.records if "across" in record.group]
+            assert max(packed) == 4, packed
+
+
+def wrapped() -> None:
+    """Gradients of a wrapped model, with and without a codec that keeps something between nodes."""
+    feedback = {"compress": {"codec": "int8_block", "error_feedback": True}}
+    for inter, near in (({}, 1e-6), (feedback, 0.05)):
+        with mcr.init(config(**NODES, inter=inter, fuse={})) as comm:
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.Linear(60, 30))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            model, optimizer = mcr.wrap(model, optimizer)
+            with mcr.record() as log:
+                for _turn in range(4):
+                    optimizer.zero_grad()
+                    model(noise(comm.rank, 400).view(10, 40)).square().mean().backward()
+                    optimizer.step()
+            got = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+            torch.manual_seed(0)
+            twin = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.Linear(60, 30))
+            for rank in range(comm.size):
+                (twin(noise(rank, 400).view(10, 40)).square().mean() / comm.size).backward()
+            for mine, parameter in zip(got, twin.parameters(), strict=True):
+                assert parameter.grad is not None
+                error = (mine - parameter.grad).norm() / parameter.grad.norm()
+                assert error < near, f"relative error {error}"
+                equal_bits(comm, mine)
+            codecs = {record.codec for record in log.records if "across" in record.group and record.codec}
+            assert codecs == ({"int8_block"} if inter else set()), codecs
+            # Each bucket has what it has lost to itself, also if another has its size.
+            kept = mcr.state_dict()["codecs"]
+            assert bool(kept) == bool(inter), kept
+            assert all("key=" in name for names in kept.values() for name in names), kept
+
+
+def rules() -> None:
+    """Rules change the stage for some operations, and name a backend for whole ones."""
+    changed = config(**NODES)
+    changed["rules"] = [
+        {"match": {"tag": "off"}, "hierarchical": {"kinds": []}},
+        {"match": {"tag": "flat"}, "backend": "gloo"},
+        {"match": {"tag": "int8"}, "hierarchical": {"inter": INT8}},
+    ]
+    with mcr.init(changed) as comm:
+        with mcr.record() as log:
+            for tag in ("off", "flat", "int8", "plain"):
+                comm.all_reduce(noise(comm.rank), tag=tag)
+        for tag in ("off", "flat"):
+            assert {group for _, group, _ in steps(log, tag)} == {"world"}, steps(log, tag)
+        assert "int8_block" in {codec for _, _, codec in steps(log, "int8")}, steps(log, "int8")
+        assert ("all_reduce", "world/across", None) in steps(log, "plain"), steps(log, "plain")
+        assert comm.expected_us("all_reduce", torch.float32, 4099, op="SUM") is None  # and does not fail
+
+
+def uneven() -> None:
+    """Nodes of different sizes: the flat way, with the right results."""
+    with mcr.init(config(nodes=[[0, 1, 2], [3]])) as comm:
+        assert not comm.parts
+        with mcr.record() as log:
+            values = torch.ones(100)
+            comm.all_reduce(values, tag="a")
+        assert (values == 4).all()
+        assert steps(log, "a") == [("all_reduce", "world", None)], steps(log, "a")
+
+
+def first_steps_do_not_wait_for_last_ones() -> None:
+    """While the other node is away, the second operation's reduce_scatter ends before the first's rest."""
+    with mcr.init(config(**NODES)) as comm:
+        gate = comm.branch()
+        first, second = torch.ones(1000), torch.ones(1000)
+        for values in (first, second):
+            work = comm.all_reduce(values, async_op=True, tag="a")
+            assert work is not None
+            work.wait()
+        if comm.rank >= 2:
+            gate.barrier()
+        with mcr.record() as log:
+            works = [comm.all_reduce(values, async_op=True, tag="a") for values in (first, second)]
+            deadline = time.monotonic() + 10
+            while comm.rank < 2 and time.monotonic() < deadline:
+                assert works[1] is not None
+                assert not works[1].is_completed()
+                if [kind for kind, _, _ in steps(log, "a")] == ["reduce_scatter"] * 2:
+                    break
+            early = steps(log, "a")
+        if comm.rank < 2:
+            assert early == [("reduce_scatter", "world/node", None)] * 2, early
+            gate.barrier()
+        for work in works:
+            assert work is not None
+            work.wait()
+        assert (first == 16).all(), first[:3]
+
+
+def bad_nodes() -> None:
+    """Nodes of another job are refused on every rank, and the next job works."""
+    with pytest.raises(mcr.ConfigError, match="3 ranks are listed; expected all 4 of this job"):
+        mcr.init(config(nodes=[[0, 1], [2]]))
+
+
+def another_thread() -> None:
+    """A thread that takes a group over takes the groups inside it too."""
+    with mcr.init(config(**NODES)) as comm:
+        problems: list[str] = []
+
+        def work() -> None:
+            try:
+                comm.take_over()
+                values = torch.ones(100)
+                comm.all_reduce(values)
+                assert (values == 4).all()
+            except Exception as error:
+                problems.append(repr(error))
+
+        comm.all_reduce(torch.ones(100))
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        comm.take_over()
+        assert not problems, problems
+
+
+def another_operation() -> None:
+    """Ranks that disagree are told so, each naming its group; those behind them too."""
+    with mcr.init(config(**NODES, dispatch={"timeout": "20s"})) as comm:
+        group = comm.branch()
+        with pytest.raises(mcr.OrderMismatch, match=r"world/1'.*float32\[999\]"):
+            group.all_reduce(torch.ones(1000 if comm.rank != 3 else 999), tag="odd")
+
+
+def a_missing_rank() -> None:
+    """A rank that does not come is named, with the group that waits for it."""
+    with mcr.init(config(**NODES, dispatch={"timeout": "3s"})) as comm:
+        group = comm.branch()
+        for _turn in range(2):
+            group.all_reduce(torch.ones(1000), tag="late")
+        if comm.rank != 1:
+            with pytest.raises(mcr.CommTimeout) as late:
+                group.all_reduce(torch.ones(1000), tag="late")
+            text = str(late.value)
+            assert any(f"world/1/{name}" in text for name in ("node0", "across", "node1/back")), text
+            if comm.rank == 0:
+                assert "reduce_scatter SUM float32[500]" in text, text
+                assert "missing ranks: [1]" in text, text
+        else:
+            time.sleep(4)
+
+
+FOUR_RANKS: Final[dict[str, Callable[[], None]]] = {
+    section.__name__: section
+    for section in (
+        compressed, compressed_by_the_pipeline, matrices_go_the_flat_way, feedback, fused, wrapped, rules,
+        uneven, first_steps_do_not_wait_for_last_ones, bad_nodes, another_thread, another_operation,
+        a_missing_rank,
+    )
+}  # fmt: skip
+
+
+def four_ranks() -> dict[str, str]:
+    """What went wrong in each section; empty where nothing did."""
+    torch.set_num_threads(1)
+    return {name: problem_of(section) for name, section in FOUR_RANKS.items()}
+
+
+def problem_of(section: Callable[[], None]) -> str:
+    try:
+        section()
+    except Exception:
+        return traceback.format_exc()[-1500:]
+    return ""
+
+
+def on_two_hosts(folder: Path) -> None:
+    """On a rank of two hosts: nodes are found by their names, and results are right."""
+    torch.set_num_threads(1)
+    failures = Failures()
+    with mcr.init(
+        config(backends=["mpi", "gloo", "msccl"], local={"backend": "msccl"}, inter={"backend": "gloo"})
+    ) as comm:
+        for section in (rough_sums, in_flight, sub_groups):
+            section(comm, failures)
+        report = {**failures.report(), "groups": " ".join(part.name for part in comm.parts)}
+    (folder / f"{comm.rank}").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    on_two_hosts(Path(sys.argv[1]))

@@ -235,7 +235,7 @@ def main() -> None:
     )
     group = Group("bench", tuple(range(comm.size)), comm.rank)
     arena = open_arena(store, group, Shape(comm.size), 60)
-    lane, collectives, box = Lane(arena), Direct(arena), Messages(arena, group)
+    lane, collectives, box = Lane(), Direct(arena), Messages(arena, group)
     messages.prepare()
     rows = []
     for kind in options.kinds.split(","):

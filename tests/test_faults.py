@@ -58,7 +58,7 @@ def configuration(deadline: float = DEADLINE_S, progress: str = "caller") -> dic
 
 
 def libraries(via: str) -> list[str]:
-    return ["gloo"] if via == "torch" else ["mpi", "gloo"]
+    return ["gloo", "msccl"] if via == "torch" else ["mpi", "gloo", "msccl"]
 
 
 # -- on ranks -------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ import torch
 import mcr_plus as mcr
 
 via, ending = sys.argv[1:]
-comm = mcr.init(backends=["gloo"] if via == "torch" else ["mpi", "gloo"])
+comm = mcr.init(backends=["gloo", "msccl"] if via == "torch" else ["mpi", "gloo", "msccl"])
 for backend in mcr.get_backends():
     x = torch.ones(1024)
     mcr.all_reduce(x, backend=backend)

@@ -229,7 +229,7 @@ def fuzz(first_seed: int, programs: int, backends: list[str], progress: str) -> 
 )
 def test_random_programs_give_the_oracles_results(ranks: int, programs: int, progress: str) -> None:
     programs = int(os.environ.get("MCR_FUZZ_PROGRAMS", programs))
-    args = [ranks * 1_000_000, programs, ["mpi", "gloo"], progress]
+    args = [ranks * 1_000_000, programs, ["mpi", "gloo", "msccl"], progress]
     results = run_ranks(fuzz, ranks, args=args, timeout=3000)
     for result in results:
         assert result.value["failures"] == []

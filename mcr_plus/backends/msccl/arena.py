@@ -5,7 +5,6 @@ kind of death leaves anything behind. What a job leaves that was killed before i
 The blocks are reserved when the file is made, so that a full /dev/shm is an error then and not a SIGBUS in
 the middle of an operation.
 
-    stop words   one line per rank: 1 once that rank has given up the arena
     lines        one per rank: the counters of `direct`
     queues       one line per end and queue: how many slots were filled, how many emptied
     areas        of `direct`: a ring of slots per rank
@@ -25,7 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from mcr_plus.errors import BackendError, BackendUnavailable
+from mcr_plus.errors import BackendUnavailable
 
 if TYPE_CHECKING:
     from mcr_plus.c10d import Store
@@ -68,7 +67,7 @@ class Shape:
     @property
     def lines(self) -> int:
         """Offset of the ranks' lines."""
-        return self.ranks * LINE
+        return 0
 
     @property
     def queues(self) -> int:
@@ -107,30 +106,11 @@ class Arena:
         self._memory = memory
         self._anchor = ctypes.c_char.from_buffer(memory)
         self.base = ctypes.addressof(self._anchor)
-        self._stops = memoryview(memory)[: shape.ranks * LINE].cast("q")
-
-    def stop(self) -> None:
-        """Say that this rank has given up the arena: its counters mean nothing any more."""
-        if self.base:
-            self._stops[self.rank * LINE // 8] = 1
-
-    def stopped(self) -> list[int]:
-        """The ranks that have given it up."""
-        return [rank for rank in range(self.shape.ranks) if self._stops[rank * LINE // 8]]
-
-    def check(self) -> None:
-        """Raise `BackendError` if any rank has given it up."""
-        if ranks := self.stopped():
-            told = " and ".join(f"rank {rank}" for rank in ranks)
-            raise BackendError(
-                f"backend msccl: {told} gave up in the middle of an operation; nothing more can run"
-            )
 
     def close(self) -> None:
         """Unmap it. No compiled code may use it any more."""
         if self.base:
             self.base = 0
-            self._stops.release()
             del self._anchor
             self._memory.close()
 

@@ -129,10 +129,10 @@ class MscclBackend:
         """See `Backend`: whoever polls holds the engine's lock, and that is enough."""
         return ""
 
-    def close(self, clean: bool) -> None:
-        """See `Backend.close`. Other ranks learn that this one has given up."""
+    def close(self, clean: bool) -> None:  # noqa: ARG002 - a Backend
+        """See `Backend.close`."""
         for channel in self._channels:
-            channel.end(clean)
+            channel.end()
 
 
 def _shape(ranks: int) -> Shape:
@@ -153,7 +153,7 @@ class _Channel:
         self._closed = False
         self._arena = arena
         self._group = group
-        self._lane = Lane(arena)
+        self._lane = Lane()
         # Whoever yields a core of its own loses it to some other program for milliseconds, not to its peer.
         self._yields = _YIELDS if crowded else 0
         self._direct = Direct(arena, spins=_SPINS, yields=self._yields)
@@ -235,15 +235,13 @@ class _Channel:
             self._lane.progress()
             self._messages.progress()
 
-    def end(self, clean: bool) -> None:
-        """Give up what is in flight, if the job does not end in good order."""
-        if not clean:
-            self._lane.stop()
+    def end(self) -> None:
+        """Nothing runs after this. What is in flight keeps its memory: the process is at its end."""
+        self._closed = True
         self._lane.close()
 
     def close(self) -> None:
-        self._closed = True
-        self._lane.close()
+        self.end()
         self._arena.close()
 
 

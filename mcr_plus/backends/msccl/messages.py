@@ -45,12 +45,11 @@ _AT_ONCE: Final = 16  # calls of Python by `advance` in one poll, so that deadli
 _ROWS: Final = 0
 _DEPTH: Final = 1
 _SLOT: Final = 2  # bytes
-_STOPS: Final = 3  # address of the ranks' stop words
-_GLANCES: Final = 4  # looks at all queues in a call in which nothing moves
-_SPINS: Final = 5  # how often to look again once something has moved, on the core and after giving it away
-_YIELDS: Final = 6
-_NEXT: Final = 7  # row to begin with: each has its turn
-_HEAD: Final = 8
+_GLANCES: Final = 3  # looks at all queues in a call in which nothing moves
+_SPINS: Final = 4  # how often to look again once something has moved, on the core and after giving it away
+_YIELDS: Final = 5
+_NEXT: Final = 6  # row to begin with: each has its turn
+_HEAD: Final = 7
 
 # Words of a row.
 _MODE: Final = 0
@@ -78,7 +77,6 @@ _PULLS: Final = 3
 
 # What `advance` returns when it is not a row.
 _NOTHING: Final = -1
-_STOPPED: Final = -2
 
 
 @compiled
@@ -199,8 +197,7 @@ def _turn(state):  # type: ignore[no-untyped-def]
 def advance(state, patient):  # type: ignore[no-untyped-def]
     """Move what can be moved, waiting a moment for more if `patient`.
 
-    Returns a row that Python should look at; `_NOTHING`; or, if nothing has moved, `_STOPPED` once a rank has
-    given up.
+    Returns a row that Python should look at, or `_NOTHING`.
     """
     spins = yields = 0
     most, moved = state[_GLANCES], False
@@ -220,10 +217,6 @@ def advance(state, patient):  # type: ignore[no-untyped-def]
             sched_yield()
         else:
             break
-    if not moved:
-        for rank in range(state[_ROWS] // 2):
-            if load_acquire(state[_STOPS] + rank * LINE) != 0:
-                return _STOPPED
     return _NOTHING
 
 
@@ -332,7 +325,7 @@ class Messages:
         shape = arena.shape
         self._arena, self._group = arena, group
         state: Any = np.zeros(_HEAD + 2 * shape.ranks * _ROW, np.int64)
-        state[:_NEXT] = 2 * shape.ranks, shape.depth, shape.slot, arena.base, glances, spins, yields
+        state[:_NEXT] = 2 * shape.ranks, shape.depth, shape.slot, glances, spins, yields
         self._state = state
         self._words = memoryview(state)  # single words are read and written in half the time
         for peer in range(shape.ranks):
@@ -364,7 +357,7 @@ class Messages:
         """How to send tensors of a signature.
 
         The poll is done when all bytes are in the queue, which for a small message and a free slot is so at
-        once. It raises `BackendError` if nothing moves and a rank has given up.
+        once.
         """
         code, nbytes = _described(signature)
         state, sends, me = self._state, self._sends, self._group.rank
@@ -389,8 +382,8 @@ class Messages:
     def bind_receive(self, signature: Signature) -> Start:
         """How to receive tensors of a signature.
 
-        The poll raises `OrderMismatch` if the message has another dtype or size, and `BackendError` if
-        nothing moves and a rank has given up. It has `source`, a group rank, once the message is there.
+        The poll raises `OrderMismatch` if the message has another dtype or size. It has `source`, a
+        group rank, once the message is there.
         """
         code, nbytes = _described(signature)
         me, words, coming, due = self._group.rank, self._words, self._coming, self._due
@@ -471,15 +464,12 @@ class Messages:
 
         Raises:
             OrderMismatch: `wanted` has met a message that does not fit it.
-            BackendError: nothing moves, and a rank has given up.
         """
         for _ in range(_AT_ONCE):
             if wanted.error is not None:
                 raise wanted.error
             index = advance(self._state, 1)
             if index < 0:
-                if index == _STOPPED:
-                    self._arena.check()
                 break
             self._serve(index)
             if wanted.done:

@@ -40,20 +40,21 @@ FLAT: Final = ("mpi", "gloo")
 STEPS: Final[dict[str, dict[str, Any]]] = {
     "steps mpi, mpi": {"local": {"backend": "mpi"}, "inter": {"backend": "mpi"}},
     "steps mpi, gloo": {"local": {"backend": "mpi"}, "inter": {"backend": "gloo"}},
-    "steps gloo, gloo": {"local": {"backend": "gloo"}, "inter": {"backend": "gloo"}},
+    "steps msccl, mpi": {"local": {"backend": "msccl"}, "inter": {"backend": "mpi"}},
+    "steps msccl, gloo": {"local": {"backend": "msccl"}, "inter": {"backend": "gloo"}},
 }
-CODEC: Final = "steps mpi, gloo int8"
+CODEC: Final = "steps msccl, gloo int8"
 WAYS: Final = (*FLAT, *STEPS, CODEC)
 CONFIG: Final[dict[str, Any]] = {
     "version": 1,
-    "backends": ["mpi", "gloo"],
+    "backends": ["mpi", "gloo", "msccl"],
     "pipeline": [{"hierarchical": {"min": 0}}, {"compress": {}}, {"select": {}}, {"dispatch": {}}],
     "rules": [
         *({"match": {"tag": way}, "hierarchical": options} for way, options in STEPS.items()),
         {
             "match": {"tag": CODEC},
             "hierarchical": {
-                "local": {"backend": "mpi"},
+                "local": {"backend": "msccl"},
                 "inter": {"backend": "gloo", "compress": {"codec": "int8_block"}},
             },
         },

@@ -91,9 +91,10 @@ def ways(
             lambda: gloo.alltoall_base(target, source, [], []).wait(),
         )
     addresses = source.data_ptr(), target.data_ptr()
+    begin = lane.bind(direct.begin, direct.advance, state)
 
     def ours() -> None:
-        poll = lane.start(direct.begin, direct.advance, state, *addresses)
+        poll = begin(*addresses)
         while not poll():
             os.sched_yield()
 

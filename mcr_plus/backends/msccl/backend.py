@@ -12,7 +12,7 @@ from mcr_plus.backends.msccl.arena import Arena, Shape, open_arena
 from mcr_plus.backends.msccl.combining import Combining, combining
 from mcr_plus.backends.msccl.direct import Direct
 from mcr_plus.backends.msccl.executor import Interpreter
-from mcr_plus.backends.msccl.lane import Lane
+from mcr_plus.backends.msccl.lane import Lane, Run
 from mcr_plus.backends.msccl.messages import Messages
 from mcr_plus.environment import cores
 from mcr_plus.errors import OrderMismatch
@@ -180,24 +180,23 @@ class _Channel:
             return self._bind_algorithm(signature, count, width, kernels)
         # One state for all calls: the lane begins one only when the one before it is done.
         state = self._direct.bind(_KINDS[signature.kind], count, width, kernels, signature.root or 0)
-        begin, advance, begun = direct.begin, direct.advance, self._lane.start
         # What one exchange of slots does is done by the time the thread is awake.
         aside = signature.async_op and (signature.nbytes or 0) > self._arena.shape.area
+        begin = self._lane.bind(direct.begin, direct.advance, state, aside=aside)
         if signature.kind == "barrier":
-            return lambda message: begun(begin, advance, state, 0, 0)  # noqa: ARG005 - a Start
+            return lambda message: begin(0, 0)  # noqa: ARG005 - a Start
 
         def start(message: Message) -> Poll:
             target = message.outputs[0].data_ptr() if message.outputs else 0
             source = message.inputs[0].data_ptr() if message.inputs else target
-            return begun(begin, advance, state, source, target, aside)
+            return begin(source, target)
 
         return start
 
     def _bind_algorithm(self, signature: Signature, count: int, width: int, kernels: Combining) -> Start:
         algorithm = catalog.algorithm_of(signature)
         interpreter = Interpreter(self._arena, algorithm, skip=_MESSAGES, spins=_SPINS, yields=self._yields)
-        begin, advance, begun = executor.begin, executor.advance, self._lane.start
-        states: dict[bool, Any] = {}
+        lane, begins = self._lane, dict[bool, Run]()
         aside = signature.async_op and (signature.nbytes or 0) > self._arena.shape.slot
         broadcasts = signature.kind == "broadcast"
 
@@ -205,10 +204,11 @@ class _Channel:
             target = message.outputs[0].data_ptr() if message.outputs else 0
             source = message.inputs[0].data_ptr() if message.inputs else broadcasts and target
             in_place = interpreter.in_place(source, target, count * width)
-            state = states.get(in_place)
-            if state is None:
-                state = states[in_place] = interpreter.bind(count, width, kernels, in_place=in_place)
-            return begun(begin, advance, state, source, target, aside)
+            begin = begins.get(in_place)
+            if begin is None:
+                state = interpreter.bind(count, width, kernels, in_place=in_place)
+                begin = begins[in_place] = lane.bind(executor.begin, executor.advance, state, aside=aside)
+            return begin(source, target)
 
         return start
 
@@ -223,9 +223,8 @@ class _Channel:
             state = of_sizes(pattern, sent, expected)
             target = message.outputs[0].data_ptr() if message.outputs else 0
             source = message.inputs[0].data_ptr() if message.inputs else target
-            return _Uneven(
-                lane.start(direct.begin, direct.advance, state, source, target), state, message, group
-            )
+            poll = lane.bind(direct.begin, direct.advance, state)(source, target)
+            return _Uneven(poll, state, message, group)
 
         return start
 

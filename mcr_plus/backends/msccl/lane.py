@@ -18,6 +18,9 @@ Advance = Callable[[Any, int], int]
 
 _NAP_S: Final = 50e-6  # of the thread while nothing moves: the cores are for computing
 
+Run = Callable[[int, int], "Poll"]
+"""Start an operation: addresses of source and target."""
+
 
 def _done() -> bool:
     return True
@@ -63,35 +66,35 @@ class Lane:
         self._worker: Thread | None = None
         self._wanted = Semaphore(0)
 
-    def start(
-        self,
-        begin: Begin,
-        advance: Advance,
-        state: Any,
-        source: int,
-        target: int,
-        aside: bool = False,
-    ) -> Poll:
-        """Begin an operation if it is its turn, and return its poll. Never waits for a peer.
+    def bind(self, begin: Begin, advance: Advance, state: Any, *, aside: bool = False) -> Run:
+        """How to start an operation: it begins if it is its turn, and never waits for a peer.
 
-        `aside`: leave it to the lane's thread. For one thread at a time.
+        `aside`: it is left to the lane's thread. One thread at a time starts operations.
         """
-        operation = None
-        if not aside and not self._running and self._lock.acquire(False):
-            try:
-                if begin(state, source, target):
-                    return _done
-                operation = _Operation(self, begin, advance, (state, source, target))
-                operation.begun = True
-                self._running.append(operation)
-            finally:
-                self._lock.release()
-        if operation is None:
+        running, acquire, release = self._running, self._lock.acquire, self._lock.release
+
+        def start(source: int, target: int) -> Poll:
+            if not running and acquire(False):
+                try:
+                    if begin(state, source, target):
+                        return _done
+                    operation = _Operation(self, begin, advance, (state, source, target))
+                    operation.begun = True
+                    running.append(operation)
+                finally:
+                    release()
+                return operation
             operation = _Operation(self, begin, advance, (state, source, target))
-            self._running.append(operation)
-        if aside:
+            running.append(operation)
+            return operation
+
+        def start_aside(source: int, target: int) -> Poll:
+            operation = _Operation(self, begin, advance, (state, source, target))
+            running.append(operation)
             self._wake()
-        return operation
+            return operation
+
+        return start_aside if aside else start
 
     def drive(self, wanted: _Operation) -> bool:
         """Go on with the first operation, and with those that follow as far as they come at once.

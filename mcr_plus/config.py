@@ -354,12 +354,16 @@ class InterOptions(StageOptions):
 class HierarchicalOptions(StageOptions):
     """Options of `hierarchical`.
 
-    `kinds`: which operations go through the nodes in steps. `min`: smaller ones, in bytes, go the flat way.
-    `nodes`: the ranks of every node, by their numbers in the job, or `ranks_per_node`: so many consecutive
-    ones; by default a host is a node. `local`, `inter`: the steps inside a node, and between nodes.
+    `kinds`: which operations go through the nodes in steps; an all_to_all gains nothing by them where
+    nodes have few ranks. `min`: smaller ones, in bytes, go the flat way. `nodes`: the ranks of every
+    node, by their numbers in the job, or `ranks_per_node`: so many consecutive ones; by default a host
+    is a node. `local`, `inter`: the steps inside a node, and between nodes.
     """
 
-    kinds: Annotated[tuple[str, ...], BeforeValidator(_some_of(HIERARCHICAL))] = HIERARCHICAL
+    kinds: Annotated[tuple[str, ...], BeforeValidator(_some_of(HIERARCHICAL))] = (
+        "all_reduce",
+        "broadcast",
+    )
     min: Annotated[int, BeforeValidator(parse_size), Field(ge=0)] = 64 << 10
     nodes: Annotated[tuple[tuple[int, ...], ...] | None, BeforeValidator(_nodes)] = None
     ranks_per_node: Annotated[int, Field(gt=0)] | None = None

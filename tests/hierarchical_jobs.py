@@ -18,6 +18,7 @@ import torch
 from reference import Failures, difference, inputs, reduced, rough, sum_bound, wide
 
 import mcr_plus as mcr
+from mcr_plus.config import HIERARCHICAL
 from mcr_plus.message import DTYPES, REDUCE_OPS, REDUCIBLE, ReduceOp
 from mcr_plus.observe.record import Log
 
@@ -29,7 +30,7 @@ def config(
     compress: dict[str, Any] | None = None, fuse: dict[str, Any] | None = None, **hierarchical: Any,
 ) -> dict[str, Any]:  # fmt: skip
     stages = [
-        {"hierarchical": {"min": 0, **hierarchical}},
+        {"hierarchical": {"kinds": list(HIERARCHICAL), "min": 0, **hierarchical}},
         {"compress": compress or {}},
         {"select": {}},
         {"dispatch": {"timeout": "30s", **(dispatch or {})}},

@@ -50,7 +50,7 @@ _MESSAGES: Final = 1  # channel of sends and receives; those of algorithms follo
 _DEPTH: Final = 4
 _SLOT: Final = 128 << 10
 _SLOTS: Final = 16 << 20  # bytes for all queues
-_LEAST_SLOT: Final = 1 << 10
+_LEAST_SLOT: Final = 256  # bytes
 
 
 class MscclBackend:

@@ -94,7 +94,7 @@ def ways(
     begin = lane.bind(direct.begin, direct.advance, state)
 
     def ours() -> None:
-        poll = begin(*addresses)
+        poll = begin(*addresses, None)
         while not poll():
             os.sched_yield()
 

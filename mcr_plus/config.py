@@ -141,7 +141,8 @@ class AlgorithmsRef:
     def resolve(self) -> list[Path]:
         """Return the file, or the folder's files `*.xml`; raises `ConfigError` when there is none."""
         path = self.folder / self.text
-        found = sorted(path.glob("*.xml")) if path.is_dir() else [path] if path.is_file() else []
+        among = sorted(path.glob("*.xml")) if path.is_dir() else [path]
+        found = [each for each in among if each.is_file()]
         if not found:
             what = "algorithm file, or folder with *.xml,"
             raise ConfigError(f"{self.place}: no {what} {self.text!r}; looked for {str(path)!r}")
@@ -149,7 +150,10 @@ class AlgorithmsRef:
 
     def digests(self) -> list[str]:
         """Return the name and the SHA-256 of the content of every file."""
-        return [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in self.resolve()]
+        try:
+            return [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in self.resolve()]
+        except OSError as error:
+            raise ConfigError(f"{self.place}: cannot read {error.filename!r}: {error.strerror}") from None
 
 
 def _table_ref(value: object, info: ValidationInfo) -> TableRef | None:

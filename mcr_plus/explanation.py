@@ -11,6 +11,7 @@ import torch
 
 from mcr_plus import config as configuration
 from mcr_plus.backends import supposed
+from mcr_plus.backends.msccl.catalog import kept
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.hooks.reducer import TAG
 from mcr_plus.hooks.ways import key_of, way_of
@@ -33,6 +34,7 @@ from mcr_plus.selection.checks import use_algorithms
 from mcr_plus.units import parse_size
 
 
+@kept()  # a job may be running, with algorithm files of its own
 def explain(
     kind: str,
     nbytes: int | str,

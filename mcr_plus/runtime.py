@@ -106,10 +106,7 @@ class Runtime:
         one_host = len({world.hosts[each] for each in ranks}) == 1
         board = open_board(world.store if rank >= 0 else None, group, one_host, world.timeout)
         state = GroupState(group, board)
-        lines = {}
-        for backend_name in reaching(self._backends, world, group) if rank >= 0 else ():
-            backend = self._backends[backend_name]
-            lines[backend_name] = Line(backend, backend.open(group), Lane())
+        lines = self._open_lines(group) if rank >= 0 else {}
         restored, found = (kept.setdefault(name, {}) for kept in (self.restored, self.found))
         runtime = GroupRuntime(self.engine, state, lines, {}, restored=restored, found=found)
         usable = {name: self._classes[name] for name in lines} if rank >= 0 else dict(self._classes)
@@ -128,6 +125,24 @@ class Runtime:
             communicator.parts.append(below)
             parts[part] = below.pipeline
         return communicator
+
+    def _open_lines(self, group: Group) -> dict[str, Line]:
+        """Every library of the job that can serve a group, as this group uses it.
+
+        Where the configuration names none, one that cannot be had for it after all is left out.
+        """
+        names = reaching(self._backends, self.world, group)
+        lines: dict[str, Line] = {}
+        for name in names:
+            backend = self._backends[name]
+            try:
+                lines[name] = Line(backend, backend.open(group), Lane())
+            except BackendUnavailable as error:  # told to all ranks of the group alike
+                if self.config.backends is not None or len(names) == 1:
+                    raise
+                if group.rank == 0:
+                    _log.warning("group '%s' goes without %s: %s", group.name, name, error)
+        return lines
 
     def new_group(self, ranks: Sequence[int]) -> Communicator:
         """See `mcr_plus.new_group`."""

@@ -85,7 +85,7 @@ class Rank:
         kernels: Combining | None = None,
     ) -> None:
         state = self.direct.bind(kind, count, source.element_size(), kernels or Combining(), root)
-        wait(self.lane.bind(direct.begin, direct.advance, state)(source.data_ptr(), target.data_ptr()))
+        wait(self.lane.bind(direct.begin, direct.advance, state)(source.data_ptr(), target.data_ptr(), None))
 
     def run(
         self,
@@ -99,7 +99,11 @@ class Rank:
     ) -> None:
         interpreter = self.interpreters[name, root if name == "chain" else 0]
         state = interpreter.bind(count, source.element_size(), kernels or Combining(), in_place=in_place)
-        wait(self.lane.bind(executor.begin, executor.advance, state)(source.data_ptr(), target.data_ptr()))
+        wait(
+            self.lane.bind(executor.begin, executor.advance, state)(
+                source.data_ptr(), target.data_ptr(), None
+            )
+        )
 
     def ways(self, kind: str) -> list[str]:
         """How an operation can be done."""
@@ -304,10 +308,10 @@ def in_flight(rank: Rank) -> Iterator[str]:
         at = buffer.data_ptr()
         if index % 2:
             state = rank.direct.bind(direct.ALL_REDUCE, count, 8, kernels)
-            polls.append(rank.lane.bind(direct.begin, direct.advance, state)(at, at))
+            polls.append(rank.lane.bind(direct.begin, direct.advance, state)(at, at, None))
         else:
             state = rank.interpreters["ring", 0].bind(count, 8, kernels, in_place=True)
-            polls.append(rank.lane.bind(executor.begin, executor.advance, state)(at, at))
+            polls.append(rank.lane.bind(executor.begin, executor.advance, state)(at, at, None))
     for poll in reversed(polls):
         wait(poll)
     total = rank.ranks * (rank.ranks - 1) // 2
@@ -355,8 +359,8 @@ def _be_killed(folder: str, me: int, ranks: int) -> None:
     whole = Direct(memory).bind(direct.ALL_REDUCE, 2000, 4, kernels)
     ring = Interpreter(memory, samples.ring(ranks)).bind(2000, 4, kernels, in_place=True)
     while True:
-        wait(lane.bind(direct.begin, direct.advance, whole)(at, at), 0.2)
-        wait(lane.bind(executor.begin, executor.advance, ring)(at, at), 0.2)
+        wait(lane.bind(direct.begin, direct.advance, whole)(at, at, None), 0.2)
+        wait(lane.bind(executor.begin, executor.advance, ring)(at, at, None), 0.2)
 
 
 def killed(times: int, ranks: int = 3) -> list[str]:

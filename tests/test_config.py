@@ -148,7 +148,7 @@ PIPE = "version: 1\npipeline:\n"
     [
         (
             "version: 1\nspeed: 3\n",
-            "2: speed: unknown key 'speed'; known: version, backends, pipeline, rules",
+            "2: speed: unknown key 'speed'; known: version, backends, algorithms, pipeline, rules",
         ),
         ("version: 1\nbackend: [mpi]\n", "2: backend: unknown key 'backend'; known: "),
         ("backends: [mpi]\n", "1: version: missing; expected version: 1"),
@@ -161,7 +161,7 @@ PIPE = "version: 1\npipeline:\n"
         ("version: 1\nbackends:\n  - mpi\n  - ncll\n", "4: backends[1]: unknown backend 'ncll'; known: "),
         (
             "version: 1\nbackends: [ncll]\n",
-            "2: backends[0]: unknown backend 'ncll'; known: gloo, local, mpi, nccl",
+            "2: backends[0]: unknown backend 'ncll'; known: gloo, local, mpi, msccl, nccl",
         ),
         ("version: 1\nbackends: [mpi, mpi]\n", "2: backends[1]: backend 'mpi' is written twice"),
         ("version: 1\nbackends: [[mpi]]\n", "2: backends[0]: unknown backend ['mpi']"),

@@ -293,13 +293,13 @@ def test_comparison_goes_in_rounds_and_finds_who_differs(
         if name == "mpi":
             raise BackendUnavailable("no mpi")
         ran.append(name)
-        last = name == "mix" and len(ran) == 5
+        last = name == "mix" and len(ran) == 7
         return result(offset if last else 0.0, 0.1 if name == "mix" else 0.2)
 
     monkeypatch.setattr(training, "run", run)
     config = EXAMPLES / "gpt" / "pipeline.yaml"
     assert started(compare=True, config=config, json=tmp_path / "out.json") == (1 if offset else 0)
-    assert ran == ["torch", "gloo", "mix", "gloo", "mix", "torch"]
+    assert ran == ["torch", "gloo", "msccl", "mix", "gloo", "msccl", "mix", "torch"]
     output = capsys.readouterr().out
     assert "mcr_plus mpi did not run: no mpi" in output
     assert ("losses differ by more than 1e-05" in output) == bool(offset)
@@ -344,7 +344,7 @@ def test_all_libraries_train_the_same_model(tmp_path: Path) -> None:
     done = launch("gpt", *given, "--json", path)
     assert done.returncode == 0, done.stdout + done.stderr
     runs = json.loads(path.read_text())["runs"]
-    assert [run["max_difference"] for run in runs] == [0] * 4
+    assert [run["max_difference"] for run in runs] == [0] * 5
 
 
 @needs_mpi

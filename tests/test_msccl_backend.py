@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -293,6 +296,101 @@ def on_the_thread() -> list[bool]:
 def test_large_asynchronous_operations(ranks: int) -> None:
     for result in run_ranks(on_the_thread, ranks, via="torch"):
         assert result.value == [True] * 21
+
+
+def interrupted() -> list[bool]:
+    """Rank 0 gives up waiting and lets go of its tensor while rank 1 is late; the operation still ends."""
+    comm = mcr.init({"version": 1, "backends": ["msccl"]})
+    mcr.all_reduce(torch.ones(3_000_000))
+    mcr.barrier()
+    if comm.rank == 0:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            comm.all_reduce(torch.ones(3_000_000))
+        except KeyboardInterrupt:
+            pass
+        else:
+            return [False]
+    else:
+        time.sleep(0.8)
+        comm.all_reduce(torch.ones(3_000_000))
+    fresh = [torch.full((1_000_000,), 7.0) for _ in range(6)]  # where its tensor was, if it is gone
+    value = torch.full((5,), float(comm.rank))
+    comm.all_reduce(value)
+    mcr.finalize()
+    return [value.tolist() == [1.0] * 5, *(bool((each == 7).all()) for each in fresh)]
+
+
+def test_an_interrupted_wait_keeps_its_tensors() -> None:
+    for result in run_ranks(interrupted, 2, via="torch"):
+        assert all(result.value)
+
+
+def other_sizes() -> str:
+    """Both have been compared before; then ranks take different ones."""
+    comm = mcr.init(
+        {"version": 1, "backends": ["msccl"], "pipeline": [{"select": {}}, {"dispatch": {"timeout": "20s"}}]}
+    )
+    for count in (1000, 400_000):
+        comm.all_reduce(torch.ones(count))
+    try:
+        for count in ((1000, 1000), (400_000, 1000))[comm.rank]:
+            comm.all_reduce(torch.ones(count))
+    except mcr.OrderMismatch as error:
+        return str(error)
+    return "no error"
+
+
+def test_other_sizes_are_told_and_never_summed() -> None:
+    for result in run_ranks(other_sizes, 2, via="torch", check=False):
+        assert "float32[1000]" in str(result.value)
+        assert "float32[400000]" in str(result.value)
+
+
+def explained_meanwhile(file: str) -> bool:
+    comm = mcr.init({"version": 1, "backends": ["msccl"], "algorithms": [file]})
+    if comm.rank == 1:
+        mcr.explain("all_reduce", 1024, ranks=2)
+    value = torch.ones(100)
+    comm.all_reduce(value, backend="msccl:mine")
+    mcr.new_group([0, 1]).all_reduce(value)
+    mcr.finalize()
+    return bool((value == 4).all())
+
+
+def test_explaining_leaves_the_jobs_algorithms_alone(tmp_path: Path) -> None:
+    write_algorithm(samples.ring(2), tmp_path / "mine.xml")
+    args = [str(tmp_path / "mine.xml")]
+    assert all(result.value for result in run_ranks(explained_meanwhile, 2, args=args, via="torch"))
+
+
+def without_memory(named: bool) -> list[Any]:
+    """No room in /dev/shm: a job that has not asked for it goes on without."""
+    from mcr_plus.backends.msccl import arena
+
+    def create(nbytes: int) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device", "/dev/shm")
+
+    arena._create = create
+    try:
+        comm = mcr.init({"version": 1, "backends": ["msccl", "gloo"]} if named else None)
+    except mcr.BackendUnavailable as error:
+        return [str(error)]
+    value = torch.ones(3)
+    with mcr.record() as log:
+        comm.all_reduce(value)
+    mcr.finalize()
+    return [value.tolist(), log.records[0].backend]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_without_memory(named: bool) -> None:
+    for result in run_ranks(without_memory, 2, args=[named], via="torch"):
+        if named:
+            assert "enlarge /dev/shm" in result.value[0]
+        else:
+            assert result.value == [[2.0] * 3, "gloo"]
 
 
 def waiting_moves_everything() -> bool:

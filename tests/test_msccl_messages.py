@@ -524,7 +524,7 @@ def among_collectives(box: Box) -> Iterator[str]:
         target = torch.empty(100 * turn)
         polls = [
             box.receive(target, left, turn),
-            lane.bind(direct.begin, direct.advance, state)(total.data_ptr(), total.data_ptr()),
+            lane.bind(direct.begin, direct.advance, state)(total.data_ptr(), total.data_ptr(), None),
             box.send(values(10 * turn + box.me, 100 * turn), right, turn),
         ]
         deadline = time.monotonic() + jobs.PATIENCE

@@ -16,12 +16,14 @@ def validate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Check FILE, its tables and algorithms; print the pipeline it stands for, defaults filled in."""
+    from mcr_plus.backends.msccl.catalog import kept
     from mcr_plus.config import dump, load
     from mcr_plus.selection.checks import checked_tables, use_algorithms
 
     config = load(file)
     checked_tables(config)
-    use_algorithms(config)
+    with kept():
+        use_algorithms(config)
     resolved = dump(config)
     if as_json:
         print_json(resolved)

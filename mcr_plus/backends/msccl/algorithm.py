@@ -131,3 +131,9 @@ class Algorithm:
     root: int = 0
     protocol: str = "Simple"
     file: str = ""
+
+    @property
+    def largest_step(self) -> int:
+        """Chunks of the largest step of any rank."""
+        steps = (step.count for each in self.programs for block in each.blocks for step in block.steps)
+        return max(steps, default=1)

@@ -47,7 +47,7 @@ class Shape:
         channels: queues from one rank to another.
         depth: slots of a queue, at least 2: with one, rings deadlock.
         slot: bytes of a queue's slot, a multiple of 64.
-        ring: slots of a rank's area in `direct`, at least 2.
+        ring: slots of a rank's area in `direct`, 2 to 5: their tags are on one cache line.
         area: bytes of such a slot, a multiple of 64 × ranks.
     """
 
@@ -59,8 +59,8 @@ class Shape:
     area: int = 768 << 10
 
     def __post_init__(self) -> None:
-        if self.depth < 2 or self.ring < 2:
-            raise ValueError(f"expected at least 2 slots, got depth={self.depth} and ring={self.ring}")
+        if self.depth < 2 or not 2 <= self.ring <= 5:
+            raise ValueError(f"expected depth ≥ 2 and ring from 2 to 5, got {self.depth} and {self.ring}")
         if self.slot % 64 or self.area % (64 * self.ranks):
             raise ValueError(f"slot={self.slot} and area={self.area} must be multiples of 64, area per rank")
 
@@ -130,12 +130,15 @@ def open_arena(store: Store, group: Group, shape: Shape, timeout: float) -> Aren
         if group.rank == 0:
             remove_stale()
             path, memory = _create(shape.nbytes)
-            store.set(f"{key}/file", str(path))
+            store.set(f"{key}/file", f"{shape.nbytes} {path}")
         else:
             store.wait([f"{key}/file"], limit)
             told = store.get(f"{key}/file").decode()
             if not told.startswith(_FAILED):
-                path = Path(told)
+                size, _, name = told.partition(" ")
+                path = Path(name)
+                if int(size) != shape.nbytes:
+                    raise OSError(0, f"wants {shape.nbytes} bytes where rank 0 has made {size}", name)
                 memory = _map(path, shape.nbytes)
     except OSError as error:
         problem = f"rank {group.rank}: {error.strerror or error} ({error.filename or _FOLDER})"

@@ -105,8 +105,10 @@ class MscclBackend:
     @classmethod
     def supports(cls, signature: Signature) -> Support:
         """Everything on CPU tensors."""
-        if signature.algorithm is not None and (why := catalog.refusal(signature)):
-            return Support("no", why)
+        if signature.algorithm is not None:
+            why = catalog.refusal(signature) or _too_large(signature)
+            if why:
+                return Support("no", why)
         if signature.device != "cpu":
             return Support("emulated", "staged through host memory")
         return NATIVE
@@ -133,6 +135,16 @@ class MscclBackend:
         """See `Backend.close`."""
         for channel in self._channels:
             channel.end()
+
+
+def _too_large(signature: Signature) -> str:
+    """Why an algorithm's steps do not fit the memory of so many ranks, empty if they do."""
+    most, slot = catalog.algorithm_of(signature).largest_step, _shape(signature.ranks).slot
+    if most * 64 <= slot:
+        return ""
+    return (
+        f"algorithm '{signature.algorithm}' has steps of {most} chunks, too many for {signature.ranks} ranks"
+    )
 
 
 def _shape(ranks: int) -> Shape:
@@ -172,24 +184,26 @@ class _Channel:
             kernels = combining(signature.dtype, signature.reduce_op)
             width //= kernels.parts
         if signature.kind in VECTOR:
-            return self._bind_uneven(signature.kind, width, kernels)
+            return self._bind_uneven(signature, width, kernels)
         count = (signature.nbytes or 0) // width
         if signature.kind not in _WHOLE:
             count //= signature.ranks
         if signature.algorithm is not None:
             return self._bind_algorithm(signature, count, width, kernels)
         # One state for all calls: the lane begins one only when the one before it is done.
-        state = self._direct.bind(_KINDS[signature.kind], count, width, kernels, signature.root or 0)
+        state = self._direct.bind(
+            _KINDS[signature.kind], count, width, kernels, signature.root or 0, tag=signature.digest()
+        )
         # What one exchange of slots does is done by the time the thread is awake.
         aside = signature.async_op and (signature.nbytes or 0) > self._arena.shape.area
         begin = self._lane.bind(direct.begin, direct.advance, state, aside=aside)
         if signature.kind == "barrier":
-            return lambda message: begin(0, 0)  # noqa: ARG005 - a Start
+            return lambda message: begin(0, 0, None)  # noqa: ARG005 - a Start
 
         def start(message: Message) -> Poll:
             target = message.outputs[0].data_ptr() if message.outputs else 0
             source = message.inputs[0].data_ptr() if message.inputs else target
-            return begin(source, target)
+            return begin(source, target, (message.inputs, message.outputs))
 
         return start
 
@@ -198,22 +212,24 @@ class _Channel:
         interpreter = Interpreter(self._arena, algorithm, skip=_MESSAGES, spins=_SPINS, yields=self._yields)
         lane, begins = self._lane, dict[bool, Run]()
         aside = signature.async_op and (signature.nbytes or 0) > self._arena.shape.slot
-        broadcasts = signature.kind == "broadcast"
+        stand_in = int(signature.kind == "broadcast")  # whose only buffer is an output
 
         def start(message: Message) -> Poll:
             target = message.outputs[0].data_ptr() if message.outputs else 0
-            source = message.inputs[0].data_ptr() if message.inputs else broadcasts and target
+            source = message.inputs[0].data_ptr() if message.inputs else stand_in * target
             in_place = interpreter.in_place(source, target, count * width)
             begin = begins.get(in_place)
             if begin is None:
                 state = interpreter.bind(count, width, kernels, in_place=in_place)
                 begin = begins[in_place] = lane.bind(executor.begin, executor.advance, state, aside=aside)
-            return begin(source, target)
+            return begin(source, target, (message.inputs, message.outputs))
 
         return start
 
-    def _bind_uneven(self, kind: Kind, width: int, kernels: Combining) -> Start:
-        pattern, parts = self._direct.bind(_KINDS[kind], 0, width, kernels), kernels.parts
+    def _bind_uneven(self, signature: Signature, width: int, kernels: Combining) -> Start:
+        tag, async_op, area = signature.digest(), signature.async_op, self._arena.shape.area
+        pattern = self._direct.bind(_KINDS[signature.kind], 0, width, kernels, tag=tag)
+        parts = kernels.parts
         group, lane, of_sizes = self._group, self._lane, self._direct.of_sizes
 
         def start(message: Message) -> Poll:
@@ -223,7 +239,9 @@ class _Channel:
             state = of_sizes(pattern, sent, expected)
             target = message.outputs[0].data_ptr() if message.outputs else 0
             source = message.inputs[0].data_ptr() if message.inputs else target
-            poll = lane.bind(direct.begin, direct.advance, state)(source, target)
+            large = async_op and width * max(sum(sent), sum(expected)) > area
+            begin = lane.bind(direct.begin, direct.advance, state, aside=large)
+            poll = begin(source, target, (message.inputs, message.outputs))
             return _Uneven(poll, state, message, group)
 
         return start

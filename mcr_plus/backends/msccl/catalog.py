@@ -7,7 +7,8 @@ which are equal on all ranks, and on the signature.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -57,6 +58,17 @@ def use(paths: Iterable[Path]) -> None:
     _files.update(found)
 
 
+@contextmanager
+def kept() -> Iterator[None]:
+    """Within, other files may be used: afterwards they are as before, for the job that runs."""
+    before = dict(_files)
+    try:
+        yield
+    finally:
+        _files.clear()
+        _files.update(before)
+
+
 def paths() -> list[Path]:
     """The files in use."""
     return [Path(algorithm.file) for algorithm in _files.values()]
@@ -94,6 +106,8 @@ def refusal(signature: Signature) -> str:
     if nbytes < algorithm.least or (algorithm.most is not None and nbytes > algorithm.most):
         most = "" if algorithm.most is None else format_size(algorithm.most)
         return f"algorithm '{name}' is for {format_size(algorithm.least)}..{most} ({algorithm.file})"
+    if not algorithm.out_of_place and algorithm.collective in ("reducescatter", "scatter"):
+        return f"algorithm '{name}' works in place only ({algorithm.file})"
     return ""
 
 

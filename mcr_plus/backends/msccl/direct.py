@@ -92,11 +92,13 @@ _STREAMS: Final = 22  # whether what is taken goes past the caches
 _HEADER: Final = 23  # bytes, where sizes differ between ranks
 _AGREED: Final = 24  # whether the number of slices is known
 _MISMATCH: Final = 25  # 1 + a rank that gave more or less than this one expects
-_WORDS: Final = 26  # what this rank has for each, and expects of each, follows where sizes differ
+_TAG: Final = 26  # of the operation, equal on all ranks
+_WORDS: Final = 27  # what this rank has for each, and expects of each, follows where sizes differ
 
 _PUT_AT: Final = 0  # in a rank's line
 _REDUCED_AT: Final = 8
 _TAKEN_AT: Final = 16
+_TAGS_AT: Final = 24  # of the operation that each slot of the ring belongs to
 _KNOWN_AT: Final = 64  # what all others are known to have taken; on a cache line that they do not look at
 
 
@@ -106,6 +108,23 @@ def _all_reached(state, offset, count):  # type: ignore[no-untyped-def]
     lines = state[_LINES]
     for rank in range(state[_RANKS]):
         if rank != state[_RANK] and load_acquire(lines + rank * LINE + offset) < count:
+            return False
+    return True
+
+
+@compiled
+def _all_put(state, index):  # type: ignore[no-untyped-def]
+    """Whether every other rank has put slice `index`, and for the same operation.
+
+    One of another operation is never taken: ranks that disagree wait until they are told.
+    """
+    lines, ring, number = state[_LINES], state[_RING], state[_BASE] + index
+    for rank in range(state[_RANKS]):
+        line = lines + rank * LINE
+        if rank != state[_RANK] and (
+            load_acquire(line + _PUT_AT) <= number
+            or load_acquire(line + _TAGS_AT + number % ring * 8) != state[_TAG]
+        ):
             return False
     return True
 
@@ -358,17 +377,18 @@ def _step(state):  # type: ignore[no-untyped-def]
     moved = False
     if put < state[_SLICES] and put < taken + state[_RING] and _may_put(state, base + put + 1 - state[_RING]):
         _put(state, put)
+        store_release(line + _TAGS_AT + (base + put) % state[_RING] * 8, state[_TAG])
         put += 1
         state[_PUT] = put
         store_release(line + _PUT_AT, base + put)
         moved = True
     if not state[_AGREED]:
-        if not put or not _all_reached(state, _PUT_AT, base + 1):
+        if not put or not _all_put(state, 0):
             return moved
         _agree(state)
         moved = True
     reduces = kind in (ALL_REDUCE, REDUCE, REDUCE_SCATTER, REDUCE_SCATTER_V, _ALL_REDUCE_WHOLE)
-    if reduces and reduced < put and _all_reached(state, _PUT_AT, base + reduced + 1):
+    if reduces and reduced < put and _all_put(state, reduced):
         _reduce(state, reduced)
         reduced += 1
         state[_REDUCED] = reduced
@@ -380,7 +400,7 @@ def _step(state):  # type: ignore[no-untyped-def]
     elif reduces:
         may_take = taken < reduced and _all_reached(state, _REDUCED_AT, base + taken + 1)
     else:
-        may_take = taken < put and _all_reached(state, _PUT_AT, base + taken + 1)
+        may_take = taken < put and _all_put(state, taken)
     if may_take:
         _take(state, taken)
         taken += 1
@@ -454,14 +474,21 @@ class Direct:
         self._whole, self._streamed = min(whole, arena.shape.area), streamed
 
     def bind(
-        self, kind: int, count: int = 0, width: int = 1, kernels: Combining = _NOTHING, root: int = 0
+        self,
+        kind: int,
+        count: int = 0,
+        width: int = 1,
+        kernels: Combining = _NOTHING,
+        root: int = 0,
+        tag: int = 0,
     ) -> Any:
         """The state of an operation: to be passed to `begin`, and to `advance` until that returns 1.
 
-        `begin(state, source, target)` takes addresses, equal for what works in place: all_gather's source may
-        be its block of the target. `count` elements of `width` bytes are the whole buffer of all_reduce,
-        reduce and broadcast, and one rank's block of all others. broadcast reads the root's `source` and
-        leaves its target alone. A state may be begun again when it is done.
+        `begin(state, source, target)` takes addresses, equal for what works in place: all_gather's
+        source may be its block of the target. `count` elements of `width` bytes are the whole buffer of
+        all_reduce, reduce and broadcast, and one rank's block of all others. broadcast reads the root's
+        `source` and leaves its target alone. A state may be begun again when it is done. Ranks with
+        different `tag`s wait for each other for ever.
 
         Of EXCHANGE, SHARE and REDUCE_SCATTER_V it is a pattern, from which `of_sizes` makes states.
         """
@@ -494,6 +521,7 @@ class Direct:
             _STREAMS: count * width * blocks >= self._streamed,
             _HEADER: header,
             _AGREED: kind not in _UNEVEN,
+            _TAG: tag,
         }
         for word, value in settings.items():
             state[word] = value

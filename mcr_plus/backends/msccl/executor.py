@@ -340,10 +340,7 @@ class Interpreter:
         shape, arena = self._arena.shape, self._arena
         steps = [step for block in self._program.blocks for step in block.steps]
         # Rounds are agreed between ranks, so the largest step of any decides.
-        most = max(
-            (step.count for each in self.algorithm.programs for block in each.blocks for step in block.steps),
-            default=1,
-        )
+        most = self.algorithm.largest_step
         chunk, rest = divmod(count, self._per_block)
         room = shape.slot // most // _LINE_BYTES * _LINE_BYTES // width
         if not room:

@@ -18,8 +18,8 @@ Advance = Callable[[Any, int], int]
 
 _NAP_S: Final = 50e-6  # of the thread while nothing moves: the cores are for computing
 
-Run = Callable[[int, int], "Poll"]
-"""Start an operation: addresses of source and target."""
+Run = Callable[[int, int, object], "Poll"]
+"""Start an operation: addresses of source and target, and what must live until it is done."""
 
 
 def _done() -> bool:
@@ -29,11 +29,15 @@ def _done() -> bool:
 class _Operation:
     """A poll of an operation that was not done at once."""
 
-    __slots__ = ("advance", "arguments", "begin", "begun", "done", "lane")
+    __slots__ = ("advance", "arguments", "begin", "begun", "done", "keep", "lane")
 
-    def __init__(self, lane: Lane, begin: Begin, advance: Advance, arguments: tuple[Any, int, int]) -> None:
+    def __init__(
+        self, lane: Lane, begin: Begin, advance: Advance, arguments: tuple[Any, int, int], keep: object
+    ) -> None:
         self.lane, self.begin, self.advance, self.arguments = lane, begin, advance, arguments
         self.begun = self.done = False
+        # What the addresses point to, until it is done, even if whoever waited has been interrupted.
+        self.keep = keep
 
     def __call__(self) -> bool:
         return self.done or self.lane.drive(self)
@@ -73,23 +77,23 @@ class Lane:
         """
         running, acquire, release = self._running, self._lock.acquire, self._lock.release
 
-        def start(source: int, target: int) -> Poll:
+        def start(source: int, target: int, keep: object) -> Poll:
             if not running and acquire(False):
                 try:
                     if begin(state, source, target):
                         return _done
-                    operation = _Operation(self, begin, advance, (state, source, target))
+                    operation = _Operation(self, begin, advance, (state, source, target), keep)
                     operation.begun = True
                     running.append(operation)
                 finally:
                     release()
                 return operation
-            operation = _Operation(self, begin, advance, (state, source, target))
+            operation = _Operation(self, begin, advance, (state, source, target), keep)
             running.append(operation)
             return operation
 
-        def start_aside(source: int, target: int) -> Poll:
-            operation = _Operation(self, begin, advance, (state, source, target))
+        def start_aside(source: int, target: int, keep: object) -> Poll:
+            operation = _Operation(self, begin, advance, (state, source, target), keep)
             running.append(operation)
             self._wake()
             return operation

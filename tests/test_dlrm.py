@@ -570,7 +570,7 @@ def test_comparison_of_equals(
     assert status == 0
     assert "mcr_plus mpi did not run: no mpi" in output
     document = json.loads((tmp_path / "out.json").read_text())
-    assert [run["max_difference"] for run in document["runs"]] == [0, 0, None, 0]
+    assert [run["max_difference"] for run in document["runs"]] == [0, 0, None, 0, 0]
 
 
 def test_a_library_that_adds_wrongly_is_found(

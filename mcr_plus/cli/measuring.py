@@ -96,9 +96,8 @@ def backend_names(text: str | None) -> tuple[str, ...] | None:
         return None
     chosen = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     known = [name for name in registry.names("backends") if name != "local"]
-    for name in (
-        names(",".join(each.partition(":")[0] for each in chosen), "backend", known, "--backends") or ()
-    ):
+    libraries = names(",".join(each.partition(":")[0] for each in chosen), "backend", known, "--backends")
+    for name in libraries or ():
         found = backend_class(name).availability()
         if not found.available:
             raise BackendUnavailable(

@@ -42,7 +42,7 @@ _KINDS: Final[dict[Kind, int]] = {
 _WHOLE: Final = ("all_reduce", "reduce", "broadcast")  # count is of the buffer, and not of a rank's block
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _MOST_RANKS: Final = 128  # beyond, the memory grows with the square
-_AREA: Final = 768 << 10  # measured: two of them per rank stay in the second-level cache
+_AREA: Final = 768 << 10  # bytes of a slot; measured, smaller ones are slower above 1 MiB
 _SPINS: Final = 20  # of a poll, which then takes as long as one of MPI: the engine says how many
 _YIELDS: Final = 4
 _AREAS: Final = 32 << 20  # bytes for all ranks
@@ -128,7 +128,7 @@ class MscclBackend:
             channel.progress()
 
     def refuses_threads(self) -> str:
-        """See `Backend`: whoever polls holds the engine's lock, and that is enough."""
+        """See `Backend`: a lane lets in one thread, and messages have the engine's lock."""
         return ""
 
     def close(self, clean: bool) -> None:  # noqa: ARG002 - a Backend

@@ -21,11 +21,11 @@ bin := $(venv)/bin
 stamp := $(venv)/.installed-$(MPI)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check gpu-check bench-overhead clean
+.PHONY: help venv demo test check gpu-check torch-suite bench-overhead clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -4
-	@echo "targets: venv demo test check gpu-check bench-overhead clean"
+	@echo "targets: venv demo test check gpu-check torch-suite bench-overhead clean"
 
 venv: $(stamp)
 
@@ -55,6 +55,9 @@ gpu-check: $(stamp)
 	  echo "gpu-check skipped: torch sees no CUDA device"; exit 0; fi; \
 	$(bin)/python -m pytest -m gpu && \
 	for benchmark in $(wildcard benchmarks/bench_kernel*.py); do $(bin)/python $$benchmark || exit 1; done
+
+torch-suite: $(stamp)
+	@$(bin)/python tests/torch_suite
 
 bench-overhead: $(stamp)
 	@$(bin)/mcr-plus run -n 2 benchmarks/bench_overhead.py

@@ -224,6 +224,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="also write a report to this file")
     options = parser.parse_args()
     comm = MPI.COMM_WORLD
+    if comm.size < 2:
+        raise SystemExit("nothing to compare on one rank; start it with mcr-plus run -n 2")
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", free_port(comm), comm.size, comm.rank == 0)
     gloo = gloo_group(

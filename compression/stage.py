@@ -65,7 +65,7 @@ class CompressStage:
         if not signature.nbytes and signature.nbytes is not None:
             return next(plain)
         codec, asked = codec_of(options), wanted is not None
-        reason = None if signature.ranks == 1 else refusal(codec, options, signature)
+        reason = None if signature.ranks == 1 else refusal(codec, options, signature) or _named(signature)
         if reason is not None and asked:
             shown = thawed(wanted) if isinstance(wanted, tuple) else wanted
             raise Unsupported(f"compress={shown!r} on {plain.describe()}: {reason}")
@@ -247,6 +247,13 @@ def _label(options: CompressOptions) -> str:
     said = plain_options(options)
     text = json.dumps({key: said[key] for key in sorted(said) if key not in _LOCAL})
     return f"{options.codec}:{blake2b(text.encode(), digest_size=3).hexdigest()}"
+
+
+def _named(signature: Signature) -> str | None:
+    """An algorithm is named for the operation itself, which a codec takes apart into others."""
+    if signature.backend is None or ":" not in signature.backend:
+        return None
+    return f"a codec makes other operations of it, for which {signature.backend} is not meant"
 
 
 def _useless(codec: Codec, options: CompressOptions, signature: Signature, *, asked: bool) -> str | None:

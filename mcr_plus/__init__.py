@@ -9,8 +9,12 @@ Every operation flows through one declared pipeline and comes out on the library
         mcr.all_reduce(x)
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+from mcr_plus.autoload import register
+from mcr_plus.environment import autoloads
 
 if TYPE_CHECKING:
     from mcr_plus.collectives import (
@@ -61,6 +65,7 @@ if TYPE_CHECKING:
     )
     from mcr_plus.explanation import explain
     from mcr_plus.hooks.ddp import DDPState, ddp_hook
+    from mcr_plus.hooks.fsdp import fsdp
     from mcr_plus.hooks.wrap import DistributedOptimizer, broadcast_parameters, no_sync, wrap
     from mcr_plus.message import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
     from mcr_plus.runtime import (
@@ -120,6 +125,7 @@ __all__ = [
     "explain",
     "finalize",
     "flush",
+    "fsdp",
     "gather",
     "gather_v",
     "get_backends",
@@ -150,7 +156,7 @@ __all__ = [
 
 _HOMES = (
     "collectives", "communicator", "runtime", "errors", "message", "dispatch.work", "explanation",
-    "hooks.wrap", "hooks.ddp", "state",
+    "hooks.wrap", "hooks.ddp", "hooks.fsdp", "state",
 )  # fmt: skip
 
 
@@ -167,3 +173,7 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+if "torch" in sys.modules or not autoloads():  # elsewhere, `import torch` does it
+    register()

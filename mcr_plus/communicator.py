@@ -24,6 +24,7 @@ from mcr_plus.arrays import (
     unpack,
 )
 from mcr_plus.compression.choice import alignment
+from mcr_plus.dispatch.board import Failure
 from mcr_plus.dispatch.work import JointWork, Work
 from mcr_plus.errors import InvalidArgument, McrError, Unsupported
 from mcr_plus.fusion.coalesce import Coalescer
@@ -44,6 +45,7 @@ from mcr_plus.rerun import Call, PersistentOp, bind_persistent, check_persistent
 
 if TYPE_CHECKING:
     from mcr_plus.config import Config
+    from mcr_plus.dispatch.engine import GroupState
     from mcr_plus.dispatch.stage import GroupRuntime
     from mcr_plus.interfaces import Issue, Stage
     from mcr_plus.runtime import Runtime
@@ -235,6 +237,36 @@ class Communicator:
         if clean:
             for line in self._lines.lines.values():
                 line.channel.close()
+
+    def shut_alone(self, clean: bool) -> GroupState:
+        """Close the group here while others may still use theirs; for the runtime. Returns its state.
+
+        Channels whose libraries would wait for the others stay open until the job ends.
+        """
+        state = self._lines.state
+        state.publish()
+        if clean and state.failure is None:
+            state.board.mark_closed()
+        else:
+            state.board.mark_failed(Failure(0, "it left the group after an error"))
+        self._plans.clear()
+        for line in self._lines.lines.values():
+            release = getattr(line.channel, "release", None)
+            if clean and release is not None:
+                release()
+        state.close()
+        state.board.close()
+        return state
+
+    @property
+    def state(self) -> GroupState:
+        """What this process knows of the group."""
+        return self._lines.state
+
+    @property
+    def issued(self) -> int:
+        """How many operations this rank has issued in the group."""
+        return self._lines.state.sequence
 
     # -- collectives ------------------------------------------------------------------------------
 

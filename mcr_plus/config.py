@@ -315,6 +315,8 @@ def _step_backend(value: object) -> object:
     known = registry.names("backends")
     if value is not None and backend_name(value) not in known:
         raise ValueError(unknown("backend", value, known))
+    if names_no_algorithm(value):
+        raise ValueError(f"{value!r} names no algorithm; expected name or name:algorithm")
     return value
 
 
@@ -556,11 +558,13 @@ def _explain(error: Mapping[str, Any], known: tuple[str, ...]) -> str:
     """Phrase a pydantic error as the rest of this module does."""
     value, loc, context = error["input"], error["loc"], error.get("ctx", {})
     if error["type"] == "extra_forbidden":
-        return unknown("key", loc[0], known or ("none, it takes no options",))
+        return unknown("key", loc[-1], known or ("none, it takes no options",))
     if error["type"] == "literal_error":
         return unknown("value", value, re.findall(r"'([^']*)'", context["expected"]))
     if error["type"] == "value_error":
         return str(context["error"])
+    if error["type"] in ("model_type", "model_attributes_type"):
+        return f"expected a mapping of options, got {short(value)}; known: {', '.join(known)}"
     if error["type"] == "missing":
         return "missing; expected a value"
     return f"{error['msg'].replace('Input should be', 'expected')}, got {short(value)}"
@@ -919,6 +923,11 @@ def _backends(document: Document) -> tuple[str, ...] | None:
         raise document.error(("backends",), "empty list; expected at least one, or no such key for all")
     for index, name in enumerate(names):
         check_backend(name, document, ("backends", index))
+        if name != backend_name(name):
+            what = (
+                f"expected a backend without an algorithm, got {short(name)}; rules and calls name algorithms"
+            )
+            raise document.error(("backends", index), what)
         if name in names[:index]:
             raise document.error(("backends", index), f"backend {name!r} is written twice; expected it once")
     return tuple(names)
@@ -929,12 +938,17 @@ def backend_name(choice: object) -> object:
     return choice.partition(":")[0] if isinstance(choice, str) else choice
 
 
+def names_no_algorithm(choice: object) -> bool:
+    """Whether it is `name:` with nothing behind it."""
+    return isinstance(choice, str) and choice.partition(":")[1:] == (":", "")
+
+
 def check_backend(name: object, document: Document, keys: Keys) -> None:
     """Refuse the name of a backend that is not registered; `name:algorithm` chooses one of its algorithms."""
     known = registry.names("backends")
     if backend_name(name) not in known:
         raise document.error(keys, unknown("backend", name, known))
-    if str(name).partition(":")[1:] == (":", ""):
+    if names_no_algorithm(name):
         raise document.error(keys, f"{name!r} names no algorithm; expected name or name:algorithm")
 
 

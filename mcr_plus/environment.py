@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mcr_plus.errors import LaunchError
+from mcr_plus.errors import ConfigError, LaunchError
 
 Launcher = Literal["torchrun", "openmpi", "mpich", "slurm", "mcr-plus", "env", "single"]
 
@@ -78,6 +78,8 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
     launcher, (rank, size, local_rank, local_size) = _recognise(env)
     if launcher == "slurm":
         env = {**_slurm_rendezvous(env), **env}
+    if _by_our_mpi(env):
+        env = {name: value for name, value in env.items() if not name.startswith("MASTER_")}
     return LaunchEnvironment(
         rank,
         size,
@@ -102,6 +104,22 @@ def config_file() -> str | None:
     return os.environ.get("MCR_CONFIG") or None
 
 
+def masquerade_name() -> str | None:
+    """Return the name that MCR_MASQUERADE wants the torch backend to go by too, None if it is unset.
+
+    Raises `ConfigError` for another one than `gloo`.
+    """
+    name = os.environ.get("MCR_MASQUERADE") or None
+    if name not in (None, "gloo"):
+        raise ConfigError(f"MCR_MASQUERADE={name!r}: expected gloo, the only name that programs ask for")
+    return name
+
+
+def autoloads() -> bool:
+    """Whether `import torch` runs the entry points of its backends."""
+    return os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
+
+
 def msccl_library() -> str | None:
     """Return the path of the GPU library that MCR_MSCCL_LIBRARY names; None if it is unset or empty."""
     return os.environ.get("MCR_MSCCL_LIBRARY") or None
@@ -114,7 +132,12 @@ def host_name() -> str:
 
 def cores() -> int:
     """Return how many processor cores this process may run on."""
-    return len(os.sched_getaffinity(0))
+    return len(usable_cores())
+
+
+def usable_cores() -> set[int]:
+    """Return the numbers of the processor cores this process may run on."""
+    return os.sched_getaffinity(0)
 
 
 def socket_interface(environ: Mapping[str, str] | None = None) -> str | None:
@@ -142,7 +165,7 @@ def _recognise(env: Mapping[str, str]) -> tuple[Launcher, tuple[int, int, int, i
     torchrun per host. Slurm's come last: an mpirun inside an allocation starts its helpers by srun, and
     ranks then inherit the numbers of the helper.
     """
-    if TORCH.rank in env or TORCH.size in env:
+    if not _by_our_mpi(env) and (TORCH.rank in env or TORCH.size in env):
         return "torchrun" if "TORCHELASTIC_RUN_ID" in env else "env", _ranks(env, TORCH)
     if OPENMPI.rank in env or OPENMPI.size in env:
         return "openmpi", _ranks(env, OPENMPI)
@@ -151,6 +174,12 @@ def _recognise(env: Mapping[str, str]) -> tuple[Launcher, tuple[int, int, int, i
     if _slurm_step(env):
         return "slurm", _slurm_ranks(env)
     return "single", (0, 1, 0, 1)
+
+
+def _by_our_mpi(env: Mapping[str, str]) -> bool:
+    # `mcr-plus run` gives the ranks of its mpirun torch's names too, and an address: both for
+    # torch.distributed, whose store may have the address already.
+    return "MCR_LAUNCHER" in env and started_by_mpi(env) and "TORCHELASTIC_RUN_ID" not in env
 
 
 def _by_hydra(env: Mapping[str, str]) -> bool:

@@ -20,8 +20,8 @@ import difflib
 from collections.abc import Sequence
 
 
-class McrError(Exception):
-    """Base of all errors raised by mcr_plus."""
+class McrError(RuntimeError):
+    """Base of all errors raised by mcr_plus; programs that know torch.distributed catch its RuntimeError."""
 
 
 class ConfigError(McrError):
@@ -53,7 +53,14 @@ class BackendUnavailable(BackendError):
 
 
 class CommTimeout(McrError):
-    """An operation passed its deadline; the message names the ranks that have not arrived."""
+    """An operation passed its deadline; the message names the ranks that have not arrived.
+
+    `missing`: those, in the operation's group.
+    """
+
+    def __init__(self, text: str, missing: Sequence[int] = ()) -> None:
+        super().__init__(text)
+        self.missing = tuple(missing)
 
 
 class OrderMismatch(McrError):

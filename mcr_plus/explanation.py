@@ -115,7 +115,7 @@ def _step(note: Note) -> dict[str, Any]:
         "rule": note.place,
         **note.details(),
     }
-    return step | {"backend": note.signature.backend} if note.stage == "dispatch" else step
+    return step | {"backend": note.signature.choice} if note.stage == "dispatch" else step
 
 
 def _shaped(signature: Signature, shape: Sequence[int]) -> Signature:

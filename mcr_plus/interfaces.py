@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from mcr_plus.environment import usable_cores
 from mcr_plus.message import Group, Message, Signature
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ class World:
 
     `store` is the job's own key-value store (a `torch.distributed.Store`), None for a single process and
     while explaining. `hosts` has one entry per global rank. `libraries` names what is behind each backend on
-    rank 0 (`Open MPI 5.0.11`), where that is known.
+    rank 0 (`Open MPI 5.0.11`), where that is known. `cores`: on how many the ranks of this host may run,
+    all of them together, for launchers bind each to its own.
     """
 
     rank: int
@@ -94,6 +96,12 @@ class World:
     timeout: float
     store: Store | None = None
     libraries: Mapping[str, str] = field(default_factory=dict)
+    cores: int = field(default_factory=lambda: len(usable_cores()))
+
+    @property
+    def crowded(self) -> bool:
+        """Whether this host has more ranks than cores for them."""
+        return self.hosts.count(self.hosts[self.rank]) > self.cores
 
     @property
     def single_host(self) -> bool:
@@ -125,7 +133,9 @@ class Backend(Protocol):
     method `refuses_threads() -> str`: why it cannot be called from two threads at once, empty if it can.
     `serves(world) -> str` and `reaches(world, group) -> str`, class methods, say why it can have no part in a
     job or in a group of it, empty if it can. `algorithms(kind, ranks) -> list[str]`, another one, names those
-    of its algorithms that `tune` should compare.
+    of its algorithms that `tune` should compare; `sizes(algorithm) -> Range` gives the bytes for which a
+    table's rule may name one; `unknown_algorithm(name) -> str` says why there is none of this name for
+    any operation, empty if there is, so that a configuration can be refused when it is loaded.
     """
 
     name: str

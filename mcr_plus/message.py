@@ -140,6 +140,11 @@ class Signature(NamedTuple):
         return self._replace(**changes)  # type: ignore[arg-type]
 
     @property
+    def choice(self) -> str:
+        """The backend, with the algorithm if one is named: `msccl:ring`; empty before one is chosen."""
+        return ":".join(name for name in (self.backend, self.algorithm) if name)
+
+    @property
     def is_p2p(self) -> bool:
         """Whether only two ranks take part."""
         return self.kind in ("send", "recv")

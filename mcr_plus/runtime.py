@@ -14,12 +14,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import reduce
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from mcr_plus import config as configuration
 from mcr_plus.backends import backend_class, preferred_backends, reaching
+from mcr_plus.c10d import HashStore, Store
 from mcr_plus.communicator import Communicator
 from mcr_plus.config import Config, DispatchOptions
 from mcr_plus.dispatch.board import Failure, open_board
@@ -29,7 +31,7 @@ from mcr_plus.dispatch.operation import Lane
 from mcr_plus.dispatch.peers import Peers
 from mcr_plus.dispatch.progress import ProgressThread
 from mcr_plus.dispatch.stage import GroupRuntime, Line
-from mcr_plus.environment import LaunchEnvironment, cores, host_name, launch_environment
+from mcr_plus.environment import LaunchEnvironment, host_name, launch_environment, msccl_library, usable_cores
 from mcr_plus.errors import (
     BackendUnavailable,
     ConfigError,
@@ -63,8 +65,7 @@ class Runtime:
         self.closed = False
         self._classes = backends
         self._peers = Peers(world.rank, world.hosts, world.store, world.timeout)
-        local = sum(host == world.hosts[world.rank] for host in world.hosts)
-        self.engine = Engine(self._peers, wait=options.wait, oversubscribed=local > cores())
+        self.engine = Engine(self._peers, wait=options.wait, oversubscribed=world.crowded)
         # A single process needs no library: whatever is named, copies do it.
         needed = {"local": backends["local"]} if world.size == 1 else backends
         self._backends: dict[str, Backend] = {name: kind(world) for name, kind in needed.items()}
@@ -121,10 +122,25 @@ class Runtime:
         self._pipelines.append(pipeline)
         for part, inner in inner_groups(config, world.hosts, group).items():
             # On all ranks in the same order, here and not at the first use: it is collective.
-            below = self.open_group(inner.name, inner.ranks, config.below("hierarchical"))
+            below = self._open_part(group, part, inner, config.below("hierarchical"))
             communicator.parts.append(below)
             parts[part] = below.pipeline
         return communicator
+
+    def _open_part(self, group: Group, part: str, inner: Group, config: Config) -> Communicator:
+        """Open a group inside of `group`; one that cannot be had is told to all ranks of `group`."""
+        problem, below = "", None
+        try:
+            below = self.open_group(inner.name, inner.ranks, config)
+        except BackendUnavailable as error:
+            problem = str(error)
+        world = self.world
+        assert world.store is not None
+        what = f"opened/{group.name}/{part}"
+        told = exchange(world.store, group.rank, group.size, what, problem, world.timeout)
+        if below is None or any(told):
+            raise BackendUnavailable(next(filter(None, told), problem))
+        return below
 
     def _open_lines(self, group: Group) -> dict[str, Line]:
         """Every library of the job that can serve a group, as this group uses it.
@@ -164,6 +180,21 @@ class Runtime:
                 )
         self._groups += 1
         return self.open_group(f"group{self._groups}", chosen)
+
+    def close_group(self, communicator: Communicator, clean: bool = True) -> None:
+        """Take one group down in this process; others may still use theirs.
+
+        Waits for everything in flight if `clean`, and raises its first error.
+        """
+        try:
+            if clean and not self.engine.failed:
+                communicator.flush()
+                self.engine.drain([each.state for each in (communicator, *communicator.parts)])
+        finally:
+            for each in (*reversed(communicator.parts), communicator):
+                self.communicators.remove(each)
+                self._pipelines.remove(each.pipeline)
+                self.engine.states.remove(each.shut_alone(clean))
 
     def leave(self, clean: bool) -> None:
         """End of a `with mcr.init(...)` block; after an exception nothing waits for peers."""
@@ -354,35 +385,64 @@ def init(
             checked = checked.with_timeout(seconds)
         environment = launch_environment()
         job.attempts += 1
-        world = _join(environment, seconds or 300.0, job.attempts)
-        job.hook()
-        try:
-            _compare_configs(checked, world)
-            use_algorithms(checked)
-            chosen = _choose_backends(checked, world)
-            world = replace(world, libraries=_libraries(chosen, world))
-            _check_tables(checked, world)
-            check_nodes(checked, world.size)
-            runtime = Runtime(checked, world, chosen)
-        except McrError:
-            job.together = meet(world, "refused")  # so that every rank can read the reason
-            raise
-        job.runtime = runtime
-        job.together = False
-        job.communicator = runtime.communicator
-        for backend in runtime.engine.backends:
-            job.used[id(backend)] = backend
-        return runtime.communicator
+        return _begin(checked, _join(environment, seconds or 300.0, job.attempts)).communicator
+
+
+def join(
+    config: str | Path | Mapping[str, Any] | None, store: Store, rank: int, size: int, timeout: float
+) -> Runtime:
+    """`init` for ranks that have found each other: `store`, a new one, reaches all. Raises as `init` does."""
+    with _lock:
+        checked = configuration.load(config).with_timeout(timeout)
+        if size == 1:
+            return _begin(checked, World(0, 1, (host_name(),), timeout))
+        return _begin(checked, _world_of(store, rank, size, timeout))
+
+
+def meeting_place(timeout: float) -> tuple[Store, int, int]:
+    """A store that reaches all ranks of the job, this rank and how many there are, as the launcher says."""
+    environment = launch_environment()
+    if environment.world_size == 1:
+        return HashStore(), 0, 1
+    job.attempts += 1
+    store = open_store(environment, job.attempts, timeout)
+    return store, environment.rank, environment.world_size
+
+
+def _begin(config: Config, world: World) -> Runtime:
+    job.hook()
+    try:
+        compare_configs(config, world)
+        use_algorithms(config)
+        chosen = _choose_backends(config, world)
+        world = replace(world, libraries=_libraries(chosen, world))
+        _check_tables(config, world)
+        check_nodes(config, world.size)
+        runtime = Runtime(config, world, chosen)
+    except McrError:
+        job.together = meet(world, "refused")  # so that every rank can read the reason
+        raise
+    job.runtime = runtime
+    job.together = False
+    job.communicator = runtime.communicator
+    for backend in runtime.engine.backends:
+        job.used[id(backend)] = backend
+    return runtime
 
 
 def _join(environment: LaunchEnvironment, timeout: float, attempt: int) -> World:
-    name = host_name()
     if environment.world_size == 1:
-        return World(0, 1, (name,), timeout)
+        return World(0, 1, (host_name(),), timeout)
     store = open_store(environment, attempt, timeout)
-    rank, size = environment.rank, environment.world_size
-    hosts = tuple(exchange(store, rank, size, "hosts", name, timeout))
-    return World(rank, size, hosts, timeout, store)
+    return _world_of(store, environment.rank, environment.world_size, timeout)
+
+
+def _world_of(store: Store, rank: int, size: int, timeout: float) -> World:
+    mine = json.dumps([host_name(), sum(1 << core for core in usable_cores())])
+    places = [json.loads(text) for text in exchange(store, rank, size, "hosts", mine, timeout)]
+    hosts = tuple(host for host, _ in places)
+    here = reduce(operator.or_, (mask for host, mask in places if host == hosts[rank]))
+    return World(rank, size, hosts, timeout, store, cores=here.bit_count())
 
 
 def _gather(world: World, what: str, value: str) -> list[str]:
@@ -392,16 +452,25 @@ def _gather(world: World, what: str, value: str) -> list[str]:
     return exchange(world.store, world.rank, world.size, what, value, world.timeout)
 
 
-def _compare_configs(config: Config, world: World) -> None:
+def compare_configs(config: Config, world: World) -> None:
+    """Raise `ConfigError` on all ranks if they differ in what they were configured with; collective."""
     if world.store is None:
         return
-    prints = _gather(world, "config", f"{configuration.fingerprint(config)} {config.name}")
-    differing = [rank for rank, text in enumerate(prints) if text.split()[0] != prints[0].split()[0]]
+    library = "unset" if msccl_library() is None else "set"
+    texts = _gather(world, "config", f"{configuration.fingerprint(config)} {library} {config.name}")
+    prints = [text.split(maxsplit=2) for text in texts]
+    differing = [rank for rank, (found, _, _) in enumerate(prints) if found != prints[0][0]]
     if differing:
-        names = "; ".join(f"rank {rank}: {prints[rank].split(maxsplit=1)[1]}" for rank in (0, differing[0]))
+        names = "; ".join(f"rank {rank}: {prints[rank][2]}" for rank in (0, differing[0]))
         raise ConfigError(
             f"{config.name}: the configuration (with its tables) differs between ranks: rank 0 and ranks "
             f"{differing} ({names}); all ranks must use the same"
+        )
+    others = [rank for rank, (_, set_or_not, _) in enumerate(prints) if set_or_not != prints[0][1]]
+    if others:
+        raise ConfigError(
+            f"MCR_MSCCL_LIBRARY is {prints[0][1]} on rank 0, but not so on ranks {others}; "
+            "msccl must be the same on all ranks"
         )
 
 
@@ -481,6 +550,17 @@ def _without_strangers(
         if refusal:
             del kept[name]
     return kept
+
+
+def leave(communicator: Communicator, *, clean: bool = True) -> None:
+    """Close a group, or the job if it is the group of all its ranks, unless that is closed already."""
+    runtime = job.runtime
+    if runtime is None or runtime.closed or communicator not in runtime.communicators:
+        return
+    if communicator is runtime.communicator:
+        runtime.close(clean)
+    else:
+        runtime.close_group(communicator, clean)
 
 
 def finalize() -> None:

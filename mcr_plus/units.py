@@ -40,6 +40,24 @@ def format_size(nbytes: int) -> str:
     return f"{nbytes // SIZE_UNITS[unit]}{unit}" if nbytes and unit != "B" else str(nbytes)
 
 
+def size_words(nbytes: int) -> str:
+    """Write a size for people, always with its unit: `96 B`, `64 KiB`."""
+    text = format_size(nbytes)
+    number = text.rstrip("".join(SIZE_UNITS))
+    return f"{number} {text[len(number) :] or 'B'}"
+
+
+def format_span(lo: int, hi: int | None) -> str:
+    """Write a range of sizes as files do: `0..64KiB`, `96B..38KiB`, `1MiB..`.
+
+    A number of bytes beside another unit has its own, or it would read as if it had the other's.
+    """
+    ends = [format_size(lo), "" if hi is None else format_size(hi)]
+    if any(end and not end.isdigit() for end in ends):
+        ends = [f"{end}B" if end.isdigit() and end != "0" else end for end in ends]
+    return "..".join(ends)
+
+
 def parse_duration(value: object) -> float:
     """Read a duration in seconds: a number, or a text such as "5ms"; ValueError says what was expected."""
     seconds = _seconds(value)

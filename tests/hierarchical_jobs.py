@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -18,6 +19,7 @@ import torch
 from reference import Failures, difference, inputs, reduced, rough, sum_bound, wide
 
 import mcr_plus as mcr
+from mcr_plus.backends.msccl import arena
 from mcr_plus.config import HIERARCHICAL
 from mcr_plus.message import DTYPES, REDUCE_OPS, REDUCIBLE, ReduceOp
 from mcr_plus.observe.record import Log
@@ -395,6 +397,47 @@ def bad_nodes() -> None:
         mcr.init(config(nodes=[[0, 1], [2]]))
 
 
+def what_one_node_lacks() -> None:
+    """A step that only the root's node has cannot be done: all nodes go the flat way."""
+    lacking = config(**NODES, backends=["msccl", "gloo"], local={"backend": "msccl:ring"})
+    with mcr.init(lacking) as comm:
+        values = torch.full((1000,), float(comm.rank))
+        with mcr.record() as log:
+            comm.broadcast(values, 1, tag="flat")
+        assert (values == 1).all()
+        assert {group for _, group, _ in steps(log, "flat")} == {"world"}, steps(log, "flat")
+        sums = noise(comm.rank)
+        comm.all_reduce(sums)
+        np.testing.assert_allclose(sums.double(), summed(comm), rtol=1e-5, atol=1e-5)
+
+
+def a_codec_between_nodes_with_an_algorithm() -> None:
+    """It makes operations that the algorithm is not for: the flat way."""
+    named = config(**NODES, backends=["msccl", "gloo"], inter={"backend": "msccl:ring", **INT8})
+    with mcr.init(named) as comm:
+        values = torch.full((1000,), float(comm.rank))
+        comm.broadcast(values, 1)
+        assert (values == 1).all()
+
+
+def no_memory_on_one_node() -> None:
+    """What one node cannot have is told to the ranks of the other one too, at once."""
+    create, calls = arena._create, [0]
+
+    def failing(nbytes: int) -> Any:
+        calls[0] += 1  # rank 2 makes no memory for the job, and then that of its node
+        raise OSError(28, "No space left on device", "/dev/shm")
+
+    rank = int(os.environ["RANK"])
+    arena._create = failing if rank == 2 else create
+    try:
+        with pytest.raises(mcr.BackendUnavailable, match="rank 0: No space left on device"):
+            mcr.init(config(**NODES, backends=["gloo", "msccl"]))
+        assert calls[0] == (rank == 2)
+    finally:
+        arena._create = create
+
+
 def another_thread() -> None:
     """A thread that takes a group over takes the groups inside it too."""
     with mcr.init(config(**NODES)) as comm:
@@ -447,7 +490,9 @@ FOUR_RANKS: Final[dict[str, Callable[[], None]]] = {
     section.__name__: section
     for section in (
         compressed, compressed_by_the_pipeline, matrices_go_the_flat_way, feedback, fused, wrapped, rules,
-        uneven, first_steps_do_not_wait_for_last_ones, bad_nodes, another_thread, another_operation,
+        uneven, first_steps_do_not_wait_for_last_ones, bad_nodes, what_one_node_lacks,
+        a_codec_between_nodes_with_an_algorithm, no_memory_on_one_node, another_thread,
+        another_operation,
         a_missing_rank,
     )
 }  # fmt: skip

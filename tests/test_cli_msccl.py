@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import msccl_samples as samples
 import pytest
 from command import mcr_plus
 
 from mcr_plus.backends.msccl.generators import GENERATORS
+from mcr_plus.backends.msccl.writer import write_algorithm
 
 msccl = partial(mcr_plus, "msccl")
 
@@ -49,6 +52,25 @@ def test_verify_with_one_slot(ring: Path) -> None:
     answer = msccl("verify", ring, "--slots", 1)
     assert answer.returncode == 1
     assert "deadlock with queues of 1" in answer.stderr
+
+
+def test_verify_takes_folders(ring: Path, wrong: Path) -> None:
+    answer = msccl("verify", ring.parent)
+    assert answer.returncode == 1
+    assert answer.stdout.splitlines()[0].startswith(f"{ring}: allreduce of 3 ranks")
+    assert f"{wrong}: refused" in answer.stdout.splitlines()
+    (ring.parent / "empty").mkdir()
+    assert "no *.xml in the folder" in msccl("verify", ring.parent / "empty").stderr
+
+
+def test_verify_names_a_chunk_as_the_file_does(tmp_path: Path) -> None:
+    """A file for calls in place may name only the input."""
+    ring = samples.ring(2)
+    path = tmp_path / "it.xml"
+    write_algorithm(replace(ring, out_of_place=False), path)
+    path.write_text(path.read_text().replace('"o"', '"i"').replace('type="rrs"', 'type="rs"'))
+    path.write_text(path.read_text().replace('type="rrcs"', 'type="rcs"'))
+    assert "o[0] (i[0] in place) ends as" in msccl("verify", path).stderr
 
 
 def test_verify_as_json(ring: Path, wrong: Path) -> None:
@@ -121,7 +143,16 @@ def test_show_one_rank_by_thread_block(tmp_path: Path) -> None:
 
 
 def test_show_tells_what_never_runs(ring: Path) -> None:
-    assert "never  2 + i[2] → 1" in msccl("show", ring, "--slots", 1).stdout
+    answer = msccl("show", ring, "--slots", 1)
+    assert "never  2 + i[2] → 1" in answer.stdout
+    assert answer.stderr.startswith(f"refused: {ring}:")
+    assert "deadlock" in answer.stderr
+    assert msccl("show", ring).stderr == ""
+
+
+def test_generate_says_which_limit_of_the_verifier_is_passed() -> None:
+    told = msccl("generate", "gather_direct", "-n", 182).stderr
+    assert "expected at most 180 for 182 ranks: the verifier follows 32768 contributions" in told
 
 
 def test_show_as_json(ring: Path) -> None:

@@ -194,6 +194,14 @@ PIPE = "version: 1\npipeline:\n"
             "5: pipeline[2].select: cyclic pipeline",
         ),
         (PIPE + "  - select: 5\n  - dispatch: {}\n", "3: pipeline[0].select: expected a mapping, got 5"),
+        (
+            PIPE + "  - hierarchical: {local: {compress: {}}}\n  - select: {}\n  - dispatch: {}\n",
+            "3: pipeline[0].hierarchical.local.compress: unknown key 'compress'; known: backend",
+        ),
+        (
+            PIPE + "  - hierarchical: {local: mpi}\n  - select: {}\n  - dispatch: {}\n",
+            "3: pipeline[0].hierarchical.local: expected a mapping of options, got 'mpi'",
+        ),
         (PIPE + "  - select: []\n  - dispatch: {}\n", "3: pipeline[0].select: expected a mapping, got []"),
         (
             PIPE + "  - select: {tabel: x}\n  - dispatch: {}\n",

@@ -102,6 +102,7 @@ def text_of(options: str, rest: str = "  - select: {}\n  - dispatch: {}\n") -> s
         ),
         ("      ranks_per_node: 0", "5: pipeline[0].hierarchical.ranks_per_node: "),
         ("      kinds: [all_reduce, reduce]", "5: pipeline[0].hierarchical.kinds: unknown kind 'reduce'"),
+        ("      local: {backend: 'mpi:'}", "5: pipeline[0].hierarchical.local.backend: 'mpi:' names no algo"),
         ("      local: {backend: mpo}", "5: pipeline[0].hierarchical.local.backend: unknown backend 'mpo'"),
         (
             "      inter: {backend: nccl}",
@@ -218,6 +219,10 @@ def test_explain_knows_what_reaches_a_node_but_not_the_job() -> None:
         ({"nbytes": 4}, "fewer elements than the 2 ranks of a node"),
         ({"compress": {"codec": "powersgd"}, "nbytes": 1024}, None),
         ({"local": {"backend": "gloo:ring"}}, "backend gloo:ring cannot do reduce_scatter: algorithm 'ring'"),
+        (
+            {"inter": {"backend": "msccl"}, "backends": ["gloo", "msccl"]},
+            "backend msccl cannot do a step: group 'world/across' is on 2 hosts",
+        ),
     ],
 )
 def test_explain_says_why_not(options: dict[str, Any], reason: str | None) -> None:

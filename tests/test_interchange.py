@@ -179,7 +179,7 @@ def test_nccl_sample_comes_back() -> None:
 def test_nccl_bounds_are_included_and_4_gib_is_not_the_end() -> None:
     found = import_("nccl-csv", "reduce,8,4294967295,ring,ll,-1,-1,-1\n").table
     assert rules_of(found) == [
-        ("reduce", "0..8", "nccl"), ("reduce", "8..4GiB", "nccl:ring/ll"), ("reduce", "4GiB..", "nccl"),
+        ("reduce", "0..8", "nccl"), ("reduce", "8B..4GiB", "nccl:ring/ll"), ("reduce", "4GiB..", "nccl"),
     ]  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -182,6 +183,8 @@ def from_files(folder: str) -> list[Any]:
     refused(lambda: comm.all_reduce(value, backend="msccl:gathering"))
     refused(lambda: comm.all_to_all_single(torch.ones(3), torch.ones(3), backend="msccl:nothing"))
     refused(lambda: comm.barrier(backend="msccl:ring"))
+    for name in ("of-two", "all_reduce_ring", "ring-of-mine.xml", ""):
+        refused(lambda name=name: comm.all_reduce(value, backend=f"msccl:{name}"))  # type: ignore[misc]
     backends = [record.backend for record in log.records]
     mcr.finalize()
     return [told, backends]
@@ -198,15 +201,19 @@ def test_algorithms_from_files(tmp_path: Path) -> None:
         write_algorithm(algorithm, tmp_path / f"{name}.xml")
     for result in run_ranks(from_files, 3, args=[str(tmp_path)], via="torch"):
         told, backends = result.value
-        assert set(backends) == {"msccl"}
-        root, size, kind, unknown, none = told
+        assert set(backends) == {"msccl:ring-of-mine", "msccl:chain", "msccl:gathering"}
+        root, size, kind, unknown, none, ranks, generator, file, empty = told
         assert "algorithm 'chain' has root 1" in root
-        assert "algorithm 'ring-of-mine' is for 1000..20000" in size
+        assert "algorithm 'ring-of-mine' is for 1000 B to 20000 B" in size
         assert "ring-of-mine.xml" in size
-        assert "algorithm 'gathering'; for all_reduce on 3 ranks there are ring, " in kind
-        assert kind.count("of-two") == 0
-        assert "algorithm 'nothing'; for all_to_all on 3 ranks there are direct, two_level" in unknown
-        assert "there are none for barrier" in none
+        assert "algorithm 'gathering' is for all_gather on 3 ranks" in kind
+        assert "gathering.xml" in kind
+        assert "no algorithm 'nothing' for all_to_all on 3 ranks; known: direct, two_level" in unknown
+        assert "barrier has no algorithms" in none
+        assert "algorithm 'of-two' is for all_reduce on 2 ranks" in ranks
+        assert "did you mean 'ring'?" in generator
+        assert "did you mean 'ring-of-mine'?" in file
+        assert "backend 'msccl:' names no algorithm" in empty
 
 
 def test_algorithm_files_are_checked_before_anything_runs(tmp_path: Path) -> None:
@@ -233,6 +240,40 @@ def test_algorithm_files_are_checked_before_anything_runs(tmp_path: Path) -> Non
     write_algorithm(samples.ring(2), tmp_path / "ring.xml")
     with pytest.raises(ConfigError, match="the name of an algorithm of our own"):
         catalog.use([tmp_path / "ring.xml"])
+
+
+UNKNOWN = {  # what stands in the configuration: where it is refused
+    "rules: [{match: {kind: all_reduce}, backend: 'msccl:mine.xml'}]": (
+        "pipeline.yaml:3: rules[0].backend: backend 'msccl:mine.xml': unknown algorithm 'mine.xml'; known: ",
+        ", mine; did you mean 'mine'?",
+    ),
+    "pipeline: [{hierarchical: {inter: {backend: 'msccl:nope'}}}, {select: {}}, {dispatch: {}}]": (
+        "pipeline.yaml:3: hierarchical.inter.backend: backend 'msccl:nope': unknown algorithm 'nope'",
+        "add the file to `algorithms:`",
+    ),
+    "pipeline: [{select: {table: table.yaml}}, {dispatch: {}}]": (
+        "table.yaml:4: backend 'msccl:nope': unknown algorithm 'nope'",
+        "add the file to `algorithms:`",
+    ),
+    "backends: ['msccl:ring', gloo]": (
+        "pipeline.yaml:3: backends[0]: expected a backend without an algorithm, got 'msccl:ring'",
+        "rules and calls name algorithms",
+    ),
+}
+
+
+@pytest.mark.parametrize("text", UNKNOWN)
+def test_names_that_no_operation_has_are_refused_before_anything_runs(tmp_path: Path, text: str) -> None:
+    write_algorithm(samples.ring(2), tmp_path / "mine.xml")
+    rules = "\n- {kind: all_gather, bytes: 0.., backend: 'msccl:mine'}"
+    rules += "\n- {kind: all_reduce, bytes: 0.., backend: 'msccl:nope'}"
+    (tmp_path / "table.yaml").write_text(f"version: 1\nrules:{rules}\n")
+    pipeline = tmp_path / "pipeline.yaml"
+    pipeline.write_text(f"version: 1\nalgorithms: [mine.xml]\n{text}\n")
+    told = " ".join(mcr_plus("validate", str(pipeline)).stderr.split())
+    assert all(part in told for part in UNKNOWN[text]), told
+    with catalog.kept(), pytest.raises(ConfigError):
+        mcr.init(pipeline)
 
 
 def test_configurations_with_other_algorithms_are_others(tmp_path: Path) -> None:
@@ -327,25 +368,76 @@ def test_an_interrupted_wait_keeps_its_tensors() -> None:
         assert all(result.value)
 
 
-def other_sizes() -> str:
+def other_sizes(backend: str) -> str:
     """Both have been compared before; then ranks take different ones."""
     comm = mcr.init(
         {"version": 1, "backends": ["msccl"], "pipeline": [{"select": {}}, {"dispatch": {"timeout": "20s"}}]}
     )
     for count in (1000, 400_000):
-        comm.all_reduce(torch.ones(count))
+        comm.all_reduce(torch.ones(count), backend=backend)
     try:
         for count in ((1000, 1000), (400_000, 1000))[comm.rank]:
-            comm.all_reduce(torch.ones(count))
+            comm.all_reduce(torch.ones(count), backend=backend)
     except mcr.OrderMismatch as error:
         return str(error)
     return "no error"
 
 
-def test_other_sizes_are_told_and_never_summed() -> None:
-    for result in run_ranks(other_sizes, 2, via="torch", check=False):
+@pytest.mark.parametrize("backend", ["msccl", "msccl:ring"])
+def test_other_sizes_are_told_and_never_summed(backend: str) -> None:
+    for result in run_ranks(other_sizes, 2, args=[backend], via="torch", check=False):
         assert "float32[1000]" in str(result.value)
         assert "float32[400000]" in str(result.value)
+
+
+def late() -> str:
+    stages = [{"select": {}}, {"dispatch": {"timeout": "2s"}}]
+    comm = mcr.init({"version": 1, "backends": ["msccl"], "pipeline": stages})
+    for _ in range(7):
+        comm.all_reduce(torch.ones(5))
+    if comm.rank == 1:
+        time.sleep(4)
+        return ""
+    with pytest.raises(mcr.CommTimeout) as missed:
+        comm.all_reduce(torch.ones(5))
+    return str(missed.value)
+
+
+def test_a_rank_that_is_late_is_told_with_its_last_operation() -> None:
+    results = run_ranks(late, 2, via="torch", check=False)
+    assert "rank 1: last issued #7, process running" in str(results[0].value)
+
+
+def codec_and_algorithm() -> tuple[str, str]:
+    stages = [{"compress": {"codec": "int8_block"}}, {"select": {}}, {"dispatch": {}}]
+    with mcr.init({"version": 1, "backends": ["msccl"], "pipeline": stages}) as comm:
+        values = torch.full((100_000,), comm.rank + 0.3)
+        with mcr.record() as log:
+            comm.all_reduce(values, backend="msccl:ring")
+        with pytest.raises(mcr.Unsupported) as refused:
+            comm.all_reduce(values, backend="msccl:ring", compress="int8_block")
+    assert (values == torch.tensor(0.3) + torch.tensor(1.3)).all()
+    return str(log.records[0].codec), str(refused.value)
+
+
+def test_a_named_algorithm_is_for_the_operation_itself() -> None:
+    for result in run_ranks(codec_and_algorithm, 2, via="torch"):
+        codec, refused = result.value
+        assert codec == "None"
+        assert "a codec makes other operations of it, for which msccl:ring is not meant" in refused
+
+
+def another_library() -> str:
+    if os.environ["RANK"] == "1":
+        os.environ["MCR_MSCCL_LIBRARY"] = "/nowhere/libmsccl.so"
+    with pytest.raises(mcr.ConfigError) as refused:
+        mcr.init({"version": 1, "backends": ["gloo"]})
+    return str(refused.value)
+
+
+def test_a_library_on_some_ranks_only_is_refused_on_all() -> None:
+    for result in run_ranks(another_library, 2, via="torch"):
+        assert "MCR_MSCCL_LIBRARY is unset on rank 0, but not so on ranks [1]" in result.value
 
 
 def explained_meanwhile(file: str) -> bool:
@@ -454,5 +546,6 @@ def test_supports() -> None:
     assert MscclBackend.supports(_signature(algorithm="ring")).level == "native"
     assert MscclBackend.supports(_signature(device="cuda")).level == "emulated"
     assert not MscclBackend.supports(_signature(algorithm="rang"))
+    assert "the verifier" in MscclBackend.supports(_signature(algorithm="all_pairs", ranks=65)).how
     assert MscclBackend.algorithms("all_reduce", 2) == []
     assert MscclBackend.algorithms("all_to_all", 3) == ["direct", "two_level"]

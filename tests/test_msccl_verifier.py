@@ -72,8 +72,10 @@ def test_a_ring_is_proved_and_counted() -> None:
 
 def test_a_swap_is_no_sum() -> None:
     assert refusal(parse_algorithm(SWAP, "swap.xml")) == [
-        "swap.xml:2: gpu[0]: o[0] ends as rank 1's chunk 0; expected the sum of all ranks' chunks 0",
-        "swap.xml:8: gpu[1]: o[0] ends as rank 0's chunk 0; expected the sum of all ranks' chunks 0",
+        "swap.xml:2: gpu[0]: o[0] (i[0] in place) ends as rank 1's chunk 0; "
+        "expected the sum of all ranks' chunks 0",
+        "swap.xml:8: gpu[1]: o[0] (i[0] in place) ends as rank 0's chunk 0; "
+        "expected the sum of all ranks' chunks 0",
     ]
 
 
@@ -160,7 +162,9 @@ def test_a_read_of_what_was_never_written() -> None:
 
 def test_an_output_that_is_never_written() -> None:
     algorithm = broadcast(tb(-1, 0, receive(s(0))))
-    assert refusal(algorithm) == ["<it>: gpu[1]: o[0] is never written; expected rank 0's chunk 0"]
+    assert refusal(algorithm) == [
+        "<it>: gpu[1]: o[0] (i[0] in place) is never written; expected rank 0's chunk 0"
+    ]
 
 
 def test_a_contribution_twice_or_not_at_all() -> None:
@@ -170,12 +174,12 @@ def test_a_contribution_twice_or_not_at_all() -> None:
     other = (tb(0, 0, send(i(0)), Step("rrc", i(0), o(0))),)
     assert verify_all(made("allreduce", 1, exchange(), other))
     assert refusal(made("allreduce", 1, exchange(add(o(0), o(0))), other)) == [
-        "<it>: gpu[0]: o[0] ends as a sum with rank 0's chunk 0, rank 1's chunk 0 more than once; "
-        "expected the sum of all ranks' chunks 0"
+        "<it>: gpu[0]: o[0] (i[0] in place) ends as a sum with rank 0's chunk 0, rank 1's chunk 0 "
+        "more than once; expected the sum of all ranks' chunks 0"
     ]
     idle = (tb(0, 0, send(i(0)), receive(s(0))),)
     assert refusal(made("allreduce", 1, exchange(), idle, scratch=1)) == [
-        "<it>: gpu[1]: o[0] ends as rank 1's chunk 0; expected the sum of all ranks' chunks 0"
+        "<it>: gpu[1]: o[0] (i[0] in place) ends as rank 1's chunk 0; expected the sum of all ranks' chunks 0"
     ]
 
 
@@ -185,8 +189,8 @@ def test_a_sum_of_the_wrong_chunks() -> None:
 
     algorithm = made("reducescatter", 2, rank(1, 0), (tb(0, 0, send(i(0)), Step("rrc", i(0), o(0))),))
     assert refusal(algorithm) == [
-        "<it>: gpu[1]: o[0] ends as a sum without rank 1's chunk 1 and with rank 1's chunk 0; "
-        "expected the sum of all ranks' chunks 1"
+        "<it>: gpu[1]: o[0] (i[1] in place) ends as a sum without rank 1's chunk 1 and with rank 1's "
+        "chunk 0; expected the sum of all ranks' chunks 1"
     ]
 
 
@@ -366,10 +370,14 @@ def test_structure_is_checked_for_what_was_made_too() -> None:
 
 def test_what_would_need_gigabytes_is_refused() -> None:
     wide = made("allreduce", 4096, *[()] * 16)
-    assert refusal(wide) == ["<it>: algo.nchunksperloop: 4096, expected at most 2048 for 16 ranks"]
+    assert refusal(wide) == [
+        "<it>: algo.nchunksperloop: 4096, expected at most 2048 for 16 ranks: the verifier follows 32768 "
+        "contributions, chunks times ranks"
+    ]
     many = made("allreduce", 1, (tb(-1, -1),) * 12000, ())
     assert refusal(many) == [
-        "<it>: algo: 12000 thread blocks and 0 steps that others wait for, expected fewer of both"
+        "<it>: algo: 12000 thread blocks and 0 steps that others wait for, expected fewer of both: the "
+        "verifier keeps 134217728 clocks, thread blocks times the sum of the two"
     ]
 
 
@@ -389,7 +397,8 @@ def test_a_reduce_in_place_leaves_what_the_others_gave() -> None:
     spoilt = (tb(0, -1, send(i(0)), Step("re", i(0), i(0))),)
     lines = refusal(made("reduce", 1, root, spoilt, scratch=1))
     assert lines == [
-        "<it>: gpu[1]: o[0] ends as a sum with rank 1's chunk 0 more than once; expected rank 1's chunk 0"
+        "<it>: gpu[1]: o[0] (i[0] in place) ends as a sum with rank 1's chunk 0 more than once; "
+        "expected rank 1's chunk 0"
     ]
 
 

@@ -11,12 +11,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import Any
 
+import msccl_samples as samples
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -27,6 +28,8 @@ import mcr_plus as mcr
 from mcr_plus import registry
 from mcr_plus.backends import backend_class
 from mcr_plus.backends.mpi import MpiBackend
+from mcr_plus.backends.msccl import catalog
+from mcr_plus.backends.msccl.writer import write_algorithm
 from mcr_plus.config import SelectOptions, load
 from mcr_plus.dispatch.work import JointWork, Work
 from mcr_plus.errors import ConfigError
@@ -364,6 +367,22 @@ def found_out(query: Query, choice: str, **more: Any) -> Learnt:
         "default": lambda _: "local",
     }
     return Learnt(query, choice, **{**details, **more})
+
+
+def test_what_was_learnt_of_an_algorithm_holds_for_the_sizes_that_it_is_for(tmp_path: Path) -> None:
+    for name, algorithm in {
+        "small": replace(samples.ring(2), least=1500, most=3000),
+        "chain": samples.chain(2, 0),  # of one root, and a rule is for all
+    }.items():
+        write_algorithm(algorithm, tmp_path / f"{name}.xml")
+    learnt = [Query(kind, 2048) for kind in ("all_reduce", "broadcast")]
+    choices = dict(zip(learnt, ("msccl:small", "msccl:chain"), strict=True))
+    with catalog.kept():
+        catalog.use(sorted(tmp_path.glob("*.xml")))
+        refined = refined_table(None, [found_out(query, choices[query]) for query in learnt], {})
+    chosen = {size: lookup(refined, Query("all_reduce", size)) for size in (2047, 2048, 3000, 3001)}
+    assert chosen == {2047: "local", 2048: "msccl:small", 3000: "msccl:small", 3001: "local"}
+    assert lookup(refined, Query("broadcast", 2048)) == "local"
 
 
 def lookup(table: Table | None, query: Query) -> str:

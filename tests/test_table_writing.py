@@ -30,7 +30,7 @@ from mcr_plus.selection.writing import (
     size_name,
     table_text,
 )
-from mcr_plus.units import MAX_INTEGER, Range, parse_size
+from mcr_plus.units import MAX_INTEGER, Range, format_span, parse_range, parse_size, size_words
 
 # What YAML takes for something else than the text it is, or for more than one.
 MISREAD = (
@@ -314,3 +314,20 @@ def test_places_that_cannot_be_written(tmp_path: Path, name: str, reason: str) -
         save_table(NEW, path)
     assert str(caught.value).startswith(f"{path}: ")
     assert [found.name for found in tmp_path.rglob("*")] == ["folder"]
+
+
+@pytest.mark.parametrize(
+    ("lo", "hi", "text"),
+    [
+        (0, 65536, "0..64KiB"),
+        (89, 38912, "89B..38KiB"),
+        (1024, 65537, "1KiB..65537B"),
+        (100, 34001, "100..34001"),
+        (1 << 20, None, "1MiB.."),
+        (96, None, "96.."),
+    ],
+)
+def test_a_range_is_not_read_with_the_unit_of_its_other_end(lo: int, hi: int | None, text: str) -> None:
+    assert format_span(lo, hi) == text
+    assert parse_range(text) == Range(lo, hi)
+    assert size_words(lo).endswith((" B", " KiB", " MiB"))

@@ -16,6 +16,7 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
+import msccl_samples as samples
 import pytest
 from command import mcr_plus
 from hypothesis import given, settings
@@ -26,6 +27,8 @@ from test_cli import mcr_plus_process
 import mcr_plus as mcr
 from mcr_plus import registry
 from mcr_plus.backends.gloo import GlooBackend
+from mcr_plus.backends.msccl.writer import write_algorithm
+from mcr_plus.cli.tune import _left_out
 from mcr_plus.environment import cores
 from mcr_plus.errors import ConfigError, Unsupported
 from mcr_plus.interfaces import Channel, Poll, Start
@@ -33,13 +36,15 @@ from mcr_plus.launch import mpi_flavour, mpi_usable
 from mcr_plus.message import Group, Message, Signature
 from mcr_plus.selection.table import Query, load_table, parse_table
 from mcr_plus.selection.writing import table_text
+from mcr_plus.tuning.algorithms import check_sizes
 from mcr_plus.tuning.derive import choose, crossover, derive, justified
 from mcr_plus.tuning.measure import Effort, Meter
-from mcr_plus.tuning.operations import KINDS, Cell, Subject, whole_size
+from mcr_plus.tuning.operations import KINDS, Cell, Kind, Subject, whole_size
 from mcr_plus.tuning.plan import Request, Task, next_task, stages
 from mcr_plus.tuning.points import Point, PointFile, settled
 from mcr_plus.tuning.statistics import Timing, bus_bandwidth, confidence_rank
 from mcr_plus.tuning.worker import Job, _meter
+from mcr_plus.units import Range
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 HERE = {"torch": ("2.13",), "ranks": ("2",)}
@@ -104,7 +109,8 @@ def play(request: Request, time_of: dict[str, Any], limit: int = 10_000) -> list
         if task is None:
             return points
         for way, us in time_of.items():
-            points.append(Point(task.cell, way, task.overlap, timing(us(task.cell))))
+            if way in request.ways_of(task.cell):
+                points.append(Point(task.cell, way, task.overlap, timing(us(task.cell))))
     raise AssertionError("the plan does not end")
 
 
@@ -323,6 +329,66 @@ def test_tables_are_whole_and_survive_a_file(data: st.DataObject) -> None:
         rule = again.lookup(Query(name, 100, "float64"))
         assert rule is not None
         assert rule.backend == "mpi"
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_no_rule_holds_for_sizes_that_its_way_is_not_for(data: st.DataObject) -> None:
+    """Whatever was measured, also when a file was for other sizes: a way for every size around the ends."""
+    spans = {}
+    for name in ("msccl:one", "msccl:two"):
+        lo = data.draw(st.integers(0, 70_000))
+        spans[name] = Range(lo, data.draw(st.none() | st.integers(lo + 1, 140_000)))
+    ways, algorithms = data.draw(st.sampled_from([("mpi", "gloo"), ("mpi",)])), tuple(spans)
+    kinds: tuple[Kind, ...] = ("all_reduce", "all_gather")
+    request = Request(
+        kinds, 8, 1 << 16, 2, ways, asynchronous=False,
+        algorithms=dict.fromkeys(kinds, algorithms), spans=spans,
+    )  # fmt: skip
+    points = []
+    for kind, exponent in product(kinds, data.draw(st.sets(st.integers(3, 16), min_size=1))):
+        for way in (*ways, *algorithms):
+            us = data.draw(st.floats(0.1, 100))
+            points.append(Point(Cell(kind, 1 << exponent), way, False, timing(us)))
+    table = parse_table(table_text(derive(request, points, HERE, 1)), "t")
+    edges = {0, 1 << 40, *(rule.lo for rule in table.rules)}
+    edges |= {end for span in spans.values() for end in (span.lo, span.hi) if end is not None}
+    for kind, size in product(kinds, sorted({max(edge + by, 0) for edge in edges for by in (-1, 0, 1)})):
+        rule = table.lookup(Query(kind, size))
+        assert rule is not None
+        assert rule.backend not in spans or spans[rule.backend].covers(size)
+        vector = table.lookup(Query(f"{kind}_v", None)) if kind == "all_gather" else None
+        assert vector is None or vector.backend in ways
+
+
+def test_the_next_best_takes_over_where_an_algorithm_ends() -> None:
+    spans = {"msccl:mine": Range(100, 34_001)}
+    request = Request(
+        ("all_reduce",), 8, 1 << 16, 2, ("msccl", "mpi", "gloo"), asynchronous=False,
+        algorithms={"all_reduce": ("msccl:mine",)}, spans=spans,
+    )  # fmt: skip
+    times = {
+        "msccl": alpha_beta(3, 1e-3),
+        "mpi": alpha_beta(2, 9e-3),
+        "gloo": alpha_beta(200, 1e-3),
+        "msccl:mine": alpha_beta(1, 1e-4),
+    }
+    points = play(request, times)
+    tried = {p.cell.nbytes for p in points if p.way == "msccl:mine"}
+    assert (min(tried), max(tried)) == (104, 1 << 15)
+    rules = derive(request, points, HERE, 1).rules
+    assert [(rule.backend, rule.lo, rule.hi) for rule in rules] == [
+        ("mpi", 0, 100), ("msccl:mine", 100, 34_001), ("msccl", 34_001, None)
+    ]  # fmt: skip
+
+
+def test_a_kind_that_nothing_can_do_at_some_size_has_no_rules() -> None:
+    spans = {"msccl:mine": Range(0, 1000)}
+    algorithms: dict[Kind, tuple[str, ...]] = {"all_reduce": ("msccl:mine",)}
+    request = Request(("all_reduce", "send"), 8, 64, 2, ("mpi",), algorithms=algorithms, spans=spans)
+    cells: dict[Kind, str] = {"all_reduce": "msccl:mine", "send": "mpi"}
+    points = [Point(Cell(kind, 8), way, False, timing(1.0)) for kind, way in cells.items()]
+    assert {rule.key.kind for rule in derive(request, points, HERE, 1).rules} == {"send"}
 
 
 def test_rules_of_asynchronous_operations_follow_the_exposed_time() -> None:
@@ -571,6 +637,12 @@ def test_bench_prints_rows_of_the_contract(tmp_path: Path) -> None:
         (["tune", "-n", "2", "-o", "no/such/folder/t.yaml"], "no such folder"),
         (["tune", "-n", "2", "-o", "t.yaml", "--kinds", "all_redcue"], "did you mean 'all_reduce'"),
         (["tune", "-n", "2", "-o", "t.yaml", "--backends", "mip"], "did you mean 'mpi'"),
+        (
+            ["tune", "-n", "2", "-o", "t.yaml", "--backends", "gloo,msccl:nope"],
+            "unknown algorithm 'nope'; known: ",
+        ),
+        (["tune", "-n", "2", "-o", "t.yaml", "--backends", "msccl:"], "'msccl:' names no algorithm"),
+        (["bench", "-n", "2", "--backends", "msccl:all_reduce_ring"], "did you mean 'ring'"),
         (["tune", "-n", "2", "-o", "t.yaml", "--min", "1MiB", "--max", "1KiB"], "--min"),
         (["tune", "-n", "2", "-o", "t.yaml", "--budget", "soon"], "expected a duration"),
         (["tune", "-n", "2", "-o", "t.yaml", "--plot", "t.gif"], "known: .png, .svg, .pdf"),
@@ -587,6 +659,66 @@ def test_bad_usage(words: list[str], what: str) -> None:
     answer = mcr_plus(*words)
     assert answer.returncode == 2, answer.stderr
     assert what in re.sub(r"[\s│]+", " ", answer.stderr)
+
+
+def test_files_of_algorithms_are_compared_and_a_table_says_that_it_needs_them(tmp_path: Path) -> None:
+    """One that is only for small sizes, one for other ranks, one for one root."""
+    ring = samples.ring(2)
+    for name, algorithm in {
+        "small": replace(ring, least=100, most=1000),
+        "of-three": samples.ring(3),
+        "chain": samples.chain(2, 0),
+    }.items():
+        write_algorithm(algorithm, tmp_path / f"{name}.xml")
+    out = tmp_path / "t.yaml"
+    useless = mcr_plus("tune", "-n", "2", "-o", out, "--backends", "gloo", "--algorithms", tmp_path)
+    assert useless.returncode == 2
+    assert "nothing runs algorithm files" in re.sub(r"[\s│]+", " ", useless.stderr)
+    answer = mcr_plus_process(
+        "tune", "-n", "2", "-o", str(out), "--kinds", "all_reduce,broadcast", "--max", "4KiB", "--no-async",
+        "--algorithms", str(tmp_path), "--backends", "gloo,msccl:small,msccl:chain", "--budget", "60s",
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stderr
+    told = " ".join(answer.stderr.split())
+    assert "of-three.xml: not compared; it is for all_reduce on 3 ranks" in told
+    assert "chain.xml: not compared; it is for broadcast from or to rank 0 on 2 ranks" in told
+    assert "small.xml" not in told
+    chosen = [(rule.key.kind, rule.backend, rule.lo, rule.hi) for rule in load_table(out).rules]
+    assert ("all_reduce", "msccl:small", 100, 1001) in chosen
+    assert {backend for kind, backend, *_ in chosen if kind == "broadcast"} == {"gloo"}
+    needs = f"need algorithms: [{tmp_path / 'small.xml'}]"
+    assert needs in " ".join(answer.stdout.split())
+    assert needs in out.read_text()
+    pipeline = tmp_path / "p.yaml"
+    pipeline.write_text("version: 1\npipeline: [{select: {table: t.yaml}}, {dispatch: {}}]\n")
+    assert re.search(r"t.yaml:\d+: backend 'msccl:small': unknown", mcr_plus("validate", pipeline).stderr)
+    pipeline.write_text(f"{pipeline.read_text()}algorithms: [small.xml]\n")
+    assert mcr_plus("validate", pipeline).returncode == 0
+
+
+def test_sizes_that_nothing_compared_is_for_are_told_before_anything_is_measured() -> None:
+    algorithms: dict[Kind, tuple[str, ...]] = {"all_reduce": ("msccl:one", "msccl:two")}
+    request = Request(("all_reduce",), 8, 64, 2, (), algorithms=algorithms)
+    for spans, missing in (
+        ({"msccl:one": Range(8, 100), "msccl:two": Range(0, 50)}, "100 B"),
+        ({"msccl:one": Range(8, 100), "msccl:two": Range(100)}, "0 B"),
+        ({"msccl:one": Range(0, 0), "msccl:two": Range(0, 0)}, "0 B"),
+    ):
+        with pytest.raises(Unsupported, match=f"all_reduce: nothing in --backends is for {missing}"):
+            check_sizes(replace(request, spans=spans))
+        check_sizes(replace(request, spans=spans, ways=("gloo",)))
+    check_sizes(replace(request, spans={"msccl:one": Range(0, 100), "msccl:two": Range(50)}))
+
+
+def test_what_was_left_out_is_said_once_for_each_reason() -> None:
+    points = [
+        Point(Cell("all_reduce", 8 << n), "a", False, None, f"{8 << n} B is too much") for n in range(4)
+    ]
+    points += [Point(Cell("all_reduce", 8), "a", True, None, "another reason")]
+    assert _left_out(points) == [
+        ("all_reduce", "a", "8 B to 64 B", "8 B is too much"),
+        ("all_reduce", "a", "8 B", "another reason"),
+    ]
 
 
 def test_a_library_that_is_not_here_is_refused_before_ranks_are_started() -> None:

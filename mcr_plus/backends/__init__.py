@@ -9,6 +9,7 @@ from typing import Literal, cast
 from mcr_plus import registry
 from mcr_plus.interfaces import Backend, World
 from mcr_plus.message import KINDS, Group, Kind, Signature
+from mcr_plus.units import Range
 
 PREFERENCE = ("nccl", "msccl", "mpi", "gloo")
 
@@ -37,6 +38,13 @@ class OperationRow:
 def backend_class(name: str) -> type[Backend]:
     """The backend registered under `name`; raises `Unsupported` naming the known ones."""
     return cast("type[Backend]", registry.get("backends", name))
+
+
+def table_sizes(choice: str) -> Range:
+    """The bytes for which a table's rule may name a choice, `name` or `name:algorithm`."""
+    name, _, algorithm = choice.partition(":")
+    sizes = getattr(backend_class(name), "sizes", None) if algorithm else None
+    return Range(0) if sizes is None else cast("Range", sizes(algorithm))
 
 
 def preferred_backends() -> list[str]:

@@ -216,7 +216,9 @@ class MpiBackend:
     @staticmethod
     def finalize() -> None:
         """End MPI when all ranks have come to the end of their processes; MPI_Finalize waits for all."""
-        mpi = load_mpi()
+        mpi = sys.modules.get("mpi4py.MPI")
+        if mpi is None:  # it could not be loaded
+            return
         import mpi4py
 
         if not mpi4py.rc.finalize and mpi.Is_initialized() and not mpi.Is_finalized():

@@ -34,6 +34,7 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Time operations turn by turn in one job, once verified; `tuned` is what the pipeline chooses."""
+    from mcr_plus.config import load
     from mcr_plus.tuning.worker import Job
     from mcr_plus.units import parse_duration
 
@@ -41,7 +42,8 @@ def bench(
     measuring.check_plot(plot)
     if against not in (None, "torch"):
         raise typer.BadParameter(f"unknown {against!r}; known: torch", param_hint="--against")
-    chosen = measuring.backend_names(backends)
+    pipeline = load({"version": 1} if config is None else config)
+    chosen = measuring.backend_names(backends, pipeline, files="`algorithms:` of --config")
     dtypes = measuring.dtype_names(dtype, "--dtype")
     if len(dtypes) > 1:
         raise typer.BadParameter(f"expected one type, got {dtype}", param_hint="--dtype")

@@ -18,6 +18,7 @@ from mcr_plus.errors import BackendUnavailable, unknown
 from mcr_plus.launch import launch
 
 if TYPE_CHECKING:
+    from mcr_plus.config import Config
     from mcr_plus.tuning.worker import Job
 
 T = TypeVar("T")
@@ -87,10 +88,17 @@ def kinds(text: str | None, default: Sequence[str]) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(ALIASES.get(name, name) for name in chosen))
 
 
-def backend_names(text: str | None) -> tuple[str, ...] | None:
-    """The backends in `--backends`, or algorithms of theirs: `name:algorithm`."""
+def backend_names(text: str | None, config: Config, files: str) -> tuple[str, ...] | None:
+    """The backends in `--backends`, or algorithms of theirs that `config` knows: `name:algorithm`.
+
+    Raises `ConfigError` for others, and for an algorithm file of `config` that is wrong. `files`: the option
+    that names such files.
+    """
     from mcr_plus import registry
     from mcr_plus.backends import backend_class
+    from mcr_plus.backends.msccl.catalog import kept
+    from mcr_plus.config import names_no_algorithm
+    from mcr_plus.selection.checks import check_algorithm, use_algorithms
 
     if text is None:
         return None
@@ -103,6 +111,13 @@ def backend_names(text: str | None) -> tuple[str, ...] | None:
             raise BackendUnavailable(
                 f"--backends: {name} cannot be used here: {found.reason}; {found.remedy}"
             )
+    with kept():
+        use_algorithms(config)
+        for choice in chosen:
+            if names_no_algorithm(choice):
+                what = f"{choice!r} names no algorithm; expected name or name:algorithm"
+                raise typer.BadParameter(what, param_hint="--backends")
+            check_algorithm(choice, "--backends", files=files)
     return chosen
 
 

@@ -19,19 +19,23 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Verify, show and generate MSCCL algorithm files.")
 
 _REFUSED = 1
-_FILE: dict[str, Any] = {"exists": True, "dir_okay": False, "readable": True}
+_PATH: dict[str, Any] = {"exists": True, "readable": True}
+_FILE: dict[str, Any] = {**_PATH, "dir_okay": False}
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Slots = Annotated[int, typer.Option(min=1, help="Messages that a queue between two ranks holds.")]
 
 
 @app.command()
 def verify(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Algorithm files (XML).", **_FILE)],
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help="Algorithm files (XML), or folders of *.xml.", **_PATH),
+    ],
     slots: Slots = 2,
     as_json: AsJson = False,
 ) -> None:
     """Prove that FILEs compute what they say, without deadlock or race; status 1 if one does not."""
-    answers = [_verified(file, slots) for file in files]
+    answers = [_verified(file, slots) for path in files for file in _inside(path)]
     if as_json:
         print_json(answers)
     else:
@@ -39,6 +43,14 @@ def verify(
             _print_answer(answer)
     if not all(answer["verified"] for answer in answers):
         raise typer.Exit(_REFUSED)
+
+
+def _inside(path: Path) -> list[Path]:
+    """The file, or those of the folder."""
+    found = sorted(path.glob("*.xml")) if path.is_dir() else [path]
+    if not found:
+        raise typer.BadParameter(f"no *.xml in the folder {path}", param_hint="FILE")
+    return found
 
 
 def _verified(file: Path, slots: int) -> dict[str, Any]:
@@ -87,6 +99,7 @@ def show(
         what = f"{rank}, expected a rank: 0 to {algorithm.ranks - 1}"
         raise typer.BadParameter(what, param_hint="--rank")
     run = Run(algorithm, in_place=algorithm.in_place, slots=slots)
+    _warn_of_refusal(algorithm, slots)
     if as_json:
         print_json(_plain(algorithm, run, rank))
         return
@@ -100,6 +113,19 @@ def show(
         blocks = algorithm.programs[rank].blocks
         columns = [f"tb {number} {_peers(block)}".rstrip() for number, block in enumerate(blocks)]
     print_table(f"{algorithm.name}: {what}", ["round", *columns], rows)
+
+
+def _warn_of_refusal(algorithm: Algorithm, slots: int) -> None:
+    """Say what is shown is no algorithm that could be run."""
+    from mcr_plus.backends.msccl.verifier import verify_all
+    from mcr_plus.errors import AlgorithmError
+
+    try:
+        verify_all(algorithm, slots=slots)
+    except AlgorithmError as error:
+        first, *more = str(error).splitlines()
+        rest = f" (and {len(more)} more: mcr-plus msccl verify)" if more else ""
+        print(f"refused: {first}{rest}", file=sys.stderr)
 
 
 def _steps(algorithm: Algorithm, rank: int | None) -> list[tuple[tuple[int, int, int], ThreadBlock, Step]]:

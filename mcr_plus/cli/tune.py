@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,6 +48,7 @@ def tune(
 
     Inside a job that was started by mpirun, torchrun or srun, for instance over several hosts, leave out -n.
     """
+    from mcr_plus.config import load
     from mcr_plus.selection.table import load_table
     from mcr_plus.tuning.operations import KINDS
     from mcr_plus.tuning.points import Point
@@ -56,13 +59,17 @@ def tune(
     measuring.check_plot(plot)
     figures = measurements or output.parent / f"{output.stem}.measurements.jsonl"
     _check_output(output, figures)
+    files = tuple(str(path.absolute()) for path in algorithms or ())
+    pipeline = load({"version": 1, "algorithms": list(files)})
+    chosen = measuring.backend_names(backends, pipeline, files="--algorithms")
+    _check_files(files, chosen)
     job = Job(
         "tune",
         measuring.kinds(kinds, KINDS),
         low,
         high,
         measuring.dtype_names(dtypes),
-        measuring.backend_names(backends),
+        chosen,
         measuring.number(budget, parse_duration, "--budget"),
         progress=not as_json,
         bind=bind,
@@ -72,7 +79,7 @@ def tune(
         asynchronous=asynchronous,
         overlap=overlap,
         strict=strict,
-        algorithms=tuple(str(path.absolute()) for path in algorithms or ()),
+        algorithms=files,
         effort={"seconds": _CELL_S},
     )
     answer = measuring.answer_of(job, ranks, via)
@@ -83,10 +90,12 @@ def tune(
         from mcr_plus.tuning.plot import plot_tuning
 
         plot_tuning(table, points, plot)
+    for line in answer["left_out"]:
+        typer.echo(line, err=True)
     if as_json:
-        print_json(_document(output, table, points, answer["complete"]))
+        print_json(_document(output, table, points, answer))
     else:
-        _print(output, table, points, complete=answer["complete"])
+        _print(output, table, points, answer)
 
 
 def _check_output(output: Path, figures: Path) -> None:
@@ -105,12 +114,21 @@ def _check_output(output: Path, figures: Path) -> None:
         )
 
 
-def _document(output: Path, table: Table, points: list[Point], complete: bool) -> dict[str, Any]:
+def _check_files(files: tuple[str, ...], backends: tuple[str, ...] | None) -> None:
+    """Refuse algorithm files beside backends of which none would run them all."""
+    if files and backends is not None and all(name.partition(":")[0] != "msccl" for name in backends):
+        raise typer.BadParameter(
+            "nothing runs algorithm files: msccl is not among --backends", param_hint="--algorithms"
+        )
+
+
+def _document(output: Path, table: Table, points: list[Point], answer: Mapping[str, Any]) -> dict[str, Any]:
     from mcr_plus.selection.writing import key_items
 
     return {
         "table": str(output),
-        "complete": complete,
+        "complete": answer["complete"],
+        "algorithms": answer["algorithms"],
         "fingerprint": {name: list(values) for name, values in table.fingerprint.items()},
         "rules": [
             {**key_items(rule.key), "bytes": rule.span(), "backend": rule.backend} for rule in table.rules
@@ -119,7 +137,7 @@ def _document(output: Path, table: Table, points: list[Point], complete: bool) -
     }
 
 
-def _print(output: Path, table: Table, points: list[Point], *, complete: bool) -> None:
+def _print(output: Path, table: Table, points: list[Point], answer: Mapping[str, Any]) -> None:
     rows = [
         (
             rule.key.kind,
@@ -134,15 +152,35 @@ def _print(output: Path, table: Table, points: list[Point], *, complete: bool) -
     print_table(
         "what wins where", ("operation", "manner", "dtype", "bytes", "choice", "next best takes"), rows
     )
-    wrong = {(p.cell.kind, p.way, p.problem) for p in points if p.problem is not None}
+    wrong = _left_out(points)
     if wrong:
-        columns = ("operation", "backend", "why")
-        print_table(
-            "left out", columns, [(kind, way, why or "") for kind, way, why in sorted(wrong, key=str)]
-        )
+        print_table("left out", ("operation", "backend", "sizes", "why"), wrong)
     print(f"{output}: {len(table.rules)} rules from {len(points)} measurements")
-    if not complete:
+    if answer["algorithms"]:
+        from mcr_plus.tuning.worker import NEEDED
+
+        print(f"{NEEDED}: [{', '.join(answer['algorithms'])}]")
+    if not answer["complete"]:
         print("The budget ended before every size was measured: run the same command again to go on.")
+
+
+def _left_out(points: list[Point]) -> list[tuple[str, str, str, str]]:
+    """(operation, backend, sizes, why) of what was excluded, once for each reason but for its numbers."""
+    sizes: dict[tuple[str, str, str], list[tuple[int, str]]] = {}
+    for point in points:
+        if point.problem is not None:
+            cell = (point.cell.kind, point.way, re.sub(r"\d+", "#", point.problem))
+            sizes.setdefault(cell, []).append((point.cell.nbytes, point.problem))
+    return [
+        (kind, way, _from_to(min(found)[0], max(found)[0]), min(found)[1])
+        for (kind, way, _), found in sorted(sizes.items())
+    ]
+
+
+def _from_to(least: int, most: int) -> str:
+    from mcr_plus.units import size_words
+
+    return size_words(least) if least == most else f"{size_words(least)} to {size_words(most)}"
 
 
 def _gain(choice: str, measured: Any, low: int, high: int | None) -> str:

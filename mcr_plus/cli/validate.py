@@ -21,9 +21,9 @@ def validate(
     from mcr_plus.selection.checks import checked_tables, use_algorithms
 
     config = load(file)
-    checked_tables(config)
     with kept():
         use_algorithms(config)
+        checked_tables(config)
     resolved = dump(config)
     if as_json:
         print_json(resolved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -505,7 +506,7 @@ class Engine:
             elif closed and absent:
                 found.append(_Gone(process, f"rank {rank} has left without issuing it"))
             elif not closed and self.peers.status(process) == "dead":
-                found.append(_Gone(process, f"rank {rank} has died"))
+                found.append(_Gone(process, f"rank {rank} has died, which closed the group"))
         return found or passed_on[:1]
 
     def _blame(self, work: IssuedWork) -> str:
@@ -544,7 +545,8 @@ class Engine:
         detail = f" ({'; '.join(notes)})" if notes else ""
         return CommTimeout(
             f"{operation.name(work.sequence)} on {operation.backend} not done after {waited:.1f} s; "
-            f"{who}{detail}"
+            f"{who}{detail}",
+            missing,
         )
 
     def fail(self, work: IssuedWork, error: BaseException) -> None:
@@ -566,16 +568,19 @@ class Engine:
 
     # -- the end ----------------------------------------------------------------------------------
 
-    def drain(self) -> None:
-        """Wait for every operation in flight; the first error is raised at the end."""
+    def drain(self, only: Sequence[GroupState] | None = None) -> None:
+        """Wait for what is in flight, in `only` these groups; the first error is raised at the end."""
         errors: list[BaseException] = []
-        while self._held:
-            work = self._held[0]
+        while held := [work for work in self._held if only is None or work.operation.state in only]:
+            work = held[0]
             try:
                 self.wait(work, until_done=True)
             except McrError as error:
                 errors.append(error)
-            self._held.popleft()
+            if work.error is not None and work.error not in errors:
+                errors.append(work.error)
+            with contextlib.suppress(ValueError):
+                self._held.remove(work)
         if errors:
             raise errors[0]
 

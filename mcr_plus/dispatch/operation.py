@@ -58,7 +58,7 @@ class Operation:
         check_every: bool = False,
     ) -> None:
         self.signature = signature
-        self.backend = signature.backend or ""
+        self.backend = signature.choice
         self.start = start
         self.channel = channel
         self.engine = engine
@@ -149,29 +149,29 @@ class Operation:
         return issue
 
     def _bind_run(self, issue: Issue) -> Callable[[Message], None]:
-        state, start, spins = self.state, self.start, self.spins
+        state, start, spins, counter = self.state, self.start, self.spins, self.state.board.counter
 
         # No lock: `fast` is this thread only while no other thread uses the group and no lane waits.
         def run(message: Message) -> None:
             if get_ident() != state.fast or self.check:
                 issue(message).wait()
                 return
-            state.sequence += 1
+            counter[0] = state.sequence = state.sequence + 1
             poll = None
             try:
                 poll = start(message)
                 for _ in spins:
                     if poll():
                         return
-            except BaseException as error:  # an interrupt too: the library still has the tensors
+            except BaseException as error:
                 self._fail_run(message, poll, error)
-            IssuedWork(self, message, poll, state.sequence).wait()
+            self._finish_run(message, poll)
 
         return run
 
     def bind_rerun(self, message: Message, begin: Callable[[], object], test: Poll) -> Callable[[], None]:
         """As `run` for one message and a persistent request, without even a call to start it."""
-        state, spins, issue = self.state, self.spins, self.bind()
+        state, spins, issue, counter = self.state, self.spins, self.bind(), self.state.board.counter
         check = True
 
         def run() -> None:
@@ -180,7 +180,7 @@ class Operation:
                 issue(message).wait()
                 check = self.check
                 return
-            state.sequence += 1
+            counter[0] = state.sequence = state.sequence + 1
             try:
                 begin()
                 for _ in spins:
@@ -188,12 +188,30 @@ class Operation:
                         return
             except BaseException as error:
                 self._fail_run(message, test, error)
-            IssuedWork(self, message, test, state.sequence).wait()
+            self._finish_run(message, test)
 
         return run
 
+    def _finish_run(self, message: Message, poll: Poll | None) -> None:
+        work = IssuedWork(self, message, poll, self.state.sequence)
+        try:
+            work.wait()
+        except Exception:
+            raise
+        except BaseException:
+            self._keep(work)
+            raise
+
+    def _keep(self, work: IssuedWork) -> None:
+        """After an interrupt: the operation goes on, and the library still has the tensors."""
+        with self.engine.lock:
+            self.engine.hold(work)
+
     def _fail_run(self, message: Message, poll: Poll | None, error: BaseException) -> NoReturn:
         work = IssuedWork(self, message, poll, self.state.sequence)
+        if poll is not None and not isinstance(error, Exception):
+            self._keep(work)
+            raise error
         self.engine.fail(work, error)
         raise work.error or error
 

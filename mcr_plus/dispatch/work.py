@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from mcr_plus.errors import BackendError, McrError
 
@@ -22,11 +23,12 @@ if TYPE_CHECKING:
 class Info:
     """What an operation was and which way it took.
 
-    `bytes` is the payload, `wire_bytes` what was handed to the library; of vector collectives, whose sizes
-    differ between ranks, both are this rank's own (the larger of what it sends and receives);
-    `fused` counts the members packed into the operation; `sequence` is its number in its group. Times
-    are `time.perf_counter()` seconds, 0.0 and None unless recording was on; `t_done` is when completion
-    was noticed, since looking more often would change the program.
+    `backend` is the library, with the algorithm if one was chosen (`msccl:ring`). `bytes` is the
+    payload, `wire_bytes` what was handed to the library; of vector collectives, whose sizes differ
+    between ranks, both are this rank's own (the larger of what it sends and receives); `fused` counts
+    the members packed into the operation; `sequence` is its number in its group. Times are
+    `time.perf_counter()` seconds, 0.0 and None unless recording was on; `t_done` is when completion was
+    noticed, since looking more often would change the program.
     """
 
     kind: str
@@ -236,6 +238,9 @@ class IssuedWork(Work):
         self.is_done = True  # last: another thread may look without the lock
 
 
+_settling: Final = threading.RLock()  # one for all: it is held for a copy, and rarely wanted twice
+
+
 class JointWork(Work):
     """Several handles as one: what a stage or a coalesced call hands out for the ops it issued.
 
@@ -271,7 +276,8 @@ class JointWork(Work):
         deadline = None if seconds is None else perf_counter() + seconds
         for member in self.members:
             member.wait(None if deadline is None else max(0.0, deadline - perf_counter()))
-        self._settle()
+        if not self._is_done:
+            self._settle(patient=True)
         if self._error is not None:
             raise self._error
 
@@ -282,8 +288,8 @@ class JointWork(Work):
         return self._ended([member.probe() for member in self.members])
 
     def _ended(self, members: list[bool]) -> bool:
-        if all(members):
-            self._settle()
+        if all(members) and not self._is_done:
+            self._settle(patient=False)
         return self._is_done
 
     def exception(self) -> BaseException | None:  # noqa: D102
@@ -291,15 +297,22 @@ class JointWork(Work):
         return self._error or next((error for error in errors if error is not None), None)
 
     def then(self, function: Callable[[], None]) -> Work:  # noqa: D102
-        self._finish.append(function)
-        if self._is_done:
-            self._run_finish()
+        with _settling:
+            self._finish.append(function)
+            if self._is_done:
+                self._run_finish()
         return self
 
-    def _settle(self) -> None:
-        if not self._is_done:
-            self._run_finish()
-            self._is_done = True  # last: another thread may look
+    def _settle(self, *, patient: bool) -> None:
+        # Who comes second must not go on before the first has copied out; who has the engine's lock, and only
+        # looks, must not wait for it.
+        if _settling.acquire(patient):
+            try:
+                if not self._is_done:
+                    self._run_finish()
+                    self._is_done = True
+            finally:
+                _settling.release()
 
     def _run_finish(self) -> None:
         finish, self._finish = self._finish, []

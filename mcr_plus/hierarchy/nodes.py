@@ -46,6 +46,10 @@ class Nodes:
         """How many ranks a node has: L."""
         return len(self.ranks[0])
 
+    def groups(self, part: str) -> Sequence[tuple[int, ...]]:
+        """The group ranks of every group of a part."""
+        return list(zip(*self.ranks, strict=True)) if part == "across" else self.ranks
+
     def place(self, rank: int) -> tuple[int, int]:
         """Node and local index of a group rank."""
         return next((j, node.index(rank)) for j, node in enumerate(self.ranks) if rank in node)

@@ -24,7 +24,7 @@ from mcr_plus.config import CompressOptions, DispatchOptions, HierarchicalOption
 from mcr_plus.hierarchy.nodes import Nodes, inner_groups, nodes_of
 from mcr_plus.hierarchy.ways import AllReduce, AllToAll, Broadcast, Way
 from mcr_plus.interfaces import Context, Issue, Next
-from mcr_plus.message import Signature, frozen
+from mcr_plus.message import Group, Signature, frozen
 from mcr_plus.pipeline import Pipeline
 from mcr_plus.units import format_size
 
@@ -41,6 +41,7 @@ class HierarchicalStage:
 
     def __init__(self, options: HierarchicalOptions, context: Context) -> None:
         self._options = options
+        self._context = context
         self._config = context.config
         self._nodes = nodes_of(context.config, context.world.hosts, context.group)
         self._parts = _pipelines(context)
@@ -117,13 +118,31 @@ class HierarchicalStage:
     def _lacking(self, way: Way) -> str | None:
         """What a backend that the configuration names cannot do."""
         for part, step in way.steps.items():
-            if step.backend is None or (part == "across" and step.compress):
+            if step.backend is None:
+                continue
+            if part == "across" and step.compress:
+                if ":" in step.backend:
+                    return f"backend {step.backend}: a codec makes other operations of the step"
                 continue
             name, _, algorithm = step.backend.partition(":")
+            if why := self._unreached(name, part, way.nodes):
+                return f"backend {name} cannot do a step: {why}"
             support = backend_class(name).supports(step.replace(backend=name, algorithm=algorithm or None))
             if not support:
                 return f"backend {step.backend} cannot do {step.kind}: {support.how}"
         return None
+
+    def _unreached(self, name: str, part: str, nodes: Nodes) -> str:
+        """Why a backend does not reach the groups of a step, of whatever node, so that all ranks agree."""
+        reaches = getattr(backend_class(name), "reaches", None)
+        if reaches is None:
+            return ""
+        group, world = self._context.group, self._context.world
+        for members in nodes.groups(part):
+            inner = Group(f"{group.name}/{part}", tuple(group.ranks[each] for each in members), 0)
+            if reason := reaches(world, inner):
+                return str(reason)
+        return ""
 
 
 def _takes(options: CompressOptions, signature: Signature) -> bool:

@@ -21,7 +21,8 @@ Prepare = Callable[[], None] | None
 class Way(ABC):
     """An operation made of steps.
 
-    `steps`: the signature of each, by the group it runs in. `remark`: what else there is to say about them.
+    `steps`: the signature of each, by the group it runs in; the same on all ranks, so that what cannot be
+    done is known to all, also of steps that only some nodes have. `remark`: what else there is to say.
     """
 
     steps: dict[Part, Signature]
@@ -223,11 +224,11 @@ class Broadcast(Way):
         self._root_node, root_index = nodes.place(signature.root)
         self._is_root = (self._root_node, root_index) == (nodes.node, nodes.index)
         part, all_parts = self._part, nbytes * nodes.size
-        self.steps = {}
-        if nodes.node == self._root_node:
-            self.steps["in"] = self.step("scatter", "in", part, all_parts, root=root_index)
-        self.steps["across"] = self.step("broadcast", "across", part, nbytes, root=self._root_node)
-        self.steps["back"] = self.step("all_gather", "back", part, all_parts)
+        self.steps = {
+            "in": self.step("scatter", "in", part, all_parts, root=root_index),
+            "across": self.step("broadcast", "across", part, nbytes, root=self._root_node),
+            "back": self.step("all_gather", "back", part, all_parts),
+        }
 
     @property
     def says(self) -> str:  # noqa: D102
@@ -244,7 +245,7 @@ class Broadcast(Way):
         whole, prepare = self._whole, message.prepare
         begin = after = self.following(message, agreed)
         works: list[Work] = []
-        if "in" in self.steps:
+        if self.nodes.node == self._root_node:
             source = (values[:whole],) if self._is_root else ()
             after = self.start("in", source, (part,), message, after=after, prepare=prepare)
             works.append(after)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from mcr_plus.environment import LOOPBACK
 from mcr_plus.launch.flavour import MpiLauncher
 from mcr_plus.launch.scratch import JOB_VARIABLE, Scratch
 
@@ -62,6 +64,8 @@ def environment(
 
 def _job_settings(scratch: Scratch, config: Path | None, terminal: str | None) -> dict[str, str]:
     settings = {JOB_VARIABLE: scratch.name, "MCR_LAUNCHER": "mcr-plus", "MCR_JOB_FOLDER": str(scratch.root)}
+    # For torch.distributed under mpiexec; torchrun's agent sets its own.
+    settings |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(_free_port())}
     for base in ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base"):
         settings[base] = str(scratch.root)
     for part in ("btl_sm", "btl_vader", "osc_sm", "osc_rdma"):
@@ -73,6 +77,12 @@ def _job_settings(scratch: Scratch, config: Path | None, terminal: str | None) -
     if terminal is not None:
         settings["MCR_JOB_TERMINAL"] = terminal
     return settings
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
 
 
 def _openmpi_options(launcher: MpiLauncher, ranks: int) -> list[str]:

@@ -20,6 +20,7 @@ import time
 from types import FrameType
 
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _PR_SET_PDEATHSIG = 1
 _COMMAND_NOT_FOUND = 127
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -35,6 +36,7 @@ def main() -> int:
     _die_with(os.getppid(), signal.SIGKILL)
     status = os.open(f"{folder}/status", os.O_WRONLY | os.O_CLOEXEC)
     _attach(folder, rank)
+    _tell_as_torchrun(rank)
     child = _spawn(sys.argv[1:])
     _forward_signals(child)
     _report(status, rank, child, None)
@@ -57,6 +59,14 @@ def _attach(folder: str, rank: int) -> None:
         channel = os.open(path, os.O_WRONLY | os.O_NOCTTY)
         os.dup2(channel, target)
         os.close(channel)
+
+
+def _tell_as_torchrun(rank: int) -> None:
+    """Say who this rank is in torch's words too: `init_process_group` understands no launcher of MPI."""
+    size = next((os.environ[name] for name in _SIZE_VARIABLES if name in os.environ), None)
+    if size is not None:  # all ranks are on this host
+        for name, value in (("RANK", str(rank)), ("WORLD_SIZE", size)):
+            os.environ[name] = os.environ[f"LOCAL_{name}"] = value
 
 
 def _spawn(command: list[str]) -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from mcr_plus.config import Config
+from collections.abc import Iterator
+
+from mcr_plus.backends import backend_class
+from mcr_plus.config import Config, HierarchicalOptions
 from mcr_plus.errors import ConfigError
 from mcr_plus.selection.online import check_target
 from mcr_plus.selection.table import Table, load_table
@@ -11,8 +14,9 @@ from mcr_plus.selection.table import Table, load_table
 def checked_tables(config: Config) -> list[Table]:
     """The tables that a configuration names, each once.
 
-    Raises `ConfigError` for what is wrong in one, and for rules that name a backend which the configuration
-    does not have.
+    The algorithms that they may name are those of `use_algorithms`, which comes first. Raises
+    `ConfigError` for what is wrong in one, and for rules that name a backend which the configuration
+    does not have, or an algorithm that there is for no operation.
     """
     tables = [load_table(ref.resolve()) for ref in {ref.digest(): ref for ref in config.tables}.values()]
     for table in tables:
@@ -23,17 +27,51 @@ def checked_tables(config: Config) -> list[Table]:
                     f"{rule.place}: backend '{name}' is not in the configuration's backends "
                     f"({', '.join(config.backends)}); add it there, or tune with --backends"
                 )
+            check_algorithm(rule.backend, rule.place)
     return tables
 
 
 def use_algorithms(config: Config) -> None:
     """Read and verify the algorithm files that a configuration names, for `msccl:NAME` in this process.
 
-    Raises `ConfigError` for what is wrong in one.
+    Raises `ConfigError` for what is wrong in one, and for an algorithm that the configuration names and
+    that there is for no operation.
     """
     from mcr_plus.backends.msccl.catalog import use
 
     use(path for ref in config.algorithms for path in ref.resolve())
+    for choice, place in _choices(config):
+        check_algorithm(choice, place)
+
+
+def check_algorithm(choice: str, place: str, files: str = "`algorithms:` of the configuration") -> None:
+    """Raise `ConfigError`, which begins with `place`, for an algorithm that there is for no operation.
+
+    Sizes and numbers of ranks are for the operation to check. `files`: where one can be added.
+    """
+    name, _, algorithm = choice.partition(":")
+    if not algorithm:
+        return
+    unknown_algorithm = getattr(backend_class(name), "unknown_algorithm", None)
+    if unknown_algorithm is not None and (reason := unknown_algorithm(algorithm)):
+        raise ConfigError(
+            f"{place}: backend {choice!r}: {reason}; if it is a file's, add the file to {files}"
+        )
+
+
+def _choices(config: Config) -> Iterator[tuple[str, str]]:
+    """Every backend that the configuration itself names for operations, and where."""
+    named = [(spec.options, spec.place) for spec in config.pipeline]
+    for rule in config.rules:
+        if rule.backend is not None:
+            yield rule.backend, f"{rule.place}.backend"
+        named += [(each.options, rule.place) for each in rule.overrides]
+    for options, place in named:
+        if isinstance(options, HierarchicalOptions):
+            steps = {"local": options.local.backend, "inter": options.inter.backend}
+            for step, choice in steps.items():
+                if choice is not None:
+                    yield choice, f"{place}: hierarchical.{step}.backend"
 
 
 def check_targets(config: Config) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,12 +32,13 @@ from typing import Any, Final, Literal, NamedTuple
 
 import torch
 
+from mcr_plus.backends import table_sizes
 from mcr_plus.config import SelectOptions
 from mcr_plus.dispatch.work import Work
 from mcr_plus.errors import ConfigError, Unsupported
 from mcr_plus.interfaces import Context, Issue
 from mcr_plus.message import Message, Signature
-from mcr_plus.selection.editing import by_choice, counts_all_ranks, cover
+from mcr_plus.selection.editing import by_choice, counts_all_ranks, cover, intersection
 from mcr_plus.selection.fingerprint import Fingerprint, fingerprint_here, merged
 from mcr_plus.selection.table import Curves, Query, Table, TableKey, TableRule
 from mcr_plus.selection.writing import save_table
@@ -572,8 +573,9 @@ def _refined_rules(before: Sequence[TableRule], learnt: Sequence[Learnt]) -> lis
     first = learnt[0]
     old = [rule for rule in before if rule.key.includes(first.key)] or _preference(first)
     new = [
-        _learnt_rule(first.key, sizes, [e for e in learnt if e.query.nbytes == size])
+        rule
         for size, sizes in _ranges({entry.query.nbytes for entry in learnt}).items()
+        for rule in _learnt_rule(first.key, sizes, [e for e in learnt if e.query.nbytes == size])
     ]
     figures: dict[str, dict[int, float]] = {}
     for sizes, rule in (*cover(old, first.key), *((rule.sizes, rule) for rule in new)):
@@ -599,8 +601,11 @@ def _preference(entry: Learnt) -> list[TableRule]:
     return rules
 
 
-def _learnt_rule(key: TableKey, sizes: Range, learnt: Sequence[Learnt]) -> TableRule:
-    """What was learnt of one size; where operations that a rule cannot tell apart differ, medians decide."""
+def _learnt_rule(key: TableKey, sizes: Range, learnt: Sequence[Learnt]) -> Iterator[TableRule]:
+    """What was learnt of one size; where operations that a rule cannot tell apart differ, medians decide.
+
+    It holds for those of `sizes` that the choice is for, which may be none.
+    """
     names = dict.fromkeys(name for entry in learnt for name in entry.measured)
     us = {name: median(entry.measured[name] for entry in learnt if name in entry.measured) for name in names}
     choice = min({entry.choice: None for entry in learnt}, key=lambda choice: us.get(choice, inf))
@@ -608,7 +613,8 @@ def _learnt_rule(key: TableKey, sizes: Range, learnt: Sequence[Learnt]) -> Table
     measured: Curves = {}
     if size is not None:
         measured = {name: {size: max(us[name], _LEAST_US)} for name in names}
-    return TableRule(choice, sizes.lo, sizes.hi, key, measured)
+    if (held := intersection(sizes, table_sizes(choice))) is not None:
+        yield TableRule(choice, held.lo, held.hi, key, measured)
 
 
 def _ranges(sizes: Iterable[int | None]) -> dict[int | None, Range]:

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from mcr_plus import registry
 from mcr_plus.backends import backend_class
-from mcr_plus.config import SelectOptions
-from mcr_plus.errors import Unsupported
+from mcr_plus.config import SelectOptions, names_no_algorithm
+from mcr_plus.errors import InvalidArgument, Unsupported
 from mcr_plus.interfaces import Context, Issue, Next, Support, World
 from mcr_plus.message import VECTOR, Signature, dtype_name
 from mcr_plus.selection.cost import CostModel, Estimate
@@ -96,6 +96,10 @@ class SelectStage:
 
     def _choose(self, signature: Signature) -> tuple[str, str, TableRule | None]:
         """The choice, why, and the table's rule if one was followed."""
+        if names_no_algorithm(signature.backend):
+            raise InvalidArgument(
+                f"backend {signature.backend!r} names no algorithm; expected name or name:algorithm"
+            )
         if signature.ranks == 1:
             if signature.backend is not None:
                 # an unknown name is an error here too

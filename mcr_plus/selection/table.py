@@ -59,7 +59,7 @@ from mcr_plus.document import (
 from mcr_plus.errors import short, unknown
 from mcr_plus.message import ALIASES, KINDS
 from mcr_plus.selection.fingerprint import FACTS, Fingerprint
-from mcr_plus.units import MAX_INTEGER, Range, format_size, parse_count, parse_range, parse_size
+from mcr_plus.units import MAX_INTEGER, Range, format_size, format_span, parse_count, parse_range, parse_size
 
 DEVICES = ("cpu", "cuda")
 MAX_RULES = 2048  # checking for rules out of reach compares all pairs of keys
@@ -187,7 +187,7 @@ class TableRule:
 
     def span(self) -> str:
         """The range as errors and files write it: `0..64KiB`."""
-        return f"{format_size(self.lo)}..{'' if self.hi is None else format_size(self.hi)}"
+        return format_span(self.lo, self.hi)
 
 
 @dataclass(frozen=True)
@@ -396,8 +396,7 @@ def _check_tiling(rules: Sequence[TableRule], document: Document) -> None:
 
 
 def _gap(key: TableKey, lo: int, hi: int | None) -> str:
-    missing = f"{format_size(lo)}..{'' if hi is None else format_size(hi)}"
-    return f"{key}: no rule for {missing}; expected every size from 0 on once"
+    return f"{key}: no rule for {format_span(lo, hi)}; expected every size from 0 on once"
 
 
 def _check_reachable(rules: Sequence[TableRule], document: Document) -> None:

@@ -8,11 +8,13 @@ does not make a patchwork, and nowhere is the choice slower than the best by mor
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby, pairwise
 from math import exp, log
 from typing import Final
 
 from mcr_plus.errors import Unsupported
+from mcr_plus.message import KINDS
 from mcr_plus.selection.fingerprint import Fingerprint
 from mcr_plus.selection.table import Table, TableKey, TableRule
 from mcr_plus.tuning.operations import Cell, Kind
@@ -33,7 +35,9 @@ def derive(request: Request, points: Sequence[Point], fingerprint: Fingerprint, 
 
     So kinds and sizes of earlier runs stay. Rules of further dtypes come first and name it; those of the
     first dtype hold for all others. Asynchronous operations have rules of their own where they were measured,
-    by exposed time if that was. Raises `Unsupported` if nothing was measured with a right result.
+    by exposed time if that was. A rule holds for no size that its way is not for; a kind that has sizes
+    which no way is for gets no rules. An algorithm does no vector operations: where a kind's rules name
+    one, those have rules of their own. Raises `Unsupported` if nothing was measured with a right result.
     """
     rules: list[TableRule] = []
     points = request.relevant(points)
@@ -51,7 +55,10 @@ def derive(request: Request, points: Sequence[Point], fingerprint: Fingerprint, 
                     device="cpu",
                     async_op=async_op,
                 )
-                rules += _rules(key, timings)
+                found = _rules(key, timings, request.spans)
+                if any(_names_algorithm(rule.backend) for rule in found) and f"{kind}_v" in KINDS:
+                    rules += _rules(replace(key, kind=f"{kind}_v"), _libraries_of(timings), request.spans)
+                rules += found
     if not rules:
         raise Unsupported(f"nothing to choose from: {_why_none(points)}")
     return Table(tuple(rules), "<tuned>", dict(fingerprint))
@@ -72,18 +79,65 @@ def _manners(points: Sequence[Point], like: Cell) -> list[tuple[bool | None, Tim
     return [(flag, found) for flag, found in ((False, waited), (True, exposed)) if found]
 
 
-def _rules(key: TableKey, timings: Timings) -> list[TableRule]:
-    sizes = sorted(timings)
-    chosen = list(zip(sizes, choose([justified(timings[size]) for size in sizes]), strict=True))
-    runs = [(way, [size for size, _ in run]) for way, run in groupby(chosen, lambda each: each[1])]
-    starts = [0]
-    for (before, one), (after, other) in pairwise(runs):
-        starts.append(crossover(timings, one[-1], other[0], before, after))
+def _names_algorithm(way: str) -> bool:
+    return ":" in way
+
+
+def _libraries_of(timings: Timings) -> Timings:
+    """Without algorithms, and without sizes at which nothing else was measured."""
+    plain = {
+        size: {way: timing for way, timing in found.items() if not _names_algorithm(way)}
+        for size, found in timings.items()
+    }
+    return {size: found for size, found in plain.items() if found}
+
+
+def _rules(key: TableKey, timings: Timings, spans: Mapping[str, Range]) -> list[TableRule]:
     rules = []
-    for index, (way, _) in enumerate(runs):
-        low, high = starts[index], starts[index + 1] if index + 1 < len(runs) else None
+    for way, run in groupby(_pieces(timings, spans), lambda piece: piece[0]):
+        sizes = [span for _, span in run]
+        low, high = sizes[0].lo, sizes[-1].hi
         rules.append(TableRule(way, low, high, key, _measured(timings, low, high)))
     return rules
+
+
+def _pieces(timings: Timings, spans: Mapping[str, Range]) -> list[tuple[str, Range]]:
+    """(way, sizes) from 0 on without a gap; none at all if no way measured is for some size."""
+    sizes = sorted(timings)
+    if not sizes:
+        return []
+    chosen = list(zip(sizes, choose([justified(timings[size]) for size in sizes]), strict=True))
+    runs = [(way, [size for size, _ in run]) for way, run in groupby(chosen, lambda each: each[1])]
+    wanted = {0: runs[0][0]}
+    for (before, one), (after, other) in pairwise(runs):
+        wanted[_change(timings, spans, one[-1], other[0], before, after)] = after
+    ways = dict.fromkeys(way for found in timings.values() for way in found)
+    ends = {end for way in ways if way in spans for end in (spans[way].lo, spans[way].hi) if end is not None}
+    pieces, way = [], ""
+    for low, high in pairwise([*sorted({*wanted, *ends}), None]):
+        assert low is not None
+        way, span = wanted.get(low, way), Range(low, high)
+        able = [each for each in ways if each not in spans or spans[each].covers(low)]
+        if not able:
+            return []
+        pieces.append((way if way in able else _fastest(able, timings, span), span))
+    return pieces
+
+
+def _change(
+    timings: Timings, spans: Mapping[str, Range], low: int, high: int, before: str, after: str
+) -> int:
+    """Where one way gives place to another, between two measured sizes: where one is for no more, if so."""
+    begins, ends = spans.get(after, Range(0)).lo, spans.get(before, Range(0)).hi
+    if begins > low:
+        return begins
+    return ends if ends is not None and ends <= high else crossover(timings, low, high, before, after)
+
+
+def _fastest(ways: Sequence[str], timings: Timings, span: Range) -> str:
+    """Of some ways the best at the sizes measured in a range, or else next to it."""
+    sizes = [size for size in timings if span.covers(size)] or _beside(timings, span)
+    return min(ways, key=lambda way: sum(log(_of(timings[size], way)) for size in sizes))
 
 
 def justified(timings: Mapping[str, Timing]) -> dict[str, float]:
@@ -137,14 +191,18 @@ def _of(timings: Mapping[str, Timing], way: str) -> float:
     return timings[way].p50 if way in timings else 2 * max(timing.p50 for timing in timings.values())
 
 
+def _beside(timings: Timings, span: Range) -> list[int]:
+    """The measured size below a range, and the one above it."""
+    below = [size for size in timings if size < span.lo]
+    above = [size for size in timings if span.hi is not None and size >= span.hi]
+    return [*([max(below)] if below else []), *([min(above)] if above else [])]
+
+
 def _measured(timings: Timings, low: int, high: int | None) -> dict[str, dict[int, float]]:
     """The figures of sizes in a range, and of the next one on either side."""
-    sizes = sorted(timings)
-    inside = [size for size in sizes if size >= low and (high is None or size < high)]
-    before = [size for size in sizes if size < low][-1:]
-    after = [size for size in sizes if high is not None and size >= high][:1]
+    span = Range(low, high)
     found: dict[str, dict[int, float]] = {}
-    for size in (*before, *inside, *after):
+    for size in sorted([*(size for size in timings if span.covers(size)), *_beside(timings, span)]):
         for way, timing in timings[size].items():
             found.setdefault(way, {})[size] = timing.p50
     return found

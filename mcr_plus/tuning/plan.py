@@ -19,6 +19,7 @@ from typing import Final
 from mcr_plus.tuning.operations import Cell, Kind, whole_size
 from mcr_plus.tuning.points import Point, settled
 from mcr_plus.tuning.statistics import Timing
+from mcr_plus.units import Range
 
 _COARSE: Final = 4  # of so many powers of two the first stage takes one
 _DOUBT: Final = 1.5  # a size that takes so many times as long as a larger one was disturbed, most likely
@@ -40,7 +41,8 @@ class Task:
 class Request:
     """What a table shall be about. Sizes in bytes, both ends included.
 
-    `ways`: the libraries to compare; `algorithms`: further ways of a kind, `library:algorithm`.
+    `ways`: the libraries to compare; `algorithms`: further ways of a kind, `library:algorithm`; `spans`: the
+    sizes that a way is for, all where it is not named.
     """
 
     kinds: tuple[Kind, ...]
@@ -52,10 +54,16 @@ class Request:
     asynchronous: bool = True
     overlap: bool = True
     algorithms: Mapping[Kind, tuple[str, ...]] = field(default_factory=dict)
+    spans: Mapping[str, Range] = field(default_factory=dict)
 
-    def ways_of(self, kind: Kind) -> tuple[str, ...]:
-        """All that is compared for a kind."""
-        return (*self.ways, *self.algorithms.get(kind, ()))
+    def ways_of(self, cell: Cell) -> tuple[str, ...]:
+        """All that is compared for a kind, at a size."""
+        ways = (*self.ways, *self.algorithms.get(cell.kind, ()))
+        return tuple(way for way in ways if self.serves(way, cell.nbytes))
+
+    def serves(self, way: str, nbytes: int) -> bool:
+        """Whether a way is for operations of a size."""
+        return way not in self.spans or self.spans[way].covers(nbytes)
 
     def manners(self, kind: Kind) -> list[tuple[bool, bool]]:
         """(async_op, overlap) of the manners that decide about a kind; messages have one."""
@@ -72,7 +80,7 @@ class Request:
         return [
             point
             for point in points
-            if point.way in self.ways_of(point.cell.kind)
+            if point.way in self.ways_of(point.cell)
             and (point.cell.async_op, point.overlap)
             in (*self.manners(point.cell.kind), *self.further(point.cell.kind))
         ]
@@ -86,7 +94,7 @@ def next_task(request: Request, points: Sequence[Point], *, further: bool = True
     points = request.relevant(points)
     counts = Counter((Task(point.cell, point.overlap), point.way) for point in points)
     # A library that an earlier run did not have leaves its sizes to be measured, by all in turns.
-    done = {task: min(counts[task, way] for way in request.ways_of(task.cell.kind)) for task, _ in counts}
+    done = {task: min(counts[task, way] for way in request.ways_of(task.cell)) for task, _ in counts}
     fresh = (task for task in _grid(request) if not done.get(task))
     again = (task for task, most in _doubtful(request, points) if done[task] < most)
     between = (task for task in _refinements(request, points) if not done.get(task))
@@ -118,7 +126,9 @@ def _of_size(
         for dtype in request.dtypes:
             nbytes = whole_size(kind, size, dtype, request.ranks)
             for async_op, overlap in manners(kind):
-                yield Task(Cell(kind, nbytes, dtype, async_op), overlap)
+                cell = Cell(kind, nbytes, dtype, async_op)
+                if request.ways_of(cell):
+                    yield Task(cell, overlap)
 
 
 def _powers(request: Request) -> list[int]:
@@ -167,8 +177,10 @@ def _refinements(request: Request, points: Sequence[Point]) -> Iterator[Task]:
     for like, found in _curves(request, points):
         for low, high in pairwise(sorted(found)):
             middle = whole_size(like.cell.kind, round(sqrt(low * high)), like.cell.dtype, request.ranks)
-            if low < middle < high and high / low > _CLOSE and _differ(found[low], found[high]):
-                yield Task(replace(like.cell, nbytes=middle), like.overlap)
+            cell = replace(like.cell, nbytes=middle)
+            apart = low < middle < high and high / low > _CLOSE and _differ(found[low], found[high])
+            if apart and request.ways_of(cell):
+                yield Task(cell, like.overlap)
 
 
 def by_size(points: Sequence[Point], like: Cell, overlap: bool) -> dict[int, dict[str, Timing]]:

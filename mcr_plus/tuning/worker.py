@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +23,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import mcr_plus as mcr
 from mcr_plus import runtime
-from mcr_plus.backends import backend_class
 from mcr_plus.c10d import HashStore, PrefixStore
 from mcr_plus.communicator import Communicator
 from mcr_plus.config import backend_name
@@ -31,6 +30,7 @@ from mcr_plus.errors import ConfigError, McrError, Unsupported
 from mcr_plus.interfaces import World
 from mcr_plus.selection.fingerprint import fingerprint_here
 from mcr_plus.selection.writing import save_table
+from mcr_plus.tuning.algorithms import check_sizes, compared, left_out, needed, spans
 from mcr_plus.tuning.derive import derive
 from mcr_plus.tuning.measure import Effort, Meter, Outcome
 from mcr_plus.tuning.operations import TORCH, TUNED, Cell, Kind, whole_size
@@ -42,6 +42,7 @@ COMMENT: Final = (
     "Measured by mcr-plus tune; times are median microseconds of the slowest rank. Those of rules with",
     "async: true are exposed times: what is left beside a computation of the operation's own length.",
 )
+NEEDED: Final = "Configurations that name this table need algorithms"
 _LINE_EVERY: Final = 10.0  # seconds
 _INCOMPLETE: Final = "Not complete: the budget ended before every size was measured; tune again to go on."
 
@@ -146,17 +147,6 @@ def _ways(job: Job) -> list[str]:
     return list(job.backends or mcr.get_backends())
 
 
-def _algorithms(ways: Sequence[str], kind: Kind, ranks: int) -> tuple[str, ...]:
-    """Of the backends, or of one the algorithm that is named."""
-    found = []
-    for way in ways:
-        name, _, wanted = way.partition(":")
-        algorithms = getattr(backend_class(name), "algorithms", None)
-        known = [] if algorithms is None else algorithms(kind, ranks)
-        found += [f"{name}:{each}" for each in ([wanted] if wanted else known)]
-    return tuple(dict.fromkeys(found))
-
-
 # -- tune -----------------------------------------------------------------------------------------
 
 
@@ -172,8 +162,10 @@ def _tune(job: Job, comm: Communicator) -> None:
         job.dtypes,
         job.asynchronous,
         job.overlap,
-        {kind: _algorithms(ways, kind, comm.size) for kind in job.kinds},
+        {kind: compared(ways, kind, comm.size) for kind in job.kinds},
     )
+    request = replace(request, spans=spans(request.algorithms))
+    check_sizes(request)
     here = _fingerprint(world)
     kept = PointFile(Path(job.measurements), here, fresh=job.fresh) if comm.rank == 0 else None
     points: list[Point] = list(kept.points) if kept is not None else []
@@ -182,7 +174,7 @@ def _tune(job: Job, comm: Communicator) -> None:
     spent = False
     with _progress(job, comm.rank, f"tuning {', '.join(ways)}", stages(request)) as advance:
         while (task := _agreed_task(comm, request, points, spent)) is not None:
-            outcome = meter.measure(task.cell, request.ways_of(task.cell.kind), overlap=task.overlap)
+            outcome = meter.measure(task.cell, request.ways_of(task.cell), overlap=task.overlap)
             new = _points(task, outcome)
             points += new
             if kept is not None:
@@ -192,9 +184,16 @@ def _tune(job: Job, comm: Communicator) -> None:
     if comm.rank == 0:
         table = replace(derive(request, points, here, len(set(world.hosts))), strict=job.strict)
         left = next_task(request, points, further=False)
-        save_table(table, job.output, comment=[*COMMENT, *([] if left is None else [_INCOMPLETE])])
+        files = needed(table, job.algorithms)
+        comment = [*COMMENT]
+        if files:
+            comment.append(f"{NEEDED}: [{', '.join(files)}]")
+        if left is not None:
+            comment.append(_INCOMPLETE)
+        save_table(table, job.output, comment=comment)
         used = [point.document() for point in request.relevant(points)]
-        answer = {"points": used, "complete": left is None}
+        told = left_out(request, job.algorithms)
+        answer = {"points": used, "complete": left is None, "algorithms": files, "left_out": told}
         Path(job.answer).write_text(json.dumps(answer))
 
 

@@ -6,7 +6,7 @@ The blocks are reserved when the file is made, so that a full /dev/shm is an err
 the middle of an operation.
 
     lines        one per rank: the counters of `direct`
-    queues       one line per end and queue: how many slots were filled, how many emptied
+    queues       one line per end and queue: how many slots were filled, with their tags; how many emptied
     areas        of `direct`: a ring of slots per rank
     slots        of the queues, for every (source, target, channel)
 """
@@ -45,7 +45,7 @@ class Shape:
     Attributes:
         ranks: in the group.
         channels: queues from one rank to another.
-        depth: slots of a queue, at least 2: with one, rings deadlock.
+        depth: slots of a queue, 2 to 7: with one, rings deadlock; their tags are on one cache line.
         slot: bytes of a queue's slot, a multiple of 64.
         ring: slots of a rank's area in `direct`, 2 to 5: their tags are on one cache line.
         area: bytes of such a slot, a multiple of 64 × ranks.
@@ -59,8 +59,8 @@ class Shape:
     area: int = 768 << 10
 
     def __post_init__(self) -> None:
-        if self.depth < 2 or not 2 <= self.ring <= 5:
-            raise ValueError(f"expected depth ≥ 2 and ring from 2 to 5, got {self.depth} and {self.ring}")
+        if not 2 <= self.depth <= 7 or not 2 <= self.ring <= 5:
+            raise ValueError(f"expected depth 2 to 7 and ring 2 to 5, got {self.depth} and {self.ring}")
         if self.slot % 64 or self.area % (64 * self.ranks):
             raise ValueError(f"slot={self.slot} and area={self.area} must be multiples of 64, area per rank")
 

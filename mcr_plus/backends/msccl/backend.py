@@ -14,14 +14,14 @@ from mcr_plus.backends.msccl.direct import Direct
 from mcr_plus.backends.msccl.executor import Interpreter
 from mcr_plus.backends.msccl.lane import Lane, Run
 from mcr_plus.backends.msccl.messages import Messages
-from mcr_plus.environment import cores
-from mcr_plus.errors import OrderMismatch
+from mcr_plus.errors import AlgorithmError, OrderMismatch
 from mcr_plus.interfaces import NATIVE, Availability, Support
 from mcr_plus.message import REDUCING, VECTOR, Kind
 
 if TYPE_CHECKING:
     from mcr_plus.interfaces import Channel, Poll, Start, World
     from mcr_plus.message import Group, Message, Signature
+    from mcr_plus.units import Range
 
 _KINDS: Final[dict[Kind, int]] = {
     "barrier": direct.BARRIER,
@@ -103,6 +103,16 @@ class MscclBackend:
         return catalog.candidates(kind, ranks)
 
     @classmethod
+    def unknown_algorithm(cls, name: str) -> str:
+        """See `Backend`."""
+        return catalog.nowhere(name)
+
+    @classmethod
+    def sizes(cls, algorithm: str) -> Range:
+        """See `Backend`."""
+        return catalog.sizes(algorithm)
+
+    @classmethod
     def supports(cls, signature: Signature) -> Support:
         """Everything on CPU tensors."""
         if signature.algorithm is not None:
@@ -117,8 +127,7 @@ class MscclBackend:
         """See `Backend.open`."""
         assert self._world.store is not None
         arena = open_arena(self._world.store, group, _shape(group.size), self._world.timeout)
-        here = self._world.hosts.count(self._world.hosts[self._world.rank])
-        channel = _Channel(arena, group, crowded=here > cores())
+        channel = _Channel(arena, group, self._channels, crowded=self._world.crowded)
         self._channels.append(channel)
         return channel
 
@@ -138,8 +147,11 @@ class MscclBackend:
 
 
 def _too_large(signature: Signature) -> str:
-    """Why an algorithm's steps do not fit the memory of so many ranks, empty if they do."""
-    most, slot = catalog.algorithm_of(signature).largest_step, _shape(signature.ranks).slot
+    """Why an algorithm is too large for so many ranks, empty if it is not: for the verifier or the memory."""
+    try:
+        most, slot = catalog.algorithm_of(signature).largest_step, _shape(signature.ranks).slot
+    except AlgorithmError as error:
+        return str(error)
     if most * 64 <= slot:
         return ""
     return (
@@ -161,8 +173,9 @@ def _shape(ranks: int) -> Shape:
 
 
 class _Channel:
-    def __init__(self, arena: Arena, group: Group, *, crowded: bool) -> None:
+    def __init__(self, arena: Arena, group: Group, open_ones: list[_Channel], *, crowded: bool) -> None:
         self._closed = False
+        self._open_ones = open_ones
         self._arena = arena
         self._group = group
         self._lane = Lane()
@@ -213,6 +226,7 @@ class _Channel:
         lane, begins = self._lane, dict[bool, Run]()
         aside = signature.async_op and (signature.nbytes or 0) > self._arena.shape.slot
         stand_in = int(signature.kind == "broadcast")  # whose only buffer is an output
+        tag = signature.digest()
 
         def start(message: Message) -> Poll:
             target = message.outputs[0].data_ptr() if message.outputs else 0
@@ -220,7 +234,7 @@ class _Channel:
             in_place = interpreter.in_place(source, target, count * width)
             begin = begins.get(in_place)
             if begin is None:
-                state = interpreter.bind(count, width, kernels, in_place=in_place)
+                state = interpreter.bind(count, width, kernels, in_place=in_place, tag=tag)
                 begin = begins[in_place] = lane.bind(executor.begin, executor.advance, state, aside=aside)
             return begin(source, target, (message.inputs, message.outputs))
 
@@ -260,6 +274,11 @@ class _Channel:
     def close(self) -> None:
         self.end()
         self._arena.close()
+
+    def release(self) -> None:
+        """Close it while other ranks may still use theirs: their memory is their own."""
+        self._open_ones.remove(self)
+        self.close()
 
 
 class _Uneven:

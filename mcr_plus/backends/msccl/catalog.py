@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING, Final
 from mcr_plus.backends.msccl.generators import GENERATORS
 from mcr_plus.backends.msccl.reader import read_algorithm
 from mcr_plus.backends.msccl.verifier import verify_all
-from mcr_plus.errors import ConfigError
-from mcr_plus.units import format_size
+from mcr_plus.errors import ConfigError, unknown
+from mcr_plus.message import ROOTED
+from mcr_plus.units import Range, size_words
 
 if TYPE_CHECKING:
     from mcr_plus.backends.msccl.algorithm import Algorithm, Collective
@@ -47,7 +49,7 @@ def use(paths: Iterable[Path]) -> None:
     """
     found: dict[str, Algorithm] = {}
     for path in paths:
-        algorithm, name = read_algorithm(path), path.stem
+        algorithm, name = replace(read_algorithm(path), name=path.stem), path.stem
         verify_all(algorithm)
         if name in found:
             raise ConfigError(f"{path}: a file of the same name is there already, {found[name].file}")
@@ -90,25 +92,90 @@ def candidates(kind: Kind, ranks: int) -> list[str]:
     return [*ours, *_of_files(kind, ranks)]
 
 
+def sizes(name: str) -> Range:
+    """The bytes for which a table's rule may name an algorithm.
+
+    Those that its file is for; none for a file of an operation with a root, because it serves one root
+    and a rule holds for all.
+    """
+    if name not in _files:
+        return Range(0)
+    algorithm = _files[name]
+    if _kind_of(algorithm) in ROOTED:
+        return Range(0, 0)
+    return _span(algorithm)
+
+
+def description(name: str) -> str:
+    """What the algorithm of a file is for: `all_reduce on 4 ranks, 1 KiB to 64 KiB`."""
+    algorithm = _files[name]
+    root = f" from or to rank {algorithm.root}" if _kind_of(algorithm) in ROOTED else ""
+    sizes = "" if _span(algorithm) == Range(0) else f", {_span_words(algorithm)}"
+    return f"{_kind_of(algorithm)}{root} on {algorithm.ranks} ranks{sizes}"
+
+
+def _kind_of(algorithm: Algorithm) -> Kind:
+    return next(kind for kind, each in COLLECTIVES.items() if each == algorithm.collective)
+
+
+def _span(algorithm: Algorithm) -> Range:
+    return Range(algorithm.least, None if algorithm.most is None else algorithm.most + 1)
+
+
+def nowhere(name: str) -> str:
+    """Why no operation of any size and number of ranks has an algorithm of this name; empty if one has.
+
+    Ends with what is known and with what was probably meant.
+    """
+    ours = dict.fromkeys(each for kind in COLLECTIVES for each in _generated(kind))
+    if name in ours or name in _files:
+        return ""
+    what = unknown("algorithm", name, [*ours, *_files])
+    return what if "did you mean" in what else what + _meant(name, [*ours, *_files])
+
+
 def refusal(signature: Signature) -> str:
     """Why `signature.algorithm` cannot do the operation, empty if it can."""
     name, kind, ranks = signature.algorithm or "", signature.kind, signature.ranks
     if kind not in COLLECTIVES:
-        return f"algorithm '{name}'; there are none for {kind}"
+        return f"{kind} has no algorithms"
     if name in _generated(kind):
         return ""
     known = [*_generated(kind), *_of_files(kind, ranks)]
     if name not in known:
-        return f"algorithm '{name}'; for {kind} on {ranks} ranks there are {', '.join(known)}"
+        return _elsewhere(name) or (
+            f"there is no algorithm '{name}' for {kind} on {ranks} ranks; known: {', '.join(known)}"
+            f"{_meant(name, known)}"
+        )
     algorithm, nbytes = _files[name], signature.nbytes or 0
     if signature.root not in (None, algorithm.root):
         return f"algorithm '{name}' has root {algorithm.root}"
-    if nbytes < algorithm.least or (algorithm.most is not None and nbytes > algorithm.most):
-        most = "" if algorithm.most is None else format_size(algorithm.most)
-        return f"algorithm '{name}' is for {format_size(algorithm.least)}..{most} ({algorithm.file})"
+    if not _span(algorithm).covers(nbytes):
+        return f"algorithm '{name}' is for {_span_words(algorithm)} ({algorithm.file})"
     if not algorithm.out_of_place and algorithm.collective in ("reducescatter", "scatter"):
         return f"algorithm '{name}' works in place only ({algorithm.file})"
     return ""
+
+
+def _span_words(algorithm: Algorithm) -> str:
+    least, most = size_words(algorithm.least), algorithm.most
+    return f"{least} and more" if most is None else f"{least} to {size_words(most)}"
+
+
+def _elsewhere(name: str) -> str:
+    """What an algorithm is for, as a refusal says it; empty if there is none of this name."""
+    if name in _files:
+        return f"algorithm '{name}' is for {description(name)} ({_files[name].file})"
+    kinds = [kind for kind in COLLECTIVES if name in _generated(kind)]
+    return f"algorithm '{name}' is for {', '.join(kinds)}" if kinds else ""
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    """A hint at the name of which the file's, or the generator's, was given."""
+    plain = name.removesuffix(".xml")
+    without = [plain.removeprefix(f"{kind}_") for kind in COLLECTIVES]
+    found = next((each for each in (plain, *without) if each in known), None)
+    return "" if found is None else f"; did you mean {found!r}?"
 
 
 def algorithm_of(signature: Signature) -> Algorithm:

@@ -11,6 +11,8 @@ boundaries at k n / N would give each chunk its own, and a rank could not know t
 
 An operation begins when the one before has ended on this rank, and the counters of queues run on from one to
 the next. So the two ends of a queue agree as long as all ranks run the same operations in the same order.
+Beside the counter of filled slots is the tag of the operation that each slot belongs to: what another
+operation sends is never received, and ranks that disagree wait until they are told.
 """
 
 from __future__ import annotations
@@ -73,12 +75,13 @@ _REST_SPACE: Final = 25  # the same for the elements left over: 3 words, of whic
 _REST_BUFFERS: Final = 28  # addresses to choose from for them
 _STAND_IN: Final = 31  # an output for a rank that has none, 0 if none is needed
 _BLOCKS: Final = 32  # number of thread blocks
-_HEAD: Final = 33
+_TAG: Final = 33  # of the operation, equal on all ranks
+_HEAD: Final = 34
 
 # Words of a thread block.
 _FIRST: Final = 0  # word of its first step
 _STEPS: Final = 1
-_FILLED: Final = 2  # addresses of the counters and slots of the queue it sends to
+_FILLED: Final = 2  # addresses of the counters, with tags behind them, and slots of the queue it sends to
 _EMPTIED: Final = 3
 _TO: Final = 4
 _PEER_FILLED: Final = 5  # and of the one it receives from
@@ -142,6 +145,12 @@ def _piece(state, operation, source, target, arrived, leaving, elements):  # typ
 
 
 @compiled
+def _tag_of(state, counter, number):  # type: ignore[no-untyped-def]
+    """Address of the tag of a queue's slot `number`; `counter` is the word of the address of its counter."""
+    return state[counter] + 8 * (1 + number % state[_DEPTH])
+
+
+@compiled
 def _ready(state, block, step, tile, receives, sends):  # type: ignore[no-untyped-def]
     """Whether what a step waits for is there: another thread block, a filled slot, an empty slot."""
     awaited = state[step + _AFTER_BLOCK]
@@ -154,6 +163,8 @@ def _ready(state, block, step, tile, receives, sends):  # type: ignore[no-untype
         state[block + _ARRIVED] = load_acquire(state[block + _PEER_FILLED])
         if state[block + _ARRIVED] <= state[block + _TAKEN]:
             return False
+    if receives and load_acquire(_tag_of(state, block + _PEER_FILLED, state[block + _TAKEN])) != state[_TAG]:
+        return False
     if sends and state[block + _SENT] - state[block + _FREED] >= state[_DEPTH]:
         state[block + _FREED] = load_acquire(state[block + _EMPTIED])
         if state[block + _SENT] - state[block + _FREED] >= state[_DEPTH]:
@@ -196,6 +207,7 @@ def _turn(state, block):  # type: ignore[no-untyped-def]
         state[block + _TAKEN] += 1
         store_release(state[block + _PEER_EMPTIED], state[block + _TAKEN])
     if sends:
+        store_release(_tag_of(state, block + _FILLED, state[block + _SENT]), state[_TAG])
         state[block + _SENT] += 1
         store_release(state[block + _FILLED], state[block + _SENT])
     state[block + _AT_STEP] += 1
@@ -328,14 +340,17 @@ class Interpreter:
         self._skip = skip
         self._kept: list[Any] = []
 
-    def bind(self, count: int, width: int = 1, kernels: Combining = _NOTHING, *, in_place: bool) -> Any:
+    def bind(
+        self, count: int, width: int = 1, kernels: Combining = _NOTHING, *, in_place: bool, tag: int = 0
+    ) -> Any:
         """The state of an operation: to be passed to `begin`, and to `advance` until that returns 1.
 
         `begin(state, source, target)` takes addresses. In place they are equal, but for allgather, whose
         source is this rank's block of the target, and for reducescatter, the other way round; `in_place` says
         which of both it will be. `count` elements of `width` bytes are the whole buffer, or for allgather,
         reducescatter, alltoall, gather and scatter one rank's block of it. A state may be begun again when it
-        is done, and keeps the memory it needs for as long as this object lives.
+        is done, and keeps the memory it needs for as long as this object lives. Ranks with different `tag`s
+        wait for each other for ever.
         """
         shape, arena = self._arena.shape, self._arena
         steps = [step for block in self._program.blocks for step in block.steps]
@@ -388,6 +403,7 @@ class Interpreter:
             _REST_BUFFERS + 1: buffer(self._per_block * self._outputs),
             _STAND_IN: 0 if root else buffer(count * self._outputs),
             _BLOCKS: len(self._program.blocks),
+            _TAG: tag,
         }
         for word, value in settings.items():
             state[word] = value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from threading import Lock, Semaphore, Thread
+from threading import RLock, Semaphore, Thread
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ class Lane:
     def __init__(self) -> None:
         self._running: deque[_Operation] = deque()
         self._closing = False
-        self._lock = Lock()  # for moving
+        # For moving. Whoever is interrupted between taking it and what follows can tell that it has it.
+        self._lock: Any = RLock()
         self._worker: Thread | None = None
         self._wanted = Semaphore(0)
 
@@ -75,19 +76,28 @@ class Lane:
 
         `aside`: it is left to the lane's thread. One thread at a time starts operations.
         """
-        running, acquire, release = self._running, self._lock.acquire, self._lock.release
+        running, lock = self._running, self._lock
+        acquire, release, has_it = lock.acquire, lock.release, lock._is_owned
+
+        def begun(source: int, target: int, keep: object) -> Poll:
+            operation = _Operation(self, begin, advance, (state, source, target), keep)
+            operation.begun = True
+            running.append(operation)
+            return operation
 
         def start(source: int, target: int, keep: object) -> Poll:
-            if not running and acquire(False):
-                try:
+            try:
+                if not running and acquire(False):
                     if begin(state, source, target):
                         return _done
-                    operation = _Operation(self, begin, advance, (state, source, target), keep)
-                    operation.begun = True
-                    running.append(operation)
-                finally:
+                    return begun(source, target, keep)
+            except BaseException:  # an interrupt: peers count on what may have begun
+                if has_it() and not running:
+                    begun(source, target, keep)
+                raise
+            finally:
+                if has_it():
                     release()
-                return operation
             operation = _Operation(self, begin, advance, (state, source, target), keep)
             running.append(operation)
             return operation
@@ -123,17 +133,18 @@ class Lane:
 
     def _go_on(self, patient: int) -> bool:
         """Go as far as operations come, unless somebody else does; whether nothing is left."""
-        running = self._running
-        if not self._lock.acquire(False):
-            return False
+        running, lock = self._running, self._lock
         try:
+            if not lock.acquire(False):
+                return False
             while running:
                 if not running[0].go_on(patient):
                     return False
                 running.popleft()
             return True
         finally:
-            self._lock.release()
+            if lock._is_owned():
+                lock.release()
 
     def _wake(self) -> None:
         self._wanted.release()

@@ -92,7 +92,11 @@ def _whole_problems(algorithm: Algorithm) -> Iterator[Problem]:
     if not 1 <= algorithm.chunks <= MAX_CHUNKS:
         yield Problem(0, "algo.nchunksperloop", f"{algorithm.chunks}, expected 1 to {MAX_CHUNKS}")
     elif algorithm.chunks * ranks > MAX_CONTRIBUTIONS:
-        what = f"{algorithm.chunks}, expected at most {MAX_CONTRIBUTIONS // ranks} for {ranks} ranks"
+        most = MAX_CONTRIBUTIONS // ranks
+        what = (
+            f"{algorithm.chunks}, expected at most {most} for {ranks} ranks: the verifier follows "
+            f"{MAX_CONTRIBUTIONS} contributions, chunks times ranks"
+        )
         yield Problem(0, "algo.nchunksperloop", what)
     elif kind in DIVIDED and algorithm.chunks % max(ranks, 1):
         what = f"{algorithm.chunks}, expected a multiple of ngpus ({ranks}) for {kind}"
@@ -100,7 +104,10 @@ def _whole_problems(algorithm: Algorithm) -> Iterator[Problem]:
     blocks = [block for program in algorithm.programs for block in program.blocks]
     awaited = sum(step.awaited for block in blocks for step in block.steps)
     if len(blocks) * (len(blocks) + awaited) > MAX_CLOCKS:
-        what = f"{len(blocks)} thread blocks and {awaited} steps that others wait for, expected fewer of both"
+        what = (
+            f"{len(blocks)} thread blocks and {awaited} steps that others wait for, expected fewer of both: "
+            f"the verifier keeps {MAX_CLOCKS} clocks, thread blocks times the sum of the two"
+        )
         yield Problem(0, "algo", what)
     if kind in ROOTED and not 0 <= algorithm.root < ranks:
         yield Problem(0, "algo.root", f"{algorithm.root}, expected a rank: 0 to {ranks - 1}")

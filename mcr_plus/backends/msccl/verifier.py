@@ -170,10 +170,13 @@ def _wrong_results(run: Run) -> Iterator[Problem]:
                 continue
             here = place(rank)
             goal = _goal(algorithm, expected)
+            name = f"o[{index}]"
+            if 0 <= (given := layout.output_at + index - layout.input_at) < layout.inputs:
+                name += f" (i[{given}] in place)"  # the file may know it by this name alone
             if isinstance(value, Sum):
-                what = f"o[{index}] ends as {_difference(algorithm, value, expected)}; expected {goal}"
+                what = f"{name} ends as {_difference(algorithm, value, expected)}; expected {goal}"
             else:
-                what = f"o[{index}] is never written; expected {goal}"
+                what = f"{name} is never written; expected {goal}"
             yield Problem(program.line, here, what)
 
 

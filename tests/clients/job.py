@@ -1,0 +1,93 @@
+"""What the client programs share: `torchrun --nproc-per-node 2 ddp.py BACKEND [CLIENT…]`.
+
+A client trains something small, every rank with data of its own, and returns its losses. Each rank prints
+one line of JSON per client: its losses, and how many operations of each kind the pipeline saw. The folder
+above must be in PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+import mcr_plus as mcr
+
+Client = Callable[[], "list[float]"]
+WIDTH: Final = 16
+STEPS: Final = 4
+START_S: Final = 150.0  # DeepSpeed compiles something the first time
+LIMIT_S: Final = 30.0  # a client that is not done by then has hung: it shows where, and ends
+
+
+def main(clients: Mapping[str, Client], start: Callable[[str], object] = dist.init_process_group) -> None:
+    """Run the clients that the command line names, or all of them. `start` joins the ranks."""
+    backend, *names = sys.argv[1:]
+    torch.set_num_threads(1)
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(START_S, exit=True)
+    start(backend)
+    for name in names or clients:
+        faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+        torch.manual_seed(0)
+        with operations() as seen:
+            losses = clients[name]()
+        line = {"client": name, "rank": dist.get_rank(), "losses": losses, "operations": seen}
+        sys.stdout.write(json.dumps(line) + "\n")  # in one piece: ranks share the stream
+        sys.stdout.flush()
+    faulthandler.cancel_dump_traceback_later()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def operations() -> Iterator[Counter[str]]:
+    """Operations of each kind that the pipeline sees; none where it is not in use."""
+    seen = Counter[str]()
+    if not mcr.is_initialized():
+        yield seen
+        return
+    with mcr.record() as log:
+        yield seen
+    seen.update(record.kind for record in log.records)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets that no other rank has, and no other step."""
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    return torch.randn(8, WIDTH, generator=generator), torch.randn(8, WIDTH, generator=generator)
+
+
+def network() -> nn.Sequential:
+    """Two layers, the same on every rank."""
+    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
+
+
+def loss_of(model: Callable[..., Tensor], step: int) -> Tensor:
+    """The mean squared error on this rank's batch."""
+    inputs, targets = batch(step)
+    return functional.mse_loss(model(inputs).float(), targets)
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, steps: int = STEPS
+) -> list[float]:
+    """Train as everybody does."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(steps):
+        loss = loss_of(model, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

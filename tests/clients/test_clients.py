@@ -1,0 +1,137 @@
+"""Programs of others train on the backend `mcr` as they do on gloo."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch.distributed as dist
+
+FOLDER: Final = Path(__file__).parent
+GOES_BY_GLOO: Final = ("with_accelerate",)  # it takes no other name
+TOGETHER: Final = ("ddp", "fsdp", "tensor")  # started once
+NEEDS: Final = {
+    "with_lightning": ("lightning",),
+    "with_accelerate": ("accelerate", "transformers"),
+    "with_deepspeed": ("deepspeed",),
+}
+DDP: Final = {"all_gather", "broadcast", "all_reduce"}
+FSDP: Final = {"all_gather", "reduce_scatter"}
+CLIENTS: Final[dict[str, dict[str, set[str]]]] = {  # and what the pipeline sees of each
+    "ddp": {
+        **dict.fromkeys(["plain", "unused", "static", "buffers", "views"], DDP),
+        **dict.fromkeys(["allreduce_hook", "fp16_hook", "fp16_wrapper", "powersgd_hook"], DDP),
+        **dict.fromkeys(["no_sync", "join", "join_counted", "zero"], DDP),
+    },
+    "fsdp": {
+        **dict.fromkeys(["fsdp2", "fsdp2_mixed", "fsdp1"], FSDP),
+        **dict.fromkeys(["fsdp2_clipped", "fsdp1_clipped"], FSDP | {"all_reduce"}),
+        **dict.fromkeys(["checkpoint", "async_checkpoint"], FSDP | {"gather", "scatter"}),
+    },
+    "tensor": {
+        "dtensor": {"scatter", "all_gather", "reduce_scatter", "all_reduce"},
+        "dtensor_matmul": {"all_reduce"},
+        "tensor_parallel": {"all_reduce"},
+        "sequence_parallel": FSDP,
+        "mesh": {"all_reduce"},
+        "compile": FSDP | {"all_reduce"},
+        "compile_ddp": DDP,
+    },
+    "with_lightning": {"trainer": DDP},
+    "with_accelerate": {"accelerator": DDP, "trainer": DDP},
+    "with_deepspeed": {
+        **dict.fromkeys(["zero0", "zero1", "zero2"], DDP - {"all_gather"}),
+        "zero3": {"broadcast", *FSDP},
+    },
+}
+ALL: Final = [(program, client) for program, clients in CLIENTS.items() for client in clients]
+
+Results = dict[tuple[str, int], Any]
+
+
+@cache
+def results(program: str, backend: str, names: tuple[str, ...], ranks: int = 2) -> Results:
+    """What every rank says of every client of a program, or what went wrong; one launch if nothing does."""
+    found: Results = {}
+    while left := [name for name in names if (name, 0) not in found]:
+        said, log = launch(program, backend, left, ranks)
+        whole = {name for name in left if all((name, rank) in said for rank in range(ranks))}
+        found |= {key: value for key, value in said.items() if key[0] in whole}
+        failed = [name for name in left if name not in whole][: 1 if whole else None]
+        found |= {(name, rank): log for name in failed for rank in range(ranks)}
+    return found
+
+
+def launch(program: str, backend: str, names: list[str], ranks: int) -> tuple[Results, str]:
+    """Run it under torchrun; what its ranks said, and all that it printed."""
+    settings = {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(FOLDER.parent), os.environ.get("PYTHONPATH")]))
+    }
+    if program in GOES_BY_GLOO and backend == "mcr":
+        settings["MCR_MASQUERADE"] = "gloo"
+    run = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
+            *(str(FOLDER / f"{program}.py"), backend, *names),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **settings},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=600,
+    )  # fmt: skip
+    said = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"client"')]
+    return {(one["client"], one["rank"]): one for one in said}, run.stdout[-6000:]
+
+
+def outcomes(program: str, client: str, backend: str, ranks: int = 2) -> Iterator[Any]:
+    """What each rank says of a client."""
+    missing = [name for name in NEEDS.get(program, ()) if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed")
+    if client not in CLIENTS.get(program, ()):
+        found = results(program, backend, (client,), ranks)
+    elif program in TOGETHER:
+        found = results("core", backend, tuple(name for one in TOGETHER for name in CLIENTS[one]))
+    else:
+        found = results(program, backend, tuple(CLIENTS[program]))
+    for rank in range(ranks):
+        outcome = found[client, rank]
+        assert isinstance(outcome, dict), outcome
+        yield outcome
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+@pytest.mark.parametrize("backend", ["gloo", "mcr"])
+@pytest.mark.parametrize(("program", "client"), ALL)
+def test_it_trains_as_on_gloo(program: str, client: str, backend: str) -> None:
+    same_as_gloo(program, client, backend, CLIENTS[program][client])
+
+
+@pytest.mark.slow
+def test_hybrid_sharding_on_four_ranks() -> None:
+    same_as_gloo("fsdp", "hsdp", "mcr", {*FSDP, "all_reduce"}, ranks=4)
+
+
+def same_as_gloo(program: str, client: str, backend: str, kinds: set[str], ranks: int = 2) -> None:
+    expected = [outcome["losses"] for outcome in outcomes(program, client, "gloo", ranks)]
+    for losses, outcome in zip(expected, outcomes(program, client, backend, ranks), strict=True):
+        assert losses
+        assert all(map(math.isfinite, losses))
+        assert outcome["losses"] == pytest.approx(losses, rel=1e-6)
+        assert outcome["operations"].keys() >= (kinds if backend == "mcr" else set())
+        assert outcome["operations"] or backend == "gloo"
+
+
+@pytest.mark.parametrize("graph", ["dynamic", "static"])
+def test_a_backward_pass_that_fails_raises(graph: str) -> None:
+    found = results("failing", "mcr", ("dynamic", "static"))
+    for rank in range(2):
+        assert isinstance(found[graph, rank], dict), found[graph, rank]
+        assert found[graph, rank]["losses"] == [1.0]

@@ -1,0 +1,103 @@
+"""The backend `mcr` of torch.distributed: what torch's own tests (tests/torch_suite) do not look at."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch_jobs as jobs
+from ranks import run_ranks
+
+
+@pytest.fixture(scope="module")
+def told() -> list[dict[str, str]]:
+    return [result.value for result in run_ranks(jobs.every_section, 2, via="torch", timeout=240)]
+
+
+@pytest.mark.parametrize("section", list(jobs.SECTIONS))
+def test_two_ranks(told: list[dict[str, str]], section: str) -> None:
+    problems = {rank: found[section] for rank, found in enumerate(told) if found[section]}
+    assert not problems, "\n".join(f"rank {rank}: {text}" for rank, text in problems.items())
+
+
+def test_configurations_that_differ_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    for rank, timeout in enumerate(("30s", "31s")):
+        text = f"version: 1\npipeline:\n  - select: {{}}\n  - dispatch: {{timeout: {timeout}}}\n"
+        (tmp_path / f"{rank}.yaml").write_text(text)
+    for result in run_ranks(jobs.with_other_files, 2, args=[str(tmp_path)], via="torch"):
+        assert "differs between ranks: rank 0 and ranks [1]" in result.value
+        assert "1.yaml" in result.value
+
+
+def test_a_backend_whose_launcher_is_missing_is_refused() -> None:
+    for result in run_ranks(jobs.with_mpi_only, 2, via="torch"):
+        assert "backend mpi was asked for, but no MPI launcher started this job" in result.value
+
+
+def test_a_rank_that_dies_in_fsdp() -> None:
+    start = time.monotonic()
+    survivor, killed = run_ranks(jobs.killed_in_fsdp, 2, via="torch", check=False)
+    assert killed.returncode == -9
+    assert "rank 1 has died" in str(survivor.value)
+    assert time.monotonic() - start < 50
+
+
+def test_parts_one_after_the_other() -> None:
+    run_ranks(
+        jobs.parts_one_after_the_other, 2, via="torch"
+    )  # alone: gloo cannot be started twice on a store
+
+
+def test_started_by_mpi() -> None:
+    for result in run_ranks(jobs.started_by_mpi, 2, via="mpi"):
+        assert result.value == [[1.0] * 3, ["msccl", "mpi", "gloo"]] * 2
+
+
+def test_under_the_name_of_gloo() -> None:
+    results = run_ranks(jobs.under_the_name_of_gloo, 2, via="torch", env={"MCR_MASQUERADE": "gloo"})
+    names = [result.value for result in results]
+    assert names == [["gloo", "_AsGloo", "_AsGloo"], ["gloo", "_AsGloo", "int"]]
+
+
+def python(program: str, **environment: str) -> str:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MCR_", "TORCH_"))}
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, env=clean | environment, capture_output=True, text=True, timeout=60)
+    return run.stdout.strip() or run.stderr
+
+
+KNOWN = "print('mcr' in torch.distributed.Backend.backend_list, 'mcr_plus.communicator' in sys.modules)"
+
+
+@pytest.mark.parametrize(
+    ("imports", "environment", "expected"),
+    [
+        ("torch", {}, "True False"),
+        ("torch, mcr_plus", {}, "True False"),
+        ("mcr_plus, torch", {}, "True False"),
+        ("torch", {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "False False"),
+        ("torch, mcr_plus", {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "True False"),
+        ("mcr_plus, torch", {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "True False"),
+    ],
+)
+def test_torch_knows_the_backend(imports: str, environment: dict[str, Any], expected: str) -> None:
+    assert python(f"import sys, {imports}; import torch.distributed; {KNOWN}", **environment) == expected
+
+
+def test_a_wrong_masquerade_is_refused() -> None:
+    assert "MCR_MASQUERADE='nccl': expected gloo" in python("import torch", MCR_MASQUERADE="nccl")
+
+
+def test_other_programs_are_left_alone() -> None:
+    """That there is one more backend changes nothing for a program that names others."""
+    program = (
+        "import torch, torch.distributed as dist; "
+        "dist.init_process_group('cpu:gloo', init_method='tcp://127.0.0.1:29791', rank=0, world_size=1); "
+        "x = torch.ones(2); dist.all_reduce(x); dist.barrier(); print(x.tolist(), dist.get_backend())"
+    )
+    assert python(program) == python(program, TORCH_DEVICE_BACKEND_AUTOLOAD="0")

@@ -1,0 +1,537 @@
+"""What ranks of the tests of the backend of torch.distributed do, and what went wrong, by section."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.distributed.fsdp import fully_shard
+
+import mcr_plus as mcr
+from mcr_plus.torch_backend import McrProcessGroup
+from mcr_plus.torch_work import TorchWork
+
+Config = Mapping[str, Any]
+QUICK: Final[Config] = {"version": 1, "pipeline": [{"select": {}}, {"dispatch": {"timeout": "30s"}}]}
+COMPRESSED: Final[Config] = {
+    "version": 1,
+    "pipeline": [{"compress": {}}, {"select": {}}, {"dispatch": {"timeout": "30s"}}],
+    "rules": [
+        {"match": {"kind": "all_reduce"}, "compress": {"codec": "int8_block"}},
+        {"match": {"kind": "all_gather"}, "compress": {"codec": "bf16"}},
+        {"match": {"kind": "reduce_scatter"}, "compress": {"codec": "int8_block"}},
+    ],
+}
+
+
+@contextmanager
+def job(config: Config | None = QUICK, **options: Any) -> Iterator[McrProcessGroup]:
+    dist.init_process_group("mcr", pg_options=config, **options)
+    try:
+        group = dist.group.WORLD
+        assert isinstance(group, McrProcessGroup)
+        yield group
+    finally:
+        dist.destroy_process_group()
+
+
+def values(rank: int, *shape: int, salt: int = 0) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng([rank, salt]).integers(-9, 10, shape)).float()
+
+
+def all_values(*shape: int, salt: int = 0) -> list[np.ndarray]:
+    return [values(rank, *shape, salt=salt).double().numpy() for rank in range(dist.get_world_size())]
+
+
+def same(found: torch.Tensor, expected: np.ndarray) -> None:
+    np.testing.assert_array_equal(found.double().numpy(), expected)
+
+
+# -- what torch's own tests leave out -------------------------------------------------------------------
+
+
+def scaled_sums() -> None:
+    with job():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        total = np.sum(all_values(7), axis=0)
+        half: Any = dist._make_nccl_premul_sum(0.5)  # type: ignore[attr-defined]
+        x = values(rank, 7)
+        dist.all_reduce(x, half)
+        same(x, total / 2)
+        x = values(rank, 7)
+        dist.reduce(x, 1, half)
+        same(x, total / 2 if rank == 1 else values(rank, 7).double().numpy())
+        whole, part = values(rank, 6 * size), torch.empty(6)
+        dist.reduce_scatter_tensor(part, whole, half)
+        same(part, np.split(np.sum(all_values(6 * size), axis=0), size)[rank] / 2)
+        same(whole, values(rank, 6 * size).double().numpy())
+
+
+def means_of_integers() -> None:
+    with job():
+        total = np.sum(all_values(7), axis=0)
+        for async_op in (False, True):
+            x = values(dist.get_rank(), 7).long()
+            work = dist.all_reduce(x, dist.ReduceOp.AVG, async_op=async_op)
+            if work is not None:
+                work.wait()
+            same(x, np.trunc(total / dist.get_world_size()))
+
+
+def sparse_sums() -> None:
+    with job():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        dense = [np.zeros((5, 2)) for _ in range(size)]
+        for each in range(size):
+            dense[each][each], dense[each][4] = each + 1, 10
+        x = torch.tensor(dense[rank]).to_sparse(1)
+        dist.all_reduce(x)
+        same(x.to_dense(), np.sum(dense, axis=0))
+        with pytest.raises(mcr.Unsupported, match="only SUM and AVG"):
+            dist.all_reduce(torch.tensor(dense[rank]).to_sparse(), dist.ReduceOp.MAX)
+
+
+def uneven_lists() -> None:
+    with job():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        parts = [torch.empty(each + 1, 3) for each in range(size)]
+        dist.all_gather(parts, values(rank, rank + 1, 3))
+        for each, part in enumerate(parts):
+            same(part, values(each, each + 1, 3).double().numpy())
+        mine = torch.empty(rank + 1)
+        dist.reduce_scatter(mine, [values(rank, each + 1, salt=each) for each in range(size)])
+        same(mine, np.sum(all_values(rank + 1, salt=rank), axis=0))
+
+
+def coalesced() -> None:
+    """Small tensors travel as one, whichever way a program asks for it."""
+    with job():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        xs = [values(rank, n, salt=n) for n in (3, 1, 70)]
+        outs = [torch.empty(size * n) for n in (3, 1, 70)]
+        wholes = [values(rank, size * n, salt=n) for n in (3, 1, 70)]
+        parts = [torch.empty(n) for n in (3, 1, 70)]
+        with mcr.record() as log:
+            with _coalescing_manager():
+                for out, x in zip(outs, xs, strict=True):
+                    dist.all_gather_into_tensor(out, x)
+            with _coalescing_manager(async_ops=True) as manager:
+                for part, whole in zip(parts, wholes, strict=True):
+                    dist.reduce_scatter_tensor(part, whole)
+            manager.wait()
+            with _coalescing_manager():
+                for x in xs:
+                    dist.all_reduce(x)
+        assert [(r.kind, r.fused) for r in log.records] == [
+            ("all_gather", 3), ("reduce_scatter", 3), ("all_reduce", 3)
+        ], log.records  # fmt: skip
+        for n, x, out, part in zip((3, 1, 70), xs, outs, parts, strict=True):
+            same(x, np.sum(all_values(n, salt=n), axis=0))
+            same(out, np.concatenate(all_values(n, salt=n)))
+            same(part, np.split(np.sum(all_values(size * n, salt=n), axis=0), size)[rank])
+
+
+def messages() -> None:
+    with job():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        right, left = (rank + 1) % size, (rank - 1) % size
+        got = torch.empty(5)
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.irecv, got, left), dist.P2POp(dist.isend, values(rank, 5), right)]
+        )
+        for work in works:
+            work.wait()
+        same(got, values(left, 5).double().numpy())
+        if rank == 0:
+            found = [dist.recv(torch.empty(1), tag=3) for _ in range(size - 1)]
+            assert sorted(found) == list(range(1, size)), found
+        else:
+            dist.send(torch.ones(1), 0, tag=3)
+
+
+def futures() -> None:
+    with job():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        for count in (5, 400_000):
+            work = dist.all_reduce(values(rank, count), async_op=True)
+            assert isinstance(work, TorchWork)
+            future = work.get_future()
+            doubled = future.then(lambda done: done.value()[0] * 2)
+            deadline = time.monotonic() + 20
+            while not doubled.done() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            assert doubled.done(), "nobody completed the future"
+            same(doubled.wait(), 2 * np.sum(all_values(count), axis=0))
+            assert work.is_success()
+            assert work.exception() is None
+        gathered = [torch.empty(3) for _ in range(size)]
+        work = dist.all_gather(gathered, values(rank, 3), async_op=True)
+        assert work is not None
+        work.wait()
+        assert [x.tolist() for x in work.result()] == [x.tolist() for x in gathered]
+        assert [x.tolist() for x in work.get_future().wait()] == [x.tolist() for x in gathered]
+
+
+def futures_in_a_backward_pass() -> None:
+    """Waited for within it, in C++ too; and after one that raised."""
+    with job():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        total = np.sum(all_values(5), axis=0)
+        found: list[torch.Tensor] = []
+
+        def hook(_: torch.Tensor) -> None:
+            work = dist.all_reduce(values(rank, 5), async_op=True)
+            assert work is not None
+            found.append(work.get_future().then(lambda done: done.value()[0]).wait())
+
+        x = torch.ones(3, requires_grad=True)
+        x.register_hook(hook)
+        (x * 2).sum().backward()
+        same(found[0], total)
+        kept: list[Any] = []
+
+        def raising(_: torch.Tensor) -> None:
+            work = dist.all_reduce(values(rank, 5), async_op=True)
+            assert work is not None
+            kept.append(work.get_future().then(lambda done: done.value()[0]))
+            raise ValueError("on purpose")
+
+        y = torch.ones(3, requires_grad=True)
+        y.register_hook(raising)
+        with pytest.raises(ValueError, match="on purpose"):
+            (y * 2).sum().backward()
+        same(kept[0].wait(), total)
+        assert size > 1
+
+
+def strided_and_coalesced() -> None:
+    """A thread of futures and a wait, both at the end of one operation: the result is there."""
+    with job():
+        size = dist.get_world_size()
+        for _ in range(20):
+            wide = torch.ones(2000, 8)
+            views = [wide[:, :3], wide[:, 4:7]]
+            with _coalescing_manager(async_ops=True) as manager:
+                for view in views:
+                    dist.all_reduce(view)
+            for work in manager.works:
+                work.get_future()
+            manager.wait()
+            assert (views[0] == size).all()
+            assert (views[1] == size).all()
+
+
+def errors_of_what_nobody_waits_for() -> None:
+    """They are told when the group is destroyed, and the program can go on."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mcr_plus").addHandler(handler)
+    try:
+        with job():
+            dist.all_reduce(torch.ones(dist.get_rank() + 2), async_op=True)
+    finally:
+        logging.getLogger("mcr_plus").removeHandler(handler)
+    assert any("nobody waited for has failed" in text for text in told), told
+
+
+def a_destroyed_group_stays_so() -> None:
+    with job() as world:
+        group: Any = dist.new_group(list(range(dist.get_world_size())))
+        dist.all_reduce(torch.ones(2), group=group)
+        before = sum(thread.name == "mcr-msccl" for thread in threading.enumerate())
+        dist.destroy_process_group(group)
+        assert sum(thread.name == "mcr-msccl" for thread in threading.enumerate()) <= before
+        with pytest.raises(mcr.NotInitialized, match="has been destroyed"):
+            group.allreduce([torch.ones(2)])
+        assert len(world.communicator._runtime.engine.states) == 1
+
+
+def a_message_beside_a_barrier() -> None:
+    """One thread waits in a barrier for what another thread of the same rank sends."""
+    with job():
+        if dist.get_rank() == 0:
+            thread = threading.Timer(0.3, dist.send, (torch.ones(2), 1))
+            thread.start()
+            dist.barrier()
+            thread.join()
+        else:
+            got = torch.zeros(2)
+            dist.recv(got, 0)
+            dist.barrier()
+            assert (got == 1).all()
+
+
+def parts_one_after_the_other() -> None:
+    """mcr on a part of the ranks, and then on all: numbers of jobs differ between ranks."""
+    dist.init_process_group("gloo")
+    size = dist.get_world_size()
+    first: Any = dist.new_group([0], backend="mcr")
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1), group=first)
+        dist.destroy_process_group(first)
+    whole: Any = dist.new_group(list(range(size)), backend="mcr")
+    x = torch.ones(3)
+    dist.all_reduce(x, group=whole)
+    assert (x == size).all()
+    dist.destroy_process_group()
+
+
+def another_thread() -> None:
+    with job():
+        rank = dist.get_rank()
+        found: list[torch.Tensor] = []
+
+        def work() -> None:
+            x = values(rank, 4)
+            dist.all_reduce(x)
+            found.append(x)
+
+        for _ in range(2):
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+            work()
+        for each in found:
+            same(each, np.sum(all_values(4), axis=0))
+        assert len(found) == 4
+
+
+def groups_come_and_go() -> None:
+    for _ in range(2):
+        with job() as world:
+            rank, size = dist.get_rank(), dist.get_world_size()
+            for _ in range(3):
+                group: Any = dist.new_group(list(range(size)))
+                x = torch.ones(3)
+                dist.all_reduce(x, group=group)
+                assert (x == size).all()
+                dist.destroy_process_group(group)
+            alone = dist.new_group([1])
+            if rank == 1:
+                dist.all_reduce(torch.ones(2), group=alone)
+            kept = len(world.communicator._runtime.communicators)
+            assert kept <= 2, kept
+        assert not mcr.is_initialized()
+
+
+def in_a_job_of_ours() -> None:
+    """A job that mcr.init has joined is used as it is, and lives on."""
+    with mcr.init(QUICK) as comm:
+        with job(None):
+            x = torch.ones(3)
+            dist.all_reduce(x)
+        comm.all_reduce(x)
+        assert (x == comm.size**2).all()
+
+
+def another_world() -> None:
+    """mcr beside gloo as the program's own backend."""
+    dist.init_process_group("gloo")
+    size = dist.get_world_size()
+    group = dist.new_group(backend="mcr")
+    x = torch.ones(3)
+    dist.all_reduce(x, group=group)
+    dist.all_reduce(x)
+    assert (x == size**2).all()
+    dist.destroy_process_group()
+    assert not mcr.is_initialized()
+
+
+# -- the pipeline ---------------------------------------------------------------------------------------
+
+
+def trained(model: nn.Module, steps: int = 3) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    inputs, losses = values(dist.get_rank(), 8, 64, salt=1), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = (model(inputs) - inputs[:, :8]).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    for layer in model.children():
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
+def ddp_is_compressed() -> None:
+    with job(QUICK):
+        plain = trained(nn.parallel.DistributedDataParallel(small_model()))
+    with job(COMPRESSED), mcr.record() as log:
+        losses = trained(nn.parallel.DistributedDataParallel(small_model()))
+    codecs = {record.codec for record in log.records}
+    assert "int8_block" in codecs, codecs
+    np.testing.assert_allclose(losses, plain, rtol=0.02)
+    assert losses != plain
+
+
+def fsdp_is_compressed() -> None:
+    found = []
+    for config in (QUICK, COMPRESSED):
+        with job(config), mcr.record() as log:
+            found.append(trained(sharded(small_model())))
+    codecs = {record.codec for record in log.records}
+    assert {"bf16", "int8_block"} <= codecs, codecs
+    np.testing.assert_allclose(found[1], found[0], rtol=0.05)
+
+
+def fsdp_with_codecs_of_its_own() -> None:
+    """Error feedback too, for every module has tags of its own."""
+    with job(QUICK):
+        plain = trained(sharded(small_model()))
+    gradients = {"codec": "int4_block", "error_feedback": True}
+    config = {**COMPRESSED, "rules": []}
+    with job(config), mcr.record() as log:
+        model = mcr.fsdp(sharded(small_model()), parameters="bf16", gradients=gradients)
+        np.testing.assert_allclose(trained(model), plain, rtol=0.05)
+    found = {(record.tag, record.codec) for record in log.records if record.codec is not None}
+    for name in ("fsdp.0", "fsdp.2"):
+        assert {(f"{name}.parameters", "bf16"), (f"{name}.gradients", "int4_block")} <= found, found
+    with pytest.raises(mcr.InvalidArgument, match="nothing in it is sharded"):
+        mcr.fsdp(small_model())
+
+
+def options_are_checked() -> None:
+    with pytest.raises(mcr.ConfigError, match="pg_options: expected the path"):
+        dist.init_process_group("mcr", pg_options=3)
+    wrong = [{"select": {"bucket": 1}}, {"dispatch": {}}]
+    with pytest.raises(mcr.ConfigError, match="unknown key 'bucket'"):
+        dist.init_process_group("mcr", pg_options={"version": 1, "pipeline": wrong})
+    with job({**QUICK, "backends": ["gloo"]}):
+        everyone = list(range(dist.get_world_size()))
+        with pytest.raises(mcr.ConfigError, match="backend msccl is not part of this job"):
+            dist.new_group(everyone, pg_options={**QUICK, "backends": ["msccl"]})
+        group = dist.new_group(everyone, pg_options=COMPRESSED)
+        with mcr.record() as log:
+            dist.all_reduce(torch.ones(70_000), group=group)
+            dist.all_reduce(torch.ones(70_000))
+        assert {record.codec for record in log.records} == {None, "int8_block"}
+
+
+def what_cannot_be_done() -> None:
+    with job():
+        with pytest.raises(RuntimeError, match="meta"):
+            dist.all_reduce(torch.empty(3, device="meta"))
+        with pytest.raises(RuntimeError, match="BAND"):
+            dist.all_reduce(torch.ones(3), dist.ReduceOp.BAND)
+
+
+def a_rank_that_is_late() -> None:
+    with job({"version": 1, "pipeline": [{"select": {}}, {"dispatch": {"timeout": "2s"}}]}) as group:
+        dist.all_reduce(torch.ones(1))
+        if dist.get_rank() == 0:
+            with pytest.raises(mcr.CommTimeout, match="Rank 1 failed to pass monitoredBarrier"):
+                group.monitored_barrier(timedelta(seconds=1))
+        else:
+            threading.Event().wait(2)
+
+
+def profiled() -> None:
+    with job(), torch.profiler.profile(record_shapes=True) as profile:
+        dist.all_reduce(torch.ones(3))
+    events: Any = profile.events()
+    (event,) = [event for event in events if event.name == "mcr:all_reduce"]
+    assert event.input_shapes == [[3]]
+
+
+SECTIONS: Final[dict[str, Callable[[], None]]] = {
+    section.__name__: section
+    for section in (
+        scaled_sums, means_of_integers, sparse_sums, uneven_lists, coalesced, messages, futures,
+        futures_in_a_backward_pass, strided_and_coalesced, errors_of_what_nobody_waits_for,
+        a_destroyed_group_stays_so, a_message_beside_a_barrier,
+        another_thread, groups_come_and_go, in_a_job_of_ours, another_world, ddp_is_compressed,
+        fsdp_is_compressed, fsdp_with_codecs_of_its_own, options_are_checked, what_cannot_be_done,
+        a_rank_that_is_late, profiled,
+    )
+}  # fmt: skip
+
+
+def every_section() -> dict[str, str]:
+    """What went wrong in each section; empty where nothing did."""
+    torch.set_num_threads(1)
+    found = {}
+    for name, section in SECTIONS.items():
+        found[name] = ""
+        try:
+            section()
+        except BaseException:
+            found[name] = traceback.format_exc()[-2000:]
+    return found
+
+
+# -- jobs of their own ----------------------------------------------------------------------------------
+
+
+def with_other_files(folder: str) -> str:
+    os.environ["MCR_CONFIG"] = f"{folder}/{os.environ['RANK']}.yaml"
+    with pytest.raises(mcr.ConfigError) as refused:
+        dist.init_process_group("mcr")
+    return str(refused.value)
+
+
+def with_mpi_only() -> str:
+    with pytest.raises(mcr.BackendUnavailable) as refused:
+        dist.init_process_group("mcr", pg_options={"version": 1, "backends": ["mpi"]})
+    return str(refused.value)
+
+
+def killed_in_fsdp() -> str:
+    torch.set_num_threads(1)
+    dist.init_process_group("mcr", pg_options=QUICK)
+    model = sharded(small_model())
+    trained(model, 1)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), 9)
+    try:
+        trained(model, 3)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def started_by_mpi() -> list[Any]:
+    found = []
+    for method in ("mcr://", "env://"):
+        dist.init_process_group("mcr", init_method=method)
+        x = torch.full((3,), float(dist.get_rank()))
+        dist.all_reduce(x)
+        found += [x.tolist(), mcr.get_backends()]
+        dist.destroy_process_group()
+    return found
+
+
+def under_the_name_of_gloo() -> list[str]:
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    trained(nn.parallel.DistributedDataParallel(small_model()))
+    half = dist.new_group([0])
+    dist.monitored_barrier(timeout=timedelta(seconds=20))
+    found = [dist.get_backend(), type(group).__name__, type(half).__name__]
+    dist.destroy_process_group()
+    return found

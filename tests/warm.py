@@ -1,0 +1,205 @@
+"""Ranks without the seconds that importing torch takes: forked from processes that have imported it.
+
+`Nursery()` starts two of them, so that no two neighbours share what a process draws when it starts, such as
+the salt of `hash()`. `command(words)` is what a launcher starts instead of `python words…`; see
+`warm_client.py`. `python warm.py SOCKET` is one of the two.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import fcntl
+import gc
+import importlib.util
+import json
+import os
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+import warm_client
+from warm_client import LENGTH, SERVERS, read_by_imports
+
+_IMPORTS: Final = (
+    *("pytest", "hypothesis", "torch.distributed.fsdp", "numba", "mpi4py"),
+    *("mcr_plus.runtime", "mcr_plus.collectives", "mcr_plus.torch_backend", "mcr_plus.state"),
+    *("mcr_plus.explanation", "mcr_plus.observe.record", "mcr_plus.hooks.wrap", "mcr_plus.hooks.ddp"),
+    *("mcr_plus.backends.gloo", "mcr_plus.backends.mpi", "mcr_plus.backends.msccl.backend"),
+    *("mcr_plus.compression.stage", "mcr_plus.fusion.stage", "mcr_plus.hierarchy.stage"),
+)
+_OUT_OF_THE_WAY: Final = 1000  # numbers of files that no rank is given
+
+
+class Nursery:
+    """The processes that ranks are forked from, until `close` or the end of the one that made them."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="mcr-warm-")
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}  # as launchers set it
+        Path(self._folder, "environment").write_text(json.dumps(read_by_imports(environ)))
+        self._servers = [
+            subprocess.Popen(
+                [sys.executable, __file__, f"{self._folder}/{index}"],
+                env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
+            )
+            for index in range(SERVERS)
+        ]  # fmt: skip
+        atexit.register(self.close)
+
+    def command(self, words: list[str]) -> list[str]:
+        """What starts `python words…` from here."""
+        return [sys.executable, "-I", "-S", warm_client.__file__, self._folder, *words]
+
+    def close(self) -> None:
+        """End them, and all ranks that were forked from them."""
+        for server in self._servers:
+            server.kill()
+            server.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+# -- what ranks are forked from -----------------------------------------------------------------------------
+
+
+def serve(path: str) -> list[str]:
+    """Fork ranks for ever; returns in each of them, as a process of its own, what it should run."""
+    _die_with_parent()
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(64)
+    for name in _IMPORTS:
+        if importlib.util.find_spec(name) is not None:
+            importlib.import_module(name)
+    _compile()
+    gc.collect()
+    gc.freeze()  # collections of ranks need not look at, and so copy, what they share
+    return _Server(listener).serve()
+
+
+class _Server:
+    """Forks a rank for every connection, and tells by it the rank's pid and how it ended."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._ranks: dict[int, socket.socket] = {}
+
+    def serve(self) -> list[str]:
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._listener:
+                    words = self._fork()
+                    if words is not None:
+                        return words
+                elif isinstance(key.fileobj, int):
+                    self._end(key.fileobj, key.data)
+                elif key.data in self._ranks:  # a client says nothing more: it is gone
+                    self._selector.unregister(key.fileobj)
+                    os.kill(key.data, signal.SIGKILL)
+
+    def _fork(self) -> list[str] | None:
+        """Fork a rank; returns what it should run, there."""
+        connection = self._listener.accept()[0]
+        try:
+            asked, files = _read(connection)
+        except OSError:  # its client has died
+            connection.close()
+            return None
+        rank = os.fork()
+        if rank == 0:
+            _die_with_parent()
+            self._selector.close()
+            for each in (self._listener, connection, *self._ranks.values()):
+                each.detach()  # `_become` closes them all
+            return _become(asked, files)
+        for number in files:
+            os.close(number)
+        self._ranks[rank] = connection
+        self._selector.register(os.pidfd_open(rank), selectors.EVENT_READ, rank)
+        self._selector.register(connection, selectors.EVENT_READ, rank)
+        _tell(connection, rank)
+        return None
+
+    def _end(self, pidfd: int, rank: int) -> None:
+        connection = self._ranks.pop(rank)
+        _tell(connection, os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]))
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        if connection in self._selector.get_map():
+            self._selector.unregister(connection)
+        connection.close()
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+
+
+def _compile() -> None:
+    """Have the machine code that every job over shared memory begins with."""
+    from mcr_plus.backends.msccl import direct, executor, messages
+
+    for module in (direct, executor, messages):
+        module.prepare()
+
+
+def _read(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    head, files, _, _ = socket.recv_fds(connection, LENGTH.size, 250)
+    text, left = b"", LENGTH.unpack(head)[0] if len(head) == LENGTH.size else 1
+    while len(text) < left:
+        part = connection.recv(left - len(text))
+        if not part:
+            raise OSError("gone")
+        text += part
+    return json.loads(text), files
+
+
+def _tell(connection: socket.socket, number: int) -> None:
+    try:
+        connection.sendall(b"%d\n" % number)
+    except OSError:
+        pass
+
+
+def _become(asked: dict[str, Any], files: list[int]) -> list[str]:
+    """Have what the client has: files, environment, folder."""
+    kept = [fcntl.fcntl(number, fcntl.F_DUPFD, _OUT_OF_THE_WAY) for number in files]
+    os.closerange(3, _OUT_OF_THE_WAY)
+    for number, at in zip(asked["files"], kept, strict=True):
+        os.dup2(at, number)
+        os.close(at)
+    os.chdir(asked["folder"])
+    os.environ.clear()
+    os.environ.update(asked["environ"])
+    added = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    sys.path[1:1] = [part for part in added if part not in sys.path]
+    if os.environ.get("PYTHONUNBUFFERED"):
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+    words: list[str] = asked["words"]
+    return words
+
+
+def run(words: list[str]) -> None:
+    """What `python [-m mpi4py] program…` does."""
+    if words[:2] == ["-m", "mpi4py"]:
+        from mpi4py.run import main
+
+        sys.argv = words[1:]
+        main()
+    else:
+        sys.argv = words
+        sys.path[0] = os.path.dirname(words[0])
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    run(serve(sys.argv[1]))

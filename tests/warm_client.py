@@ -1,0 +1,86 @@
+"""Has a rank forked from a process that has imported torch (`warm.py`), and ends as it does.
+
+    python -I -S warm_client.py FOLDER WORDS…
+
+A launcher starts this instead of `python WORDS…`. The rank has this process's environment, folder and open
+files; signals are passed on; when this is killed, the rank is. A rank that needs another environment while
+it imports is started the ordinary way. Standard library only, to cost milliseconds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import struct
+import sys
+from pathlib import Path
+from typing import Final
+
+SERVERS: Final = 2
+LENGTH: Final = struct.Struct("=I")
+_READ_BY_IMPORTS: Final = re.compile(
+    r"(OMP|MKL|KMP|GOMP|OPENBLAS|NUMBA|TRITON|TORCH|CUDA)_|LD_PRELOAD|PYTHON(?!PATH|UNBUFFERED)|MCR_MASQUERADE$"
+)
+_RANK_VARIABLES: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+_FORWARDED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def read_by_imports(environ: dict[str, str]) -> dict[str, str]:
+    """The part of an environment that cannot be changed any more once torch is there."""
+    return {name: value for name, value in environ.items() if _READ_BY_IMPORTS.match(name)}
+
+
+def join(folder: str, words: list[str]) -> int:
+    """Have a rank forked, and end as it does."""
+    rank = next((int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ), 0)
+    expected = json.loads(Path(folder, "environment").read_text())
+    same = read_by_imports(dict(os.environ)) == expected
+    connection = _connected(f"{folder}/{rank % SERVERS}") if same else None
+    if connection is None:
+        os.execv(sys.executable, [sys.executable, *words])
+    files = [int(name) for name in os.listdir("/proc/self/fd")]
+    files = sorted(number for number in files if number != connection.fileno() and _is_open(number))
+    asked = {"words": words, "environ": dict(os.environ), "folder": os.getcwd(), "files": files}
+    text = json.dumps(asked).encode()
+    socket.send_fds(connection, [LENGTH.pack(len(text))], files)
+    connection.sendall(text)
+    answers = connection.makefile("rb")
+    child = int(answers.readline())
+    for number in _FORWARDED:
+        signal.signal(number, lambda number, _: os.kill(child, number))
+    code = int(answers.readline() or -signal.SIGKILL)
+    if code >= 0:
+        return code
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if -code != signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+    return 128 - code
+
+
+def _connected(path: str) -> socket.socket | None:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(60)  # while it imports, nobody accepts
+    try:
+        connection.connect(path)
+    except OSError:
+        return None
+    connection.settimeout(None)
+    return connection
+
+
+def _is_open(number: int) -> bool:
+    try:
+        fcntl.fcntl(number, fcntl.F_GETFD)
+    except OSError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(join(sys.argv[1], sys.argv[2:]))

@@ -164,6 +164,21 @@ def scattering(ranks: int) -> Algorithm:
     return algorithm("scattering", "reducescatter", programs, ranks)
 
 
+def dealing(ranks: int, per_rank: int = 2) -> Algorithm:
+    """scatter from rank 0, in steps of several chunks."""
+    mine = at("o", 0)
+    deals = [
+        ThreadBlock(peer, -1, 0, (Step("s", at("i", peer * per_rank), mine, per_rank),))
+        for peer in range(1, ranks)
+    ]
+    own = ThreadBlock(-1, -1, 0, (Step("cpy", at("i", 0), mine, per_rank),))
+    programs = [Program(per_rank * ranks, per_rank, 0, (*deals, own))]
+    for _ in range(1, ranks):
+        block = ThreadBlock(-1, 0, 0, (Step("r", mine, mine, per_rank),))
+        programs.append(Program(per_rank * ranks, per_rank, 0, (block,)))
+    return algorithm("dealing", "scatter", programs, per_rank * ranks, in_place=False)
+
+
 def chain(ranks: int, root: int) -> Algorithm:
     """broadcast along a chain: s, rcs, r."""
     programs = []

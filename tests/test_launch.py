@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ranks import RanksFailed, run_ranks
@@ -291,6 +292,9 @@ def test_job_around_us_does_not_leak_into_the_environment() -> None:
     kept = {"OMPI_MCA_pml": "ob1", "PATH": "/bin", "RANKING": "1", "OMP_NUM_THREADS": "5"}
     with scratch.create() as folders:
         settings = commands.environment(around | kept, folders, 2, config=None, terminal=None)
+    address = {settings.pop(name) for name in ("MASTER_ADDR", "MASTER_PORT")}  # torch's, of the job itself
+    assert "127.0.0.1" in address
+    assert "1" not in address
     assert not around.keys() & settings.keys()
     assert kept.items() <= settings.items()
     assert settings["MCR_LAUNCHER"] == "mcr-plus"
@@ -476,6 +480,49 @@ def test_a_library_that_only_carries_an_address_ends_well(tmp_path: Path) -> Non
     done = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["0 2 3.0", "1 2 3.0"]
+
+
+def a_file_on_one_rank_only(folder: str) -> list[Any]:
+    """Runs on ranks: each has a folder of its own with the configuration, as on hosts of their own."""
+    import mcr_plus as mcr
+
+    began = time.monotonic()
+    with pytest.raises(mcr.McrError) as refused:
+        mcr.init(Path(folder, os.environ["RANK"], "run.yaml"), timeout=10)
+    return [type(refused.value).__name__, str(refused.value), time.monotonic() - began < 8]
+
+
+@pytest.mark.parametrize(
+    ("text", "file", "told"),
+    [
+        (
+            "algorithms: [mine.xml]",
+            "mine.xml",
+            "run.yaml:3: algorithms[0]: no algorithm file, or folder with *.xml, 'mine.xml'; looked for ",
+        ),
+        (
+            "pipeline: [{select: {table: t.yaml}}, {dispatch: {}}]",
+            "t.yaml",
+            "run.yaml:3: pipeline[0].select.table: no table file 't.yaml'; looked for ",
+        ),
+    ],
+    ids=["algorithm", "table"],
+)
+def test_a_file_that_one_rank_lacks_is_told_to_all_at_once(
+    tmp_path: Path, text: str, file: str, told: str
+) -> None:
+    for rank in range(3):
+        (tmp_path / f"{rank}").mkdir()
+        (tmp_path / f"{rank}" / "run.yaml").write_text(f"version: 1\nbackends: [gloo]\n{text}\n")
+        if rank != 1:
+            (tmp_path / f"{rank}" / file).write_text("what is in it is never looked at")
+    for result in run_ranks(a_file_on_one_rank_only, 3, args=[str(tmp_path)], via="torch"):
+        kind, message, soon = result.value
+        assert kind == "ConfigError"
+        assert told in message
+        assert f"/1/{file}" in message
+        assert message.endswith(" (on rank 1)") == (result.rank != 1)
+        assert soon
 
 
 def test_tasks_of_a_slurm_step_find_each_other(tmp_path: Path) -> None:

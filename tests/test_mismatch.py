@@ -393,10 +393,14 @@ def fork(via: str) -> dict[str, Any]:
     value = torch.ones(4)
     group.all_reduce(value)
     bound = group.persistent("all_reduce", value)
+    large = torch.ones(1 << 20)
+    pending = group.all_reduce(large, async_op=True)
+    assert pending is not None
     attempts: dict[str, Callable[[], object]] = {
         "function": lambda: mcr.all_reduce(torch.ones(4)),
         "method": lambda: group.all_reduce(torch.ones(4)),
         "persistent": bound,
+        "handle": pending.wait,
         "message": lambda: group.isend(torch.ones(4), 0),
         "new group": lambda: mcr.new_group([0]),
         "finalize": mcr.finalize,
@@ -414,6 +418,8 @@ def fork(via: str) -> dict[str, Any]:
     with os.fdopen(reader) as pipe:
         told = [line.split("|", 2) for line in pipe.read().splitlines()]
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    pending.wait()
+    assert (large == 2).all()
     group.all_reduce(value)
     return {"told": told, "code": code, "value": value[0].item()}
 

@@ -198,11 +198,12 @@ def test_the_receive_posted_first_is_served_first() -> None:
         assert same(target, values(seed, 4))
 
 
-def test_no_source_starves_another() -> None:
-    first, second, third = together(3, depth=64)
+def test_no_source_starves_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mcr_plus.backends.msccl.messages._AT_ONCE", 4)
+    first, second, third = together(3, depth=7)
     settle(third.send(values(0, 1), 1, 7))
     wanted = second.receive(torch.empty(1), None, 7)
-    settle(*(first.send(values(turn, 1), 1, 3) for turn in range(60)))
+    settle(*(first.send(values(turn, 1), 1, 3) for turn in range(6)))
     second.messages.progress()
     assert wanted.done
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -113,6 +115,7 @@ class IssuedWork(Work):
         "t_done",
         "t_issue",
         "t_wait",
+        "told",
     )
 
     # Set only where they are needed: the constructor is on every operation's path.
@@ -123,6 +126,7 @@ class IssuedWork(Work):
     t_issue: float
     t_wait: float  # when somebody began to wait
     t_done: float
+    told: bool  # somebody who waited has been given the error
 
     def __init__(self, operation: Operation, message: Message, poll: Poll | None, sequence: int) -> None:
         self.operation = operation
@@ -150,6 +154,7 @@ class IssuedWork(Work):
             if not self.is_done:
                 operation.engine.wait(self, timeout)
         if self.error is not None:
+            self.told = True
             raise self.error
 
     def is_completed(self) -> bool:  # noqa: D102
@@ -238,7 +243,7 @@ class IssuedWork(Work):
         self.is_done = True  # last: another thread may look without the lock
 
 
-_settling: Final = threading.RLock()  # one for all: it is held for a copy, and rarely wanted twice
+_NAP_S: Final = 20e-6  # of who waits for another thread to copy out
 
 
 class JointWork(Work):
@@ -249,7 +254,10 @@ class JointWork(Work):
     largest, as for one operation of the library that does the same; otherwise the sum.
     """
 
-    __slots__ = ("_error", "_finish", "_is_done", "codec", "kind", "legs", "members", "nbytes", "tag")
+    __slots__ = (
+        "_error", "_finish", "_finisher", "_is_done", "_turn",
+        "codec", "kind", "legs", "members", "nbytes", "tag",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -267,7 +275,9 @@ class JointWork(Work):
         self.nbytes = nbytes
         self.tag = tag
         self.codec = codec
-        self._finish: list[Callable[[], None]] = []
+        self._finish = deque[Callable[[], None]]()
+        self._turn = [True]  # whoever takes it runs what was to follow
+        self._finisher = 0
         self._is_done = False
         self._error: BaseException | None = None
 
@@ -276,8 +286,10 @@ class JointWork(Work):
         deadline = None if seconds is None else perf_counter() + seconds
         for member in self.members:
             member.wait(None if deadline is None else max(0.0, deadline - perf_counter()))
-        if not self._is_done:
-            self._settle(patient=True)
+        self._settle()
+        # Who comes second must not go on before the first has copied out.
+        while not self._is_done and self._finisher != threading.get_ident():
+            time.sleep(_NAP_S)
         if self._error is not None:
             raise self._error
 
@@ -288,8 +300,8 @@ class JointWork(Work):
         return self._ended([member.probe() for member in self.members])
 
     def _ended(self, members: list[bool]) -> bool:
-        if all(members) and not self._is_done:
-            self._settle(patient=False)
+        if all(members):
+            self._settle()
         return self._is_done
 
     def exception(self) -> BaseException | None:  # noqa: D102
@@ -297,30 +309,34 @@ class JointWork(Work):
         return self._error or next((error for error in errors if error is not None), None)
 
     def then(self, function: Callable[[], None]) -> Work:  # noqa: D102
-        with _settling:
-            self._finish.append(function)
-            if self._is_done:
-                self._run_finish()
+        self._finish.append(function)
+        if self._is_done:
+            self._run_finish()
         return self
 
-    def _settle(self, *, patient: bool) -> None:
-        # Who comes second must not go on before the first has copied out; who has the engine's lock, and only
-        # looks, must not wait for it.
-        if _settling.acquire(patient):
-            try:
-                if not self._is_done:
-                    self._run_finish()
-                    self._is_done = True
-            finally:
-                _settling.release()
+    def _settle(self) -> None:
+        """Run what was to follow, unless somebody has or does; waits for nobody, nor under any lock."""
+        try:
+            self._turn.pop()
+        except IndexError:
+            return
+        self._finisher = threading.get_ident()
+        try:
+            self._run_finish()
+        finally:
+            self._is_done = True
+        self._run_finish()  # what came meanwhile
 
     def _run_finish(self) -> None:
-        finish, self._finish = self._finish, []
-        try:
-            for function in finish if self.exception() is None else ():
+        while self._finish and self.exception() is None:
+            try:
+                function = self._finish.popleft()
+            except IndexError:  # another thread has taken the last one
+                return
+            try:
                 function()
-        except Exception as error:
-            self._error = error
+            except Exception as error:
+                self._error = error
 
     @property
     def info(self) -> Info:  # noqa: D102

@@ -97,7 +97,7 @@ def _emit_call(builder: Any, args: Any) -> None:
 
 def _emit_stream(builder: Any, args: Any) -> None:
     kind = ir.VectorType(_I64, STREAMED // 8)
-    value = builder.load(builder.inttoptr(args[1], kind.as_pointer()), align=8)
+    value = builder.load(builder.inttoptr(args[1], kind.as_pointer()), align=1)
     stored = builder.store(value, builder.inttoptr(args[0], kind.as_pointer()), align=STREAMED)
     stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(_I32, 1)]))
 

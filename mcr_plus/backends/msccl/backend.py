@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from importlib import metadata
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
 from mcr_plus.backends.msccl import catalog, direct, executor, messages
@@ -12,7 +13,7 @@ from mcr_plus.backends.msccl.arena import Arena, Shape, open_arena
 from mcr_plus.backends.msccl.combining import Combining, combining
 from mcr_plus.backends.msccl.direct import Direct
 from mcr_plus.backends.msccl.executor import Interpreter
-from mcr_plus.backends.msccl.lane import Lane, Run
+from mcr_plus.backends.msccl.lane import Lane, Run, done_at_once
 from mcr_plus.backends.msccl.messages import Messages
 from mcr_plus.errors import AlgorithmError, OrderMismatch
 from mcr_plus.interfaces import NATIVE, Availability, Support
@@ -51,6 +52,9 @@ _DEPTH: Final = 4
 _SLOT: Final = 128 << 10
 _SLOTS: Final = 16 << 20  # bytes for all queues
 _LEAST_SLOT: Final = 256  # bytes
+_PATIENCE_S: Final = (
+    0.25  # before ranks whose orders differ are told so without the names of what they issued
+)
 
 
 class MscclBackend:
@@ -226,16 +230,25 @@ class _Channel:
         lane, begins = self._lane, dict[bool, Run]()
         aside = signature.async_op and (signature.nbytes or 0) > self._arena.shape.slot
         stand_in = int(signature.kind == "broadcast")  # whose only buffer is an output
-        tag = signature.digest()
+        tag, offset, group = signature.digest(), interpreter.offset(count * width), self._group
+
+        def bound(in_place: bool) -> Run:
+            state = interpreter.bind(count, width, kernels, in_place=in_place, tag=tag)
+            begin = lane.bind(executor.begin, executor.advance, state, aside=aside)
+
+            def run(source: int, target: int, keep: object) -> Poll:
+                poll = begin(source, target, keep)
+                return poll if poll is done_at_once else _Stepping(poll, state, signature, group)
+
+            return run
 
         def start(message: Message) -> Poll:
             target = message.outputs[0].data_ptr() if message.outputs else 0
             source = message.inputs[0].data_ptr() if message.inputs else stand_in * target
-            in_place = interpreter.in_place(source, target, count * width)
+            in_place = source - target == offset
             begin = begins.get(in_place)
             if begin is None:
-                state = interpreter.bind(count, width, kernels, in_place=in_place, tag=tag)
-                begin = begins[in_place] = lane.bind(executor.begin, executor.advance, state, aside=aside)
+                begin = begins[in_place] = bound(in_place)
             return begin(source, target, (message.inputs, message.outputs))
 
         return start
@@ -279,6 +292,28 @@ class _Channel:
         """Close it while other ranks may still use theirs: their memory is their own."""
         self._open_ones.remove(self)
         self.close()
+
+
+class _Stepping:
+    """Poll of an algorithm. Ranks may have issued different operations, and some may wait for nobody."""
+
+    def __init__(self, poll: Poll, state: Any, signature: Signature, group: Group) -> None:
+        self._poll, self._state, self._signature, self._group = poll, state, signature, group
+        self._since: float | None = None
+
+    def __call__(self) -> bool:
+        if self._poll():
+            return True
+        if (rank := executor.stranger(self._state)) is not None:
+            now = monotonic()
+            if self._since is None:
+                self._since = now  # whoever waits there too says soon what it has issued, and that is told
+            elif now - self._since > _PATIENCE_S:
+                raise OrderMismatch(
+                    f"{self._signature.describe()} in group '{self._group.name}': rank "
+                    f"{self._group.ranks[rank]} has issued another operation in its place"
+                )
+        return False
 
 
 class _Uneven:

@@ -12,7 +12,8 @@ boundaries at k n / N would give each chunk its own, and a rank could not know t
 An operation begins when the one before has ended on this rank, and the counters of queues run on from one to
 the next. So the two ends of a queue agree as long as all ranks run the same operations in the same order.
 Beside the counter of filled slots is the tag of the operation that each slot belongs to: what another
-operation sends is never received, and ranks that disagree wait until they are told.
+operation sends is never received. Whoever meets it knows that the ranks' orders differ (`stranger`): what it
+has issued before has taken all that was sent for it.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ _REST_BUFFERS: Final = 28  # addresses to choose from for them
 _STAND_IN: Final = 31  # an output for a rank that has none, 0 if none is needed
 _BLOCKS: Final = 32  # number of thread blocks
 _TAG: Final = 33  # of the operation, equal on all ranks
-_HEAD: Final = 34
+_STRANGER: Final = 34  # 1 + a rank that sends for another operation
+_HEAD: Final = 35
 
 # Words of a thread block.
 _FIRST: Final = 0  # word of its first step
@@ -93,7 +95,8 @@ _TAKEN: Final = 10  # slots emptied by this rank, and known to be filled
 _ARRIVED: Final = 11
 _AT_TILE: Final = 12  # where it is
 _AT_STEP: Final = 13
-_BLOCK: Final = 14
+_RECEIVES: Final = 14  # the rank it receives from
+_BLOCK: Final = 15
 
 # Words of a step.
 _OPERATION: Final = 0
@@ -164,6 +167,7 @@ def _ready(state, block, step, tile, receives, sends):  # type: ignore[no-untype
         if state[block + _ARRIVED] <= state[block + _TAKEN]:
             return False
     if receives and load_acquire(_tag_of(state, block + _PEER_FILLED, state[block + _TAKEN])) != state[_TAG]:
+        state[_STRANGER] = 1 + state[block + _RECEIVES]
         return False
     if sends and state[block + _SENT] - state[block + _FREED] >= state[_DEPTH]:
         state[block + _FREED] = load_acquire(state[block + _EMPTIED])
@@ -284,7 +288,7 @@ def begin(state, source, target):  # type: ignore[no-untyped-def]
     elif state[_OWN_OUTPUT] >= 0 and target == source + state[_OWN_OUTPUT] * width * state[_COUNT]:
         aside = state[_REST_BUFFERS] + state[_OWN_OUTPUT] * width * state[_PER_BLOCK]
         state[_REST_SPACE + 1] = aside
-    if state[_REST]:
+    if state[_REST] and source:
         _move_rest(state, 0, state[_INPUTS], True)
     for index in range(state[_BLOCKS]):
         block = _HEAD + index * _BLOCK
@@ -295,7 +299,7 @@ def begin(state, source, target):  # type: ignore[no-untyped-def]
             state[block + _FREED] = load_acquire(state[block + _EMPTIED])
         if state[block + _PEER_FILLED]:
             state[block + _TAKEN] = state[block + _ARRIVED] = load_acquire(state[block + _PEER_EMPTIED])
-    state[_FINISHED] = 0
+    state[_FINISHED] = state[_STRANGER] = 0
     return advance(state, 1)
 
 
@@ -350,7 +354,7 @@ class Interpreter:
         which of both it will be. `count` elements of `width` bytes are the whole buffer, or for allgather,
         reducescatter, alltoall, gather and scatter one rank's block of it. A state may be begun again when it
         is done, and keeps the memory it needs for as long as this object lives. Ranks with different `tag`s
-        wait for each other for ever.
+        wait for each other for ever; `stranger` tells.
         """
         shape, arena = self._arena.shape, self._arena
         steps = [step for block in self._program.blocks for step in block.steps]
@@ -410,12 +414,10 @@ class Interpreter:
         self._write_program(state, self._program)
         return state
 
-    def in_place(self, source: int, target: int, nbytes: int) -> bool:
-        """Whether buffers at these addresses make a call in place; `nbytes` as `count` of `bind`."""
+    def offset(self, nbytes: int) -> int:
+        """How far behind the output the input is, in bytes, if in place; `nbytes` as `count` of `bind`."""
         own_input, own_output = self._aliased
-        if own_output >= 0:
-            return target == source + own_output * nbytes
-        return source == target + own_input * nbytes
+        return -own_output * nbytes if own_output >= 0 else own_input * nbytes
 
     @property
     def _aliased(self) -> tuple[int, int]:
@@ -457,6 +459,7 @@ class Interpreter:
                 state[word + _FILLED : word + _TO + 1] = queue(me, block.send, block.channel)
             if any(step.operation in RECEIVES for step in block.steps):
                 state[word + _PEER_FILLED : word + _FROM + 1] = queue(block.receive, me, block.channel)
+                state[word + _RECEIVES] = block.receive
             for step in block.steps:
                 # Where a step has no buffer of its own, the field describes the peer's, and is not looked at.
                 source, target = step.source, step.target
@@ -468,10 +471,15 @@ class Interpreter:
                     source.at if reads else 0,
                     SPACES.index(target.space) if writes else 0,
                     target.at if writes else 0,
-                    step.count,
+                    0 if step.operation == "nop" else step.count,
                     *after,
                 )
                 at += _STEP
+
+
+def stranger(state: Any) -> int | None:
+    """The rank that sends for another operation than this one, if one does: orders differ between ranks."""
+    return int(state[_STRANGER]) - 1 if state[_STRANGER] else None
 
 
 def _blocks(collective: Collective, ranks: int) -> tuple[int, int]:

@@ -22,7 +22,8 @@ Run = Callable[[int, int, object], "Poll"]
 """Start an operation: addresses of source and target, and what must live until it is done."""
 
 
-def _done() -> bool:
+def done_at_once() -> bool:
+    """The poll of what was done when it was started."""
     return True
 
 
@@ -86,13 +87,15 @@ class Lane:
             return operation
 
         def start(source: int, target: int, keep: object) -> Poll:
+            tried = False
             try:
                 if not running and acquire(False):
+                    tried = True  # no interrupt comes between this and the call
                     if begin(state, source, target):
-                        return _done
+                        return done_at_once
                     return begun(source, target, keep)
             except BaseException:  # an interrupt: peers count on what may have begun
-                if has_it() and not running:
+                if tried and not running:
                     begun(source, target, keep)
                 raise
             finally:

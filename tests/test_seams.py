@@ -336,7 +336,7 @@ def test_outside_package_brings_a_backend_with_algorithms(tmp_path: Path) -> Non
     _install_outside(tmp_path)
     for result in run_ranks(use_outside_backend, 2, args=[str(tmp_path)]):
         assert result.value["values"] == [[1.0, 3.0, 5.0]] * 4
-        assert result.value["backends"] == ["toystore", "toystore", "toystore", "mpi"]
+        assert result.value["backends"] == ["toystore", "toystore:all", "toystore:star", "mpi"]
 
 
 def test_doctor_lists_an_outside_backend(tmp_path: Path) -> None:

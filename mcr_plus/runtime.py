@@ -23,7 +23,7 @@ from mcr_plus import config as configuration
 from mcr_plus.backends import backend_class, preferred_backends, reaching
 from mcr_plus.c10d import HashStore, Store
 from mcr_plus.communicator import Communicator
-from mcr_plus.config import Config, DispatchOptions
+from mcr_plus.config import Config, DispatchOptions, HierarchicalOptions
 from mcr_plus.dispatch.board import Failure, open_board
 from mcr_plus.dispatch.engine import Engine, GroupState
 from mcr_plus.dispatch.meeting import SHORT, call_off, let_go_first, meet
@@ -40,7 +40,7 @@ from mcr_plus.errors import (
     NotInitialized,
     OrderMismatch,
 )
-from mcr_plus.hierarchy.nodes import check_nodes, inner_groups
+from mcr_plus.hierarchy.nodes import Part, check_nodes, inner_groups
 from mcr_plus.interfaces import Backend, Context, World
 from mcr_plus.launch.rendezvous import exchange, open_store
 from mcr_plus.message import Group
@@ -104,10 +104,16 @@ class Runtime:
         world, config = self.world, config or self.config
         rank = ranks.index(world.rank) if world.rank in ranks else -1
         group = Group(name, ranks, rank)
-        one_host = len({world.hosts[each] for each in ranks}) == 1
+        lines, dropped = self._open_lines(group) if rank >= 0 else ({}, {})
+        self._tell_what_is_missing(group, dropped)
+        return self._open_over(group, lines, config)
+
+    def _open_over(self, group: Group, lines: dict[str, Line], config: Config) -> Communicator:
+        """Create the communicator of a group whose libraries are open."""
+        world, name, rank = self.world, group.name, group.rank
+        one_host = len({world.hosts[each] for each in group.ranks}) == 1
         board = open_board(world.store if rank >= 0 else None, group, one_host, world.timeout)
         state = GroupState(group, board)
-        lines = self._open_lines(group) if rank >= 0 else {}
         restored, found = (kept.setdefault(name, {}) for kept in (self.restored, self.found))
         runtime = GroupRuntime(self.engine, state, lines, {}, restored=restored, found=found)
         usable = {name: self._classes[name] for name in lines} if rank >= 0 else dict(self._classes)
@@ -122,33 +128,58 @@ class Runtime:
         self._pipelines.append(pipeline)
         for part, inner in inner_groups(config, world.hosts, group).items():
             # On all ranks in the same order, here and not at the first use: it is collective.
-            below = self._open_part(group, part, inner, config.below("hierarchical"))
+            below = self._open_part(group, part, inner, config)
             communicator.parts.append(below)
             parts[part] = below.pipeline
         return communicator
 
-    def _open_part(self, group: Group, part: str, inner: Group, config: Config) -> Communicator:
-        """Open a group inside of `group`; one that cannot be had is told to all ranks of `group`."""
-        problem, below = "", None
+    def _open_part(self, group: Group, part: Part, inner: Group, config: Config) -> Communicator:
+        """Open a group inside of `group`, of `config`; one that cannot be had is told to all of them.
+
+        A library that one of the groups of this part must go without is left out in all of them. Raises
+        `BackendUnavailable` on all ranks of `group` if that is one the configuration names for the step.
+        """
+        world, problem = self.world, ""
+        lines: dict[str, Line] = {}
+        dropped: dict[str, str] = {}
         try:
-            below = self.open_group(inner.name, inner.ranks, config)
+            lines, dropped = self._open_lines(inner)
         except BackendUnavailable as error:
-            problem = str(error)
-        world = self.world
+            problem = f"group '{inner.name}': {error}"
         assert world.store is not None
-        what = f"opened/{group.name}/{part}"
-        told = exchange(world.store, group.rank, group.size, what, problem, world.timeout)
-        if below is None or any(told):
-            raise BackendUnavailable(next(filter(None, told), problem))
-        return below
+        named = {name: f"group '{inner.name}': {reason}" for name, reason in dropped.items()}
+        what, mine = f"opened/{group.name}/{part}", json.dumps([problem, list(lines), named])
+        told = [
+            json.loads(text)
+            for text in exchange(world.store, group.rank, group.size, what, mine, world.timeout)
+        ]
+        if problem := next((problem for problem, _, _ in told if problem), ""):
+            raise BackendUnavailable(problem)
+        missing: dict[str, str] = {}
+        for _, _, reasons in told:
+            missing = {**reasons, **missing}
+        step = "inter" if part == "across" else "local"
+        for name in sorted(_named_for(step, config) & missing.keys()):
+            raise BackendUnavailable(f"hierarchical.{step}.backend: {name} was asked for; {missing[name]}")
+        for _, opened, _ in told:
+            if missing and not set(opened) - missing.keys():
+                raise BackendUnavailable("; ".join(missing.values()))
+        self._tell_what_is_missing(inner, missing)
+        for name in missing.keys() & lines.keys():
+            # One without this method waits for the others when it closes: it stays open until the job ends.
+            release = getattr(lines.pop(name).channel, "release", None)
+            if release is not None:
+                release()
+        return self._open_over(inner, lines, config.below("hierarchical"))
 
-    def _open_lines(self, group: Group) -> dict[str, Line]:
-        """Every library of the job that can serve a group, as this group uses it.
+    def _open_lines(self, group: Group) -> tuple[dict[str, Line], dict[str, str]]:
+        """Every library of the job that can serve a group, as this group uses it; what is left out, and why.
 
-        Where the configuration names none, one that cannot be had for it after all is left out.
+        Left out is, where the configuration names none, one that cannot be had for this group after all.
         """
         names = reaching(self._backends, self.world, group)
         lines: dict[str, Line] = {}
+        dropped: dict[str, str] = {}
         for name in names:
             backend = self._backends[name]
             try:
@@ -156,9 +187,12 @@ class Runtime:
             except BackendUnavailable as error:  # told to all ranks of the group alike
                 if self.config.backends is not None or len(names) == 1:
                     raise
-                if group.rank == 0:
-                    _log.warning("group '%s' goes without %s: %s", group.name, name, error)
-        return lines
+                dropped[name] = str(error)
+        return lines, dropped
+
+    def _tell_what_is_missing(self, group: Group, missing: Mapping[str, str]) -> None:
+        for name, reason in missing.items() if group.rank == 0 else ():
+            _log.warning("group '%s' goes without %s: %s", group.name, name, reason)
 
     def new_group(self, ranks: Sequence[int]) -> Communicator:
         """See `mcr_plus.new_group`."""
@@ -269,7 +303,7 @@ class Runtime:
     def abandon(self) -> None:
         """In a forked child: the parent's groups are not ours, and neither is its end."""
         self.closed = True
-        self.engine.progress_thread = None
+        self.engine.abandon()
         for state in self.engine.states:
             state.abandon()
         for backend in self._backends.values():
@@ -335,6 +369,14 @@ class Job:
         if self.runtime is not None:
             self.runtime.abandon()
             self.runtime = None
+
+
+def _named_for(step: str, config: Config) -> set[str]:
+    """The libraries that the hierarchical stage, or a rule that changes it, names for `local` or `inter`."""
+    named = [spec.options for spec in config.pipeline]
+    named += [each.options for rule in config.rules for each in rule.overrides]
+    choices = [getattr(each, step).backend for each in named if isinstance(each, HierarchicalOptions)]
+    return {choice.partition(":")[0] for choice in choices if choice is not None}
 
 
 def _loaded_without_use() -> list[type[Backend]]:
@@ -453,20 +495,35 @@ def _gather(world: World, what: str, value: str) -> list[str]:
 
 
 def compare_configs(config: Config, world: World) -> None:
-    """Raise `ConfigError` on all ranks if they differ in what they were configured with; collective."""
+    """Raise `ConfigError` on all ranks if they differ in what they were configured with; collective.
+
+    So do all, at once, if one of them cannot read a file that its configuration names.
+    """
     if world.store is None:
         return
     library = "unset" if msccl_library() is None else "set"
-    texts = _gather(world, "config", f"{configuration.fingerprint(config)} {library} {config.name}")
-    prints = [text.split(maxsplit=2) for text in texts]
-    differing = [rank for rank, (found, _, _) in enumerate(prints) if found != prints[0][0]]
+    found, problem = "", None
+    try:
+        found = configuration.fingerprint(config)
+    except ConfigError as error:
+        problem = error
+    except OSError as error:  # a folder that may not be searched
+        problem = ConfigError(f"{config.name}: {error}")
+    mine = json.dumps([found, library, config.name, "" if problem is None else str(problem)])
+    prints = [json.loads(text) for text in _gather(world, "config", mine)]
+    if problem is not None:
+        raise problem
+    for rank, (_, _, _, told) in enumerate(prints):
+        if told:
+            raise ConfigError(f"{told} (on rank {rank})")
+    differing = [rank for rank, (found, *_) in enumerate(prints) if found != prints[0][0]]
     if differing:
         names = "; ".join(f"rank {rank}: {prints[rank][2]}" for rank in (0, differing[0]))
         raise ConfigError(
             f"{config.name}: the configuration (with its tables) differs between ranks: rank 0 and ranks "
             f"{differing} ({names}); all ranks must use the same"
         )
-    others = [rank for rank, (_, set_or_not, _) in enumerate(prints) if set_or_not != prints[0][1]]
+    others = [rank for rank, (_, set_or_not, *_) in enumerate(prints) if set_or_not != prints[0][1]]
     if others:
         raise ConfigError(
             f"MCR_MSCCL_LIBRARY is {prints[0][1]} on rank 0, but not so on ranks {others}; "

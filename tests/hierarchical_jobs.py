@@ -8,7 +8,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -438,6 +439,55 @@ def no_memory_on_one_node() -> None:
         arena._create = create
 
 
+@contextmanager
+def nothing_left_for_rank_2() -> Iterator[None]:
+    """It makes no memory for the job, nor for the ranks of its place on other nodes, but that of its node."""
+    create = arena._create
+
+    def failing(nbytes: int) -> Any:
+        raise OSError(28, "No space left on device", "/dev/shm")
+
+    if int(os.environ["RANK"]) == 2:
+        arena._create = failing
+    try:
+        yield
+    finally:
+        arena._create = create
+
+
+def no_memory_for_a_named_step() -> None:
+    """A job that names no backends goes without what it cannot have, but not without what a step names."""
+    told = (
+        r"^hierarchical\.local\.backend: msccl was asked for; group 'world/node1': .*No space left.*enlarge"
+    )
+    as_rule = config(**NODES)
+    as_rule["rules"] = [{"match": {"tag": "x"}, "hierarchical": {"local": {"backend": "msccl:ring"}}}]
+    for named in (config(**NODES, local={"backend": "msccl"}), as_rule):
+        del named["backends"]
+        began = time.monotonic()
+        with nothing_left_for_rank_2(), pytest.raises(mcr.BackendUnavailable, match=told):
+            mcr.init(named)
+        assert time.monotonic() - began < 10
+
+
+def no_memory_on_a_node_that_needs_none() -> None:
+    """What one node goes without is left out in all, in that step and no other; named or not."""
+    for across in ({}, {"backend": "msccl"}):
+        plain = config(**NODES, inter=across)
+        del plain["backends"]
+        with nothing_left_for_rank_2():
+            comm = mcr.init(plain)
+        with comm:
+            sums = noise(comm.rank)
+            with mcr.record() as log:
+                comm.all_reduce(sums, tag="a")
+            np.testing.assert_allclose(sums.double(), summed(comm), rtol=1e-5, atol=1e-5)
+            used = {(r.kind, "across" in r.group): r.backend for r in log.records if r.group != "world"}
+            every = comm.all_gather_object(sorted(used.values()))
+            assert every == [["gloo", "gloo", "msccl"]] * 4, every
+            assert used["all_reduce", True] == "msccl", used
+
+
 def another_thread() -> None:
     """A thread that takes a group over takes the groups inside it too."""
     with mcr.init(config(**NODES)) as comm:
@@ -491,9 +541,8 @@ FOUR_RANKS: Final[dict[str, Callable[[], None]]] = {
     for section in (
         compressed, compressed_by_the_pipeline, matrices_go_the_flat_way, feedback, fused, wrapped, rules,
         uneven, first_steps_do_not_wait_for_last_ones, bad_nodes, what_one_node_lacks,
-        a_codec_between_nodes_with_an_algorithm, no_memory_on_one_node, another_thread,
-        another_operation,
-        a_missing_rank,
+        a_codec_between_nodes_with_an_algorithm, no_memory_on_one_node, no_memory_for_a_named_step,
+        no_memory_on_a_node_that_needs_none, another_thread, another_operation, a_missing_rank,
     )
 }  # fmt: skip
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import mcr_plus as mcr
 from mcr_plus.config import Config, HierarchicalOptions, dump, fingerprint, load, loads
 from mcr_plus.errors import ConfigError
 from mcr_plus.hierarchy.nodes import Nodes, inner_groups, nodes_of
+from mcr_plus.hierarchy.ways import _Steps
 from mcr_plus.launch import mpi_usable
 from mcr_plus.message import Group
 
@@ -223,6 +226,21 @@ def test_explain_knows_what_reaches_a_node_but_not_the_job() -> None:
             {"inter": {"backend": "msccl"}, "backends": ["gloo", "msccl"]},
             "backend msccl cannot do a step: group 'world/across' is on 2 hosts",
         ),
+        (
+            {
+                "inter": {"backend": "msccl", "compress": {"codec": "int8_block"}},
+                "backends": ["gloo", "msccl"],
+            },
+            "backend msccl cannot do a step: group 'world/across' is on 2 hosts",
+        ),
+        (
+            {
+                "inter": {"backend": "msccl:ring", "compress": {"codec": "int8_block"}},
+                "backends": ["gloo", "msccl"],
+                "local": {"backend": "gloo"},
+            },
+            "backend msccl cannot do a step: group 'world/across' is on 2 hosts",
+        ),
     ],
 )
 def test_explain_says_why_not(options: dict[str, Any], reason: str | None) -> None:
@@ -278,6 +296,46 @@ def test_a_rule_that_names_a_backend_means_the_whole_operation() -> None:
 def test_a_job_of_another_size_is_refused() -> None:
     with pytest.raises(ConfigError, match="4 ranks are listed; expected all 2 of this job"):
         mcr.explain("all_reduce", 1024, ranks=2, config=config(nodes=[[0, 1], [2, 3]]))
+
+
+# -- waiting ----------------------------------------------------------------------------------
+
+
+class Slow(mcr.Work):
+    """Is done after so many seconds of waiting; keeps how long it was told to wait."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.told: list[float] = []
+
+    def wait(self, timeout: float | timedelta | None = None) -> None:
+        assert isinstance(timeout, float)
+        self.told.append(timeout)
+        time.sleep(min(timeout, self.seconds))
+        if timeout < self.seconds:
+            raise mcr.CommTimeout("late")
+
+    def is_completed(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def then(self, function: Callable[[], None]) -> mcr.Work:
+        raise NotImplementedError
+
+    info = property()
+
+
+@pytest.mark.parametrize("timeout", [0.5, timedelta(seconds=0.5)])
+def test_a_wait_is_no_longer_than_it_was_told_to_be(timeout: float | timedelta) -> None:
+    step, agreed = Slow(0.4), Slow(0.3)
+    work = _Steps([step], "all_reduce", nbytes=4, legs=True)
+    work.agreed = agreed
+    with pytest.raises(mcr.CommTimeout):
+        work.wait(timeout)
+    assert agreed.told == [0.5]
+    assert step.told[0] <= 0.2
 
 
 # -- results ----------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from ranks import run_ranks
 import mcr_plus as mcr
 from mcr_plus.backends.msccl import catalog
 from mcr_plus.backends.msccl.generators import GENERATORS
+from mcr_plus.backends.msccl.lane import Lane
 from mcr_plus.backends.msccl.writer import write_algorithm
 from mcr_plus.errors import ConfigError
 from mcr_plus.interfaces import World
@@ -388,6 +389,78 @@ def test_other_sizes_are_told_and_never_summed(backend: str) -> None:
     for result in run_ranks(other_sizes, 2, args=[backend], via="torch", check=False):
         assert "float32[1000]" in str(result.value)
         assert "float32[400000]" in str(result.value)
+
+
+def other_order() -> str:
+    """The root of a tree waits for nobody, so nobody would hear what it has issued."""
+    stages = [{"select": {}}, {"dispatch": {"timeout": "20s"}}]
+    comm = mcr.init({"version": 1, "backends": ["msccl"], "pipeline": stages})
+    first, second = torch.zeros(100), torch.zeros(200)
+    for value in (first, second):
+        comm.broadcast(value, 0, backend="msccl:tree")
+    try:
+        for value in ((first, second), (second, first))[comm.rank]:
+            comm.broadcast(value, 0, backend="msccl:tree")
+        comm.barrier()
+    except mcr.OrderMismatch as error:
+        return str(error)
+    return "no error"
+
+
+def test_another_order_is_told_where_data_flow_one_way() -> None:
+    start = time.monotonic()
+    root, other = run_ranks(other_order, 2, via="torch", check=False)
+    assert "broadcast float32[200]" in str(other.value)
+    assert "rank 0 has issued another operation in its place" in str(other.value)
+    assert "rank 1 has given up" in str(root.value)
+    assert time.monotonic() - start < 15
+
+
+def dealt(file: str) -> list[bool]:
+    """Numbers of elements that two chunks do not divide, on ranks that have no input."""
+    found = []
+    with mcr.init({"version": 1, "backends": ["msccl"], "algorithms": [file]}) as comm:
+        for count in (1, 2, 5, 1001):
+            parts = [torch.arange(count) + 100.0 * rank for rank in range(comm.size)]
+            out = torch.zeros(count)
+            comm.scatter(out, parts if comm.rank == 0 else None, 0, backend="msccl:dealing")
+            found.append(torch.equal(out, parts[comm.rank]))
+    return found
+
+
+def test_a_scatter_of_several_chunks(tmp_path: Path) -> None:
+    write_algorithm(samples.dealing(3), tmp_path / "dealing.xml")
+    for result in run_ranks(dealt, 3, args=[str(tmp_path / "dealing.xml")], via="torch"):
+        assert result.value == [True] * 4
+
+
+class _Interrupting:
+    """A lock behind which Ctrl-C strikes as soon as it has been taken."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self.release, self._is_owned = lock.release, lock._is_owned
+
+    def acquire(self, blocking: bool) -> bool:
+        self._lock.acquire(blocking)
+        raise KeyboardInterrupt
+
+
+def test_what_an_interrupt_has_kept_from_beginning_is_not_gone_on_with() -> None:
+    lane, called = Lane(), []
+
+    def advance(*_: object) -> int:
+        called.append("advance")
+        return 1
+
+    free, lane._lock = lane._lock, _Interrupting(lane._lock)
+    start = lane.bind(lambda *_: 1, advance, None)
+    with pytest.raises(KeyboardInterrupt):
+        start(1, 2, None)
+    lane._lock = free
+    lane.progress()
+    assert called == []
+    assert free.acquire(False)
 
 
 def late() -> str:

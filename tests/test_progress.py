@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ import torch
 from ranks import run_ranks
 
 import mcr_plus as mcr
+from mcr_plus.dispatch.board import NoBoard
+from mcr_plus.dispatch.engine import Engine
 from mcr_plus.dispatch.work import IssuedWork
 from mcr_plus.launch import mpi_usable
 
@@ -84,6 +88,38 @@ def test_an_mpi_for_one_thread_is_refused() -> None:
             pytest.skip("this MPI gives more threads than were asked for")
         assert "MPI_THREAD_MULTIPLE" in result.value
         assert "progress: caller" in result.value
+
+
+class Stub:
+    """Stands for an operation: done or not, and what happens while somebody looks at it."""
+
+    error = poll = None
+    inline = True
+
+    def __init__(self, is_done: bool = True, look: Callable[[], object] = lambda: None) -> None:
+        self.is_done = is_done
+        self._look = look
+        self.state = SimpleNamespace(board=NoBoard())
+
+    @property
+    def operation(self) -> Stub:
+        self._look()
+        return self
+
+
+def test_the_end_does_not_mind_what_the_progress_thread_lets_go_of() -> None:
+    nobody: Any = None
+    engine = Engine(nobody, wait="auto", oversubscribed=False)
+
+    def drive() -> None:
+        thread = threading.Thread(target=engine.drive)
+        thread.start()
+        thread.join()
+
+    works: list[Any] = [Stub(), Stub(look=drive), Stub(), Stub()]
+    engine._held.extend(works)
+    engine.drain([each.state for each in works])
+    assert not engine._held
 
 
 def forked() -> list[int]:

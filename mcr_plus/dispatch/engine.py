@@ -166,6 +166,19 @@ class Engine:
         self._lanes: list[Lane] = []  # those with deferred operations
         self._unordered: list[IssuedWork] = []  # deferred sends and receives
 
+    def abandon(self) -> None:
+        """In a forked child: what is in flight is the parent's, and whoever waits for it here is told."""
+        self.lock = threading.RLock()  # a thread of the parent may have held it
+        self.progress_thread = None
+        for work in self._held:
+            if not work.is_done:
+                work.error = NotInitialized(
+                    f"{work.operation.name(work.sequence)} was issued by the parent process; a forked child "
+                    "cannot wait for it"
+                )
+                work.is_done = True
+        self._held.clear()
+
     # -- starting ---------------------------------------------------------------------------------
 
     def spins_for(self, backend_spins: int) -> int:
@@ -571,13 +584,17 @@ class Engine:
     def drain(self, only: Sequence[GroupState] | None = None) -> None:
         """Wait for what is in flight, in `only` these groups; the first error is raised at the end."""
         errors: list[BaseException] = []
-        while held := [work for work in self._held if only is None or work.operation.state in only]:
+        while True:
+            issued = list(self._held)  # at once: a progress thread may let go of some of them meanwhile
+            held = [work for work in issued if only is None or work.operation.state in only]
+            if not held:
+                break
             work = held[0]
             try:
                 self.wait(work, until_done=True)
             except McrError as error:
                 errors.append(error)
-            if work.error is not None and work.error not in errors:
+            if work.error is not None and not hasattr(work, "told"):
                 errors.append(work.error)
             with contextlib.suppress(ValueError):
                 self._held.remove(work)

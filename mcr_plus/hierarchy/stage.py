@@ -120,13 +120,13 @@ class HierarchicalStage:
         for part, step in way.steps.items():
             if step.backend is None:
                 continue
-            if part == "across" and step.compress:
-                if ":" in step.backend:
-                    return f"backend {step.backend}: a codec makes other operations of the step"
-                continue
             name, _, algorithm = step.backend.partition(":")
             if why := self._unreached(name, part, way.nodes):
                 return f"backend {name} cannot do a step: {why}"
+            if part == "across" and step.compress:
+                if algorithm:
+                    return f"backend {step.backend}: a codec makes other operations of the step"
+                continue
             support = backend_class(name).supports(step.replace(backend=name, algorithm=algorithm or None))
             if not support:
                 return f"backend {step.backend} cannot do {step.kind}: {support.how}"

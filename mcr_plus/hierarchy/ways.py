@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -153,9 +154,11 @@ class _Steps(JointWork):
     agreed: Work | None
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        began = perf_counter()
         if self.agreed is not None:
-            self.agreed.wait(timeout)
-        super().wait(timeout)
+            self.agreed.wait(seconds)
+        super().wait(None if seconds is None else max(0.0, seconds - (perf_counter() - began)))
 
 
 class AllReduce(Way):

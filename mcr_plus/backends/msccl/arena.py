@@ -13,18 +13,19 @@ the middle of an operation.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from mcr_plus.errors import BackendUnavailable
+from mcr_plus.errors import BackendUnavailable, LaunchError, McrError
 
 if TYPE_CHECKING:
     from mcr_plus.c10d import Store
@@ -120,48 +121,101 @@ def open_arena(store: Store, group: Group, shape: Shape, timeout: float) -> Aren
 
     Raises:
         BackendUnavailable: on all ranks alike, with what the rank said that could not.
+        LaunchError: ranks have not come within `timeout` seconds of waiting for them, or the store has gone.
     """
-    key = f"msccl/{group.name}"
-    limit = timedelta(seconds=timeout)
-    path: Path | None = None
-    memory: mmap.mmap | None = None
-    problem = ""
+    opening = _Opening(store, group, shape.nbytes, timeout)
     try:
-        if group.rank == 0:
-            remove_stale()
-            path, memory = _create(shape.nbytes)
-            store.set(f"{key}/file", f"{shape.nbytes} {path}")
-        else:
-            store.wait([f"{key}/file"], limit)
-            told = store.get(f"{key}/file").decode()
-            if not told.startswith(_FAILED):
-                size, _, name = told.partition(" ")
-                path = Path(name)
-                if int(size) != shape.nbytes:
-                    raise OSError(0, f"wants {shape.nbytes} bytes where rank 0 has made {size}", name)
-                memory = _map(path, shape.nbytes)
-    except OSError as error:
-        problem = f"rank {group.rank}: {error.strerror or error} ({error.filename or _FOLDER})"
-        if group.rank == 0:
-            store.set(f"{key}/file", f"{_FAILED}{problem}")
-    try:
-        if problem:
-            store.set(f"{key}/problem", problem)
-        if store.add(f"{key}/seen", 1) == group.size:
-            store.set(f"{key}/done", "1")
-        store.wait([f"{key}/done"], limit)
+        opening.take_part()
+        if problem := opening.meet():
+            raise BackendUnavailable(
+                f"backend msccl: {shape.nbytes >> 20} MiB of shared memory could not be had: {problem}; "
+                "enlarge /dev/shm (docker run --shm-size) or use another backend"
+            )
+        return Arena(shape, group.rank, opening.memory_taken())
+    except McrError:
+        raise
+    except RuntimeError as error:
+        raise LaunchError(
+            f"group '{group.name}': memory of backend msccl: the job's store does not answer: {error}"
+        ) from error
     finally:
-        if path is not None:  # whoever comes here first: the creator may have died
-            path.unlink(missing_ok=True)
-    if store.check([f"{key}/problem"]) or memory is None:
-        if memory is not None:
-            memory.close()
-        raise BackendUnavailable(
-            f"backend msccl: {shape.nbytes >> 20} MiB of shared memory could not be had: "
-            f"{store.get(f'{key}/problem').decode()}; enlarge /dev/shm (docker run --shm-size) or "
-            "use another backend"
-        )
-    return Arena(shape, group.rank, memory)
+        opening.end()
+
+
+class _Opening:
+    """How ranks come to the same memory: the first makes it and says where; all say when they have it."""
+
+    def __init__(self, store: Store, group: Group, nbytes: int, timeout: float) -> None:
+        self._memory: mmap.mmap | None = None
+        self._store, self._group, self._nbytes, self._timeout = store, group, nbytes, timeout
+        self._path: Path | None = None
+        self._began = time.monotonic()
+        key = f"msccl/{group.name}"
+        self._file, self._problem = f"{key}/file", f"{key}/problem"
+        self._seen = {rank: f"{key}/seen/{rank}" for rank in range(group.size)}
+
+    def take_part(self) -> None:
+        """Have the memory, or say why this rank cannot."""
+        rank, problem = self._group.rank, ""
+        try:
+            if rank == 0:
+                remove_stale()
+                self._path, self._memory = _create(self._nbytes)
+            else:
+                self._wait({0: self._file})
+                self._map_theirs(self._store.get(self._file).decode())
+        # Others than OSError: a size that no file or address can have.
+        except (OSError, OverflowError, ValueError) as error:
+            reason, place = getattr(error, "strerror", None) or error, getattr(error, "filename", None)
+            problem = f"rank {rank}: {reason} ({place or _FOLDER})"
+            self._store.set(self._problem, problem)
+        if rank == 0:
+            self._store.set(self._file, f"{_FAILED}{problem}" if problem else f"{self._nbytes} {self._path}")
+        self._store.set(self._seen[rank], "1")
+
+    def _map_theirs(self, told: str) -> None:
+        if told.startswith(_FAILED):
+            return
+        size, _, name = told.partition(" ")
+        self._path = Path(name)
+        if int(size) != self._nbytes:
+            raise OSError(0, f"wants {self._nbytes} bytes where rank 0 has made {size}", name)
+        self._memory = _map(self._path, self._nbytes)
+
+    def meet(self) -> str:
+        """Wait until all have taken part; what one of them could not do, empty if all could."""
+        self._wait(self._seen)
+        if self._store.check([self._problem]):
+            return self._store.get(self._problem).decode()
+        return ""
+
+    def _wait(self, keys: Mapping[int, str]) -> None:
+        """Wait for what ranks set; `LaunchError` names those that have not."""
+        try:
+            self._store.wait(list(keys.values()), timedelta(seconds=self._timeout))
+        except RuntimeError as error:
+            missing = [rank for rank, key in keys.items() if not self._store.check([key])]
+            if missing:
+                raise LaunchError(
+                    f"group '{self._group.name}': memory of backend msccl was not open after "
+                    f"{time.monotonic() - self._began:.1f} s: ranks {missing} have not come"
+                ) from error
+
+    def memory_taken(self) -> mmap.mmap:
+        """The memory, which is the caller's from now on."""
+        memory, self._memory = self._memory, None
+        assert memory is not None
+        return memory
+
+    def end(self) -> None:
+        """Take the name away, and let go of memory that nobody has taken."""
+        if self._memory is not None:
+            self._memory.close()
+        if self._path is not None:  # whoever comes here first: the rank that has made it may have died
+            self._path.unlink(missing_ok=True)
+        else:  # or died before it could say where
+            with contextlib.suppress(OSError):
+                remove_stale()
 
 
 def remove_stale() -> None:

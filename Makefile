@@ -21,11 +21,11 @@ bin := $(venv)/bin
 stamp := $(venv)/.installed-$(MPI)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check gpu-check torch-suite bench-overhead clean
+.PHONY: help venv demo test check gpu-check torch-suite clients bench-overhead clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -4
-	@echo "targets: venv demo test check gpu-check torch-suite bench-overhead clean"
+	@echo "targets: venv demo test check gpu-check torch-suite clients bench-overhead clean"
 
 venv: $(stamp)
 
@@ -61,6 +61,11 @@ gpu-check: $(stamp)
 
 torch-suite: $(stamp)
 	@$(bin)/python tests/torch_suite
+
+# Libraries that run on the backend of torch.distributed; make test skips what is not installed.
+clients: $(stamp)
+	@$(bin)/python -m pip install -qq --disable-pip-version-check -c constraints.txt lightning accelerate transformers deepspeed
+	@$(bin)/python -m pytest tests/clients
 
 bench-overhead: $(stamp)
 	@$(bin)/mcr-plus run -n 2 benchmarks/bench_overhead.py

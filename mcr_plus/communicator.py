@@ -96,8 +96,11 @@ class Communicator:
     What cannot be done raises `Unsupported` on every rank alike, before anything is sent.
     """
 
-    def __init__(self, runtime: Runtime, group: Group, pipeline: Pipeline, lines: GroupRuntime) -> None:
+    def __init__(
+        self, runtime: Runtime, group: Group, pipeline: Pipeline, lines: GroupRuntime, config: Config
+    ) -> None:
         self._runtime = runtime
+        self.config = config  # of this group's pipeline
         self._group = group
         self._pipeline = pipeline
         self._lines = lines
@@ -165,11 +168,6 @@ class Communicator:
             engine.progress()
 
     @property
-    def config(self) -> Config:
-        """The job's configuration."""
-        return self._runtime.config
-
-    @property
     def stages(self) -> list[Stage]:
         """The stages of the pipeline that have been built, variants by rules included."""
         return self._pipeline.stages
@@ -181,7 +179,7 @@ class Communicator:
 
     def stage_options(self, name: str) -> Any:
         """The options of a stage of the pipeline; None if it is not there."""
-        return self._runtime.config.options(name)
+        return self.config.options(name)
 
     def expected_us(
         self,
@@ -245,6 +243,7 @@ class Communicator:
         """
         state = self._lines.state
         state.publish()
+        idle = not self._lines.engine.forget(state)
         if clean and state.failure is None:
             state.board.mark_closed()
         else:
@@ -252,7 +251,7 @@ class Communicator:
         self._plans.clear()
         for line in self._lines.lines.values():
             release = getattr(line.channel, "release", None)
-            if clean and release is not None:
+            if clean and idle and release is not None:
                 release()
         state.close()
         state.board.close()

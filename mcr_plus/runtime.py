@@ -120,7 +120,7 @@ class Runtime:
         parts: dict[str, Pipeline] = {}
         context = Context(config, world, group, usable, runtime, parts)
         pipeline = Pipeline(context)
-        communicator = Communicator(self, group, pipeline, runtime)
+        communicator = Communicator(self, group, pipeline, runtime, config)
         self.engine.states.append(state)
         state.recorded = bool(self.engine.recorders)
         state.refresh()
@@ -221,7 +221,7 @@ class Runtime:
         Waits for everything in flight if `clean`, and raises its first error.
         """
         try:
-            if clean and not self.engine.failed:
+            if clean and communicator.state.failure is None:
                 communicator.flush()
                 self.engine.drain([each.state for each in (communicator, *communicator.parts)])
         finally:

@@ -89,8 +89,10 @@ class GroupState:
         """Let peers see how many operations have been issued."""
         self.board.counter[0] = self.sequence
 
-    def admit(self) -> None:
+    def admit(self, *, any_thread: bool = False) -> None:
         """Decide about a caller that is not the group's thread: the slow path of every refusal.
+
+        `any_thread`: for what has no place in the group's order, sends and receives.
 
         Raises:
             NotInitialized: the group is closed, or belongs to the parent of a forked process.
@@ -109,7 +111,7 @@ class GroupState:
             )
         caller = threading.current_thread()
         # Threads that Python did not start (autograd's) run while their caller waits: no second order.
-        if isinstance(caller, threading._DummyThread):
+        if any_thread or isinstance(caller, threading._DummyThread):
             self._shared = True
             self.refresh()
             return
@@ -123,7 +125,9 @@ class GroupState:
         )
 
     def take_over(self) -> None:
-        """Make the calling thread the group's thread."""
+        """Make the calling thread the group's thread; raises as `admit` does where nobody may issue."""
+        if self.closed or self.failure is not None or self.owner == _NOBODY:
+            self.admit()
         self._thread = threading.current_thread()
         self.owner = threading.get_ident()
         self.refresh()
@@ -193,6 +197,12 @@ class Engine:
     def burst_for(backend: Backend) -> range:
         """The polls of one round of a longer wait."""
         return range(_BURST if getattr(backend, "needs_polls", False) else 1)
+
+    def lets_threads_in(self, name: str | None) -> bool:
+        """Whether a library may be called while another thread is inside it."""
+        backend = next((each for each in self.backends if each.name == name), None)
+        refuses: Callable[[], str] | None = getattr(backend, "refuses_threads", None)
+        return refuses is None or not refuses()
 
     def hold(self, work: IssuedWork) -> None:
         """Keep an asynchronous operation alive until it is done, even if the caller drops its handle."""
@@ -370,6 +380,24 @@ class Engine:
         with self.lock:
             if not work.is_done and not self.try_poll(work):
                 self.progress()
+                if not work.is_done:
+                    self._watch(work)
+
+    def _watch(self, work: IssuedWork) -> None:
+        """Somebody asks again and again instead of waiting: deadlines and dead peers are seen there too.
+
+        Nothing that is held back is issued, for who asks may be a thread of ours.
+        """
+        now = time.monotonic()
+        asked: float | None = getattr(work, "asked", None)
+        if asked is None:
+            work.asked = asked = now
+        board = work.operation.state.board
+        if now >= getattr(work, "look_for_peers", asked + board.first_look):
+            work.look_for_peers = now + max(board.look_every, _LONG_WAIT)
+            self._examine(work, now - asked, issues=False)
+        if not work.is_done and now - asked >= work.operation.timeout:
+            self.fail(work, self._expired(work, now - asked))
 
     def try_poll(self, work: IssuedWork) -> bool:
         """Poll; True when done. Under the lock, or by the only thread that knows the operation."""
@@ -475,9 +503,9 @@ class Engine:
         else:
             time.sleep(20e-6 if waited < patience + 0.05 else 200e-6)
 
-    def _examine(self, work: IssuedWork, waited: float) -> None:
-        """A wait that takes longer: say where we are, and look at the others."""
-        for look in self.when_stuck:
+    def _examine(self, work: IssuedWork, waited: float, *, issues: bool = True) -> None:
+        """A wait that takes longer: say where we are, and look at the others; `issues`: what is held back."""
+        for look in self.when_stuck if issues else ():
             look()
         operation = work.operation
         if operation.state.group.size == 1:
@@ -600,6 +628,27 @@ class Engine:
                 self._held.remove(work)
         if errors:
             raise errors[0]
+
+    def forget(self, state: GroupState) -> bool:
+        """Give up what is in flight in a group that is left; whether there was anything.
+
+        Libraries may still write to its tensors, so they are kept until the end of the process.
+        """
+        error = BackendError(f"group '{state.group.name}' was left with operations in flight")
+        with self.lock:
+            lanes = [lane for lane in self._lanes if lane.pending[0].operation.state is state]
+            waiting = [work for lane in lanes for work in lane.pending]
+            mine = [work for work in (*self._held, *self._unordered) if work.operation.state is state]
+            left = [work for work in (*waiting, *mine) if not work.is_done]
+            for work in left:
+                self.peers.keep.append((work.message.inputs, work.message.outputs, work.poll))
+                work.fail(error)
+            for lane in lanes:
+                lane.pending.clear()
+                self._lane_waits(lane, state, False)
+            self._held = deque(work for work in self._held if work.operation.state is not state)
+            self._unordered = [work for work in self._unordered if work.operation.state is not state]
+        return bool(left)
 
     @property
     def in_flight(self) -> int:

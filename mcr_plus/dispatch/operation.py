@@ -220,10 +220,11 @@ class Operation:
         # lane. Not on a stream, which runs its operations in order: there they keep their place.
         engine, state, start = self.engine, self.state, self.start
         pending = self.lane.pending if self.on_stream else ()
+        any_thread = not self.on_stream and engine.lets_threads_in(self.signature.backend)
 
         def issue(message: Message) -> Work:
             if get_ident() != state.owner:
-                state.admit()
+                state.admit(any_thread=any_thread)
             with engine.lock:
                 work = IssuedWork(self, message, None, 0)
                 if engine.recorders:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any, NoReturn, Protocol
 
 from mcr_plus.backends.local import done
@@ -56,8 +57,10 @@ class GroupRuntime:
     def send_held(self, only: Held | None = None) -> None:
         """Issue everything that is held back, or `only` this, all of it even if some fails.
 
-        Raises the first error.
+        Raises the first error; `OrderMismatch` in a thread that may not issue operations of the group.
         """
+        if get_ident() != self.state.owner:
+            self.state.admit()  # before anything is taken out that could not be sent
         with self.engine.lock:
             held = self.held[:] if only is None else [only]
             self.held[:] = [each for each in self.held if each not in held]

@@ -101,12 +101,14 @@ class IssuedWork(Work):
     """The handle of one library call."""
 
     __slots__ = (
+        "asked",
         "caller",
         "doubted",
         "error",
         "finish",
         "is_done",
         "look_at",
+        "look_for_peers",
         "message",
         "operation",
         "poll",
@@ -119,6 +121,8 @@ class IssuedWork(Work):
     )
 
     # Set only where they are needed: the constructor is on every operation's path.
+    asked: float  # since when somebody asks whether it is done
+    look_for_peers: float  # when to look at peers next, while somebody asks
     caller: CallerStream  # where the caller's stream stood, for a deferred stream operation
     look_at: float  # when to look at peers one by one, while signatures are compared
     doubted: float  # since when a peer has seemed to be gone

@@ -1,0 +1,243 @@
+"""Groups that have failed, are left, or used by several threads; handles that nobody waits for."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import Via, run_ranks
+
+import mcr_plus as mcr
+from mcr_plus import config as configuration
+from mcr_plus import runtime
+from mcr_plus.launch import mpi_usable
+
+both = pytest.mark.parametrize(
+    "via",
+    [pytest.param("mpi", marks=pytest.mark.skipif(not mpi_usable(), reason="needs MPI")), "torch"],
+)
+
+
+def joined(timeout: str = "20s", *stages: dict[str, Any], **more: Any) -> mcr.Communicator:
+    pipeline = [*stages, {"select": {}}, {"dispatch": {"timeout": timeout}}]
+    return mcr.init({"version": 1, "pipeline": pipeline, **more})
+
+
+def in_a_thread(function: Callable[[], object]) -> BaseException | None:
+    """What it raises in another thread."""
+    found: list[BaseException | None] = [None]
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            found[0] = error
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def asked() -> list[Any]:
+    """Rank 1 does not come."""
+    comm = joined("2s")
+    comm.barrier()
+    if comm.rank == 1:
+        time.sleep(4)
+        os._exit(0)
+    work = comm.all_reduce(torch.ones(100_000), async_op=True)
+    assert work is not None
+    began = time.monotonic()
+    while not work.is_completed() and time.monotonic() - began < 15:
+        time.sleep(0.001)
+    return [time.monotonic() - began, type(work.exception()).__name__, str(work.exception())]
+
+
+def test_who_asks_and_never_waits_is_told_too() -> None:
+    seconds, error, text = run_ranks(asked, 2, via="torch", check=False)[0].value
+    assert error == "CommTimeout"
+    assert "missing ranks: [1]" in text
+    assert 1.9 < seconds < 3.5
+
+
+def asked_of_the_dead() -> list[Any]:
+    comm = joined()
+    comm.barrier()
+    if comm.rank == 1:
+        os._exit(9)
+    work = comm.all_reduce(torch.ones(100_000), async_op=True)
+    assert work is not None
+    began = time.monotonic()
+    while not work.is_completed() and time.monotonic() - began < 15:
+        time.sleep(0.001)
+    return [time.monotonic() - began, str(work.exception())]
+
+
+def test_who_asks_hears_of_a_death() -> None:
+    seconds, text = run_ranks(asked_of_the_dead, 2, via="torch", check=False)[0].value
+    assert "rank 1 has died" in text
+    assert seconds < 5
+
+
+def failed() -> list[str]:
+    comm = joined()
+    with pytest.raises(mcr.OrderMismatch):
+        comm.all_reduce(torch.ones(4 + comm.rank))
+
+    def use() -> None:
+        comm.take_over()
+        comm.all_reduce(torch.ones(4))
+
+    return [str(in_a_thread(use)), str(in_a_thread(use))]
+
+
+def test_a_failed_group_is_none_for_other_threads_either() -> None:
+    for result in run_ranks(failed, 2, via="torch", check=False):
+        assert all("cannot be used after it has failed" in text for text in result.value)
+
+
+def from_a_forked_thread() -> list[Any]:
+    """A thread of a forked child must not touch the parent's memory."""
+    comm = joined()
+    comm.all_reduce(torch.ones(4))
+    if comm.rank == 0:
+        child = os.fork()
+        if child == 0:
+
+            def use() -> None:
+                comm.take_over()
+                comm.all_reduce(torch.full((4,), 100.0))
+
+            os._exit(0 if isinstance(in_a_thread(use), mcr.NotInitialized) else 1)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    else:
+        code = 0
+    value = torch.ones(4)
+    comm.all_reduce(value)
+    mcr.finalize()
+    return [code, value.tolist()]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_thread_of_a_forked_child_is_refused() -> None:
+    for result in run_ranks(from_a_forked_thread, 2, via="torch"):
+        assert result.value == [0, [2.0] * 4]
+
+
+def left() -> list[Any]:
+    """A group is left while one of its operations is in flight, and another group has failed."""
+    comm = joined()
+    broken, late, whole = (mcr.new_group([0, 1]) for _ in range(3))
+    for group in (broken, late, whole):
+        group.all_reduce(torch.ones(4))
+    with pytest.raises(mcr.OrderMismatch):
+        broken.all_reduce(torch.ones(4 + comm.rank))
+    if comm.rank == 0:
+        abandoned = late.all_reduce(torch.ones(4), async_op=True)  # nobody else issues it
+        assert abandoned is not None
+        runtime.leave(late, clean=False)
+        with pytest.raises(mcr.BackendError, match="was left with operations in flight"):
+            abandoned.wait()
+    else:
+        runtime.leave(late, clean=False)
+    large = torch.ones(3_000_000)
+    work = whole.all_reduce(large, async_op=True)
+    assert work is not None
+    runtime.leave(whole)  # waits for it
+    done = work.is_completed()
+    value = torch.ones(3)
+    comm.all_reduce(value)
+    return [done, bool((large == 2).all()), value.tolist()]
+
+
+@both
+def test_leaving_a_group_leaves_the_others_alone(via: Via) -> None:
+    for result in run_ranks(left, 2, via=via, check=False):
+        assert result.value == [True, True, [2.0] * 3]
+
+
+def held_back() -> list[Any]:
+    comm = joined("20s", {"fuse": {"bucket": "1MiB"}})
+    value = torch.ones(4)
+    work = comm.all_reduce(value, async_op=True)
+    assert work is not None
+    refused = in_a_thread(work.wait)
+    work.wait()
+    mcr.finalize()
+    return [type(refused).__name__, value.tolist()]
+
+
+def test_what_is_held_back_survives_a_wait_in_a_wrong_thread() -> None:
+    for result in run_ranks(held_back, 2, via="torch"):
+        assert result.value == ["OrderMismatch", [2.0] * 4]
+
+
+def of_its_own() -> float:
+    """A group with a codec that the job does not have: small tensors beside large ones keep their values."""
+    joined()
+    assert runtime.job.runtime is not None
+    stages = [{"compress": {}}, {"select": {}}, {"dispatch": {}}]
+    rules = [{"match": {"kind": "all_reduce"}, "compress": {"codec": "int8_block"}}]
+    own = configuration.load({"version": 1, "pipeline": stages, "rules": rules})
+    group = runtime.job.runtime.open_group("mine", (0, 1), own)
+    tensors = [torch.linspace(-1, 1, 100) * scale for scale in (1.0, 1e4, 1.0, 1e4)]
+    wanted = [2 * tensor for tensor in tensors]
+    group.all_reduce_coalesced(tensors)
+    mcr.finalize()
+    errors = [(x - y).abs().max() / y.abs().max() for x, y in zip(tensors, wanted, strict=True)]
+    return max(float(error) for error in errors)
+
+
+def test_coalesced_tensors_are_aligned_to_the_codec_of_their_group() -> None:
+    for result in run_ranks(of_its_own, 2, via="torch"):
+        assert result.value < 0.02
+
+
+def messages_beside(backend: str) -> list[str]:
+    """One thread sends and receives while another reduces."""
+    comm = joined(backends=[backend])
+    other, found, count = 1 - comm.rank, list[str](), 1500
+
+    def talk() -> None:
+        value = torch.zeros(2)
+        for turn in range(count):
+            if comm.rank == 0:
+                comm.send(torch.full((2,), float(turn)), other)
+            else:
+                comm.recv(value, other)
+                if value[0] != turn:
+                    found.append(f"message {turn}: {value.tolist()}")
+
+    def run() -> None:
+        error = None
+        try:
+            talk()
+        except Exception as raised:
+            error = raised
+        if error is not None:
+            found.append(repr(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    for turn in range(count):
+        value = torch.ones(4)
+        comm.all_reduce(value)
+        if value[0] != 2:
+            found.append(f"sum {turn}: {value.tolist()}")
+    thread.join()
+    mcr.finalize()
+    return found
+
+
+@pytest.mark.parametrize(("via", "backend"), [("torch", "msccl"), ("torch", "gloo"), ("mpi", "mpi")])
+def test_messages_of_one_thread_beside_collectives_of_another(via: Via, backend: str) -> None:
+    if via == "mpi" and not mpi_usable():
+        pytest.skip("needs MPI")
+    for result in run_ranks(messages_beside, 2, args=[backend], via=via, timeout=120):
+        assert result.value == []

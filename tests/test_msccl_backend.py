@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -583,6 +584,20 @@ def test_waiting_moves_everything() -> None:
 def _signature(**changes: Any) -> Signature:
     plain = Signature("all_reduce", torch.float32, (64,), 256, "world", 2, reduce_op="SUM")
     return plain.replace(**changes)
+
+
+def test_memory_is_for_the_channels_that_are_used(tmp_path: Path) -> None:
+    from mcr_plus.backends.msccl.backend import _shape
+
+    write_algorithm(replace(samples.ring(2), channels=256), tmp_path / "one.xml")
+    write_algorithm(replace(samples.ring(3), channels=999_999_999_999_999_999), tmp_path / "all.xml")
+    before = _shape(2)
+    with catalog.kept():
+        catalog.use([tmp_path / "one.xml"])
+        assert catalog.channels(2) == catalog.algorithm_of(_signature(algorithm="one")).channels == 1
+        assert _shape(2) == before
+        with pytest.raises(ConfigError, match=r"all.xml:1: algo.nchannels: 9+, expected 1 to 256$"):
+            catalog.use([tmp_path / "all.xml"])
 
 
 def _reasons(hosts: str) -> Iterator[tuple[str, str]]:

@@ -190,6 +190,7 @@ WRONG = {
         "0, expected 1 here or in outofplace: else no call could use it"),
     "limits": (1, 'minBytes="8"', 'minBytes="5000"', "algo.maxBytes",
         "4096, expected at least minBytes (5000), or 0 for no limit"),
+    "channels": (1, 'nchannels="1"', 'nchannels="257"', "algo.nchannels", "257, expected 1 to 256"),
     "chunks": (1, 'nchunksperloop="2"', 'nchunksperloop="4097"', "algo.nchunksperloop",
         "4097, expected 1 to 4096"),
     "memory": (2, 's_chunks="2"', 's_chunks="99999999"', "gpu[0].s_chunks",
@@ -271,6 +272,14 @@ def test_a_file_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path.write_bytes(b" " * (1 << 20) + b" ")
     with pytest.raises(ConfigError, match=r"large.xml:1: document: larger than 1 MiB$"):
         read_algorithm(path)
+
+
+def test_a_file_of_too_many_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "MAX_ELEMENTS", 1000)
+    assert parse(PAIR)
+    with pytest.raises(ConfigError) as error:
+        parse("<algo>\n" + "<gpu/>\n" * 100_000)  # and no further: what is not closed is not seen
+    assert str(error.value) == "it.xml:1001: algo: gpu is element 1001, expected at most 1000 of a file"
 
 
 @settings(max_examples=300, deadline=None)

@@ -10,9 +10,13 @@ import pytest
 from msccl_mutants import mutants
 from msccl_oracle import Wrong, check
 
+from mcr_plus.backends.msccl import verifier
 from mcr_plus.backends.msccl.algorithm import Algorithm, Chunks, Collective, Program, Step, ThreadBlock
+from mcr_plus.backends.msccl.conditions import wanted
 from mcr_plus.backends.msccl.generators import GENERATORS
 from mcr_plus.backends.msccl.reader import parse_algorithm
+from mcr_plus.backends.msccl.simulator import Run
+from mcr_plus.backends.msccl.structure import structure_problems
 from mcr_plus.backends.msccl.verifier import Report, verify, verify_all
 from mcr_plus.backends.msccl.writer import algorithm_text
 from mcr_plus.errors import AlgorithmError, ConfigError, InvalidArgument
@@ -379,6 +383,102 @@ def test_what_would_need_gigabytes_is_refused() -> None:
         "<it>: algo: 12000 thread blocks and 0 steps that others wait for, expected fewer of both: the "
         "verifier keeps 134217728 clocks, thread blocks times the sum of the two"
     ]
+
+
+def idle(*blocks: tuple[int, Step], scratch: int = 0) -> Algorithm:
+    """Two ranks of which one has thread blocks without peers: so many times a step in each."""
+    first = tuple(tb(-1, -1, *[step] * times) for times, step in blocks)
+    return made("allreduce", 4096, first, (), scratch=scratch)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "what"),
+    [
+        (
+            idle((500, Step("cpy", i(0), s(0), 4096)), scratch=4096),
+            "500 steps that move 2048000 chunks, expected fewer or smaller ones: the verifier follows "
+            "524288, steps and chunks taken together",
+        ),
+        (
+            idle(*[(1000, Step("nop", i(0), i(0), 0))] * 525),
+            "525000 steps that move 0 chunks, expected fewer or smaller ones: the verifier follows 524288, "
+            "steps and chunks taken together",
+        ),
+        (
+            idle(*[(0, send(i(0)))] * 11000, (50_000, Step("nop", i(0), i(0), 0))),
+            "11001 thread blocks and 50000 steps, expected fewer of both: the verifier compares 536870912 "
+            "clocks, the one times the other",
+        ),
+        (
+            made("allreduce", 1, *[()] * 33, scratch=4096),
+            "135168 chunks of scratch on all ranks, expected at most 131072",
+        ),
+    ],
+    ids=["chunks", "steps", "clocks", "scratch"],
+)
+def test_what_would_take_minutes_or_gigabytes_is_refused(algorithm: Algorithm, what: str) -> None:
+    assert refusal(algorithm) == [f"<it>: algo: {what}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("all_reduce_halving_doubling", 255), ("all_to_all_two_level", 110)]
+)
+def test_the_largest_of_our_own_are_within_the_limits(name: str, ranks: int) -> None:
+    """Of what `docs/msccl.md` names, that with the most chunks moved, and with the most clocks compared."""
+    assert list(structure_problems(GENERATORS[name].make(ranks))) == []
+
+
+def test_waiting_thread_blocks_are_looked_at_only_when_something_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = 0
+    waits = Run._waits
+
+    def counted(run: Run, index: int) -> list[tuple[str, int]]:
+        nonlocal looks
+        looks += 1
+        return waits(run, index)
+
+    monkeypatch.setattr(Run, "_waits", counted)
+    steps = [Step("nop", i(0), i(0), 0, None, True)] * 200
+    last = Step("nop", i(0), i(0), 0, (0, 199))
+    run = Run(
+        made("allreduce", 1, (tb(-1, -1, *steps), *[tb(-1, -1, last)] * 100), ()), in_place=True, slots=2
+    )
+    assert run.rounds == 201
+    assert looks <= 2 * 300
+
+
+def test_the_sum_of_all_ranks_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def counted(algorithm: Algorithm, rank: int, *, in_place: bool) -> dict[int, int]:
+        asked.append(rank)
+        return wanted(algorithm, rank, in_place=in_place)
+
+    monkeypatch.setattr(verifier, "wanted", counted)
+    verify(GENERATORS["all_reduce_ring"].make(5), in_place=True)
+    assert asked == [0]
+    verify(GENERATORS["all_gather_ring"].make(5), in_place=True)
+    assert asked == [0, 0, 1, 2, 3, 4]
+
+
+def test_no_more_channels_than_can_be_had() -> None:
+    assert verify_all(replace(GENERATORS["all_reduce_ring"].make(2), channels=256))
+    for channels in (0, 257, 999_999_999_999_999_999):
+        assert refusal(made("allreduce", 1, (), (), channels=channels)) == [
+            f"<it>: algo.nchannels: {channels}, expected 1 to 256"
+        ]
+
+
+def test_the_count_of_a_nop_means_nothing() -> None:
+    ring_of_two = GENERATORS["all_reduce_ring"].make(2)
+    block = ring_of_two.programs[0].blocks[0]
+    idle_step = Step("nop", i(0), i(0), 999_999_999_999_999_999)
+    first = replace(ring_of_two.programs[0], blocks=(replace(block, steps=(*block.steps, idle_step)),))
+    algorithm = replace(ring_of_two, programs=(first, ring_of_two.programs[1]))
+    assert verify_all(algorithm)
+    assert algorithm.largest_step == ring_of_two.largest_step == 1
 
 
 def test_an_algorithm_for_no_place_is_refused() -> None:

@@ -16,8 +16,11 @@ from hypothesis import strategies as st
 from ranks import own_rank, run_ranks
 
 import mcr_plus as mcr
+from mcr_plus import registry
+from mcr_plus.config import load
 from mcr_plus.errors import ConfigError
 from mcr_plus.message import ALIASES, KINDS
+from mcr_plus.selection.checks import checked_tables, use_algorithms
 from mcr_plus.selection.table import MAX_RULES, Query, Table, load_table, parse_table
 
 K = 1024
@@ -66,6 +69,28 @@ def test_a_rule_knows_its_place(tmp_path: Path) -> None:
     assert rule is not None
     assert (rule.lo, rule.hi) == (64 * K, None)
     assert rule.place == f"{tmp_path / 'table.yaml'}:4"
+
+
+@pytest.mark.parametrize("name", ["gloo", "local", "mpi", "nccl"])
+def test_an_algorithm_of_a_backend_that_has_none(tmp_path: Path, name: str) -> None:
+    """Where a table or a rule names one: before anything runs."""
+    what = f"backend '{name}:ring': {name} has no algorithms to choose from; expected '{name}' alone, or a "
+    found = table(tmp_path, f"kind: all_reduce, bytes: 0.., backend: '{name}:ring'")
+    config = load({"pipeline": [{"select": {"table": found.name}}, {"dispatch": {}}]})
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'{found.name}:3: {what}')}.*: msccl"):
+        checked_tables(config)
+    rule = {"match": {"kind": "all_reduce"}, "backend": f"{name}:ring"}
+    with pytest.raises(ConfigError, match=f"{re.escape(f'rules[0].backend: {what}')}.*: msccl"):
+        use_algorithms(load({"rules": [rule]}))
+
+
+def test_an_outside_backend_may_have_algorithms_that_only_it_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(registry.BACKENDS, "quick", "mcr_plus.backends.gloo:GlooBackend")
+    found = table(tmp_path, "kind: all_reduce, bytes: 0.., backend: 'quick:ring'")
+    config = load({"pipeline": [{"select": {"table": found.name}}, {"dispatch": {}}]})
+    assert checked_tables(config) == [found]
 
 
 def test_a_kind_without_rules_has_no_answer(tmp_path: Path) -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
+from mcr_plus import registry
 from mcr_plus.backends import backend_class
 from mcr_plus.config import Config, HierarchicalOptions
 from mcr_plus.errors import ConfigError
 from mcr_plus.selection.online import check_target
 from mcr_plus.selection.table import Table, load_table
+
+_WITHOUT_ALGORITHMS: Final = frozenset({"gloo", "local", "mpi", "nccl"})
+"""Ours; an outside backend may have some that only its `supports` knows of, when they are used."""
 
 
 def checked_tables(config: Config) -> list[Table]:
@@ -53,6 +58,12 @@ def check_algorithm(choice: str, place: str, files: str = "`algorithms:` of the 
     if not algorithm:
         return
     unknown_algorithm = getattr(backend_class(name), "unknown_algorithm", None)
+    if unknown_algorithm is None and name in _WITHOUT_ALGORITHMS:
+        others = ", ".join(sorted({*registry.names("backends")} - _WITHOUT_ALGORITHMS))
+        raise ConfigError(
+            f"{place}: backend {choice!r}: {name} has no algorithms to choose from; expected {name!r} alone, "
+            f"or a backend that has some: {others}"
+        )
     if unknown_algorithm is not None and (reason := unknown_algorithm(algorithm)):
         raise ConfigError(
             f"{place}: backend {choice!r}: {reason}; if it is a file's, add the file to {files}"

@@ -9,6 +9,7 @@ from mcr_plus.backends import backend_class, table_sizes
 from mcr_plus.backends.msccl import catalog
 from mcr_plus.config import AlgorithmsRef
 from mcr_plus.errors import Unsupported
+from mcr_plus.message import VECTOR
 from mcr_plus.selection.table import Table
 from mcr_plus.tuning.operations import Cell, Kind
 from mcr_plus.tuning.plan import Request
@@ -33,8 +34,18 @@ def spans(algorithms: Mapping[Kind, Sequence[str]]) -> dict[str, Range]:
 
 
 def check_sizes(request: Request) -> None:
-    """Raise `Unsupported` if a kind has sizes that nothing compared is for: its rules could not be whole."""
+    """Raise `Unsupported` if the rules of a kind could not be whole.
+
+    Nothing compared is for some size, or for the vector form, which rules cover too and no algorithm does.
+    """
     for kind in request.kinds:
+        algorithms = request.algorithms.get(kind, ())
+        if algorithms and not request.ways and f"{kind}_v" in VECTOR:
+            wanted = ",".join([algorithms[0].partition(":")[0], *algorithms])
+            raise Unsupported(
+                f"{kind}: nothing in --backends is for {kind}_v, which no algorithm does and rules for "
+                f"{kind} cover; add a library: --backends {wanted}"
+            )
         ends = [request.spans[way].hi for way in request.algorithms.get(kind, ()) if way in request.spans]
         for size in sorted({0, *(end for end in ends if end is not None)}):
             if not request.ways_of(Cell(kind, size)):

@@ -23,7 +23,7 @@ from mcr_plus.tuning.points import Point
 from mcr_plus.tuning.statistics import Timing
 from mcr_plus.units import Range
 
-_CHANGE: Final = log(1.02)  # what a change must save, over all sizes of its range
+_CHANGE: Final = log(1.05)  # what a change must save, over all sizes of its range: less is within the noise
 _UNPROVEN: Final = 0.2  # weight of a difference that the intervals do not bear out
 _BITS: Final = 5
 
@@ -37,7 +37,8 @@ def derive(request: Request, points: Sequence[Point], fingerprint: Fingerprint, 
     first dtype hold for all others. Asynchronous operations have rules of their own where they were measured,
     by exposed time if that was. A rule holds for no size that its way is not for; a kind that has sizes
     which no way is for gets no rules. An algorithm does no vector operations: where a kind's rules name
-    one, those have rules of their own. Raises `Unsupported` if nothing was measured with a right result.
+    one, those have rules of their own; a kind without a library for them gets no rules either. Raises
+    `Unsupported` if nothing was measured with a right result.
     """
     rules: list[TableRule] = []
     points = request.relevant(points)
@@ -57,7 +58,8 @@ def derive(request: Request, points: Sequence[Point], fingerprint: Fingerprint, 
                 )
                 found = _rules(key, timings, request.spans)
                 if any(_names_algorithm(rule.backend) for rule in found) and f"{kind}_v" in KINDS:
-                    rules += _rules(replace(key, kind=f"{kind}_v"), _libraries_of(timings), request.spans)
+                    apart = _rules(replace(key, kind=f"{kind}_v"), _libraries_of(timings), request.spans)
+                    found = [*apart, *found] if apart else []
                 rules += found
     if not rules:
         raise Unsupported(f"nothing to choose from: {_why_none(points)}")

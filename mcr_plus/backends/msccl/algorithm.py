@@ -134,6 +134,11 @@ class Algorithm:
 
     @property
     def largest_step(self) -> int:
-        """Chunks of the largest step of any rank."""
-        steps = (step.count for each in self.programs for block in each.blocks for step in block.steps)
-        return max(steps, default=1)
+        """Chunks of the largest step of any rank; a `nop` moves none, whatever its count says."""
+        steps = (step for each in self.programs for block in each.blocks for step in block.steps)
+        return max((step.count for step in steps if step.operation != "nop"), default=1)
+
+    @property
+    def used_channels(self) -> int:
+        """Channels that thread blocks use, and those below them; `channels` may promise more."""
+        return 1 + max((block.channel for each in self.programs for block in each.blocks), default=0)

@@ -49,7 +49,9 @@ def use(paths: Iterable[Path]) -> None:
     """
     found: dict[str, Algorithm] = {}
     for path in paths:
-        algorithm, name = replace(read_algorithm(path), name=path.stem), path.stem
+        read, name = read_algorithm(path), path.stem
+        # Queues cost memory, so there are as many as are used, not as many as the file claims.
+        algorithm = replace(read, name=name, channels=read.used_channels)
         verify_all(algorithm)
         if name in found:
             raise ConfigError(f"{path}: a file of the same name is there already, {found[name].file}")

@@ -38,6 +38,8 @@ from mcr_plus.backends.msccl.structure import MAX_CHUNKS, Problem, structure_pro
 from mcr_plus.errors import ConfigError, short, unknown
 
 MAX_FILE_BYTES: Final = 16 << 20
+MAX_ELEMENTS: Final = 1 << 18
+"""Of a file. An element in memory takes a hundred times what the shortest takes in the file."""
 _CHILD: Final = {"algo": "gpu", "gpu": "tb", "tb": "step"}
 _INTEGER: Final = re.compile(r"-?[0-9]{1,18}")
 _COLLECTIVES: Final[Mapping[str, Collective]] = {
@@ -51,7 +53,7 @@ _Choice = TypeVar("_Choice")
 
 
 def read_algorithm(path: str | Path) -> Algorithm:
-    """Read an algorithm file of at most 16 MiB.
+    """Read an algorithm file of at most 16 MiB and 262144 elements.
 
     Returns:
         An algorithm whose peers, offsets and dependencies exist. Whether it computes what it says is
@@ -161,9 +163,12 @@ def _parse(content: bytes, file: str) -> _Element:
     parser = expat.ParserCreate()
     roots: list[_Element] = []
     opened: list[_Element] = []
+    count = 0
 
     def start(tag: str, attributes: dict[str, str]) -> None:
+        nonlocal count
         line = parser.CurrentLineNumber
+        count += 1
         if not opened:
             _check_root(tag, f"{file}:{line}")
             roots.append(_Element(file, tag, line, tag, attributes))
@@ -174,6 +179,8 @@ def _parse(content: bytes, file: str) -> _Element:
         if tag != _CHILD.get(parent.tag):
             expected = _CHILD.get(parent.tag)
             raise ConfigError(f"{here}: element {short(tag)}, expected {expected or 'nothing in a step'}")
+        if count > MAX_ELEMENTS:
+            raise ConfigError(f"{here}: {tag} is element {count}, expected at most {MAX_ELEMENTS} of a file")
         # its place by position, until its id has been read
         prefix = "" if parent.tag == "algo" else f"{parent.place}."
         child = _Element(file, tag, line, f"{prefix}{tag}[{len(parent.children)}]", attributes)

@@ -23,7 +23,7 @@ different tiles, as long as a dependency means the step of the same tile.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -132,6 +132,7 @@ class Run:
         self.memory = [self._memory(rank) for rank in range(algorithm.ranks)]
         self._blocks: list[_Block] = []
         self._number: dict[tuple[int, int], int] = {}
+        self._dependents: dict[tuple[int, int], list[int]] = {}
         self._told: set[tuple[StepId, StepId]] = set()
         self._make_blocks()
         self._run()
@@ -162,17 +163,28 @@ class Run:
                 clock = np.zeros(count, np.int32)
                 self._blocks.append(_Block(rank, number, block.steps, inbox, outbox, clock))
                 self._number[rank, number] = index
+        for index, made in enumerate(self._blocks):
+            for step in made.steps:
+                if step.after is not None:
+                    other = self._number[made.rank, step.after[0]], step.after[1]
+                    self._dependents.setdefault(other, []).append(index)
 
     # --- Progress ---
 
     def _run(self) -> None:
-        live = [index for index, block in enumerate(self._blocks) if block.steps]
-        # All that can run is found before any of it runs: a round is a moment.
-        while ready := [index for index in live if not self._waits(index)]:
+        # All that can run is found before any of it runs: a round is a moment. Only what a step of the round
+        # before may have let go is looked at: to look at all in each would take blocks times steps.
+        ready = self._able(range(len(self._blocks)))
+        while ready:
             self.rounds += 1
+            freed: set[int] = set()
             for index in ready:
-                self._advance(index)
-            live = [index for index in live if self._blocks[index].step]
+                freed |= self._advance(index)
+            ready = self._able(freed)
+
+    def _able(self, blocks: Iterable[int]) -> list[int]:
+        """Which of these can run their next step, in their order."""
+        return [index for index in sorted(blocks) if self._blocks[index].step and not self._waits(index)]
 
     def _waits(self, index: int) -> list[tuple[str, int]]:
         """What the next step of a thread block waits for, and which thread block would bring it."""
@@ -200,14 +212,15 @@ class Run:
         stuck = [index for index, block in enumerate(self._blocks) if block.step]
         if not stuck:
             return []
-        way: list[int] = []
+        way: dict[int, int] = {}
         index = stuck[0]
         while index not in way:
-            way.append(index)
+            way[index] = len(way)
             index = self._waits(index)[0][1]
-        return [(self._blocks[i].at, self._waits(i)[0][0]) for i in way[way.index(index) :]]
+        return [(self._blocks[i].at, self._waits(i)[0][0]) for i in list(way)[way[index] :]]
 
-    def _advance(self, index: int) -> None:
+    def _advance(self, index: int) -> set[int]:
+        """Run the next step of a thread block; returns those that may have waited for it, itself included."""
         block = self._blocks[index]
         step = block.step
         assert step is not None
@@ -215,11 +228,13 @@ class Run:
         if step.after is not None:
             other = self._blocks[self._number[block.rank, step.after[0]]]
             np.maximum(block.clock, other.awaited[step.after[1]], out=block.clock)
+        freed = {index, *self._dependents.get((index, block.done), ())}
         values: list[Value] = []
         if step.operation in RECEIVES:
             assert block.inbox is not None
             values, clock = block.inbox.messages.popleft()
             np.maximum(block.clock, clock, out=block.clock)
+            freed.add(block.inbox.sender)
         block.clock[index] = block.done + 1
         values = self._computed(index, step, values)
         if step.operation in WRITES and not self._copies_onto_itself(block.rank, step):
@@ -229,10 +244,13 @@ class Run:
             block.outbox.messages.append((values, block.clock.copy()))
             self.messages += 1
             self.sent[block.rank] += step.count
+            freed.add(block.outbox.receiver)
         if step.awaited:
             block.awaited[block.done] = block.clock.copy()
         self.times[at] = self.rounds
         block.done += 1
+        freed.discard(-1)  # the end of a queue that nobody has
+        return freed
 
     def _computed(self, index: int, step: Step, received: list[Value]) -> list[Value]:
         """What a step stores or sends on."""
@@ -255,16 +273,15 @@ class Run:
     def _cells(self, index: int, chunks: Chunks, count: int) -> Iterator[tuple[int, _Cell | None]]:
         """The chunks that a step means, None for those beyond the buffer that such a call has."""
         rank = self._blocks[index].rank
-        where = self.layouts[rank]
+        where, memory = self.layouts[rank], self.memory[rank]
+        length, start = where.length(chunks.space), where.start(chunks.space)
         for at in range(chunks.at, chunks.at + count):
-            if at < where.length(chunks.space):
-                yield at, self.memory[rank][where.start(chunks.space) + at]
+            if at < length:
+                yield at, memory[start + at]
             else:
                 manner = "in place" if self.in_place else "out of place"
-                length = (
-                    f"the length of rank {rank}'s buffer {chunks.space!r} is {where.length(chunks.space)}"
-                )
-                self._problem(index, f"uses {chunks.space}[{at}], but {manner} {length}")
+                what = f"the length of rank {rank}'s buffer {chunks.space!r} is {length}"
+                self._problem(index, f"uses {chunks.space}[{at}], but {manner} {what}")
                 yield at, None
 
     def _read(self, index: int, chunks: Chunks, count: int) -> list[Value]:
@@ -276,8 +293,8 @@ class Run:
             if cell.value is None:
                 self._problem(index, f"reads {chunks.space}[{at}], which has never been written")
             values.append(UNKNOWN if cell.value is None else cell.value)
-            if cell.written is not None:
-                self._check_order(index, cell.written, f"reads {chunks.space}[{at}]", "writes")
+            if cell.written is not None and not self._follows(index, cell.written):
+                self._race(index, cell.written, f"reads {chunks.space}[{at}]", "writes")
             cell.read[index] = self._blocks[index].done + 1
         return values
 
@@ -288,18 +305,20 @@ class Run:
         for value, (at, cell) in zip(values, self._cells(index, chunks, len(values)), strict=True):
             if cell is None:
                 continue
-            doing = f"writes {chunks.space}[{at}]"
-            if cell.written is not None:
-                self._check_order(index, cell.written, doing, "writes")
+            if cell.written is not None and not self._follows(index, cell.written):
+                self._race(index, cell.written, f"writes {chunks.space}[{at}]", "writes")
             for reader in cell.read.items():
-                self._check_order(index, reader, doing, "reads")
+                if not self._follows(index, reader):
+                    self._race(index, reader, f"writes {chunks.space}[{at}]", "reads")
             cell.value, cell.written, cell.read = value, (index, self._blocks[index].done + 1), {}
 
-    def _check_order(self, index: int, earlier: tuple[int, int], doing: str, other_doing: str) -> None:
-        """Tell a race: `earlier`, a thread block and a count of its steps, did not happen before now."""
+    def _follows(self, index: int, earlier: tuple[int, int]) -> bool:
+        """Whether `earlier`, a thread block and a count of its steps, happened before now."""
+        return index == earlier[0] or bool(self._blocks[index].clock[earlier[0]] >= earlier[1])
+
+    def _race(self, index: int, earlier: tuple[int, int], doing: str, other_doing: str) -> None:
+        """Tell that the next step does not follow an earlier one, once for both."""
         block, other = self._blocks[index], self._blocks[earlier[0]]
-        if block is other or block.clock[earlier[0]] >= earlier[1]:
-            return
         before: StepId = (other.rank, other.number, earlier[1] - 1)
         if (pair := (before, block.at)) in self._told:
             return

@@ -24,6 +24,14 @@ MAX_CONTRIBUTIONS: Final = 1 << 15
 """Chunks of the whole buffer times ranks."""
 MAX_CLOCKS: Final = 1 << 27
 """Thread blocks of all ranks times the clocks that are kept: of thread blocks and steps waited for."""
+MAX_SCRATCH: Final = 1 << 17
+"""Chunks of all ranks."""
+MAX_WORK: Final = 1 << 19
+"""Steps and the chunks that they move. With the following, it keeps the verifier to about ten seconds."""
+MAX_CLOCK_WORK: Final = 1 << 29
+"""Thread blocks times steps: a step may have to look at every clock."""
+MAX_CHANNELS: Final = 256
+"""Between two ranks. NCCL has 64 at most, and every one takes memory in each direction."""
 
 
 class Problem(NamedTuple):
@@ -101,14 +109,9 @@ def _whole_problems(algorithm: Algorithm) -> Iterator[Problem]:
     elif kind in DIVIDED and algorithm.chunks % max(ranks, 1):
         what = f"{algorithm.chunks}, expected a multiple of ngpus ({ranks}) for {kind}"
         yield Problem(0, "algo.nchunksperloop", what)
-    blocks = [block for program in algorithm.programs for block in program.blocks]
-    awaited = sum(step.awaited for block in blocks for step in block.steps)
-    if len(blocks) * (len(blocks) + awaited) > MAX_CLOCKS:
-        what = (
-            f"{len(blocks)} thread blocks and {awaited} steps that others wait for, expected fewer of both: "
-            f"the verifier keeps {MAX_CLOCKS} clocks, thread blocks times the sum of the two"
-        )
-        yield Problem(0, "algo", what)
+    if not 1 <= algorithm.channels <= MAX_CHANNELS:
+        yield Problem(0, "algo.nchannels", f"{algorithm.channels}, expected 1 to {MAX_CHANNELS}")
+    yield from _work_problems(algorithm)
     if kind in ROOTED and not 0 <= algorithm.root < ranks:
         yield Problem(0, "algo.root", f"{algorithm.root}, expected a rank: 0 to {ranks - 1}")
     if not (algorithm.in_place or algorithm.out_of_place):
@@ -116,6 +119,35 @@ def _whole_problems(algorithm: Algorithm) -> Iterator[Problem]:
     if algorithm.most is not None and algorithm.most < algorithm.least:
         what = f"{algorithm.most}, expected at least minBytes ({algorithm.least}), or 0 for no limit"
         yield Problem(0, "algo.maxBytes", what)
+
+
+def _work_problems(algorithm: Algorithm) -> Iterator[Problem]:
+    """What would take the verifier too much time or memory."""
+    blocks = [block for program in algorithm.programs for block in program.blocks]
+    steps = [step for block in blocks for step in block.steps]
+    awaited = sum(step.awaited for step in steps)
+    if len(blocks) * (len(blocks) + awaited) > MAX_CLOCKS:
+        what = (
+            f"{len(blocks)} thread blocks and {awaited} steps that others wait for, expected fewer of both: "
+            f"the verifier keeps {MAX_CLOCKS} clocks, thread blocks times the sum of the two"
+        )
+        yield Problem(0, "algo", what)
+    if len(blocks) * len(steps) > MAX_CLOCK_WORK:
+        what = (
+            f"{len(blocks)} thread blocks and {len(steps)} steps, expected fewer of both: the verifier "
+            f"compares {MAX_CLOCK_WORK} clocks, the one times the other"
+        )
+        yield Problem(0, "algo", what)
+    moved = sum(step.count for step in steps if step.operation != "nop")
+    if len(steps) + moved > MAX_WORK:
+        what = (
+            f"{len(steps)} steps that move {moved} chunks, expected fewer or smaller ones: the verifier "
+            f"follows {MAX_WORK}, steps and chunks taken together"
+        )
+        yield Problem(0, "algo", what)
+    scratch = sum(program.scratch for program in algorithm.programs)
+    if scratch > MAX_SCRATCH:
+        yield Problem(0, "algo", f"{scratch} chunks of scratch on all ranks, expected at most {MAX_SCRATCH}")
 
 
 def _block_problems(algorithm: Algorithm, rank: int, number: int, block: ThreadBlock) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 from mcr_plus.backends.msccl.algorithm import RECEIVES, SENDS, Algorithm, Step
@@ -162,9 +163,13 @@ def _deadlock(run: Run) -> Iterator[Problem]:
 
 def _wrong_results(run: Run) -> Iterator[Problem]:
     algorithm = run.algorithm
+    goals = wanted(algorithm, 0, in_place=run.in_place)
     for rank, program in enumerate(algorithm.programs):
         layout, memory = run.layouts[rank], run.memory[rank]
-        for index, expected in wanted(algorithm, rank, in_place=run.in_place).items():
+        # Of allreduce it is the same everywhere, and to sum it up for each rank took longer than the run.
+        if rank and algorithm.collective != "allreduce":
+            goals = wanted(algorithm, rank, in_place=run.in_place)
+        for index, expected in goals.items():
             value = memory[layout.output_at + index].value
             if value == Sum(expected):
                 continue
@@ -202,6 +207,6 @@ def _difference(algorithm: Algorithm, value: Sum, expected: int) -> str:
 
 
 def _listed(algorithm: Algorithm, contributions: int, most: int = 4) -> str:
-    found = list(sources(algorithm, contributions))
-    text = ", ".join(f"rank {rank}'s chunk {index}" for rank, index in found[:most])
-    return text if len(found) <= most else f"{text} and {len(found) - most} more"
+    found, count = islice(sources(algorithm, contributions), most), contributions.bit_count()
+    text = ", ".join(f"rank {rank}'s chunk {index}" for rank, index in found)
+    return text if count <= most else f"{text} and {count - most} more"

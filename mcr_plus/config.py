@@ -785,17 +785,27 @@ class Config:
         return replace(self, backends=names)
 
     def with_timeout(self, seconds: float) -> Config:
-        """Return this configuration with another deadline, unless its dispatch stage names one itself."""
+        """Return this configuration with another deadline, unless its dispatch stage names one itself.
 
-        def changed(spec: StageSpec) -> StageSpec:
-            options = spec.options
-            if not isinstance(options, DispatchOptions) or "timeout" in options.model_fields_set:
-                return spec
-            return replace(
-                spec, options=stage_options("dispatch", {**plain_options(options), "timeout": seconds})
-            )
+        It holds for rules that change other options of that stage too.
+        """
+        own = self.options("dispatch")
+        if own is None or "timeout" in own.model_fields_set:
+            return self
 
-        return replace(self, pipeline=tuple(changed(spec) for spec in self.pipeline))
+        def changed(options: BaseModel) -> BaseModel:
+            if not isinstance(options, DispatchOptions):
+                return options
+            return stage_options("dispatch", {**plain_options(options), "timeout": seconds})
+
+        def kept(each: Override) -> Override:
+            return each if "timeout" in each.named else replace(each, options=changed(each.options))
+
+        return replace(
+            self,
+            pipeline=tuple(replace(spec, options=changed(spec.options)) for spec in self.pipeline),
+            rules=tuple(replace(r, overrides=tuple(map(kept, r.overrides))) for r in self.rules),
+        )
 
 
 def load(source: str | Path | Mapping[str, Any] | None) -> Config:

@@ -1,6 +1,7 @@
 """The environment this process was started in: the only reader of environment variables in a rank.
 
     launch_environment()    who this process is, whichever launcher started it
+    torch_environment()     the same in torch's words, where `mcr-plus run` gave them beside MPI's
     config_file()           the configuration that MCR_CONFIG names
     msccl_library()         the GPU library that MCR_MSCCL_LIBRARY names
     socket_interface()      the network interface that GLOO_SOCKET_IFNAME names
@@ -91,6 +92,23 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
         env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         _job_id(env, launcher),
     )
+
+
+def torch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironment | None:
+    """Find what `env://` of torch.distributed finds in a job for which `speaks_for_both` holds.
+
+    A program may have changed it. None in any other job, and where something is missing.
+    """
+    env = os.environ if environ is None else environ
+    names = (TORCH.rank, TORCH.size, "MASTER_ADDR", "MASTER_PORT")
+    if not speaks_for_both(env) or not all(env.get(name) for name in names):
+        return None
+    return launch_environment({name: env[name] for name in names})
+
+
+def speaks_for_both(environ: Mapping[str, str] | None = None) -> bool:
+    """Tell whether `mcr-plus run` has started this process under MPI, and gave it torch's variables too."""
+    return _by_our_mpi(os.environ if environ is None else environ)
 
 
 def started_by_mpi(environ: Mapping[str, str] | None = None) -> bool:

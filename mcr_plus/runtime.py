@@ -11,13 +11,14 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from weakref import WeakValueDictionary
 
 from mcr_plus import config as configuration
 from mcr_plus.backends import backend_class, preferred_backends, reaching
@@ -48,6 +49,9 @@ from mcr_plus.pipeline import Pipeline, finish
 from mcr_plus.selection.checks import check_targets, checked_tables, use_algorithms
 from mcr_plus.selection.fingerprint import differences, fingerprint_here, library_versions
 
+Source = str | Path | Mapping[str, Any] | None
+"""Where a configuration may be read from, see `config.load`."""
+
 
 class Runtime:
     """Everything that `init` creates and `finalize` takes down."""
@@ -57,10 +61,13 @@ class Runtime:
         config: Config,
         world: World,
         backends: Mapping[str, type[Backend]],
+        loaded: Config,
     ) -> None:
+        """`loaded`: the configuration before a program's own timeout has been put into it."""
         options = config.options("dispatch")
         assert isinstance(options, DispatchOptions)
         self.config = config
+        self.loaded = loaded
         self.world = world
         self.closed = False
         self._classes = backends
@@ -78,6 +85,8 @@ class Runtime:
         self.found: dict[str, dict[str, Any]] = {}  # group → what online refinement had found out
         self._pipelines: list[Pipeline] = []
         self._groups = 0
+        # By the tags of their operations: modules that share one would share what codecs keep for it.
+        self.tagged: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self.communicator = self.open_group("world", tuple(range(world.size)))
 
     @property
@@ -221,14 +230,19 @@ class Runtime:
         Waits for everything in flight if `clean`, and raises its first error.
         """
         try:
-            if clean and communicator.state.failure is None:
-                communicator.flush()
-                self.engine.drain([each.state for each in (communicator, *communicator.parts)])
+            if clean:
+                self.settle(communicator)
         finally:
             for each in (*reversed(communicator.parts), communicator):
                 self.communicators.remove(each)
                 self._pipelines.remove(each.pipeline)
                 self.engine.states.remove(each.shut_alone(clean))
+
+    def settle(self, communicator: Communicator) -> None:
+        """Wait for everything in flight in a group; raises its first error."""
+        if communicator.state.failure is None:
+            communicator.flush()
+            self.engine.drain([each.state for each in (communicator, *communicator.parts)])
 
     def leave(self, clean: bool) -> None:
         """End of a `with mcr.init(...)` block; after an exception nothing waits for peers."""
@@ -264,10 +278,15 @@ class Runtime:
             state.close()
             if clean:
                 state.board.close()
-        for backend in self._backends.values():
-            backend.close(clean)
+        self._close_libraries(clean)
         if error is not None:
             raise error
+
+    def _close_libraries(self, clean: bool) -> None:
+        for backend in self._backends.values():
+            backend.close(clean)
+            if clean and not hasattr(backend, "finalize"):
+                job.used.pop(id(backend), None)  # nothing of it is left for the end of the process
 
     def _tell_what_was_not_asked_for(self) -> None:
         left = [f"'{group}': {name}" for group, kept in self.restored.items() for name in kept]
@@ -322,7 +341,7 @@ class Job:
         self.crashed = False
         self.hooked = False
         self.together = True  # all ranks have come to this point: what ends a library together may be called
-        self.used: dict[int, Backend] = {}
+        self.used: dict[int, Backend] = {}  # those that have a part in the end of the process
 
     def hook(self) -> None:
         """Be told about the end of the process, an uncaught exception, and forks."""
@@ -390,7 +409,7 @@ _lock = threading.Lock()
 
 
 def init(
-    config: str | Path | Mapping[str, Any] | None = None,
+    config: Source = None,
     *,
     backends: Sequence[str] | None = None,
     timeout: float | timedelta | None = None,
@@ -417,28 +436,48 @@ def init(
         if job.runtime is not None and not job.runtime.closed:
             raise NotInitialized("init was called before; call finalize first (or use `with mcr.init(...)`)")
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        checked = configuration.load(config)
-        if isinstance(backends, str):
-            known = ", ".join(preferred_backends())
-            raise ConfigError(f"backends: expected a list of names, got {backends!r}; known: {known}")
-        if backends is not None:
-            checked = checked.with_backends(tuple(backends))
-        if seconds is not None:
-            checked = checked.with_timeout(seconds)
-        environment = launch_environment()
+        loaded = readable(partial(_load, config, backends, seconds))
+        patience = seconds if isinstance(seconds, (int, float)) and seconds > 0 else 300.0
         job.attempts += 1
-        return _begin(checked, _join(environment, seconds or 300.0, job.attempts)).communicator
+        try:
+            world = _join(launch_environment(), patience, job.attempts)
+        except McrError:
+            if isinstance(loaded, ConfigError):  # nearer to the cause
+                raise loaded from None
+            raise
+        return _begin(loaded, world, seconds).communicator
 
 
-def join(
-    config: str | Path | Mapping[str, Any] | None, store: Store, rank: int, size: int, timeout: float
-) -> Runtime:
-    """`init` for ranks that have found each other: `store`, a new one, reaches all. Raises as `init` does."""
+def _load(config: Source, backends: Sequence[str] | None, seconds: float | None) -> Config:
+    """Read a configuration as `init` is told to, and check its timeout."""
+    loaded = configuration.load(config)
+    if isinstance(backends, str):
+        known = ", ".join(preferred_backends())
+        raise ConfigError(f"backends: expected a list of names, got {backends!r}; known: {known}")
+    if backends is not None:
+        loaded = loaded.with_backends(tuple(backends))
+    if seconds is not None:
+        loaded.with_timeout(seconds)
+    return loaded
+
+
+def readable(load: Callable[[], Config]) -> Config | ConfigError:
+    """Return what `load` does, or its error, for all ranks to hear of: see `compare_configs`."""
+    try:
+        return load()
+    except ConfigError as error:
+        return error
+
+
+def join(loaded: Config | ConfigError, store: Store, rank: int, size: int, timeout: float) -> Runtime:
+    """`init` for ranks that have found each other: `store`, a new one, reaches all. Raises as `init` does.
+
+    `loaded`: see `readable`.
+    """
     with _lock:
-        checked = configuration.load(config).with_timeout(timeout)
         if size == 1:
-            return _begin(checked, World(0, 1, (host_name(),), timeout))
-        return _begin(checked, _world_of(store, rank, size, timeout))
+            return _begin(loaded, World(0, 1, (host_name(),), timeout), timeout)
+        return _begin(loaded, _world_of(store, rank, size, timeout), timeout)
 
 
 def meeting_place(timeout: float) -> tuple[Store, int, int]:
@@ -451,16 +490,17 @@ def meeting_place(timeout: float) -> tuple[Store, int, int]:
     return store, environment.rank, environment.world_size
 
 
-def _begin(config: Config, world: World) -> Runtime:
+def _begin(loaded: Config | ConfigError, world: World, timeout: float | None) -> Runtime:
     job.hook()
     try:
-        compare_configs(config, world)
+        loaded = compare_configs(loaded, world, timeout)
+        config = loaded if timeout is None else loaded.with_timeout(timeout)
         use_algorithms(config)
         chosen = _choose_backends(config, world)
         world = replace(world, libraries=_libraries(chosen, world))
-        _check_tables(config, world)
+        check_tables(config, world)
         check_nodes(config, world.size)
-        runtime = Runtime(config, world, chosen)
+        runtime = Runtime(config, world, chosen, loaded)
     except McrError:
         job.together = meet(world, "refused")  # so that every rank can read the reason
         raise
@@ -494,33 +534,38 @@ def _gather(world: World, what: str, value: str) -> list[str]:
     return exchange(world.store, world.rank, world.size, what, value, world.timeout)
 
 
-def compare_configs(config: Config, world: World) -> None:
-    """Raise `ConfigError` on all ranks if they differ in what they were configured with; collective.
+def compare_configs(loaded: Config | ConfigError, world: World, timeout: float | None = None) -> Config:
+    """Return the configuration, or raise `ConfigError` on all ranks if they differ in theirs; collective.
 
-    So do all, at once, if one of them cannot read a file that its configuration names.
+    So do all, at once, if one of them cannot read its own, or a file that it names. `timeout`: what the
+    program asks for; it counts where the configuration names none.
     """
-    if world.store is None:
-        return
     library = "unset" if msccl_library() is None else "set"
     found, problem = "", None
+    name = "" if isinstance(loaded, ConfigError) else loaded.name
     try:
-        found = configuration.fingerprint(config)
+        if isinstance(loaded, ConfigError):
+            raise loaded
+        if world.store is None:
+            return loaded
+        found = configuration.fingerprint(loaded if timeout is None else loaded.with_timeout(timeout))
     except ConfigError as error:
         problem = error
     except OSError as error:  # a folder that may not be searched
-        problem = ConfigError(f"{config.name}: {error}")
-    mine = json.dumps([found, library, config.name, "" if problem is None else str(problem)])
+        problem = ConfigError(f"{name}: {error}")
+    mine = json.dumps([found, library, name, "" if problem is None else str(problem)])
     prints = [json.loads(text) for text in _gather(world, "config", mine)]
     if problem is not None:
         raise problem
     for rank, (_, _, _, told) in enumerate(prints):
         if told:
             raise ConfigError(f"{told} (on rank {rank})")
+    assert isinstance(loaded, Config)
     differing = [rank for rank, (found, *_) in enumerate(prints) if found != prints[0][0]]
     if differing:
         names = "; ".join(f"rank {rank}: {prints[rank][2]}" for rank in (0, differing[0]))
         raise ConfigError(
-            f"{config.name}: the configuration (with its tables) differs between ranks: rank 0 and ranks "
+            f"{name}: the configuration (with its tables) differs between ranks: rank 0 and ranks "
             f"{differing} ({names}); all ranks must use the same"
         )
     others = [rank for rank, (_, set_or_not, *_) in enumerate(prints) if set_or_not != prints[0][1]]
@@ -529,6 +574,7 @@ def compare_configs(config: Config, world: World) -> None:
             f"MCR_MSCCL_LIBRARY is {prints[0][1]} on rank 0, but not so on ranks {others}; "
             "msccl must be the same on all ranks"
         )
+    return loaded
 
 
 def _choose_backends(config: Config, world: World) -> dict[str, type[Backend]]:
@@ -563,7 +609,7 @@ def _libraries(backends: Mapping[str, type[Backend]], world: World) -> dict[str,
     return found
 
 
-def _check_tables(config: Config, world: World) -> None:
+def check_tables(config: Config, world: World) -> None:
     """Warn about tables that were measured elsewhere; refuse those that say so.
 
     Raises `ConfigError` on all ranks if the table is strict and any rank differs, if it names a backend that

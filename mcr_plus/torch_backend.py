@@ -15,14 +15,19 @@ see it. Groups made from it are groups of that job. A job that `mcr.init` has jo
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import operator
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from threading import get_ident
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -31,16 +36,22 @@ import torch.distributed as dist
 from torch._C._autograd import _profiler_enabled
 from torch._C._profiler import _RecordFunctionFast
 from torch.distributed import distributed_c10d
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mcr_plus import config as configuration
 from mcr_plus import runtime
+from mcr_plus.backends.msccl.catalog import kept
 from mcr_plus.c10d import PrefixStore, ProcessGroup, Store
 from mcr_plus.communicator import Communicator
 from mcr_plus.config import Config
+from mcr_plus.dispatch.board import Failure
 from mcr_plus.dispatch.work import JointWork, Work
 from mcr_plus.errors import CommTimeout, ConfigError, McrError, NotInitialized, Unsupported
+from mcr_plus.hierarchy.nodes import check_nodes
 from mcr_plus.interfaces import World
-from mcr_plus.message import REDUCE_OPS, ReduceOp
+from mcr_plus.launch.rendezvous import exchange
+from mcr_plus.message import REDUCE_OPS, ReduceOp, check_reducible
+from mcr_plus.selection.checks import use_algorithms
 from mcr_plus.torch_work import DONE, TorchWork, joint, untraced
 
 NAME: Final = "mcr"
@@ -52,7 +63,6 @@ _REDUCE_OPS: Final[dict[int, ReduceOp]] = {hash(getattr(dist.ReduceOp, name)): n
 _PREMUL_SUM: Final = hash(dist.ReduceOp.PREMUL_SUM)
 _KEPT_COUNTS: Final = 8  # DDP starts at most four while it needs the first
 _ROOT_DEVICES: Final = ("cpu", "cuda")
-
 
 _log = logging.getLogger("mcr_plus")
 
@@ -81,6 +91,7 @@ class McrProcessGroup(ProcessGroup):
         self._found: Communicator | None = None
         self._batch: list[dist.Work] | None = None
         self._counts = deque[dist.Work](maxlen=_KEPT_COUNTS)
+        self._keywords: MutableMapping[torch.Tensor, Mapping[str, Any]] | None = None
         self._name = self._desc = ""
 
     @property
@@ -146,51 +157,76 @@ class McrProcessGroup(ProcessGroup):
         return self._store
 
     def shutdown(self) -> None:
-        """Leave the group, or the job if this is all its ranks; what is in flight is waited for."""
-        communicator, self._found, self._destroyed = self._found, None, True
+        """Leave the group, and the job with the last one; what is in flight is waited for."""
+        communicator = self._forget()
         if communicator is not None:
             try:
-                runtime.leave(communicator)
+                _job.leave(communicator)
             except McrError as error:  # raised, it would keep torch from forgetting the group
                 _log.error("an operation that nobody waited for has failed: %s", error)
 
     def abort(self) -> None:
-        """Leave the job without a wait for anything or anybody."""
-        communicator, self._found, self._destroyed = self._found, None, True
+        """Leave the group, and the job with the last one, without a wait for anything or anybody."""
+        communicator = self._forget()
         if communicator is not None:
-            runtime.leave(communicator, clean=False)
+            _job.leave(communicator, clean=False)
+
+    def _forget(self) -> Communicator | None:
+        """Be destroyed: what is asked of this group from now on is refused."""
+        communicator, self._found, self._owner, self._destroyed = self._found, None, 0, True
+        return communicator
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        raise Unsupported(
+            f"timeout {timeout}: operations that have run keep the deadline they were bound with; give it to "
+            "init_process_group or new_group as timeout="
+        )
+
+    def all_reduces_with(self, tensor: torch.Tensor, **ours: Any) -> None:
+        """Have later all_reduces of `tensor`, this very object, use keywords of `Communicator.all_reduce`.
+
+        For callers inside torch, which cannot pass them on. The tensor is not kept alive.
+        """
+        if self._keywords is None:
+            self._keywords = WeakIdKeyDictionary()
+        self._keywords[tensor] = ours
 
     # -- reductions -------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Any, opts: Any = None, *_: object) -> dist.Work:
+    def allreduce(self, tensors: Any, opts: Any = None, *_: object, op: Any = None) -> dist.Work:  # type: ignore[override]
         """Reduce a tensor over all ranks, in place."""
         (tensor,) = tensors if isinstance(tensors, (list, tuple)) else (tensors,)
-        op, factor, async_op = _reduction(opts)
+        # What most calls pass, without a call of its own: here microseconds count.
+        factor = None
+        try:
+            name, async_op = _REDUCE_OPS[hash(opts.reduceOp)], opts.asyncOp
+        except (AttributeError, KeyError):
+            name, factor, async_op = _reduction(opts if op is None else op)
         if tensor.is_sparse:
-            return self._sparse_all_reduce(tensor, op, async_op)
-        if factor is not None:
-            tensor.mul_(factor)
-        whole = op == "AVG" and not (tensor.is_floating_point() or tensor.is_complex())
-        if tensor.numel() == 1 and not whole:
-            return self._count(tensor, op, async_op)
-        with self._call("all_reduce", tensor):
-            work = self._group().all_reduce(tensor, "SUM" if whole else op, async_op)
-        if whole:  # a mean of integers is cut, as NCCL does; Lightning asks for it
-            cut = partial(_cut, tensor, self.size())
-            if work is None:
-                cut()
+            return self._sparse_all_reduce(tensor, name, factor, async_op)
+        whole = name == "AVG" and _is_whole(tensor)
+        counted = tensor.numel() == 1 and not whole
+        # A helper for this, or a context of its own, would be most of what the call adds.
+        with _Profiled(self._lock, "all_reduce", [tensor]) if _profiler_enabled() else self._lock:
+            group: Any = self._found if get_ident() == self._owner else self._group()
+            if factor is not None:
+                _scale(tensor, factor)
+            # Ranks without data wait for one element, in DDP's `join`, where the others do not.
+            if self._keywords is None:
+                work = group.all_reduce(tensor, "SUM" if whole else name, async_op or counted)
             else:
-                work.then(cut)
+                ours = self._keywords.get(tensor, {})
+                work = group.all_reduce(tensor, "SUM" if whole else name, async_op or counted, **ours)
+        if work is None and not whole:
+            return DONE
+        if whole:
+            _then(work, partial(_cut, tensor, self.size()))
+        if counted:
+            return self._count(work, tensor, async_op)
         return DONE if work is None else self._started(work, [tensor])
 
-    def _count(self, tensor: torch.Tensor, op: ReduceOp, async_op: bool) -> dist.Work:
-        """Reduce one element, as DDP's `join` does.
-
-        Ranks without data wait for it where the others do not, so it is asynchronous on all. And DDP hands
-        its handle to C++, which keeps no object of Python's alive.
-        """
-        with self._call("all_reduce", tensor):
-            work = self._group().all_reduce(tensor, op, async_op=True)
+    def _count(self, work: Work | None, tensor: torch.Tensor, async_op: bool) -> dist.Work:
+        """The handle of one element: DDP hands it to C++, which keeps no object of Python's alive."""
         handle = self._started(work, [tensor])
         self._counts.append(handle)
         if async_op:
@@ -201,35 +237,52 @@ class McrProcessGroup(ProcessGroup):
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
         """Reduce tensors of any dtypes over all ranks as few operations."""
         op, factor, _ = _reduction(opts)
-        if factor is not None:
-            for tensor in tensors:
-                tensor.mul_(factor)
+        works = []
         with self._call("all_reduce_coalesced", *tensors):
-            works = self._group().all_reduce_coalesced(tensors, op, async_op=True)
-        return self._started(works, tensors)
+            group = self._group()
+            for tensor in tensors if factor is not None else ():
+                _scale(tensor, factor)
+            for whole, places in _by_way(op, tensors):
+                chosen = [tensors[place] for place in places]
+                work = group.all_reduce_coalesced(chosen, "SUM" if whole else op, async_op=True)
+                works.append(self._cut_then(work, chosen) if whole else work)
+        return self._started(_one(works), tensors)
 
-    def reduce(self, tensors: Any, opts: Any = None, *_: object) -> dist.Work:
+    def reduce(  # type: ignore[override]
+        self, tensors: Any, opts: Any = None, op: Any = None, *_: object, root: Any = None
+    ) -> dist.Work:
         """Reduce a tensor over all ranks into the root's."""
-        (tensor,) = tensors
-        op, factor, async_op = _reduction(opts)
-        if factor is not None:
-            tensor = tensor * factor if self.rank() != opts.rootRank else tensor.mul_(factor)
+        (tensor,) = tensors if isinstance(tensors, (list, tuple)) else (tensors,)
+        chosen, async_op = _rooted(opts, root)
+        name, factor, _async = _reduction(op if hasattr(opts, "__index__") or opts is None else opts)
+        whole = name == "AVG" and _is_whole(tensor)
+        is_root = self.rank() == chosen
         with self._call("reduce", tensor):
             group = self._group()
-            work = group.reduce(tensor, group.ranks[opts.rootRank], op, async_op)
-        return DONE if work is None else self._started(work, tensors)
+            if factor is not None and is_root:
+                _scale(tensor, factor)
+            source = tensor if is_root else _scaled([tensor], factor)[0]
+            work = group.reduce(source, group.ranks[chosen], "SUM" if whole else name, async_op)
+        if whole and is_root:
+            _then(work, partial(_cut, tensor, self.size()))
+        return DONE if work is None else self._started(work, [tensor])
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *_: object) -> dist.Work:
+    def reduce_scatter(  # type: ignore[override]
+        self, outputs: Any, inputs: Any, opts: Any = None, *_: object, op: Any = None
+    ) -> dist.Work:
         """Reduce a list of tensors, one per rank, and keep this rank's; their sizes may differ."""
         nested = isinstance(outputs, (list, tuple))
         (output,), (parts,) = (outputs, inputs) if nested else ([outputs], [inputs])
-        op, factor, async_op = _reduction(opts)
+        name, factor, async_op = _reduction(opts if op is None else op)
+        whole = name == "AVG" and _is_whole(output)
         parts = _scaled(parts, factor)
         with self._call("reduce_scatter", *parts):
             group = self._group()
             uneven = any(part.numel() != output.numel() for part in parts)
             call = group.reduce_scatter_v if uneven else group.reduce_scatter
-            work = call(output, parts, op, async_op)
+            work = call(output, parts, "SUM" if whole else name, async_op)
+        if whole:
+            _then(work, partial(_cut, output, self.size()))
         return DONE if work is None else self._started(work, [output])
 
     def reduce_scatter_single(  # type: ignore[override]  # nobody names the arguments
@@ -240,9 +293,13 @@ class McrProcessGroup(ProcessGroup):
         `ours`: keywords of `Communicator.reduce_scatter_tensor`.
         """
         op, factor, async_op = _reduction(opts)
+        whole = op == "AVG" and _is_whole(output)
         (source,) = _scaled([input], factor)
         with self._call("reduce_scatter_tensor", source):
-            work = self._group().reduce_scatter_tensor(output, source, op, async_op, **ours)
+            group = self._group()
+            work = group.reduce_scatter_tensor(output, source, "SUM" if whole else op, async_op, **ours)
+        if whole:
+            _then(work, partial(_cut, output, self.size()))
         return DONE if work is None else self._started(work, [output])
 
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # before torch 2.13
@@ -252,18 +309,31 @@ class McrProcessGroup(ProcessGroup):
     ) -> dist.Work:
         """`reduce_scatter_single` of several tensors as few operations."""
         op, factor, _ = _reduction(opts)
+        works = []
         with self._call("reduce_scatter_coalesced", *inputs):
-            works = self._group().reduce_scatter_coalesced(
-                outputs, _scaled(inputs, factor), op, async_op=True
-            )
-        return self._started(works, outputs)
+            group = self._group()
+            sources = _scaled(inputs, factor)
+            for whole, places in _by_way(op, outputs):
+                chosen = [outputs[place] for place in places]
+                parts = [sources[place] for place in places]
+                work = group.reduce_scatter_coalesced(chosen, parts, "SUM" if whole else op, async_op=True)
+                works.append(self._cut_then(work, chosen) if whole else work)
+        return self._started(_one(works), outputs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
-    def _sparse_all_reduce(self, tensor: torch.Tensor, op: ReduceOp, async_op: bool) -> dist.Work:
+    def _cut_then(self, work: Work | None, tensors: Sequence[torch.Tensor]) -> Work | None:
+        for tensor in tensors:
+            _then(work, partial(_cut, tensor, self.size()))
+        return work
+
+    def _sparse_all_reduce(
+        self, tensor: torch.Tensor, op: ReduceOp, factor: Any, async_op: bool
+    ) -> dist.Work:
         """Sum of sparse tensors: everyone's indices and values, added up where they meet."""
-        if op not in ("SUM", "AVG") or tensor.layout != torch.sparse_coo:
-            raise Unsupported(f"all_reduce of sparse tensors: {op}; only SUM and AVG of COO tensors")
+        if op not in ("SUM", "AVG") or factor is not None or tensor.layout != torch.sparse_coo:
+            told = op if factor is None else "PREMUL_SUM"
+            raise Unsupported(f"all_reduce of sparse tensors: {told}; only SUM and AVG of COO tensors")
         with self._call("all_reduce", tensor):
             group = self._group()
             mine = tensor.coalesce()
@@ -282,13 +352,13 @@ class McrProcessGroup(ProcessGroup):
 
     # -- one to all, all to all -------------------------------------------------------------------
 
-    def broadcast(self, tensors: Any, opts: Any = None, *_: object) -> dist.Work:
+    def broadcast(self, tensors: Any, opts: Any = None, *_: object, root: Any = None) -> dist.Work:  # type: ignore[override]
         """Copy the root's tensor to every rank."""
         (tensor,) = tensors if isinstance(tensors, (list, tuple)) else (tensors,)
-        root = getattr(opts, "rootRank", opts or 0)
+        chosen, async_op = _rooted(opts, root)
         with self._call("broadcast", tensor):
             group = self._group()
-            work = group.broadcast(tensor, group.ranks[root], getattr(opts, "asyncOp", True))
+            work = group.broadcast(tensor, group.ranks[chosen], async_op)
         return DONE if work is None else self._started(work, [tensor])
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
@@ -335,23 +405,27 @@ class McrProcessGroup(ProcessGroup):
         works = [self.allgather([list(parts)], [tensor], opts) for parts, tensor in calls]
         return joint(works, [part for parts in output_lists for part in parts])
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None, *_: object) -> dist.Work:
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, *_: object, root: Any = None) -> dist.Work:  # type: ignore[override]
         """Gather every rank's tensor on the root, as a list."""
-        (tensor,) = inputs
+        nested = isinstance(inputs, (list, tuple))
+        (tensor,), lists = (inputs, outputs) if nested else ([inputs], [outputs])
+        chosen, async_op = _rooted(opts, root)
         with self._call("gather", tensor):
             group = self._group()
-            parts = outputs[0] if self.rank() == opts.rootRank else None
-            work = group.gather(tensor, parts, group.ranks[opts.rootRank], getattr(opts, "asyncOp", True))
+            parts = lists[0] if self.rank() == chosen else None
+            work = group.gather(tensor, parts, group.ranks[chosen], async_op)
         return DONE if work is None else self._started(work, outputs)
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *_: object) -> dist.Work:
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *_: object, root: Any = None) -> dist.Work:  # type: ignore[override]
         """Give every rank its tensor of the root's list."""
-        (tensor,) = outputs
+        nested = isinstance(outputs, (list, tuple))
+        (tensor,), lists = (outputs, inputs) if nested else ([outputs], [inputs])
+        chosen, async_op = _rooted(opts, root)
         with self._call("scatter", tensor):
             group = self._group()
-            parts = inputs[0] if self.rank() == opts.rootRank else None
-            work = group.scatter(tensor, parts, group.ranks[opts.rootRank], getattr(opts, "asyncOp", True))
-        return DONE if work is None else self._started(work, outputs)
+            parts = lists[0] if self.rank() == chosen else None
+            work = group.scatter(tensor, parts, group.ranks[chosen], async_op)
+        return DONE if work is None else self._started(work, [tensor])
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Send a tensor to every rank, and receive one from each."""
@@ -373,27 +447,27 @@ class McrProcessGroup(ProcessGroup):
 
     # -- messages ---------------------------------------------------------------------------------
 
-    def send(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
+    def send(self, tensors: Any, dstRank: int, tag: int = 0) -> dist.Work:  # noqa: N803 - torch's name
         """Start to send a tensor to a rank of the group."""
         (tensor,) = tensors
         with self._call("send", tensor):
-            group = self._group()
-            work = group.isend(tensor, group.ranks[peer], tag)
+            group = self.communicator  # messages have no order, so any thread may
+            work = group.isend(tensor, group.ranks[dstRank], tag)
         return self._started(work, tensors)
 
-    def recv(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
+    def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> dist.Work:  # noqa: N803 - torch's name
         """Start to receive a tensor from a rank of the group."""
         (tensor,) = tensors
         with self._call("recv", tensor):
-            group = self._group()
-            work = group.irecv(tensor, group.ranks[peer], tag)
+            group = self.communicator
+            work = group.irecv(tensor, group.ranks[srcRank], tag)
         return self._started(work, tensors)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         """Start to receive a tensor from whichever rank of the group sends first."""
         (tensor,) = tensors
         with self._call("recv", tensor):
-            work = self._group().irecv(tensor, None, tag)
+            work = self.communicator.irecv(tensor, None, tag)
         return self._started(work, tensors)
 
     # -- barriers ---------------------------------------------------------------------------------
@@ -515,8 +589,6 @@ def create(options: Any, pg_options: object = None) -> McrProcessGroup:
         BackendUnavailable: a backend that was asked for is missing on some rank.
     """
     store, rank, size = options.store, options.group_rank, options.group_size
-    if pg_options is not None and not isinstance(pg_options, (str, Path, Mapping)):
-        raise ConfigError(f"pg_options: expected the path of a YAML file or a mapping, got {pg_options!r}")
     ranks, name, timeout = options.global_ranks_in_group, options.group_id, options.timeout
     group = McrProcessGroup(
         store, rank, size, lambda: _communicator(store, rank, size, timeout, ranks, name, pg_options)
@@ -534,19 +606,41 @@ def masquerade() -> None:
 
 
 class _Job:
-    """The job that torch's groups belong to: its ranks in torch's numbering."""
+    """The job that torch's groups belong to: its ranks in torch's numbering, and the groups that live."""
 
     def __init__(self) -> None:
         self.runtime: runtime.Runtime | None = None
         self.ranks: tuple[int, ...] = ()
         self.names = Counter[str]()
+        self.groups = set[Communicator]()
+        self.joined = False
 
-    def enter(self, running: runtime.Runtime, ranks: tuple[int, ...]) -> None:
-        self.runtime, self.ranks, self.names = running, ranks, Counter()
+    def enter(self, running: runtime.Runtime, ranks: tuple[int, ...], *, joined: bool) -> None:
+        """`joined`: by torch's first group, so that it ends with the last one."""
+        self.runtime, self.ranks, self.joined = running, ranks, joined
+        self.names, self.groups = Counter(), set()
+
+    def leave(self, communicator: Communicator, *, clean: bool = True) -> None:
+        """Close a group, and the job with the last one if torch's first group has joined it.
+
+        The first one is the job's own: while others live it is only waited for.
+        """
+        self.groups.discard(communicator)
+        running = self.runtime
+        if running is None or running.closed or communicator not in running.communicators:
+            return
+        if self.joined and not self.groups:
+            runtime.leave(running.communicator, clean=clean)
+        elif communicator is not running.communicator:
+            runtime.leave(communicator, clean=clean)
+        elif clean:
+            running.settle(communicator)
+        else:
+            communicator.state.board.mark_failed(Failure(0, "it left the group after an error"))
 
 
 _job = _Job()
-_joined = Counter[tuple[str, tuple[int, ...]]]()  # jobs so far, by the first group's name and ranks
+_made = Counter[tuple[str, tuple[int, ...]]]()  # groups so far, by name and ranks
 
 
 def _communicator(
@@ -561,49 +655,113 @@ def _communicator(
     """The communicator of a group of torch's: of a new job, or of the one that there is."""
     seconds = (timeout or dist.default_pg_timeout).total_seconds()
     members = tuple(ranks) or tuple(range(size))
+    # The store may be older than this group, and have served groups of its name, of these ranks or of others.
+    _made[name, members] += 1
+    who = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
+    ours = PrefixStore(f"mcr_plus/{who}/{_made[name, members]}", store)
+    inside = _ranks_in_job(members, rank, ours, seconds)
     running = runtime.job.runtime
-    if running is None or running.closed:
-        # The store may be older than this job, and younger jobs of these ranks may use it.
-        _joined[name, members] += 1
-        ours = PrefixStore(f"mcr_plus/{_joined[name, members]}", store)
-        joined = runtime.join(options, ours, rank, size, seconds)  # type: ignore[arg-type]
-        _job.enter(joined, members)
-        return joined.communicator
-    if _job.runtime is not running:  # mcr.init has joined it
-        _job.enter(running, tuple(range(running.world.size)))
-    strangers = [member for member in members if member not in _job.ranks]
+    if inside is None or running is None:
+        loaded = runtime.readable(partial(_load, options))
+        running = runtime.join(loaded, ours, rank, size, seconds)
+        _job.enter(running, members, joined=True)
+        found = running.communicator
+    else:
+        _job.names[name] += 1
+        unique = f"torch/{name}/{_job.names[name]}"  # groups of one name may follow each other
+        config = running.loaded.with_timeout(seconds)
+        if options is not None:
+            hosts = tuple(running.world.hosts[each] for each in inside)
+            world = World(rank, size, hosts, seconds, ours, running.world.libraries)
+            config = _checked(options, running, world).with_timeout(seconds)
+        found = running.open_group(unique, inside, config)
+    _job.groups.add(found)
+    return found
+
+
+def _ranks_in_job(
+    members: tuple[int, ...], rank: int, store: Store, timeout: float
+) -> tuple[int, ...] | None:
+    """The ranks of a group in the job that there is, or None if there is none; collective over the group.
+
+    Raises `Unsupported` on all of them if only some are in a job: they would wait for each other.
+    """
+    running, mine = runtime.job.runtime, None
+    if running is not None and not running.closed:
+        if _job.runtime is not running:  # mcr.init has joined it
+            _job.enter(running, tuple(range(running.world.size)), joined=False)
+        mine = [_job.ranks, running.world.rank]
+    told = exchange(store, rank, len(members), "job", json.dumps(mine), timeout)
+    jobs = dict(zip(members, map(json.loads, told), strict=True))
+    there = [job for job in jobs.values() if job is not None]
+    if not there:
+        return None
+    known, _ = there[0]
+    strangers = [member for member in members if member not in known]
     if strangers:
         raise Unsupported(
             f"group {list(members)}: ranks {strangers} are not in the first group of backend {NAME} "
-            f"({list(_job.ranks)}); name {NAME} in init_process_group"
+            f"({known}); name {NAME} in init_process_group"
         )
-    inside = tuple(_job.ranks.index(member) for member in members)
-    if inside[rank] != running.world.rank:
+    others = [member for member, job in jobs.items() if job is None or job[0] != known]
+    if others:
         raise Unsupported(
-            f"rank {members[rank]} of torch.distributed is rank {running.world.rank} of the job that "
-            "mcr.init has joined; start both the same way"
+            f"group {list(members)}: ranks {others} have left the job of ranks {known}, which the others are "
+            "in; destroy their groups first"
         )
-    _job.names[name] += 1
-    unique = f"torch/{name}/{_job.names[name]}"  # groups of one name may follow each other
-    config = running.config
-    if options is not None:
-        world = World(rank, size, ("",) * size, seconds, PrefixStore(f"mcr_plus/{unique}", store))
-        config = _checked(options, running, world)
-    return running.open_group(unique, inside, config.with_timeout(seconds))
+    for member, (_, in_job) in jobs.items():
+        if known.index(member) != in_job:
+            raise Unsupported(
+                f"rank {member} of torch.distributed is rank {in_job} of the job that mcr.init has joined; "
+                "start both the same way"
+            )
+    return tuple(known.index(member) for member in members)
+
+
+def _load(options: Any) -> Config:
+    """Read what `pg_options` may be."""
+    if options is not None and not isinstance(options, (str, Path, Mapping)):
+        raise ConfigError(f"pg_options: expected the path of a YAML file or a mapping, got {options!r}")
+    return configuration.load(options)
 
 
 def _checked(options: Any, running: runtime.Runtime, world: World) -> Config:
-    """The configuration of one group in a job that runs, equal on its ranks."""
-    config = configuration.load(options)
-    known = running.backend_names
+    """The configuration of one group in a job that runs, equal on its ranks. `world`: of the group."""
+
+    def load() -> Config:
+        config = _load(options)
+        _check_inside(config, running)
+        return config
+
+    config = runtime.compare_configs(runtime.readable(load), world)
+    runtime.check_tables(config, world)
+    return config
+
+
+def _check_inside(config: Config, running: runtime.Runtime) -> None:
+    """Raise `ConfigError` for what belongs to the job and is not the same there."""
+    known, elsewhere = running.backend_names, "in the configuration of init_process_group too"
     foreign = [name for name in config.backends or () if name not in known]
     if foreign:
         raise ConfigError(
-            f"{config.name}: backend {foreign[0]} is not part of this job ({', '.join(known)}); name it in "
-            "the configuration of init_process_group too"
+            f"{config.name}: backend {foreign[0]} is not part of this job ({', '.join(known)}); name it "
+            f"{elsewhere}"
         )
-    runtime.compare_configs(config, world)
-    return config
+    mine, theirs = config.options("dispatch"), running.config.options("dispatch")
+    assert mine is not None  # a pipeline without it is refused
+    for name in ("progress", "wait"):
+        wanted, there = getattr(mine, name), getattr(theirs, name)
+        if name in mine.model_fields_set and wanted != there:
+            raise ConfigError(
+                f"{config.name}: dispatch.{name}: {wanted} is for this group alone, but all groups of a job "
+                f"wait alike and this job has {there}; write it {elsewhere}"
+            )
+    digests = {digest for ref in running.config.algorithms for digest in ref.digests()}
+    if any(digest not in digests for ref in config.algorithms for digest in ref.digests()):
+        raise ConfigError(f"{config.name}: algorithms: some are not part of this job; name them {elsewhere}")
+    with kept():
+        use_algorithms(replace(config, algorithms=running.config.algorithms))
+    check_nodes(config, running.world.size)
 
 
 # -- arguments --------------------------------------------------------------------------------------
@@ -611,10 +769,12 @@ def _checked(options: Any, running: runtime.Runtime, world: World) -> Config:
 
 def _reduction(opts: Any) -> tuple[ReduceOp, Any, bool]:
     """Our name of the reduce op, the factor of PREMUL_SUM, and whether the caller goes on meanwhile."""
-    if opts is None:
-        return "SUM", None, True
-    async_op = getattr(opts, "asyncOp", True)
-    op = getattr(opts, "reduceOp", opts)
+    try:
+        op, async_op = opts.reduceOp, opts.asyncOp
+    except AttributeError:  # torch's other ways to call have no options, but the op alone or nothing
+        if opts is None:
+            return "SUM", None, True
+        op, async_op = getattr(opts, "reduceOp", opts), getattr(opts, "asyncOp", True)
     number = hash(op)
     name = _REDUCE_OPS.get(number)
     if name is not None:
@@ -624,9 +784,53 @@ def _reduction(opts: Any) -> tuple[ReduceOp, Any, bool]:
     raise Unsupported(f"reduce op number {number}; known: {', '.join(_REDUCE_OPS.values())}, PREMUL_SUM")
 
 
+def _rooted(opts: Any, root: Any) -> tuple[int, bool]:
+    """The root's rank in the group, and whether the caller goes on meanwhile.
+
+    Of torch's two ways to call these methods, one has options and the other the root alone.
+    """
+    chosen = opts if root is None else root
+    if chosen is None or hasattr(chosen, "__index__"):
+        return operator.index(chosen or 0), True
+    return chosen.rootRank, getattr(chosen, "asyncOp", True)
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether it holds integers: a mean of them is a sum that is cut, as NCCL does; Lightning asks for it."""
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
+def _by_way(op: ReduceOp, tensors: Sequence[torch.Tensor]) -> list[tuple[bool, list[int]]]:
+    """Whether it is by a sum that is cut, and which of the tensors: what can travel together."""
+    ways = [op == "AVG" and _is_whole(tensor) for tensor in tensors]
+    found = sorted(set(ways)) or [False]
+    return [(way, [place for place, each in enumerate(ways) if each == way]) for way in found]
+
+
+def _one(works: Sequence[Work | None]) -> Work | None:
+    """One handle for all of them."""
+    return (
+        works[0] if len(works) == 1 else JointWork([w for w in works if w is not None], "coalesced", nbytes=0)
+    )
+
+
+def _then(work: Work | None, function: Callable[[], None]) -> None:
+    """Run it when the operation is done, as it is if there is no handle."""
+    if work is None:
+        function()
+    else:
+        work.then(function)
+
+
 def _cut(total: torch.Tensor, number: int) -> None:
     total.div_(number, rounding_mode="trunc")
 
 
+def _scale(tensor: torch.Tensor, factor: Any) -> None:
+    """Multiply in place what is going to be summed, unless that would be refused."""
+    check_reducible("SUM", tensor.dtype)
+    tensor.detach().mul_(factor)
+
+
 def _scaled(tensors: Sequence[torch.Tensor], factor: Any) -> list[torch.Tensor]:
-    return list(tensors) if factor is None else [tensor * factor for tensor in tensors]
+    return list(tensors) if factor is None else [tensor.detach() * factor for tensor in tensors]

@@ -21,6 +21,7 @@ _T = TypeVar("_T")
 
 _NO_BACKWARD: Final = -1
 _PAUSE_S: Final = 100e-6  # between two looks of the thread that completes futures
+_LEAST_S: Final = 1e-6  # of a wait that is bounded, for zero is not
 _PATIENCE_S: Final = 1.0  # of it with a backward pass: it may have raised, or wait for the future itself
 
 
@@ -247,9 +248,15 @@ class _Joint(dist.Work):
         self._works, self._tensors = list(works), list(tensors)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        bounded = timeout is not None and timeout > timedelta(0)
+        deadline = time.monotonic() + timeout.total_seconds() if bounded and timeout is not None else 0.0
         for work in self._works:
-            work.wait(timeout if timeout is not None else timedelta(0))
+            left = max(deadline - time.monotonic(), _LEAST_S) if bounded else 0.0
+            work.wait(timedelta(seconds=left))
         return True
+
+    def synchronize(self) -> None:
+        self.wait()
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)

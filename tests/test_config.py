@@ -30,7 +30,7 @@ from mcr_plus.config import (
     loads,
     stage_options,
 )
-from mcr_plus.environment import LaunchEnvironment, launch_environment, socket_interface
+from mcr_plus.environment import LaunchEnvironment, launch_environment, socket_interface, torch_environment
 from mcr_plus.errors import ConfigError, LaunchError
 from mcr_plus.message import ALIASES, KINDS
 from mcr_plus.units import Range, format_size, parse_duration, parse_range, parse_size
@@ -1025,6 +1025,17 @@ def test_launch_environments_that_contradict_themselves(environ: dict[str, str],
         launch_environment(environ)
 
 
+def test_what_torch_is_told_under_mpi() -> None:
+    told = {"MCR_LAUNCHER": "mcr-plus", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    told |= OPENMPI | {"MASTER_PORT": "5000"}
+    found = torch_environment(told)
+    assert found is not None
+    assert (found.rank, found.world_size, found.master_addr, found.master_port) == (1, 2, "localhost", 5000)
+    for missing in ("MCR_LAUNCHER", "PMIX_RANK OMPI_COMM_WORLD_SIZE", "RANK", "WORLD_SIZE", "MASTER_PORT"):
+        assert torch_environment(without(told, *missing.split())) is None
+    assert torch_environment(told | {"TORCHELASTIC_RUN_ID": "a torchrun inside"}) is None
+
+
 def test_socket_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     assert socket_interface({}) is None
     assert socket_interface({"GLOO_SOCKET_IFNAME": " "}) is None
@@ -1059,3 +1070,14 @@ def test_no_limit_of_its_own_for_the_first_bucket() -> None:
     assert options.first_bucket is None
     with pytest.raises(ConfigError, match="first_bucket"):
         load({"version": 1, "pipeline": [{"fuse": {"first_bucket": 0}}, *rest]})
+
+
+def test_a_deadline_holds_for_rules_that_name_no_other() -> None:
+    rules = [
+        {"match": {"kind": "all_reduce"}, "dispatch": {"check": "every"}},
+        {"match": {"kind": "broadcast"}, "dispatch": {"timeout": "7s"}},
+    ]
+    pipeline: list[dict[str, Any]] = [{"select": {}}, {"dispatch": {}}]
+    config = load({"version": 1, "pipeline": pipeline, "rules": rules}).with_timeout(2)
+    found = [config.options("dispatch"), *(config.options("dispatch", rule) for rule in config.rules)]
+    assert [options.timeout for options in found if isinstance(options, DispatchOptions)] == [2, 2, 7]

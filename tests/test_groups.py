@@ -182,7 +182,7 @@ def of_its_own() -> float:
     """A group with a codec that the job does not have: small tensors beside large ones keep their values."""
     joined()
     assert runtime.job.runtime is not None
-    stages = [{"compress": {}}, {"select": {}}, {"dispatch": {}}]
+    stages: list[dict[str, Any]] = [{"compress": {}}, {"select": {}}, {"dispatch": {}}]
     rules = [{"match": {"kind": "all_reduce"}, "compress": {"codec": "int8_block"}}]
     own = configuration.load({"version": 1, "pipeline": stages, "rules": rules})
     group = runtime.job.runtime.open_group("mine", (0, 1), own)

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -233,6 +234,48 @@ def is_loopback(address: str) -> bool:
     return (len(address) == 8 and address.endswith("7F")) or address == "0" * 24 + "01000000"
 
 
+_TORCH = """
+import os
+import time
+import torch
+import torch.distributed as dist
+
+for name in ("gloo", "mcr", "gloo"):
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group(name)
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    assert value.item() == 2
+print(f"port={os.environ['MASTER_PORT']}\\n", end="", flush=True)
+dist.barrier()
+print(f"up rank={dist.get_rank()} pid={os.getpid()}\\n", end="", flush=True)
+time.sleep(600)
+"""
+
+
+@both
+def test_the_store_of_torch_is_on_loopback(start: Start, tmp_path: Path, via: str) -> None:
+    """A program that knows nothing of us meets by `env://`, and more than once."""
+    program = tmp_path / "program.py"
+    program.write_text(_TORCH)
+    run = start("-n", "2", "--via", via, str(program))
+    run.wait_until_up(2)
+    found = [each for pid in scratch.processes_of(run.job()) for each in loopback.listeners(pid)]
+    assert re.findall(r"port=(\d+)", run.text())[0] in {str(each.port) for each in found}
+    assert [each for each in found if not is_loopback(each.address)] == []
+
+
+def test_a_reserved_port_is_for_servers_alone() -> None:
+    with commands.reserved_port() as port, socket.socket() as other, socket.socket() as server:
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", port))
+        server.listen()
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+
+
 @both
 def test_folders_of_a_job_are_for_their_owner_only(start: Start, folder: Path, via: str) -> None:
     run = start("-n", "2", "--via", via, PROGRAMS, "sleep")
@@ -292,9 +335,8 @@ def test_job_around_us_does_not_leak_into_the_environment() -> None:
     kept = {"OMPI_MCA_pml": "ob1", "PATH": "/bin", "RANKING": "1", "OMP_NUM_THREADS": "5"}
     with scratch.create() as folders:
         settings = commands.environment(around | kept, folders, 2, config=None, terminal=None)
-    address = {settings.pop(name) for name in ("MASTER_ADDR", "MASTER_PORT")}  # torch's, of the job itself
-    assert "127.0.0.1" in address
-    assert "1" not in address
+        own = commands.environment(around | kept, folders, 2, config=None, terminal=None, port=77)
+    assert own == settings | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "77"}
     assert not around.keys() & settings.keys()
     assert kept.items() <= settings.items()
     assert settings["MCR_LAUNCHER"] == "mcr-plus"

@@ -6,12 +6,16 @@ import os
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import torch_jobs as jobs
 from ranks import run_ranks
+
+from mcr_plus.torch_work import joint
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +66,26 @@ def test_under_the_name_of_gloo() -> None:
     results = run_ranks(jobs.under_the_name_of_gloo, 2, via="torch", env={"MCR_MASQUERADE": "gloo"})
     names = [result.value for result in results]
     assert names == [["gloo", "_AsGloo", "_AsGloo"], ["gloo", "_AsGloo", "int"]]
+
+
+def test_several_handles_have_one_deadline() -> None:
+    asked: list[float] = []
+
+    class Handle(dist.Work):
+        def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+            asked.append(timeout.total_seconds())
+            time.sleep(0.05)
+            return True
+
+    handle = joint([Handle(), Handle(), Handle()], [])
+    handle.synchronize()
+    assert asked == [0.0] * 3  # torch's way to say that nothing bounds it
+    asked.clear()
+    handle.wait(timedelta(seconds=0.08))
+    first, second, third = asked
+    assert 0.07 < first <= 0.08
+    assert second <= first - 0.05
+    assert 0 < third < 0.001  # it has expired, which zero would not say
 
 
 def python(program: str, **environment: str) -> str:

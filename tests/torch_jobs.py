@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.fsdp import fully_shard
 
@@ -78,17 +79,88 @@ def scaled_sums() -> None:
         dist.reduce_scatter_tensor(part, whole, half)
         same(part, np.split(np.sum(all_values(6 * size), axis=0), size)[rank] / 2)
         same(whole, values(rank, 6 * size).double().numpy())
+        leaf = values(rank, 7).requires_grad_()
+        dist.all_reduce(leaf, half)
+        same(leaf.detach(), total / 2)
+        leaf = values(rank, 6 * size).requires_grad_()
+        dist.reduce_scatter_tensor(part, leaf, half)
+        assert leaf.grad_fn is None
+        refused = torch.full((3,), 2.0).to(torch.float8_e4m3fn)
+        with pytest.raises(mcr.Unsupported, match="float8"):
+            dist.all_reduce(refused, half)
+        assert (refused.float() == 2).all()
 
 
 def means_of_integers() -> None:
+    """As the sum, cut: of all collectives that reduce, and packed with means of others."""
     with job():
+        rank, size, mean = dist.get_rank(), dist.get_world_size(), dist.ReduceOp.AVG
         total = np.sum(all_values(7), axis=0)
         for async_op in (False, True):
-            x = values(dist.get_rank(), 7).long()
-            work = dist.all_reduce(x, dist.ReduceOp.AVG, async_op=async_op)
+            x = values(rank, 7).long()
+            work = dist.all_reduce(x, mean, async_op=async_op)
             if work is not None:
                 work.wait()
-            same(x, np.trunc(total / dist.get_world_size()))
+            same(x, np.trunc(total / size))
+            x = values(rank, 7).long()
+            work = dist.reduce(x, 1, mean, async_op=async_op)
+            if work is not None:
+                work.wait()
+            same(x, np.trunc(total / size) if rank == 1 else values(rank, 7).double().numpy())
+        cut = np.split(np.trunc(np.sum(all_values(6 * size), axis=0) / size), size)[rank]
+        whole, part = values(rank, 6 * size).int(), torch.empty(6, dtype=torch.int32)
+        dist.reduce_scatter_tensor(part, whole, mean)
+        same(part, cut)
+        dist.reduce_scatter(part.zero_(), list(whole.chunk(size)), mean)
+        same(part, cut)
+        parts = [torch.empty(6, dtype=torch.int32), torch.empty(6)]
+        with _coalescing_manager():
+            for each, source in zip(parts, (whole, whole.float()), strict=True):
+                dist.reduce_scatter_tensor(each, source, mean)
+        same(parts[0], cut)
+        same(parts[1], np.split(np.sum(all_values(6 * size), axis=0) / size, size)[rank])
+        xs = [values(rank, 7).long(), values(rank, 7)]
+        with _coalescing_manager():
+            for x in xs:
+                dist.all_reduce(x, mean)
+        same(xs[0], np.trunc(total / size))
+        same(xs[1], total / size)
+        with pytest.raises(mcr.Unsupported, match="AVG on bool"):
+            dist.all_reduce(torch.ones(3, dtype=torch.bool), mean)
+
+
+def as_pybind_takes_them() -> None:
+    """The overloads without options, which programs use that call a group's own methods."""
+    with job() as group:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        call: Any = group
+        total, others = (
+            np.sum(all_values(7), axis=0),
+            [values(each, 7).double().numpy() for each in range(size)],
+        )
+        x = values(rank, 7)
+        call.reduce(x, 1).wait()
+        same(x, total if rank == 1 else others[rank])
+        x = values(rank, 7)
+        call.reduce(x, 0, dist.ReduceOp.MAX).wait()
+        same(x, np.max(others, axis=0) if rank == 0 else others[rank])
+        for way in ({"op": dist.ReduceOp.MAX}, {"opts": dist.ReduceOp.MAX}):
+            x = values(rank, 7)
+            call.allreduce(x, **way).wait()
+            same(x, np.max(others, axis=0))
+        for root in ({"root": 1}, {"opts": 1}):
+            x = values(rank, 7)
+            call.broadcast(x, **root).wait()
+            same(x, others[1])
+        parts = [torch.empty(7) for _ in range(size)]
+        call.gather(parts, values(rank, 7), 1).wait()
+        call.scatter(x, parts, root=1).wait()
+        same(x, others[rank])
+        if rank == 0:
+            call.send([x], dstRank=1, tag=4).wait()
+        else:
+            call.recv([x], srcRank=0, tag=4).wait()
+        same(x, others[0])
 
 
 def sparse_sums() -> None:
@@ -280,6 +352,10 @@ def parts_one_after_the_other() -> None:
     dist.init_process_group("gloo")
     size = dist.get_world_size()
     first: Any = dist.new_group([0], backend="mcr")
+    start = time.monotonic()
+    with pytest.raises(mcr.Unsupported, match="in the first group of backend mcr"):
+        dist.new_group(list(range(size)), backend="mcr")
+    assert time.monotonic() - start < 20
     if dist.get_rank() == 0:
         dist.all_reduce(torch.ones(1), group=first)
         dist.destroy_process_group(first)
@@ -339,7 +415,7 @@ def in_a_job_of_ours() -> None:
 
 
 def another_world() -> None:
-    """mcr beside gloo as the program's own backend."""
+    """mcr beside gloo as the program's own backend; its job lives as long as one of its groups."""
     dist.init_process_group("gloo")
     size = dist.get_world_size()
     group = dist.new_group(backend="mcr")
@@ -347,8 +423,30 @@ def another_world() -> None:
     dist.all_reduce(x, group=group)
     dist.all_reduce(x)
     assert (x == size**2).all()
+    second: Any = dist.new_group(backend="mcr")
+    dist.destroy_process_group(group)
+    dist.all_reduce(x, group=second)
+    third: Any = dist.new_group(backend="mcr")
+    dist.destroy_process_group(second)
+    dist.all_reduce(x, group=third)
+    assert (x == size**4).all()
+    dist.destroy_process_group(third)
+    assert not mcr.is_initialized()
+    dist.all_reduce(x, group=dist.new_group(backend="mcr"))
     dist.destroy_process_group()
     assert not mcr.is_initialized()
+
+
+def timeouts_of_groups() -> None:
+    """Each has its own, unless the YAML names one."""
+    unset = {"version": 1, "pipeline": [{"select": {}}, {"dispatch": {"check": "first"}}]}
+    for config, expected in ((unset, [20.0, 3.0]), (QUICK, [30.0, 30.0])):
+        with job(config, timeout=timedelta(seconds=20)) as world:
+            group: Any = dist.new_group([0, 1], timeout=timedelta(seconds=3))
+            found: list[Any] = [each.communicator.config.options("dispatch") for each in (world, group)]
+            assert [options.timeout for options in found] == expected, found
+            with pytest.raises(mcr.Unsupported, match="as timeout="):
+                group._set_default_timeout(timedelta(seconds=2))
 
 
 # -- the pipeline ---------------------------------------------------------------------------------------
@@ -371,11 +469,11 @@ def small_model() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
 
 
-def sharded(model: nn.Module) -> nn.Module:
+def sharded(model: nn.Module, **options: Any) -> nn.Module:
     for layer in model.children():
         if isinstance(layer, nn.Linear):
-            fully_shard(layer)
-    fully_shard(model)
+            fully_shard(layer, **options)
+    fully_shard(model, **options)
     return model
 
 
@@ -416,6 +514,54 @@ def fsdp_with_codecs_of_its_own() -> None:
         mcr.fsdp(small_model())
 
 
+def fsdp_of_two_models() -> None:
+    """Their operations have tags of their own, or they would share residuals."""
+    with job():
+        model = mcr.fsdp(sharded(small_model()))
+        assert mcr.fsdp(model) is model
+        with pytest.raises(mcr.InvalidArgument, match="tag 'fsdp' is another model's; pass tag="):
+            mcr.fsdp(sharded(small_model()))
+        mcr.fsdp(sharded(small_model()), tag="second")
+        mcr.fsdp(model, tag="first")
+        mcr.fsdp(sharded(small_model()))  # the tag is free
+        with pytest.raises(mcr.Unsupported, match="no dimension of replicas"):
+            mcr.fsdp(model, replicas="bf16", tag="first")
+
+
+def fsdp_with_replicas() -> None:
+    config = {**COMPRESSED, "rules": []}
+    with job(config):
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+        plain = trained(sharded(small_model(), mesh=mesh))
+    with job(config), mcr.record() as log:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+        codec = {"codec": "int4_block", "error_feedback": True}
+        losses = trained(mcr.fsdp(sharded(small_model(), mesh=mesh), replicas=codec))
+    np.testing.assert_allclose(losses, plain, rtol=0.05)
+    assert losses != plain
+    found = {(record.tag, record.codec) for record in log.records}
+    assert {("fsdp.0.replicas", "int4_block"), ("fsdp.2.replicas", "int4_block")} <= found, found
+
+
+def one_rank_has_a_wrong_configuration() -> None:
+    """All are told at once."""
+    start = time.monotonic()
+    wrong = {"version": 1, "pipeline": [{"select": {"bucket": 1}}, {"dispatch": {}}]}
+    rank = int(os.environ["RANK"])
+    told = "unknown key 'bucket'" if rank == 1 else r"unknown key 'bucket'.* \(on rank 1\)"
+    with pytest.raises(mcr.ConfigError, match=told):
+        dist.init_process_group("mcr", pg_options=wrong if rank == 1 else QUICK)
+    with pytest.raises(mcr.ConfigError, match=told):
+        mcr.init(wrong if rank == 1 else QUICK)
+    with job():
+        with pytest.raises(mcr.ConfigError, match=told):
+            dist.new_group([0, 1], pg_options=wrong if rank == 1 else QUICK)
+        elsewhere = "nobody.yaml" if rank == 1 else QUICK
+        with pytest.raises(mcr.ConfigError, match=r"cannot read 'nobody.yaml'"):
+            dist.new_group([0, 1], pg_options=elsewhere)
+    assert time.monotonic() - start < 20
+
+
 def options_are_checked() -> None:
     with pytest.raises(mcr.ConfigError, match="pg_options: expected the path"):
         dist.init_process_group("mcr", pg_options=3)
@@ -426,6 +572,13 @@ def options_are_checked() -> None:
         everyone = list(range(dist.get_world_size()))
         with pytest.raises(mcr.ConfigError, match="backend msccl is not part of this job"):
             dist.new_group(everyone, pg_options={**QUICK, "backends": ["msccl"]})
+        for name, value in (("progress", "thread"), ("wait", "sleep")):
+            other = [{"select": {}}, {"dispatch": {name: value}}]
+            with pytest.raises(mcr.ConfigError, match=f"dispatch.{name}: {value} is for this group alone"):
+                dist.new_group(everyone, pg_options={"version": 1, "pipeline": other})
+        nodes = [{"hierarchical": {"nodes": [[0], [1], [2]]}}, {"select": {}}, {"dispatch": {}}]
+        with pytest.raises(mcr.ConfigError, match="3 ranks are listed; expected all 2"):
+            dist.new_group(everyone, pg_options={"version": 1, "pipeline": nodes})
         group = dist.new_group(everyone, pg_options=COMPRESSED)
         with mcr.record() as log:
             dist.all_reduce(torch.ones(70_000), group=group)
@@ -439,6 +592,9 @@ def what_cannot_be_done() -> None:
             dist.all_reduce(torch.empty(3, device="meta"))
         with pytest.raises(RuntimeError, match="BAND"):
             dist.all_reduce(torch.ones(3), dist.ReduceOp.BAND)
+        half: Any = dist._make_nccl_premul_sum(0.5)  # type: ignore[attr-defined]
+        with pytest.raises(mcr.Unsupported, match="PREMUL_SUM; only SUM"):
+            dist.all_reduce(torch.ones(3).to_sparse(), half)
 
 
 def a_rank_that_is_late() -> None:
@@ -462,12 +618,13 @@ def profiled() -> None:
 SECTIONS: Final[dict[str, Callable[[], None]]] = {
     section.__name__: section
     for section in (
-        scaled_sums, means_of_integers, sparse_sums, uneven_lists, coalesced, messages, futures,
-        futures_in_a_backward_pass, strided_and_coalesced, errors_of_what_nobody_waits_for,
-        a_destroyed_group_stays_so, a_message_beside_a_barrier,
-        another_thread, groups_come_and_go, in_a_job_of_ours, another_world, ddp_is_compressed,
-        fsdp_is_compressed, fsdp_with_codecs_of_its_own, options_are_checked, what_cannot_be_done,
-        a_rank_that_is_late, profiled,
+        scaled_sums, means_of_integers, as_pybind_takes_them, sparse_sums, uneven_lists, coalesced, messages,
+        futures, futures_in_a_backward_pass, strided_and_coalesced, errors_of_what_nobody_waits_for,
+        a_destroyed_group_stays_so, a_message_beside_a_barrier, another_thread, groups_come_and_go,
+        in_a_job_of_ours, another_world, timeouts_of_groups, ddp_is_compressed, fsdp_is_compressed,
+        fsdp_with_codecs_of_its_own, fsdp_of_two_models, fsdp_with_replicas,
+        one_rank_has_a_wrong_configuration, options_are_checked, what_cannot_be_done, a_rank_that_is_late,
+        profiled,
     )
 }  # fmt: skip
 

@@ -62,7 +62,7 @@ class GlooBackend:
         self._timeout = timedelta(seconds=world.timeout) + _SLACK
         self._groups: list[Any] = []
         address = "127.0.0.1" if world.single_host else host_address()
-        self._device = c10d.ProcessGroupGloo.create_device(hostname=address)
+        self._device: Any = c10d.ProcessGroupGloo.create_device(hostname=address)
 
     @classmethod
     def library_version(cls) -> str:
@@ -105,7 +105,7 @@ class GlooBackend:
             store, group.rank, group.size, devices=[self._device], threads=2, timeout=self._timeout
         )
         self._groups.append(process_group)
-        return _GlooChannel(process_group, group, self._timeout)
+        return _GlooChannel(process_group, group, self._timeout, self._groups)
 
     def progress(self) -> None:
         """gloo's threads need no help."""
@@ -119,6 +119,7 @@ class GlooBackend:
         if not clean:
             self.abandon()
         self._groups.clear()
+        self._device = None  # its thread and its files go with the last group
 
     def abandon(self) -> None:
         """Never destroy the groups: also in a forked child, which does not have their threads."""
@@ -170,20 +171,6 @@ _NATIVE_OP: Final[dict[str, Any]] = {
 }
 
 
-def _poll(work: Any, finish: Callable[[], None] | None = None) -> Poll:
-    """Completion of a c10d work; `wait` on a finished one only raises its error."""
-
-    def poll() -> bool:
-        if not work.is_completed():
-            return False
-        work.wait()
-        if finish is not None:
-            finish()
-        return True
-
-    return poll
-
-
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as flat bytes: gloo moves every dtype this way."""
     # Not reshape(-1): a contiguous tensor of one element may have any stride, which `view` refuses.
@@ -191,14 +178,42 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _GlooChannel:
-    def __init__(self, process_group: Any, group: Group, timeout: timedelta) -> None:
-        self._pg: Any = process_group  # None once closed
+    def __init__(self, process_group: Any, group: Group, timeout: timedelta, open_ones: list[Any]) -> None:
+        # None once closed. Nothing else keeps gloo's group: it is destroyed by whoever lets go of it last.
+        self._pg: Any = process_group
+        self._open_ones = open_ones
+        self._running: set[object] = set()  # what has not been seen to end
         self._group = group
         self._timeout = timeout
         self._sent: dict[tuple[int | None, int], int] = {}  # messages so far, by peer and tag
 
     def close(self) -> None:
         self._pg = None
+
+    def release(self) -> None:
+        """Close it while other ranks may still use theirs: gloo destroys a group without asking them.
+
+        That waits for what is in flight, so with anything left the group stays until the job ends.
+        """
+        if not self._running:
+            self._open_ones.remove(self._pg)
+            self.close()
+
+    def _poll(self, work: Any, finish: Callable[[], None] | None = None) -> Poll:
+        """Completion of a c10d work; `wait` on a finished one only raises its error."""
+        running = self._running
+        running.add(work)
+
+        def poll() -> bool:
+            if not work.is_completed():
+                return False
+            running.discard(work)
+            work.wait()
+            if finish is not None:
+                finish()
+            return True
+
+        return poll
 
     def bind(self, signature: Signature) -> Start:
         if signature.kind in REDUCING:
@@ -214,14 +229,14 @@ class _GlooChannel:
         if not _gloo_reduces(signature):
             return self._gather_and_fold(signature, op, root=None)
         options = _opts(c10d.AllreduceOptions(), reduceOp=_NATIVE_OP[op], timeout=self._timeout)
-        call, size = self._pg.allreduce, self._group.size
+        size = self._group.size
 
         def start(message: Message) -> Poll:
             out = message.outputs[0]
             if out is not message.inputs[0]:
                 out.copy_(message.inputs[0])
-            work = call([out.view(-1)], options)
-            return _poll(work, (lambda: _divide(out, size)) if op == "AVG" else None)
+            work = self._pg.allreduce([out.view(-1)], options)
+            return self._poll(work, (lambda: _divide(out, size)) if op == "AVG" else None)
 
         return start
 
@@ -232,7 +247,7 @@ class _GlooChannel:
         options = _opts(
             c10d.ReduceOptions(), reduceOp=_NATIVE_OP[op], rootRank=root, rootTensor=0, timeout=self._timeout
         )
-        call, size, is_root = self._pg.reduce, self._group.size, self._group.rank == root
+        size, is_root = self._group.size, self._group.rank == root
 
         def start(message: Message) -> Poll:
             value = message.inputs[0]
@@ -240,8 +255,8 @@ class _GlooChannel:
             target = message.outputs[0] if is_root else value.clone()
             if is_root and target is not value:
                 target.copy_(value)
-            work = call([target.view(-1)], options)
-            return _poll(work, (lambda: _divide(target, size)) if op == "AVG" and is_root else None)
+            work = self._pg.reduce([target.view(-1)], options)
+            return self._poll(work, (lambda: _divide(target, size)) if op == "AVG" and is_root else None)
 
         return start
 
@@ -260,7 +275,7 @@ class _GlooChannel:
                 if out is not None:
                     reduce_parts(parts, out.view(-1))
 
-            return _poll(work, finish)
+            return self._poll(work, finish)
 
         return start
 
@@ -276,7 +291,7 @@ class _GlooChannel:
             value, out = message.inputs[0], message.outputs[0]
             parts = torch.empty_like(value)
             work = self._exchange(parts, value, [], [])
-            return _poll(work, lambda: reduce_parts(parts.view(size, -1), out.view(-1)))
+            return self._poll(work, lambda: reduce_parts(parts.view(size, -1), out.view(-1)))
 
         return start
 
@@ -289,7 +304,7 @@ class _GlooChannel:
             counts = list(message.input_counts or ())
             parts = value.new_empty(size * counts[rank])
             work = self._exchange(parts, value, [counts[rank]] * size, counts)
-            return _poll(work, lambda: reduce_parts(parts.view(size, -1), out.view(-1)))
+            return self._poll(work, lambda: reduce_parts(parts.view(size, -1), out.view(-1)))
 
         return start
 
@@ -311,16 +326,15 @@ class _GlooChannel:
     def _broadcast(self, signature: Signature) -> Start:
         root = signature.root or 0
         options = _opts(c10d.BroadcastOptions(), rootRank=root, rootTensor=0, timeout=self._timeout)
-        call = self._pg.broadcast
 
         def start(message: Message) -> Poll:
-            return _poll(call([_bytes(message.outputs[0])], options))
+            return self._poll(self._pg.broadcast([_bytes(message.outputs[0])], options))
 
         return start
 
     def _all_gather(self, signature: Signature) -> Start:  # noqa: ARG002 - binders share a shape
         def start(message: Message) -> Poll:
-            return _poll(self._gather_bytes(message.outputs[0], message.inputs[0]))
+            return self._poll(self._gather_bytes(message.outputs[0], message.inputs[0]))
 
         return start
 
@@ -330,42 +344,44 @@ class _GlooChannel:
         def start(message: Message) -> Poll:
             value, counts = message.inputs[0].view(-1), list(message.output_counts or ())
             copies = value.repeat(size)
-            return _poll(self._exchange(message.outputs[0], copies, counts, [value.numel()] * size))
+            return self._poll(self._exchange(message.outputs[0], copies, counts, [value.numel()] * size))
 
         return start
 
     def _all_to_all(self, signature: Signature) -> Start:  # noqa: ARG002
         def start(message: Message) -> Poll:
-            return _poll(self._exchange(message.outputs[0], message.inputs[0], [], []))
+            return self._poll(self._exchange(message.outputs[0], message.inputs[0], [], []))
 
         return start
 
     def _all_to_all_v(self, signature: Signature) -> Start:  # noqa: ARG002
         def start(message: Message) -> Poll:
             output_counts, input_counts = list(message.output_counts or ()), list(message.input_counts or ())
-            return _poll(self._exchange(message.outputs[0], message.inputs[0], output_counts, input_counts))
+            return self._poll(
+                self._exchange(message.outputs[0], message.inputs[0], output_counts, input_counts)
+            )
 
         return start
 
     def _gather(self, signature: Signature) -> Start:
         root, size = signature.root or 0, self._group.size
         options = _opts(c10d.GatherOptions(), rootRank=root, timeout=self._timeout)
-        call, is_root = self._pg.gather, self._group.rank == root
+        is_root = self._group.rank == root
 
         def start(message: Message) -> Poll:
             targets = [list(_bytes(message.outputs[0]).chunk(size))] if is_root else []
-            return _poll(call(targets, [_bytes(message.inputs[0])], options))
+            return self._poll(self._pg.gather(targets, [_bytes(message.inputs[0])], options))
 
         return start
 
     def _scatter(self, signature: Signature) -> Start:
         root, size = signature.root or 0, self._group.size
         options = _opts(c10d.ScatterOptions(), rootRank=root, timeout=self._timeout)
-        call, is_root = self._pg.scatter, self._group.rank == root
+        is_root = self._group.rank == root
 
         def start(message: Message) -> Poll:
             sources = [list(_bytes(message.inputs[0]).chunk(size))] if is_root else []
-            return _poll(call([_bytes(message.outputs[0])], sources, options))
+            return self._poll(self._pg.scatter([_bytes(message.outputs[0])], sources, options))
 
         return start
 
@@ -377,7 +393,7 @@ class _GlooChannel:
             counts = list(message.output_counts or ()) if rank == root else [0] * size
             out = message.outputs[0] if rank == root else value.new_empty(0)
             to_root = [value.numel() if peer == root else 0 for peer in range(size)]
-            return _poll(self._exchange(out, value, counts, to_root))
+            return self._poll(self._exchange(out, value, counts, to_root))
 
         return start
 
@@ -389,37 +405,37 @@ class _GlooChannel:
             counts = list(message.input_counts or ()) if rank == root else [0] * size
             value = message.inputs[0] if rank == root else out.new_empty(0)
             from_root = [out.numel() if peer == root else 0 for peer in range(size)]
-            return _poll(self._exchange(out, value, from_root, counts))
+            return self._poll(self._exchange(out, value, from_root, counts))
 
         return start
 
     def _send(self, signature: Signature) -> Start:
-        call, sent = self._pg.send, self._sent
+        sent, running = self._sent, self._running
 
         def start(message: Message) -> Poll:
             value, peer, tag = message.inputs[0], message.peer, message.match_tag
             number = sent[peer, tag] = sent.get((peer, tag), 0) + 1
-            works = [call([_slip(signature, value, number)], peer, tag * _SLOTS)]
+            send = self._pg.send
+            works = [send([_slip(signature, value, number)], peer, tag * _SLOTS)]
             if value.numel():
-                works.append(call([_bytes(value)], peer, _slot(tag, number)))
-            return _WatchedSend(works)
+                works.append(send([_bytes(value)], peer, _slot(tag, number)))
+            return _WatchedSend(works, running)
 
         return start
 
     def _recv(self, signature: Signature) -> Start:
-        pg, group = self._pg, self._group
+        group, running = self._group, self._running
 
         def start(message: Message) -> Poll:
-            return _WatchedReceive(pg, group, signature, message)
+            return _WatchedReceive(self._pg, group, signature, message, running)
 
         return start
 
     def _barrier(self, signature: Signature) -> Start:  # noqa: ARG002
         options = _opts(c10d.BarrierOptions(), timeout=self._timeout)
-        call = self._pg.barrier
 
         def start(message: Message) -> Poll:  # noqa: ARG001
-            return _poll(call(options))
+            return self._poll(self._pg.barrier(options))
 
         return start
 
@@ -455,9 +471,11 @@ _watchers = _Watchers()
 class _Watched:
     """Poll of a send or receive. The watching thread is started by the first poll."""
 
-    def __init__(self) -> None:
+    def __init__(self, running: set[object]) -> None:
         self._state: Literal["new", "watched", "done"] = "new"
         self._error: Exception | None = None
+        self._running = running
+        running.add(self)
 
     def __call__(self) -> bool:
         if self._state == "new":
@@ -474,6 +492,7 @@ class _Watched:
             self._finish()
         except Exception as error:
             self._error = error
+        self._running.discard(self)
         self._state = "done"
 
     def _finish(self) -> None:
@@ -483,8 +502,8 @@ class _Watched:
 class _WatchedSend(_Watched):
     """The slip that announces a message, and the message."""
 
-    def __init__(self, works: list[Any]) -> None:
-        super().__init__()
+    def __init__(self, works: list[Any], running: set[object]) -> None:
+        super().__init__(running)
         self._works = works
 
     def _finish(self) -> None:
@@ -497,9 +516,11 @@ class _WatchedReceive(_Watched):
 
     source: int
 
-    def __init__(self, pg: Any, group: Group, signature: Signature, message: Message) -> None:
-        super().__init__()
-        self._pg = pg
+    def __init__(
+        self, pg: Any, group: Group, signature: Signature, message: Message, running: set[object]
+    ) -> None:
+        super().__init__(running)
+        self._pg: Any = pg
         self._group = group
         self._signature = signature
         self._target = message.outputs[0]
@@ -514,6 +535,7 @@ class _WatchedReceive(_Watched):
         self()  # the message must come in even if nobody polls
 
     def _finish(self) -> None:
+        pg, self._pg = self._pg, None  # a handle that the user keeps must not keep gloo's group
         self._work.wait()
         if not hasattr(self, "source"):
             self.source = self._work._source_rank()
@@ -526,7 +548,7 @@ class _WatchedReceive(_Watched):
                 f"({target.nbytes} bytes)"
             )
         if nbytes:
-            self._pg.recv([_bytes(target)], self.source, _slot(self._tag, number)).wait()
+            pg.recv([_bytes(target)], self.source, _slot(self._tag, number)).wait()
 
 
 # A slip: number of the message between two ranks under a tag, bytes, dtype, description.

@@ -7,7 +7,8 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from mcr_plus.environment import LOOPBACK
@@ -49,9 +50,18 @@ def torch_command(scratch: Scratch, command: Sequence[str], ranks: int) -> list[
 
 
 def environment(
-    base: Mapping[str, str], scratch: Scratch, ranks: int, *, config: Path | None, terminal: str | None
+    base: Mapping[str, str],
+    scratch: Scratch,
+    ranks: int,
+    *,
+    config: Path | None,
+    terminal: str | None,
+    port: int | None = None,
 ) -> dict[str, str]:
-    """The environment of a job: `base`, defaults it does not set, and the job's own settings."""
+    """The environment of a job: `base`, defaults it does not set, and the job's own settings.
+
+    `port`: where torch.distributed is to meet, see `reserved_port`.
+    """
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores() // ranks)),
         "PYTHONUNBUFFERED": "1",
@@ -59,13 +69,15 @@ def environment(
         **(_LOOPBACK_ON_GPU if Path("/dev/nvidiactl").exists() else {}),
     }
     inherited = {name: value for name, value in base.items() if not _OF_ANOTHER_JOB.match(name)}
-    return {**defaults, **inherited, **_job_settings(scratch, config, terminal)}
+    return {**defaults, **inherited, **_job_settings(scratch, config, terminal, port)}
 
 
-def _job_settings(scratch: Scratch, config: Path | None, terminal: str | None) -> dict[str, str]:
+def _job_settings(
+    scratch: Scratch, config: Path | None, terminal: str | None, port: int | None
+) -> dict[str, str]:
     settings = {JOB_VARIABLE: scratch.name, "MCR_LAUNCHER": "mcr-plus", "MCR_JOB_FOLDER": str(scratch.root)}
-    # For torch.distributed under mpiexec; torchrun's agent sets its own.
-    settings |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(_free_port())}
+    if port is not None:  # for torch.distributed under mpiexec; torchrun's agent sets its own
+        settings |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
     for base in ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base"):
         settings[base] = str(scratch.root)
     for part in ("btl_sm", "btl_vader", "osc_sm", "osc_rdma"):
@@ -79,10 +91,17 @@ def _job_settings(scratch: Scratch, config: Path | None, terminal: str | None) -
     return settings
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port of this host that the system hands out to nobody while this lasts.
+
+    A rank can listen on it all the same: like every server's, its socket has SO_REUSEADDR, and that shares
+    a port with a socket that has it too and does not listen.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((LOOPBACK, 0))
+        yield int(holder.getsockname()[1])
 
 
 def _openmpi_options(launcher: MpiLauncher, ranks: int) -> list[str]:

@@ -76,10 +76,12 @@ def run_job(
     `sink` gets every line of output with its rank and stream, in this thread. Leaves no process,
     file or shared memory of the job behind. `env` replaces the environment the job inherits.
     """
-    with scratch.create() as folders:
+    with scratch.create() as folders, commands.reserved_port() as port:
         words = _driver_command(command, ranks, via, folders)
         inherited = os.environ if env is None else env
-        settings = commands.environment(inherited, folders, ranks, config=config, terminal=terminal)
+        settings = commands.environment(
+            inherited, folders, ranks, config=config, terminal=terminal, port=port
+        )
         channels = Channels(folders.root, ranks, sink)
         try:
             return _Job(words, settings, channels, folders, timeout).run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections import Counter
 from datetime import timedelta
 from typing import Any, Final
 
@@ -15,6 +16,7 @@ from mcr_plus.errors import BackendUnavailable, LaunchError
 from mcr_plus.launch.network import host_address
 
 _SLACK: Final = 10.0  # seconds that rank 0's verdict may take to arrive
+_meetings: Counter[tuple[str, int, int]] = Counter()  # of torch's groups, by address and size
 _stores: dict[tuple[str, int], Store] = {}  # those of this process that listen or are connected
 
 
@@ -64,6 +66,25 @@ def exchange(store: Store, rank: int, size: int, what: str, value: str, timeout:
     values = result["values"]
     assert isinstance(values, list)
     return values
+
+
+def open_torch_store(environment: LaunchEnvironment, limit: timedelta) -> Store:
+    """Connect to the store of `env://`, which rank 0 creates, and which listens on loopback; collective.
+
+    It stays for the life of rank 0's process. Keys are new at each call, as a program may destroy its process
+    group and create it again.
+
+    Raises `LaunchError` if the port is taken, and torch's own errors if rank 0 does not come.
+    """
+    address, port, size = environment.master_addr, environment.master_port, environment.world_size
+    assert address is not None
+    assert port is not None
+    try:
+        store = _through_address(environment, limit)
+    except OSError as error:
+        raise LaunchError(f"env://: rank 0 cannot listen on {address}:{port}: {error}") from error
+    _meetings[address, port, size] += 1
+    return PrefixStore(f"torch/{size}/{_meetings[address, port, size]}", store)
 
 
 def _through_address(environment: LaunchEnvironment, limit: timedelta) -> Store:

@@ -612,10 +612,10 @@ def test_two_processes_on_torch_train_the_same_model(generated: Path, tmp_path: 
     """The reference transport itself, in float32."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     options = ("--comms", "torch", "--data", generated, "--table-rows", 20, "--epochs", 2)
-    for _ in range(3):  # gloo itself aborts now and then while a process ends (pytorch #190489)
-        done = launch(torchrun, *options, "--json", tmp_path / "out.json")
-        if "terminate called without an active exception" not in done.stderr:
-            break
+    done = launch(torchrun, *options, "--json", tmp_path / "out.json")
+    for _ in range(2):  # gloo itself aborts now and then while a process ends (pytorch #190489)
+        if "terminate called without an active exception" in done.stderr:
+            done = launch(torchrun, *options, "--json", tmp_path / "out.json")
     assert done.returncode == 0, done.stderr
     work = job(generated, model=model.ModelConfig(table_rows=20), batch_size=128)
     single, _ = train_on(alone(), work)

@@ -327,7 +327,9 @@ class Slow(mcr.Work):
     def then(self, function: Callable[[], None]) -> mcr.Work:
         raise NotImplementedError
 
-    info = property()
+    @property
+    def info(self) -> Any:
+        raise NotImplementedError
 
 
 @pytest.mark.parametrize("timeout", [0.5, timedelta(seconds=0.5)])

@@ -418,7 +418,7 @@ def another_world() -> None:
     """mcr beside gloo as the program's own backend; its job lives as long as one of its groups."""
     dist.init_process_group("gloo")
     size = dist.get_world_size()
-    group = dist.new_group(backend="mcr")
+    group: Any = dist.new_group(backend="mcr")
     x = torch.ones(3)
     dist.all_reduce(x, group=group)
     dist.all_reduce(x)

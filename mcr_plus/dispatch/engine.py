@@ -585,7 +585,8 @@ class Engine:
         who = f"missing ranks: {missing}" if missing else "all ranks have issued it"
         detail = f" ({'; '.join(notes)})" if notes else ""
         return CommTimeout(
-            f"{operation.name(work.sequence)} on {operation.backend} not done after {waited:.1f} s; "
+            f"{operation.name(work.sequence)} on {operation.backend} not done after {waited:.1f} s "
+            f"(its timeout is {operation.timeout:g} s); "
             f"{who}{detail}",
             missing,
         )

@@ -142,7 +142,7 @@ class MpiBackend:
     @classmethod
     def serves(cls, world: World) -> str:
         """Why MPI cannot serve this job, empty if it can: it must have been started by an MPI launcher."""
-        remedy = "start the job with mcr-plus run or mpirun"
+        remedy = "start the job with mcr-plus run or mpirun, or name no mpi in `backends`"
         # Initialising MPI in a process that it did not start takes a second, for a world of one rank.
         if "mpi4py.MPI" not in sys.modules and not started_by_mpi():
             return f"no MPI launcher started this job; {remedy}"

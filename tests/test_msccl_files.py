@@ -81,7 +81,8 @@ def sizes_of(algorithm: Algorithm, width: int) -> list[int]:
     least = max(algorithm.least, min(4096, most))
     ranks = algorithm.ranks
     wanted = {least, min(least + 37 * width * ranks, most), most}
-    return sorted({size // width // ranks * ranks or ranks for size in wanted})
+    fewest = max(1, -(-algorithm.least // (width * ranks)))
+    return sorted({max(size // (width * ranks), fewest) * ranks for size in wanted})
 
 
 def runs(file: str) -> list[str]:

@@ -586,8 +586,7 @@ class Engine:
         detail = f" ({'; '.join(notes)})" if notes else ""
         return CommTimeout(
             f"{operation.name(work.sequence)} on {operation.backend} not done after {waited:.1f} s "
-            f"(its timeout is {operation.timeout:g} s); "
-            f"{who}{detail}",
+            f"(its timeout is {operation.timeout:g} s); {who}{detail}",
             missing,
         )
 

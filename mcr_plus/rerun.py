@@ -60,10 +60,11 @@ def check_persistent(kind: str, tensors: tuple[Any, ...], options: dict[str, Any
             raise InvalidArgument(f"tensors[{index}]: a persistent operation needs contiguous tensors")
 
 
-def bind_persistent(now: Call, later: Call) -> PersistentOp:
+def bind_persistent(now: Call, later: Call, group: object) -> PersistentOp:
     """Calls bound to their tensors, on a persistent request of the library where the chain is one call of it.
 
-    `now` is the synchronous call, `later` the same with a handle; neither has been issued.
+    `now` is the synchronous call, `later` the same with a handle; neither has been issued. `group` lives as
+    long as what is returned.
     """
     operation = getattr(now.issue, "operation", None)
     native = operation.persistent(now.message) if isinstance(operation, Operation) else None
@@ -82,7 +83,7 @@ def bind_persistent(now: Call, later: Call) -> PersistentOp:
         latest[:] = [issue(Message(signature, inputs, outputs, **rest))]
         return latest[0]
 
-    run.start = start
+    run.start, run.group = start, group
     return cast("PersistentOp", run)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -12,17 +13,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ranks import RanksFailed, run_ranks
 
+import mcr_plus as mcr
+from mcr_plus.c10d import HashStore
 from mcr_plus.errors import LaunchError
 from mcr_plus.launch import commands, launch, loopback, mpi_flavour, mpi_usable, scratch
 from mcr_plus.launch.channels import RankState
 from mcr_plus.launch.flavour import MpiLauncher, parse_version
 from mcr_plus.launch.job import Outcome, run_job
+from mcr_plus.launch.rendezvous import exchange, unused_part
+from mcr_plus.launch.run import explanation
+from mcr_plus.uncaught import description
 
 PROGRAMS = str(Path(__file__).with_name("programs.py"))
 SHARED_MEMORY = Path("/dev/shm")
@@ -191,6 +198,73 @@ def test_failing_rank_ends_the_job_and_is_shown_last(
     assert "mpi4py/run.py" not in shown[2]
     assert gone(pids)
     assert leftovers(folder, run) == []
+
+
+@both
+def test_one_mistake_of_all_ranks_is_one_message(start: Start, via: str) -> None:
+    run = start("-n", "2", "--via", via, PROGRAMS, "mistake")
+    assert run.wait() == 1
+    head, place, source, text = run.text().splitlines()
+    assert head == "mcr-plus: ranks 0 and 1 of 2 failed (MCR_TRACEBACK=1 says more):"
+    assert re.fullmatch(r"  \S*programs\.py:\d+, in mistake:", place)
+    assert source.strip() == "mcr.all_reduce(torch.ones(3), op)"
+    assert text.startswith("  InvalidArgument: op: unknown reduce op 'sum'; known: SUM, AVG")
+    assert text.endswith("; did you mean 'SUM'?")
+
+
+def test_whole_tracebacks_on_request(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MCR_TRACEBACK", "1")
+    run = start("-n", "1", "--via", "torch", PROGRAMS, "mistake")
+    assert run.wait() == 1
+    assert run.text().count("Traceback (most recent call last)") == 2  # its own, and the one at the end
+    assert "communicator.py" in run.text()
+    monkeypatch.setenv("MCR_TRACEBACK", "yes")
+    with pytest.raises(LaunchError, match="MCR_TRACEBACK='yes': expected 1"):
+        launch(["true"], 1, via="torch")
+
+
+def reported(rank: int, text: str | None, place: str = "a.py:3, in <module>") -> RankState:
+    """A rank that has reported an exception and ended."""
+    state = RankState(rank, code=1, ended=2.0 + rank)
+    report = {"time": 1.0 + rank, "text": text, "place": place, "source": "f()", "traceback": ["T", "E: x"]}
+    state.note_report(json.dumps(report).encode())
+    return state
+
+
+def test_ranks_that_failed_alike_share_a_message() -> None:
+    sides = ["rank 0 issued a; rank 1 issued b", "rank 1 issued b; rank 0 issued a"]
+    states = (
+        reported(0, f"OrderMismatch: {sides[0]}"),
+        reported(1, f"OrderMismatch: {sides[1]}", "b.py:9, in step"),
+        reported(2, "BackendError: rank 0 has left"),
+        reported(3, "BackendError: rank 0 has left"),
+        reported(4, None),
+    )
+    assert explanation(Outcome(states, 1, None, False, ()), "mpi") == [
+        "mcr-plus: ranks 2 and 3 of 5 failed (MCR_TRACEBACK=1 says more):",
+        "  a.py:3, in <module>:",
+        "      f()",
+        "  BackendError: rank 0 has left",
+        "mcr-plus: rank 4 of 5 exited with status 1:",
+        "  T",
+        "  E: x",
+        "mcr-plus: ranks 0 and 1 of 5 failed (MCR_TRACEBACK=1 says more):",
+        "  a.py:3, in <module> (rank 0):",
+        "      f()",
+        "  b.py:9, in step (rank 1):",
+        "      f()",
+        f"  OrderMismatch: {sides[0]}",
+    ]
+
+
+def test_the_place_of_an_error_is_the_users() -> None:
+    with pytest.raises(mcr.NotInitialized) as caught:
+        mcr.get_rank()
+    found = description(caught.value, caught.value.__traceback__)
+    assert found["place"].endswith(f"in {test_the_place_of_an_error_is_the_users.__name__}")
+    assert found["source"] == "mcr.get_rank()"
+    assert found["text"] == "NotInitialized: mcr.init has not been called in this process"
+    assert description(ValueError("x"), None)["text"] is None
 
 
 @both
@@ -570,6 +644,28 @@ def test_a_file_that_one_rank_lacks_is_told_to_all_at_once(
         assert soon
 
 
+def test_a_part_of_a_store_is_new_whatever_was_left_in_it() -> None:
+    """An earlier attempt may have ended anywhere; ranks of the next one come in any order."""
+    store = HashStore()
+    for delays in ((0.0, 0.0, 0.0), (0.1, 0.0, 0.0), (0.0, 0.1, 0.05), (0.0, 0.0, None), (0.05, 0.0, 0.0)):
+        with ThreadPoolExecutor(3) as pool:
+            there = [(rank, delay) for rank, delay in enumerate(delays) if delay is not None]
+            ranks = [pool.submit(_meet_late, store, *each) for each in there]
+            if None in delays:
+                for each in ranks:
+                    with pytest.raises(LaunchError, match=r"ranks \[2\] did not call init within 1 s"):
+                        each.result()
+                store.set("asks/2", "someone who asked, and did not stay for the answer")
+                continue
+            assert [each.result() for each in ranks] == [[str(delay) for delay in delays]] * 3
+
+
+def _meet_late(store: HashStore, rank: int, delay: float) -> list[str]:
+    time.sleep(delay)
+    part = unused_part(store, rank, 3, 1.0)
+    return exchange(part, rank, 3, "delays", str(delay), 1.0)
+
+
 def test_tasks_of_a_slurm_step_find_each_other(tmp_path: Path) -> None:
     """What srun tells its tasks, without srun."""
     program = tmp_path / "program.py"
@@ -589,3 +685,29 @@ def test_tasks_of_a_slurm_step_find_each_other(tmp_path: Path) -> None:
     outputs = [task.communicate(timeout=START_LIMIT_S)[0] for task in tasks]
     assert outputs == ["0 2 3.0\n", "1 2 3.0\n"]
     assert [task.returncode for task in tasks] == [0, 0]
+
+
+def test_too_little_shared_memory_is_said_before_mpi_starts() -> None:
+    launcher = mpi_flavour() if mpi_usable() else None
+    if launcher is None or launcher.flavour != "openmpi":
+        pytest.skip("needs Open MPI")
+    small = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"', "sh"]
+    if shutil.which("unshare") is None or subprocess.run([*small, "true"], check=False).returncode:
+        pytest.skip("may not mount a small /dev/shm")
+    command = [
+        *small,
+        sys.executable,
+        "-m",
+        "mcr_plus.cli.main",
+        "run",
+        "-n",
+        "2",
+        "--via",
+        "mpi",
+        "-m",
+        "this",
+    ]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout) == (1, "")
+    assert run.stderr.startswith("mcr-plus: /dev/shm has 1 MiB free; Open MPI needs 16 MiB")
+    assert "--shm-size" in run.stderr

@@ -9,17 +9,19 @@ import selectors
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 Stream = Literal["out", "err"]
+Purpose = Literal["out", "err", "status", "error"]
 Sink = Callable[[int, Stream, bytes], None]
 
 _CHUNK = 65536
 _REMEMBERED_LINES = 60
 _SHOWN_LINES = 20
+_PATIENCE_S = 10.0  # how long a rank may take to end after an exception before that is shown all the same
 _TRACEBACK = "Traceback (most recent call last)"
 _TORCH_TAG = re.compile(r"^\[rank\d+\]: ")  # torch.distributed puts it before each line of a traceback
 _ABORT = re.compile(r"Abort\((-?\d+)\) on node \d+ ")
@@ -35,6 +37,8 @@ class RankState:
     code: int | None = None  # exit status, or minus the signal that killed it
     ended: float = 0.0
     raised: float | None = None  # when the last traceback began
+    report: Mapping[str, Any] | None = None  # of an uncaught exception, see `mcr_plus.uncaught`
+    shown: bool = False  # the report
     aborted: int | None = None  # what MPICH's MPI_Abort said: it kills before the rank can exit
     errors: deque[bytes] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_LINES))
 
@@ -62,11 +66,48 @@ class RankState:
         return f"was killed by {signal_name(-self.end)}"
 
     def last_words(self) -> list[str]:
-        """The traceback the rank ended with, or else its last lines on stderr."""
+        """The exception or the traceback the rank ended with, or else its last lines on stderr."""
+        if self.report is not None:
+            return self._reported()
         lines = [_TORCH_TAG.sub("", line.decode(errors="replace").rstrip("\n")) for line in self.errors]
         lines = [line for line in lines if not _ABORT.match(line)]
         starts = [index for index, line in enumerate(lines) if line.startswith(_TRACEBACK)]
         return _without_runner(lines[starts[-1] :]) if starts else lines[-_SHOWN_LINES:]
+
+    def kind_of_failure(self) -> object:
+        """Equal for ranks that failed alike.
+
+        Of a mismatch, ranks name the two sides in either order.
+        """
+        if self.report is None:
+            return self.rank
+        text = self.report["text"]
+        if text is None:
+            return tuple(self.last_words())
+        return tuple(sorted(re.findall(r"\w+", text))) if text.startswith("OrderMismatch") else text
+
+    def place(self) -> tuple[str, str] | None:
+        """Where in the user's program an error of ours was raised, and the line that stands there."""
+        if self.report is None or self.report["text"] is None or self.report["place"] is None:
+            return None
+        return self.report["place"], self.report["source"] or ""
+
+    def _reported(self) -> list[str]:
+        assert self.report is not None
+        if self.report["text"] is not None:
+            return str(self.report["text"]).splitlines()
+        return _without_runner(self.report["traceback"])
+
+    def note_report(self, line: bytes) -> None:
+        """Remember the exception that ended the program of the rank."""
+        report: dict[str, Any] = json.loads(line)
+        self.report, self.raised = report, report["time"]
+
+    def is_slow_to_end(self) -> bool:
+        """Whether an exception has not been followed by the end, for instance because of another thread."""
+        if self.report is None or self.shown or self.end is not None or self.raised is None:
+            return False
+        return time.monotonic() - self.raised > _PATIENCE_S
 
     def note_error(self, line: bytes) -> None:
         """Remember a line of stderr and what it tells about the end of the rank."""
@@ -92,7 +133,7 @@ class Channel:
 
     descriptor: int
     rank: int
-    stream: Stream | None  # None: the channel on which ranks report how they ended
+    purpose: Purpose  # "status": how ranks ended; "error": an uncaught exception
     partial: bytes = b""
 
     def lines(self) -> list[bytes]:
@@ -108,21 +149,29 @@ class Channel:
 class Channels:
     """All pipes of a job. Not thread-safe."""
 
-    def __init__(self, folder: Path, ranks: int, sink: Sink) -> None:
-        """Make the pipes of `ranks` ranks in `folder`; lines go to `sink`."""
+    def __init__(self, folder: Path, ranks: int, sink: Sink, *, merge_errors: bool = False) -> None:
+        """Make the pipes of `ranks` ranks in `folder`; lines go to `sink`.
+
+        `merge_errors`: ranks have one for uncaught exceptions too.
+        """
         self.states = [RankState(rank) for rank in range(ranks)]
         self._sink = sink
         self._selector = selectors.DefaultSelector()
-        self._open(folder / "status", 0, None)
+        self._open(folder / "status", 0, "status")
         for rank in range(ranks):
             self._open(folder / f"out.{rank}", rank, "out")
             self._open(folder / f"err.{rank}", rank, "err")
+            if merge_errors:
+                self._open(folder / f"error.{rank}", rank, "error")
 
     def pump(self, timeout: float) -> bool:
         """Pass on what has come in; wait up to `timeout` seconds for something. False if nothing came."""
         ready = self._selector.select(timeout)
         for key, _ in ready:
             self._pass_on(key.data)
+        for state in self.states:
+            if state.is_slow_to_end():
+                self._show(state)
         return bool(ready)
 
     def drain(self) -> None:
@@ -131,8 +180,8 @@ class Channels:
             pass
         for key in list(self._selector.get_map().values()):
             channel: Channel = key.data
-            if channel.partial and channel.stream is not None:
-                self._line(channel.rank, channel.stream, channel.partial + b"\n")
+            if channel.partial and channel.purpose in ("out", "err"):
+                self._line(channel.rank, channel.purpose, channel.partial + b"\n")
                 channel.partial = b""
 
     def close(self) -> None:
@@ -141,18 +190,27 @@ class Channels:
             os.close(key.fd)
         self._selector.close()
 
-    def _open(self, path: Path, rank: int, stream: Stream | None) -> None:
+    def _open(self, path: Path, rank: int, purpose: Purpose) -> None:
         os.mkfifo(path, 0o600)
         # read and write: a pipe whose only writer has gone would be readable for ever
         descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-        self._selector.register(descriptor, selectors.EVENT_READ, Channel(descriptor, rank, stream))
+        self._selector.register(descriptor, selectors.EVENT_READ, Channel(descriptor, rank, purpose))
 
     def _pass_on(self, channel: Channel) -> None:
         for line in channel.lines():
-            if channel.stream is None:
+            if channel.purpose == "status":
                 self._status(line)
+            elif channel.purpose == "error":
+                self.states[channel.rank].note_report(line)
             else:
-                self._line(channel.rank, channel.stream, line)
+                self._line(channel.rank, channel.purpose, line)
+
+    def _show(self, state: RankState) -> None:
+        """Print a report as the rank itself would have."""
+        assert state.report is not None
+        state.shown = True
+        for line in state.report["traceback"]:
+            self._sink(state.rank, "err", f"{line}\n".encode())
 
     def _line(self, rank: int, stream: Stream, line: bytes) -> None:
         if stream == "err":

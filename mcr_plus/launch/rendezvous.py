@@ -3,66 +3,172 @@
 from __future__ import annotations
 
 import json
+import secrets
 import socket
-from collections import Counter
+import time
 from datetime import timedelta
 from typing import Any, Final
 
 from torch.distributed import DistError
 
 from mcr_plus.c10d import PrefixStore, Store, TCPStore
-from mcr_plus.environment import LOOPBACK, LaunchEnvironment
+from mcr_plus.environment import LOOPBACK, LaunchEnvironment, job_secret
 from mcr_plus.errors import BackendUnavailable, LaunchError
 from mcr_plus.launch.network import host_address
+from mcr_plus.launch.signing import Offer, SignedStore, address_of, read_offer
 
 _SLACK: Final = 10.0  # seconds that rank 0's verdict may take to arrive
-_meetings: Counter[tuple[str, int, int]] = Counter()  # of torch's groups, by address and size
+_LONGEST_NAP: Final = 0.02
 _stores: dict[tuple[str, int], Store] = {}  # those of this process that listen or are connected
 
 
-def open_store(environment: LaunchEnvironment, attempt: int, timeout: float) -> Store:
+def open_store(environment: LaunchEnvironment, timeout: float) -> Store:
     """Connect to the job's store, creating it on rank 0 if the launcher has none; collective.
 
-    A store of our own listens on loopback when all ranks share the host. `attempt` counts the calls of
-    `init` in this process, so that keys of an earlier one are never seen.
+    A store of our own listens on loopback when all ranks share the host. What is returned is a part of it
+    without keys, see `signed_part`.
 
     Raises:
         LaunchError: the ranks cannot find each other, or have not done so within `timeout` seconds.
     """
-    limit = timedelta(seconds=timeout)
+    store, secret = _connect(environment, timeout)
+    return signed_part(store, environment.rank, environment.world_size, timeout, secret)
+
+
+def open_plain_store(environment: LaunchEnvironment, timeout: float) -> Store:
+    """The same without signatures, for torch: its C++ keeps no store alive that is written in Python."""
+    store, _ = _connect(environment, timeout)
+    return unused_part(store, environment.rank, environment.world_size, timeout)
+
+
+def _connect(environment: LaunchEnvironment, timeout: float) -> tuple[Store, bytes]:
+    """The job's store, and the secret that MPI has carried to all ranks, empty if it has not."""
+    limit, secret = timedelta(seconds=timeout), b""
     try:
         if environment.launcher in ("openmpi", "mpich") and environment.master_addr is None:
-            store = _through_mpi(environment, limit)
+            store, secret = _through_mpi(environment, limit)
         else:
             store = _through_address(environment, limit)
     except (DistError, OSError, ValueError, RuntimeError) as error:
         raise LaunchError(f"rank {environment.rank} found no store within {timeout:g} s: {error}") from error
-    return PrefixStore(f"mcr_plus/{attempt}", store)
+    return PrefixStore("mcr_plus", store), secret
+
+
+def signed_part(store: Store, rank: int, size: int, timeout: float, secret: bytes = b"") -> Store:
+    """An `unused_part` in which nothing is believed that strangers write, if that can be had; collective.
+
+    It can with a `secret` that all ranks have, with the environment's, and where the store's address says
+    that all ranks share a host: there rank 0 shows one to processes of the same user.
+
+    Raises `LaunchError` as `unused_part` does, and if ranks do not have the same secret.
+    """
+    part = unused_part(store, rank, size, timeout)
+    secret, offer = secret or job_secret(), None
+    problem: LaunchError | None = None
+    if not secret and address_of(store) in (LOOPBACK, "localhost"):
+        if rank == 0:
+            offer = Offer()
+            secret = offer.secret
+            part.set("secret", offer.place)
+        else:
+            try:
+                secret = read_offer(part.get("secret").decode())
+            except LaunchError as error:
+                problem, secret = error, b"unknown"
+    if not secret:
+        return part
+    signed = SignedStore(part, secret, "store")
+    try:
+        exchange(signed, rank, size, "signed", "", timeout)
+    except LaunchError as error:
+        raise problem or error from None
+    finally:
+        if offer is not None:
+            offer.close()
+    return signed
+
+
+def unused_part(store: Store, rank: int, size: int, timeout: float) -> Store:
+    """A part of the store in which there are no keys yet, the same for all ranks; collective.
+
+    A store may outlive the processes that use it: torchrun's agent keeps it when it restarts the ranks, and
+    a replacement of one rank has not seen what the others have. So nothing that a process counts by itself
+    can name the part. Rank 0 draws the name, and tells it to ranks that ask under names they have drawn;
+    no key that was left behind can be taken for an answer.
+
+    Raises `LaunchError` naming the ranks that have not come within `timeout` seconds.
+    """
+    mine = secrets.token_hex(8)
+    if rank == 0:
+        part = PrefixStore(mine, store)
+        missing = _answer(store, mine, size, timeout)
+        part.set("missing", json.dumps(missing))
+    else:
+        patience = timedelta(seconds=timeout + _SLACK)
+        try:
+            store.set(f"asks/{rank}", mine)
+            store.wait([f"answer/{mine}"], patience)
+            part = PrefixStore(store.get(f"answer/{mine}").decode(), store)
+            part.set(f"here/{rank}", "")
+            part.wait(["missing"], patience)
+            missing = json.loads(part.get("missing"))
+        except RuntimeError as error:
+            raise LaunchError(f"rank 0 did not answer within {timeout:g} s: {error}") from error
+    if missing:
+        raise LaunchError(f"ranks {missing} did not call init within {timeout:g} s")
+    return part
+
+
+def _answer(store: Store, name: str, size: int, timeout: float) -> list[int]:
+    """On rank 0: tell every rank that asks the part's `name`; returns the ranks that have not come."""
+    told: dict[int, bytes] = {}
+    missing, deadline, nap = list(range(1, size)), time.monotonic() + timeout, 0.0005
+    while True:
+        for peer in missing:
+            # What is there at first may be the question of a process that is gone; another one follows.
+            if store.check([f"asks/{peer}"]) and told.get(peer) != (asked := store.get(f"asks/{peer}")):
+                store.set(f"answer/{asked.decode()}", name)
+                told[peer] = asked
+        missing = [peer for peer in missing if not store.check([f"{name}/here/{peer}"])]
+        if not missing or time.monotonic() > deadline:
+            return missing
+        time.sleep(nap)
+        nap = min(2 * nap, _LONGEST_NAP)
 
 
 def exchange(store: Store, rank: int, size: int, what: str, value: str, timeout: float) -> list[str]:
     """Every rank's `value`, by rank; collective. `what` names the exchange and must be new.
 
     Rank 0 collects and publishes, so that the store sees a few requests per rank and not one per pair.
-    Raises `LaunchError` naming the ranks that have not come within `timeout` seconds.
+    Raises `LaunchError` naming the ranks that have not come within `timeout` seconds, or what a stranger has
+    written.
     """
     store.set(f"{what}/{rank}", value)
     if rank == 0:
         keys = [f"{what}/{peer}" for peer in range(size)]
         try:
             store.wait(keys, timedelta(seconds=timeout))
-            values = [store.get(key).decode() for key in keys]
-            store.set(f"{what}/all", json.dumps({"values": values}))
         except RuntimeError:
             missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
             store.set(f"{what}/all", json.dumps({"missing": missing}))
+        else:
+            try:
+                values = [store.get(key).decode() for key in keys]
+            except LaunchError as error:
+                store.set(f"{what}/all", json.dumps({"problem": str(error)}))
+                raise
+            store.set(f"{what}/all", json.dumps({"values": values}))
     try:
         store.wait([f"{what}/all"], timedelta(seconds=timeout + _SLACK))
         result = json.loads(store.get(f"{what}/all"))
+    except LaunchError:
+        raise
     except RuntimeError as error:
         raise LaunchError(f"rank 0 did not answer within {timeout:g} s ({what}): {error}") from error
     if "missing" in result:
         raise LaunchError(f"ranks {result['missing']} did not call init within {timeout:g} s")
+    if "problem" in result:
+        raise LaunchError(result["problem"])
     values = result["values"]
     assert isinstance(values, list)
     return values
@@ -74,7 +180,8 @@ def open_torch_store(environment: LaunchEnvironment, limit: timedelta) -> Store:
     It stays for the life of rank 0's process. Keys are new at each call, as a program may destroy its process
     group and create it again.
 
-    Raises `LaunchError` if the port is taken, and torch's own errors if rank 0 does not come.
+    Raises `LaunchError` if the port is taken or some rank does not come, and torch's own errors if rank 0
+    does not.
     """
     address, port, size = environment.master_addr, environment.master_port, environment.world_size
     assert address is not None
@@ -83,8 +190,7 @@ def open_torch_store(environment: LaunchEnvironment, limit: timedelta) -> Store:
         store = _through_address(environment, limit)
     except OSError as error:
         raise LaunchError(f"env://: rank 0 cannot listen on {address}:{port}: {error}") from error
-    _meetings[address, port, size] += 1
-    return PrefixStore(f"torch/{size}/{_meetings[address, port, size]}", store)
+    return unused_part(PrefixStore(f"torch/{size}", store), environment.rank, size, limit.total_seconds())
 
 
 def _through_address(environment: LaunchEnvironment, limit: timedelta) -> Store:
@@ -126,8 +232,8 @@ def _listen(address: str, port: int) -> socket.socket:
     return listener
 
 
-def _through_mpi(environment: LaunchEnvironment, limit: timedelta) -> Store:
-    """Started by mpirun without an address: MPI carries the address of a store on rank 0."""
+def _through_mpi(environment: LaunchEnvironment, limit: timedelta) -> tuple[Store, bytes]:
+    """Started by mpirun without an address: MPI carries that of a store on rank 0, and a secret."""
     from mcr_plus.backends.mpi import load_mpi
 
     try:
@@ -145,13 +251,14 @@ def _through_mpi(environment: LaunchEnvironment, limit: timedelta) -> Store:
     node = comm.Split_type(mpi.COMM_TYPE_SHARED)
     address = LOOPBACK if node.size == comm.size else ""
     node.Free()
-    place = bytearray(64)
+    place = bytearray(64) + secrets.token_bytes(32)
     listener = None
     if comm.rank == 0:
         listener = _listen(address or host_address(), 0)
         host, port = listener.getsockname()
-        place[:] = f"{host}:{port}".encode().ljust(64)
+        place[:64] = f"{host}:{port}".encode().ljust(64)
     comm.Bcast([place, mpi.BYTE], root=0)
-    host, _, number = place.decode().strip().partition(":")
+    host, _, number = place[:64].decode().strip().partition(":")
     options: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener.detach()}
-    return TCPStore(host, int(number), comm.size, comm.rank == 0, limit, wait_for_workers=False, **options)
+    store = TCPStore(host, int(number), comm.size, comm.rank == 0, limit, wait_for_workers=False, **options)
+    return store, bytes(place[64:])

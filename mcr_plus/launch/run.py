@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from mcr_plus.environment import whole_tracebacks
 from mcr_plus.errors import LaunchError
-from mcr_plus.launch.channels import Stream, signal_name
+from mcr_plus.launch.channels import RankState, Stream, signal_name
 from mcr_plus.launch.job import Outcome, Via, run_job
 
 _FAILED = 1
@@ -28,17 +29,35 @@ def launch(
     """Run `ranks` ranks of `command` (a program and its arguments) on this host.
 
     Returns 0 if every rank ended with 0, 128 + the signal number after Ctrl-C or SIGTERM, and else 1,
-    with the error of the rank that failed first as the last thing on stderr.
+    with the error of the rank that failed first as the last thing on stderr. Exceptions that ranks share are
+    printed once; with MCR_TRACEBACK=1, each rank prints its own, and all of it.
     """
     if ranks < 1:
         raise LaunchError(f"ranks: expected at least 1, got {ranks}")
     printer = _Printer(sys.stdout.buffer, sys.stderr.buffer, tag_output)
     terminal = None if tag_output else _terminal()
-    outcome = run_job(command, ranks, via=via, sink=printer, config=config, terminal=terminal, env=env)
+    merge = not whole_tracebacks()
+    outcome = run_job(
+        command, ranks, via=via, sink=printer, config=config, terminal=terminal, env=env, merge_errors=merge
+    )
     if outcome.worked and not printer.broken:
         return 0
-    print("\n".join(_explain(outcome, via)), file=sys.stderr, flush=True)
+    for line in explanation(outcome, via):
+        _print_error(line)
     return _FAILED if outcome.interrupted is None else 128 + outcome.interrupted
+
+
+def _print_error(line: str) -> None:
+    """Print a line on stderr, with our name in colour on a terminal."""
+    if sys.stderr.isatty():
+        from rich.console import Console  # not needed where all goes well
+        from rich.text import Text
+
+        text = Text(line)
+        text.highlight_regex("^mcr-plus:", "bold red")
+        Console(stderr=True).print(text, soft_wrap=True)
+    else:
+        print(line, file=sys.stderr, flush=True)
 
 
 class _Printer:
@@ -71,14 +90,55 @@ def _terminal() -> str | None:
         return None
 
 
-def _explain(outcome: Outcome, via: Via) -> list[str]:
+def explanation(outcome: Outcome, via: Via) -> list[str]:
+    """What there is to say about a job that did not work; the rank that failed first comes last."""
     if outcome.interrupted is not None:
         return [f"mcr-plus: stopped by {signal_name(outcome.interrupted)}; all ranks ended"]
-    if (culprit := outcome.culprit) is not None:
-        head = f"mcr-plus: rank {culprit.rank} of {len(outcome.states)} {culprit.ending()}"
-        words = culprit.last_words()
-        return [f"{head}:", *(f"  {line}" for line in words)] if words else [f"{head}, without a word"]
+    if outcome.culprit is not None:
+        return [line for alike in _failures(outcome, outcome.culprit) for line in _told(alike, outcome)]
     silent = ", ".join(str(state.rank) for state in outcome.states if state.code is None)
     program = "mpiexec" if via == "mpi" else "the elastic agent"
     head = f"mcr-plus: {program} ended with status {outcome.status} before rank {silent} did"
     return [f"{head}; its last lines:", *(f"  {line}" for line in outcome.log)]
+
+
+def _failures(outcome: Outcome, culprit: RankState) -> list[list[RankState]]:
+    """Ranks that failed, those alike together; those like the culprit, which comes first there, at the end.
+
+    A rank without a report has said on stderr what there was to say.
+    """
+    alike: dict[object, list[RankState]] = {culprit.kind_of_failure(): [culprit]}
+    for state in outcome.states:
+        if state is not culprit and state.report is not None:
+            alike.setdefault(state.kind_of_failure(), []).append(state)
+    first, *others = alike.values()
+    return [*others, first]
+
+
+def _told(alike: Sequence[RankState], outcome: Outcome) -> list[str]:
+    """The message of ranks that failed alike, for whom the first one speaks."""
+    speaker, several = alike[0], len(alike) > 1
+    ranks = _ranks(state.rank for state in alike)
+    ending = "failed" if several else speaker.ending()
+    head = f"mcr-plus: {ranks} of {len(outcome.states)} {ending}"
+    words = [f"  {line}" for line in speaker.last_words()]
+    if not words:
+        return [f"{head}, without a word"]
+    places: dict[tuple[str, str], list[int]] = {}
+    for state in alike:
+        if (found := state.place()) is not None:
+            places.setdefault(found, []).append(state.rank)
+    shown = []
+    for (place, source), at in places.items():
+        shown += [f"  {place}{f' ({_ranks(at)})' if len(places) > 1 else ''}:", f"      {source}"]
+    return [f"{head} (MCR_TRACEBACK=1 says more):" if shown else f"{head}:", *shown, *words]
+
+
+def _ranks(numbers: Iterable[int]) -> str:
+    """`rank 3`, `ranks 0 and 1`, `ranks 0 to 7`."""
+    found = sorted(numbers)
+    if len(found) == 1:
+        return f"rank {found[0]}"
+    if len(found) > 2 and found[-1] - found[0] == len(found) - 1:
+        return f"ranks {found[0]} to {found[-1]}"
+    return f"ranks {', '.join(map(str, found[:-1]))} and {found[-1]}"

@@ -37,7 +37,7 @@ def main() -> int:
     status = os.open(f"{folder}/status", os.O_WRONLY | os.O_CLOEXEC)
     _attach(folder, rank)
     _tell_as_torchrun(rank)
-    child = _spawn(sys.argv[1:])
+    child = _spawn(sys.argv[1:], f"{folder}/error.{rank}")
     _forward_signals(child)
     _report(status, rank, child, None)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -69,10 +69,13 @@ def _tell_as_torchrun(rank: int) -> None:
             os.environ[name] = os.environ[f"LOCAL_{name}"] = value
 
 
-def _spawn(command: list[str]) -> int:
+def _spawn(command: list[str], errors: str) -> int:
+    """Start the rank; `errors` is the pipe for its uncaught exception, if there is one."""
     parent = os.getpid()
     child = os.fork()
     if child == 0:
+        if os.path.exists(errors):
+            os.environ["MCR_JOB_ERRORS"] = f"{os.getpid()}:{errors}"
         try:
             _die_with(parent, signal.SIGKILL)
             os.execvp(command[0], command)

@@ -1,0 +1,142 @@
+"""Whole states and objects from one rank to all, or from all to all."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from mcr_plus.errors import InvalidArgument
+from mcr_plus.horovod.starting import gather_async, send_async, synchronize
+from mcr_plus.horovod.world import ProcessSet, global_process_set, negotiator_of
+
+
+def broadcast_parameters(
+    params: Mapping[str, torch.Tensor] | Iterable[Any],
+    root_rank: int = 0,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Copy tensors of rank `root_rank` into those of all, in place.
+
+    `params`: a `state_dict()`, `named_parameters()`, `parameters()`, or a list of tensors.
+    """
+    if isinstance(params, Mapping):
+        items = [(str(name), params[name]) for name in sorted(params)]
+    elif isinstance(params, Iterable) and not isinstance(params, (torch.Tensor, str)):
+        items = [each if isinstance(each, tuple) else (str(n), each) for n, each in enumerate(params)]
+    else:
+        raise InvalidArgument(f"params: expected a mapping or a list, got {type(params).__name__}")
+    for name, tensor in items:
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidArgument(f"params: '{name}' is a {type(tensor).__name__}; expected tensors")
+    # One operation per device.
+    for device in dict.fromkeys(tensor.device for _, tensor in items):
+        tensors = [tensor for _, tensor in items if tensor.device == device]
+        synchronize(send_async(tensors, root_rank, None, process_set, in_place=True, many=True))
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """The object of rank `root_rank`, on every rank. Pickled: between the ranks of one's own job only."""
+    comm = negotiator_of(process_set).comm
+    if root_rank not in comm.ranks:
+        raise InvalidArgument(f"root_rank: expected one of the ranks {list(comm.ranks)}, got {root_rank!r}")
+    is_root = comm.ranks[comm.rank] == root_rank
+    # Only the root has rows to gather, so no rank needs to be told how many.
+    payload = _pickled(obj) if is_root else torch.empty(0, dtype=torch.uint8)
+    title = None if name is None else f"broadcast_object.{name}"
+    received = synchronize(gather_async([payload], title, process_set, many=False))
+    return obj if is_root else pickle.loads(received.numpy().tobytes())
+
+
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Every rank's object, in rank order. Pickled: between the ranks of one's own job only."""
+    payload = _pickled(obj)
+    length = torch.tensor([payload.numel()])
+    title = None if name is None else f"allgather_object.{name}"
+    lengths, payloads = synchronize(gather_async([length, payload], title, process_set, many=True))
+    return [pickle.loads(part.numpy().tobytes()) for part in payloads.split(lengths.tolist())]
+
+
+def _pickled(obj: Any) -> torch.Tensor:
+    buffer = io.BytesIO()
+    pickle.dump(obj, buffer, protocol=pickle.HIGHEST_PROTOCOL)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int = 0, model: torch.nn.Module | None = None
+) -> None:
+    """Give every rank the optimizer state and options of rank `root_rank`.
+
+    Where an optimizer has no state yet, parameters without a gradient get one of zeros, as in Horovod, save
+    sparse ones: those of `SparseAdam`, and of `model`'s sparse embeddings. Raises `InvalidArgument` (a
+    `ValueError`) for L-BFGS.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InvalidArgument("optimizer: the state of torch.optim.LBFGS cannot be broadcast")
+    comm = negotiator_of(global_process_set).comm
+    state = optimizer.state_dict()
+    if not state["state"] and not isinstance(optimizer, torch.optim.SparseAdam):
+        _fill_gradients(optimizer, _sparse_of(model))
+    tensors: list[torch.Tensor] = []
+    outline = broadcast_object(_outline(state, tensors), root_rank)
+    if comm.ranks[comm.rank] == root_rank:
+        if tensors:
+            broadcast_parameters(tensors, root_rank)
+        return
+    received: list[torch.Tensor] = []
+    state = _rebuilt(outline, received)
+    if received:
+        broadcast_parameters(received, root_rank)
+    optimizer.load_state_dict(state)
+
+
+def _sparse_of(model: torch.nn.Module | None) -> set[int]:
+    embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    modules = [] if model is None else list(model.modules())
+    return {id(each.weight) for each in modules if isinstance(each, embeddings) and each.sparse}
+
+
+def _fill_gradients(optimizer: torch.optim.Optimizer, sparse: set[int]) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.requires_grad and param.grad is None and id(param) not in sparse:
+                param.grad = torch.zeros_like(param)
+
+
+class _Place:
+    """Where a tensor was in a state."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype, self.device = tuple(tensor.shape), tensor.dtype, tensor.device.type
+
+
+def _outline(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """The state with places instead of tensors, which are collected."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _Place(value)
+    if isinstance(value, dict):
+        return {key: _outline(each, tensors) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_outline(each, tensors) for each in value)
+    return value
+
+
+def _rebuilt(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """The state with new tensors in their places, which are collected."""
+    if isinstance(value, _Place):
+        tensors.append(torch.empty(value.shape, dtype=value.dtype, device=value.device))
+        return tensors[-1]
+    if isinstance(value, dict):
+        return {key: _rebuilt(each, tensors) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_rebuilt(each, tensors) for each in value)
+    return value

@@ -1,0 +1,250 @@
+"""Horovod's operations as functions that gradients flow back through.
+
+A backward operation has the name of its forward operation and `.grad`, so ranks may differ in the order in
+which they come to them as far as the operations before let them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from mcr_plus.errors import Unsupported
+from mcr_plus.horovod import starting
+from mcr_plus.horovod.compression import Compression
+from mcr_plus.horovod.reducing import Average, HorovodReduceOp, Sum
+from mcr_plus.horovod.world import ProcessSet, negotiator_of
+
+Tensors = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How values are reduced, forth and back."""
+
+    op: HorovodReduceOp
+    before: float = 1.0
+    after: float = 1.0
+    compression: Any = Compression.none
+
+    def check_linear(self) -> None:
+        """Raise `Unsupported` for what has no gradient."""
+        if self.op not in (Average, Sum):
+            raise Unsupported(
+                f"op: {self.op.name.capitalize()} has no gradient here; only Average and Sum do"
+            )
+
+
+def _applied(function: type[Function], *arguments: object) -> Any:
+    apply: Callable[..., Any] = function.apply
+    return apply(*arguments)
+
+
+def _needed(tensors: Any) -> bool:
+    """Whether gradients may be asked for; lists are checked later."""
+    return torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in tensors)
+
+
+def _named(name: str | None, kind: str, process_set: ProcessSet) -> str:
+    return negotiator_of(process_set).auto_name(kind) if name is None else name
+
+
+# -- allreduce ------------------------------------------------------------------------------------------
+
+
+def reduced(
+    tensors: Tensors, name: str | None, way: Reduction, process_set: ProcessSet, *, many: bool
+) -> list[torch.Tensor]:
+    """See `mcr_plus.horovod.allreduce`."""
+    if not _needed(tensors):
+        return _reduce(tensors, name, way, process_set, many)
+    found = _named(name, "allreduce", process_set)
+    return list(_applied(_Reduce, found, way, process_set, many, *tensors))
+
+
+def _reduce(
+    tensors: Tensors, name: str | None, way: Reduction, process_set: ProcessSet, many: bool
+) -> list[torch.Tensor]:
+    handle = starting.reduce_async(
+        tensors, name, way.op, way.before, way.after, process_set, compression=way.compression, many=many
+    )
+    outputs = starting.synchronize(handle)
+    return outputs if many else [outputs]
+
+
+class _Reduce(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, name: str, way: Reduction, process_set: ProcessSet, many: bool, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.call = name, way, process_set, many
+        return tuple(_reduce(tensors, name, way, process_set, many))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        name, way, process_set, many = ctx.call
+        way.check_linear()
+        back = reduced(list(grads), f"{name}.grad", way, process_set, many=many)
+        return None, None, None, None, *back
+
+
+# -- allgather ------------------------------------------------------------------------------------------
+
+
+def gathered(
+    tensors: Tensors, name: str | None, process_set: ProcessSet, *, many: bool
+) -> list[torch.Tensor]:
+    """See `mcr_plus.horovod.allgather`."""
+    if not _needed(tensors):
+        return _gather(tensors, name, process_set, many)[0]
+    found = _named(name, "allgather", process_set)
+    return list(_applied(_Gather, found, process_set, many, *tensors))
+
+
+def _gather(
+    tensors: Tensors, name: str | None, process_set: ProcessSet, many: bool
+) -> tuple[list[torch.Tensor], list[int]]:
+    """What was gathered, and where this rank's rows begin in each."""
+    handle = starting.gather_async(tensors, name, process_set, many=many)
+    outputs = starting.synchronize(handle)
+    return (outputs if many else [outputs]), handle.offsets
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, name: str, process_set: ProcessSet, many: bool, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        outputs, offsets = _gather(tensors, name, process_set, many)
+        ctx.call = name, process_set, many
+        ctx.parts = [(offset, len(tensor)) for offset, tensor in zip(offsets, tensors, strict=True)]
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        name, process_set, many = ctx.call
+        back = reduced(list(grads), f"{name}.grad", Reduction(Average), process_set, many=many)
+        mine = [each.narrow(0, *part) for each, part in zip(back, ctx.parts, strict=True)]
+        return None, None, None, *mine
+
+
+# -- broadcast ------------------------------------------------------------------------------------------
+
+
+def sent(tensor: torch.Tensor, root: int, name: str | None, process_set: ProcessSet) -> torch.Tensor:
+    """See `mcr_plus.horovod.broadcast`."""
+    if not _needed([tensor]):
+        return _send(tensor, root, name, process_set)
+    found = _named(name, "broadcast", process_set)
+    return _applied(_Send, tensor, root, found, process_set)  # type: ignore[no-any-return]
+
+
+def _send(tensor: torch.Tensor, root: int, name: str | None, process_set: ProcessSet) -> torch.Tensor:
+    handle = starting.send_async([tensor], root, name, process_set, in_place=False)
+    return starting.synchronize(handle)  # type: ignore[no-any-return]
+
+
+class _Send(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, root: int, name: str, process_set: ProcessSet
+    ) -> torch.Tensor:
+        comm = negotiator_of(process_set).comm
+        ctx.call = name, process_set
+        ctx.is_root = comm.ranks[comm.rank] == root
+        return _send(tensor, root, name, process_set)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        name, process_set = ctx.call
+        (back,) = reduced([grads[0]], f"{name}.grad", Reduction(Average), process_set, many=False)
+        return (back if ctx.is_root else torch.zeros_like(back)), None, None, None
+
+
+# -- alltoall -------------------------------------------------------------------------------------------
+
+
+def exchanged(
+    tensor: torch.Tensor, splits: Any, name: str | None, process_set: ProcessSet
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `mcr_plus.horovod.alltoall`; always with how many rows came from each rank."""
+    if splits is None and isinstance(tensor, torch.Tensor) and tensor.ndim:
+        ranks = negotiator_of(process_set).comm.size
+        if len(tensor) % ranks == 0:
+            splits = [len(tensor) // ranks] * ranks
+    if not _needed([tensor]):
+        return _exchange(tensor, splits, name, process_set)
+    found = _named(name, "alltoall", process_set)
+    return _applied(_Exchange, tensor, splits, found, process_set)  # type: ignore[no-any-return]
+
+
+def _exchange(
+    tensor: torch.Tensor, splits: Any, name: str | None, process_set: ProcessSet
+) -> tuple[torch.Tensor, torch.Tensor]:
+    handle = starting.alltoall_async(tensor, splits, name, process_set)
+    return starting.synchronize(handle)  # type: ignore[no-any-return]
+
+
+class _Exchange(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, splits: Any, name: str, process_set: ProcessSet
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        output, received = _exchange(tensor, splits, name, process_set)
+        ctx.call, ctx.rows = (received, name, process_set), len(tensor)
+        ctx.mark_non_differentiable(received)
+        return output, received
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        received, name, process_set = ctx.call
+        back, _ = exchanged(grads[0], received, f"{name}.grad", process_set)
+        if len(back) < ctx.rows:  # rows at the end that went nowhere
+            back = torch.cat([back, back.new_zeros(ctx.rows - len(back), *back.shape[1:])])
+        return back, None, None, None
+
+
+# -- reducescatter --------------------------------------------------------------------------------------
+
+
+def scattered(
+    tensors: Tensors, name: str | None, way: Reduction, process_set: ProcessSet, *, many: bool
+) -> list[torch.Tensor]:
+    """See `mcr_plus.horovod.reducescatter`."""
+    if not _needed(tensors):
+        return _scatter(tensors, name, way, process_set, many)
+    found = _named(name, "reducescatter", process_set)
+    return list(_applied(_Scatter, found, way, process_set, many, *tensors))
+
+
+def _scatter(
+    tensors: Tensors, name: str | None, way: Reduction, process_set: ProcessSet, many: bool
+) -> list[torch.Tensor]:
+    handle = starting.scatter_async(
+        tensors, name, way.op, way.before, way.after, process_set, compression=way.compression, many=many
+    )
+    outputs = starting.synchronize(handle)
+    return outputs if many else [outputs]
+
+
+class _Scatter(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, name: str, way: Reduction, process_set: ProcessSet, many: bool, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.call = name, way, process_set, many
+        return tuple(_scatter(tensors, name, way, process_set, many))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        name, way, process_set, many = ctx.call
+        way.check_linear()
+        ranks = negotiator_of(process_set).comm.size
+        factor = way.before * way.after * (ranks if way.op == Sum else 1)
+        scaled = [grad if factor == 1.0 else grad * factor for grad in grads]
+        back = gathered(scaled, f"{name}.grad", process_set, many=many)
+        return None, None, None, None, *back

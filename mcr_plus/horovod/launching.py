@@ -1,0 +1,313 @@
+"""From what ranks have agreed on to operations of a communicator, in an order that all ranks share.
+
+Everything here is decided by the requests of all ranks, so that all ranks issue the same. Nothing here waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from mcr_plus.communicator import Communicator, Compress
+from mcr_plus.config import CompressOptions
+from mcr_plus.dispatch.work import Work
+from mcr_plus.errors import McrError
+from mcr_plus.horovod.handle import Handle
+from mcr_plus.horovod.negotiation import Agreed
+from mcr_plus.horovod.reducing import Average, neutral, scale_, way_of
+from mcr_plus.horovod.request import HorovodInternalError, Request
+from mcr_plus.message import ReduceOp
+
+_CASTS: Final = ("", '"fp16"', '"bf16"')  # codecs that do to a bucket what they do to its members
+
+
+def launch(comm: Communicator, agreed: Sequence[Agreed]) -> None:
+    """Issue operations in their order; allreduces that are ready together travel together."""
+    reductions = _Reductions(comm)
+    for each in agreed:
+        if each.problem:
+            if each.handle is not None:
+                each.handle.fail(HorovodInternalError(each.problem))
+            continue
+        kind = next(iter(each.requests.values())).kind
+        if any(request.kind == "sparse" for request in each.requests.values()):
+            kind = "sparse"
+        try:
+            if kind == "allreduce":
+                reductions.add(each)
+            else:
+                _OTHERS[kind](comm, each)
+        except McrError as error:  # on all ranks alike, before anything is sent
+            if each.handle is not None:
+                each.handle.fail(error)
+    reductions.issue()
+
+
+def rows_of(rows: int, ranks: int) -> list[int]:
+    """How many rows of a reducescatter each rank gets: the first ones one more if it does not come out."""
+    each, more = divmod(rows, ranks)
+    return [each + (rank < more) for rank in range(ranks)]
+
+
+# -- allreduce ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Bucket:
+    """Tensors that go out as one call."""
+
+    op: ReduceOp
+    compress: Compress
+    tag: str | None
+    name: str = ""  # of the only member, where a codec must not see others beside it
+    tensors: list[torch.Tensor] = field(default_factory=list)
+
+
+class _Reductions:
+    """The allreduces of a round."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        options = comm.stage_options("compress")
+        plain = not isinstance(options, CompressOptions) or options.codec == "none"
+        ruled = any(
+            isinstance(each.options, CompressOptions) for rule in comm.config.rules for each in rule.overrides
+        )
+        self._together = plain and not ruled
+        self._buckets: dict[tuple[Any, ...], _Bucket] = {}
+        self._handles: list[tuple[Handle, list[tuple[Any, ...]], Callable[[], Any]]] = []
+
+    def add(self, agreed: Agreed) -> None:
+        """Put an operation's tensors into buckets; on a rank that has joined, what changes nothing."""
+        request = next(iter(agreed.requests.values()))
+        handle = agreed.handle
+        if handle is None:
+            outputs = [
+                neutral(request.op, shape, dtype, request.device)
+                for shape, dtype in zip(request.shapes, request.types, strict=True)
+            ]
+        else:
+            outputs = [
+                tensor.detach()
+                if handle.in_place
+                else tensor.detach().clone(memory_format=torch.contiguous_format)
+                for tensor in handle.tensors
+            ]
+        keys, factors = [], []
+        for index, output in enumerate(outputs):
+            op, before, after = way_of(
+                request.op, output.dtype, request.before, request.after, self._comm.size
+            )
+            scale_(output, before)
+            factors.append(after)
+            keys.append(self._placed(request, index, output, op))
+        if handle is not None:
+            given = handle.tensors
+
+            def finish() -> list[torch.Tensor]:
+                for output, after in zip(outputs, factors, strict=True):
+                    scale_(output, after)
+                return given if handle.in_place else outputs
+
+            self._handles.append((handle, keys, finish))
+
+    def _placed(self, request: Request, index: int, output: torch.Tensor, op: ReduceOp) -> tuple[Any, ...]:
+        codec = request.codec if output.is_floating_point() else ""
+        name = "" if self._together and codec in _CASTS else f"{request.name}.{index}"
+        key = (op, codec, request.tag, output.device, name)
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            compress = request.compress if codec else None
+            bucket = self._buckets[key] = _Bucket(op, compress, request.tag, name)
+        bucket.tensors.append(output)
+        return key
+
+    def issue(self) -> None:
+        """Start them."""
+        works: dict[tuple[Any, ...], Work | McrError] = {}
+        for key, bucket in self._buckets.items():
+            works[key] = self._attempt(bucket)
+        for handle, keys, finish in self._handles:
+            mine = [works[key] for key in dict.fromkeys(keys)]
+            failure = next((each for each in mine if isinstance(each, McrError)), None)
+            if failure is not None:
+                handle.fail(failure)
+            else:
+                handle.start([each for each in mine if isinstance(each, Work)], finish)
+
+    def _attempt(self, bucket: _Bucket) -> Work | McrError:
+        try:
+            return self._start(bucket)
+        except McrError as error:  # on all ranks alike, before anything is sent
+            return error
+
+    def _start(self, bucket: _Bucket) -> Work:
+        if bucket.name and bucket.tensors[0].is_contiguous():
+            only = bucket.tensors[0]
+            return self._comm.send_bucket(
+                only.view(-1), bucket.op, members=1, compress=bucket.compress, tag=bucket.tag,
+                parts=(tuple(only.shape),), key=bucket.name,
+            )  # fmt: skip
+        work = self._comm.all_reduce_coalesced(
+            bucket.tensors, bucket.op, async_op=True, compress=bucket.compress, tag=bucket.tag
+        )
+        assert work is not None
+        return work
+
+
+# -- the others: each rank that has not joined has a handle ---------------------------------------------
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _started(work: Work | None) -> Work:
+    assert work is not None
+    return work
+
+
+def _allgather(comm: Communicator, agreed: Agreed) -> None:
+    handle = agreed.handle
+    assert handle is not None
+    works, outputs = [], []
+    for index, tensor in enumerate(handle.tensors):
+        sizes = [request.shapes[index][0] for request in agreed.requests.values()]
+        handle.offsets.append(sum(sizes[: comm.rank]))
+        work, output = _gathered(comm, tensor, sizes)
+        works.append(work)
+        outputs.append(output)
+    handle.start(works, lambda: outputs)
+
+
+def _gathered(comm: Communicator, tensor: torch.Tensor, sizes: list[int]) -> tuple[Work, torch.Tensor]:
+    """Gather rows of all ranks, of which rank r has `sizes[r]`."""
+    tensor = tensor.detach()
+    output = tensor.new_empty(sum(sizes), *tensor.shape[1:])
+    compress = None if tensor.is_floating_point() else False
+    if len(set(sizes)) == 1:
+        work = comm.all_gather_into_tensor(output, tensor, async_op=True, compress=compress)
+    else:
+        work = comm.all_gather_v(list(output.split(sizes)), tensor, async_op=True, compress=compress)
+    return _started(work), output
+
+
+def _sparse(comm: Communicator, agreed: Agreed) -> None:
+    """Entries of all ranks, one after the other; those of an index are summed."""
+    request = next(request for request in agreed.requests.values() if request.kind == "sparse")
+    handle, shape, dtype = agreed.handle, request.shapes[0], request.types[0]
+    counts = [
+        agreed.requests[rank].numbers[0] if rank in agreed.requests and agreed.requests[rank].numbers else 0
+        for rank in comm.ranks
+    ]
+    dims = request.numbers[1]
+    device = torch.device(request.device)
+    indices = torch.empty(0, dims, dtype=torch.int64, device=device)
+    values = torch.empty(0, *shape[dims:], dtype=dtype, device=device)
+    if handle is not None and handle.request.kind == "sparse":
+        mine = handle.tensors[0]
+        indices, values = mine.indices().t().contiguous(), mine.values()
+    work_i, all_indices = _gathered(comm, indices, counts)
+    work_v, all_values = _gathered(comm, values, counts)
+    if handle is None:
+        return
+
+    def finish() -> list[torch.Tensor]:
+        if request.op == Average:
+            scale_(all_values, 1.0 / comm.size)
+        found = torch.sparse_coo_tensor(all_indices.t(), all_values, shape, check_invariants=True)
+        return [found.coalesce()]
+
+    handle.start([work_i, work_v], finish)
+
+
+def _broadcast(comm: Communicator, agreed: Agreed) -> None:
+    """Tensors of a dtype travel as one; bits as they are."""
+    handle = agreed.handle
+    assert handle is not None
+    root = handle.request.root
+    targets = [tensor.detach() for tensor in handle.tensors]
+    if not handle.in_place:
+        targets = [_copy(target) for target in targets]
+    alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for target in targets:
+        alike.setdefault((target.dtype, target.device), []).append(target)
+    works, packed = [], []
+    for members in alike.values():
+        flat = members[0]
+        if len(members) > 1:
+            flat = torch.cat([member.reshape(-1) for member in members])
+            packed.append((flat, members))
+        works.append(_started(comm.broadcast(flat, root, async_op=True, compress=False)))
+    outputs = handle.tensors if handle.in_place else targets
+
+    def finish() -> list[torch.Tensor]:
+        for flat, members in packed:
+            pieces = flat.split([member.numel() for member in members])
+            for member, piece in zip(members, pieces, strict=True):
+                member.copy_(piece.view(member.shape))
+        return outputs
+
+    handle.start(works, finish)
+
+
+def _alltoall(comm: Communicator, agreed: Agreed) -> None:
+    handle = agreed.handle
+    assert handle is not None
+    tensor = handle.tensors[0].detach()
+    sent = list(handle.request.numbers)
+    received = [request.numbers[comm.rank] for request in agreed.requests.values()]
+    output = tensor.new_empty(sum(received), *tensor.shape[1:])
+    source = tensor[: sum(sent)]
+    compress = None if tensor.is_floating_point() else False
+    work = comm.all_to_all_single(output, source, received, sent, async_op=True, compress=compress)
+    handle.start([_started(work)], lambda: (output, received))
+
+
+def _reducescatter(comm: Communicator, agreed: Agreed) -> None:
+    handle = agreed.handle
+    assert handle is not None
+    request = handle.request
+    works, outputs, factors = [], [], []
+    for tensor in handle.tensors:
+        op, before, after = way_of(request.op, tensor.dtype, request.before, request.after, comm.size)
+        source = tensor.detach()
+        if before != 1.0:
+            source = source.clone()
+            scale_(source, before)
+        rows = rows_of(len(source), comm.size)
+        output = source.new_empty(rows[comm.rank], *source.shape[1:])
+        compress = request.compress if source.is_floating_point() else False
+        if len(set(rows)) == 1:
+            work = comm.reduce_scatter_tensor(output, source, op, async_op=True, compress=compress)
+        else:
+            parts = list(source.split(rows))
+            work = comm.reduce_scatter_v(output, parts, op, async_op=True, compress=compress)
+        works.append(_started(work))
+        outputs.append(output)
+        factors.append(after)
+
+    def finish() -> list[torch.Tensor]:
+        for output, after in zip(outputs, factors, strict=True):
+            scale_(output, after)
+        return outputs
+
+    handle.start(works, finish)
+
+
+def _barrier(_comm: Communicator, agreed: Agreed) -> None:
+    if agreed.handle is not None:
+        agreed.handle.start([], lambda: None)
+
+
+_OTHERS: Final[dict[str, Callable[[Communicator, Agreed], None]]] = {
+    "allgather": _allgather,
+    "sparse": _sparse,
+    "broadcast": _broadcast,
+    "alltoall": _alltoall,
+    "reducescatter": _reducescatter,
+    "barrier": _barrier,
+}

@@ -1,0 +1,372 @@
+"""Which operations take place, in an order of their own: ranks announce them by name, in any order.
+
+Communicators want the same operations in the same order from all ranks; Horovod's programs name theirs and
+start them as gradients become ready. Between the two stand rounds: an all_gather of what each rank has to
+announce. All ranks see all announcements, so all come to the same conclusions: a name that every rank has
+announced is launched, in the order in which names became complete; requests that do not fit are an error on
+all ranks, before anything is sent, and the job goes on.
+
+Rounds need no thread: a rank contributes when it starts an operation, polls or waits. One that has nothing to
+announce contributes only while it waits for an operation that others have not announced.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from threading import RLock
+from typing import Any, Final
+
+import torch
+
+from mcr_plus.communicator import Communicator
+from mcr_plus.dispatch.work import Work
+from mcr_plus.errors import InvalidArgument, McrError
+from mcr_plus.horovod.handle import Handle
+from mcr_plus.horovod.request import HorovodInternalError, Request, disagreement
+
+_ROW: Final = 1024  # bytes that a rank contributes to a round; longer ones take a second all_gather
+_LENGTH: Final = 4  # bytes of a row that say how long its text is
+_KNOWN: Final = 4096  # requests that are abbreviated
+_CYCLE_S: Final = 1e-3  # between rounds, so that small operations gather
+_AT_ONCE: Final = 4 << 20  # bytes of waiting operations that start a round earlier
+_NAP_S: Final = 50e-6
+_TAG: Final = "horovod.negotiation"
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """An operation of which all ranks know: `handle` is None on a rank that has joined.
+
+    `requests`: by rank of the job, without those of ranks that have joined. `problem`: why it is not done.
+    """
+
+    name: str
+    handle: Handle | None
+    requests: Mapping[int, Request]
+    problem: str
+
+
+@dataclass
+class _Row:
+    """What one rank contributed to a round."""
+
+    joined: bool
+    leaving: bool
+    waiting: str
+    requests: list[Request] = field(default_factory=list)
+
+
+class Negotiator:
+    """The rounds of one process set."""
+
+    def __init__(
+        self, parley: Parley, comm: Communicator, launch: Callable[[Negotiator, Sequence[Agreed]], None]
+    ) -> None:
+        self.parley = parley
+        self.comm = comm
+        self.joined = False  # this rank has called `join`
+        self.last_joined = -1
+        self.left = False  # all ranks are leaving
+        self.closed_by: int | None = None
+        self.error: BaseException | None = None
+        self._launch = launch
+        self._queue: list[Handle] = []
+        self._open: dict[str, Handle] = {}  # own operations that have not been launched
+        self._announced: dict[str, dict[int, Request]] = {}
+        self._known: dict[str, int] = {}
+        self._known_requests: list[Request] = []
+        self._joined_since: dict[int, int] = {}
+        self._counts: dict[str, int] = {}
+        self._era = 0
+        self._number = 0  # of rounds
+        self._round: Work | None = None
+        self._text = b""
+        self._buffers = _buffers(_ROW, comm.size)
+        self._rows = self._buffers[1]
+        self._posted_at = 0.0
+        self._flush = comm.flush if comm.stage_options("fuse") is not None else _nothing
+
+    # -- starting operations --------------------------------------------------------------------------
+
+    def auto_name(self, kind: str) -> str:
+        """A name for an operation without: its number, equal on ranks that issue such ones alike."""
+        number = self._counts[kind] = self._counts.get(kind, 0) + 1
+        return f"{kind}.noname.{self._era}.{number}"
+
+    def check_name(self, name: str) -> None:
+        """Raise unless an operation of that name may be started."""
+        if self.error is not None:
+            raise HorovodInternalError(str(self.error)) from self.error
+        if self.closed_by is not None:
+            raise HorovodInternalError(f"Horovod has been shut down by rank {self.closed_by}")
+        if name in self._open:
+            raise InvalidArgument(
+                f"name: an operation named '{name}' has been started and not yet taken place; names of "
+                "operations that are under way together must differ"
+            )
+
+    def enqueue(self, handle: Handle) -> Handle:
+        """Have an operation announced.
+
+        It is not launched here, so that a second one of its name right behind is noticed wherever others are.
+        """
+        with self.parley.lock:
+            self.parley.progress()
+            self._open[handle.request.name] = handle
+            self._queue.append(handle)
+            if self._round is None and self._due() and self.error is None:
+                self._attempt(self._post, "")
+        return handle
+
+    def _attempt(self, function: Callable[..., bool], *arguments: Any) -> bool:
+        """Call it; an error of the communicator ends negotiations. Whether there is news."""
+        try:
+            return function(*arguments)
+        except McrError as error:
+            self.break_off(error)
+            return True
+
+    # -- rounds ---------------------------------------------------------------------------------------
+
+    @property
+    def concerned(self) -> bool:
+        """Whether this rank has something to hear: it takes part in rounds while it waits."""
+        return bool(self._open) or self._round is not None or self.joined or self.parley.leaving
+
+    @property
+    def round(self) -> Work | None:
+        """The round that this rank has contributed to and not yet read."""
+        return self._round
+
+    def _due(self) -> bool:
+        if not self._queue:
+            return False
+        late = time.monotonic() - self._posted_at >= _CYCLE_S
+        return late or sum(handle.nbytes for handle in self._queue) >= _AT_ONCE
+
+    def step(self, *, insist: bool, waiting: str = "") -> bool:
+        """Contribute to a round if there is reason to, and read it if it is complete; whether it was.
+
+        `insist`: contribute even without an announcement. `waiting`: what this rank waits for, and will
+        start nothing before.
+        """
+        if self.error is not None:
+            return False
+        read = self._attempt(self._read)
+        if (read and waiting) or self.error is not None:
+            return read  # what was waited for may be there
+        if self._round is None and not self.left and (insist or self._due()):
+            read |= self._attempt(self._post, waiting)
+        return read
+
+    def break_off(self, error: BaseException) -> None:
+        """Rounds are no longer possible: nothing that is open will take place."""
+        self.error = error
+        self._round = None
+        self._fail_open(f"{error}", error)
+
+    def _fail_open(self, text: str, cause: BaseException | None = None) -> None:
+        for handle in self._open.values():
+            failure = HorovodInternalError(f"{handle.request.kind} '{handle.request.name}': {text}")
+            failure.__cause__ = cause
+            handle.fail(failure)
+        self._open.clear()
+        self._queue.clear()
+
+    def _post(self, waiting: str) -> bool:
+        header: list[Any] = [int(self.joined), int(self.parley.leaving), waiting]
+        numbers, lines = [], []
+        for handle in self._queue:
+            number = self._known.get(handle.request.text) if handle.request.kept else None
+            if number is None:
+                lines.append(handle.request.text)
+            else:
+                numbers.append(number)
+        self._queue.clear()
+        self._text = "\n".join([json.dumps([*header, numbers]), *lines]).encode()
+        self._posted_at = time.monotonic()
+        self._gather(_ROW)
+        return False
+
+    def _gather(self, width: int) -> None:
+        row, self._rows = self._buffers if width == _ROW else _buffers(width, self.comm.size)
+        values = row.numpy()
+        values[:_LENGTH] = list(len(self._text).to_bytes(_LENGTH, "little"))
+        if len(self._text) <= width - _LENGTH:
+            values[_LENGTH : _LENGTH + len(self._text)] = memoryview(self._text)
+        self._round = self.comm.all_gather_into_tensor(
+            self._rows, row, async_op=True, compress=False, tag=_TAG
+        )
+        self._flush()
+
+    def _read(self) -> bool:
+        """Take the round's conclusions if it is complete."""
+        work = self._round
+        if work is None or not work.is_completed():
+            return False
+        work.wait()  # raises what went wrong
+        self._round = None
+        every = bytes(self._rows.numpy().data)
+        width = len(every) // self.comm.size
+        rows = [every[index * width : (index + 1) * width] for index in range(self.comm.size)]
+        lengths = [int.from_bytes(row[:_LENGTH], "little") for row in rows]
+        longest = _LENGTH + max(lengths)
+        if longest > width:
+            self._gather(1 << (longest - 1).bit_length())
+            return self._read()
+        self._conclude([row[_LENGTH : _LENGTH + length] for row, length in zip(rows, lengths, strict=True)])
+        return True
+
+    def _parsed(self, text: bytes) -> _Row:
+        header, *lines = text.decode().split("\n")
+        joined, leaving, waiting, numbers = json.loads(header)
+        row = _Row(bool(joined), bool(leaving), waiting, [self._known_requests[each] for each in numbers])
+        for line in lines:
+            request = Request.read(line)
+            if request.kept and line not in self._known and len(self._known) < _KNOWN:
+                self._known[line] = len(self._known)
+                self._known_requests.append(request)
+            row.requests.append(request)
+        return row
+
+    def _conclude(self, texts: Sequence[bytes]) -> None:
+        """What all ranks conclude from a round, alike."""
+        self._number += 1
+        rows = dict(zip(self.comm.ranks, map(self._parsed, texts), strict=True))
+        for rank, row in rows.items():
+            for request in row.requests:
+                self._announced.setdefault(request.name, {})[rank] = request
+            if row.joined:
+                self._joined_since.setdefault(rank, self._number)
+        agreed = self._complete({rank for rank, row in rows.items() if row.joined})
+        if agreed:
+            self._launch(self, agreed)
+            self._flush()
+        leaving = [rank for rank, row in rows.items() if row.leaving]
+        if all(row.joined for row in rows.values()):
+            self._all_joined()
+        elif leaving:
+            self._closing(leaving)
+        elif not agreed and all(row.waiting for row in rows.values()):
+            self._stalled({rank: row.waiting for rank, row in rows.items()})
+
+    def _complete(self, joined: set[int]) -> list[Agreed]:
+        """The names that nobody has yet to announce, in the order in which they were first heard of."""
+        everyone = set(self.comm.ranks)
+        found = []
+        for name in [name for name, by in self._announced.items() if by.keys() | joined >= everyone]:
+            by = self._announced.pop(name)
+            requests = {rank: by[rank] for rank in self.comm.ranks if rank in by}
+            problem = disagreement(requests)
+            kinds = {request.kind for request in requests.values()}
+            if len(requests) < len(everyone) and not problem and kinds - {"allreduce", "sparse", "barrier"}:
+                gone = sorted(everyone - requests.keys())
+                problem = f"{min(kinds)} '{name}': ranks {gone} have joined, which allows only allreduce"
+            found.append(Agreed(name, self._open.pop(name, None), requests, problem))
+        return found
+
+    def _all_joined(self) -> None:
+        self.joined = False
+        self.last_joined = max(self._joined_since, key=lambda rank: (self._joined_since[rank], rank))
+        self._joined_since.clear()
+        self._counts.clear()  # ranks that joined early have numbered fewer operations
+        self._era += 1
+
+    def _closing(self, leaving: list[int]) -> None:
+        if len(leaving) == self.comm.size:
+            self.left = True
+        elif self.closed_by is None:
+            self.closed_by = leaving[0]
+        self._announced.clear()
+        self._fail_open(f"Horovod has been shut down by rank {leaving[0]}")
+
+    def _stalled(self, waiting: Mapping[int, str]) -> None:
+        """Every rank waits for something that another would have to start: none ever will."""
+        told = "; ".join(
+            f"'{name}' has been started by ranks {list(by)} only" for name, by in self._announced.items()
+        )
+        waits = ", ".join(f"rank {rank} for '{name}'" for rank, name in waiting.items())
+        self._announced.clear()
+        self._fail_open(f"all ranks wait for operations that others have not started: {told} ({waits} waits)")
+
+
+class Parley:
+    """The negotiations of this process, of all process sets that it belongs to."""
+
+    def __init__(self, timeout: float) -> None:
+        self.lock = RLock()
+        self.leaving = False
+        self.negotiators: list[Negotiator] = []
+        self._timeout = timeout
+
+    def progress(self, insistent: Negotiator | None = None, waiting: str = "") -> bool:
+        """Let every negotiation advance; returns at once. Whether a round was read.
+
+        `insistent`: the one that an operation is missed from, see `Negotiator.step`.
+        """
+        read = False
+        for each in list(self.negotiators):
+            mine = each is insistent
+            insist = mine or (bool(waiting) and each.concerned)
+            read |= each.step(insist=insist, waiting=waiting if mine else "")
+        return read
+
+    def wait(self, negotiator: Negotiator, until: Callable[[], bool], waiting: str) -> None:
+        """Take part in negotiations until `until()`; raises `HorovodInternalError` after the deadline."""
+        deadline = time.monotonic() + self._timeout
+        idle = 0
+        with self.lock:
+            while not until():
+                if negotiator.error is not None:
+                    raise HorovodInternalError(str(negotiator.error)) from negotiator.error
+                read = self.progress(negotiator, waiting)
+                if until():
+                    return
+                if time.monotonic() > deadline:
+                    raise HorovodInternalError(
+                        f"'{waiting}': not started by all ranks within {self._timeout:g} s"
+                    )
+                open_rounds = [each for each in self.negotiators if each.round is not None]
+                if len(open_rounds) == 1 and negotiator in open_rounds:
+                    self._await(negotiator)
+                elif not read:
+                    idle += 1
+                    time.sleep(0 if idle < 100 else _NAP_S)
+
+    @staticmethod
+    def _await(negotiator: Negotiator) -> None:
+        work = negotiator.round
+        try:
+            if work is not None:
+                work.wait()
+        except McrError as error:
+            negotiator.break_off(error)
+
+    def synchronize(self, handle: Handle) -> Any:
+        """Wait for an operation; its result, or raises what went wrong."""
+        if not handle.launched:
+            self.wait(handle.negotiator, lambda: handle.launched, handle.request.name)
+        handle.settle()
+        return handle.value()
+
+    def poll(self, handle: Handle) -> bool:
+        """Whether an operation was done when this rank last looked; then look again."""
+        if handle.launched:
+            done = handle.is_done
+            handle.look()
+            return done
+        with self.lock:
+            self.progress(handle.negotiator)
+        return False
+
+
+def _buffers(width: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A row, and room for those of all ranks."""
+    return torch.zeros(width, dtype=torch.uint8), torch.zeros(ranks * width, dtype=torch.uint8)
+
+
+def _nothing() -> None:
+    """There is no stage that holds operations back."""

@@ -1,0 +1,356 @@
+"""Horovod's `DistributedOptimizer`: gradients are reduced as they become ready, and awaited at `step()`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import torch
+
+from mcr_plus.errors import InvalidArgument
+from mcr_plus.hooks.reducer import TAG
+from mcr_plus.horovod.compression import Compression
+from mcr_plus.horovod.handle import Handle
+from mcr_plus.horovod.reducing import Average, HorovodReduceOp, chosen_op
+from mcr_plus.horovod.starting import reduce_async, synchronize
+from mcr_plus.horovod.world import ProcessSet, global_process_set
+
+OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
+Param = torch.Tensor
+Groups = int | Sequence[Sequence[torch.Tensor]] | None
+
+_SLOW: Final = (
+    "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): the "
+    "gradients are reduced again; put step() into `with optimizer.skip_synchronize():`"
+)
+
+
+class _Gradients:
+    """The gradients of one optimizer's parameters on their way."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: dict[Param, str],
+        *,
+        compression: Any,
+        passes: int,
+        op: HorovodReduceOp,
+        predivide: float,
+        sparse_as_dense: bool,
+        process_set: ProcessSet,
+        units: list[tuple[Param, ...]],
+    ) -> None:
+        self.names = names
+        self.passes = passes
+        self.waits = True  # `step` synchronizes
+        self.synchronized = False
+        self._optimizer = optimizer
+        self._compression = compression
+        self._op = op
+        self._factors = (1.0 / predivide, predivide) if op == Average else (1.0, 1.0)
+        self._sparse_as_dense = sparse_as_dense
+        self._process_set = process_set
+        self._count = _count(optimizer)
+        self._units = units  # what is reduced as one operation
+        self._unit_of = {param: unit for unit in units for param in unit}
+        self._left: dict[Param, int] = {}  # backward passes until a gradient is complete
+        self._handles: dict[tuple[Param, ...], Handle] = {}
+        self._dense: dict[Param, torch.Tensor] = {}  # dense copies of sparse gradients
+        self._hooks: list[Any] = [optimizer.register_step_pre_hook(self.before_step)]
+        self.begin()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a backward pass has begun that was not synchronized."""
+        return bool(self._handles) or any(left != self.passes for left in self._left.values())
+
+    @property
+    def under_way(self) -> bool:
+        """Whether gradients are being reduced."""
+        return bool(self._handles)
+
+    def attach(self) -> None:
+        """Hear of every gradient."""
+        for param in self._unit_of:
+            if param.requires_grad:
+                self._hooks.append(param.register_post_accumulate_grad_hook(self._ready))
+
+    def detach(self) -> None:
+        """Hear of nothing any more."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def begin(self) -> None:
+        """Expect `passes` backward passes."""
+        self._left = dict.fromkeys(self._unit_of, self.passes)
+
+    def _ready(self, param: Param) -> None:
+        unit = self._unit_of[param]
+        if unit in self._handles or self._left[param] <= 0:
+            raise AssertionError(
+                f"the gradient of '{self.names[param]}' was computed more than backward_passes_per_step "
+                f"({self.passes}) times before step() or synchronize(); a larger backward_passes_per_step "
+                "accumulates gradients"
+            )
+        self._left[param] -= 1
+        if not any(self._left[each] for each in unit):
+            self._start(unit)
+
+    def _start(self, unit: tuple[Param, ...]) -> None:
+        absent = len(unit) == 1 and unit[0].grad is None
+        tensors = [self._gradient(param) for param in unit]
+        many = len(unit) > 1
+        name = f"gradient.{self.names[unit[0]]}" + (f"+{len(unit) - 1}" if many else "")
+        self._handles[unit] = reduce_async(
+            tensors, name, self._op, *self._factors, self._process_set,
+            compression=self._compression, in_place=True, many=many, tag=TAG, absent=absent,
+        )  # fmt: skip
+
+    def _gradient(self, param: Param) -> torch.Tensor:
+        if param.grad is None:
+            # Other ranks may have one: of a branch that this rank's model did not take.
+            param.grad = torch.zeros_like(param)
+        if param.grad.is_sparse and self._sparse_as_dense:
+            self._dense[param] = param.grad.to_dense()
+            return self._dense[param]
+        if param.grad.is_sparse and len(self._unit_of[param]) > 1:
+            raise InvalidArgument(
+                f"groups: the gradient of '{self.names[param]}' is sparse; pass sparse_as_dense=True"
+            )
+        return param.grad
+
+    def synchronize(self) -> None:
+        """Have all gradients reduced."""
+        self.synchronized = True
+        if not self._process_set.included():
+            return
+        try:
+            for unit in self._units:
+                wanted = any(param.requires_grad or param.grad is not None for param in unit)
+                if unit not in self._handles and wanted:
+                    self._start(unit)
+            for unit, handle in self._handles.items():
+                self._take(unit, synchronize(handle))
+        finally:
+            self._handles.clear()
+            self._dense.clear()
+            self.begin()
+
+    def _take(self, unit: tuple[Param, ...], result: Any) -> None:
+        results = result if len(unit) > 1 else [result]
+        for param, value in zip(unit, results, strict=True):
+            if param in self._dense:
+                param.grad = value.to_sparse()
+            elif value is not param.grad:
+                param.grad = value
+
+    def before_step(
+        self, _optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """What `step` does first; a closure's gradients are reduced each time it was run."""
+        if _count(self._optimizer) != self._count:
+            raise InvalidArgument(
+                "optimizer: its parameters have changed since hvd.DistributedOptimizer; call it again"
+            )
+        # `args` begins with the optimizer.
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        again = None
+        if closure is not None and self.waits:
+            again = (args[:1], {"closure": partial(self._closed, closure)})
+        if self.waits and (closure is None or self.under_way):
+            if self.synchronized:
+                warnings.warn(_SLOW, stacklevel=3)
+            self.synchronize()
+        self.synchronized = False
+        return again
+
+    def _closed(self, closure: Callable[[], Any]) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        self.synchronize()
+        self.synchronized = False
+        return loss
+
+
+class _Distributed(torch.optim.Optimizer):
+    """What an optimizer can do beside its own, once it is distributed."""
+
+    _plain: type[torch.optim.Optimizer]
+    _gradients: _Gradients
+
+    @property
+    def _parameter_names(self) -> dict[Param, str]:
+        return self._gradients.names
+
+    def synchronize(self) -> None:
+        """Wait until all gradients are reduced, before `step()`: to clip them, say."""
+        self._gradients.synchronize()
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """`step()` inside takes the gradients as they are: after `synchronize()`."""
+        before, self._gradients.waits = self._gradients.waits, False
+        try:
+            yield
+        finally:
+            self._gradients.waits = before
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Have gradients accumulated over so many backward passes."""
+        self._gradients.passes = _positive(passes)
+        self._gradients.begin()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the optimizer's own; raises `AssertionError` while gradients are being reduced."""
+        if self._gradients.under_way:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() and before optimizer.step() or "
+                "optimizer.synchronize(), while gradients are being reduced"
+            )
+        super().zero_grad(set_to_none)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy, or what a pickle gives, is an optimizer as it was before: hooks belong to this process.
+        return _blank, (self._plain,), self.__getstate__()
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: OptimizerT,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Groups = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> OptimizerT:
+    """Have gradients reduced over ranks as they become ready; `step()` waits for them. Returns `optimizer`.
+
+    Args:
+        optimizer: gets the methods `synchronize`, `skip_synchronize` and `set_backward_passes_per_step`.
+        named_parameters: as of the model, all of the optimizer's; the names must be equal on all ranks.
+        compression: `hvd.Compression.none`, `.fp16`, `.bf16`, `.codec(…)`, or a program's own.
+        backward_passes_per_step: how many backward passes are accumulated, as their sum.
+        op: Average or Sum (or Min, Max, Product).
+        gradient_predivide_factor: divides before the sum, multiplies after it; with Average only.
+        num_groups: the older word for `groups`.
+        groups: gradients that are reduced as one operation: how many groups to make, or lists of parameters.
+        sparse_as_dense: sparse gradients travel as dense ones.
+        process_set: whose ranks take part; on others the optimizer works alone.
+
+    Raises:
+        InvalidArgument: a `ValueError`: names that are missing, twice or not in pairs; options out of range.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidArgument(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    chosen = chosen_op(op)
+    if gradient_predivide_factor != 1.0 and chosen != Average:
+        raise InvalidArgument("gradient_predivide_factor: works with op=Average only")
+    if not gradient_predivide_factor > 0:
+        raise InvalidArgument(
+            f"gradient_predivide_factor: expected a positive number, got {gradient_predivide_factor!r}"
+        )
+    if num_groups:
+        warnings.warn("num_groups is deprecated; pass groups", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    passes = _positive(backward_passes_per_step)
+    names = _names(optimizer, named_parameters)
+    units = _units(optimizer, groups)
+    before: Any = optimizer
+    if isinstance(optimizer, _Distributed):
+        before._gradients.detach()
+        before.__class__ = before._plain
+    gradients = _Gradients(
+        optimizer, names, compression=compression, passes=passes, op=chosen,
+        predivide=gradient_predivide_factor, sparse_as_dense=sparse_as_dense, process_set=process_set,
+        units=units,
+    )  # fmt: skip
+    if process_set.included():
+        gradients.attach()
+    # The same object: whatever has been told of it, such as a scheduler of the learning rate, stays right.
+    plain: type = before.__class__
+    before.__class__ = type(plain.__name__, (_Distributed, plain), {"_plain": plain})
+    before._gradients = gradients
+    return optimizer
+
+
+def _blank(kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    """An optimizer before its state, as pickles begin one."""
+    return kind.__new__(kind)
+
+
+def _positive(passes: int) -> int:
+    if not isinstance(passes, int) or passes < 1:
+        raise InvalidArgument(f"backward_passes_per_step: expected an integer from 1, got {passes!r}")
+    return passes
+
+
+def _count(optimizer: torch.optim.Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _names(
+    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]] | None
+) -> dict[Param, str]:
+    """A name of each parameter, its own."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if named is None:
+        return {
+            param: f"{number}.{index}"
+            for number, group in enumerate(optimizer.param_groups)
+            for index, param in enumerate(group["params"])
+        }
+    pairs = list(named)
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise InvalidArgument(
+            "named_parameters: expected pairs (name, parameter), such as model.named_parameters() gives"
+        )
+    listed = [name for name, _ in pairs]
+    twice = sorted({name for name in listed if listed.count(name) > 1})
+    if twice:
+        raise InvalidArgument(f"named_parameters: names must differ; more than once: {', '.join(twice)}")
+    names = {param: name for name, param in pairs}
+    unnamed = [index for index, param in enumerate(params) if param not in names]
+    if unnamed:
+        raise InvalidArgument(
+            f"named_parameters: {len(unnamed)} of the optimizer's {len(params)} parameters are not among "
+            f"them; the first is its parameter {unnamed[0]} of shape {list(params[unnamed[0]].shape)}"
+        )
+    return {param: names[param] for param in params}
+
+
+def _units(optimizer: torch.optim.Optimizer, groups: Groups) -> list[tuple[Param, ...]]:
+    """The parameters that have gradients, by what is reduced together, equal on ranks with equal models."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if groups is None or (isinstance(groups, int) and groups == 0):
+        return [(param,) for param in params]
+    trained = [param for param in params if param.requires_grad]
+    if isinstance(groups, int):
+        if groups < 0:
+            raise InvalidArgument(f"groups: expected a number from 0 or lists of parameters, got {groups}")
+        each, more = divmod(len(trained), min(groups, len(trained)) or 1)
+        units: list[tuple[Param, ...]] = []
+        start = 0
+        while start < len(trained):
+            end = start + each + (len(units) < more)
+            units.append(tuple(trained[start:end]))
+            start = end
+        return units
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(each, (list, tuple)) for each in groups):
+        raise InvalidArgument("groups: expected a number from 0 or lists of parameters")
+    seen: set[Param] = set()
+    for param in (param for group in groups for param in group):
+        if not isinstance(param, torch.Tensor):
+            raise InvalidArgument(f"groups: expected parameters, got a {type(param).__name__}")
+        if param in seen:
+            raise InvalidArgument("groups: a parameter is in them more than once")
+        seen.add(param)
+    mine = set(trained)
+    named = [tuple(param for param in group if param in mine) for group in groups]
+    return [unit for unit in named if unit] + [(param,) for param in trained if param not in seen]

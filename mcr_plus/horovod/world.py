@@ -1,0 +1,438 @@
+"""The life of a job in Horovod's words, and its process sets."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+
+from mcr_plus import runtime
+from mcr_plus.backends import backend_class
+from mcr_plus.communicator import Communicator
+from mcr_plus.config import DispatchOptions
+from mcr_plus.errors import InvalidArgument, McrError, NotInitialized
+from mcr_plus.horovod.handle import Handle
+from mcr_plus.horovod.launching import launch
+from mcr_plus.horovod.negotiation import Agreed, Negotiator, Parley
+from mcr_plus.horovod.request import HorovodInternalError, Request
+from mcr_plus.observe.record import Log, recording
+from mcr_plus.runtime import Source
+
+
+class NotReady(NotInitialized, ValueError):
+    """`init` has not been called; Horovod raises a `ValueError`."""
+
+
+class ProcessSet:
+    """Ranks of the job that run operations together; see `add_process_set`.
+
+    Attributes:
+        ranks: of the whole job, ascending.
+        process_set_id: a number equal on all ranks; None before the set is added and after it was removed.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        try:
+            self.ranks = sorted(ranks)
+        except TypeError:
+            raise InvalidArgument(f"ranks: expected a list of ranks, got {ranks!r}") from None
+        if not all(type(rank) is int for rank in self.ranks):
+            raise InvalidArgument(f"ranks: expected integers, got {list(ranks)}")
+        self.process_set_id: int | None = None
+
+    def size(self) -> int | None:
+        """How many ranks it has; None while it is not part of the job."""
+        return None if self.process_set_id is None else len(self.ranks)
+
+    def rank(self) -> int | None:
+        """This process's rank in the set, -1 if it is not in it; None while it is not part of the job."""
+        if self.process_set_id is None:
+            return None
+        return self.ranks.index(rank()) if self.included() else -1
+
+    def included(self) -> bool:
+        """Whether this process belongs to the set."""
+        return rank() in self.ranks
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+
+global_process_set: Final = ProcessSet([])
+"""All ranks of the job."""
+
+
+@dataclass
+class _World:
+    """What `init` makes."""
+
+    comm: Communicator
+    own: bool  # `init` joined the job, so `shutdown` leaves it
+    parley: Parley
+    everyone: Negotiator
+    negotiators: dict[int, Negotiator] = field(default_factory=dict)  # by the number of the set
+    groups: dict[int, Communicator] = field(default_factory=dict)
+    sets: dict[int, ProcessSet] = field(default_factory=dict)
+    added: int = 0
+    timeline: tuple[str, contextlib.ExitStack, Log] | None = None
+
+
+_world: _World | None = None
+_hooked = False
+
+
+def init(
+    comm: Any = None,
+    process_sets: Sequence[ProcessSet] | str | None = None,
+    *,
+    config: Source = None,
+    backends: Sequence[str] | None = None,
+    timeout: float | timedelta | None = None,
+) -> None:
+    """Join the job, unless that has been done; collective.
+
+    `process_sets` are added at once; `"dynamic"` says that some will be later, which is always allowed.
+    `comm` may name all ranks, as a list or as a communicator of mpi4py; parts of a job are process sets here.
+    `config`, `backends`, `timeout`: see `mcr_plus.init`, which may have been called before; the job is then
+    the program's to leave.
+    """
+    global _world, _hooked
+    if is_initialized():
+        return
+    own = not runtime.is_initialized()
+    world = runtime.init(config, backends=backends, timeout=timeout) if own else runtime.world()
+    try:
+        _check_comm(comm, world.size)
+    except InvalidArgument:
+        if own:
+            runtime.finalize()
+        raise
+    options = world.stage_options("dispatch")
+    parley = Parley(options.timeout if isinstance(options, DispatchOptions) else 300.0)
+    everyone = Negotiator(parley, world.branch(), _launch)
+    parley.negotiators.append(everyone)
+    _world = _World(world, own, parley, everyone, {0: everyone}, sets={0: global_process_set})
+    global_process_set.ranks = list(world.ranks)
+    global_process_set.process_set_id = 0
+    if not _hooked:
+        _hooked = True
+        atexit.register(_at_exit)
+    for each in process_sets if isinstance(process_sets, Sequence) and process_sets != "dynamic" else ():
+        if isinstance(each, str):
+            raise InvalidArgument(f"process_sets: expected a list of process sets or 'dynamic', got {each!r}")
+        add_process_set(each)
+
+
+def _check_comm(comm: Any, ranks: int) -> None:
+    if comm is None:
+        return
+    count = comm.Get_size() if hasattr(comm, "Get_size") else None
+    if count == ranks or (isinstance(comm, (list, tuple)) and list(comm) in ([], list(range(ranks)))):
+        return
+    raise InvalidArgument(
+        f"comm: expected all {ranks} ranks of the job, got {comm!r}; pass process_sets=[ProcessSet(ranks)]"
+    )
+
+
+def _at_exit() -> None:
+    """Leave in good order, unless this process ends because of an error."""
+    if is_initialized() and not runtime.job.crashed:
+        with contextlib.suppress(McrError):
+            shutdown()
+
+
+def shutdown() -> None:
+    """Leave the job, once all ranks do. Operations that other ranks have started and not finished fail there.
+
+    Does nothing before `init`.
+    """
+    global _world
+    world = _world
+    if world is None or not is_initialized():
+        _world = None
+        return
+    stop_timeline()
+    world.parley.leaving = True
+    try:
+        for each in world.parley.negotiators:
+            world.parley.wait(each, lambda each=each: each.left or each.error is not None, "shutdown")  # type: ignore[misc]
+    finally:
+        _world = None
+        for process_set in world.sets.values():
+            process_set.process_set_id = None
+        if world.own:
+            runtime.finalize()
+        else:
+            for group in (*world.groups.values(), world.everyone.comm):
+                group.close()
+
+
+def is_initialized() -> bool:
+    """Whether `init` has been called, and `shutdown` not since."""
+    return _world is not None and runtime.is_initialized()
+
+
+def current() -> _World:
+    """What `init` made."""
+    if _world is None or not runtime.is_initialized():
+        raise NotReady("Horovod has not been initialized; call hvd.init() first")
+    return _world
+
+
+# -- ranks ----------------------------------------------------------------------------------------------
+
+
+def rank() -> int:
+    """This process's rank in the job."""
+    return current().comm.rank
+
+
+def size() -> int:
+    """Number of ranks in the job."""
+    return current().comm.size
+
+
+def _hosts() -> tuple[str, ...]:
+    current()
+    return runtime.current().world.hosts
+
+
+def _local_ranks() -> list[int]:
+    hosts = _hosts()
+    return [each for each, host in enumerate(hosts) if host == hosts[rank()]]
+
+
+def _across() -> list[str]:
+    """The hosts that have a rank with this one's local rank."""
+    hosts = _hosts()
+    return [host for host in dict.fromkeys(hosts) if hosts.count(host) > local_rank()]
+
+
+def local_rank() -> int:
+    """This process's rank among those of its host."""
+    return _local_ranks().index(rank())
+
+
+def local_size() -> int:
+    """Number of ranks on this host."""
+    return len(_local_ranks())
+
+
+def cross_rank() -> int:
+    """This host's number among those that have a rank of this local rank."""
+    return _across().index(_hosts()[rank()])
+
+
+def cross_size() -> int:
+    """Number of hosts that have a rank of this local rank."""
+    return len(_across())
+
+
+def is_homogeneous() -> bool:
+    """Whether all hosts have the same number of ranks."""
+    hosts = _hosts()
+    return len({hosts.count(host) for host in hosts}) == 1
+
+
+# -- what is there --------------------------------------------------------------------------------------
+
+
+def mpi_built() -> bool:
+    """Whether MPI can be used from here."""
+    return backend_class("mpi").availability().available
+
+
+def gloo_built() -> bool:
+    """Whether gloo can be used from here."""
+    return backend_class("gloo").availability().available
+
+
+def nccl_built() -> int:
+    """The version of NCCL, such as 22005; 0 where it cannot be used."""
+    if not backend_class("nccl").availability().available or not torch.cuda.is_available():
+        return 0
+    from torch.cuda import nccl
+
+    version: Any = nccl.version()
+    major, minor, patch = (*version, 0, 0)[:3]
+    return int(10000 * major + 100 * minor + patch)
+
+
+def cuda_built() -> bool:
+    """Whether torch was built for CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Whether torch was built for ROCm."""
+    return torch.version.hip is not None
+
+
+def ddl_built() -> bool:
+    """False: there is no DDL."""
+    return False
+
+
+def ccl_built() -> bool:
+    """False: there is no oneCCL."""
+    return False
+
+
+def mpi_enabled() -> bool:
+    """Whether this job uses MPI."""
+    current()
+    return "mpi" in runtime.get_backends()
+
+
+def gloo_enabled() -> bool:
+    """Whether this job uses gloo."""
+    current()
+    return "gloo" in runtime.get_backends()
+
+
+def mpi_threads_supported() -> bool:
+    """Whether MPI may be called from several threads in this job."""
+    if not mpi_enabled():
+        return False
+    from mpi4py import MPI
+
+    return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+
+
+# -- recording ------------------------------------------------------------------------------------------
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: ARG001 - there are none
+    """Record operations until `stop_timeline`, which writes those of rank 0 to `file_path` (Chrome's format).
+
+    An earlier recording ends, and is written.
+    """
+    world = current()
+    stop_timeline()
+    stack = contextlib.ExitStack()
+    log = stack.enter_context(recording(runtime.current().engine, world.comm.rank))
+    world.timeline = (file_path, stack, log)
+
+
+def stop_timeline() -> None:
+    """End a recording; nothing without one."""
+    world = current()
+    if world.timeline is None:
+        return
+    path, stack, log = world.timeline
+    world.timeline = None
+    stack.close()
+    if world.comm.rank == 0:
+        log.save(path)
+
+
+# -- process sets ---------------------------------------------------------------------------------------
+
+
+def negotiator_of(process_set: ProcessSet) -> Negotiator:
+    """Where operations of a set are negotiated; raises `InvalidArgument` on a rank that is not in it."""
+    world = current()
+    number = process_set.process_set_id
+    if number is None:
+        raise InvalidArgument(f"process_set: {process_set} is not part of the job; see hvd.add_process_set")
+    found = world.negotiators.get(number)
+    if found is None:
+        raise InvalidArgument(f"process_set: rank {world.comm.rank} is not in {process_set}")
+    return found
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Make a group of ranks; collective over the whole job. Returns the set, ready for use.
+
+    Raises `InvalidArgument` (a `ValueError`) if there is a set of these ranks already.
+    """
+    mine = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    number = _together("add_process_set", mine.ranks)
+    if number is None:
+        raise InvalidArgument(f"process_set: there is one of ranks {mine.ranks} already")
+    mine.process_set_id = number
+    current().sets[number] = mine
+    return mine
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Take a process set down; collective over the whole job. Whether there was one to remove.
+
+    The set of all ranks stays.
+    """
+    number = process_set.process_set_id
+    if number is None or number == 0:
+        return False
+    process_set.process_set_id = None
+    return _together("remove_process_set", [number]) is not None
+
+
+def _together(kind: str, numbers: list[int]) -> int | None:
+    """Have all ranks of the job change the process sets, at one place among their operations."""
+    everyone = current().everyone
+    name = everyone.auto_name(kind)
+    everyone.check_name(name)
+    handle = Handle(everyone, Request(name, kind, numbers=tuple(numbers)), [])
+    result: int | None = everyone.parley.synchronize(everyone.enqueue(handle))
+    return result
+
+
+def _launch(negotiator: Negotiator, agreed: Sequence[Agreed]) -> None:
+    """Operations, and changes of the process sets between them."""
+    run: list[Agreed] = []
+    for each in agreed:
+        change = _CHANGES.get(next(iter(each.requests.values())).kind)
+        if change is None or each.problem:
+            run.append(each)
+            continue
+        launch(negotiator.comm, run)
+        run = []
+        handle = each.handle
+        assert handle is not None
+        try:
+            number = change(list(handle.request.numbers))
+        except McrError as error:
+            handle.fail(error)
+        else:
+            handle.start([], lambda number=number: number)  # type: ignore[misc]
+    launch(negotiator.comm, run)
+
+
+def _add(ranks: list[int]) -> int | None:
+    world = current()
+    if any(ranks == each.ranks for number, each in world.sets.items()):
+        return None
+    group = runtime.new_group(ranks)
+    world.added += 1
+    number = world.added
+    world.groups[number] = group
+    world.sets[number] = ProcessSet(ranks)
+    if group.rank >= 0:
+        world.negotiators[number] = Negotiator(world.parley, group, _launch)
+        world.parley.negotiators.append(world.negotiators[number])
+    return number
+
+
+def _remove(numbers: list[int]) -> int | None:
+    world = current()
+    number = numbers[0]
+    if world.sets.pop(number, None) is None:
+        return None
+    group = world.groups.pop(number)
+    negotiator = world.negotiators.pop(number, None)
+    if negotiator is not None:
+        world.parley.negotiators.remove(negotiator)
+        negotiator.break_off(HorovodInternalError("its process set has been removed"))
+    group.close()
+    return number
+
+
+_CHANGES: Final[dict[str, Callable[[list[int]], int | None]]] = {
+    "add_process_set": _add,
+    "remove_process_set": _remove,
+}

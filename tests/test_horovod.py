@@ -1,0 +1,69 @@
+"""`mcr_plus.horovod` on real ranks; what they do is in `horovod_jobs`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import horovod_jobs
+import pytest
+from ranks import run_ranks
+
+from mcr_plus.errors import InvalidArgument
+from mcr_plus.horovod import Compression, ProcessSet
+from mcr_plus.horovod.request import Request, disagreement
+from mcr_plus.launch import mpi_usable
+
+needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
+
+
+@needs_mpi
+def test_two_ranks(tmp_path: Path) -> None:
+    names = [section.__name__ for section in horovod_jobs.SECTIONS]
+    for result in run_ranks(horovod_jobs.everything, 2, args=[str(tmp_path)], timeout=180):
+        assert result.value == names
+
+
+def test_three_ranks(tmp_path: Path) -> None:
+    names = [section.__name__ for section in horovod_jobs.SECTIONS]
+    for result in run_ranks(horovod_jobs.everything, 3, args=[str(tmp_path)], via="torch", timeout=240):
+        assert result.value == names
+
+
+def test_one_rank(tmp_path: Path) -> None:
+    for result in run_ranks("horovod_jobs:alone", 1, args=[str(tmp_path)], via="torch", timeout=60):
+        assert result.value == ["alone"]
+
+
+def test_stages_that_hold_back_and_an_end_without_shutdown(tmp_path: Path) -> None:
+    for result in run_ranks(horovod_jobs.fused, 2, args=[str(tmp_path)], via="torch", timeout=120):
+        assert result.value == ["fused"]
+
+
+def test_error_feedback_belongs_to_names(tmp_path: Path) -> None:
+    for result in run_ranks(horovod_jobs.feedback, 2, args=[str(tmp_path)], via="torch", timeout=120):
+        assert result.value == ["feedback"]
+
+
+def test_requests_travel_as_they_are() -> None:
+    request = Request(
+        'new\nline "é"', "alltoall", ("float32",), ((2, 3),), numbers=(1, 2**40), before=0.1, codec='"fp16"'
+    )
+    assert "\n" not in request.text
+    assert Request.read(request.text) == request
+    assert disagreement({0: request, 3: request}) == ""
+
+
+def test_absent_gradients_take_the_form_of_the_others() -> None:
+    absent = Request("w", "allreduce", ("float32",), ((6, 2),), absent=True)
+    sparse = Request("w", "sparse", ("float32",), ((6, 2),), numbers=(3, 1))
+    dense = Request("w", "allreduce", ("float32",), ((6, 2),))
+    assert disagreement({0: absent, 1: sparse}) == ""
+    assert disagreement({0: absent, 1: dense}) == ""
+    assert "sparse on rank 1" in disagreement({0: dense, 1: sparse})
+
+
+def test_arguments() -> None:
+    with pytest.raises(InvalidArgument, match="expected integers"):
+        ProcessSet([0, True])
+    assert ProcessSet([2, 0]).ranks == [0, 2]
+    assert Compression.codec("topk", ratio=0.1).codec == '{"codec": "topk", "ratio": 0.1}'

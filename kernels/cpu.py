@@ -4,16 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import cache
 from itertools import pairwise
 from typing import Any, Final
 
 import numba
 import torch
+from numba.core import event
+
+from mcr_plus.kernels.compiling import compiling
 
 _numba: Any = numba  # annotated in part, which type checkers take for a mistake of ours
 _GRAIN: Final = 256 << 10
 """Bytes of input for which another thread is worth waking."""
+
+
+class _Watch(event.Listener):
+    """Sees every compilation of a kernel of ours, also of one that nothing has prepared."""
+
+    def __init__(self) -> None:
+        self._open: list[ExitStack] = []  # numba compiles one function at a time, those it calls inside it
+
+    def on_start(self, event: Any) -> None:
+        """A function is about to be compiled."""
+        here = ExitStack()
+        module: str = event.data["dispatcher"].py_func.__module__
+        if module.startswith("mcr_plus."):
+            here.enter_context(compiling(module.rpartition(".")[2]))
+        self._open.append(here)
+
+    def on_end(self, event: Any) -> None:  # noqa: ARG002
+        """It has been compiled, or could not be."""
+        self._open.pop().close()
+
+
+event.register("numba:compile", _Watch())
 
 
 def compiled(function: Callable[..., Any]) -> Any:

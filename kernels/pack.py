@@ -1,7 +1,7 @@
 """Gather the parts of many tensors into one buffer, and scatter them again, on the host.
 
 torch's own `cat` and `split_with_sizes_copy` want a view of every tensor that is not flat, which costs more
-than copying it; here a tensor is an address. Compiled on first use, in half a second.
+than copying it; here a tensor is an address.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ import numba
 import numpy as np
 import torch
 
+from mcr_plus.kernels.compiling import preparing
+from mcr_plus.kernels.cpu import compiled
+
 _numba: Any = numba  # annotated in part, which type checkers take for a mistake of ours
 _WORD: Final = numba.types.intp
 _memcpy: Any = _numba.types.ExternalFunction("memcpy", _WORD(_WORD, _WORD, _WORD))
 _memset: Any = _numba.types.ExternalFunction("memset", _WORD(_WORD, _numba.types.intc, _WORD))
 
 
-@_numba.njit(nogil=True)
+@compiled
 def _gather(parts, sizes, steps, rows, whole):  # type: ignore[no-untyped-def]
     length, at = steps.sum(), whole
     for i in range(parts.size):
@@ -30,13 +33,20 @@ def _gather(parts, sizes, steps, rows, whole):  # type: ignore[no-untyped-def]
         at += steps[i]
 
 
-@_numba.njit(nogil=True)
+@compiled
 def _scatter(parts, sizes, steps, rows, whole):  # type: ignore[no-untyped-def]
     length, at = steps.sum(), whole
     for i in range(parts.size):
         for row in range(rows):
             _memcpy(parts[i] + row * sizes[i], at + row * length, sizes[i])
         at += steps[i]
+
+
+def prepare() -> None:
+    """Compile, or load from disk, what `gather` and `scatter` need."""
+    with preparing("fused buffers"):
+        for function in (_gather, _scatter):
+            function.compile((*[_WORD[::1]] * 3, _WORD, _WORD))
 
 
 def gather(

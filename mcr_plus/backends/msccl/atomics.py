@@ -16,6 +16,8 @@ import numba.extending
 from llvmlite import ir
 from numba.core import cgutils
 
+from mcr_plus.dispatch.bells import EVERYBODY, SYSTEM_CALL, WAKE
+
 _numba: Any = numba  # annotated in part, which type checkers take for a mistake of ours
 _types: Any = _numba.types
 _I8: Final = ir.IntType(8)
@@ -106,6 +108,20 @@ def _emit_fence(builder: Any, args: Any) -> None:  # noqa: ARG001
     builder.fence("seq_cst")
 
 
+def _emit_exchange(builder: Any, args: Any) -> Any:
+    pointer = builder.inttoptr(args[0], _I64.as_pointer())
+    return builder.atomic_rmw("xchg", pointer, args[1], "seq_cst")
+
+
+def _emit_wake(builder: Any, args: Any) -> None:
+    kind = ir.FunctionType(_I64, [_I64], var_arg=True)
+    function = cgutils.get_or_insert_function(builder.module, kind, "syscall")
+    words = (SYSTEM_CALL, args[0], WAKE, EVERYBODY, 0, 0, 0)
+    builder.call(
+        function, [word if isinstance(word, ir.Value) else ir.Constant(_I64, word) for word in words]
+    )
+
+
 load_acquire: Final = _of_integers(1, True, _emit_load)
 """`load_acquire(address) -> value`: what was written before the matching release is visible after it."""
 store_release: Final = _of_integers(2, False, _emit_store)
@@ -123,5 +139,9 @@ Not ordered by `store_release`: a `fence` must follow before anybody else looks.
 """
 fence: Final = _of_integers(0, False, _emit_fence)
 """Order everything before, streamed stores included, ahead of everything after."""
+exchange: Final = _of_integers(2, True, _emit_exchange)
+"""`exchange(address, value) -> value`: put one in and take out what was there, as one step and in order."""
+futex_wake: Final = _of_integers(1, False, _emit_wake)
+"""Wake all threads of all processes that sleep on a word of shared memory."""
 call: Final = _of_integers(5, False, _emit_call)
 """`call(function, a, b, c, d)`: a C function of four int64 by its address."""

@@ -1,0 +1,154 @@
+"""Compiling of kernels: done by one process of a host, said when it takes long, and seen by whoever watches.
+
+with preparing("int8_block"): ...    around what compiles kernels, or loads what was compiled before
+watchers                             told when this process begins and ends compiling
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final
+
+from mcr_plus.environment import on_terminal
+
+watchers: Final[list[Callable[[bool], None]]] = []
+"""Called with True when this process begins to compile, with False when it has ended, in any thread."""
+
+_LONG_S: Final = 1.0  # from here on it is said
+_PATIENCE_S: Final = 120.0  # with another process that compiles: it may have been stopped
+_NAP_S: Final = 0.05
+_log = logging.getLogger("mcr_plus")
+_depth = 0
+_depth_lock = threading.Lock()
+
+
+@contextmanager
+def compiling(what: str) -> Iterator[None]:
+    """Around what compiles: tells the watchers, and says so if it takes longer than a second."""
+    said = None
+    if _deeper(1):
+        _tell(True)
+        said = threading.Timer(_LONG_S, _say, [what])
+        said.daemon = True
+        said.start()
+    try:
+        yield
+    finally:
+        if said is not None:
+            said.cancel()
+        if _deeper(-1):  # the last of all threads
+            _tell(False)
+
+
+@contextmanager
+def preparing(what: str) -> Iterator[None]:
+    """Around the first use of kernels, after which numba's cache on disk holds them.
+
+    Where it does not hold them yet, one process at a time comes in: the others find what it has left there.
+    """
+    note = _note_of(what)
+    if note is None or _noted(note):
+        yield
+        return
+    with compiling(what), _alone(note):
+        yield
+        if not _noted(note):
+            with contextlib.suppress(OSError):
+                note.write_text(_state())
+
+
+def _deeper(by: int) -> bool:
+    """Count who compiles; whether it is the first, or was the last."""
+    global _depth
+    with _depth_lock:
+        _depth += by
+        return _depth == (1 if by > 0 else 0)
+
+
+def _tell(begins: bool) -> None:
+    for watcher in watchers:
+        watcher(begins)
+
+
+def _say(what: str) -> None:
+    folder = cache_folder()
+    where = f"once; kept in {folder}" if folder else "each time: no folder for them can be written"
+    text = f"compiling kernels of {what} ({where})"
+    _log.info("%s", text)
+    if on_terminal():
+        print(f"mcr_plus: {text}", file=sys.stderr, flush=True)
+
+
+@cache
+def cache_folder() -> Path | None:
+    """Where compiled kernels are kept, chosen as numba does; None if nowhere."""
+    import numba
+    from numba.misc.appdirs import user_cache_dir
+
+    named: str = numba.config.CACHE_DIR  # type: ignore[attr-defined]
+    usual = (Path(__file__).parent / "__pycache__", Path(user_cache_dir("numba")))
+    for folder in (Path(named),) if named else usual:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK):
+                return folder
+    return None
+
+
+@cache
+def _state() -> str:
+    """What kernels are compiled from and for, as far as numba's cache goes by it."""
+    import numba
+    from llvmlite import binding
+
+    sources = (Path(__file__).parent, Path(__file__).parent.parent / "backends" / "msccl")
+    times = sum(path.stat().st_mtime_ns for folder in sources for path in folder.glob("*.py"))
+    return f"{numba.__version__} {platform.python_version()} {binding.get_host_cpu_name()} {times}\n"
+
+
+def _note_of(what: str) -> Path | None:
+    """The file that is locked by who compiles, and says afterwards for what machine."""
+    folder = cache_folder()
+    return folder and folder / f"mcr_plus-{blake2b(what.encode(), digest_size=6).hexdigest()}.lock"
+
+
+def _noted(note: Path) -> bool:
+    try:
+        return note.read_text() == _state()
+    except OSError:
+        return False
+
+
+@contextmanager
+def _alone(note: Path) -> Iterator[None]:
+    """Keep other processes out, for as long as they are patient; where files cannot be locked, nobody."""
+    try:
+        descriptor = os.open(note, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError:
+        yield
+        return
+    try:
+        deadline = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < deadline and not _noted(note):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(_NAP_S)
+            except OSError:
+                break
+        yield
+    finally:
+        os.close(descriptor)

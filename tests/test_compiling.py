@@ -1,0 +1,164 @@
+"""Compiling of kernels: by one process of a host, said, and not held against the deadlines of its peers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command import mcr_plus
+from ranks import run_ranks
+
+import mcr_plus as mcr
+from mcr_plus.kernels import compiling
+from mcr_plus.launch import mpi_usable
+
+DEADLINE_S = 1.0
+COMPILES_S = 3.5
+
+
+def compiles_late(across: bool) -> dict[str, Any]:
+    """Runs on ranks: rank 1 compiles for longer than the deadline, in every way that rank 0 can wait."""
+    from mcr_plus.dispatch import board
+
+    if across:  # as between hosts
+        board._map_shared = lambda store, group: (None, None)
+    dispatch = {"dispatch": {"timeout": f"{DEADLINE_S}s"}}
+    comm = mcr.init({"version": 1, "backends": ["msccl", "gloo"], "pipeline": [{"select": {}}, dispatch]})
+    groups = {form: mcr.new_group([0, 1]) for form in ("sync", "asked", "known", "receive", "never")}
+    values = {form: torch.full((5,), 1.0 + comm.rank) for form in groups}
+    groups["known"].all_reduce(torch.zeros(5), backend="gloo")
+    comm.barrier()
+    if comm.rank == 1:
+        with compiling.compiling("a kernel"):
+            time.sleep(COMPILES_S)
+    began = time.monotonic()
+    groups["sync"].all_reduce(values["sync"])
+    waited = time.monotonic() - began
+    for form in ("known", "receive", "asked"):
+        comm.barrier()
+        if comm.rank == 1:
+            with compiling.compiling("a kernel"):
+                time.sleep(1.5 * DEADLINE_S)
+        if form == "receive" and comm.rank == 0:
+            groups[form].recv(values[form], 1)
+        elif form == "receive":
+            groups[form].send(values[form], 0)
+        else:
+            work = groups[form].all_reduce(values[form], backend="gloo", async_op=form == "asked")
+            while work is not None and not work.is_completed():
+                time.sleep(0.01)
+    comm.barrier()
+    text = ""
+    if comm.rank == 0:
+        try:
+            groups["never"].all_reduce(values["never"])
+        except mcr.CommTimeout as error:
+            text = str(error)
+    else:
+        time.sleep(2 * DEADLINE_S)
+    return {"waited": waited, "text": text, **{form: value.tolist() for form, value in values.items()}}
+
+
+@pytest.mark.parametrize("across", [False, True], ids=["one host", "two hosts"])
+def test_a_rank_that_compiles_is_waited_for(across: bool) -> None:
+    first, second = run_ranks(compiles_late, 2, args=[across], via="torch")
+    assert first.value["waited"] > COMPILES_S - 0.5
+    for form in ("sync", "asked", "known"):
+        assert first.value[form] == second.value[form] == [3.0] * 5
+    assert first.value["receive"] == [2.0] * 5
+    assert "missing ranks: [1]" in first.value["text"]
+
+
+def libraries_without_kernels() -> list[bool]:
+    """Runs on ranks whose libraries need no compiler."""
+    found = []
+    for backends in (["gloo"], ["mpi", "gloo"]):
+        with mcr.init(backends=backends if mpi_usable() else ["gloo"]) as comm:
+            comm.all_reduce(torch.ones(4))
+            found.append("numba" in sys.modules)
+    return found
+
+
+def test_no_compiler_where_no_kernel_is_used() -> None:
+    # A variable that imports read: a process of its own, in which nothing has been imported before.
+    for result in run_ranks(
+        libraries_without_kernels, 2, env={"NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING": "1"}
+    ):
+        assert result.value == [False, False]
+
+
+def test_one_of_many_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "cache_folder", lambda: tmp_path)
+    inside, most, cold = 0, 0, 0
+
+    def first_use(number: int) -> None:
+        nonlocal inside, most, cold
+        with compiling.preparing("it"):
+            found = compiling._noted(next(tmp_path.iterdir()))
+            cold += not found
+            inside += not found
+            most = max(most, inside)
+            time.sleep(0.05)
+            inside -= not found
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(first_use, range(16)))
+    assert (most, cold) == (1, 1)
+
+
+def test_what_takes_long_is_said(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(compiling, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(compiling, "_LONG_S", 0.01)
+    monkeypatch.setattr(compiling, "watchers", [told.append])
+    monkeypatch.setenv("MCR_JOB_TERMINAL", "/dev/pts/0")
+    with caplog.at_level(logging.INFO, "mcr_plus"):
+        for _ in range(2):  # the second time it has been compiled
+            with compiling.preparing("int8_block"):
+                time.sleep(0.1)
+    expected = f"compiling kernels of int8_block (once; kept in {tmp_path})"
+    assert caplog.messages == [expected]
+    assert capsys.readouterr().err == f"mcr_plus: {expected}\n"
+    assert told == [True, False]
+
+
+def test_numba_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nothing has prepared counts too."""
+    from mcr_plus.kernels import cpu
+
+    told: list[bool] = []
+    monkeypatch.setattr(compiling, "watchers", [told.append])
+
+    def kernel(x):  # type: ignore[no-untyped-def]
+        return x + 1
+
+    kernel.__module__ = "mcr_plus.kernels.it"
+    assert cpu._numba.njit(kernel)(1) == 2
+    assert told == [True, False]
+
+
+def test_warmup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "cache_folder", lambda: tmp_path)
+    answer = mcr_plus("warmup", "--codec", "bf16", "--codec", "randk", "--json")
+    assert (answer.returncode, answer.stderr) == (0, "")
+    told = json.loads(answer.stdout)
+    assert told["folder"] == str(tmp_path)
+    assert [row["name"] for row in told["kernels"]] == ["bf16", "randk"]
+    assert all(row["seconds"] >= 0 for row in told["kernels"])
+    answer = mcr_plus("warmup", "--codec", "bf16")
+    assert answer.stdout.splitlines()[0].startswith("bf16: there, ")
+    wrong = mcr_plus("warmup", "--codec", "bf61")
+    assert wrong.returncode == 2
+    assert "did you mean 'bf16'" in wrong.stderr

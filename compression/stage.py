@@ -21,6 +21,7 @@ from mcr_plus.config import CompressOptions, codec_of, plain_options
 from mcr_plus.dispatch.work import Work
 from mcr_plus.errors import InvalidArgument, Unsupported
 from mcr_plus.interfaces import Context, Issue, Next
+from mcr_plus.kernels.compiling import preparing
 from mcr_plus.message import Message, Signature, thawed
 from mcr_plus.units import format_size
 
@@ -42,6 +43,8 @@ class CompressStage:
         self._restored = {} if context.runtime is None else context.runtime.restored
         self._pool = Pool()
         self._owners: dict[str, Owner] = {}
+        if context.runtime is not None:
+            context.runtime.caches.append(self._forget)
 
     @property
     def buffer_bytes(self) -> int:
@@ -53,6 +56,11 @@ class CompressStage:
         """Who keeps something between calls, by names that are the same on all ranks and in the next job."""
         return self._owners
 
+    def _forget(self) -> None:
+        """Let go of those who keep nothing."""
+        for name in [name for name, owner in self._owners.items() if not owner.keeps]:
+            del self._owners[name]
+
     def bind(self, signature: Signature, next: Next) -> Issue:
         """Bind to the operations on encoded values, or to the operation itself."""
         wanted = signature.compress
@@ -60,7 +68,7 @@ class CompressStage:
         options = self._options if wanted is None else asked_for(signature)
         if options.codec == "none":
             if wanted is not None:
-                next.note("off, by the call")
+                next.note("off for this operation")
             return next(plain)
         if not signature.nbytes and signature.nbytes is not None:
             return next(plain)
@@ -85,7 +93,7 @@ class CompressStage:
             if owner.name in self._restored:
                 owner.restore(self._restored.pop(owner.name))
         if not self._explains:
-            _compile(codec)
+            prepare(codec)
         chosen = composition(owner.codec, full)
         composed = chosen(owner.codec, full, self._group.rank, owner.memory, self._pool)
         audit_every = options.audit_every if plain.kind in _SAME_EVERYWHERE else None
@@ -138,6 +146,12 @@ class Owner:
         return self._memory
 
     @property
+    def keeps(self) -> bool:
+        """Whether later calls depend on what is here."""
+        warming_up = self._options.warmup > 0
+        return warming_up or bool(self.restored) or (self._memory is not None and bool(self._memory.kept))
+
+    @property
     def known(self) -> Memory | None:
         """The memory, if there has been a call."""
         return self._memory
@@ -167,15 +181,21 @@ class Owner:
         return Ef21(self.codec, numel, device, self._unit) if options.ef21 else Memory(self.codec)
 
 
-_compiled: set[str] = set()
+_prepared: set[str] = set()
 
 
-def _compile(codec: Codec) -> None:
-    """Have a codec's kernels compiled before an operation's deadline runs."""
-    if (key := repr(codec)) in _compiled:
+def prepare(codec: Codec) -> None:
+    """Have a codec's kernels compiled, or loaded from disk, before an operation's deadline runs."""
+    if (key := repr(codec)) in _prepared:
         return
-    _compiled.add(key)
+    _prepared.add(key)
     codec = type(codec)(codec.options)  # another one, since encoding may change what it keeps
+    with preparing(codec.name):
+        _use(codec)
+
+
+def _use(codec: Codec) -> None:
+    """Call everything that has a kernel."""
     values = torch.zeros(max(600, codec.traits.alignment + 1), dtype=codec.traits.dtypes[0])
     if isinstance(codec, PayloadCodec):
         wire = torch.empty(2, codec.wire_numel(values.numel()), dtype=codec.wire_dtype)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
 from typing import Final
 
 import torch
-
-from mcr_plus.kernels import pack
 
 # How many parts a rank's input and output have, None for one per rank of the group. In a bucket each part
 # holds the members' parts, one behind another.
@@ -104,6 +104,21 @@ class Space:
             self.nbytes += self.target.nbytes
 
 
+@cache
+def _pack() -> ModuleType:
+    """Where this happens on the host; with it comes a compiler, which other jobs do without."""
+    from mcr_plus.kernels import pack
+
+    pack.prepare()
+    return pack
+
+
+def prepare(device: str) -> None:
+    """Compile what `join` and `split` need, before an operation's deadline runs."""
+    if device == "cpu":
+        _pack()
+
+
 def join(
     tensors: Sequence[torch.Tensor], numels: Sequence[int], out: torch.Tensor, rows: int, steps: Sequence[int]
 ) -> None:
@@ -112,7 +127,7 @@ def join(
     `steps`: from the beginning of each to that of the next; what lies between becomes zero.
     """
     if out.is_cpu:
-        pack.gather(tensors, numels, out, rows, steps)
+        _pack().gather(tensors, numels, out, rows, steps)
         return
     parts = [tensor.view(rows, -1) for tensor in tensors]
     if steps is not numels:
@@ -130,7 +145,7 @@ def split(
 ) -> None:
     """The reverse of `join`."""
     if whole.is_cpu:
-        pack.scatter(whole, numels, outputs, rows, steps)
+        _pack().scatter(whole, numels, outputs, rows, steps)
         return
     parts = [tensor.view(rows, -1) for tensor in outputs]
     if steps is numels:

@@ -21,7 +21,7 @@ from mcr_plus.config import FuseOptions, codec_of
 from mcr_plus.dispatch.operation import Operation
 from mcr_plus.dispatch.stage import GroupRuntime
 from mcr_plus.dispatch.work import Info, Work
-from mcr_plus.fusion.space import Layout, Space, Stock, join, split
+from mcr_plus.fusion.space import Layout, Space, Stock, join, prepare, split
 from mcr_plus.interfaces import Context, Issue, Next
 from mcr_plus.message import Message, Signature
 from mcr_plus.units import format_size
@@ -43,7 +43,8 @@ class FuseStage:
         self._classes: dict[Signature, _Class] = {}
         self._config = context.config
         if self._runtime is not None:
-            self._runtime.engine.when_stuck.append(self._catch_up)
+            self._runtime.state.when_stuck.append(self._catch_up)
+            self._runtime.caches.append(self._classes.clear)
 
     @property
     def buffer_bytes(self) -> int:
@@ -69,6 +70,7 @@ class FuseStage:
         if like not in self._classes:
             assert like.dtype is not None
             blocks = alignment(self._config, like)
+            prepare(signature.device)
             layout = Layout(like.kind, self._ranks, like.dtype, self._stock, blocks)
             self._classes[like] = _Class(like, next, layout, options, self._memory, runtime)
         return self._classes[like].member(signature, alone)
@@ -185,14 +187,21 @@ class _Class:
         held.insert(0 if self._newest_first else len(held), bucket)
         return bucket
 
-    def whole(self, numel: int) -> tuple[Signature, Issue]:
-        """The operation on `numel` elements in each part, and the rest of the pipeline bound to it."""
+    def whole(self, numel: int, *, sent: bool = True) -> tuple[Signature, Issue]:
+        """The operation on `numel` elements in each part, and the rest of the pipeline bound to it.
+
+        `sent`: whether it is sent now, as it is on all ranks.
+        """
         found = self._whole.get(numel)
         if found is None:
             layout = self.layout
             nbytes = layout.numel(numel) * layout.dtype.itemsize
             signature = self._like.replace(shape=layout.shape(numel), nbytes=nbytes)
-            found = self._whole[numel] = (signature, self._next(signature))
+            if sent:
+                self.runtime.count()
+            found = signature, self._next(signature)
+            if sent:
+                self._whole[numel] = found
         return found
 
 
@@ -272,7 +281,7 @@ class _Bucket:
     def digest(self) -> int | None:
         """See `Held`."""
         total = sum(self.like.layout.steps(self.numels))
-        issue = self.alone if len(self.numels) == 1 else self.like.whole(total)[1]
+        issue = self.alone if len(self.numels) == 1 else self.like.whole(total, sent=False)[1]
         operation: Operation | None = getattr(issue, "operation", None)
         return None if operation is None else operation.digest
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import pickle
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,10 +24,11 @@ from mcr_plus.arrays import (
     unpack,
 )
 from mcr_plus.compression.choice import alignment
-from mcr_plus.dispatch.board import Failure
+from mcr_plus.dispatch.stage import SIGNATURES
 from mcr_plus.dispatch.work import JointWork, Work
-from mcr_plus.errors import InvalidArgument, McrError, Unsupported
+from mcr_plus.errors import BackendError, InvalidArgument, McrError, Unsupported, unknown
 from mcr_plus.fusion.coalesce import Coalescer
+from mcr_plus.launch.signing import seal, unseal
 from mcr_plus.message import (
     REDUCE_OPS,
     REDUCING,
@@ -44,14 +45,14 @@ from mcr_plus.pipeline import Bound, Pipeline
 from mcr_plus.rerun import Call, PersistentOp, bind_persistent, check_persistent
 
 if TYPE_CHECKING:
-    from mcr_plus.config import Config
     from mcr_plus.dispatch.engine import GroupState
-    from mcr_plus.dispatch.stage import GroupRuntime
+    from mcr_plus.groups import OpenGroup
     from mcr_plus.interfaces import Issue, Stage
     from mcr_plus.runtime import Runtime
 
 Compress = str | Mapping[str, object] | bool | None
 
+_PLANS = 4 * SIGNATURES  # more than one to a signature: calls may say the same in several ways
 _IN_PLACE = ("all_reduce", "broadcast", "reduce")  # kinds whose input is their output
 
 
@@ -96,19 +97,18 @@ class Communicator:
     What cannot be done raises `Unsupported` on every rank alike, before anything is sent.
     """
 
-    def __init__(
-        self, runtime: Runtime, group: Group, pipeline: Pipeline, lines: GroupRuntime, config: Config
-    ) -> None:
+    def __init__(self, runtime: Runtime, opened: OpenGroup) -> None:
         self._runtime = runtime
-        self.config = config  # of this group's pipeline
-        self._group = group
-        self._pipeline = pipeline
-        self._lines = lines
-        self.parts: list[Communicator] = []  # groups inside this one, for the hierarchical stage
-        self._chains: dict[Signature, Bound] = {}
-        self._plans: dict[Any, Any] = {}
+        self.opened = opened
+        self.config = opened.config  # of this group's pipeline
+        self._group: Group = opened.group
+        self._pipeline: Pipeline = opened.pipeline
+        self._state: GroupState = opened.state
+        self._chains = opened.chains
+        self._messages = opened.messages
+        self._plans = opened.plans
         self._splits = 0
-        self._coalescer = Coalescer(group.size)
+        self._coalescer = Coalescer(self.size)
         self._alignments: dict[Any, int] = {}  # by codec and dtype
 
     # -- who we are -------------------------------------------------------------------------------
@@ -140,7 +140,23 @@ class Communicator:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._runtime.leave(clean=exception[0] is None)
+        if exception[0] is None:
+            self.close()
+        else:
+            self._runtime.leave(self, clean=False)
+
+    def close(self) -> None:
+        """Close the group and give back what it holds; collective over the group.
+
+        What is in flight is waited for, and its first error is raised when the group is closed. From then
+        on every use of the group raises `NotInitialized`; closing it again does nothing. The group of all
+        ranks is the job: closing it is `mcr.finalize()`. `with mcr.new_group(ranks) as group:` closes the
+        group at the end of the block; after an exception it waits for nobody.
+
+        A group that the program drops without this is closed when all its ranks have dropped it and come
+        to another `new_group`, `split` or `branch`, at the latest by `mcr.finalize()`.
+        """
+        self._runtime.close_together(self.opened)
 
     def take_over(self) -> None:
         """Make the calling thread the one that issues this group's operations.
@@ -148,18 +164,19 @@ class Communicator:
         A group is used by the thread that created it, because operations issued by two threads have no
         order that ranks could share. Call this from another thread once the first has stopped using it.
         """
-        self._lines.state.take_over()
-        for part in self.parts:
-            part.take_over()
+        self.opened.take_over()
 
     def flush(self) -> None:
         """Send what the fuse stage holds back. Every rank of the group must call it at the same place."""
+        self._check_open()
         self._pipeline.flush()
 
     def branch(self) -> Communicator:
         """Another communicator of the same ranks, for operations in an order of their own; collective."""
+        self._check_open()
         self._splits += 1
-        return self._runtime.open_group(f"{self.name}/{self._splits}", self.ranks)
+        self._runtime.agree(self, None, "branch", lambda _: [self.size] * self.size)
+        return self._runtime.open_group(f"{self.name}/{self._splits}", self.ranks, checked=True)
 
     def progress(self) -> None:
         """Let everything in flight advance, for libraries that need the host; returns at once."""
@@ -229,43 +246,20 @@ class Communicator:
         """Bytes of the buffers that are kept for this group's operations, to use them again."""
         return self._pipeline.buffer_bytes + self._coalescer.buffer_bytes
 
-    def shut(self, clean: bool) -> None:
-        """Close the group's channels. For the runtime, once nothing is in flight."""
-        self._plans.clear()
-        if clean:
-            for line in self._lines.lines.values():
-                line.channel.close()
-
-    def shut_alone(self, clean: bool) -> GroupState:
-        """Close the group here while others may still use theirs; for the runtime. Returns its state.
-
-        Channels whose libraries would wait for the others stay open until the job ends.
-        """
-        state = self._lines.state
-        state.publish()
-        idle = not self._lines.engine.forget(state)
-        if clean and state.failure is None:
-            state.board.mark_closed()
-        else:
-            state.board.mark_failed(Failure(0, "it left the group after an error"))
-        self._plans.clear()
-        for line in self._lines.lines.values():
-            release = getattr(line.channel, "release", None)
-            if clean and idle and release is not None:
-                release()
-        state.close()
-        state.board.close()
-        return state
+    @property
+    def closed(self) -> bool:
+        """Whether the group has been closed, in this process."""
+        return self._state.closed
 
     @property
     def state(self) -> GroupState:
         """What this process knows of the group."""
-        return self._lines.state
+        return self._state
 
     @property
     def issued(self) -> int:
         """How many operations this rank has issued in the group."""
-        return self._lines.state.sequence
+        return self._state.sequence
 
     # -- collectives ------------------------------------------------------------------------------
 
@@ -816,23 +810,38 @@ class Communicator:
     def broadcast_object(self, obj: Any, src: int) -> Any:
         """The object of rank `src`, on every rank. Pickled: between the ranks of one's own job only."""
         is_source = self._member(src, "src") == self.rank
-        payload = _pickled(obj) if is_source else torch.empty(0, dtype=torch.uint8)
+        payload = self._pickled(obj) if is_source else torch.empty(0, dtype=torch.uint8)
         length = torch.tensor([payload.numel()])
         self.broadcast(length, src, compress=False)
         # In powers of two: a new size would be a new signature, to be bound and compared.
         room = torch.empty(1 << (int(length) - 1).bit_length(), dtype=torch.uint8)
         room[: payload.numel()] = payload
         self.broadcast(room, src, compress=False)
-        return obj if is_source else _unpickled(room[: int(length)])
+        return obj if is_source else self._unpickled(room[: int(length)], self._member(src, "src"))
 
-    def all_gather_object(self, obj: Any) -> list[Any]:
+    def all_gather_object(self, obj: Any, *, tag: str | None = None) -> list[Any]:
         """Every rank's object, in rank order. Pickled: between the ranks of one's own job only."""
-        payload = _pickled(obj)
+        payload = self._pickled(obj)
         lengths = torch.empty(self.size, dtype=torch.int64)
-        self.all_gather_into_tensor(lengths, torch.tensor([payload.numel()]), compress=False)
+        self.all_gather_into_tensor(lengths, torch.tensor([payload.numel()]), compress=False, tag=tag)
         parts = [torch.empty(int(length), dtype=torch.uint8) for length in lengths]
-        self.all_gather_v(parts, payload, compress=False)
-        return [_unpickled(part) for part in parts]
+        self.all_gather_v(parts, payload, compress=False, tag=tag)
+        return [self._unpickled(part, rank) for rank, part in enumerate(parts)]
+
+    def _pickled(self, obj: Any) -> torch.Tensor:
+        written = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
+        sealed = seal(self._runtime.world.secret, f"{self.name}/{self.rank}", written)
+        return torch.frombuffer(bytearray(sealed), dtype=torch.uint8)
+
+    def _unpickled(self, payload: torch.Tensor, rank: int) -> Any:
+        """The object of a rank of the group. To unpickle a stranger's would be to run his code."""
+        sealed = payload.numpy().tobytes()
+        found = unseal(self._runtime.world.secret, f"{self.name}/{rank}", sealed)
+        if found is None:
+            raise BackendError(
+                f"the object of rank {rank} in group '{self.name}' was not signed by it, and is not unpickled"
+            )
+        return pickle.loads(found)
 
     # -- groups and persistent operations ---------------------------------------------------------
 
@@ -841,13 +850,19 @@ class Communicator:
 
         Returns the new communicator, or None where `color` is None.
         """
+        self._check_open()
         self._splits += 1
-        choices = self.all_gather_object((color, key))
+
+        def sizes(choices: Sequence[tuple[int | None, int]]) -> list[int]:
+            ranks = Counter(chosen for chosen, _ in choices if chosen is not None)
+            return [0 if chosen is None else ranks[chosen] for chosen, _ in choices]
+
+        choices = self._runtime.agree(self, (color, key), "split", sizes)
         if color is None:
             return None
         members = sorted((k, index) for index, (c, k) in enumerate(choices) if c == color)
         ranks = tuple(self.ranks[index] for _, index in members)
-        return self._runtime.open_group(f"{self.name}.{self._splits}.{color!r}", ranks)
+        return self._runtime.open_group(f"{self.name}.{self._splits}.{color!r}", ranks, checked=True)
 
     def persistent(self, kind: str, *tensors: Any, **options: Any) -> PersistentOp:
         """Bind an operation to its tensors once: `op()` runs it, `op.start()` returns a `Work`.
@@ -860,7 +875,7 @@ class Communicator:
         now, later = Recipe(self), Recipe(self)
         getattr(now, kind)(*tensors, **options)
         getattr(later, kind)(*tensors, async_op=True, **options)
-        return bind_persistent(now.call, later.call)
+        return bind_persistent(now.call, later.call, self)
 
     # -- the way down -----------------------------------------------------------------------------
 
@@ -977,17 +992,30 @@ class Communicator:
                 kind, dtype, tuple(shape), nbytes, self.name, self.size, device,
                 _reduce_op(reduce_op), root, tag, backend, codec, async_op, None, parts, bucket,
             )  # fmt: skip
-            plan = self._plans[key] = Plan(signature, self._chain(signature).issue)
+            issue = self._chain(signature).issue
+            if len(self._plans) >= _PLANS:  # each rank by itself: plans are made anew of the same chains
+                self._plans.clear()
+            plan = self._plans[key] = Plan(signature, issue)
         return plan
 
     def _chain(self, signature: Signature) -> Bound:
-        chain = self._chains.get(signature)
+        known = self._messages if signature.is_p2p else self._chains
+        chain = known.get(signature)
         if chain is None:
-            if self._lines.state.closed:
-                self._lines.state.admit()  # raises: there is nothing left to bind to
+            self._check_open()
             self._validate(signature)
-            chain = self._chains[signature] = self._pipeline.bind(signature)
+            if not signature.is_p2p:
+                self.opened.runtime.count()
+            elif len(known) >= SIGNATURES:
+                known.clear()
+                self._plans.clear()
+                self.opened.runtime.forget_messages()
+            chain = known[signature] = self._pipeline.bind(signature)
         return chain
+
+    def _check_open(self) -> None:
+        if self.closed:
+            self.state.admit()  # raises: there is nothing left to bind to
 
     def _validate(self, signature: Signature) -> None:
         if self.rank < 0:
@@ -1162,7 +1190,7 @@ def _reduce_op(op: Any) -> ReduceOp | None:
     name = str(op).rpartition(".")[2]
     if name in REDUCE_OPS and type(op).__module__.startswith("torch."):
         return name
-    raise InvalidArgument(f"op: unknown reduce op {op!r}; known: {', '.join(REDUCE_OPS)}")
+    raise InvalidArgument(f"op: {unknown('reduce op', op, REDUCE_OPS)}")
 
 
 def _same_dtype(a: torch.Tensor, b: torch.Tensor, name: str = "output") -> None:
@@ -1239,13 +1267,3 @@ def _match_tag(tag: int) -> int:
             f"tag: expected an integer from 0 to {2**24 - 1}, got {tag!r} (a name goes into label=)"
         )
     return tag
-
-
-def _pickled(obj: Any) -> torch.Tensor:
-    buffer = io.BytesIO()
-    pickle.dump(obj, buffer, protocol=pickle.HIGHEST_PROTOCOL)
-    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
-
-
-def _unpickled(payload: torch.Tensor) -> Any:
-    return pickle.loads(payload.numpy().tobytes())

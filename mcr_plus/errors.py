@@ -67,6 +67,17 @@ class OrderMismatch(McrError):
     """Ranks of a group issued different operations under the same sequence number."""
 
 
+class OperationsDiffer(OrderMismatch):
+    """A library has found that ranks issued different operations.
+
+    `explained`: the text says what they did; otherwise that is for the engine to find out.
+    """
+
+    def __init__(self, text: str, *, explained: bool = False) -> None:
+        super().__init__(text)
+        self.explained = explained
+
+
 class ResultMismatch(McrError):
     """An audit found that ranks hold different results of an operation."""
 
@@ -77,8 +88,9 @@ class LaunchError(McrError):
 
 def unknown(what: str, value: object, known: Sequence[str]) -> str:
     """Phrase an unknown name: the bad value, the known ones, and the one that was probably meant."""
-    close = difflib.get_close_matches(value, known, n=1) if isinstance(value, str) else []
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    names = {name.casefold(): name for name in known}
+    close = difflib.get_close_matches(value.casefold(), names, n=1) if isinstance(value, str) else []
+    hint = f"; did you mean {names[close[0]]!r}?" if close else ""
     return f"unknown {what} {short(value)}; known: {', '.join(known)}{hint}"
 
 

@@ -12,6 +12,7 @@ from mcr_plus.message import Group, Message, Signature
 if TYPE_CHECKING:
     from mcr_plus.c10d import Store
     from mcr_plus.config import Config
+    from mcr_plus.dispatch.bells import Bells
     from mcr_plus.dispatch.stage import GroupRuntime
     from mcr_plus.dispatch.work import Work
     from mcr_plus.pipeline import Pipeline
@@ -52,6 +53,30 @@ Start = Callable[[Message], Poll]
 """Hand an operation to a library; returns at once."""
 
 
+class Persistent(Protocol):
+    """A library's persistent request: how to start it, and its poll. The first start may change both."""
+
+    begin: Callable[[], object]
+    test: Poll
+
+
+class Gate(Protocol):
+    """What a library wants done, on all ranks, before it is handed an operation.
+
+    Called when all ranks have issued the operation, in the order of their group; returns a poll that is true
+    once the operation may start, or None if it may at once. The poll raises `OperationsDiffer` if it finds
+    that ranks have issued different ones. `every`: whether each operation of the signature has to pass;
+    `again`: whether the next one has to, and be compared on all ranks. Both may change while one passes.
+    """
+
+    every: bool
+    again: bool
+
+    def __call__(self, message: Message) -> Poll | None:
+        """Begin."""
+        ...
+
+
 @dataclass(frozen=True)
 class Support:
     """How a backend does an operation.
@@ -87,7 +112,9 @@ class World:
     `store` is the job's own key-value store (a `torch.distributed.Store`), None for a single process and
     while explaining. `hosts` has one entry per global rank. `libraries` names what is behind each backend on
     rank 0 (`Open MPI 5.0.11`), where that is known. `cores`: on how many the ranks of this host may run,
-    all of them together, for launchers bind each to its own.
+    all of them together, for launchers bind each to its own. `secret`: what only the ranks have, empty if
+    they have none. `bells`: how ranks of this host that sleep are woken; compiled code that moves something
+    for a peer rings them itself.
     """
 
     rank: int
@@ -97,6 +124,8 @@ class World:
     store: Store | None = None
     libraries: Mapping[str, str] = field(default_factory=dict)
     cores: int = field(default_factory=lambda: len(usable_cores()))
+    secret: bytes = field(default=b"", repr=False)
+    bells: Bells | None = None
 
     @property
     def crowded(self) -> bool:
@@ -120,6 +149,8 @@ class Channel(Protocol):
         """Release the library's group: once, in the same order on all ranks, with nothing in flight."""
         ...
 
+    # One that can be closed while other ranks still use theirs also has `release() -> None`, which does that.
+
 
 class Backend(Protocol):
     """One communication library in one job. Constructed with the `World`, on all ranks alike.
@@ -129,13 +160,22 @@ class Backend(Protocol):
 
     A backend may also have a class method `library_version() -> str`, which names the library in use,
     such as `Open MPI 5.0.11`, and an attribute `needs_polls`: true if its operations advance only while they
-    are polled, so that a rank that waits for one polls on instead of sleeping. Such a backend also has a
+    are polled, so that a rank that waits for one polls on instead of sleeping. `rings`: it rings the bells of
+    `World` itself whenever a poll has moved something that a peer may wait for. Such a backend also has a
     method `refuses_threads() -> str`: why it cannot be called from two threads at once, empty if it can.
     `serves(world) -> str` and `reaches(world, group) -> str`, class methods, say why it can have no part in a
     job or in a group of it, empty if it can. `algorithms(kind, ranks) -> list[str]`, another one, names those
     of its algorithms that `tune` should compare; `sizes(algorithm) -> Range` gives the bytes for which a
     table's rule may name one; `unknown_algorithm(name) -> str` says why there is none of this name for
     any operation, empty if there is, so that a configuration can be refused when it is loaded.
+    `descriptors(size) -> int`: how many file descriptors a group of so many ranks takes in each process.
+
+    `keeps_apart`, an attribute: true if operations of different signatures never meet in the library,
+    whatever order ranks issue them in. Where it is missing or false, ranks compare every operation before it
+    starts, and not only the first of a signature; not so on a stream. A channel may have
+    `gate(signature, digest) -> Gate` and `bind_persistent(signature, message, digest) -> Persistent | None`.
+    `breaks(error) -> str` says why the library is of no use in this process after one of its own errors,
+    empty if it still is.
     """
 
     name: str

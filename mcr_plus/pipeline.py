@@ -117,20 +117,19 @@ class Pipeline:
         return stage
 
 
-def finish(pipelines: Iterable[Pipeline]) -> None:
+def finish(stages: Iterable[Stage]) -> None:
     """Tell the stages that the job ends in good order: each class once, about all its stages.
 
     A class of stages that has something to keep has a class method `finish(stages)`, which is called on
     every rank when nothing is in flight any more, and issues nothing. It may raise `McrError`.
     """
     by_class: dict[type[Stage], list[Stage]] = {}
-    for pipeline in pipelines:
-        for stage in pipeline.stages:
-            by_class.setdefault(type(stage), []).append(stage)
-    for kind, stages in by_class.items():
+    for stage in stages:
+        by_class.setdefault(type(stage), []).append(stage)
+    for kind, alike in by_class.items():
         end = getattr(kind, "finish", None)
         if end is not None:
-            end(stages)
+            end(alike)
 
 
 def _in_flight(changed: Signature, own: Signature) -> Signature:

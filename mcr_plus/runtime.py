@@ -8,6 +8,7 @@ import json
 import logging
 import operator
 import os
+import secrets
 import sys
 import threading
 from collections import Counter
@@ -15,16 +16,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial, reduce
+from itertools import chain, count
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Final, TypeVar
 from weakref import WeakValueDictionary
 
 from mcr_plus import config as configuration
 from mcr_plus.backends import backend_class, preferred_backends, reaching
-from mcr_plus.c10d import HashStore, Store
+from mcr_plus.c10d import HashStore, PrefixStore, Store
 from mcr_plus.communicator import Communicator
 from mcr_plus.config import Config, DispatchOptions, HierarchicalOptions
+from mcr_plus.descriptors import descriptors_for, descriptors_left, lacking_descriptors
+from mcr_plus.dispatch.bells import open_bells
 from mcr_plus.dispatch.board import Failure, open_board
 from mcr_plus.dispatch.engine import Engine, GroupState
 from mcr_plus.dispatch.meeting import SHORT, call_off, let_go_first, meet
@@ -32,8 +36,16 @@ from mcr_plus.dispatch.operation import Lane
 from mcr_plus.dispatch.peers import Peers
 from mcr_plus.dispatch.progress import ProgressThread
 from mcr_plus.dispatch.stage import GroupRuntime, Line
-from mcr_plus.environment import LaunchEnvironment, host_name, launch_environment, msccl_library, usable_cores
+from mcr_plus.environment import (
+    LaunchEnvironment,
+    host_name,
+    launch_environment,
+    msccl_library,
+    quota_cores,
+    usable_cores,
+)
 from mcr_plus.errors import (
+    BackendError,
     BackendUnavailable,
     ConfigError,
     InvalidArgument,
@@ -41,14 +53,19 @@ from mcr_plus.errors import (
     NotInitialized,
     OrderMismatch,
 )
+from mcr_plus.groups import OpenGroup
 from mcr_plus.hierarchy.nodes import Part, check_nodes, inner_groups
-from mcr_plus.interfaces import Backend, Context, World
-from mcr_plus.launch.rendezvous import exchange, open_store
+from mcr_plus.interfaces import Backend, Channel, Context, Stage, World
+from mcr_plus.kernels import compiling
+from mcr_plus.launch.rendezvous import exchange, open_plain_store, open_store
+from mcr_plus.launch.signing import SignedStore
 from mcr_plus.message import Group
 from mcr_plus.pipeline import Pipeline, finish
 from mcr_plus.selection.checks import check_targets, checked_tables, use_algorithms
 from mcr_plus.selection.fingerprint import differences, fingerprint_here, library_versions
 
+_TO_JOIN: Final = 24  # file descriptors that libraries open once in a job, whatever they connect
+ValueT = TypeVar("ValueT")
 Source = str | Path | Mapping[str, Any] | None
 """Where a configuration may be read from, see `config.load`."""
 
@@ -62,37 +79,60 @@ class Runtime:
         world: World,
         backends: Mapping[str, type[Backend]],
         loaded: Config,
+        timeout: float | None = None,
     ) -> None:
-        """`loaded`: the configuration before a program's own timeout has been put into it."""
+        """`loaded`: the configuration before a program's own `timeout`, in seconds, has been put into it."""
         options = config.options("dispatch")
         assert isinstance(options, DispatchOptions)
         self.config = config
         self.loaded = loaded
+        self.timeout = timeout
+        self.is_native = True  # made by `init`, and not for torch.distributed
         self.world = world
         self.closed = False
         self._classes = backends
         self._peers = Peers(world.rank, world.hosts, world.store, world.timeout)
-        self.engine = Engine(self._peers, wait=options.wait, oversubscribed=world.crowded)
+        bells = open_bells(world.store, world.rank, world.hosts, world.timeout)
+        self.world = world = replace(world, bells=bells)
+        here = world.hosts.count(world.hosts[world.rank])
+        self.engine = Engine(
+            self._peers,
+            wait=options.wait,
+            oversubscribed=world.crowded,
+            bells=bells,
+            beside=self._peers.beside(),
+            ranks=here,
+            short=here > quota_cores(),
+        )
         # A single process needs no library: whatever is named, copies do it.
         needed = {"local": backends["local"]} if world.size == 1 else backends
         self._backends: dict[str, Backend] = {name: kind(world) for name, kind in needed.items()}
         self.engine.backends = list(self._backends.values())
         if options.progress == "thread":
             self._drive_by_thread()
-        self.communicators: list[Communicator] = []
+        self.groups: list[OpenGroup] = []  # in the order in which they were opened
+        # What of groups that were left in good order must be closed on all ranks together, by name and ranks.
+        self._left: dict[tuple[str, tuple[int, ...]], list[Channel]] = {}
+        self._ended: list[Stage] = []  # of groups that were closed, as far as they have learnt something
         # Group → operation → what codecs had kept in an earlier job and nobody has asked for yet.
         self.restored: dict[str, dict[str, Any]] = {}
         self.found: dict[str, dict[str, Any]] = {}  # group → what online refinement had found out
-        self._pipelines: list[Pipeline] = []
         self._groups = 0
+        self._dropped: frozenset[str] = frozenset()
         # By the tags of their operations: modules that share one would share what codecs keep for it.
         self.tagged: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self.communicator = self.open_group("world", tuple(range(world.size)))
+        compiling.watchers.append(self.engine.compiles)
 
     @property
     def backend_names(self) -> list[str]:
-        """The libraries of this job, in fallback order."""
-        return [name for name in self._classes if name != "local" or self.world.size == 1]
+        """The libraries of this job, in fallback order, but for those that the group `world` goes without."""
+        known = [name for name in self._classes if name != "local" or self.world.size == 1]
+        return [name for name in known if name not in self._dropped]
+
+    def _stop_watching(self) -> None:
+        if self.engine.compiles in compiling.watchers:
+            compiling.watchers.remove(self.engine.compiles)
 
     def _drive_by_thread(self) -> None:
         """Start the progress thread, if any library needs one."""
@@ -103,22 +143,43 @@ class Runtime:
                     f"dispatch: progress: thread: {problem}; progress: caller works with it"
                 )
         if waiting:
-            self.engine.progress_thread = ProgressThread(self.engine)
+            self.engine.progress_thread = ProgressThread(self.engine.drive)
 
-    def open_group(self, name: str, ranks: tuple[int, ...], config: Config | None = None) -> Communicator:
+    @property
+    def communicators(self) -> list[Communicator]:
+        """Of all groups that are open, equal on all ranks of each."""
+        return [each.communicator(self) for each in self.groups]
+
+    def open_group(
+        self, name: str, ranks: tuple[int, ...], config: Config | None = None, *, checked: bool = False
+    ) -> Communicator:
         """Create the communicator of `ranks`; collective over them.
 
-        `config`: of its pipeline, None for that of the job.
+        `config`: of its pipeline, None for that of the job. `checked`: whether the ranks have agreed that all
+        of them have file descriptors left for it, see `agree`; if not, they do so now.
         """
         world, config = self.world, config or self.config
         rank = ranks.index(world.rank) if world.rank in ranks else -1
         group = Group(name, ranks, rank)
+        if not checked and rank >= 0 and group.size > 1 and world.store is not None:
+            store, meetings = world.store, count()
+
+            def tell(mine: object) -> list[Any]:
+                what = f"opening/{name}/{next(meetings)}"
+                told = exchange(store, rank, group.size, what, json.dumps(mine), world.timeout)
+                return [json.loads(text) for text in told]
+
+            self._agree(ranks, tell, None, f"group '{name}'", lambda _: [group.size] * group.size)
         lines, dropped = self._open_lines(group) if rank >= 0 else ({}, {})
         self._tell_what_is_missing(group, dropped)
-        return self._open_over(group, lines, config)
+        if name == "world":
+            self._dropped = frozenset(dropped)
+        return self._open_over(group, lines, config).communicator(self)
 
-    def _open_over(self, group: Group, lines: dict[str, Line], config: Config) -> Communicator:
-        """Create the communicator of a group whose libraries are open."""
+    def _open_over(
+        self, group: Group, lines: dict[str, Line], config: Config, *, inner: bool = False
+    ) -> OpenGroup:
+        """A group whose libraries are open."""
         world, name, rank = self.world, group.name, group.rank
         one_host = len({world.hosts[each] for each in group.ranks}) == 1
         board = open_board(world.store if rank >= 0 else None, group, one_host, world.timeout)
@@ -129,20 +190,20 @@ class Runtime:
         parts: dict[str, Pipeline] = {}
         context = Context(config, world, group, usable, runtime, parts)
         pipeline = Pipeline(context)
-        communicator = Communicator(self, group, pipeline, runtime, config)
+        opened = OpenGroup(group, pipeline, runtime, config, inner)
         self.engine.states.append(state)
         state.recorded = bool(self.engine.recorders)
         state.refresh()
-        self.communicators.append(communicator)
-        self._pipelines.append(pipeline)
-        for part, inner in inner_groups(config, world.hosts, group).items():
+        self.groups.append(opened)
+        for part, members in inner_groups(config, world.hosts, group).items():
             # On all ranks in the same order, here and not at the first use: it is collective.
-            below = self._open_part(group, part, inner, config)
-            communicator.parts.append(below)
+            below = self._open_part(group, part, members, config)
+            opened.parts.append(below)
+            runtime.caches.append(below.runtime.forget)
             parts[part] = below.pipeline
-        return communicator
+        return opened
 
-    def _open_part(self, group: Group, part: Part, inner: Group, config: Config) -> Communicator:
+    def _open_part(self, group: Group, part: Part, inner: Group, config: Config) -> OpenGroup:
         """Open a group inside of `group`, of `config`; one that cannot be had is told to all of them.
 
         A library that one of the groups of this part must go without is left out in all of them. Raises
@@ -179,7 +240,7 @@ class Runtime:
             release = getattr(lines.pop(name).channel, "release", None)
             if release is not None:
                 release()
-        return self._open_over(inner, lines, config.below("hierarchical"))
+        return self._open_over(inner, lines, config.below("hierarchical"), inner=True)
 
     def _open_lines(self, group: Group) -> tuple[dict[str, Line], dict[str, str]]:
         """Every library of the job that can serve a group, as this group uses it; what is left out, and why.
@@ -215,51 +276,167 @@ class Runtime:
             raise InvalidArgument(
                 f"ranks: expected distinct ranks from 0 to {size - 1}, at least one, got {list(ranks)}"
             )
-        for rank, theirs in enumerate(self.communicator.all_gather_object(chosen)):
+        sizes = [len(chosen) if rank in chosen else 0 for rank in range(size)]
+        for rank, theirs in enumerate(self.agree(self.communicator, chosen, "new_group", lambda _: sizes)):
             if theirs != chosen:
                 raise OrderMismatch(
                     f"new_group: rank {self.world.rank} passed {list(chosen)}, rank {rank} passed "
                     f"{list(theirs)}; all ranks of the job must create the same groups in the same order"
                 )
         self._groups += 1
-        return self.open_group(f"group{self._groups}", chosen)
+        return self.open_group(f"group{self._groups}", chosen, checked=True)
 
-    def close_group(self, communicator: Communicator, clean: bool = True) -> None:
+    def agree(
+        self,
+        communicator: Communicator,
+        value: ValueT,
+        what: str,
+        sizes: Callable[[Sequence[ValueT]], Sequence[int]],
+    ) -> list[ValueT]:
+        """Every rank's `value`, before groups are opened inside of a group; collective over that.
+
+        Groups inside of it that all their ranks have dropped are closed on the way. `sizes`: by these values,
+        how many ranks the new group of each rank has. Raises `BackendError` on all ranks if one of them has
+        not enough file descriptors left for it.
+        """
+        tell = partial(communicator.all_gather_object, tag=what)
+        return self._agree(communicator.ranks, tell, value, what, sizes)
+
+    def _agree(
+        self,
+        ranks: Sequence[int],
+        tell: Callable[[object], list[Any]],
+        value: ValueT,
+        what: str,
+        sizes: Callable[[Sequence[ValueT]], Sequence[int]],
+    ) -> list[ValueT]:
+        """See `agree`; `tell` gathers what these ranks say."""
+        while True:
+            # As many as any of these groups may need, because values are not known yet.
+            room = descriptors_left(self._descriptors(len(ranks)))
+            told = tell((value, self._offered(ranks), room))
+            values = [theirs for theirs, _, _ in told]
+            needs = [self._descriptors(size) for size in sizes(values)]
+            short = lacking_descriptors(ranks, [left for _, _, left in told], needs)
+            dropped = dict(zip(ranks, (theirs for _, theirs, _ in told), strict=True))
+            if not self._close_dropped(dropped) and short:
+                raise BackendError(f"{what}: {short}")
+            if not short:
+                return values
+
+    def _descriptors(self, size: int) -> int:
+        """File descriptors that a group of so many ranks may take in each of them."""
+        groups = 1 + 3 * (self.config.options("hierarchical") is not None)
+        return groups * descriptors_for(self._classes, size) if size > 1 else 0
+
+    def _offered(self, ranks: Sequence[int]) -> dict[str, list[int]]:
+        """The groups of no other ranks than these that the program has dropped here, or has left.
+
+        By their names, with their ranks. A group in use by messages is none of them. Those that nobody else
+        has, or that have failed, are closed at once.
+        """
+        found = {name: list(members) for name, members in self._left if set(members) <= set(ranks)}
+        for each in [each for each in self.groups if each.is_dropped]:
+            if each.group.size == 1 or each.group.rank < 0 or each.state.failure is not None:
+                self._remove(each, clean=each.state.failure is None)
+            elif set(each.group.ranks) <= set(ranks) and not self.engine.has_messages(each.state):
+                found[each.name] = list(each.group.ranks)
+        return found
+
+    def _close_dropped(self, dropped: Mapping[int, Mapping[str, list[int]]]) -> bool:
+        """Close the groups that all their ranks say they have dropped; whether there are any, on any rank.
+
+        `dropped`: what `_offered` gave, by rank.
+        """
+        together = {
+            (name, tuple(ranks))
+            for theirs in dropped.values()
+            for name, ranks in theirs.items()
+            if all(dropped[rank].get(name) == ranks for rank in ranks)
+        }
+        open_ones = {(each.name, each.group.ranks): each for each in self.groups if not each.inner}
+        for each in sorted(together):
+            for channel in self._left.pop(each, ()):
+                channel.close()
+            if (opened := open_ones.get(each)) is not None:
+                try:
+                    opened.take_over()
+                    self.close_together(opened)
+                except McrError as error:
+                    _log.warning("group '%s', which the program has dropped: %s", opened.name, error)
+        return bool(together)
+
+    def close_group(self, opened: OpenGroup, clean: bool = True) -> None:
         """Take one group down in this process; others may still use theirs.
 
         Waits for everything in flight if `clean`, and raises its first error.
         """
         try:
             if clean:
-                self.settle(communicator)
+                self._settle(opened)
         finally:
-            for each in (*reversed(communicator.parts), communicator):
-                self.communicators.remove(each)
-                self._pipelines.remove(each.pipeline)
-                self.engine.states.remove(each.shut_alone(clean))
+            self._remove(opened, clean)
+
+    def close_together(self, opened: OpenGroup) -> None:
+        """See `Communicator.close`."""
+        if opened is self.communicator.opened:
+            self.leave(self.communicator)
+        elif not opened.state.closed:
+            together, state = False, opened.state
+            try:
+                self._settle(opened)
+                if opened.group.size > 1 and opened.group.rank >= 0 and state.failure is None:
+                    # From here on nothing is in flight on any rank.
+                    opened.communicator(self).barrier(tag="close")
+                together = state.failure is None
+            finally:
+                self._remove(opened, together, together=together)
+
+    def _remove(self, opened: OpenGroup, clean: bool, *, together: bool = False) -> None:
+        for each in opened.all:
+            self._ended += [stage for stage in each.pipeline.stages if getattr(stage, "found", None)]
+            left = each.shut_alone(clean, together=together)
+            if left:
+                self._left[each.name, each.group.ranks] = left
+            self.groups.remove(each)
+            self.engine.states.remove(each.state)
+            for kept in (self.restored, self.found):
+                if not kept.get(each.name, True):
+                    del kept[each.name]
 
     def settle(self, communicator: Communicator) -> None:
         """Wait for everything in flight in a group; raises its first error."""
-        if communicator.state.failure is None:
-            communicator.flush()
-            self.engine.drain([each.state for each in (communicator, *communicator.parts)])
+        self._settle(communicator.opened)
 
-    def leave(self, clean: bool) -> None:
-        """End of a `with mcr.init(...)` block; after an exception nothing waits for peers."""
-        if not self.closed:
+    def _settle(self, opened: OpenGroup) -> None:
+        if opened.state.failure is None:
+            opened.pipeline.flush()
+            self.engine.drain([each.state for each in opened.all])
+
+    def leave(self, communicator: Communicator, clean: bool = True) -> None:
+        """Close a group here, or the job if it is the group of all its ranks, unless that is closed already.
+
+        Without `clean`, as at the end of a `with` block after an exception, nothing waits for peers.
+        """
+        if self.closed or communicator.closed:
+            return
+        if communicator is self.communicator:
             self.close(clean)
+        else:
+            self.close_group(communicator.opened, clean)
 
     def close(self, clean: bool) -> None:
         """Take everything down. Waits for what is in flight if `clean`, and raises its first error."""
         self.closed = True
         job.communicator = None
+        self._stop_watching()
         self.engine.stop_thread()
         error: McrError | None = None
         clean = clean and not self.engine.failed
         if clean:
             try:
-                for communicator in self.communicators:
-                    communicator.flush()
+                for opened in self.groups:
+                    opened.pipeline.flush()
                 self.engine.drain()
             except McrError as failure:
                 error, clean = failure, False
@@ -272,20 +449,30 @@ class Runtime:
             else:
                 state.board.mark_failed(Failure(0, "it left the job after an error"))
         clean = clean and self.meet(self.world.timeout)
-        for communicator in reversed(self.communicators):
-            communicator.shut(clean)
+        for opened in reversed(self.groups):
+            opened.shut(clean)
         for state in self.engine.states:
             state.close()
             if clean:
                 state.board.close()
         self._close_libraries(clean)
+        self.engine.waiting.close()
         if error is not None:
             raise error
+
+    def give_back(self) -> None:
+        """Before an end in no good order: close what no peer waits for, where nothing is in flight."""
+        for opened in reversed(self.groups):
+            idle = not self.engine.forget(opened.state)
+            for line in opened.runtime.lines.values() if idle else ():
+                release = getattr(line.channel, "release", None)
+                if release is not None:
+                    release()
 
     def _close_libraries(self, clean: bool) -> None:
         for backend in self._backends.values():
             backend.close(clean)
-            if clean and not hasattr(backend, "finalize"):
+            if not hasattr(backend, "finalize") and (clean or not hasattr(backend, "before_exit")):
                 job.used.pop(id(backend), None)  # nothing of it is left for the end of the process
 
     def _tell_what_was_not_asked_for(self) -> None:
@@ -297,7 +484,7 @@ class Runtime:
     def _finish(self) -> McrError | None:
         """Let stages keep what they have learnt. An error is this rank's own; its end is in good order."""
         try:
-            finish(self._pipelines)
+            finish([*self._ended, *chain.from_iterable(each.pipeline.stages for each in self.groups)])
             self._tell_what_was_not_asked_for()
         except McrError as failure:
             return failure
@@ -316,12 +503,13 @@ class Runtime:
     def crash(self) -> None:
         """Leave after an uncaught exception: wait for nobody, but let whoever caused it leave first."""
         call_off(self.world, self._peers)
-        self.leave(clean=False)
+        self.leave(self.communicator, clean=False)
         let_go_first(self._peers, self.engine.blamed)
 
     def abandon(self) -> None:
         """In a forked child: the parent's groups are not ours, and neither is its end."""
         self.closed = True
+        self._stop_watching()
         self.engine.abandon()
         for state in self.engine.states:
             state.abandon()
@@ -337,11 +525,12 @@ class Job:
     def __init__(self) -> None:
         self.runtime: Runtime | None = None
         self.communicator: Communicator | None = None  # of all ranks, between init and finalize
-        self.attempts = 0
         self.crashed = False
         self.hooked = False
         self.together = True  # all ranks have come to this point: what ends a library together may be called
         self.used: dict[int, Backend] = {}  # those that have a part in the end of the process
+        # Leaves groups of torch's that nobody has any more, set by who makes them.
+        self.leave_dropped: Callable[[], None] = lambda: None
 
     def hook(self) -> None:
         """Be told about the end of the process, an uncaught exception, and forks."""
@@ -360,13 +549,14 @@ class Job:
 
     def at_exit(self) -> None:
         """Leave in good order if the program has; in no case wait for ranks that will not come."""
+        self.leave_dropped()
         runtime = self.runtime
         if runtime is not None and self.crashed:
             runtime.crash()
         elif runtime is not None:
             with contextlib.suppress(McrError):
                 self.together &= runtime.closed
-                runtime.leave(clean=True)
+                runtime.leave(runtime.communicator)
             if not self.together:
                 runtime.meet()
         for backend in self.used.values():
@@ -430,17 +620,18 @@ def init(
         ConfigError: the configuration is wrong, or differs between ranks.
         NotInitialized: `init` was called before without `finalize`.
         BackendUnavailable: a backend that was asked for is missing on some rank.
+        BackendError: a rank has too few file descriptors left.
         LaunchError: the ranks cannot find each other.
     """
     with _lock:
+        job.leave_dropped()
         if job.runtime is not None and not job.runtime.closed:
             raise NotInitialized("init was called before; call finalize first (or use `with mcr.init(...)`)")
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         loaded = readable(partial(_load, config, backends, seconds))
         patience = seconds if isinstance(seconds, (int, float)) and seconds > 0 else 300.0
-        job.attempts += 1
         try:
-            world = _join(launch_environment(), patience, job.attempts)
+            world = _join(launch_environment(), patience)
         except McrError:
             if isinstance(loaded, ConfigError):  # nearer to the cause
                 raise loaded from None
@@ -475,9 +666,10 @@ def join(loaded: Config | ConfigError, store: Store, rank: int, size: int, timeo
     `loaded`: see `readable`.
     """
     with _lock:
-        if size == 1:
-            return _begin(loaded, World(0, 1, (host_name(),), timeout), timeout)
-        return _begin(loaded, _world_of(store, rank, size, timeout), timeout)
+        alone = World(0, 1, (host_name(),), timeout)
+        runtime = _begin(loaded, alone if size == 1 else _world_of(store, rank, size, timeout), timeout)
+        runtime.is_native = False
+        return runtime
 
 
 def meeting_place(timeout: float) -> tuple[Store, int, int]:
@@ -485,8 +677,7 @@ def meeting_place(timeout: float) -> tuple[Store, int, int]:
     environment = launch_environment()
     if environment.world_size == 1:
         return HashStore(), 0, 1
-    job.attempts += 1
-    store = open_store(environment, job.attempts, timeout)
+    store = open_plain_store(environment, timeout)
     return store, environment.rank, environment.world_size
 
 
@@ -496,11 +687,12 @@ def _begin(loaded: Config | ConfigError, world: World, timeout: float | None) ->
         loaded = compare_configs(loaded, world, timeout)
         config = loaded if timeout is None else loaded.with_timeout(timeout)
         use_algorithms(config)
+        _check_descriptors(world)
         chosen = _choose_backends(config, world)
         world = replace(world, libraries=_libraries(chosen, world))
         check_tables(config, world)
         check_nodes(config, world.size)
-        runtime = Runtime(config, world, chosen, loaded)
+        runtime = Runtime(config, world, chosen, loaded, timeout)
     except McrError:
         job.together = meet(world, "refused")  # so that every rank can read the reason
         raise
@@ -512,10 +704,10 @@ def _begin(loaded: Config | ConfigError, world: World, timeout: float | None) ->
     return runtime
 
 
-def _join(environment: LaunchEnvironment, timeout: float, attempt: int) -> World:
+def _join(environment: LaunchEnvironment, timeout: float) -> World:
     if environment.world_size == 1:
         return World(0, 1, (host_name(),), timeout)
-    store = open_store(environment, attempt, timeout)
+    store = open_store(environment, timeout)
     return _world_of(store, environment.rank, environment.world_size, timeout)
 
 
@@ -524,7 +716,8 @@ def _world_of(store: Store, rank: int, size: int, timeout: float) -> World:
     places = [json.loads(text) for text in exchange(store, rank, size, "hosts", mine, timeout)]
     hosts = tuple(host for host, _ in places)
     here = reduce(operator.or_, (mask for host, mask in places if host == hosts[rank]))
-    return World(rank, size, hosts, timeout, store, cores=here.bit_count())
+    secret = store.secret if isinstance(store, SignedStore) else b""
+    return World(rank, size, hosts, timeout, store, cores=here.bit_count(), secret=secret)
 
 
 def _gather(world: World, what: str, value: str) -> list[str]:
@@ -575,6 +768,14 @@ def compare_configs(loaded: Config | ConfigError, world: World, timeout: float |
             "msccl must be the same on all ranks"
         )
     return loaded
+
+
+def _check_descriptors(world: World) -> None:
+    """Raise `BackendError` on all ranks if one has too few file descriptors for any library to start."""
+    need = _TO_JOIN + world.size
+    left = [int(text) for text in _gather(world, "descriptors", str(descriptors_left(need)))]
+    if world.size > 1 and (short := lacking_descriptors(range(world.size), left, [need] * world.size)):
+        raise BackendError(f"init: {short}")
 
 
 def _choose_backends(config: Config, world: World) -> dict[str, type[Backend]]:
@@ -657,22 +858,56 @@ def _without_strangers(
 
 def leave(communicator: Communicator, *, clean: bool = True) -> None:
     """Close a group, or the job if it is the group of all its ranks, unless that is closed already."""
-    runtime = job.runtime
-    if runtime is None or runtime.closed or communicator not in runtime.communicators:
-        return
-    if communicator is runtime.communicator:
-        runtime.close(clean)
-    else:
-        runtime.close_group(communicator, clean)
+    if job.runtime is not None:
+        job.runtime.leave(communicator, clean)
 
 
 def finalize() -> None:
     """Wait for what is in flight, leave the job in good order, and release everything.
 
-    Raises `NotInitialized` without a matching `init`, or the first error of an operation in flight.
+    After the first, further calls do nothing. Raises `NotInitialized` if `init` has never been called, or the
+    first error of an operation in flight.
+    """
+    runtime = job.runtime or current()
+    if not runtime.closed:
+        runtime.close(clean=True)
+
+
+def reset() -> Communicator:
+    """Make a fresh world of the same ranks, by the same configuration, in place of one that has failed.
+
+    Collective over all ranks of the job, all of which must live. For programs that carry on after a failed
+    operation, such as an `OrderMismatch`: its group is of no use any more, and where that is the group of all
+    ranks, neither is the world. Nothing in flight is waited for; tensors of what had not ended must not be
+    used again. Communicators, wrapped models, hooks and persistent operations of the old world are closed;
+    what codecs keep between calls is gone unless it was saved (`mcr.state_dict`). Memory of operations that
+    never ended stays taken until the end of the process.
+
+    Returns the communicator of all ranks.
+
+    Raises:
+        NotInitialized: there is no world, or torch.distributed has made it: destroy its process group then.
+        LaunchError: a rank has not called it within the time that `init` gave ranks to find each other.
+        BackendUnavailable: the configuration names a library that has become unusable, as MPI does after an
+            error inside it.
     """
     runtime = current()
-    runtime.close(clean=True)
+    if not runtime.is_native:
+        raise NotInitialized(
+            "reset: this world belongs to torch.distributed; destroy its process group and make a new one"
+        )
+    world = runtime.world
+    runtime.give_back()
+    runtime.close(clean=False)
+    with _lock:
+        if world.store is not None:
+            store, mine = world.store, secrets.token_hex(8)
+            name, *_ = exchange(store, world.rank, world.size, "reset", mine, world.timeout)
+            part = store.part(name) if isinstance(store, SignedStore) else PrefixStore(name, store)
+            world = _world_of(part, world.rank, world.size, world.timeout)
+        for state in runtime.engine.states:  # all ranks have left
+            state.board.close()
+        return _begin(runtime.loaded, world, runtime.timeout).communicator
 
 
 def current() -> Runtime:
@@ -722,6 +957,12 @@ def get_world_size(group: Communicator | None = None) -> int:
 def new_group(ranks: Sequence[int]) -> Communicator:
     """The communicator of `ranks`, which keep the given order; collective over the whole job.
 
-    Other ranks get a communicator too; its `rank` is -1 and it refuses operations.
+    Other ranks get a communicator too; its `rank` is -1 and it refuses operations. A group is closed by its
+    `close()`, at the end of a `with` block, or some time after all its ranks have dropped it.
+
+    Raises:
+        InvalidArgument: `ranks` are no ranks of the job.
+        OrderMismatch: ranks have passed different ones.
+        BackendError: a rank has too few file descriptors left.
     """
     return current().new_group(ranks)

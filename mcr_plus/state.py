@@ -53,8 +53,9 @@ def state_dict() -> dict[str, Any]:
 
 
 def _differ(runtime: Runtime) -> bool:
-    """Whether ranks know different groups."""
-    return any(comm.size != runtime.world.size for comm in runtime.communicators)
+    """Whether ranks know different groups; one that is left over on some ranks alone counts on all."""
+    differ = any(each.group.size != runtime.world.size for each in runtime.groups)
+    return any(runtime.communicator.all_gather_object(differ))
 
 
 def load_state_dict(state: Mapping[str, Any]) -> None:

@@ -151,6 +151,44 @@ def patience(via: str) -> list[dict[str, Any]]:
     return found
 
 
+def departures(via: str) -> dict[str, dict[str, Any]]:
+    """Runs on ranks: 1, then 2, leave in good order; rank 0 sends to them and receives from them then."""
+    mcr.init(configuration(60.0), backends=libraries(via))
+    rank = mcr.get_rank()
+    groups = {
+        (form, backend): mcr.new_group([0, 1, 2])
+        for form in ("sent before", "receive", "send", "any of two", "any of none")
+        for backend in libraries(via)
+    }
+    for (form, backend), group in groups.items():
+        if form == "sent before" and rank == 1:
+            group.isend(torch.arange(5.0), 0, backend=backend)
+    mcr.barrier()
+    if rank == 1:
+        mcr.finalize()
+        return {}
+    time.sleep(1.0)
+    found = {}
+    for (form, backend), group in groups.items():
+        if rank == 0:
+            found[f"{backend} {form}"] = _attempt_message(form, backend, group)
+        elif form == "any of two":
+            group.send(torch.full((5,), 2.0), 0, backend=backend)
+    if rank == 2:
+        mcr.finalize()
+    return found
+
+
+def _attempt_message(form: str, backend: str, group: mcr.Communicator) -> dict[str, Any]:
+    value = torch.full((5,), -1.0)
+    if form == "send":
+        outcome = _attempt(group, lambda: group.send(torch.ones(1 << 22), 1, backend=backend))
+    else:
+        source = None if "any" in form else 1
+        outcome = _attempt(group, lambda: group.recv(value, source, backend=backend))
+    return {**outcome, "value": value.tolist()}
+
+
 # -- faults ---------------------------------------------------------------------------------------
 
 
@@ -162,6 +200,21 @@ def patience(via: str) -> list[dict[str, Any]]:
 )
 def test_survivors_are_told_who_is_missing(name: str, victim: int, via: Via) -> None:
     check_survivors(name, victim, via, "caller")
+
+
+def test_messages_of_ranks_that_have_left() -> None:
+    via: Via = "mpi" if mpi_usable() else "torch"
+    first, *_ = run_ranks(departures, 3, args=[via], via=via, timeout=START_LIMIT_S, check=False)
+    assert first.returncode == 0, first.stderr
+    for form, outcome in first.value.items():
+        if "sent before" in form or "two" in form:
+            expected = [2.0] * 5 if "two" in form else [0.0, 1.0, 2.0, 3.0, 4.0]
+            assert (outcome["error"], outcome["value"]) == (None, expected), (form, outcome)
+        else:
+            assert outcome["error"] == "BackendError", (form, outcome)
+            assert outcome["seconds"] <= DEADLINE_S, (form, outcome)
+            assert "rank 1 has left" in outcome["text"], (form, outcome)
+            assert ("rank 2 has left" in outcome["text"]) == ("none" in form), (form, outcome)
 
 
 @pytest.mark.skipif(not mpi_usable(), reason="needs MPI")

@@ -241,3 +241,74 @@ def test_messages_of_one_thread_beside_collectives_of_another(via: Via, backend:
         pytest.skip("needs MPI")
     for result in run_ranks(messages_beside, 2, args=[backend], via=via, timeout=120):
         assert result.value == []
+
+
+def refused(use: Callable[[], object]) -> list[str]:
+    """The error that a use raises: its class and its words."""
+    try:
+        use()
+    except mcr.McrError as error:
+        return [type(error).__name__, str(error)]
+    return ["nothing", ""]
+
+
+def closed_by_hand() -> dict[str, Any]:
+    """Groups that are closed, by name and at the end of a block; the job and other groups go on."""
+    comm, x = joined(), torch.ones(3)
+    with mcr.new_group([1, 0]) as group:
+        value = torch.full((5,), float(comm.rank))
+        run = mcr.persistent("all_reduce", torch.ones(2))
+        own = group.persistent("all_reduce", torch.ones(2))
+        own()
+        group.all_reduce(value)
+        large = torch.ones(1_000_003)
+        late = group.all_reduce(large, async_op=True)  # waited for by the end of the block
+        message = group.isend(torch.ones(4), 1) if comm.rank == 0 else group.irecv(torch.ones(4), 0)
+    other, alone = mcr.new_group([0, 1]), mcr.new_group([1])
+    branch = other.branch()
+    half = comm.split(comm.rank)
+    assert half is not None
+    uses: dict[str, Callable[[], object]] = {
+        "known": lambda: group.all_reduce(torch.ones(5)),
+        "new": lambda: group.broadcast(x, 0),
+        "persistent": own,
+        "split": lambda: group.split(0),
+        "branch": lambda: group.branch(),
+        "flush": lambda: group.flush(),
+    }
+    found = {name: refused(use) for name, use in uses.items()}
+    for each in (group, group, alone, half, half, other):
+        each.close()
+    branch.all_reduce(x)  # a group of its own
+    with pytest.raises(ZeroDivisionError), branch:
+        raise ZeroDivisionError
+    found["after an exception"] = refused(lambda: branch.all_reduce(x))
+    mismatched = mcr.new_group([0, 1])
+    found["alone"] = refused(mismatched.close if comm.rank else lambda: mismatched.all_reduce(x))
+    left = mcr.new_group([0, 1])
+    run()
+    comm.all_reduce(x)
+    still = [left.name, mcr.is_initialized()]
+    comm.close()
+    return {
+        "errors": found,
+        "values": [value.tolist(), large[-1].item(), x[0].item()],
+        "done": [late is not None and late.is_completed(), message.is_completed()],
+        "jobs": [*still, mcr.is_initialized()],
+    }
+
+
+@both
+def test_a_closed_group_is_closed_alone(via: Via) -> None:
+    for result in run_ranks(closed_by_hand, 2, via=via, check=False):
+        found = result.value
+        errors = found["errors"]
+        for name in ("known", "new", "persistent", "split", "branch", "flush"):
+            assert errors[name][0] == "NotInitialized", name
+            assert "group 'group1' is closed" in errors[name][1]
+        assert errors["after an exception"][0] == "NotInitialized"
+        assert errors["alone"][0] == "OrderMismatch"
+        assert "barrier tag=close" in errors["alone"][1]
+        assert found["values"] == [[1.0] * 5, 2.0, 4.0]
+        assert found["done"] == [True, True]
+        assert found["jobs"][1:] == [True, False]

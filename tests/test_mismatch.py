@@ -1,7 +1,6 @@
 """Ranks that do different things are told so, on every rank, instead of getting garbage or waiting.
 
 A corpus of faulty programs and their correct twins: every fault must be found, nothing else reported.
-Each program has a group of its own, because a group is of no use after a mismatch.
 """
 
 from __future__ import annotations
@@ -10,14 +9,13 @@ import os
 import re
 import sys
 import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from mismatches import CASES, Group, outcome_of, try_case
 from ranks import Via, own_rank, run_ranks
 
 import mcr_plus as mcr
@@ -28,9 +26,6 @@ START_LIMIT_S = 180.0
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 both = pytest.mark.parametrize("via", [pytest.param("mpi", marks=needs_mpi), "torch"])
-
-Group = mcr.Communicator
-Program = Callable[[Group, str], None]
 
 
 def configuration(check: str = "first", deadline: float = DEADLINE_S) -> dict[str, Any]:
@@ -45,163 +40,36 @@ def configuration(check: str = "first", deadline: float = DEADLINE_S) -> dict[st
 
 
 def libraries(via: str) -> list[str]:
-    return ["mpi", "gloo"] if via == "mpi" else ["gloo"]
-
-
-# -- the corpus -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Case:
-    """What most ranks do, what the last rank does, and words by which a report must name both."""
-
-    good: Program
-    bad: Program
-    words: tuple[str, str]
-
-
-def _all_reduce(shape: tuple[int, ...] = (4,), dtype: torch.dtype = torch.float32, **options: Any) -> Program:
-    def run(group: Group, backend: str) -> None:
-        group.all_reduce(torch.ones(shape, dtype=dtype), **{"backend": backend, **options})
-
-    return run
-
-
-def _waited(group: Group, backend: str) -> None:
-    work = group.all_reduce(torch.ones(4), async_op=True, backend=backend)
-    assert work is not None
-    work.wait()
-
-
-def _broadcast(source: int) -> Program:
-    return lambda group, backend: _none(group.broadcast(torch.ones(4), group.ranks[source], backend=backend))
-
-
-def _all_gather(group: Group, backend: str) -> None:
-    group.all_gather_into_tensor(torch.empty(4 * group.size), torch.ones(4), backend=backend)
-
-
-def _all_to_all(group: Group, backend: str) -> None:
-    group.all_to_all_single(torch.empty(4 * group.size), torch.ones(4 * group.size), backend=backend)
-
-
-def _barrier(group: Group, backend: str) -> None:
-    group.barrier(backend=backend)
-
-
-def _in_order(*programs: Program) -> Program:
-    def run(group: Group, backend: str) -> None:
-        for program in programs:
-            program(group, backend)
-
-    return run
-
-
-def _none(result: object) -> None:
-    assert result is None
-
-
-def _on_the_other(group: Group, backend: str) -> None:
-    group.all_reduce(torch.ones(4), backend="gloo" if backend == "mpi" else "mpi")
-
-
-def _vector(kind: str, extra: int) -> Program:
-    """Sizes that differ between ranks, and with `extra` also from those of the twin."""
-
-    def run(group: Group, backend: str) -> None:
-        rank, size = group.rank, group.size
-        ones = partial(torch.ones, dtype=torch.float32)
-        to_first = [ones(2 + extra), *(ones(2) for _ in range(size - 1))]
-        of_last = [*(ones(2) for _ in range(size - 1)), ones(2 + extra)]
-        source = group.ranks[0]
-        calls: dict[str, Callable[[], object]] = {
-            "all_gather_v": lambda: group.all_gather_v(to_first, to_first[rank], backend=backend),
-            "reduce_scatter_v": lambda: group.reduce_scatter_v(to_first[rank], to_first, backend=backend),
-            "all_to_all_v": lambda: group.all_to_all(
-                [ones(2 + extra * (rank == 0)) for _ in range(size)], to_first, backend=backend
-            ),
-            "gather_v": lambda: group.gather_v(
-                of_last[rank], None if rank else of_last, source, backend=backend
-            ),
-            "scatter_v": lambda: group.scatter_v(
-                of_last[rank].clone(), None if rank else of_last, source, backend=backend
-            ),
-        }
-        calls[kind]()
-
-    return run
-
-
-A, B = _all_reduce(tag="a"), _all_reduce(tag="b")
-CASES = {
-    "op": Case(_all_reduce(), _broadcast(0), ("all_reduce", "broadcast")),
-    "exchange": Case(_all_gather, _all_to_all, ("all_gather", "all_to_all")),
-    "barrier": Case(_barrier, _all_reduce(), ("barrier", "all_reduce")),
-    "reduce op": Case(_all_reduce(), _all_reduce(op="MAX"), ("SUM", "MAX")),
-    "dtype": Case(_all_reduce(), _all_reduce(dtype=torch.int32), ("float32", "int32")),
-    "size": Case(_all_reduce(), _all_reduce((5,)), (r"\[4\]", r"\[5\]")),
-    "shape": Case(_all_reduce(), _all_reduce((2, 2)), (r"\[4\]", r"\[2,2\]")),
-    "root": Case(_broadcast(0), _broadcast(1), ("root=0", "root=1")),
-    "order": Case(_in_order(A, B), _in_order(B, A), ("tag=a", "tag=b")),
-    "tag": Case(A, B, ("tag=a", "tag=b")),
-    "async": Case(_all_reduce(), _waited, (r"float32\[4\]", "async")),
-    "compress": Case(_all_reduce(), _all_reduce(compress="bf16"), ("float32", "bfloat16")),
-    "backend": Case(_all_reduce(), _on_the_other, ("backend=mpi", "backend=gloo")),
-    **{
-        kind: Case(_vector(kind, 0), _vector(kind, 1), (kind, r"(?=.*\b2\b)(?=.*\b3\b)"))
-        for kind in ("all_gather_v", "reduce_scatter_v", "all_to_all_v", "gather_v", "scatter_v")
-    },
-}
+    return ["msccl", "mpi", "gloo"] if via == "mpi" else ["msccl", "gloo"]
 
 
 # -- on ranks -------------------------------------------------------------------------------------
 
 
-def _outcome(run: Callable[[], object]) -> dict[str, Any]:
-    """What a program came to: the error's type and text, or none, and the time it took."""
-    began = time.monotonic()
-    kind: str | None = None
-    text = ""
-    try:
-        run()
-    except mcr.McrError as error:
-        kind, text = type(error).__name__, str(error)
-    return {"error": kind, "text": text, "seconds": time.monotonic() - began}
-
-
-def corpus(via: str, check: str) -> list[dict[str, Any]]:
+def corpus(via: str, check: str, before: int) -> list[dict[str, Any]]:
     """Runs on ranks: every case on every library, in a group of all and in one of two ranks."""
     mcr.init(configuration(check), backends=libraries(via))
     size = mcr.get_world_size()
     members = [list(range(size))] + ([[size - 1, 0]] if size > 2 else [])
-    cases = {name: case for name, case in CASES.items() if via == "mpi" or name != "backend"}
     runs = [
         (name, backend, mcr.new_group(ranks))
-        for name in cases
+        for name in cases_for(via)
         for backend in libraries(via)
         for ranks in members
     ]
-    return [result for run in runs for result in _try_case(*run, bound_before=check == "every")]
+    return [
+        result
+        for name, backend, group in runs
+        for result in try_case(name, backend, group, before=before, twins=name in _APART)
+    ]
 
 
-def _try_case(name: str, backend: str, group: Group, bound_before: bool) -> list[dict[str, Any]]:
-    if group.rank < 0:
-        return []
-    case = CASES[name]
-    deviates = group.rank == group.size - 1
-    twins = [case.good, case.bad] if bound_before else [case.good] if _is_apart(name) else []
-    told = {"case": f"{name}/{backend}/{group.size}"}
-    # Twins first: after the fault the group is of no use. Both programs run on all ranks alike.
-    results = [told | {"twin": True} | _outcome(lambda twin=twin: twin(group, backend)) for twin in twins]  # type: ignore[misc]
-    program = case.bad if deviates else case.good
-    fault = _outcome(lambda: _in_order(program, _all_reduce())(group, backend))
-    again = _outcome(lambda: group.barrier(backend=backend))
-    return [*results, told | {"twin": False, "again": again["error"]} | fault]
+def cases_for(via: str) -> list[str]:
+    return [name for name in CASES if via == "mpi" or name != "backend"]
 
 
-def _is_apart(name: str) -> bool:
-    """Cases whose good program is bound before the fault even in the corpus of first binds."""
-    return name in ("size", "tag", "reduce op")
+# Cases whose good program is bound before the fault even in the corpus of first binds.
+_APART = ("size", "tag", "reduce op")
 
 
 def other_groups() -> dict[str, Any]:
@@ -210,41 +78,43 @@ def other_groups() -> dict[str, Any]:
     size, last = mcr.get_world_size(), mcr.get_rank() == mcr.get_world_size() - 1
     good = list(range(size))
     return {
-        "twin": _outcome(lambda: mcr.new_group(good)),
-        "ranks": _outcome(lambda: mcr.new_group(good[:-1] if last else good)),
-        "order": _outcome(lambda: mcr.new_group(good[::-1] if last else good)),
-        "still works": _outcome(lambda: mcr.new_group(good).barrier()),
+        "twin": outcome_of(lambda: mcr.new_group(good)),
+        "ranks": outcome_of(lambda: mcr.new_group(good[:-1] if last else good)),
+        "order": outcome_of(lambda: mcr.new_group(good[::-1] if last else good)),
+        "still works": outcome_of(lambda: mcr.new_group(good).barrier()),
     }
 
 
 def other_configuration() -> dict[str, Any]:
     """Runs on ranks: the configuration of the last rank has another deadline."""
     deadline = 20.0 if own_rank() == 1 else 10.0
-    return _outcome(lambda: mcr.init(configuration(deadline=deadline)))
+    return outcome_of(lambda: mcr.init(configuration(deadline=deadline)))
 
 
 # -- tests ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("via", "ranks", "check"),
+    ("via", "ranks", "check", "before"),
     [
-        pytest.param("mpi", 3, "first", marks=needs_mpi),
-        pytest.param("mpi", 3, "every", marks=needs_mpi),
-        pytest.param("mpi", 2, "every", marks=needs_mpi),
-        ("torch", 2, "first"),
-        ("torch", 3, "every"),
+        pytest.param("mpi", 3, "first", 0, marks=needs_mpi),
+        pytest.param("mpi", 2, "first", 8, marks=needs_mpi),
+        pytest.param("mpi", 2, "every", 1, marks=needs_mpi),
+        ("torch", 2, "first", 0),
+        ("torch", 3, "first", 8),
+        pytest.param("mpi", 2, "first", 1000, marks=[needs_mpi, pytest.mark.slow]),
+        pytest.param("mpi", 3, "first", 1000, marks=[needs_mpi, pytest.mark.slow]),
     ],
 )
-def test_every_mismatch_is_found_and_nothing_else(via: Via, ranks: int, check: str) -> None:
-    results = run_ranks(corpus, ranks, args=[via, check], via=via, timeout=START_LIMIT_S)
+def test_every_mismatch_is_found_and_nothing_else(via: Via, ranks: int, check: str, before: int) -> None:
+    results = run_ranks(corpus, ranks, args=[via, check, before], via=via, timeout=START_LIMIT_S)
     assert [result.returncode for result in results] == [0] * ranks
-    outcomes = [outcome | {"rank": result.rank} for result in results for outcome in result.value]
+    outcomes = [outcome for result in results for outcome in result.value]
     false_alarms = [outcome for outcome in outcomes if outcome["twin"] and outcome["error"]]
     assert false_alarms == []
     faults = [outcome for outcome in outcomes if not outcome["twin"]]
     per_case = len(libraries(via)) * (ranks + (2 if ranks > 2 else 0))
-    assert len(faults) == per_case * (len(CASES) - (via != "mpi"))
+    assert len(faults) == per_case * len(cases_for(via))
     assert [fault for fault in faults if fault["error"] != "OrderMismatch"] == []
     assert [fault for fault in faults if fault["seconds"] > DEADLINE_S] == []
     assert [fault for fault in faults if not _names_all(fault)] == []
@@ -361,7 +231,7 @@ def messages(via: str) -> dict[str, Any]:
         for source in (0, None)
     ]
     return {
-        label: _outcome(partial(_exchange, group, backend, name, source))
+        label: outcome_of(partial(_exchange, group, backend, name, source))
         for label, group, backend, name, source in runs
     }
 
@@ -411,7 +281,7 @@ def fork(via: str) -> dict[str, Any]:
     if child == 0:
         with os.fdopen(writer, "w") as pipe:
             for name, attempt in attempts.items():
-                outcome = _outcome(attempt)
+                outcome = outcome_of(attempt)
                 print(name, outcome["error"], outcome["text"], sep="|", file=pipe)
         sys.exit()  # through the whole end of an interpreter, which must not hang or touch the job
     os.close(writer)

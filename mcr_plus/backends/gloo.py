@@ -96,6 +96,11 @@ class GlooBackend:
         how = _EMULATIONS.get(kind)
         return Support("emulated", how) if how else NATIVE
 
+    @classmethod
+    def descriptors(cls, size: int) -> int:
+        """See `Backend`: a connection to each peer."""
+        return size - 1
+
     def open(self, group: Group) -> Channel:
         """See `Backend.open`."""
         if self._world.store is None:
@@ -120,6 +125,7 @@ class GlooBackend:
             self.abandon()
         self._groups.clear()
         self._device = None  # its thread and its files go with the last group
+        del self._world  # the end of the process needs this object, and nothing of a world that is gone
 
     def abandon(self) -> None:
         """Never destroy the groups: also in a forked child, which does not have their threads."""
@@ -188,6 +194,7 @@ class _GlooChannel:
         self._sent: dict[tuple[int | None, int], int] = {}  # messages so far, by peer and tag
 
     def close(self) -> None:
+        self._open_ones.remove(self._pg)
         self._pg = None
 
     def release(self) -> None:
@@ -196,7 +203,6 @@ class _GlooChannel:
         That waits for what is in flight, so with anything left the group stays until the job ends.
         """
         if not self._running:
-            self._open_ones.remove(self._pg)
             self.close()
 
     def _poll(self, work: Any, finish: Callable[[], None] | None = None) -> Poll:
@@ -515,6 +521,7 @@ class _WatchedReceive(_Watched):
     """Reads the slip first: gloo would take bytes of another dtype, and aborts if a message is too long."""
 
     source: int
+    arriving = False  # the slip has come
 
     def __init__(
         self, pg: Any, group: Group, signature: Signature, message: Message, running: set[object]
@@ -537,6 +544,7 @@ class _WatchedReceive(_Watched):
     def _finish(self) -> None:
         pg, self._pg = self._pg, None  # a handle that the user keeps must not keep gloo's group
         self._work.wait()
+        self.arriving = True
         if not hasattr(self, "source"):
             self.source = self._work._source_rank()
         number, nbytes, dtype, text = _SLIP.unpack(self._slip.numpy().tobytes())

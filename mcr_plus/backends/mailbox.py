@@ -41,6 +41,11 @@ class Receive:
         self.request: Any = None
         self.error: Exception | None = None
 
+    @property
+    def arriving(self) -> bool:
+        """Whether its message is there, if not all of it."""
+        return self.request is not None
+
     def __call__(self) -> bool:
         """Poll; raises `OrderMismatch` for a message that does not fit, and what the library raises."""
         if self.request is None:

@@ -3,15 +3,26 @@
 Collectives are started as nonblocking calls and tested, so that every wait has a deadline and drives other
 libraries too; operations bound once with `mcr.persistent` are MPI-4 persistent requests, which cost no more
 than a blocking call. Only buffer methods are used, never mpi4py's pickling ones.
+
+MPI pairs the n-th collective of a communicator on one rank with the n-th on every other, whatever they are.
+Those that differ return garbage, and where sizes differ Open MPI writes past buffers. So every signature has
+a communicator of its own: operations that differ never meet, and wait until ranks have told each other. What
+may be done before others have come (a broadcast by its root, an asynchronous operation) is not called done
+before a vote has found that all ranks started the same. Vector collectives are voted on before they start,
+with their numbers of elements, and so are signatures for which no communicator is left.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib.util
+import operator
 import os
 import re
 import sys
+import weakref
+from array import array
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -21,14 +32,17 @@ import torch
 
 from mcr_plus.backends.mailbox import Mailbox, Receive
 from mcr_plus.environment import started_by_mpi
-from mcr_plus.errors import BackendUnavailable, Unsupported
+from mcr_plus.errors import BackendError, BackendUnavailable, OperationsDiffer, Unsupported
 from mcr_plus.interfaces import NATIVE, Availability, Channel, Poll, Start, Support, World
-from mcr_plus.message import REDUCING, Group, Message, ReduceOp, Signature, dtype_name
+from mcr_plus.kernels.compiling import compiling
+from mcr_plus.message import REDUCING, ROOTED, VECTOR, Group, Message, ReduceOp, Signature, dtype_name
 
 _MAX_COUNT: Final = 2**31 - 1
 _SPECS: Final = 4096  # buffer descriptions kept per bound operation
 _STAGED_BYTES: Final = 4096  # up to here two copies are cheaper than a nonblocking call
-_STAGED_REQUESTS: Final = 1024  # persistent requests made that way per group
+_CONTEXTS: Final = 192  # communicators per group for its signatures: MPICH has 2,048 in a process
+_WORD: Final = 1 << 64
+_BREAKING: Final = ("TRUNCATE", "IN_STATUS", "INTERN", "UNKNOWN")  # classes of errors
 _HALVES: Final = (torch.float16, torch.bfloat16)
 _HALF_OPS: Final = ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
 _SATURATED: Final = (torch.int8, torch.int16, torch.uint8)  # by Open MPI's vectorised SUM
@@ -107,16 +121,15 @@ class MpiBackend:
     name = "mpi"
     on_stream = False
     needs_polls = True
+    keeps_apart = True
     spins = 400
+    off = ""  # why MPI is of no use in this process any more
 
     def __init__(self, world: World) -> None:  # noqa: ARG002 - a Backend
         self._mpi = load_mpi()
         comm = self._mpi.COMM_WORLD
         self._comm = comm
-        # Of all ranks: MPICH answers a probe of a single rank's communicator without advancing anything.
-        self._probe = comm.Dup().Iprobe
-        self._own_probe = self._mpi.COMM_SELF.Dup().Iprobe
-        self._channels: list[_MpiChannel] = []
+        self._probe, self._own_probe = _probes()
         self._busy: set[Mailbox] = set()  # those in which receives wait
 
     @classmethod
@@ -142,6 +155,8 @@ class MpiBackend:
     @classmethod
     def serves(cls, world: World) -> str:
         """Why MPI cannot serve this job, empty if it can: it must have been started by an MPI launcher."""
+        if cls.off:
+            return cls.off
         remedy = "start the job with mcr-plus run or mpirun, or name no mpi in `backends`"
         # Initialising MPI in a process that it did not start takes a second, for a world of one rank.
         if "mpi4py.MPI" not in sys.modules and not started_by_mpi():
@@ -187,9 +202,7 @@ class MpiBackend:
         for each in (comm, messages):
             each.Set_errhandler(mpi.ERRORS_RETURN)
         members.Free()
-        channel = _MpiChannel(mpi, comm, messages, group, self._busy)
-        self._channels.append(channel)
-        return channel
+        return _MpiChannel(mpi, comm, messages, group, self._busy)
 
     def progress(self) -> None:
         """One probe lets the library advance every request."""
@@ -203,15 +216,29 @@ class MpiBackend:
             for mailbox in tuple(self._busy):
                 mailbox.progress()
 
+    @classmethod
+    def breaks(cls, error: BaseException) -> str:
+        """See `Backend`: truncations and internal errors do.
+
+        After a truncation Open MPI's nonblocking collectives have written past a buffer, or free memory twice
+        when they are called again, be it in another group.
+        """
+        mpi = load_mpi()
+        cause: Any = error.__cause__ if isinstance(error, BackendError) else error
+        if not isinstance(cause, mpi.Exception):
+            return ""
+        if cause.Get_error_class() in [getattr(mpi, f"ERR_{name}") for name in _BREAKING]:
+            cls.off = f"MPI is not used any more in this process, after an error inside it: {cause}"
+        return cls.off
+
     def refuses_threads(self) -> str:
         """See `Backend`."""
         if self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE:
             return ""
         return f"{self.library_version()} was initialised without MPI_THREAD_MULTIPLE"
 
-    def close(self, clean: bool) -> None:  # noqa: ARG002 - a Backend
+    def close(self, clean: bool) -> None:
         """See `Backend.close`. Finalising is left to the end of the process: it can be done only once."""
-        self._channels.clear()
 
     @staticmethod
     def finalize() -> None:
@@ -221,7 +248,8 @@ class MpiBackend:
             return
         import mpi4py
 
-        if not mpi4py.rc.finalize and mpi.Is_initialized() and not mpi.Is_finalized():
+        off = MpiBackend.off
+        if not off and not mpi4py.rc.finalize and mpi.Is_initialized() and not mpi.Is_finalized():
             mpi.Finalize()
 
 
@@ -230,7 +258,8 @@ def _half_op(name: str, dtype: torch.dtype) -> Any:
     """Reductions of float16 and bfloat16, which MPI does not know."""
     from mcr_plus.kernels.half_reduce import reducer
 
-    return _own_op(reducer("SUM" if name == "AVG" else name, dtype))
+    with compiling(f"{name} on {dtype_name(dtype)}"):
+        return _own_op(reducer("SUM" if name == "AVG" else name, dtype))
 
 
 @cache
@@ -238,7 +267,8 @@ def _wrapping_op(dtype: torch.dtype) -> Any:
     """SUM of small integers that wraps around."""
     from mcr_plus.kernels.wrapping_sum import wrapping_sum
 
-    return _own_op(wrapping_sum(dtype))
+    with compiling(f"SUM on {dtype_name(dtype)}"):
+        return _own_op(wrapping_sum(dtype))
 
 
 def _own_op(function: Any) -> Any:
@@ -254,6 +284,26 @@ def _own_op(function: Any) -> Any:
 
 
 @cache
+def _probes() -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """What lets the library advance, on all ranks' communicator and on this rank's own.
+
+    MPICH answers a probe of a single rank's communicator without advancing anything.
+    """
+    mpi = load_mpi()
+    return mpi.COMM_WORLD.Dup().Iprobe, mpi.COMM_SELF.Dup().Iprobe
+
+
+@cache
+def _has_persistent() -> bool:
+    """Whether the library has MPI 4's persistent collectives; Open MPI 5 has, and calls itself MPI 3.1."""
+    try:
+        load_mpi().COMM_SELF.Barrier_init().Free()
+    except NotImplementedError:
+        return False
+    return True
+
+
+@cache
 def _libmpi() -> ctypes.CDLL:
     """The MPI library that mpi4py has loaded into this process."""
     with open("/proc/self/maps") as maps:
@@ -264,8 +314,74 @@ def _libmpi() -> ctypes.CDLL:
     raise BackendUnavailable("backend mpi: the loaded MPI library was not found in this process")
 
 
-def _nothing_yet() -> bool:
-    raise RuntimeError("started before its request was made")
+def _flow_factors(group: Group) -> tuple[list[int], list[int]]:
+    """Odd numbers that belong to a pair of ranks, of what this one sends to each and gets from each."""
+
+    def factor(source: int, target: int) -> int:
+        pair = f"{source}>{target}".encode()
+        return int.from_bytes(hashlib.blake2b(pair, digest_size=8).digest(), "big") | 1
+
+    ranks = range(group.size)
+    return [factor(group.rank, rank) for rank in ranks], [factor(rank, group.rank) for rank in ranks]
+
+
+class _Persistent:
+    """A persistent request that is made when it is first begun, since making one is an operation in order."""
+
+    def __init__(self, make: Callable[[], tuple[Callable[[], object], Poll]]) -> None:
+        self._make = make
+        self.begin: Callable[[], object] = self._first
+        self.test: Poll = self._not_yet
+
+    def _first(self) -> None:
+        self.begin, self.test = self._make()
+        self.begin()
+
+    @staticmethod
+    def _not_yet() -> bool:
+        raise RuntimeError("tested before it was begun")
+
+
+class _Gate:
+    """Makes the communicator of a signature before its second operation, and votes where that is needed.
+
+    The first, which ranks have compared, goes over the communicator that signatures share: many have no more.
+    With `at_once` the first has its own already.
+    """
+
+    def __init__(self, channel: _MpiChannel, digest: int, *, every: bool, at_once: bool) -> None:
+        self._channel, self._digest = channel, digest
+        self._is_first = not at_once
+        self.every = every
+        self.again = True
+
+    def __call__(self, message: Message) -> Poll | None:
+        is_first, self._is_first = self._is_first, False
+        self.again = is_first
+        made = self._channel.new_context(None if is_first else self._digest)
+        if made is None:
+            return self._vote(message)
+        ballot: Poll | None = None
+
+        def opens() -> bool:
+            nonlocal made, ballot
+            if made is not None:
+                if not made():
+                    return False
+                made, ballot = None, self._vote(message)
+            return ballot is None or ballot()
+
+        return opens
+
+    def _vote(self, message: Message) -> Poll | None:
+        channel = self._channel
+        if not self.again and not channel.is_apart(self._digest):
+            self.every = True  # there are enough communicators
+        return channel.vote(self._digest, channel.flow_sum(message)) if self.every else None
+
+
+class _User:
+    """Lives as long as something can start or poll a request."""
 
 
 class _MpiChannel:
@@ -275,33 +391,166 @@ class _MpiChannel:
         self._messages = messages
         self.mailbox = Mailbox(mpi, messages, group, busy)
         self._group = group
-        self._staged_requests = 0
+        # By digest, in the order in which operations first started, which is the same on all ranks.
+        self._contexts: dict[int, Any] = {}
+        self._shared: Any = None  # of the signatures that come when there are enough of those
+        self._requests: list[Any] = []  # persistent ones: MPI keeps the communicator as long as they live
+        self._unused: list[Any] = []  # those of them that nobody can start any more
+        self._flow_factors = _flow_factors(group)
 
     def close(self) -> None:
-        self._messages.Free()
-        self._comm.Free()
+        for request in self._requests:
+            request.Free()
+        for context in (*self._contexts.values(), self._shared, self._messages, self._comm):
+            if context is not None:
+                context.Free()
+
+    # -- operations that differ are kept apart ------------------------------------------------------
 
     def bind(self, signature: Signature) -> Start:
-        bound: Start = getattr(self, f"_{signature.kind}")(signature)
+        if signature.is_p2p:
+            message_binder = self._send if signature.kind == "send" else self._recv
+            return message_binder(signature)
+        digest = signature.digest()
+        if signature.reduce_op is not None and signature.dtype is not None:
+            self._op(signature.reduce_op, signature.dtype)  # what cannot be done is refused now, and compiled
+        chosen: Start
+
+        calls = 0
+
+        def unsettled(message: Message) -> Poll:
+            nonlocal chosen, calls
+            calls += 1
+            comm = self._contexts.get(digest, self._shared)
+            bound = self._bind_on(comm, signature, digest, once=calls == 1)
+            if calls > 1:
+                chosen = bound
+            return bound(message)
+
+        chosen = unsettled
+        return lambda message: chosen(message)
+
+    def _bind_on(self, comm: Any, signature: Signature, digest: int, *, once: bool) -> Start:
+        binder: Callable[[Signature, Any], Start] = getattr(self, f"_{signature.kind}")
+        bound = binder(signature, comm)
+        # A small one has a request made for it, which is not worth it for one operation.
+        if signature.kind == "all_reduce" and not once and not signature.async_op:
+            bound = self._staged(signature, comm) or bound
         if signature.reduce_op == "AVG":
-            return self._divided(bound, signature)
-        return bound
+            bound = self._divided(bound, signature)
+        may_end_early = signature.async_op or signature.kind in ROOTED
+        return self._voted(bound, digest) if may_end_early and signature.kind not in VECTOR else bound
 
-    def bind_persistent(
-        self, signature: Signature, message: Message
-    ) -> tuple[Callable[[], Any], Poll] | None:
-        """Start and test of an MPI-4 persistent request on the message's buffers; None if there is none.
+    def bind_persistent(self, signature: Signature, message: Message, digest: int) -> _Persistent | None:
+        """An MPI-4 persistent request on the message's buffers; None if there is none for the operation."""
+        name = _PERSISTENT.get(signature.kind)
+        if name is None or signature.reduce_op == "AVG" or not _has_persistent():
+            return None
 
-        Collective: every rank must make the same calls in the same order.
+        def make() -> tuple[Callable[[], object], Poll]:
+            maker = getattr(self._contexts.get(digest, self._shared), name)
+            request = maker(*self._arguments(signature, message))
+            self._requests.append(request)
+            if signature.kind not in ROOTED:
+                return request.Start, request.Test
+
+            poll: Poll = request.Test
+
+            def begin() -> None:
+                nonlocal poll
+                poll = voted(message)
+
+            def started(message: Message) -> Poll:  # noqa: ARG001 - a Start
+                request.Start()
+                test: Poll = request.Test
+                return test
+
+            voted = self._voted(started, digest)
+            return begin, lambda: poll()
+
+        return _Persistent(make)
+
+    def gate(self, signature: Signature, digest: int) -> _Gate:
+        """See `Backend`."""
+        is_persistent = digest != signature.digest()
+        return _Gate(self, digest, every=signature.kind in VECTOR, at_once=is_persistent)
+
+    def new_context(self, digest: int | None) -> Poll | None:
+        """Begin to make the communicator of a signature, or for None the one that signatures share.
+
+        Returns None if it is there, or if there are enough. Collective: all ranks have issued the operation.
         """
-        maker = getattr(self._comm, _PERSISTENT.get(signature.kind, ""), None)
-        if maker is None or signature.reduce_op == "AVG":
+        there = self._shared is not None if digest is None else digest in self._contexts
+        if there or (self._shared is not None and len(self._contexts) >= _CONTEXTS):
             return None
         try:
-            request = maker(*self._arguments(signature, message))
-        except NotImplementedError:  # a library older than MPI 4
-            return None
-        return request.Start, request.Test
+            context, request = self._comm.Idup()
+        except self._mpi.Exception:
+            if self._shared is None:
+                raise
+            return None  # the library has no more of them, on any rank
+
+        def made() -> bool:
+            if not request.Test():
+                return False
+            context.Set_errhandler(self._mpi.ERRORS_RETURN)
+            if digest is None or len(self._contexts) >= _CONTEXTS:
+                self._shared = context
+            else:
+                self._contexts[digest] = context
+            return True
+
+        return made
+
+    def is_apart(self, digest: int) -> bool:
+        """Whether a signature has a communicator of its own."""
+        return digest in self._contexts
+
+    def vote(self, digest: int, flows: int = 0) -> Poll:
+        """Begin to compare an operation on all ranks. The poll raises `OperationsDiffer`, on at least one.
+
+        `flows`: of a vector collective, see `flow_sum`; they add up to 0 if the numbers of elements fit.
+        """
+        mpi, size = self._mpi, self._group.size
+        mine, result = array("Q", (digest, flows)), array("Q", (0, 0))
+        ballot = self._comm.Iallreduce([mine, mpi.UINT64_T], [result, mpi.UINT64_T], mpi.SUM).Test
+
+        def counted() -> bool:
+            if not ballot():
+                return False
+            if result[0] != size * mine[0]:  # a reference: mpi4py keeps none to what is sent
+                raise OperationsDiffer("another rank has started another operation in its place")
+            if result[1]:
+                raise OperationsDiffer("ranks send and expect different numbers of elements")
+            return True
+
+        return counted
+
+    def flow_sum(self, message: Message) -> int:
+        """What this rank sends minus what it expects, each times a factor of the pair, modulo 2⁶⁴."""
+        if not message.counts_known:
+            return 0
+        flows = zip(message.flows(self._group), self._flow_factors, strict=True)
+        sent, expected = (int(sum(map(operator.mul, counts, factors))) for counts, factors in flows)
+        return (sent - expected) % _WORD
+
+    def _voted(self, start: Start, digest: int) -> Start:
+        """An operation that is not done before all ranks are found to have started the same."""
+        vote = self.vote
+
+        def start_and_vote(message: Message) -> Poll:
+            poll, ballot = start(message), vote(digest)
+            counted = False
+
+            def done() -> bool:
+                nonlocal counted
+                if not counted:
+                    counted = ballot()
+                return counted and poll()
+
+            return done
+
+        return start_and_vote
 
     # -- what MPI calls are made of ---------------------------------------------------------------
 
@@ -393,34 +642,44 @@ class _MpiChannel:
 
     # -- collectives ------------------------------------------------------------------------------
 
-    def _all_reduce(self, signature: Signature) -> Start:
+    def _all_reduce(self, signature: Signature, comm: Any) -> Start:
         assert signature.dtype is not None
         assert signature.reduce_op is not None
         op = self._op(signature.reduce_op, signature.dtype)
-        spec, call, in_place = self._fixed_spec(signature), self._comm.Iallreduce, self._mpi.IN_PLACE
+        spec, call, in_place = self._fixed_spec(signature), comm.Iallreduce, self._mpi.IN_PLACE
 
         def start(message: Message) -> Poll:
             value, out = message.inputs[0], message.outputs[0]
             poll: Poll = call(in_place if out is value else spec(value), spec(out), op).Test
             return poll
 
-        small = 0 < (signature.nbytes or 0) <= _STAGED_BYTES and not signature.async_op
-        return self._staged(signature, op, start) if small else start
+        return start
 
-    def _staged(self, signature: Signature, op: Any, otherwise: Start) -> Start:
-        """A small all_reduce by a persistent request on buffers of our own.
+    def _staged(self, signature: Signature, comm: Any) -> Start | None:
+        """A small all_reduce by a persistent request on buffers of our own; None if large, or MPI is too old.
 
         Starting one is cheaper than a nonblocking call, by more than two small copies cost. A synchronous
         operation of a signature is never in flight twice, so one pair of buffers will do. The request is
-        made by the first start, because starts come in the same order on all ranks.
+        freed some time after nobody can start or poll it any more.
         """
         nbytes = signature.nbytes or 0
+        if not 0 < nbytes <= _STAGED_BYTES or not _has_persistent():
+            return None
+        assert signature.reduce_op is not None
+        assert signature.dtype is not None
+        op, datatype = self._op(signature.reduce_op, signature.dtype), self._datatype(signature)
         source, result = memoryview(bytearray(nbytes)), memoryview(bytearray(nbytes))
+        while self._unused:
+            unused = self._unused.pop()
+            self._requests.remove(unused)
+            unused.Free()
+        request = comm.Allreduce_init([source, datatype], [result, datatype], op)
+        self._requests.append(request)
+        user = _User()
+        weakref.finalize(user, self._unused.append, request).atexit = False
+        begin, test = request.Start, request.Test
         from_address = self._mpi.buffer.fromaddress
         views: dict[int, memoryview] = {}
-        chosen: Start
-        begin: Callable[[], Any] = _nothing_yet
-        test: Callable[[], bool] = _nothing_yet
         target = result
         busy = False
 
@@ -433,7 +692,7 @@ class _MpiChannel:
                 found = views[address] = memoryview(from_address(address, nbytes))
             return found
 
-        def poll() -> bool:
+        def poll(_: _User = user) -> bool:
             nonlocal busy
             if not test():
                 return False
@@ -441,7 +700,7 @@ class _MpiChannel:
             busy = False
             return True
 
-        def restart(message: Message) -> Poll:
+        def restart(message: Message, _: _User = user) -> Poll:
             nonlocal target, busy
             if busy:
                 raise RuntimeError("two synchronous operations of one signature in flight; use async_op")
@@ -452,34 +711,13 @@ class _MpiChannel:
             begin()
             return poll
 
-        def first(message: Message) -> Poll:
-            nonlocal chosen, begin, test
-            request = self._staged_request(signature, op, source, result)
-            if request is None:
-                chosen = otherwise
-            else:
-                chosen, begin, test = restart, request.Start, request.Test
-            return chosen(message)
+        return restart
 
-        chosen = first
-        return lambda message: chosen(message)
-
-    def _staged_request(self, signature: Signature, op: Any, source: memoryview, result: memoryview) -> Any:
-        if self._staged_requests >= _STAGED_REQUESTS:
-            return None
-        self._staged_requests += 1
-        datatype = self._datatype(signature)
-        try:
-            return self._comm.Allreduce_init([source, datatype], [result, datatype], op)
-        except NotImplementedError:  # a library older than MPI 4
-            self._staged_requests = _STAGED_REQUESTS
-            return None
-
-    def _reduce(self, signature: Signature) -> Start:
+    def _reduce(self, signature: Signature, comm: Any) -> Start:
         assert signature.dtype is not None
         assert signature.reduce_op is not None
         spec, op = self._spec(signature), self._op(signature.reduce_op, signature.dtype)
-        call, in_place, root = self._comm.Ireduce, self._mpi.IN_PLACE, signature.root
+        call, in_place, root = comm.Ireduce, self._mpi.IN_PLACE, signature.root
         is_root = self._group.rank == root
 
         def start(message: Message) -> Poll:
@@ -492,11 +730,11 @@ class _MpiChannel:
 
         return start
 
-    def _reduce_scatter(self, signature: Signature) -> Start:
+    def _reduce_scatter(self, signature: Signature, comm: Any) -> Start:
         assert signature.dtype is not None
         assert signature.reduce_op is not None
         spec, op = self._spec(signature), self._op(signature.reduce_op, signature.dtype)
-        call = self._comm.Ireduce_scatter_block
+        call = comm.Ireduce_scatter_block
 
         def start(message: Message) -> Poll:
             poll: Poll = call(spec(message.inputs[0]), spec(message.outputs[0]), op).Test
@@ -504,11 +742,11 @@ class _MpiChannel:
 
         return start
 
-    def _reduce_scatter_v(self, signature: Signature) -> Start:
+    def _reduce_scatter_v(self, signature: Signature, comm: Any) -> Start:
         assert signature.dtype is not None
         assert signature.reduce_op is not None
         spec, op = self._spec(signature), self._op(signature.reduce_op, signature.dtype)
-        call = self._comm.Ireduce_scatter
+        call = comm.Ireduce_scatter
 
         def start(message: Message) -> Poll:
             counts = list(message.input_counts or ())
@@ -517,8 +755,8 @@ class _MpiChannel:
 
         return start
 
-    def _broadcast(self, signature: Signature) -> Start:
-        spec, root, call = self._spec(signature), signature.root, self._comm.Ibcast
+    def _broadcast(self, signature: Signature, comm: Any) -> Start:
+        spec, root, call = self._spec(signature), signature.root, comm.Ibcast
 
         def start(message: Message) -> Poll:
             poll: Poll = call(spec(message.outputs[0]), root).Test
@@ -526,11 +764,11 @@ class _MpiChannel:
 
         return start
 
-    def _all_gather(self, signature: Signature) -> Start:
-        return self._moved(signature, self._comm.Iallgather)
+    def _all_gather(self, signature: Signature, comm: Any) -> Start:
+        return self._moved(signature, comm.Iallgather)
 
-    def _all_to_all(self, signature: Signature) -> Start:
-        return self._moved(signature, self._comm.Ialltoall)
+    def _all_to_all(self, signature: Signature, comm: Any) -> Start:
+        return self._moved(signature, comm.Ialltoall)
 
     def _moved(self, signature: Signature, call: Callable[..., Any]) -> Start:
         spec = self._spec(signature)
@@ -541,8 +779,8 @@ class _MpiChannel:
 
         return start
 
-    def _all_gather_v(self, signature: Signature) -> Start:
-        spec, datatype, call = self._spec(signature), self._datatype(signature), self._comm.Iallgatherv
+    def _all_gather_v(self, signature: Signature, comm: Any) -> Start:
+        spec, datatype, call = self._spec(signature), self._datatype(signature), comm.Iallgatherv
 
         def start(message: Message) -> Poll:
             target = self._parts(spec, message.outputs[0], message.output_counts, datatype)
@@ -551,8 +789,8 @@ class _MpiChannel:
 
         return start
 
-    def _all_to_all_v(self, signature: Signature) -> Start:
-        spec, datatype, call = self._spec(signature), self._datatype(signature), self._comm.Ialltoallv
+    def _all_to_all_v(self, signature: Signature, comm: Any) -> Start:
+        spec, datatype, call = self._spec(signature), self._datatype(signature), comm.Ialltoallv
 
         def start(message: Message) -> Poll:
             source = self._parts(spec, message.inputs[0], message.input_counts, datatype)
@@ -572,8 +810,8 @@ class _MpiChannel:
         """Buffer, counts and (implied, dense) displacements."""
         return [spec(tensor)[0], list(counts or ()), None, datatype]
 
-    def _gather(self, signature: Signature) -> Start:
-        spec, root, call = self._spec(signature), signature.root, self._comm.Igather
+    def _gather(self, signature: Signature, comm: Any) -> Start:
+        spec, root, call = self._spec(signature), signature.root, comm.Igather
         is_root = self._group.rank == root
 
         def start(message: Message) -> Poll:
@@ -583,8 +821,8 @@ class _MpiChannel:
 
         return start
 
-    def _gather_v(self, signature: Signature) -> Start:
-        spec, root, call = self._spec(signature), signature.root, self._comm.Igatherv
+    def _gather_v(self, signature: Signature, comm: Any) -> Start:
+        spec, root, call = self._spec(signature), signature.root, comm.Igatherv
         is_root, datatype = self._group.rank == root, self._datatype(signature)
 
         def start(message: Message) -> Poll:
@@ -596,8 +834,8 @@ class _MpiChannel:
 
         return start
 
-    def _scatter(self, signature: Signature) -> Start:
-        spec, root, call = self._spec(signature), signature.root, self._comm.Iscatter
+    def _scatter(self, signature: Signature, comm: Any) -> Start:
+        spec, root, call = self._spec(signature), signature.root, comm.Iscatter
         is_root = self._group.rank == root
 
         def start(message: Message) -> Poll:
@@ -607,8 +845,8 @@ class _MpiChannel:
 
         return start
 
-    def _scatter_v(self, signature: Signature) -> Start:
-        spec, root, call = self._spec(signature), signature.root, self._comm.Iscatterv
+    def _scatter_v(self, signature: Signature, comm: Any) -> Start:
+        spec, root, call = self._spec(signature), signature.root, comm.Iscatterv
         is_root, datatype = self._group.rank == root, self._datatype(signature)
 
         def start(message: Message) -> Poll:
@@ -618,8 +856,8 @@ class _MpiChannel:
 
         return start
 
-    def _barrier(self, signature: Signature) -> Start:  # noqa: ARG002 - binders share a shape
-        call = self._comm.Ibarrier
+    def _barrier(self, signature: Signature, comm: Any) -> Start:  # noqa: ARG002 - binders share a shape
+        call = comm.Ibarrier
 
         def start(message: Message) -> Poll:  # noqa: ARG001
             poll: Poll = call().Test

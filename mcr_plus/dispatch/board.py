@@ -7,8 +7,8 @@ Peers look at it to compare signatures before an operation starts, to see who ha
 come, and never wait on each other here.
 
 On one host the rows lie in anonymous shared memory: a memfd that peers open through /proc, so no name
-ever exists that could be left behind. Across hosts, or where that fails on any rank, posts go through
-the job's store instead; then only checked and long-waiting operations are posted.
+ever exists that could be left behind. Across hosts, or where that fails on any rank, a row is one value of
+the job's store, so that whoever reads it sees the counter and the ring of the same moment.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ import os
 import struct
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, ClassVar, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Protocol, TypeVar
 
 from mcr_plus.c10d import put
+from mcr_plus.errors import McrError
 from mcr_plus.message import Group
 
 if TYPE_CHECKING:
@@ -40,10 +42,26 @@ _COUNTS: Final = _NOTES + NOTE  # the rest of a row: RING times what is sent to 
 # A slot holds the low 32 bits of the sequence number above the digest. They are many, because a slot is not
 # overwritten by operations that are not posted: a post must not look like one of 2³² operations later.
 _DIGEST_BITS: Final = 32
+_DIGEST_MASK: Final = 0xFFFFFFFF
 _TAG_MASK: Final = 0xFFFFFFFF
+_STORED: Final = 256  # operations in a row of the store, which is written whole
+_FEW: Final = 8  # ranks up to which the rows themselves are compared, and no votes counted
 _CLOSED: Final = 1
 _FAILED: Final = 2
 _Answer = TypeVar("_Answer")
+
+
+def _word(sequence: int, digest: int) -> int:
+    """What a slot of a ring holds of an operation."""
+    return (sequence & _TAG_MASK) << _DIGEST_BITS | digest
+
+
+def _sighting(issued: int, word: int, sequence: int) -> Sighting:
+    """What a counter and the word in the slot of `sequence` say."""
+    ahead = (word >> _DIGEST_BITS) - sequence & _TAG_MASK
+    if ahead == 0 and word:
+        return Sighting(max(issued, sequence), word & _DIGEST_MASK)
+    return Sighting(issued, None, 0 < ahead <= _TAG_MASK >> 1)
 
 
 def pad(text: str) -> bytes:
@@ -51,17 +69,16 @@ def pad(text: str) -> bytes:
     return text.encode()[: TEXT - 1].ljust(TEXT, b"\0")
 
 
-@dataclass(frozen=True)
-class Sighting:
+class Sighting(NamedTuple):
     """What is known of a peer at a sequence number.
 
-    `issued` is how many operations it has issued; `digest` and `text` are None unless it has posted
-    this very operation (and not overwritten it since).
+    `issued` is how many operations it has issued; `digest` is None unless it has posted this very operation
+    and not overwritten it since. `overwritten`: its place in the ring holds a later one.
     """
 
     issued: int
     digest: int | None = None
-    text: str | None = None
+    overwritten: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,12 +132,12 @@ class GroupBoard(Protocol):
         """What group rank `rank` has published, with its record of `sequence` if there is one."""
         ...
 
-    def agreed(self, sequence: int, digest: int) -> bool:
-        """Whether all ranks have posted this digest for `sequence`. False may mean that one forgot it."""
+    def text(self, rank: int, sequence: int, digest: int) -> str:
+        """The description that `rank` has posted with this digest; empty if it is not there any more."""
         ...
 
-    def forgotten(self, sighting: Sighting, sequence: int) -> bool:
-        """Whether the peer may have posted `sequence` and overwritten it since."""
+    def agreed(self, sequence: int, digest: int) -> bool:
+        """Whether all ranks have posted this digest for `sequence`. False may mean that one forgot it."""
         ...
 
     def close(self) -> None:
@@ -133,6 +150,14 @@ class GroupBoard(Protocol):
 
     def is_closed(self, rank: int) -> bool:
         """Whether `rank` leaves, or has left, in good order."""
+        ...
+
+    def mark_compiling(self, begins: bool) -> None:
+        """Say that this rank begins to compile kernels, or has ended."""
+        ...
+
+    def compiling(self, rank: int) -> int:
+        """A number that changes when `rank` begins or ends to compile kernels, and is odd in between."""
         ...
 
     def mark_failed(self, failure: Failure) -> None:
@@ -159,6 +184,7 @@ class SharedBoard:
         base = group.rank * row
         self.counter = self._view[base : base + 8].cast("Q")
         self._flags = self._view[base + 8 : base + 16].cast("Q")
+        self._compiling = self._view[base + 16 : base + 24].cast("Q")
         self._words = self._view[base + _HEADER : base + _HEADER + RING * 8].cast("Q")
         self._texts = self._view[base + _TEXTS : base + _NOTES]
         self._note = self._view[base + _NOTES : base + _COUNTS]
@@ -170,7 +196,7 @@ class SharedBoard:
         slot = sequence % RING
         self._texts[slot * TEXT : slot * TEXT + TEXT] = text
         # One aligned 8-byte store publishes tag and digest together; the text was written before.
-        self._words[slot] = (sequence & _TAG_MASK) << _DIGEST_BITS | digest
+        self._words[slot] = _word(sequence, digest)
 
     def post_counts(self, sequence: int, sent: Sequence[int], expected: Sequence[int]) -> None:
         """See `GroupBoard.post_counts`."""
@@ -186,32 +212,30 @@ class SharedBoard:
 
     def agreed(self, sequence: int, digest: int) -> bool:
         """See `GroupBoard.agreed`."""
-        word = (sequence & _TAG_MASK) << _DIGEST_BITS | digest
+        word = _word(sequence, digest)
         slots = range(_WORDS + sequence % RING, self._size * self._row_words, self._row_words)
         return all(self._all[slot] == word for slot in slots)
 
     def _digest_at(self, rank: int, sequence: int) -> int | None:
         word = self._all[rank * self._row_words + _WORDS + sequence % RING]
-        return word & ((1 << _DIGEST_BITS) - 1) if word >> _DIGEST_BITS == sequence & _TAG_MASK else None
+        return word & _DIGEST_MASK if word >> _DIGEST_BITS == sequence & _TAG_MASK else None
 
     def look(self, rank: int, sequence: int) -> Sighting:
         """See `GroupBoard.look`."""
-        issued = self._all[rank * self._row_words]
-        digest = self._digest_at(rank, sequence) if issued >= sequence else None
-        if digest is None:
-            return Sighting(issued)
+        issued = self._all[rank * self._row_words]  # before the word: what was posted earlier is seen then
+        word = self._all[rank * self._row_words + _WORDS + sequence % RING]
+        return _sighting(issued, word, sequence)
+
+    def text(self, rank: int, sequence: int, digest: int) -> str:
+        """See `GroupBoard.text`."""
         start = rank * self._row + _TEXTS + sequence % RING * TEXT
         text = bytes(self._view[start : start + TEXT]).rstrip(b"\0").decode(errors="replace")
-        return Sighting(issued, digest, text)
-
-    def forgotten(self, sighting: Sighting, sequence: int) -> bool:
-        """See `GroupBoard.forgotten`."""
-        return sighting.issued - sequence >= RING
+        return text if self._digest_at(rank, sequence) == digest else ""
 
     def close(self) -> None:
         """See `GroupBoard.close`."""
-        parts = (self.counter, self._flags, self._words, self._texts, self._note, self._counts, self._all)
-        for view in (*parts, self._view):
+        parts = (self.counter, self._flags, self._compiling, self._words, self._texts, self._note)
+        for view in (*parts, self._counts, self._all, self._view):
             view.release()
         self._memory.close()
 
@@ -222,6 +246,14 @@ class SharedBoard:
     def is_closed(self, rank: int) -> bool:
         """See `GroupBoard.is_closed`."""
         return bool(self._all[rank * self._row_words + 1] & _CLOSED)
+
+    def mark_compiling(self, begins: bool) -> None:
+        """See `GroupBoard.mark_compiling`."""
+        self._compiling[0] = _next_turn(self._compiling[0], begins)
+
+    def compiling(self, rank: int) -> int:
+        """See `GroupBoard.compiling`."""
+        return self._all[rank * self._row_words + 2]
 
     def mark_failed(self, failure: Failure) -> None:
         """See `GroupBoard.mark_failed`."""
@@ -238,130 +270,159 @@ class SharedBoard:
 
 
 class StoreBoard:
-    """Rows as keys of the job's store: slower, and right across hosts.
+    """Rows as values of the job's store: slower, and right across hosts.
 
-    The counter stays local; a peer's `issued` is the last sequence number it has posted.
+    The counter stays local; a peer's `issued` is what it was when the peer last posted. A row is read and
+    written whole: two reads could find a counter that has passed an operation of which the ring, read before,
+    holds nothing yet.
     """
 
-    _RECORD: Final = struct.Struct(f"<QQ{TEXT}s")
+    _HEADER: Final = 8
 
     def __init__(self, store: Store, group: Group) -> None:
         self._store: Store | None = store
         self._group = group
-        self._posted: dict[int, int] = {}  # sequence → digest, in order
-        self._last = 0
+        self._row = bytearray(self._HEADER + 8 * _STORED)
+        self._issued = memoryview(self._row)[: self._HEADER].cast("Q")
+        self._words = memoryview(self._row)[self._HEADER :].cast("Q")
+        self._described: set[int] = set()  # digests whose description this rank has posted
+        self._voted: deque[str] = deque()  # on rank 0 of many, which removes what is old
         self._next_question = 0.0
-        # A look is two requests per peer to a server that all ranks share.
+        # A look is a request per peer to a server that all ranks share.
         self.first_look = 0.02
         self.look_every = max(0.05, 0.0005 * group.size)
         self._failed = False
+        self._turns = 0  # of compiling
         self.counter = memoryview(bytearray(8)).cast("Q")
+        self._publish()
 
-    def _key(self, rank: int, name: int | str) -> str:
+    def _key(self, rank: int, name: str) -> str:
         return f"board/{self._group.name}/{rank}/{name}"
 
     def _ask(self, question: Callable[[Store], _Answer], otherwise: _Answer) -> _Answer:
-        """What the store answers. Once it has not (its rank may have died), it is not asked again."""
+        """What the store answers. Once it has not (its rank may have died), it is not asked again.
+
+        Raises `LaunchError` if a stranger has written the answer.
+        """
         if self._store is None:
             return otherwise
         try:
             return question(self._store)
+        except McrError:
+            raise
         except RuntimeError:
             self._store = None
             return otherwise
 
-    def _write(self, name: int | str, value: bytes) -> None:
+    def _write(self, name: str, value: bytes) -> None:
         key = self._key(self._group.rank, name)
         self._ask(lambda store: put(store, key, value), None)
 
-    def _read(self, rank: int, name: int | str) -> bytes | None:
+    def _read(self, rank: int, name: str) -> bytes | None:
         key = self._key(rank, name)
         return self._ask(lambda store: store.get(key) if store.check([key]) else None, None)
 
+    def _publish(self) -> None:
+        self._issued[0] = self.counter[0]
+        self._write("row", bytes(self._row))
+
+    def _row_of(self, rank: int) -> memoryview | None:
+        """The row of `rank`, in words; every rank writes its own before the board is open."""
+        key = self._key(rank, "row")
+        row = self._ask(lambda store: store.get(key), None)
+        return None if row is None else memoryview(row).cast("Q")
+
     def post(self, sequence: int, digest: int, text: bytes) -> None:
         """See `GroupBoard.post`."""
-        if self._last < self.counter[0]:
-            self._last = self.counter[0]
-            self._publish_counter()
-        if sequence in self._posted:
+        word, slot = _word(sequence, digest), sequence % _STORED
+        if self._words[slot] == word:
+            if self._issued[0] < self.counter[0]:
+                self._publish()
             return
-        self._write(sequence, self._RECORD.pack(sequence, digest, text))
-        self._ask(lambda store: store.add(self._votes(sequence, digest), 1), 0)
-        self._posted[sequence] = digest
-        if len(self._posted) > RING:
-            oldest = next(iter(self._posted))
-            votes = self._votes(oldest, self._posted.pop(oldest))
-            for name in (oldest, f"counts/{oldest}"):
-                key = self._key(self._group.rank, name)
-                self._ask(lambda store, key=key: store.delete_key(key), False)  # type: ignore[misc]
-            if self._group.rank == 0:
-                self._ask(lambda store: store.delete_key(votes), False)
+        if digest not in self._described:
+            self._write(f"text/{digest:x}", text)  # first: whoever sees the digest finds it
+            self._described.add(digest)
+        self._words[slot] = word
+        self._publish()
+        if self._group.size > _FEW:
+            self._vote(sequence, digest)
+
+    def _vote(self, sequence: int, digest: int) -> None:
+        votes = self._votes(sequence, digest)
+        self._ask(lambda store: store.add(votes, 1), 0)
+        if self._group.rank == 0:
+            self._voted.append(votes)
+            if len(self._voted) > RING:
+                oldest = self._voted.popleft()
+                self._ask(lambda store: store.delete_key(oldest), False)
 
     def post_counts(self, sequence: int, sent: Sequence[int], expected: Sequence[int]) -> None:
         """See `GroupBoard.post_counts`."""
-        if sequence not in self._posted:
-            self._write(f"counts/{sequence}", array("Q", [*sent, *expected]).tobytes())
+        if self._words[sequence % _STORED] >> _DIGEST_BITS != sequence & _TAG_MASK:
+            record = array("Q", [sequence, *sent, *expected]).tobytes()
+            self._write(f"counts/{sequence % _STORED}", record)
 
     def counts(self, rank: int, sequence: int) -> tuple[int, int] | None:
         """See `GroupBoard.counts`."""
-        record = self._read(rank, f"counts/{sequence}")
+        record = self._read(rank, f"counts/{sequence % _STORED}")
         if record is None:
             return None
-        words = memoryview(record).cast("Q")
+        posted, *words = memoryview(record).cast("Q")
+        if posted != sequence:
+            return None
         return words[self._group.rank], words[self._group.size + self._group.rank]
 
     def _votes(self, sequence: int, digest: int) -> str:
         return f"board/{self._group.name}/votes/{sequence}/{digest:x}"
 
     def agreed(self, sequence: int, digest: int) -> bool:
-        """See `GroupBoard.agreed`. One request however many ranks there are, and not too often."""
+        """See `GroupBoard.agreed`. Asked not too often; one request however many ranks there are, if many."""
         now = time.monotonic()
         if now < self._next_question:
             return False
         self._next_question = now + 10e-6 * self._group.size
-        votes = self._ask(lambda store: store.add(self._votes(sequence, digest), 0), 0)
-        return votes == self._group.size
-
-    def _record(self, rank: int, name: int | str) -> tuple[int, int, str] | None:
-        record = self._read(rank, name)
-        if record is None:
-            return None
-        sequence, digest, text = self._RECORD.unpack(record)
-        return sequence, digest, text.rstrip(b"\0").decode(errors="replace")
+        if self._group.size > _FEW:
+            votes = self._ask(lambda store: store.add(self._votes(sequence, digest), 0), 0)
+            return votes == self._group.size
+        peers = (rank for rank in range(self._group.size) if rank != self._group.rank)
+        return all(self.look(rank, sequence).digest == digest for rank in peers)
 
     def look(self, rank: int, sequence: int) -> Sighting:
         """See `GroupBoard.look`."""
-        record = self._record(rank, sequence)
-        if record is not None:
-            return Sighting(max(sequence, record[0]), record[1], record[2])
-        last = self._record(rank, "last")
-        return Sighting(last[0] if last else 0)
+        row = self._row_of(rank)
+        return Sighting(0) if row is None else _sighting(row[0], row[1 + sequence % _STORED], sequence)
 
-    def forgotten(self, sighting: Sighting, sequence: int) -> bool:
-        """A peer that has passed `sequence` may have skipped posting only if it had no check to do."""
-        return sighting.issued - sequence >= RING
-
-    def _publish_counter(self) -> None:
-        """Before leaving: what was issued and not posted has been issued all the same."""
-        self._write("last", self._RECORD.pack(self.counter[0], 0, b""))
+    def text(self, rank: int, sequence: int, digest: int) -> str:  # noqa: ARG002 - one for all numbers
+        """See `GroupBoard.text`."""
+        text = self._read(rank, f"text/{digest:x}") or b""
+        return text.rstrip(b"\0").decode(errors="replace")
 
     def close(self) -> None:
         """The store belongs to the job."""
 
     def mark_closed(self) -> None:
         """See `GroupBoard.mark_closed`."""
-        self._publish_counter()
+        self._publish()  # first: what was issued and not posted has been issued all the same
         self._write("closed", b"1")
 
     def is_closed(self, rank: int) -> bool:
         """See `GroupBoard.is_closed`."""
         return self._read(rank, "closed") is not None
 
+    def mark_compiling(self, begins: bool) -> None:
+        """See `GroupBoard.mark_compiling`."""
+        self._turns = _next_turn(self._turns, begins)
+        self._write("compiling", str(self._turns).encode())
+
+    def compiling(self, rank: int) -> int:
+        """See `GroupBoard.compiling`."""
+        return int(self._read(rank, "compiling") or 0)
+
     def mark_failed(self, failure: Failure) -> None:
         """See `GroupBoard.mark_failed`."""
         if not self._failed:
             self._failed = True
-            self._publish_counter()
+            self._publish()
             self._write("failed", failure.packed())
 
     def failure(self, rank: int) -> Failure | None:
@@ -396,9 +457,9 @@ class NoBoard:
         """There is no peer."""
         return True
 
-    def forgotten(self, sighting: Sighting, sequence: int) -> bool:  # noqa: ARG002
+    def text(self, rank: int, sequence: int, digest: int) -> str:  # noqa: ARG002
         """There is no peer."""
-        return True
+        return ""
 
     def close(self) -> None:
         """There is nothing to give back."""
@@ -410,12 +471,24 @@ class NoBoard:
         """There is no peer."""
         return False
 
+    def mark_compiling(self, begins: bool) -> None:
+        """Nobody looks."""
+
+    def compiling(self, rank: int) -> int:  # noqa: ARG002
+        """There is no peer."""
+        return 0
+
     def mark_failed(self, failure: Failure) -> None:
         """Nobody looks."""
 
     def failure(self, rank: int) -> Failure | None:  # noqa: ARG002
         """There is no peer."""
         return None
+
+
+def _next_turn(turn: int, begins: bool) -> int:
+    """The next number that is odd, or even at the end."""
+    return turn + 1 + ((turn + 1) % 2 != begins)
 
 
 def _row_bytes(ranks: int) -> int:
@@ -456,6 +529,7 @@ def open_board(store: Store | None, group: Group, shared: bool, timeout: float) 
     memory, descriptor = _map_shared(store, group) if shared else (None, None)
     counts = f"board/{group.name}/votes"
     store.add(f"{counts}/{'yes' if memory is not None else 'no'}", 1)
+    stored = StoreBoard(store, group)  # its row is there before anybody looks
     if store.add(f"{counts}/all", 1) == group.size:
         store.set(f"{counts}/done", "1")
     store.wait([f"{counts}/done"], timedelta(seconds=timeout))
@@ -463,4 +537,4 @@ def open_board(store: Store | None, group: Group, shared: bool, timeout: float) 
         os.close(descriptor)
     if memory is not None and store.add(f"{counts}/no", 0) == 0:
         return SharedBoard(memory, group)
-    return StoreBoard(store, group)
+    return stored

@@ -3,38 +3,47 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, cast
+from weakref import WeakSet
 
 from mcr_plus.dispatch.board import Failure, GroupBoard
+from mcr_plus.dispatch.progress import ProgressThread
 from mcr_plus.dispatch.streams import CallerStream
-from mcr_plus.errors import BackendError, CommTimeout, McrError, NotInitialized, OrderMismatch
+from mcr_plus.dispatch.waiting import Pause, Waiting, WaitPolicy
+from mcr_plus.errors import (
+    BackendError,
+    CommTimeout,
+    McrError,
+    NotInitialized,
+    OperationsDiffer,
+    OrderMismatch,
+)
 from mcr_plus.message import VECTOR
 
 if TYPE_CHECKING:
-    from mcr_plus.dispatch.operation import Lane
+    from mcr_plus.dispatch.bells import Bells
+    from mcr_plus.dispatch.operation import Lane, Operation
     from mcr_plus.dispatch.peers import Peers
-    from mcr_plus.dispatch.progress import ProgressThread
     from mcr_plus.dispatch.work import IssuedWork
-    from mcr_plus.interfaces import Backend, StreamPoll
-    from mcr_plus.message import Group
-
-WaitPolicy = Literal["auto", "spin", "yield", "sleep"]
+    from mcr_plus.interfaces import Backend, Poll, StreamPoll
+    from mcr_plus.message import Group, Message
 
 _NOBODY: Final = -1
+_EXPLAINED: Final = 1.0  # seconds that ranks have to say what they issued, after OperationsDiffer
 _LONG_WAIT: Final = 0.05  # seconds; from here on peers' processes are looked at too
 _VERY_LONG_WAIT: Final = 1.0  # from here on a look is rarer
-_YIELD_FOR: Final = 0.002  # seconds of yielding before a waiting rank begins to sleep
-_POLL_FOR: Final = 0.5  # the same for operations that advance only while they are polled
+_SHARED_NAP: Final = 200e-6  # seconds of sleep at most while something else is in flight too
 _BURST: Final = 16  # polls of such an operation in a row: a large one takes thousands
-_DEATH_GRACE: Final = 0.2  # a message of a rank that has just died may still be on its way
+_DEATH_GRACE: Final = 0.2  # a message of a rank that has just died or left may still be on its way
+_LOOKS_OF_GRACE: Final = 40  # the same in looks at the board, which are rarer between hosts
 _RAISED_BY_PEER: Final = {"OrderMismatch": OrderMismatch, "CommTimeout": CommTimeout}
+_COMPILES_FOR: Final = 300.0  # seconds for which a peer that compiles kernels holds deadlines up, at most
 _REAP: Final = 2  # finished handles let go per issue: amortised, never a scan
 
 
@@ -64,7 +73,9 @@ class GroupState:
         "owner",
         "recorded",
         "sequence",
+        "told",
         "waiting_lanes",
+        "when_stuck",
     )
 
     def __init__(self, group: Group, board: GroupBoard) -> None:
@@ -72,9 +83,12 @@ class GroupState:
         self.board = board
         self.sequence = 0
         self.failure: BaseException | None = None
+        self.told = False  # whether the program has been given it
         self.closed = False
         self.recorded = False
         self.waiting_lanes = 0
+        # Called while a wait takes long: what it waits for may depend on something that is held back here.
+        self.when_stuck: list[Callable[[], None]] = []
         self._shared = False
         self._thread = threading.current_thread()
         self.owner = threading.get_ident()
@@ -101,7 +115,10 @@ class GroupState:
         """
         name = self.group.name
         if self.closed:
-            raise NotInitialized(f"group '{name}' is closed: finalize or close has been called")
+            raise NotInitialized(f"group '{name}' is closed: finalize, close or reset has been called")
+        if isinstance(self.failure, OrderMismatch) and not self.told:
+            self.told = True
+            raise self.failure
         if self.failure is not None:
             raise BackendError(f"group '{name}' cannot be used after it has failed: {self.failure}")
         if self.owner == _NOBODY:
@@ -152,19 +169,31 @@ class GroupState:
 class Engine:
     """Starts operations in order, drives progress while anyone waits, and watches deadlines."""
 
-    def __init__(self, peers: Peers, *, wait: WaitPolicy, oversubscribed: bool) -> None:
+    def __init__(
+        self,
+        peers: Peers,
+        *,
+        wait: WaitPolicy,
+        oversubscribed: bool,
+        bells: Bells | None = None,
+        beside: Sequence[int] = (),
+        ranks: int = 1,
+        short: bool = False,
+    ) -> None:
+        """`bells`, `beside`, `ranks`, `short`: see `Waiting`, whose `peers` are `beside`."""
         self.lock = threading.RLock()
         self.peers = peers
         self.recorders: tuple[Callable[[IssuedWork], None], ...] = ()
         self.states: list[GroupState] = []
         self.backends: list[Backend] = []
+        self.bound: WeakSet[Operation] = WeakSet()
+        self._off: dict[str | None, str] = {}  # library → why it is not called any more
         self.failed = False
-        # Called while a wait takes long: what it waits for may depend on something that is held back here.
-        self.when_stuck: list[Callable[[], None]] = []
         # Ranks of the job that have left or given up, and so failed an operation.
         self.blamed: set[int] = set()
         self.progress_thread: ProgressThread | None = None
-        self._wait_policy = wait
+        self.waiting = Waiting(wait, short=short, ranks=ranks, bells=bells, peers=beside)
+        self._starter: ProgressThread | None = None
         self._oversubscribed = oversubscribed
         self._held: deque[IssuedWork] = deque()
         self._lanes: list[Lane] = []  # those with deferred operations
@@ -173,7 +202,8 @@ class Engine:
     def abandon(self) -> None:
         """In a forked child: what is in flight is the parent's, and whoever waits for it here is told."""
         self.lock = threading.RLock()  # a thread of the parent may have held it
-        self.progress_thread = None
+        self.waiting.abandon()
+        self.progress_thread = self._starter = None
         for work in self._held:
             if not work.is_done:
                 work.error = NotInitialized(
@@ -187,9 +217,9 @@ class Engine:
 
     def spins_for(self, backend_spins: int) -> int:
         """How often a waiting rank polls at full speed, given what the library likes."""
-        if self._wait_policy == "spin":
+        if self.waiting.policy == "spin":
             return 1 << 16
-        if self._wait_policy == "sleep":
+        if self.waiting.policy == "sleep":
             return 1
         return min(backend_spins, 20) if self._oversubscribed else backend_spins
 
@@ -214,18 +244,47 @@ class Engine:
         held.append(work)
         if self.progress_thread is not None:
             self.progress_thread.wake()
+        self.ring()
+
+    @property
+    def occupied(self) -> bool:
+        """Whether anything is in flight but what the caller waits for."""
+        return bool(self._held or self._lanes or self._unordered)
+
+    def ring(self) -> None:
+        """Wake ranks of this host that wait for this one: something has been posted or started."""
+        bells = self.waiting.bells
+        if bells is not None and bells.wanted[0]:
+            bells.ring()
 
     def defer(self, work: IssuedWork) -> None:
         """Queue an operation that may not start yet; those of its lane that follow queue behind it."""
         lane = work.operation.lane
         if work.operation.on_stream:
             work.caller = CallerStream()
-        if work.operation.check:
+        if work.operation.compared:
             self.post(work)
         if not lane.pending:
             self._lane_waits(lane, work.operation.state, True)
         lane.pending.append(work)
         self._advance_lane(lane)
+        if lane.pending and work.operation.signature.async_op and _runs_by_itself(work):
+            self._starts_by_itself()
+
+    def _starts_by_itself(self) -> None:
+        """Let a thread start what waits for other ranks: its library goes on alone once it has it."""
+        if self.progress_thread is None:
+            if self._starter is None:
+                self._starter = ProgressThread(self.start_pending)
+            self._starter.wake()
+
+    def start_pending(self) -> bool:
+        """Start operations of libraries with threads of their own as soon as they may; whether some wait."""
+        with self.lock:
+            lanes = [lane for lane in self._lanes if _runs_by_itself(lane.pending[0])]
+            for lane in lanes:
+                self._advance_lane(lane)
+            return any(lane.pending for lane in lanes)
 
     def defer_unordered(self, work: IssuedWork) -> None:
         """Queue a send or receive that waits for its data."""
@@ -257,6 +316,7 @@ class Engine:
             state.board.post_counts(work.sequence, *work.message.flows(state.group))
         if not operation.signature.is_p2p:
             state.board.post(work.sequence, operation.digest, operation.text)
+        self.ring()
 
     def _advance_lane(self, lane: Lane) -> None:
         pending = lane.pending
@@ -269,14 +329,8 @@ class Engine:
 
     def _may_start(self, work: IssuedWork) -> bool:
         """Whether a deferred operation can start; it may fail here instead."""
-        operation = work.operation
-        if operation.check:
-            agreed = self._compare(work)
-            if work.is_done:
-                return True
-            if not agreed:
-                return False
-            operation.check = operation.check_every
+        if work.operation.held and not self._is_admitted(work):
+            return work.is_done
         after = work.message.after
         if after is None:
             return True
@@ -284,6 +338,30 @@ class Engine:
             return False
         if (error := after.exception()) is not None:
             self.fail(work, error)
+        return True
+
+    def _is_admitted(self, work: IssuedWork) -> bool:
+        """Whether all ranks have issued the same and the library is ready for it; may fail `work`."""
+        operation = work.operation
+        gate: Poll | None = getattr(work, "gate", None)
+        if gate is _admitted:  # it waits for something else: whatever lets it in must not be asked twice
+            return True
+        try:
+            if gate is None and operation.compared and not self._compare(work):
+                return False
+            if work.is_done:
+                return False
+            if gate is None:
+                gate = None if operation.gate is None else operation.gate(work.message)
+            if gate is not None:
+                work.gate = gate
+                if not gate():
+                    return False
+        except Exception as error:
+            self.fail(work, error)
+            return False
+        operation.admitted()
+        work.gate = _admitted
         return True
 
     def _start(self, work: IssuedWork) -> None:
@@ -308,8 +386,7 @@ class Engine:
         board, sequence = work.operation.state.board, work.sequence
         digest = work.operation.digest
         if board.agreed(sequence, digest):
-            if work.operation.signature.kind in VECTOR and work.message.counts_known:
-                self._compare_counts(work)
+            self._compare_counts(work)
             return True
         now = time.monotonic()
         look_at = getattr(work, "look_at", None)
@@ -323,23 +400,33 @@ class Engine:
             if rank == me:
                 continue
             sighting = board.look(rank, sequence)
-            if sighting.digest == digest or board.forgotten(sighting, sequence):
+            if sighting.digest == digest or sighting.overwritten:
                 continue
             if sighting.digest is not None or sighting.issued > sequence:
-                self.fail(work, self._mismatch(work, rank, sighting.text))
+                self.fail(work, self._mismatch(work, rank, sighting.digest))
                 return False
             return False
         return True
 
     def _compare_counts(self, work: IssuedWork) -> None:
         """Fail a vector collective in which a peer sends or expects something else than this rank does."""
-        state = work.operation.state
-        sent, expected = work.message.flows(state.group)
-        for rank in range(state.group.size):
-            theirs = state.board.counts(rank, work.sequence) if rank != state.group.rank else None
-            if theirs is not None and theirs != (expected[rank], sent[rank]):
-                self.fail(work, self._count_mismatch(work, rank, theirs, (sent[rank], expected[rank])))
+        for rank in range(work.operation.state.group.size):
+            if (told := self._other_counts(work, rank)) is not None:
+                self.fail(work, told)
                 return
+
+    def _other_counts(self, work: IssuedWork, rank: int) -> OrderMismatch | None:
+        """What does not fit between `rank` and this one in a vector collective; None if all does."""
+        state = work.operation.state
+        if rank == state.group.rank or work.operation.signature.kind not in VECTOR:
+            return None
+        if not work.message.counts_known:
+            return None
+        sent, expected = work.message.flows(state.group)
+        theirs = state.board.counts(rank, work.sequence)
+        if theirs is None or theirs == (expected[rank], sent[rank]):
+            return None
+        return self._count_mismatch(work, rank, theirs, (sent[rank], expected[rank]))
 
     def _count_mismatch(
         self, work: IssuedWork, rank: int, theirs: tuple[int, int], mine: tuple[int, int]
@@ -352,9 +439,10 @@ class Engine:
             told = f"rank {group.rank} sends {sent} elements to rank {rank}, which expects {expects}"
         return OrderMismatch(f"operation #{work.sequence} of group '{group.name}', {text}: {told}")
 
-    def _mismatch(self, work: IssuedWork, rank: int, theirs: str | None) -> OrderMismatch:
-        group = work.operation.state.group
+    def _mismatch(self, work: IssuedWork, rank: int, digest: int | None) -> OrderMismatch:
+        board, group = work.operation.state.board, work.operation.state.group
         mine = work.operation.signature.describe()
+        theirs = "" if digest is None else board.text(rank, work.sequence, digest)
         theirs = theirs or "another operation, issued before and not described"
         return OrderMismatch(
             f"operation #{work.sequence} of group '{group.name}': rank {group.rank} issued {mine}; "
@@ -370,8 +458,33 @@ class Engine:
             if rank != group.rank:
                 sighting = board.look(rank, work.sequence)
                 if sighting.digest is not None and sighting.digest != operation.digest:
-                    self.fail(work, self._mismatch(work, rank, sighting.text))
+                    self.fail(work, self._mismatch(work, rank, sighting.digest))
                     return
+
+    def _difference(self, work: IssuedWork, found: OperationsDiffer) -> OrderMismatch:
+        """What the library has found, with who issued what if all say so within a moment."""
+        state, sequence = work.operation.state, work.sequence
+        self.post(work)
+        deadline = time.monotonic() + _EXPLAINED
+        others = {rank for rank in range(state.group.size) if rank != state.group.rank}
+        missing = set() if found.explained else others
+        while missing and time.monotonic() < deadline:
+            for rank in list(missing):
+                digest = state.board.look(rank, sequence).digest
+                if digest is None:
+                    continue
+                missing.discard(rank)
+                if digest != work.operation.digest:
+                    return self._mismatch(work, rank, digest)
+                if (told := self._other_counts(work, rank)) is not None:
+                    return told
+            time.sleep(0.002)
+        text = f"operation #{sequence} of group '{state.group.name}', {work.operation.signature.describe()}"
+        while not found.explained and time.monotonic() < deadline:  # others name each other
+            if gone := self._gone(work):
+                return OrderMismatch(f"{text}: {self._told(gone)}")
+            time.sleep(0.002)
+        return OrderMismatch(f"{text}: {found}")
 
     # -- waiting ----------------------------------------------------------------------------------
 
@@ -396,7 +509,7 @@ class Engine:
         if now >= getattr(work, "look_for_peers", asked + board.first_look):
             work.look_for_peers = now + max(board.look_every, _LONG_WAIT)
             self._examine(work, now - asked, issues=False)
-        if not work.is_done and now - asked >= work.operation.timeout:
+        if not work.is_done and self._is_over(work, asked, now):
             self.fail(work, self._expired(work, now - asked))
 
     def try_poll(self, work: IssuedWork) -> bool:
@@ -407,6 +520,8 @@ class Engine:
         try:
             if poll():
                 work.complete()
+                if work.operation.polled:
+                    self.ring()
         except Exception as error:
             self.fail(work, error)
         return work.is_done
@@ -422,10 +537,12 @@ class Engine:
             self._unordered = [work for work in self._unordered if not self._start_unordered(work)]
 
     def stop_thread(self) -> None:
-        """End the progress thread, if there is one: from now on only callers drive."""
-        thread, self.progress_thread = self.progress_thread, None
-        if thread is not None:
-            thread.stop()
+        """End the threads, if there are any: from now on only callers drive."""
+        threads = self.progress_thread, self._starter
+        self.progress_thread = self._starter = None
+        for thread in threads:
+            if thread is not None:
+                thread.stop()
 
     def drive(self) -> bool:
         """Make progress on what is in flight, for the progress thread; False if nothing is.
@@ -450,6 +567,19 @@ class Engine:
         self._start(work)
         return True
 
+    def _polled_first(self, work: IssuedWork) -> bool:
+        """Poll at full speed, but for an inline operation, which has had that; whether `work` is done."""
+        operation = work.operation
+        if operation.inline or work.poll is None:
+            return False
+        for _ in operation.spins if self.waiting.calm else operation.glance:
+            with self.lock:
+                if self.try_poll(work):
+                    return True
+            if operation.on_stream:
+                break
+        return False
+
     def wait(
         self, work: IssuedWork, timeout: float | timedelta | None = None, *, until_done: bool = False
     ) -> None:
@@ -459,20 +589,18 @@ class Engine:
         stream ordered after it, unless `until_done`.
         """
         operation = work.operation
-        if not operation.inline and work.poll is not None:  # an inline one has had its polls at full speed
-            for _ in operation.spins:
-                with self.lock:
-                    if self.try_poll(work):
-                        return
-                if operation.on_stream:
-                    break
+        if self._polled_first(work):
+            return
+        waiting = self.waiting
+        pause: Pause | None = None
         began = time.monotonic()
         patience = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         board = operation.state.board
         next_look = began + board.first_look
         while not work.is_done:
             with self.lock:
-                if any(self.try_poll(work) for _ in operation.burst):
+                polls = operation.burst if waiting.calm else operation.glance
+                if any(self.try_poll(work) for _ in polls):
                     return
                 if operation.on_stream and not until_done and work.poll is not None and _stream(work).ready:
                     _stream(work).order_current_stream()
@@ -486,31 +614,64 @@ class Engine:
             if work.is_done:
                 return
             waited = now - began
-            if waited >= operation.timeout:
+            if waited >= operation.timeout and self._is_over(work, began, now):
                 self.fail(work, self._expired(work, waited))
                 return
             if patience is not None and waited >= patience:
                 raise self._expired(work, waited)
-            self._pause(waited, _POLL_FOR if len(operation.burst) > 1 else _YIELD_FOR)
+            if pause is None:
+                pause = Pause(waiting, operation.polled, operation.rings, operation.state.group.ranks)
+            self._pause(work, pause, now, waited)
 
-    def _pause(self, waited: float, patience: float) -> None:
+    def _is_over(self, work: IssuedWork, began: float, now: float) -> bool:
+        """Whether a wait has reached its deadline, which begins anew when a rank it needs has compiled."""
+        timeout, since = work.operation.timeout, max(began, getattr(work, "held_up", began))
+        if now - since < timeout:
+            return False
+        if now - began < timeout + _COMPILES_FOR:
+            self._look_for_compiling(work, now)
+        return now - max(since, getattr(work, "held_up", since)) >= timeout
+
+    def _look_for_compiling(self, work: IssuedWork, now: float) -> None:
+        """Note in `held_up` when a rank that `work` needs was last seen to compile kernels."""
+        state = work.operation.state
+        others = [rank for rank in range(state.group.size) if rank != state.group.rank]
+        turns = {rank: state.board.compiling(rank) for rank in self._needed(work) or others}
+        busy = [state.group.ranks[rank] for rank, turn in turns.items() if turn % 2]
+        known: dict[int, int] = getattr(work, "turns", turns)
+        work.turns = turns
+        if turns != known or any(self.peers.status(rank) != "stopped" for rank in busy):
+            work.held_up = now
+
+    def compiles(self, begins: bool) -> None:
+        """Tell peers that this process begins or has ended compiling kernels; from any thread."""
+        for state in list(self.states):
+            if not state.closed:
+                state.board.mark_compiling(begins)
+
+    def _pause(self, work: IssuedWork, pause: Pause, now: float, waited: float) -> None:
         """Let others run: the library's own threads, or a peer on the same core."""
-        policy = self._wait_policy
-        if policy == "spin":
+        if not pause.before(now):
+            pause.idle(waited)
             return
-        if policy == "yield" or (policy == "auto" and waited < patience):
-            os.sched_yield()
-        else:
-            time.sleep(20e-6 if waited < patience + 0.05 else 200e-6)
+        with self.lock:
+            if self.try_poll(work):
+                return
+            self.progress()
+        others = self._lanes or self._unordered or any(each is not work for each in list(self._held))
+        pause.sleep(_SHARED_NAP if others else 1.0)
 
     def _examine(self, work: IssuedWork, waited: float, *, issues: bool = True) -> None:
         """A wait that takes longer: say where we are, and look at the others; `issues`: what is held back."""
-        for look in self.when_stuck if issues else ():
-            look()
+        for state in self.states if issues else ():
+            for look in state.when_stuck:
+                look()
         operation = work.operation
         if operation.state.group.size == 1:
             return
         self.post(work)
+        if waited > _LONG_WAIT:
+            self._look_for_compiling(work, time.monotonic())
         if not operation.signature.is_p2p:
             self._look_for_mismatch(work)
         if not work.is_done and waited > _LONG_WAIT:
@@ -526,17 +687,20 @@ class Engine:
         since: float | None = getattr(work, "doubted", None)
         if since is None:
             work.doubted = since = now
-        return now - since > _DEATH_GRACE
+        return now - since > max(_DEATH_GRACE, _LOOKS_OF_GRACE * work.operation.state.board.look_every)
 
     def _gone(self, work: IssuedWork) -> list[_Gone]:
         """Which ranks will not take part any more.
 
         A rank that gave up over an operation passes on what another did: it counts if nobody else is gone.
+        A receive from any source needs one of the others: none is told unless all are gone.
         """
         state, sequence = work.operation.state, work.sequence
         found: list[_Gone] = []
         passed_on: list[_Gone] = []
-        for rank in self._needed(work):
+        needed = self._needed(work)
+        others = () if needed else [rank for rank in range(state.group.size) if rank != state.group.rank]
+        for rank in needed or others:
             board, process = state.board, state.group.ranks[rank]
             closed, failure = board.is_closed(rank), board.failure(rank)
             absent = not work.operation.signature.is_p2p and board.look(rank, sequence).issued < sequence
@@ -546,8 +710,12 @@ class Engine:
                 (passed_on if failure.sequence else found).append(gone)
             elif closed and absent:
                 found.append(_Gone(process, f"rank {rank} has left without issuing it"))
+            elif closed and _is_unmet(work):
+                found.append(_Gone(process, f"rank {rank} has left and takes no part in it"))
             elif not closed and self.peers.status(process) == "dead":
                 found.append(_Gone(process, f"rank {rank} has died, which closed the group"))
+        if others and len(found) + len(passed_on) < len(others):
+            return []
         return found or passed_on[:1]
 
     def _blame(self, work: IssuedWork) -> str:
@@ -595,6 +763,9 @@ class Engine:
         if not work.is_done:
             # The library may still write to these tensors: they are never let go.
             self.peers.keep.append((work.message, work.message.inputs, work.message.outputs, work.poll))
+            if isinstance(error, OperationsDiffer):
+                error = self._difference(work, error)
+            self._switch_off(work, error)
             ours = isinstance(error, McrError) or not isinstance(error, Exception)
             work.fail(error, "" if ours else self._blame(work))
         error = work.error or error
@@ -603,9 +774,42 @@ class Engine:
         state.publish()
         state.board.mark_failed(Failure(work.sequence, f"{type(error).__name__}: {error}"))
         state.fail(error)
+        kind = OrderMismatch if isinstance(error, OrderMismatch) else BackendError
         for waiting in list(work.operation.lane.pending):
             if waiting is not work and not waiting.is_done:
-                waiting.fail(BackendError(f"not started: an operation before it failed: {error}"))
+                waiting.fail(kind(f"not started: an operation before it failed: {error}"))
+
+    def _switch_off(self, work: IssuedWork, error: BaseException) -> None:
+        """After an error that leaves a library in no state to be called again: nothing calls it any more.
+
+        Its operations in flight fail, in all groups; those that are issued later are refused.
+        """
+        name = work.operation.signature.backend
+        backend = next((each for each in self.backends if each.name == name), None)
+        breaks: Callable[[BaseException], str] | None = getattr(backend, "breaks", None)
+        reason = breaks(error) if breaks is not None else ""
+        if backend is None or not reason:
+            return
+        self.backends.remove(backend)
+        self._off[name] = reason
+        for operation in self.bound:
+            self.refuse_if_off(operation)
+        waiting = [each for lane in self._lanes for each in lane.pending]
+        for other in (*self._held, *self._unordered, *waiting):
+            if other is not work and not other.is_done and other.operation.signature.backend == name:
+                self.peers.keep.append(
+                    (other.message, other.message.inputs, other.message.outputs, other.poll)
+                )
+                other.fail(BackendError(f"{other.operation.name(other.sequence)}: {reason}"))
+                other.operation.state.fail(other.error or error)
+                other.operation.state.board.mark_failed(Failure(other.sequence, f"BackendError: {reason}"))
+
+    def refuse_if_off(self, operation: Operation) -> None:
+        """Let an operation of a library that is switched off fail instead of starting it."""
+        reason = self._off.get(operation.signature.backend)
+        if reason is not None:
+            operation.start = _refusing(reason)
+            operation.held = True  # the short way has kept its start
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -628,6 +832,16 @@ class Engine:
                 self._held.remove(work)
         if errors:
             raise errors[0]
+
+    def has_messages(self, state: GroupState) -> bool:
+        """Whether sends or receives of a group are in flight: each is for one peer, who may never come."""
+        with self.lock:
+            self.progress()
+            issued = (*self._held, *self._unordered)
+            return any(
+                work.operation.state is state and work.operation.signature.is_p2p and not self.try_poll(work)
+                for work in issued
+            )
 
     def forget(self, state: GroupState) -> bool:
         """Give up what is in flight in a group that is left; whether there was anything.
@@ -657,5 +871,32 @@ class Engine:
             return sum(not work.is_done for work in self._held)
 
 
+def _is_unmet(work: IssuedWork) -> bool:
+    """Whether a send or receive has been started, and its library has found nothing on the other side.
+
+    What is on a stream may have to wait there for its turn, whoever has left meanwhile.
+    """
+    operation, poll = work.operation, work.poll
+    started = operation.signature.is_p2p and not operation.on_stream and poll is not None
+    return started and not getattr(poll, "arriving", False)
+
+
 def _stream(work: IssuedWork) -> StreamPoll:
     return cast("StreamPoll", work.poll)
+
+
+def _runs_by_itself(work: IssuedWork) -> bool:
+    """Whether its library has threads of its own, and does not only go on while it is polled."""
+    return len(work.operation.burst) == 1 and not work.operation.on_stream
+
+
+def _admitted() -> bool:
+    """The gate of an operation that has been let in."""
+    return True
+
+
+def _refusing(reason: str) -> Callable[[Message], NoReturn]:
+    def refuse(message: Message) -> NoReturn:  # noqa: ARG001 - a Start
+        raise BackendError(reason)
+
+    return refuse

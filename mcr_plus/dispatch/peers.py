@@ -43,6 +43,12 @@ class Peers:
             visible = own is not None and theirs == namespace and hosts[peer] == hosts[rank]
             self._processes.append((pid, started, "visible" if visible else ""))
 
+    def beside(self) -> list[int]:
+        """Process ids of the other ranks on this host, as far as they can be seen from here."""
+        return [
+            pid for rank, (pid, _, visible) in enumerate(self._processes) if visible and rank != self._rank
+        ]
+
     def status(self, rank: int) -> Status:
         """What the process of global rank `rank` is doing, `unknown` if it cannot be seen from here."""
         if not self._processes or not self._processes[rank][2]:

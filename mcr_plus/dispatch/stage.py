@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from threading import get_ident
-from typing import Any, NoReturn, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
 from mcr_plus.backends.local import done
 from mcr_plus.config import DispatchOptions
@@ -38,12 +38,17 @@ class Held(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+SIGNATURES: Final = 4096
+"""How many signatures a group remembers. Each takes some KiB."""
+
+
+@dataclass(eq=False)
 class GroupRuntime:
     """What stages work with that issue or hold back operations; a group that only explains has none.
 
     `held`: what stages hold back, in the order in which it is to be sent. `restored`: what operations
     had kept in an earlier job, by their names; `found`: what online refinement had found out in it.
+    `caches`: empty what is remembered of signatures, see `forget`. `bound`: how many have been bound since.
     """
 
     engine: Engine
@@ -53,6 +58,34 @@ class GroupRuntime:
     held: list[Held] = field(default_factory=list)
     restored: dict[str, Any] = field(default_factory=dict)
     found: dict[str, Any] = field(default_factory=dict)
+    caches: list[Callable[[], None]] = field(default_factory=list)
+    bound: int = 0
+
+    def count(self) -> None:
+        """Count a signature that all ranks bind at this call; if there are too many, forget those before it.
+
+        Ranks must forget at the same call, because all of them compare a signature when it comes again. So
+        this counts what all ranks bind alike, and not what a rank looks up, which may differ between them.
+        """
+        if self.bound >= SIGNATURES:
+            self.forget()
+        self.bound += 1
+
+    def forget(self) -> None:
+        """Forget what signatures are bound to. What comes again is bound and compared anew.
+
+        Whoever still has something bound, such as a persistent operation or a bucket that is held back, keeps
+        it. What codecs keep for operations and online refinement has found out is not forgotten.
+        """
+        self.bound = 0
+        for clear in self.caches:
+            clear()
+        self.operations.clear()
+
+    def forget_messages(self) -> None:
+        """Forget what sends and receives are bound to: they are compared with nobody, so each rank may."""
+        for signature in [each for each in self.operations if each.is_p2p]:
+            del self.operations[signature]
 
     def send_held(self, only: Held | None = None) -> None:
         """Issue everything that is held back, or `only` this, all of it even if some fails.
@@ -75,6 +108,7 @@ class DispatchStage:
     def __init__(self, options: DispatchOptions, context: Context) -> None:
         self._options = options
         self._runtime = context.runtime
+        self._backends = context.backends
 
     def bind(self, signature: Signature, next: Next) -> Issue:
         """The callable that issues the operation; the same one whenever the signature comes again."""
@@ -86,7 +120,8 @@ class DispatchStage:
             raise Unsupported(
                 f"compress={signature.compress!r} on {signature.kind}: this pipeline has no compress stage"
             )
-        next.note(f"deadline {self._options.timeout:g} s, signatures compared: {self._options.check}")
+        compared = "every" if self._compares_every(signature) else "first"
+        next.note(f"deadline {self._options.timeout:g} s, signatures compared: {compared}")
         runtime = self._runtime
         if runtime is None:
             return _refuse
@@ -94,6 +129,12 @@ class DispatchStage:
         if issue is None:
             issue = runtime.operations[signature] = self._bind(signature, runtime)
         return issue
+
+    def _compares_every(self, signature: Signature) -> bool:
+        """Whether every operation is compared: also where the library would pair those that differ."""
+        backend = self._backends.get(signature.backend or "")
+        apart = backend is None or backend.on_stream or getattr(backend, "keeps_apart", False)
+        return self._options.check == "every" or not apart
 
     def _bind(self, signature: Signature, runtime: GroupRuntime) -> Issue:
         line = runtime.lines[signature.backend or ""]
@@ -121,7 +162,8 @@ class DispatchStage:
             spins=runtime.engine.spins_for(backend.spins),
             burst=runtime.engine.burst_for(backend),
             timeout=self._options.timeout,
-            check_every=self._options.check == "every",
+            compare_every=self._compares_every(signature),
+            rings=getattr(backend, "rings", False),
         )
 
 

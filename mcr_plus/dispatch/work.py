@@ -106,6 +106,8 @@ class IssuedWork(Work):
         "doubted",
         "error",
         "finish",
+        "gate",
+        "held_up",
         "is_done",
         "look_at",
         "look_for_peers",
@@ -118,6 +120,7 @@ class IssuedWork(Work):
         "t_issue",
         "t_wait",
         "told",
+        "turns",
     )
 
     # Set only where they are needed: the constructor is on every operation's path.
@@ -125,7 +128,10 @@ class IssuedWork(Work):
     look_for_peers: float  # when to look at peers next, while somebody asks
     caller: CallerStream  # where the caller's stream stood, for a deferred stream operation
     look_at: float  # when to look at peers one by one, while signatures are compared
+    gate: Poll  # of the library, which the operation has to pass before it starts
     doubted: float  # since when a peer has seemed to be gone
+    held_up: float  # when a rank that it needs was last seen to compile kernels
+    turns: dict[int, int]  # what ranks had said of compiling when that was looked at
     source: int | None
     t_issue: float
     t_wait: float  # when somebody began to wait
@@ -147,7 +153,7 @@ class IssuedWork(Work):
             poll = self.poll
             if operation.engine.recorders:
                 self.t_wait = perf_counter()
-            if poll is not None and operation.inline:
+            if poll is not None and operation.inline and operation.engine.waiting.calm:
                 try:
                     for _ in operation.spins:
                         if poll():
@@ -158,7 +164,7 @@ class IssuedWork(Work):
             if not self.is_done:
                 operation.engine.wait(self, timeout)
         if self.error is not None:
-            self.told = True
+            self.told = self.operation.state.told = True
             raise self.error
 
     def is_completed(self) -> bool:  # noqa: D102

@@ -100,10 +100,13 @@ class Shape:
 
 
 class Arena:
-    """The mapped memory. `base` is its address in this process."""
+    """The mapped memory. `base` is its address in this process.
 
-    def __init__(self, shape: Shape, rank: int, memory: mmap.mmap) -> None:
-        self.shape, self.rank = shape, rank
+    `bells`: `Bells.table` of the job, 0 where nobody sleeps.
+    """
+
+    def __init__(self, shape: Shape, rank: int, memory: mmap.mmap, bells: int = 0) -> None:
+        self.shape, self.rank, self.bells = shape, rank, bells
         self._memory = memory
         self._anchor = ctypes.c_char.from_buffer(memory)
         self.base = ctypes.addressof(self._anchor)
@@ -116,7 +119,7 @@ class Arena:
             self._memory.close()
 
 
-def open_arena(store: Store, group: Group, shape: Shape, timeout: float) -> Arena:
+def open_arena(store: Store, group: Group, shape: Shape, timeout: float, bells: int = 0) -> Arena:
     """Make and map the arena of `group`; collective over its ranks, which must share a host.
 
     Raises:
@@ -131,7 +134,7 @@ def open_arena(store: Store, group: Group, shape: Shape, timeout: float) -> Aren
                 f"backend msccl: {shape.nbytes >> 20} MiB of shared memory could not be had: {problem}; "
                 "enlarge /dev/shm (docker run --shm-size) or use another backend"
             )
-        return Arena(shape, group.rank, opening.memory_taken())
+        return Arena(shape, group.rank, opening.memory_taken(), bells)
     except McrError:
         raise
     except RuntimeError as error:

@@ -15,8 +15,9 @@ from mcr_plus.backends.msccl.direct import Direct
 from mcr_plus.backends.msccl.executor import Interpreter
 from mcr_plus.backends.msccl.lane import Lane, Run, done_at_once
 from mcr_plus.backends.msccl.messages import Messages
-from mcr_plus.errors import AlgorithmError, OrderMismatch
+from mcr_plus.errors import AlgorithmError, OperationsDiffer, OrderMismatch
 from mcr_plus.interfaces import NATIVE, Availability, Support
+from mcr_plus.kernels.compiling import preparing
 from mcr_plus.message import REDUCING, VECTOR, Kind
 
 if TYPE_CHECKING:
@@ -63,14 +64,15 @@ class MscclBackend:
     name = "msccl"
     on_stream = False
     needs_polls = True
+    keeps_apart = True  # what a rank has put belongs to an operation by its tag
+    rings = True
     spins = 400
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._channels: list[_Channel] = []
-        direct.prepare()
-        executor.prepare()
-        messages.prepare()
+        with preparing("msccl"):
+            direct.prepare()
 
     @classmethod
     def availability(cls) -> Availability:
@@ -127,11 +129,18 @@ class MscclBackend:
             return Support("emulated", "staged through host memory")
         return NATIVE
 
+    @classmethod
+    def descriptors(cls, size: int) -> int:  # noqa: ARG003 - a Backend
+        """See `Backend`: the shared memory."""
+        return 1
+
     def open(self, group: Group) -> Channel:
         """See `Backend.open`."""
         assert self._world.store is not None
-        arena = open_arena(self._world.store, group, _shape(group.size), self._world.timeout)
-        channel = _Channel(arena, group, self._channels, crowded=self._world.crowded)
+        bells = self._world.bells
+        table = 0 if bells is None else bells.table
+        arena = open_arena(self._world.store, group, _shape(group.size), self._world.timeout, table)
+        channel = _Channel(arena, group, self._channels, self._world)
         self._channels.append(channel)
         return channel
 
@@ -177,22 +186,23 @@ def _shape(ranks: int) -> Shape:
 
 
 class _Channel:
-    def __init__(self, arena: Arena, group: Group, open_ones: list[_Channel], *, crowded: bool) -> None:
+    def __init__(self, arena: Arena, group: Group, open_ones: list[_Channel], world: World) -> None:
         self._closed = False
         self._open_ones = open_ones
         self._arena = arena
         self._group = group
-        self._lane = Lane()
+        self._lane = Lane(None if world.bells is None else world.bells.ring_own)
         # Whoever yields a core of its own loses it to some other program for milliseconds, not to its peer.
-        self._yields = _YIELDS if crowded else 0
+        self._yields = _YIELDS if world.crowded else 0
         self._direct = Direct(arena, spins=_SPINS, yields=self._yields)
         self._messages = Messages(arena, group, yields=self._yields)
 
     def bind(self, signature: Signature) -> Start:
-        if signature.kind == "send":
-            return self._messages.bind_send(signature)
-        if signature.kind == "recv":
-            return self._messages.bind_receive(signature)
+        if signature.kind in ("send", "recv"):
+            with preparing("msccl's messages"):
+                messages.prepare()
+            bind = self._messages.bind_send if signature.kind == "send" else self._messages.bind_receive
+            return bind(signature)
         width = 1 if signature.dtype is None else signature.dtype.itemsize
         kernels = Combining()
         if signature.kind in REDUCING:
@@ -226,6 +236,8 @@ class _Channel:
 
     def _bind_algorithm(self, signature: Signature, count: int, width: int, kernels: Combining) -> Start:
         algorithm = catalog.algorithm_of(signature)
+        with preparing("msccl's algorithms"):
+            executor.prepare()
         interpreter = Interpreter(self._arena, algorithm, skip=_MESSAGES, spins=_SPINS, yields=self._yields)
         lane, begins = self._lane, dict[bool, Run]()
         aside = signature.async_op and (signature.nbytes or 0) > self._arena.shape.slot
@@ -269,7 +281,7 @@ class _Channel:
             large = async_op and width * max(sum(sent), sum(expected)) > area
             begin = lane.bind(direct.begin, direct.advance, state, aside=large)
             poll = begin(source, target, (message.inputs, message.outputs))
-            return _Uneven(poll, state, message, group)
+            return _Uneven(poll, state, message, group, parts)
 
         return start
 
@@ -285,13 +297,11 @@ class _Channel:
         self._lane.close()
 
     def close(self) -> None:
+        self._open_ones.remove(self)
         self.end()
         self._arena.close()
 
-    def release(self) -> None:
-        """Close it while other ranks may still use theirs: their memory is their own."""
-        self._open_ones.remove(self)
-        self.close()
+    release = close  # while other ranks may still use theirs: their memory is their own
 
 
 class _Stepping:
@@ -319,16 +329,19 @@ class _Stepping:
 class _Uneven:
     """Poll of an operation whose ranks may have disagreed on sizes."""
 
-    def __init__(self, poll: Poll, state: Any, message: Message, group: Group) -> None:
+    def __init__(self, poll: Poll, state: Any, message: Message, group: Group, parts: int) -> None:
         self._poll, self._state, self._message, self._group = poll, state, message, group
+        self._parts = parts  # numbers that an element is reduced as
 
     def __call__(self) -> bool:
         if not self._poll():
             return False
-        if (rank := direct.mismatch(self._state)) is not None:
+        if (found := direct.mismatch(self._state)) is not None:
+            rank, given = found
             group, expected = self._group, self._message.flows(self._group)[1]
-            raise OrderMismatch(
-                f"{self._message.signature.describe()} in group '{group.name}': rank {group.rank} expects "
-                f"{expected[rank]} elements of rank {rank}, which has another number for it"
+            raise OperationsDiffer(
+                f"rank {rank} sends {given // self._parts} elements to rank {group.rank}, which expects "
+                f"{expected[rank]}",
+                explained=True,
             )
         return True

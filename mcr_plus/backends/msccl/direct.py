@@ -21,6 +21,7 @@ looks at deadlines, and nothing in it waits for a peer that is dead.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import numba
@@ -39,6 +40,7 @@ from mcr_plus.backends.msccl.atomics import (
     stream,
 )
 from mcr_plus.backends.msccl.combining import Combining
+from mcr_plus.backends.msccl.ringing import may_yield, ring
 from mcr_plus.kernels.cpu import compiled
 
 if TYPE_CHECKING:
@@ -93,7 +95,9 @@ _HEADER: Final = 23  # bytes, where sizes differ between ranks
 _AGREED: Final = 24  # whether the number of slices is known
 _MISMATCH: Final = 25  # 1 + a rank that gave more or less than this one expects
 _TAG: Final = 26  # of the operation, equal on all ranks
-_WORDS: Final = 27  # what this rank has for each, and expects of each, follows where sizes differ
+_BELLS: Final = 27
+_GIVEN: Final = 28  # what the rank of `_MISMATCH` has for this one
+_WORDS: Final = 29  # what this rank has for each, and expects of each, follows where sizes differ
 
 _PUT_AT: Final = 0  # in a rank's line
 _REDUCED_AT: Final = 8
@@ -179,8 +183,9 @@ def _agree(state):  # type: ignore[no-untyped-def]
     for rank in range(ranks):
         slot = _slot(state, rank, 0)
         state[_SLICES] = max(state[_SLICES], load_acquire(slot))
-        if load_acquire(slot + 8 * (1 + me)) != state[_WORDS + ranks + rank]:
-            state[_MISMATCH] = 1 + rank
+        given = load_acquire(slot + 8 * (1 + me))
+        if given != state[_WORDS + ranks + rank]:
+            state[_MISMATCH], state[_GIVEN] = 1 + rank, given
     state[_AGREED] = 1
 
 
@@ -365,7 +370,7 @@ def _may_put(state, count):  # type: ignore[no-untyped-def]
     """Whether all have taken that many slices; mostly known without a look at what they write."""
     if load_acquire(state[_LINES] + state[_RANK] * LINE + _KNOWN_AT) >= count:
         return True
-    return _all_reached(state, _TAKEN_AT, count)
+    return _all_reached(state, np.int64(_TAKEN_AT), count)
 
 
 @compiled
@@ -383,7 +388,7 @@ def _step(state):  # type: ignore[no-untyped-def]
         store_release(line + _PUT_AT, base + put)
         moved = True
     if not state[_AGREED]:
-        if not put or not _all_put(state, 0):
+        if not put or not _all_put(state, np.int64(0)):
             return moved
         _agree(state)
         moved = True
@@ -398,7 +403,7 @@ def _step(state):  # type: ignore[no-untyped-def]
     if kind in (REDUCE_SCATTER, REDUCE_SCATTER_V, _ALL_REDUCE_WHOLE):
         may_take = taken < reduced
     elif reduces:
-        may_take = taken < reduced and _all_reached(state, _REDUCED_AT, base + taken + 1)
+        may_take = taken < reduced and _all_reached(state, np.int64(_REDUCED_AT), base + taken + 1)
     else:
         may_take = taken < put and _all_put(state, taken)
     if may_take:
@@ -416,11 +421,12 @@ def advance(state, patient):  # type: ignore[no-untyped-def]
     spins = yields = 0
     while state[_TAKEN] < state[_SLICES] or not state[_AGREED]:
         if _step(state):
+            ring(state[_BELLS])
             spins = 0
         elif patient and spins < state[_SPINS]:
             spins += 1
             pause()
-        elif patient and yields < state[_YIELDS]:
+        elif patient and yields < state[_YIELDS] and may_yield(state[_BELLS]):
             yields += 1
             sched_yield()
         else:
@@ -441,9 +447,10 @@ def begin(state, source, target):  # type: ignore[no-untyped-def]
     state[_MISMATCH] = 0
     state[_SOURCE] = source
     state[_TARGET] = target
-    return advance(state, 1)
+    return advance(state, np.int64(1))  # a constant would be a type of its own, and compiled for it again
 
 
+@cache
 def prepare() -> None:
     """Compile, or load from disk, what operations need: some seconds, which no peer should wait for."""
     words, address = _types.int64[::1], _types.int64
@@ -522,6 +529,7 @@ class Direct:
             _HEADER: header,
             _AGREED: kind not in _UNEVEN,
             _TAG: tag,
+            _BELLS: self._arena.bells,
         }
         for word, value in settings.items():
             state[word] = value
@@ -542,6 +550,6 @@ class Direct:
         return state
 
 
-def mismatch(state: Any) -> int | None:
-    """The rank that had more or less for this one than this one expected, when an operation is done."""
-    return int(state[_MISMATCH]) - 1 if state[_MISMATCH] else None
+def mismatch(state: Any) -> tuple[int, int] | None:
+    """Of an operation that is done: a rank whose number for this one is another than expected, and that."""
+    return (int(state[_MISMATCH]) - 1, int(state[_GIVEN])) if state[_MISMATCH] else None

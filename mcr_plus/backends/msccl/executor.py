@@ -18,6 +18,7 @@ has issued before has taken all that was sent for it.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numba
@@ -27,6 +28,7 @@ from mcr_plus.backends.msccl.algorithm import OPERATIONS, READS, RECEIVES, SENDS
 from mcr_plus.backends.msccl.arena import LINE
 from mcr_plus.backends.msccl.atomics import call, copy, load_acquire, pause, sched_yield, store_release
 from mcr_plus.backends.msccl.combining import Combining
+from mcr_plus.backends.msccl.ringing import may_yield, ring
 from mcr_plus.errors import Unsupported
 from mcr_plus.kernels.cpu import compiled
 
@@ -78,7 +80,8 @@ _STAND_IN: Final = 31  # an output for a rank that has none, 0 if none is needed
 _BLOCKS: Final = 32  # number of thread blocks
 _TAG: Final = 33  # of the operation, equal on all ranks
 _STRANGER: Final = 34  # 1 + a rank that sends for another operation
-_HEAD: Final = 35
+_BELLS: Final = 35
+_HEAD: Final = 36
 
 # Words of a thread block.
 _FIRST: Final = 0  # word of its first step
@@ -249,17 +252,19 @@ def advance(state, patient):  # type: ignore[no-untyped-def]
         if ended:
             if state[_DELIVERS]:
                 if state[_REST]:
-                    _move_rest(state, 1, state[_OUTPUTS], False)
+                    _move_rest(state, np.int64(1), state[_OUTPUTS], np.int64(0))
                 if state[_DIVIDE]:
                     target = state[_SPACE + 1]
                     call(state[_DIVIDE], target, target, state[_RANKS], state[_OUTPUTS] * state[_COUNT])
             state[_FINISHED] = 1
+            ring(state[_BELLS])
         elif moved:
+            ring(state[_BELLS])
             spins = 0
         elif patient and spins < state[_SPINS]:
             spins += 1
             pause()
-        elif patient and yields < state[_YIELDS]:
+        elif patient and yields < state[_YIELDS] and may_yield(state[_BELLS]):
             yields += 1
             sched_yield()
         else:
@@ -289,7 +294,7 @@ def begin(state, source, target):  # type: ignore[no-untyped-def]
         aside = state[_REST_BUFFERS] + state[_OWN_OUTPUT] * width * state[_PER_BLOCK]
         state[_REST_SPACE + 1] = aside
     if state[_REST] and source:
-        _move_rest(state, 0, state[_INPUTS], True)
+        _move_rest(state, np.int64(0), state[_INPUTS], np.int64(1))
     for index in range(state[_BLOCKS]):
         block = _HEAD + index * _BLOCK
         state[block + _AT_TILE] = state[_TILES] if state[block + _STEPS] == 0 else 0
@@ -300,9 +305,10 @@ def begin(state, source, target):  # type: ignore[no-untyped-def]
         if state[block + _PEER_FILLED]:
             state[block + _TAKEN] = state[block + _ARRIVED] = load_acquire(state[block + _PEER_EMPTIED])
     state[_FINISHED] = state[_STRANGER] = 0
-    return advance(state, 1)
+    return advance(state, np.int64(1))  # a constant would be a type of its own, and compiled for it again
 
 
+@cache
 def prepare() -> None:
     """Compile, or load from disk, what operations need: some seconds, which no peer should wait for."""
     words, address = _types.int64[::1], _types.int64
@@ -408,6 +414,7 @@ class Interpreter:
             _STAND_IN: 0 if root else buffer(count * self._outputs),
             _BLOCKS: len(self._program.blocks),
             _TAG: tag,
+            _BELLS: self._arena.bells,
         }
         for word, value in settings.items():
             state[word] = value

@@ -64,8 +64,10 @@ class Lane:
     others to see.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, moved: Callable[[], None] | None = None) -> None:
+        """`moved`: called by the lane's thread when it has come to the end of what it had to do."""
         self._running: deque[_Operation] = deque()
+        self._moved = moved
         self._closing = False
         # For moving. Whoever is interrupted between taking it and what follows can tell that it has it.
         self._lock: Any = RLock()
@@ -160,3 +162,5 @@ class Lane:
             self._wanted.acquire()
             while not self._closing and not self._go_on(1):
                 time.sleep(_NAP_S)
+            if self._moved is not None:
+                self._moved()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import numba
@@ -24,6 +25,7 @@ import numpy as np
 from mcr_plus.backends.mailbox import mismatch
 from mcr_plus.backends.msccl.arena import LINE
 from mcr_plus.backends.msccl.atomics import copy, load_acquire, pause, sched_yield, store_release
+from mcr_plus.backends.msccl.ringing import may_yield, ring
 from mcr_plus.kernels.cpu import compiled
 from mcr_plus.message import DTYPES
 
@@ -49,7 +51,8 @@ _GLANCES: Final = 3  # looks at all queues in a call in which nothing moves
 _SPINS: Final = 4  # how often to look again once something has moved, on the core and after giving it away
 _YIELDS: Final = 5
 _NEXT: Final = 6  # row to begin with: each has its turn
-_HEAD: Final = 7
+_BELLS: Final = 7
+_HEAD: Final = 8
 
 # Words of a row.
 _MODE: Final = 0
@@ -142,6 +145,7 @@ def _pull_on(state, row):  # type: ignore[no-untyped-def]
     """Empty all filled slots of a message; whether all of it has been taken."""
     while state[row + _MODE] == _PULLS and _pull(state, row):
         pass
+    ring(state[_BELLS])
     return state[row + _MODE] == _IDLE
 
 
@@ -203,6 +207,8 @@ def advance(state, patient):  # type: ignore[no-untyped-def]
     most, moved = state[_GLANCES], False
     while True:
         found = _turn(state)
+        if found != -2:
+            ring(state[_BELLS])
         if found >= 0:
             return found
         if found == -1:
@@ -212,7 +218,7 @@ def advance(state, patient):  # type: ignore[no-untyped-def]
         elif spins < most:
             spins += 1
             pause()
-        elif moved and yields < state[_YIELDS]:
+        elif moved and yields < state[_YIELDS] and may_yield(state[_BELLS]):
             yields += 1
             sched_yield()
         else:
@@ -228,6 +234,7 @@ def send(state, row, tag, code, nbytes, address):  # type: ignore[no-untyped-def
     state[row + _MODE] = _PUSHES
     while state[row + _MODE] == _PUSHES and _push(state, row):
         pass
+    ring(state[_BELLS])
     return state[row + _MODE] == _IDLE
 
 
@@ -249,6 +256,7 @@ def let_in(state, row, address):  # type: ignore[no-untyped-def]
     return _pull_on(state, row)
 
 
+@cache
 def prepare() -> None:
     """Compile, or load from disk, what messages need: some seconds, which no peer should wait for."""
     words, integer = _types.int64[::1], _types.int64
@@ -326,6 +334,7 @@ class Messages:
         self._arena, self._group = arena, group
         state: Any = np.zeros(_HEAD + 2 * shape.ranks * _ROW, np.int64)
         state[:_NEXT] = 2 * shape.ranks, shape.depth, shape.slot, glances, spins, yields
+        state[_BELLS] = arena.bells
         self._state = state
         self._words = memoryview(state)  # single words are read and written in half the time
         for peer in range(shape.ranks):

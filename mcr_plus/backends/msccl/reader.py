@@ -7,9 +7,9 @@ What a file may leave out, and what it then means:
     maxBytes      no limit, which 0 means too
     root          0 (of broadcast, reduce, gather and scatter; an attribute of ours)
 
-`reduce_scatter` is `reducescatter`. Comments and attributes that are not known are passed over. Ids may
-come in any order, but every one from 0 on must be there once. Nothing outside of the file is ever read:
-a document type, and with it every entity, is refused.
+`reduce_scatter` is `reducescatter`. Comments and attributes that are not known are passed over; an element
+that is not known is refused. Ids may come in any order, but every one from 0 on must be there once. Nothing
+outside of the file is ever read: a document type, and with it every entity, is refused.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ from mcr_plus.backends.msccl.algorithm import (
     ThreadBlock,
 )
 from mcr_plus.backends.msccl.structure import MAX_CHUNKS, Problem, structure_problems
+from mcr_plus.document import read_bytes
 from mcr_plus.errors import ConfigError, short, unknown
 
 MAX_FILE_BYTES: Final = 16 << 20
 MAX_ELEMENTS: Final = 1 << 18
 """Of a file. An element in memory takes a hundred times what the shortest takes in the file."""
 _CHILD: Final = {"algo": "gpu", "gpu": "tb", "tb": "step"}
-_INTEGER: Final = re.compile(r"-?[0-9]{1,18}")
+_INTEGER: Final = re.compile(r"-?[0-9]{1,19}")
+_INT64: Final = 1 << 63
 _COLLECTIVES: Final[Mapping[str, Collective]] = {
     **{name: name for name in COLLECTIVES},
     "reduce_scatter": "reducescatter",
@@ -63,14 +65,7 @@ def read_algorithm(path: str | Path) -> Algorithm:
         ConfigError: the file cannot be read, is no MSCCL XML, or is wrong in itself; begins with
             `file:line: place:`.
     """
-    try:
-        with Path(path).open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError: a name with a null byte in it
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{path}:1: document: cannot read the file: {reason}") from None
-    if len(content) > MAX_FILE_BYTES:
-        raise ConfigError(f"{path}:1: document: larger than {MAX_FILE_BYTES >> 20} MiB")
+    content = read_bytes(Path(path), f"{path}:1: document", most=MAX_FILE_BYTES)
     return parse_algorithm(content, str(path))
 
 
@@ -115,6 +110,8 @@ class _Element:
         if not _INTEGER.fullmatch(text):
             raise self.error(name, f"{short(text)}, expected an integer")
         value = int(text)
+        if not -_INT64 <= value < _INT64:
+            raise self.error(name, f"{text}, expected an integer of 64 bits")
         if least is not None and value < least:
             raise self.error(name, f"{value}, expected at least {least}")
         return value

@@ -150,7 +150,9 @@ class NcclBackend:
         """
         if self._world.store is None and group.size > 1:
             raise Unsupported("backend nccl needs the store of a running job")
-        channel = NcclChannel(self._nccl, self._streams(), group, self._world, self.progress)
+        channel = NcclChannel(
+            self._nccl, self._streams(), group, self._world, self.progress, self._channels.remove
+        )
         self._channels.append(channel)
         try:
             channel.connect()
@@ -178,11 +180,12 @@ class NcclBackend:
 
     def close(self, clean: bool) -> None:
         """See `Backend.close`. Aborting may itself be stuck, so it gets a thread and a limited time."""
-        channels, self._channels = self._channels, []
+        channels = list(self._channels)
         if clean:
             for channel in channels:
                 channel.close()
             return
+        self._channels.clear()
         thread = threading.Thread(target=_abort, args=(channels,), daemon=True)
         thread.start()
         thread.join(_ABORT_PATIENCE)
@@ -219,12 +222,20 @@ class NcclChannel:
     """One group's communicators."""
 
     def __init__(
-        self, nccl: Nccl, streams: Streams, group: Group, world: World, drive: Callable[[], None]
+        self,
+        nccl: Nccl,
+        streams: Streams,
+        group: Group,
+        world: World,
+        drive: Callable[[], None],
+        closing: Callable[[NcclChannel], None],
     ) -> None:
+        """`drive`: lets all channels advance. `closing`: is told when this one is closed."""
         self._nccl = nccl
         self._streams = streams
         self._group = group
         self._drive = drive
+        self._closing = closing
         self._timeout = world.timeout
         self._store = world.store
         self._scratch = streams.scratch()
@@ -302,6 +313,7 @@ class NcclChannel:
 
     def close(self) -> None:
         """See `Channel.close`."""
+        self._closing(self)
         links = self._links()
         for link in links:
             link.finish()

@@ -1,0 +1,313 @@
+"""Programs in which one rank does something else than the others, with their correct twins.
+
+Each has a group of its own, because a group is of no use after a mismatch. Both programs may have been run
+many times before by all ranks, so that each operation is known to all of them when one rank swaps them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+import mcr_plus as mcr
+
+Group = mcr.Communicator
+Program = Callable[[Group, str], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What most ranks do, what the last rank does, and words by which a report must name both."""
+
+    good: Program
+    bad: Program
+    words: tuple[str, str]
+
+
+def _value(group: Group, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full((numel,), group.rank + 1, dtype=dtype)
+
+
+def all_reduce(shape: tuple[int, ...] = (4,), dtype: torch.dtype = torch.float32, **options: Any) -> Program:
+    def run(group: Group, backend: str) -> torch.Tensor:
+        value = torch.full(shape, group.rank + 1, dtype=dtype)
+        group.all_reduce(value, **{"backend": backend, **options})
+        return value
+
+    return run
+
+
+def _waited(*, tag: str | None = None, numel: int = 4) -> Program:
+    def run(group: Group, backend: str) -> torch.Tensor:
+        value = _value(group, numel)
+        work = group.all_reduce(value, async_op=True, backend=backend, tag=tag)
+        assert work is not None
+        work.wait()
+        return value
+
+    return run
+
+
+def _both_in_flight(*tags: str) -> Program:
+    """Asynchronous operations, all started before any is waited for."""
+
+    def run(group: Group, backend: str) -> torch.Tensor:
+        values = [_value(group, 4) for _ in tags]
+        works = [
+            group.all_reduce(value, async_op=True, backend=backend, tag=tag)
+            for value, tag in zip(values, tags, strict=True)
+        ]
+        for work in works:
+            assert work is not None
+            work.wait()
+        return torch.cat(values)
+
+    return run
+
+
+def _broadcast(source: int, numel: int = 4, **options: Any) -> Program:
+    """From the group's rank `source`, counted from the end if negative."""
+
+    def run(group: Group, backend: str) -> torch.Tensor:
+        value = _value(group, numel)
+        work = group.broadcast(value, group.ranks[source], backend=backend, **options)
+        if work is not None:
+            work.wait()
+        return value
+
+    return run
+
+
+def _reduce(target: int, numel: int = 4) -> Program:
+    def run(group: Group, backend: str) -> torch.Tensor:
+        value = _value(group, numel)
+        group.reduce(value, group.ranks[target], backend=backend)
+        return value
+
+    return run
+
+
+def _all_gather(numel: int = 4) -> Program:
+    def run(group: Group, backend: str) -> torch.Tensor:
+        output = torch.zeros(numel * group.size)
+        group.all_gather_into_tensor(output, _value(group, numel), backend=backend)
+        return output
+
+    return run
+
+
+def _all_to_all(numel: int = 4) -> Program:
+    def run(group: Group, backend: str) -> torch.Tensor:
+        output = torch.zeros(numel * group.size)
+        group.all_to_all_single(output, _value(group, numel * group.size), backend=backend)
+        return output
+
+    return run
+
+
+def _reduce_scatter(numel: int = 4) -> Program:
+    def run(group: Group, backend: str) -> torch.Tensor:
+        output = torch.zeros(numel)
+        group.reduce_scatter_tensor(output, _value(group, numel * group.size), backend=backend)
+        return output
+
+    return run
+
+
+def _gather(target: int, numel: int = 4) -> Program:
+    def run(group: Group, backend: str) -> torch.Tensor:
+        dst = group.ranks[target]
+        outputs = [torch.zeros(numel) for _ in range(group.size)] if dst == group.ranks[group.rank] else None
+        group.gather(_value(group, numel), outputs, dst, backend=backend)
+        return torch.cat(outputs) if outputs else torch.zeros(0)
+
+    return run
+
+
+def _scatter(source: int, numel: int = 4) -> Program:
+    def run(group: Group, backend: str) -> torch.Tensor:
+        src = group.ranks[source]
+        inputs = [_value(group, numel) for _ in range(group.size)] if src == group.ranks[group.rank] else None
+        output = torch.zeros(numel)
+        group.scatter(output, inputs, src, backend=backend)
+        return output
+
+    return run
+
+
+def _barrier(group: Group, backend: str) -> None:
+    group.barrier(backend=backend)
+
+
+def _coalesced(group: Group, backend: str) -> torch.Tensor:
+    values = [_value(group, 4), _value(group, 4)]
+    group.all_reduce_coalesced(values, backend=backend)
+    return torch.cat(values)
+
+
+def in_order(*programs: Program) -> Program:
+    def run(group: Group, backend: str) -> None:
+        for program in programs:
+            program(group, backend)
+
+    return run
+
+
+def _nothing(group: Group, backend: str) -> None:
+    """One call fewer than the others."""
+
+
+def _on_the_other(group: Group, backend: str) -> None:
+    group.all_reduce(torch.ones(4), backend="gloo" if backend != "gloo" else "mpi")
+
+
+def _vector(kind: str, extra: int) -> Program:
+    """Sizes that differ between ranks, and with `extra` also from those of the twin."""
+
+    def run(group: Group, backend: str) -> None:
+        rank, size = group.rank, group.size
+        ones = partial(torch.ones, dtype=torch.float32)
+        to_first = [ones(2 + extra), *(ones(2) for _ in range(size - 1))]
+        of_last = [*(ones(2) for _ in range(size - 1)), ones(2 + extra)]
+        source = group.ranks[0]
+        calls: dict[str, Callable[[], object]] = {
+            "all_gather_v": lambda: group.all_gather_v(to_first, to_first[rank], backend=backend),
+            "reduce_scatter_v": lambda: group.reduce_scatter_v(to_first[rank], to_first, backend=backend),
+            "all_to_all_v": lambda: group.all_to_all(
+                [ones(2 + extra * (rank == 0)) for _ in range(size)], to_first, backend=backend
+            ),
+            "gather_v": lambda: group.gather_v(
+                of_last[rank], None if rank else of_last, source, backend=backend
+            ),
+            "scatter_v": lambda: group.scatter_v(
+                of_last[rank].clone(), None if rank else of_last, source, backend=backend
+            ),
+        }
+        calls[kind]()
+
+    return run
+
+
+_LARGE = 1 << 17
+_A, _B = all_reduce(tag="a"), all_reduce(tag="b")
+CASES = {
+    # another operation
+    "op": Case(all_reduce(), _broadcast(0), ("all_reduce", "broadcast")),
+    "exchange": Case(_all_gather(), _all_to_all(), ("all_gather", "all_to_all")),
+    "gathered": Case(all_reduce(), _all_gather(2), ("all_reduce", "all_gather")),
+    "scattered": Case(all_reduce(), _reduce_scatter(), ("all_reduce", "reduce_scatter")),
+    "scatter or gather": Case(_reduce_scatter(), _gather(0), ("reduce_scatter", "gather")),
+    "reduce or all_reduce": Case(_reduce(0), all_reduce(), (r"\breduce\b", "all_reduce")),
+    "barrier": Case(_barrier, all_reduce(), ("barrier", "all_reduce")),
+    "barrier or broadcast": Case(_barrier, _broadcast(-1), ("barrier", "broadcast")),
+    # the same operation of something else
+    "reduce op": Case(all_reduce(), all_reduce(op="MAX"), ("SUM", "MAX")),
+    "dtype": Case(all_reduce(), all_reduce(dtype=torch.int32), ("float32", "int32")),
+    "half": Case(all_reduce(dtype=torch.float16), all_reduce(dtype=torch.bfloat16), ("float16", "bfloat16")),
+    "size": Case(all_reduce(), all_reduce((5,)), (r"\[4\]", r"\[5\]")),
+    "shape": Case(all_reduce(), all_reduce((2, 2)), (r"\[4\]", r"\[2,2\]")),
+    "large sizes": Case(
+        all_reduce((_LARGE // 2,)), all_reduce((_LARGE,)), (rf"\[{_LARGE // 2}\]", rf"\[{_LARGE}\]")
+    ),
+    "size of broadcast": Case(_broadcast(0), _broadcast(0, 5), (r"\[4\]", r"\[5\]")),
+    "large broadcast": Case(_broadcast(0, 5), _broadcast(0, _LARGE), (r"\[5\]", rf"\[{_LARGE}\]")),
+    "size of all_gather": Case(_all_gather(), _all_gather(5), (r"\[4\]", r"\[5\]")),
+    "size of all_to_all": Case(_all_to_all(), _all_to_all(5), ("all_to_all", "all_to_all")),
+    "size of reduce_scatter": Case(
+        _reduce_scatter(), _reduce_scatter(5), ("reduce_scatter", "reduce_scatter")
+    ),
+    "coalesced": Case(_coalesced, all_reduce((_LARGE,)), (r"\[8\]|coalesced", rf"\[{_LARGE}\]")),
+    # another root
+    "root": Case(_broadcast(0), _broadcast(1), ("root=0", "root=1")),
+    "roots of their own": Case(_broadcast(0), _broadcast(-1), ("root=0", r"root=[12]")),
+    "root of reduce": Case(_reduce(0), _reduce(1), ("root=0", "root=1")),
+    "root of gather": Case(_gather(0), _gather(1), ("root=0", "root=1")),
+    "root of scatter": Case(_scatter(0), _scatter(1), ("root=0", "root=1")),
+    # another order
+    "order": Case(in_order(_A, _B), in_order(_B, _A), ("tag=a", "tag=b")),
+    "order of those in flight": Case(
+        _both_in_flight("a", "b"), _both_in_flight("b", "a"), ("tag=a", "tag=b")
+    ),
+    "order of broadcasts": Case(
+        in_order(_broadcast(0), _broadcast(1)), in_order(_broadcast(1), _broadcast(0)), ("root=0", "root=1")
+    ),
+    "tag": Case(_A, _B, ("tag=a", "tag=b")),
+    "fewer calls": Case(_A, _nothing, ("tag=a", "barrier")),
+    "fewer calls in flight": Case(_both_in_flight("a", "b"), _both_in_flight("b"), ("tag=a", "tag=b")),
+    # another way
+    "async": Case(all_reduce(), _waited(), (r"float32\[4\]", "async")),
+    "async broadcast": Case(_broadcast(0), _broadcast(0, async_op=True), (r"float32\[4\]", "async")),
+    "compress": Case(all_reduce(), all_reduce(compress="bf16"), ("float32", "bfloat16")),
+    "compress a block": Case(
+        all_reduce((4096,)), all_reduce((4096,), compress="int8_block"), (r"float32\[4096\]", "int8")
+    ),
+    "backend": Case(all_reduce(), _on_the_other, ("backend=m", "backend=gloo")),
+    # other numbers of elements
+    **{
+        kind: Case(_vector(kind, 0), _vector(kind, 1), (kind, r"(?=.*\b2\b)(?=.*\b3\b)"))
+        for kind in ("all_gather_v", "reduce_scatter_v", "all_to_all_v", "gather_v", "scatter_v")
+    },
+}
+
+
+def outcome_of(run: Callable[[], object]) -> dict[str, Any]:
+    """What a program came to: the error's type and text, or none, and the time it took."""
+    began = time.monotonic()
+    kind: str | None = None
+    text = ""
+    try:
+        run()
+    except mcr.McrError as error:
+        kind, text = type(error).__name__, str(error)
+    return {"error": kind, "text": text, "seconds": time.monotonic() - began}
+
+
+def try_case(
+    name: str, backend: str, group: Group, *, before: int, twins: bool = False, right: Group | None = None
+) -> list[dict[str, Any]]:
+    """Run both programs `before` times on all ranks alike, then each rank its own, and something after it.
+
+    With `twins` the good program is run once before, even if `before` is 0. `right`: another group of these
+    ranks, in which both programs are run first; then `garbage` says whether the fault's program returned, and
+    something else than it did there.
+    """
+    if group.rank < 0:
+        return []
+    case = CASES[name]
+    program = case.bad if group.rank == group.size - 1 else case.good
+    told = {"case": f"{name}/{backend}/{group.size}", "rank": group.rank}
+    returned: list[object] = []
+
+    def prepare() -> None:
+        if right is not None:
+            results = case.good(right, backend), case.bad(right, backend)
+            returned.append(results[program is case.bad])
+        for turn in range(before):
+            case.good(group, backend)
+            if turn % 100 == 0:
+                case.bad(group, backend)
+        if twins and not before:
+            case.good(group, backend)
+        if before:
+            group.barrier(backend=backend)
+
+    def fault() -> None:
+        returned.append(program(group, backend))
+        in_order(_barrier, all_reduce())(group, backend)
+
+    results = [told | {"twin": True} | outcome_of(prepare)]
+    found = outcome_of(fault)
+    again = outcome_of(lambda: group.barrier(backend=backend))
+    garbage = len(returned) == 2 and not _same(*returned)
+    return [*results, told | {"twin": False, "again": again["error"], "garbage": garbage} | found]
+
+
+def _same(expected: object, value: object) -> bool:
+    if isinstance(expected, torch.Tensor) and isinstance(value, torch.Tensor):
+        return torch.equal(expected, value)
+    return expected is value is None

@@ -1,0 +1,225 @@
+"""Ranks that issue the same operations are never taken for ranks that do not, however late anything comes.
+
+Ranks are threads, each with an engine and a board of its own; what they run on completes at once, so that
+they drift apart as far as the comparison of signatures lets them. Every request to the store may be held up.
+"""
+
+from __future__ import annotations
+
+import mmap
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from mcr_plus.c10d import HashStore
+from mcr_plus.dispatch import board as boards
+from mcr_plus.dispatch.board import GroupBoard, SharedBoard, StoreBoard
+from mcr_plus.dispatch.engine import Engine, GroupState
+from mcr_plus.dispatch.operation import Lane, Operation
+from mcr_plus.dispatch.peers import Peers
+from mcr_plus.dispatch.work import Work
+from mcr_plus.errors import McrError
+from mcr_plus.interfaces import Issue, Poll
+from mcr_plus.message import Group, Message, Signature
+
+MakeBoard = Callable[[Group, random.Random], GroupBoard]
+_NEW = 0.7  # of the operations have a signature that was never there before
+_WINDOW = 24  # asynchronous operations in flight
+_BURST = 300  # the same where a rank runs far ahead: more than a ring of any board holds
+_HELD_UP = 0.05  # of the requests
+_LONGEST_S = 300e-6
+
+
+class Slow:
+    """A store whose requests may be held up."""
+
+    def __init__(self, store: HashStore, chance: random.Random) -> None:
+        self._store, self._chance = store, chance
+
+    def __getattr__(self, name: str) -> Any:
+        request = getattr(self._store, name)
+
+        def ask(*args: Any) -> Any:
+            if self._chance.random() < _HELD_UP:
+                time.sleep(self._chance.random() * _LONGEST_S)
+            return request(*args)
+
+        return ask
+
+
+def across_hosts() -> MakeBoard:
+    store = HashStore()
+    return lambda group, chance: StoreBoard(Slow(store, chance), group)  # type: ignore[arg-type]
+
+
+def on_one_host() -> MakeBoard:
+    memory = mmap.mmap(-1, 1 << 22)
+    return lambda group, _: SharedBoard(memory, group)
+
+
+class Gate:
+    """A library's gate, as MPI has one: of the first two operations of a signature, and slow now and then."""
+
+    every = False
+    again = True
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance = chance
+        self._passed = 0
+
+    def __call__(self, message: Message) -> Poll | None:
+        self._passed += 1
+        self.again = self._passed < 2
+        return None if self._chance.random() < 0.3 else lambda: self._chance.random() < 0.2
+
+
+class Library:
+    """The channel of a library that has gates."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance = chance
+
+    def gate(self, signature: Signature, digest: int) -> Gate:
+        return Gate(self._chance)
+
+
+class Rank:
+    """One rank: issues the program of a seed and notes what it was told."""
+
+    def __init__(
+        self, make: MakeBoard, rank: int, size: int, steps: int, seed: int, differs: int | None, window: int
+    ) -> None:
+        self.group = Group("world", tuple(range(size)), rank)
+        self.asynchronous = 0.5 if window == _WINDOW else 0.995
+        self.steps, self.seed, self.differs, self.window = steps, seed, differs, window
+        self.own = random.Random(seed * 100 + rank)  # what is local: delays, and when to wait
+        self.board = make(self.group, self.own)
+        self.board.first_look = self.board.look_every = 0.0  # whoever has not agreed is looked at, always
+        self.error: BaseException | None = None
+        self.issued = 0
+
+    def run(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:
+            self.error = error
+
+    def _run(self) -> None:
+        peers = Peers(self.group.rank, ("host",) * self.group.size, None, 1.0)
+        engine = Engine(peers, wait="yield", oversubscribed=False)
+        state, lane = GroupState(self.group, self.board), Lane()
+        program = random.Random(self.seed)  # what all ranks share
+        known: list[Issue] = []
+        waiting: list[Work] = []
+        for step in range(self.steps):
+            is_new = program.random() < _NEW or not known
+            every, is_async, choice = (
+                program.random() < 0.2,
+                program.random() < self.asynchronous,
+                program.random(),
+            )
+            if is_new:
+                tag = f"{step}" if step != self.differs or self.group.rank else "another"
+                gates = Library(self.own) if choice < 0.5 else None
+                known.append(_operation(engine, state, lane, tag, is_async, every, gates))
+            issue = known[-1] if is_new else known[int(choice * len(known))]
+            signature = issue.operation.signature  # type: ignore[attr-defined]
+            work = issue(Message(signature, (), ()))
+            self.issued += 1
+            if signature.async_op:
+                waiting.append(work)
+            else:
+                work.wait()
+            while waiting and (len(waiting) > self.window or self.own.random() < 2 / self.window):
+                waiting.pop(self.own.randrange(len(waiting))).wait()
+        for work in waiting:
+            work.wait()
+
+
+def _operation(
+    engine: Engine, state: GroupState, lane: Lane, tag: str, is_async: bool, every: bool, channel: Any
+) -> Issue:
+    signature = Signature(
+        "all_reduce", torch.float32, (4,), 16, "world", state.group.size,
+        reduce_op="SUM", tag=tag, backend="at once", async_op=is_async,
+    )  # fmt: skip
+    return Operation(
+        signature, lambda _: _done, engine, state, lane, channel=channel, on_stream=False, spins=1,
+        burst=range(1), timeout=60.0, compare_every=every,
+    ).bind()  # fmt: skip
+
+
+def _done() -> bool:
+    return True
+
+
+def run(
+    make: MakeBoard, size: int, steps: int, seed: int, differs: int | None = None, window: int = _WINDOW
+) -> list[Rank]:
+    ranks = [Rank(make, rank, size, steps, seed, differs, window) for rank in range(size)]
+    threads = [threading.Thread(target=rank.run) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return ranks
+
+
+PLACES = pytest.mark.parametrize("place", [across_hosts, on_one_host])
+
+
+@PLACES
+@pytest.mark.parametrize(("size", "steps"), [(2, 700), (3, 300), (4, 200)])
+def test_no_false_alarm(place: Callable[[], MakeBoard], size: int, steps: int) -> None:
+    for rank in run(place(), size, steps, seed=size):
+        assert (rank.error, rank.issued) == (None, steps)
+
+
+@PLACES
+def test_no_false_alarm_where_a_rank_issues_far_ahead(place: Callable[[], MakeBoard]) -> None:
+    for rank in run(place(), 2, 1500, seed=5, window=_BURST):
+        assert (rank.error, rank.issued) == (None, 1500)
+
+
+@pytest.mark.slow  # minutes: 100,000 operations in all
+@PLACES
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_no_false_alarm_in_many(place: Callable[[], MakeBoard], size: int) -> None:
+    for seed in range(4):
+        for rank in run(place(), size, 50_000 // (3 * 4 * size), seed=seed):
+            assert rank.error is None
+
+
+@PLACES
+def test_no_false_alarm_with_many_ranks_that_count_votes(
+    place: Callable[[], MakeBoard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(boards, "_FEW", 1)
+    for rank in run(place(), 4, 200, seed=9):
+        assert (rank.error, rank.issued) == (None, 200)
+
+
+@PLACES
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_one_operation_that_differs_is_found_by_all(place: Callable[[], MakeBoard], size: int) -> None:
+    differs = _first_new_after(150, size)
+    for rank in run(place(), size, 300, seed=size, differs=differs):
+        assert isinstance(rank.error, McrError), rank.error
+        assert f"operation #{differs + 1} of group 'world'" in str(rank.error)
+
+
+def _first_new_after(step: int, seed: int) -> int:
+    """The first step from this one on whose signature is new, in the program of a seed."""
+    program = random.Random(seed)
+    for number in range(step + 100):
+        is_new = program.random() < _NEW or number == 0
+        for _ in range(3):
+            program.random()
+        if is_new and number >= step:
+            return number
+    raise AssertionError("no new signature")

@@ -1,0 +1,172 @@
+"""After a failure other groups go on, `mcr.reset` makes a fresh world, and a broken library is not called."""
+
+from __future__ import annotations
+
+import gc
+import os
+from typing import Any
+
+import pytest
+import torch
+from mismatches import outcome_of
+from ranks import Via, run_ranks
+
+import mcr_plus as mcr
+from mcr_plus.dispatch.operation import Operation
+from mcr_plus.launch import mpi_usable
+
+needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
+both = pytest.mark.parametrize("via", [pytest.param("mpi", marks=needs_mpi), "torch"])
+
+STAGES: list[dict[str, Any]] = [
+    {"fuse": {}},
+    {"compress": {}},
+    {"select": {}},
+    {"dispatch": {"timeout": "20s"}},
+]
+
+
+def _sum(comm: mcr.Communicator, numel: int, **options: Any) -> list[float]:
+    value = torch.arange(numel) + 10.0 * (comm.rank + 1)
+    comm.all_reduce(value, **options)
+    return value.tolist()
+
+
+def _expected(size: int, numel: int) -> list[float]:
+    return [size * index + 10.0 * size * (size + 1) / 2 for index in range(numel)]
+
+
+def _mistake(comm: mcr.Communicator, backend: str) -> str:
+    """The last rank sends another size; both are known to all. What each rank is told."""
+    for numel in (3, 5):
+        assert _sum(comm, numel, backend=backend) == _expected(comm.size, numel)
+    told = outcome_of(lambda: _sum(comm, 5 if comm.rank == comm.size - 1 else 3, backend=backend))
+    return str(told["error"])
+
+
+def carry_on(libraries: list[str]) -> dict[str, Any]:
+    """Runs on ranks: a group fails, the world does not; then the world does, and there is a new one."""
+    found: dict[str, Any] = {"told": []}
+    world = mcr.init({"version": 1, "backends": libraries, "pipeline": STAGES})
+    size = world.size
+    for backend in libraries:
+        group, other = mcr.new_group(list(range(size))), mcr.new_group(list(range(size))[::-1])
+        found["told"].append(_mistake(group, backend))
+        assert _sum(other, 7, backend=backend) == _expected(size, 7)
+        assert _sum(world, 7) == _expected(size, 7)
+    kept = world.persistent("barrier")
+    for backend in libraries:
+        world = mcr.world()
+        left = world.all_reduce(torch.ones(1 << 16), async_op=True, backend=backend)  # nobody waits for it
+        assert left is not None
+        found["told"].append(_mistake(world, backend))
+        fresh = mcr.reset()
+        assert fresh is mcr.world()
+        assert _sum(fresh, 4, backend=backend) == _expected(size, 4)
+        assert _sum(mcr.new_group(list(range(size))), 9) == _expected(size, 9)
+        assert outcome_of(lambda old=world: _sum(old, 3))["error"] == "NotInitialized"  # type: ignore[misc]
+    assert outcome_of(kept)["error"] == "NotInitialized"
+    open_ones = []
+    for _ in range(8):  # also where nothing has failed
+        mcr.reset()
+        assert _sum(mcr.world(), 2) == _expected(size, 2)
+        gc.collect()
+        open_ones.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    found["open"] = [open_ones[1], open_ones[-1]]
+    mcr.finalize()
+    found["after the end"] = outcome_of(mcr.reset)["error"]
+    return found
+
+
+@both
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_job_carries_on(via: Via, ranks: int) -> None:
+    libraries = ["msccl", "mpi", "gloo"] if via == "mpi" else ["msccl", "gloo"]
+    for result in run_ranks(carry_on, ranks, args=[libraries], via=via, timeout=120):
+        assert result.value["told"] == ["OrderMismatch"] * (2 * len(libraries))
+        assert result.value["after the end"] == "NotInitialized"
+        first, last = result.value["open"]
+        assert last[0] <= first[0] + 3, "file descriptors"
+        assert last[1] <= first[1] + 1, "threads"
+
+
+def alone() -> None:
+    mcr.init()
+    x = torch.ones(3)
+    mcr.all_reduce(x)
+    comm = mcr.reset()
+    comm.all_reduce(x)
+    assert x.tolist() == [1.0, 1.0, 1.0]
+    mcr.finalize()
+
+
+def test_a_job_of_one_rank_may_be_reset() -> None:
+    run_ranks(alone, 1, via="torch")
+
+
+def truncated() -> dict[str, Any]:
+    """Runs on ranks: MPI reports a truncation in one group, while an operation of another is in flight."""
+    from mpi4py import MPI
+
+    world = mcr.init({"version": 1, "backends": ["mpi", "gloo"], "pipeline": STAGES})
+    group, other = (mcr.new_group([0, 1]) for _ in range(2))
+    for _ in range(3):
+        assert _sum(group, 3, backend="mpi") == _sum(world, 3, backend="gloo") == _expected(2, 3)
+    kept = other.persistent("all_reduce", torch.ones(3), backend="mpi")
+    kept()
+    kept()
+    pending = other.irecv(torch.zeros(4), 1 - other.rank, backend="mpi")
+    broken = group.all_reduce(torch.ones(3), async_op=True, backend="mpi", tag="broken")
+    assert broken is not None
+    broken.wait()
+    bound: list[Operation] = [
+        each
+        for each in world._runtime.engine.bound
+        if each.signature.tag == "broken" and each.signature.group == group.name
+    ]
+
+    def fail(message: object) -> Any:
+        raise MPI.Exception(MPI.ERR_TRUNCATE)
+
+    for each in bound:
+        each.start = fail
+    asked = [0]
+    probe = pending.poll  # type: ignore[attr-defined]
+
+    def counted() -> bool:
+        asked[0] += 1
+        return bool(probe())
+
+    pending.poll = counted  # type: ignore[attr-defined]
+
+    def issue_and_wait() -> None:
+        work = group.all_reduce(torch.ones(3), async_op=True, backend="mpi", tag="broken")
+        assert work is not None
+        work.wait()
+
+    told = outcome_of(issue_and_wait)
+    before = asked[0]
+    found = {
+        "broken": told,
+        "in flight": outcome_of(pending.wait),
+        "persistent": outcome_of(kept),
+        "later": outcome_of(lambda: _sum(world, 3, backend="mpi")),
+        "polls": asked[0] - before,
+    }
+    found["fresh"] = outcome_of(mcr.reset)
+    mcr.init({"version": 1, "backends": ["gloo"], "pipeline": STAGES})
+    assert _sum(mcr.world(), 3) == _expected(2, 3)
+    mcr.finalize()
+    return found
+
+
+@needs_mpi
+def test_mpi_is_not_called_again_after_a_truncation() -> None:
+    for result in run_ranks(truncated, 2, timeout=120, check=False):
+        found = result.value
+        assert found["broken"]["error"] == "BackendError"
+        for name in ("broken", "in flight", "later", "fresh"):
+            assert found[name]["error"] in ("BackendError", "BackendUnavailable"), name
+        for name in ("in flight", "persistent", "later", "fresh"):
+            assert "MPI is not used any more in this process" in found[name]["text"], name
+        assert found["polls"] == 0

@@ -1,0 +1,293 @@
+"""Ranks that sleep while they wait: who wakes them, when they do so, and that nobody sleeps for ever."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import re
+import resource
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+import mcr_plus as mcr
+from mcr_plus.backends.msccl.ringing import may_yield, ring
+from mcr_plus.dispatch.bells import Bells
+from mcr_plus.dispatch.waiting import Pause, Waiting
+from mcr_plus.environment import quota_cores
+from mcr_plus.launch import mpi_usable
+
+LONG = 60.0  # seconds; nobody sleeps for so long here
+RANKS = (3, 4, 7)  # of the job, on one host
+
+
+@pytest.fixture
+def bells() -> list[Bells]:
+    memory = mmap.mmap(-1, mmap.PAGESIZE)
+    return [Bells(memory, RANKS, rank) for rank in RANKS]
+
+
+# -- bells ------------------------------------------------------------------------------------------------
+
+
+def asleep(sleeper: Bells, awaited: tuple[int, ...]) -> threading.Thread:
+    """A thread that sleeps until it is rung."""
+    sleeper.arm(awaited)
+    thread = threading.Thread(target=sleeper.sleep, args=(LONG,))
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("by_compiled_code", [False, True])
+def test_who_is_waited_for_wakes_the_sleeper(bells: list[Bells], by_compiled_code: bool) -> None:
+    first, second, third = bells
+    thread = asleep(first, (4,))
+    assert second.wanted[0]
+    assert not third.wanted[0]
+    third.ring()
+    ring(third.table)
+    assert thread.is_alive()
+    ring(second.table) if by_compiled_code else second.ring()
+    thread.join(LONG / 2)
+    assert not thread.is_alive()
+    assert not second.wanted[0]
+
+
+def test_a_ring_between_arming_and_sleeping_is_not_lost(bells: list[Bells]) -> None:
+    first, second, third = bells
+    first.arm((4, 7))
+    third.ring()
+    began = time.monotonic()
+    first.sleep(LONG)
+    assert time.monotonic() - began < LONG / 2
+    second.ring()  # which first had asked too: nobody sleeps any more, and nothing happens
+    assert not second.wanted[0]
+
+
+def test_other_threads_of_a_rank_are_woken(bells: list[Bells]) -> None:
+    threads = [asleep(bells[0], (4,)) for _ in range(2)]
+    bells[0].ring_own()
+    for thread in threads:
+        thread.join(LONG / 2)
+        assert not thread.is_alive()
+
+
+def test_ranks_of_other_hosts_have_no_bell(bells: list[Bells]) -> None:
+    bells[0].arm((0, 5, 3))
+    assert not any(each.wanted[0] for each in bells)
+    none = Bells(None, RANKS, 4)
+    assert not none
+    assert not none.wanted[0]
+    assert none.table == 0
+    ring(none.table)
+
+
+def test_no_ring_is_lost_however_threads_meet(bells: list[Bells]) -> None:
+    """Two sides hand a counter to each other; each sleeps for long until the other has counted on."""
+    counts, turns = [0, 0], 3000
+
+    def side(me: int) -> None:
+        for turn in range(turns):
+            if me == 1:
+                while counts[0] <= turn:
+                    bells[1].arm((3,))
+                    if counts[0] <= turn:
+                        bells[1].sleep(LONG)
+            counts[me] += 1
+            ring(bells[me].table)
+            while me == 0 and counts[1] <= turn:
+                bells[0].arm((4,))
+                if counts[1] <= turn:
+                    bells[0].sleep(LONG)
+
+    threads = [threading.Thread(target=side, args=(me,), daemon=True) for me in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG / 2)
+    assert counts == [turns, turns]
+
+
+# -- what is seen -----------------------------------------------------------------------------------------
+
+
+def seen(tmp_path: Path, text: str) -> int:
+    (tmp_path / "file").write_text(text)
+    return os.open(tmp_path / "file", os.O_RDONLY)
+
+
+def waiting(policy: Any = "auto", **options: Any) -> Waiting:
+    found = Waiting(policy, **options)
+    os.close(found._loadavg)
+    found._loadavg = -1
+    return found
+
+
+def test_more_threads_than_cores_end_the_calm_for_a_while(tmp_path: Path) -> None:
+    found = waiting()
+    found.look(100.0, 0.0, 0.0)
+    assert found.calm
+    found._loadavg = seen(tmp_path, f"0.5 0.4 0.3 {found._cores + 1}/200 4711\n")
+    found.look(101.0, 0.0, 0.0)
+    assert found.calm  # it may be for a moment
+    found.look(102.0, 0.0, 0.0)
+    assert found.calm  # and for another one
+    found.look(102.001, 0.0, 0.0)
+    assert not found.calm
+    found.look(102.012, 0.0, 0.0)  # when that is forgotten, one look is enough
+    assert not found.calm
+    os.close(found._loadavg)
+    found._loadavg = seen(tmp_path, f"0.5 0.4 0.3 {found._cores}/200 4711\n")
+    found.look(102.013, 0.0, 0.0)
+    assert not found.calm
+    found.look(103.0, 0.0, 0.0)
+    assert found.calm
+    found.close()
+
+
+def test_a_core_that_is_lost_while_polling_ends_the_calm() -> None:
+    found = waiting()
+    found.look(100.0, 0.001, 0.00099)
+    assert found.calm
+    found.look(100.0, 0.002, 0.001)
+    assert not found.calm
+
+
+def test_a_peer_that_waits_for_a_core_ends_the_calm(tmp_path: Path) -> None:
+    found = waiting()
+    descriptor = seen(tmp_path, "5000000 1000000 7\n")
+    found._peers = {descriptor: (0.0, 0)}
+    found.look(100.0, 0.0, 0.0)
+    assert found.calm  # the first look has nothing to compare with
+    (tmp_path / "file").write_text("5000000 51000000 8\n")
+    found.look(100.1, 0.0, 0.0)
+    assert not found.calm
+    found.look(101.0, 0.0, 0.0)
+    assert found.calm
+    found.close()
+
+
+def test_what_is_asked_for_is_done_whatever_is_seen(bells: list[Bells]) -> None:
+    for policy, calm, sleeps in (
+        ("spin", True, False),
+        ("yield", True, False),
+        ("sleep", False, True),
+        ("auto", True, False),
+    ):
+        found = waiting(policy, bells=bells[0])
+        assert found.calm == calm
+        assert Pause(found, True, True, RANKS).before(time.monotonic()) == sleeps
+        assert not Pause(found, False, False, RANKS).before(time.monotonic())  # nobody would ring
+    short = waiting(short=True, bells=bells[0])
+    short.look(100.0, 0.0, 0.0)
+    assert Pause(short, True, True, RANKS).before(time.monotonic())
+
+
+def test_ranks_that_share_cores_are_no_other_work(tmp_path: Path, bells: list[Bells]) -> None:
+    found = waiting(ranks=1000, bells=bells[0])
+    for runnable, calm in ((1000, True), (1001, False)):
+        os.close(found._loadavg) if found._loadavg >= 0 else None
+        found._loadavg = seen(tmp_path, f"0.5 0.4 0.3 {runnable}/2000 4711\n")
+        found.look(100.0, 0.001, 0.0)
+        found.look(100.001, 0.001, 0.0)
+        assert found.calm == calm
+        assert may_yield(bells[0].table) == calm
+    found.close()
+
+
+def test_quotas_of_cgroups_are_cores(tmp_path: Path) -> None:
+    own = tmp_path / "proc/self/cgroup"
+    own.parent.mkdir(parents=True)
+    own.write_text("9:name=systemd:/\n4:cpu,cpuacct:/box\n0::/slice/box\n")
+    assert quota_cores(tmp_path) == math.inf
+    two = tmp_path / "sys/fs/cgroup/slice"
+    (two / "box").mkdir(parents=True)
+    (two / "cpu.max").write_text("250000 100000\n")
+    (two / "box/cpu.max").write_text("max 100000\n")
+    assert quota_cores(tmp_path) == 2.5
+    one = tmp_path / "sys/fs/cgroup/cpu/box"
+    one.mkdir(parents=True)
+    (one / "cpu.cfs_quota_us").write_text("-1\n")
+    (one / "cpu.cfs_period_us").write_text("100000\n")
+    assert quota_cores(tmp_path) == 2.5
+    (one / "cpu.cfs_quota_us").write_text("150000\n")
+    assert quota_cores(tmp_path) == 1.5
+    assert quota_cores(tmp_path / "nowhere") == math.inf
+
+
+# -- on ranks ---------------------------------------------------------------------------------------------
+
+
+def configuration(timeout: str = "60s") -> dict[str, Any]:
+    return {"version": 1, "pipeline": [{"select": {}}, {"dispatch": {"wait": "sleep", "timeout": timeout}}]}
+
+
+def many(backends: list[str], calls: int) -> dict[str, Any]:
+    """Runs on ranks: operations in quick succession, everybody asleep in between."""
+    switches = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+    with mcr.init(configuration(), backends=backends) as comm:
+        rank, size = comm.rank, comm.size
+        for backend in backends:
+            for call in range(calls):
+                x = torch.full((1 + call % 5,), float(rank + call))
+                comm.all_reduce(x, backend=backend)
+                assert x[-1] == size * call + size * (size - 1) / 2
+            large = [torch.full((1 << 19,), rank + 1.0 + place) for place in range(3)]
+            works = [comm.all_reduce(each, backend=backend, async_op=True) for each in large]
+            y = torch.full((3,), float(rank))
+            if size > 1:
+                comm.send(y, (rank + 1) % size, backend=backend) if rank % 2 == 0 else None
+                z = torch.empty(3)
+                comm.recv(z, (rank - 1) % size, backend=backend)
+                comm.send(y, (rank + 1) % size, backend=backend) if rank % 2 else None
+                assert z[0] == (rank - 1) % size
+            for work in works:
+                assert work is not None
+                work.wait()
+            for place, each in enumerate(large):
+                assert each[0] == each[-1] == size * (size + 1) / 2 + size * place
+    return {"switches": resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - switches}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_results_are_right_and_nobody_is_left_asleep(ranks: int) -> None:
+    backends = ["msccl", "mpi"] if mpi_usable() else ["msccl"]
+    for result in run_ranks(many, ranks, args=[backends, 300]):
+        assert result.value["switches"] > 100
+
+
+def deserted(how: str) -> str:
+    """Runs on ranks: the last one dies or stops while the others sleep; what they are told."""
+    comm = mcr.init(configuration("3s"), backends=["msccl"])
+    x = torch.ones(4)
+    comm.all_reduce(x)
+    if comm.rank == comm.size - 1:
+        if how == "stops":
+            end = ["sh", "-c", f"sleep 8; kill -9 {os.getpid()}"]
+            quiet = subprocess.DEVNULL
+            subprocess.Popen(end, stdin=quiet, stdout=quiet, stderr=quiet)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGSTOP if how == "stops" else signal.SIGKILL)
+    try:
+        comm.all_reduce(x)
+    except mcr.McrError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("how", "told"), [("dies", "BackendError.*rank 2 has died"), ("stops", "CommTimeout.*process stopped")]
+)
+def test_sleepers_see_that_a_rank_dies_or_stops(how: str, told: str) -> None:
+    results = run_ranks(deserted, 3, args=[how], via="torch", check=False)
+    for result in results[:2]:
+        assert result.value is not None
+        assert re.search(told, result.value), result.value

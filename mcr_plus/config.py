@@ -7,7 +7,7 @@
 `document.py` reads the YAML, `environment.py` the environment.
 
 A mistake in a file is a `ConfigError` whose text is `file:line: path: what, what was expected, what is
-known`, for example
+known`, a line for each if there are several, for example
 
     run.yaml:7: pipeline[1].compress.codec: unknown codec 'int9'; known: bf16, fp16, none
 
@@ -23,6 +23,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar, cast, get_args
 
@@ -43,6 +44,7 @@ from mcr_plus import environment, registry
 from mcr_plus.document import (
     Document,
     Keys,
+    Mistakes,
     check_keys,
     check_version,
     dict_document,
@@ -476,8 +478,11 @@ def _compress_options(
     rest = {key: value for key, value in given.items() if key not in ("codec", *WRAPPERS)}
     none = codec == "none"
     model = NoOptions if none else _declared_options("codecs", codec, document, (*keys, "codec"))
-    options = validate(model, rest, document, keys, beside=("codec", *WRAPPERS))
-    wrappers = validate(CompressOptions, own, document, keys)
+    mistakes = Mistakes()
+    beside = ("codec", *WRAPPERS)
+    options = mistakes.kept(lambda: validate(model, rest, document, keys, beside=beside), None)
+    wrappers = mistakes.kept(lambda: validate(CompressOptions, own, document, keys), CompressOptions())
+    mistakes.tell()
     checked = wrappers.model_copy(
         update={"codec": codec, "codec_options": options if model.model_fields else None}
     )
@@ -535,11 +540,17 @@ def validate(
         return model.model_validate(dict(data), context=_Context(document, keys))
     except ValidationError as error:
         found = error.errors(include_url=False)
-        # A key that is misspelt is missing too: say the former.
-        first = next((each for each in found if each["type"] == "extra_forbidden"), found[0])
-        at: Keys = tuple(first["loc"])
         known = tuple(sorted({*beside, *(f.alias or name for name, f in model.model_fields.items())}))
-        raise document.error((*keys, *at), _explain(dict(first), _known(model, at) or known)) from None
+        strange = [each for each in found if each["type"] == "extra_forbidden"]
+        # A key that is misspelt is missing too: say the former.
+        others = [
+            each for each in found if each not in strange and not (strange and each["type"] == "missing")
+        ]
+        told: dict[Keys, str] = {}  # of the forms that an option may have, the first one's
+        for each in (*strange, *others):
+            at: Keys = tuple(each["loc"])
+            told.setdefault((*keys, *at), _explain(dict(each), _known(model, at) or known))
+        raise document.errors(told.items()) from None
 
 
 def _known(model: type[BaseModel], at: Keys) -> tuple[str, ...]:
@@ -567,7 +578,32 @@ def _explain(error: Mapping[str, Any], known: tuple[str, ...]) -> str:
         return f"expected a mapping of options, got {short(value)}; known: {', '.join(known)}"
     if error["type"] == "missing":
         return "missing; expected a value"
+    if error["type"] in _EXPECTED:
+        return f"expected {_EXPECTED[error['type']].format(**context)}, got {short(value)}"
     return f"{error['msg'].replace('Input should be', 'expected')}, got {short(value)}"
+
+
+_WHOLE = "a whole number"
+_EXPECTED: Final = {
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "dict_type": "a mapping",
+    "finite_number": "a finite number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "greater_than": "a number above {gt}",
+    "greater_than_equal": "a number of at least {ge}",
+    "int_from_float": _WHOLE,
+    "int_parsing": _WHOLE,
+    "int_type": _WHOLE,
+    "less_than": "a number below {lt}",
+    "less_than_equal": "a number of at most {le}",
+    "list_type": "a list",
+    "string_too_short": "a text of at least {min_length} characters",
+    "string_type": "a text",
+    "tuple_type": "a list",
+}
+"""What pydantic's errors mean in this module's words."""
 
 
 # --- The configuration ----------------------------------------------------------------------------------
@@ -872,14 +908,31 @@ def _dump_rule(rule: Rule, write: Callable[[BaseModel], dict[str, Any]]) -> dict
 
 
 def _config(document: Document) -> Config:
-    check_keys(document, (), ("version", "backends", "algorithms", "pipeline", "rules"))
-    _check_version(document)
-    backends = _backends(document)
-    pipeline = _pipeline(document)
+    if is_table(document):
+        what = "this is a tuning table; expected a configuration, which names it by `select: {table: FILE}`"
+        raise document.error((), what)
+    mistakes = Mistakes()
+    known = ("version", "backends", "algorithms", "pipeline", "rules")
+    mistakes.kept(lambda: check_keys(document, (), known), None)
+    mistakes.kept(lambda: _check_version(document), None)
+    backends = mistakes.kept(lambda: _backends(document), None)
+    pipeline = _pipeline(document, mistakes)
     for index, spec in enumerate(pipeline):
-        _check_steps(spec.options, document, ("pipeline", index, spec.name), pipeline, backends)
-    rules = _rules(document, pipeline, backends)
-    return Config(1, backends, pipeline, rules, _algorithms(document), document.name)
+        keys = ("pipeline", index, spec.name)
+        mistakes.kept(partial(_check_steps, spec.options, document, keys, pipeline, backends), None)
+    rules = _rules(document, pipeline, backends, mistakes)
+    algorithms = mistakes.kept(lambda: _algorithms(document), ())
+    mistakes.tell()
+    return Config(1, backends, pipeline, rules, algorithms, document.name)
+
+
+def is_table(document: Document) -> bool:
+    """Whether a document is a tuning table, where a configuration may have been expected."""
+    rules = document.data.get("rules")
+    of_table = isinstance(rules, list) and any(
+        isinstance(rule, dict) and "kind" in rule and "match" not in rule for rule in rules
+    )
+    return "pipeline" not in document.data and ("fingerprint" in document.data or of_table)
 
 
 def _algorithms(document: Document) -> tuple[AlgorithmsRef, ...]:
@@ -962,15 +1015,30 @@ def check_backend(name: object, document: Document, keys: Keys) -> None:
         raise document.error(keys, f"{name!r} names no algorithm; expected name or name:algorithm")
 
 
-def _pipeline(document: Document) -> tuple[StageSpec, ...]:
+def _pipeline(document: Document, mistakes: Mistakes) -> tuple[StageSpec, ...]:
+    """The stages, or none where there is a mistake in them; all of those are kept."""
+    before = len(mistakes)
+    names = mistakes.kept(lambda: _stage_names(document, mistakes), [])
+    if names is None:
+        return _default_pipeline()
+    found = []
+    for index, name in enumerate(names):
+        if name is not None:
+            keys = ("pipeline", index, name)
+            found.append(mistakes.kept(partial(_stage, name, document, keys), StageSpec(name, NoOptions())))
+    if None not in names and names:
+        mistakes.kept(lambda: _check_order([spec.name for spec in found], document), None)
+    return tuple(found) if len(mistakes) == before else ()
+
+
+def _stage_names(document: Document, mistakes: Mistakes) -> list[str | None] | None:
+    """The name of every stage, None where it is none; None altogether without a pipeline."""
     items = list_at(document, "pipeline")
     if items is None:
-        return _default_pipeline()
+        return None
     if not items:
         raise document.error(("pipeline",), "empty pipeline; expected at least select and dispatch")
-    names = [_stage_name(document, index) for index in range(len(items))]
-    _check_order(names, document)
-    return tuple(_stage(name, document, ("pipeline", index, name)) for index, name in enumerate(names))
+    return [mistakes.kept(partial(_stage_name, document, index), None) for index in range(len(items))]
 
 
 def _stage(name: str, document: Document, keys: Keys) -> StageSpec:
@@ -1015,27 +1083,50 @@ def _rank(stage: str) -> float:
 
 
 def _rules(
-    document: Document, pipeline: tuple[StageSpec, ...], backends: tuple[str, ...] | None
+    document: Document,
+    pipeline: tuple[StageSpec, ...],
+    backends: tuple[str, ...] | None,
+    mistakes: Mistakes,
 ) -> tuple[Rule, ...]:
-    items = list_at(document, "rules") or []
-    return tuple(_rule(document, ("rules", index), pipeline, backends) for index in range(len(items)))
+    items = mistakes.kept(lambda: list_at(document, "rules"), None) or []
+    found = [
+        mistakes.kept(partial(_rule, document, ("rules", index), pipeline, backends, mistakes), None)
+        for index in range(len(items))
+    ]
+    return tuple(rule for rule in found if rule is not None)
 
 
 def _rule(
-    document: Document, keys: Keys, pipeline: tuple[StageSpec, ...], backends: tuple[str, ...] | None
+    document: Document,
+    keys: Keys,
+    pipeline: tuple[StageSpec, ...],
+    backends: tuple[str, ...] | None,
+    mistakes: Mistakes,
 ) -> Rule:
     data = mapping_at(document, keys)
-    _check_rule_keys(document, keys, pipeline)
-    match = validate(Match, mapping_at(document, (*keys, "match")), document, (*keys, "match"))
+    if pipeline:  # else there is a mistake in it, which every rule would repeat
+        mistakes.kept(lambda: _check_rule_keys(document, keys, pipeline), None)
+    match = Match()
+    if "match" in data:
+        match = mistakes.kept(lambda: _match(document, (*keys, "match")), match)
+    if data.get("backend") is not None:
+        at = (*keys, "backend")
+        mistakes.kept(lambda: _check_rule_backend(document, at, data["backend"], backends), None)
+    overrides = []
+    for spec in pipeline:
+        if spec.name in data:
+            read = partial(_override, spec, document, (*keys, spec.name), pipeline, backends)
+            overrides.append(mistakes.kept(read, Override(spec.name, spec.options, ())))
+    place = f"{document.place(keys)}: {path_text(keys)}"
+    return Rule(match, data.get("backend"), tuple(overrides), place)
+
+
+def _match(document: Document, keys: Keys) -> Match:
+    match = validate(Match, mapping_at(document, keys), document, keys)
     if match == Match():
         expected = ", ".join(Match.model_fields)
-        raise document.error((*keys, "match"), f"empty match; expected at least one of {expected}")
-    if data.get("backend") is not None:
-        _check_rule_backend(document, (*keys, "backend"), data["backend"], backends)
-    overrides = tuple(_override(s, document, (*keys, s.name)) for s in pipeline if s.name in data)
-    for override in overrides:
-        _check_steps(override.options, document, (*keys, override.stage), pipeline, backends)
-    return Rule(match, data.get("backend"), overrides, f"{document.place(keys)}: {path_text(keys)}")
+        raise document.error(keys, f"empty match; expected at least one of {expected}")
+    return match
 
 
 def _check_rule_keys(document: Document, keys: Keys, pipeline: tuple[StageSpec, ...]) -> None:
@@ -1060,9 +1151,17 @@ def _check_rule_backend(
         raise document.error(keys, f"backend {name!r} is not in backends; known: {', '.join(backends)}")
 
 
-def _override(spec: StageSpec, document: Document, keys: Keys) -> Override:
+def _override(
+    spec: StageSpec,
+    document: Document,
+    keys: Keys,
+    pipeline: tuple[StageSpec, ...],
+    backends: tuple[str, ...] | None,
+) -> Override:
     named = tuple(sorted(mapping_at(document, keys)))
     for name in ("nodes", "ranks_per_node"):
         if spec.name == "hierarchical" and name in named:
             raise document.error((*keys, name), "the nodes of a job are the same for all its operations")
-    return Override(spec.name, _options(spec.name, plain_options(spec.options), document, keys), named)
+    options = _options(spec.name, plain_options(spec.options), document, keys)
+    _check_steps(options, document, keys, pipeline, backends)
+    return Override(spec.name, options, named)

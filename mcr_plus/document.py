@@ -10,10 +10,12 @@ short file mean something large, hidden or executable is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import stat
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -23,6 +25,8 @@ MAX_FILE_BYTES = 1 << 20
 MAX_DEPTH = 32
 
 Keys = tuple[str | int, ...]
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,37 @@ class Document:
 
     def error(self, keys: Keys, what: str) -> ConfigError:
         """Return an error that begins with the place of the entry at `keys`."""
-        return ConfigError(f"{self.place(keys)}: {path_text(keys)}: {what}")
+        return self.errors([(keys, what)])
+
+    def errors(self, found: Iterable[tuple[Keys, str]]) -> ConfigError:
+        """Return an error of a line for each of several entries and what is wrong with it."""
+        return ConfigError(
+            "\n".join(f"{self.place(keys)}: {path_text(keys)}: {what}" for keys, what in found)
+        )
+
+
+class Mistakes:
+    """Collects what is wrong with the parts of a document, so that all of it is told at once."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._lines)
+
+    def kept(self, read: Callable[[], T], otherwise: U) -> T | U:
+        """Return what `read` does; `otherwise` where it raises a `ConfigError`, which is kept."""
+        try:
+            return read()
+        except ConfigError as error:
+            self._lines += str(error).splitlines()
+            return otherwise
+
+    def tell(self) -> None:
+        """Raise a `ConfigError` of one line for every mistake, if there are any."""
+        if self._lines:
+            raise ConfigError("\n".join(dict.fromkeys(self._lines)))
 
 
 def path_text(keys: Keys) -> str:
@@ -56,22 +90,31 @@ def path_text(keys: Keys) -> str:
     return text.removeprefix(".") or "document"
 
 
-def read_document(path: str | Path) -> Document:
-    """Read a YAML file of at most 1 MiB; raises `ConfigError` for everything that is not plain data."""
-    name = str(path)
-    return parse_document(_read_text(Path(path), f"{name}:1: document"), name, Path(path).parent)
+def read_document(path: str | Path, *, versioned: bool = True) -> Document:
+    """Read a YAML file of at most 1 MiB; raises `ConfigError` for everything that is not plain data.
+
+    `versioned`: it must have a key `version`; see `parse_document`.
+    """
+    name, path = str(path), Path(path)
+    return parse_document(_read_text(path, f"{name}:1: document"), name, path.parent, versioned=versioned)
 
 
-def read_bytes(path: Path, place: str) -> bytes:
-    """Return the content of a file of at most 1 MiB; `ConfigError` that begins with `place` otherwise."""
+def read_bytes(path: Path, place: str, *, most: int = MAX_FILE_BYTES) -> bytes:
+    """Return the content of a regular file of at most `most` bytes, which are whole MiB.
+
+    Raises `ConfigError`, which begins with `place`, otherwise: a FIFO may have no writer, a device no end.
+    """
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # or it waits for a writer
+        with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise ConfigError(f"{place}: cannot read {str(path)!r}: not a regular file")
+            content = file.read(most + 1)
     except (OSError, ValueError) as error:  # ValueError: a name with a null byte in it
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{place}: cannot read {str(path)!r}: {reason}") from None
-    if len(content) > MAX_FILE_BYTES:
-        raise ConfigError(f"{place}: {str(path)!r} is larger than 1 MiB; expected a small YAML file")
+    if len(content) > most:
+        raise ConfigError(f"{place}: {str(path)!r} is larger than {most >> 20} MiB")
     return content
 
 
@@ -82,8 +125,12 @@ def _read_text(path: Path, place: str) -> str:
         raise ConfigError(f"{place}: not UTF-8 at byte {error.start}; expected YAML text") from None
 
 
-def parse_document(text: str, name: str, folder: Path) -> Document:
-    """Parse YAML text: one document, a mapping at the root, no tags, anchors, aliases or duplicate keys."""
+def parse_document(text: str, name: str, folder: Path, *, versioned: bool = True) -> Document:
+    """Parse YAML text: one document, a mapping at the root, no tags, anchors, aliases or duplicate keys.
+
+    `versioned`: the mapping must have a key `version`. A file without it is meant for something else, and no
+    error quotes from it.
+    """
     try:
         node = _Loader(text).get_single_node()
     except _Refused as error:
@@ -97,6 +144,8 @@ def parse_document(text: str, name: str, folder: Path) -> Document:
         raise _yaml_error(name, line, f"character {error.character!r} is not allowed") from None
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{name}:1: document: expected a mapping at the root, got {_node_kind(node)}")
+    if versioned and not any(getattr(key, "value", None) == "version" for key, _ in node.value):
+        raise ConfigError(f"{name}:1: version: missing; expected version: 1")
     lines: dict[Keys, int] = {}
     return Document(_mapping(node, (), Document({}, name, folder, lines), lines), name, folder, lines)
 
@@ -111,7 +160,7 @@ def _node_kind(node: yaml.Node | None) -> str:
     if node is None:
         return "an empty document"
     if isinstance(node, yaml.ScalarNode):
-        return f"the text {short(node.value)}"
+        return "a text"
     return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
 
 
@@ -258,10 +307,10 @@ def list_at(document: Document, key: str) -> list[Any] | None:
 
 
 def check_keys(document: Document, keys: Keys, known: Sequence[str]) -> None:
-    """Refuse a mapping that has other keys than the known ones."""
-    for key in mapping_at(document, keys):
-        if key not in known:
-            raise document.error((*keys, key), unknown("key", key, known))
+    """Refuse a mapping that has other keys than the known ones, all of them at once."""
+    others = [key for key in mapping_at(document, keys) if key not in known]
+    if others:
+        raise document.errors([((*keys, key), unknown("key", key, known)) for key in others])
 
 
 def check_version(version: object, document: Document) -> None:

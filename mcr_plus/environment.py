@@ -3,7 +3,10 @@
     launch_environment()    who this process is, whichever launcher started it
     torch_environment()     the same in torch's words, where `mcr-plus run` gave them beside MPI's
     config_file()           the configuration that MCR_CONFIG names
+    job_secret()            what ranks sign with, where MCR_SECRET gives it
     msccl_library()         the GPU library that MCR_MSCCL_LIBRARY names
+    error_channel()         where `mcr-plus run` wants to hear of uncaught exceptions (MCR_JOB_ERRORS)
+    whole_tracebacks()      whether MCR_TRACEBACK asks for all that Python says about errors
     socket_interface()      the network interface that GLOO_SOCKET_IFNAME names
     default_variable(...)   what a library shall read where the user has said nothing
 
@@ -12,11 +15,14 @@ A variable that is malformed, or contradicts another, is a `LaunchError` that be
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from mcr_plus.errors import ConfigError, LaunchError
@@ -122,6 +128,11 @@ def config_file() -> str | None:
     return os.environ.get("MCR_CONFIG") or None
 
 
+def job_secret() -> bytes:
+    """Return the text of MCR_SECRET, with which ranks sign what they tell each other; empty if unset."""
+    return os.environ.get("MCR_SECRET", "").encode()
+
+
 def masquerade_name() -> str | None:
     """Return the name that MCR_MASQUERADE wants the torch backend to go by too, None if it is unset.
 
@@ -136,6 +147,31 @@ def masquerade_name() -> str | None:
 def autoloads() -> bool:
     """Whether `import torch` runs the entry points of its backends."""
     return os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
+
+
+def on_terminal() -> bool:
+    """Whether somebody reads stderr on a terminal, directly or through `mcr-plus run`."""
+    return bool(os.environ.get("MCR_JOB_TERMINAL")) or (sys.stderr is not None and sys.stderr.isatty())
+
+
+def error_channel() -> str | None:
+    """Return the pipe through which `mcr-plus run` wants to be told of uncaught exceptions; None elsewhere.
+
+    MCR_JOB_ERRORS is `pid:path`, and meant for the process of that number only, not for those it starts.
+    """
+    pid, _, path = os.environ.get("MCR_JOB_ERRORS", "").partition(":")
+    return path if pid == str(os.getpid()) else None
+
+
+def whole_tracebacks() -> bool:
+    """Whether MCR_TRACEBACK=1 asks for the tracebacks of all ranks instead of one message for each error.
+
+    Raises `LaunchError` for other values than 0 and 1.
+    """
+    value = os.environ.get("MCR_TRACEBACK") or "0"
+    if value not in ("0", "1"):
+        raise LaunchError(f"MCR_TRACEBACK={value!r}: expected 1 for the tracebacks of all ranks, or 0")
+    return value == "1"
 
 
 def msccl_library() -> str | None:
@@ -156,6 +192,39 @@ def cores() -> int:
 def usable_cores() -> set[int]:
     """Return the numbers of the processor cores this process may run on."""
     return os.sched_getaffinity(0)
+
+
+def quota_cores(root: Path = Path("/")) -> float:
+    """How many cores the cgroups of this process let it use on average; infinity without a limit."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return math.inf
+    limits = [math.inf]
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        folder = Path(path.lstrip("/"))
+        # A container may see its own cgroup as the root.
+        limits += [_quota(mount / each) for each in (folder, *folder.parents)]
+    return min(limits)
+
+
+def _quota(folder: Path) -> float:
+    """The limit of one cgroup, of version 2 or 1."""
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        except OSError:
+            return math.inf
+    try:
+        return int(quota) / int(period) if int(quota) > 0 else math.inf
+    except (ValueError, ZeroDivisionError):  # `max`
+        return math.inf
 
 
 def socket_interface(environ: Mapping[str, str] | None = None) -> str | None:

@@ -47,6 +47,15 @@ def size_words(nbytes: int) -> str:
     return f"{number} {text[len(number) :] or 'B'}"
 
 
+def about(nbytes: int) -> str:
+    """Write a size for people in three digits or so: `96 B`, `40.3 MiB`, `1,000 KiB`."""
+    unit = max(
+        (name for name, size in SIZE_UNITS.items() if nbytes >= size), key=SIZE_UNITS.__getitem__, default="B"
+    )
+    number = nbytes / SIZE_UNITS[unit]
+    return f"{number:,.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"
+
+
 def format_span(lo: int, hi: int | None) -> str:
     """Write a range of sizes as files do: `0..64KiB`, `96B..38KiB`, `1MiB..`.
 

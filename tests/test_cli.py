@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command import Answer, mcr_plus
 
-from mcr_plus.cli.output import plain_lines
+from mcr_plus.cli.output import plain_lines, print_error
 from mcr_plus.cli.run import ViaChoice, choose_via, program
 
 PROGRAMS = str(Path(__file__).with_name("programs.py"))
@@ -108,6 +110,67 @@ def test_missing_configuration_is_status_2(tmp_path: Path) -> None:
     assert "Traceback" not in answer.stderr
 
 
+def test_validate_tells_all_mistakes_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "version: 1\n"
+        "backends: [mpi, gloo]\n"
+        "speed: high\n"
+        "pipeline:\n"
+        "  - fuse: {bucket: -1, order: fast, buckets: 3}\n"
+        "  - compress: {codec: int9}\n"
+        "  - select: {online: maybe}\n"
+        "  - dispatch: {timeout: soon}\n"
+        "rules:\n"
+        "  - match: {kind: al_reduce, tag: 5}\n"
+        "    backend: nccl\n"
+        "  - {match: {}, dispatch: {}}\n"
+    )
+    answer = mcr_plus("validate", str(path))
+    assert answer.returncode == 2
+    expected = [
+        "3: speed: unknown key 'speed'",
+        "5: pipeline[0].fuse.buckets: unknown key 'buckets'",
+        "5: pipeline[0].fuse.bucket: expected a size",
+        "5: pipeline[0].fuse.order: unknown value 'fast'",
+        "6: pipeline[1].compress.codec: unknown codec 'int9'",
+        "7: pipeline[2].select.online: expected true or false, got 'maybe'",
+        "8: pipeline[3].dispatch.timeout: expected a duration",
+        "10: rules[0].match.kind: unknown kind 'al_reduce'",
+        "10: rules[0].match.tag: expected a text, got 5",
+        "11: rules[0].backend: backend 'nccl' is not in backends",
+        "12: rules[1].match: empty match",
+    ]
+    lines = answer.stderr.splitlines()
+    assert len(lines) == len(expected)
+    for line, beginning in zip(lines, expected, strict=True):
+        assert line.startswith(f"mcr-plus: {path}:{beginning}")
+
+
+def test_validate_says_of_a_table_that_it_is_one(tmp_path: Path) -> None:
+    path = tmp_path / "table.yaml"
+    path.write_text(TABLE)
+    answer = mcr_plus("validate", str(path))
+    assert answer.returncode == 0
+    assert f"{path}: a tuning table of 1 rule" in answer.stdout
+    assert json_of("validate", str(path), "--json") == {"table": str(path), "rules": 1}
+    path.write_text(
+        "version: 1\nstrict: 1\nrules: [{kind: all, bytes: 0.., backend: gloo}, {kind: send, bytes: x}]\n"
+    )
+    wrong = mcr_plus("validate", str(path))
+    assert wrong.returncode == 2
+    assert [line.split(": ")[2] for line in wrong.stderr.splitlines()] == [
+        "strict", "rules[0].kind", "rules[1].bytes", "rules[1].backend",
+    ]  # fmt: skip
+
+
+def test_tables_and_configurations_are_told_apart(tmp_path: Path, config: Path) -> None:
+    path = tmp_path / "table.yaml"
+    path.write_text(TABLE)
+    assert "this is a tuning table" in mcr_plus("explain", "all_reduce", "8", "--config", path).stderr
+    assert "this is a configuration" in mcr_plus("table", "show", config).stderr
+
+
 TABLE = "version: 1\nrules: [{kind: all_reduce, bytes: 0.., backend: gloo}]\n"
 
 
@@ -197,7 +260,7 @@ def test_explain_reads_for_people() -> None:
     answer = mcr_plus("explain", "all_reduce", "64KiB")
     assert answer.returncode == 0, answer.stderr
     first, *_, last = answer.stdout.splitlines()
-    assert first == "all_reduce 65536 bytes float32, 2 ranks on 1 host"
+    assert first == "all_reduce 64 KiB float32, 2 ranks on 1 host"
     assert last.startswith("=> ")
 
 
@@ -247,6 +310,65 @@ def test_program_of_a_script(tmp_path: Path) -> None:
 
 def test_plain_table_is_aligned() -> None:
     assert plain_lines("title", ("a", "bb"), [("long", "x")]) == ["title", "a     bb", "long  x", ""]
+
+
+def test_shells_can_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_MCR_PLUS_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "mcr-plus va")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    assert mcr_plus("").stdout.split() == ["validate"]
+    monkeypatch.delenv("_MCR_PLUS_COMPLETE")
+    assert "--install-completion" in mcr_plus("--help").stdout
+
+
+def test_colour_is_for_terminals_and_can_be_declined(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shown(**variables: str) -> str:
+        terminal = io.StringIO()
+        terminal.isatty = lambda: True  # type: ignore[method-assign]
+        with monkeypatch.context() as patch, redirect_stderr(terminal):
+            patch.setenv("TERM", "xterm")
+            patch.delenv("NO_COLOR", raising=False)
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            print_error("wrong")
+        return terminal.getvalue()
+
+    assert shown().startswith("\x1b[1;31mmcr-plus:")
+    assert "31m" not in shown(NO_COLOR="1")
+    answer = mcr_plus("validate", "missing.yaml")
+    assert answer.stderr.startswith("mcr-plus: missing.yaml")
+
+
+def test_trace_merge(tmp_path: Path) -> None:
+    for rank, host, epoch, start in ((0, "a", 5e6, 100.0), (1, "b", 7e6, 90.0), (2, "a", 5e6 + 10, 101.0)):
+        events = [
+            {"ph": "M", "name": "process_name", "pid": rank},
+            {"ph": "b", "id": str(rank), "pid": rank, "ts": start},
+        ]
+        about = {"rank": rank, "host": host, "epoch_us": epoch}
+        (tmp_path / f"trace{rank}.json").write_text(json.dumps({"traceEvents": events, "otherData": about}))
+    files = [str(tmp_path / f"trace{rank}.json") for rank in (2, 1, 0)]
+    output = tmp_path / "all.json"
+    answer = mcr_plus("trace", "merge", *files, "-o", str(output))
+    assert (answer.returncode, answer.stdout) == (0, "")
+    assert answer.stderr == f"{output}: 6 events of 3 ranks\n"
+    times = {
+        event["pid"]: event["ts"] for event in json.loads(output.read_text())["traceEvents"] if "ts" in event
+    }
+    assert times == {0: 100.0, 1: 90.0 + 2e6, 2: 101.0}  # of one host: one clock
+
+    (tmp_path / "other.json").write_text("{}")
+    (tmp_path / "text").write_text("hello")
+    refused = {
+        (files[0], files[0]): "rank 2 is in",
+        (files[0], str(tmp_path / "other.json")): "expected a trace that log.save() wrote, got {}",
+        (str(tmp_path / "text"),): "not JSON",
+        (str(tmp_path / "missing"),): "cannot read: No such file",
+    }
+    for words, what in refused.items():
+        answer = mcr_plus("trace", "merge", *words, "-o", str(output))
+        assert answer.returncode == 2
+        assert what in answer.stderr
 
 
 def test_version_and_help() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msccl_samples as samples
 import pytest
+import typer
 from command import mcr_plus
 
 from mcr_plus.backends.msccl.generators import GENERATORS
@@ -20,7 +23,9 @@ msccl = partial(mcr_plus, "msccl")
 @pytest.fixture
 def ring(tmp_path: Path) -> Path:
     path = tmp_path / "ring.xml"
-    assert msccl("generate", "all_reduce_ring", "-n", 3, "-o", path) == (0, "", "")
+    answer = msccl("generate", "all_reduce_ring", "-n", 3, "-o", path)
+    assert (answer[0], answer[1]) == (0, "")
+    assert str(path) in answer[2]  # what was written
     return path
 
 
@@ -46,6 +51,36 @@ def test_verify_goes_on_after_a_refusal(ring: Path, wrong: Path) -> None:
     assert answer.stdout.splitlines()[0] == f"{wrong}: refused"
     assert len(answer.stdout.splitlines()) == 3
     assert all(line.startswith(f"{wrong}:") for line in answer.stderr.splitlines())
+
+
+def test_verify_prints_each_file_when_it_is_done(
+    ring: Path, wrong: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mcr_plus.cli import msccl as command
+
+    verified, printed = command._verified, list[str]()
+
+    def watched(file: Path, slots: int) -> dict[str, Any]:
+        printed.append(capsys.readouterr().out)
+        return verified(file, slots)
+
+    monkeypatch.setattr(command, "_verified", watched)
+    with pytest.raises(typer.Exit):
+        command.verify([ring, wrong, ring])
+    first, second, third = printed
+    assert first == ""
+    assert second.startswith(f"{ring}: allreduce of 3 ranks")
+    assert third == f"{wrong}: refused\n"
+
+
+@pytest.mark.parametrize("words", [("validate",), ("table", "show"), ("msccl", "verify"), ("msccl", "show")])
+def test_what_is_not_a_regular_file_is_refused(words: tuple[str, ...], tmp_path: Path) -> None:
+    fifo = tmp_path / "it.xml"
+    os.mkfifo(fifo)
+    for path in (fifo, "/dev/zero"):
+        answer = mcr_plus(*words, path)
+        assert answer.returncode == (1 if words[-1] == "verify" else 2)
+        assert f"cannot read '{path}': not a regular file" in answer.stderr
 
 
 def test_verify_with_one_slot(ring: Path) -> None:

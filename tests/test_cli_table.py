@@ -51,7 +51,7 @@ def four(tmp_path: Path) -> Path:
 
 def test_merge_writes_a_table(two: Path, four: Path, tmp_path: Path) -> None:
     output = tmp_path / "both.yaml"
-    assert worked("merge", two, four, "-o", output) == (0, "", "")
+    assert worked("merge", two, four, "-o", output) == (0, "", f"{output}: 6 rules\n")
     assert [str(rule.key) for rule in load_table(output).rules][::3] == [
         "all_reduce ranks 2", "all_reduce ranks 4",
     ]  # fmt: skip
@@ -119,13 +119,33 @@ def test_export_tells_on_stderr_what_is_lost(two: Path, tmp_path: Path) -> None:
         f"not exported: {two}: the measurements of 1 rule",
     ]
     output = tmp_path / "rules.conf"
-    assert worked("export", two, "--format", "openmpi", "-o", output).stdout == ""
+    written = worked("export", two, "--format", "openmpi", "-o", output)
+    assert written.stdout == ""
+    assert written.stderr.splitlines()[-1] == f"{output}: openmpi of {two}"
     assert output.read_text() == answer.stdout
 
 
-@pytest.mark.parametrize("format", ["nccl-csv", "openmpi", "ucc", "oneccl"])
-def test_every_format_can_be_written(two: Path, format: str) -> None:
-    worked("export", two, "--format", format)
+@pytest.mark.parametrize(
+    ("format", "backend"),
+    [
+        ("nccl-csv", "nccl:ring/ll"),
+        ("openmpi", "mpi:ring"),
+        ("ucc", "mpi:ucp/knomial"),
+        ("oneccl", "mpi:ring"),
+    ],
+)
+def test_every_format_can_be_written(tmp_path: Path, format: str, backend: str) -> None:
+    path = tmp_path / "table.yaml"
+    path.write_text(f"version: 1\nrules: [{{kind: all_reduce, bytes: 0.., backend: '{backend}'}}]\n")
+    assert worked("export", path, "--format", format).stdout
+
+
+def test_export_of_what_cannot_be_said_is_one_line_and_status_1(two: Path, tmp_path: Path) -> None:
+    output = tmp_path / "tuner.conf"
+    answer = table("export", two, "--format", "nccl-csv", "-o", output)
+    what = "nothing can be exported as nccl-csv: of 3 rules, 3 for other backends than nccl (mpi)"
+    assert answer == (1, "", f"mcr-plus: {two}: {what}\n")
+    assert not output.exists()
 
 
 @pytest.mark.parametrize(
@@ -173,7 +193,7 @@ def test_import_tells_on_stderr_what_is_lost_and_where_a_file_is_wrong(tmp_path:
         ["export", "two.yaml"],
         ["export", "two.yaml", "--format", "yaml"],
         ["export", "two.yaml", "--format", "ucc", "--backend", "ucc"],
-        ["export", "two.yaml", "--format", "ucc", "-o", "no/such/folder"],
+        ["export", "two.yaml", "--format", "openmpi", "-o", "no/such/folder"],
         ["import", "two.yaml", "--format", "openmpi"],
         ["import", "missing.conf", "--format", "openmpi"],
         ["show", "missing.yaml"],

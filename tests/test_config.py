@@ -33,7 +33,8 @@ from mcr_plus.config import (
 from mcr_plus.environment import LaunchEnvironment, launch_environment, socket_interface, torch_environment
 from mcr_plus.errors import ConfigError, LaunchError
 from mcr_plus.message import ALIASES, KINDS
-from mcr_plus.units import Range, format_size, parse_duration, parse_range, parse_size
+from mcr_plus.selection.table import parse_table
+from mcr_plus.units import Range, about, format_size, parse_duration, parse_range, parse_size
 
 MIB = 1 << 20
 EXAMPLE = """\
@@ -324,7 +325,7 @@ def test_refused_options(options: dict[str, Any], expected: str) -> None:
         ("{match: {kind: []}, backend: mpi}", "rules[0].match.kind: empty list"),
         ("{match: {kind: [send, 5]}, backend: mpi}", "rules[0].match.kind: unknown kind 5"),
         ("{match: {dtype: float}, backend: mpi}", "rules[0].match.dtype: unknown dtype 'float'"),
-        ("{match: {tag: 5}, backend: mpi}", "rules[0].match.tag: expected a valid string, got 5"),
+        ("{match: {tag: 5}, backend: mpi}", "rules[0].match.tag: expected a text, got 5"),
         ("{match: {tag: ''}, backend: mpi}", "rules[0].match.tag: "),
         (
             "{match: {bytes: 1KB}, backend: mpi}",
@@ -361,7 +362,7 @@ def test_a_rule_for_a_stage_that_is_not_there() -> None:
         ("", "1: document: expected a mapping at the root, got an empty document"),
         ("# nothing\n", "1: document: expected a mapping"),
         ("- 1\n", "1: document: expected a mapping at the root, got a list"),
-        ("hello\n", "1: document: expected a mapping at the root, got the text 'hello'"),
+        ("hello\n", "1: document: expected a mapping at the root, got a text"),
         ("version: 1\n---\nversion: 1\n", "2: document: not valid YAML"),
         ("version: 1\nversion: 1\n", "2: version: written twice, first at line 1"),
         (PIPE + "  - select: {table: a, table: b}\n", "3: pipeline[0].select.table: written twice"),
@@ -390,6 +391,18 @@ def test_a_rule_for_a_stage_that_is_not_there() -> None:
 )
 def test_yaml_that_is_more_than_plain_data(text: str, expected: str) -> None:
     assert refusal(text).startswith(f"run.yaml:{expected}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["password=hunter2\n", "password: hunter2\n", "hunter2: 1\nhunter2: 2\n", "- hunter2\n", "1: hunter2\n"],
+)
+def test_nothing_of_a_foreign_file_is_quoted(text: str) -> None:
+    assert "hunter2" not in refusal(text)
+    with pytest.raises(ConfigError) as refused:
+        parse_table(text, "table.yaml")
+    assert str(refused.value).startswith("table.yaml:1: ")
+    assert "hunter2" not in str(refused.value)
 
 
 def test_an_unquoted_comparison_gets_a_hint() -> None:
@@ -499,6 +512,21 @@ def test_wrong_units_of_size(value: str) -> None:
 def test_sizes_that_are_none(value: object) -> None:
     with pytest.raises(ValueError, match="expected a size such as 64KiB"):
         parse_size(value)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1,023 B"),
+        (96, "96 B"),
+        (8 << 20, "8 MiB"),
+        (42257613, "40.3 MiB"),
+        (3 << 40, "3,072 GiB"),
+    ],
+)
+def test_sizes_for_people(nbytes: int, text: str) -> None:
+    assert about(nbytes) == text
 
 
 @given(st.integers(0, (1 << 63) - 1))
@@ -657,7 +685,7 @@ def test_a_codec_with_options_of_its_own() -> None:
     assert options == CompressOptions(codec="sketch", codec_options=SketchOptions(ratio=0.01))
     cases: list[tuple[dict[str, Any], str]] = [
         ({"codec": "sketch"}, "compress.ratio: missing"),
-        ({"codec": "sketch", "ratio": "much"}, "compress.ratio: expected a valid number"),
+        ({"codec": "sketch", "ratio": "much"}, "compress.ratio: expected a number"),
         ({"codec": "sketch", "ratio": 1, "x": 1}, "compress.x: unknown key 'x'; known: audit_every, codec"),
     ]
     for options_given, what in cases:

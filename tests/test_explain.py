@@ -157,8 +157,47 @@ def test_between_and_beyond_measured_sizes(table: Path) -> None:
 
 
 def test_a_faster_alternative_is_not_hidden(table: Path) -> None:
-    mpi = mcr.explain("all_reduce", 1 << 20, config=config(table.parent))["alternatives"]["mpi"]
-    assert mpi["why"] == "expected to be 5 × as fast, but the table says otherwise"
+    way = mcr.explain("all_reduce", 1 << 20, config=config(table.parent))
+    why = f"measured to be 5 × as fast, but {way['table_rule']} names another"
+    assert way["alternatives"]["mpi"]["why"] == why
+
+
+SMALL_ONLY = """
+version: 1
+rules:
+  - kind: all_reduce
+    bytes: 0..{end}
+    backend: mpi
+    measured: {{mpi: {{8B: 300, 32KiB: 400}}, gloo: {{8B: 310, 32KiB: 401}}}}
+"""
+
+
+def test_what_was_not_measured_is_no_reason(table: Path) -> None:
+    """An open end chooses what its figures, drawn out, do not bear out; nothing measured says otherwise."""
+    table.write_text(SMALL_ONLY.format(end=""))
+    way = mcr.explain("all_reduce", 25 << 20, config=config(table.parent))
+    assert way["backends"] == ["mpi"]
+    assert "where nothing larger than 32 KiB was measured" in way["steps"][0]["decision"]
+    gloo = way["alternatives"]["gloo"]
+    assert gloo["expected_us"] < way["expected_us"]
+    assert gloo["extrapolated"]
+    assert gloo["why"] == f"not measured at this size; {way['table_rule']} decides"
+    assert (
+        "nothing larger"
+        not in mcr.explain("all_reduce", 64 * K, config=config(table.parent))["steps"][0]["decision"]
+    )
+
+
+def test_a_table_leaves_to_the_built_in_preference_what_it_says_so_of(table: Path) -> None:
+    rest = "  - {kind: all_reduce, bytes: 64KiB.., backend: built-in}\n"
+    table.write_text(SMALL_ONLY.format(end="64KiB") + rest)
+    way = mcr.explain("all_reduce", 25 << 20, config=config(table.parent, backends="gloo, mpi"))
+    assert way["backends"] == ["gloo"]
+    decision = way["steps"][0]["decision"]
+    assert f"built-in preference, to which table {way['table_rule']}" in decision
+    assert way["alternatives"]["mpi"]["why"] == "later in the built-in preference"
+    small = mcr.explain("all_reduce", 8, config=config(table.parent, backends="gloo, mpi"))
+    assert small["backends"] == ["mpi"]
 
 
 def test_what_a_library_cannot_do_is_said_in_its_words(table: Path) -> None:
@@ -355,7 +394,7 @@ def test_for_people_it_names_the_rule_and_every_alternative(table: Path) -> None
     status, out = command("all_reduce", "8", "--config", str(config(table.parent)))
     assert status == 0
     lines = out.splitlines()
-    assert lines[0] == "all_reduce 8 bytes float32, 2 ranks on 1 host"
+    assert lines[0] == "all_reduce 8 B float32, 2 ranks on 1 host"
     assert f"  table rule: {table}:3" in lines
     assert lines[-1] == "=> mpi"
     rows = {line.split()[0]: line for line in lines if line.startswith("  ") and len(line.split()) > 3}

@@ -553,6 +553,18 @@ def test_openmpi_vector_operations_follow_the_rule_without_an_end() -> None:
     assert choice(again, query("all_gather_v", None)) == "mpi:ring"
 
 
+def test_what_is_left_to_the_built_in_preference_is_left_to_the_library_and_said() -> None:
+    found = table(
+        "kind: all_gather, bytes: 0..8, backend: 'mpi:bruck'",
+        "kind: all_gather, bytes: 8.., backend: built-in",
+    )
+    text, lost = export("openmpi", found)
+    what = "not written; what is left to our preference is left to Open MPI's"
+    assert lost == (f"t.yaml:4: all_gather 8..: built-in: {what}",)
+    assert open_mpi(text, 0, 4, 2)[0] == openmpi.ALGORITHMS["allgather"].index("bruck")
+    assert open_mpi(text, 0, 8, 2)[0] == 0
+
+
 def test_openmpi_counts_one_share_of_allgatherv() -> None:
     text = "1 1 1 0 2 0 2 0 0 100 3 0 0"
     found, lost = import_("openmpi", text)

@@ -538,6 +538,10 @@ class Delayed:
 
         return delayed
 
+    def gate(self, signature: Signature, digest: int) -> Any:
+        inner: Any = self._inner
+        return inner.gate(signature, digest)
+
     def close(self) -> None:
         self._inner.close()
 
@@ -597,6 +601,10 @@ def recover(folder: str) -> dict[str, Any]:
             x.fill_(comm.rank + 1)
             mcr.all_reduce(x)
             assert x.tolist() == [3.0] * 32
+    comm.opened.runtime.forget()
+    with mcr.record() as anew:
+        for _ in range(40):
+            mcr.all_reduce(x)
     turns = [[times(mcr.all_reduce, x, backend=name) for name in (None, "quick") * 100] for _ in range(3)]
     state = mcr.state_dict()
     mcr.finalize()
@@ -620,6 +628,7 @@ def recover(folder: str) -> dict[str, Any]:
         "resumed": backends_used(resumed),
         "kept": again["tuner"]["world"].items() > state["tuner"]["world"].items(),
         "used": backends_used(log),
+        "anew": backends_used(anew),
         "ratios": [statistics.median(turn[::2]) / statistics.median(turn[1::2]) for turn in turns],
         "rule": [rule.backend, sorted(rule.measured)] if rule else None,
         "second": backends_used(second),
@@ -643,6 +652,7 @@ def test_a_job_with_a_wrong_table_recovers_and_the_next_one_starts_right(tmp_pat
         assert min(value["ratios"]) <= 1.05  # a machine that is busy otherwise spoils one, not all
         assert value["rule"] == ["quick", ["quick", "slow"]]
         assert value["second"] == ["quick", "slow"]  # nothing was learnt of the other size
+        assert value["anew"] == ["quick"] * 40
         assert value["resumed"] == ["quick"] * 40 + ["slow"]
         assert value["kept"]
     assert (tmp_path / "wrong.yaml").read_text() == SLOW_TABLE
@@ -720,6 +730,8 @@ def use_groups() -> dict[str, Any]:
                     group.all_reduce(x)
                     assert x.tolist() == [{2: 3.0, 3: 6.0}[group.size]] * 16
                 used.setdefault(group.name, []).extend(backends_used(log))
+        for group in mine[1:]:
+            group.close()  # what was learnt in them is written all the same
         mcr.finalize()
         written = Path("learnt.yaml")
         table = load_table(written) if written.exists() else None

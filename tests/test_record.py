@@ -12,7 +12,7 @@ import torch
 from ranks import run_ranks
 
 import mcr_plus as mcr
-from mcr_plus.observe.record import bus_factor, size_class
+from mcr_plus.observe.record import Log, Record, bus_factor, size_class
 
 
 def record_some(folder: str) -> dict[str, Any]:
@@ -40,6 +40,7 @@ def record_some(folder: str) -> dict[str, Any]:
         [r.kind, r.backend, r.size_class, r.count, r.bytes, r.p50_us <= r.p95_us, r.algbw_GBps >= 0]
         for r in log.summary()
     ]
+    assert str(log).startswith(f"Communication of rank {comm.rank} in ")
     mcr.finalize()
     return {
         "records": [
@@ -93,11 +94,58 @@ def test_records_summary_and_trace(tmp_path: Path) -> None:
         assert value["waited"][0] == pytest.approx(waited, abs=0.02)
         assert value["waited"][1] >= 0
         trace = json.loads((tmp_path / f"trace{rank}.json").read_text())["traceEvents"]
+        document = json.loads((tmp_path / f"trace{rank}.json").read_text())
+        assert document["otherData"]["rank"] == rank
         begun = [event for event in trace if event["ph"] == "b"]
         ended = {event["id"]: event["ts"] for event in trace if event["ph"] == "e"}
         assert len(begun) == len(ended) == 6
         assert all(ended[event["id"]] >= event["ts"] for event in begun)
     assert results[1]["barrier"][0] > 0.15  # rank 1 waited for rank 0
+
+
+def some_log() -> Log:
+    """A log of three good operations and one that failed."""
+
+    def record(kind: str, backend: str, begin: float, end: float, error: str | None = None) -> Record:
+        return Record(1, kind, "a", "world", backend, None, 3 << 20, 3 << 20, 1, begin, end, 0.01, 2, error)
+
+    log = Log(1)
+    log.stop()
+    log.records += [
+        record("all_reduce", "mpi", 5.0, 5.1),
+        record("all_reduce", "mpi", 5.05, 5.2),
+        record("barrier", "gloo", 5.2, 5.21),
+        record("send", "gloo", 5.0, 5.1, "failed"),
+    ]
+    return log
+
+
+def test_a_log_prints_as_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Log, "seconds", 2.0)
+    title, _, head, first, second, _, *caption = str(some_log()).splitlines()
+    assert title == "Communication of rank 1 in 2 s, without 1 operation that failed"
+    assert head.split("  ")[0] == "op"
+    assert first.split() == ["all_reduce", "a", "mpi", "2", "6", "MiB", "125,000", "12.5%", "1.0%"]
+    assert second.split() == ["barrier", "a", "gloo", "1", "3", "MiB", "10,000", "0.5%", "0.5%"]
+    assert "1.5% of the time" in caption[1]
+    assert str(Log(0)).endswith("nothing was recorded")
+
+
+def test_a_log_can_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    log = some_log()
+    log.plot(tmp_path / "log.svg")
+    drawn = (tmp_path / "log.svg").read_text()
+    assert drawn.startswith("<?xml")
+    with pytest.raises(mcr.InvalidArgument, match=r"unknown ending '.txt'; known: .png, .svg, .pdf"):
+        log.plot(tmp_path / "log.txt")
+    with pytest.raises(mcr.InvalidArgument, match="no such folder"):
+        log.plot(tmp_path / "none" / "log.png")
+    with pytest.raises(mcr.InvalidArgument, match="nothing was recorded"):
+        Log(0).plot(tmp_path / "empty.png")
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(mcr.Unsupported, match=r"pip install 'mcr_plus\[plot\]'"):
+        log.plot(tmp_path / "log.png")
 
 
 @pytest.mark.parametrize(("nbytes", "expected"), [(0, 0), (1, 1), (2, 2), (3, 4), (4096, 4096), (4097, 8192)])

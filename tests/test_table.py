@@ -365,7 +365,7 @@ def test_rules_of_another_basis_may_leave_sizes_over(tmp_path: Path) -> None:
         ),
         ('kind: all_reduce, bytes: 0.., backend: "mpi:"', "rules[0].backend", "names no algorithm"),
         ("kind: all_reduce, bytes: 0.., backend: ncll", "rules[0].backend", "did you mean 'nccl'?"),
-        ("kind: all_reduce, bytes: 0.., backend: 3", "rules[0].backend", "string"),
+        ("kind: all_reduce, bytes: 0.., backend: 3", "rules[0].backend", "expected a text, got 3"),
         ("kind: allreduce, bytes: 0.., backend: mpi", "rules[0].kind", "did you mean 'all_reduce'?"),
         ("kind: [send], bytes: 0.., backend: mpi", "rules[0].kind", "unknown kind ['send']"),
         ("bytes: 0.., backend: mpi", "rules[0].kind", "missing"),
@@ -410,7 +410,11 @@ def test_rules_of_another_basis_may_leave_sizes_over(tmp_path: Path) -> None:
             "unknown basis 'perrank'; known: total, per_rank; did you mean 'per_rank'?",
         ),
         ("kind: send, bytes: 0.., basis: [total], backend: mpi", "rules[0].basis", "unknown basis ['total']"),
-        ("kind: send, bytes: 0.., backend: mpi, measured: 7", "rules[0].measured", "dictionary"),
+        (
+            "kind: send, bytes: 0.., backend: mpi, measured: 7",
+            "rules[0].measured",
+            "expected a mapping, got 7",
+        ),
         ("kind: send, bytes: 0.., backend: mpi, measured: {mpi: [8]}", "rules[0].measured.mpi", "got [8]"),
     ],
 )

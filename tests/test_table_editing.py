@@ -19,7 +19,7 @@ from mcr_plus.units import Range
 K = 1024
 BASES: tuple[Basis, ...] = ("total", "per_rank")
 CUTS = (4, 8, 40)
-CHOICES = ("mpi", "gloo", "mpi:ring")
+CHOICES = ("mpi", "gloo", "mpi:ring", "built-in")
 
 
 def table(*rules: str, name: str = "t.yaml", head: str = "") -> Table:

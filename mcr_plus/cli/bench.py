@@ -89,12 +89,12 @@ def _configured(config: Path | None) -> tuple[str, ...] | None:
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    from mcr_plus.units import format_size
+    from mcr_plus.units import size_words
 
     for kind in dict.fromkeys(row["kind"] for row in rows):
         shown = [
             (
-                format_size(row["bytes"]),
+                size_words(row["bytes"]),
                 row["backend"],
                 *(f"{row[name]:.2f}" for name in ("p20_us", "p50_us", "p80_us")),
                 *(f"{row[name]:.3g}" for name in ("algbw_GBps", "busbw_GBps")),
@@ -102,5 +102,5 @@ def _print(rows: list[dict[str, Any]]) -> None:
             for row in rows
             if row["kind"] == kind and row["verified"]
         ]
-        columns = ("bytes", "backend", "p20 µs", "p50 µs", "p80 µs", "algbw GB/s", "busbw GB/s")
+        columns = ("size", "backend", "p20 µs", "p50 µs", "p80 µs", "algbw GB/s", "busbw GB/s")
         print_table(f"{kind}, {rows[0]['ranks']} ranks, {rows[0]['dtype']}", columns, shown)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mcr_plus.cli.output import print_json, print_table
+from mcr_plus.cli.output import print_json, print_result, print_table
 
 
 def explain(
@@ -50,7 +50,9 @@ def explain(
 
 def _print_way(way: dict[str, Any]) -> None:
     """The steps, and a table of the alternatives for each choice of a library."""
-    what = f"{way['kind']} {way['bytes']} bytes {way['dtype']}"
+    from mcr_plus.units import size_words
+
+    what = f"{way['kind']} {size_words(way['bytes'])} {way['dtype']}"
     where = f"{_several(way['ranks'], 'rank')} on {_several(way['nodes'], 'host')}"
     manner = f"{', async' if way['async_op'] else ''}{', tag ' + way['tag'] if way['tag'] else ''}"
     print(f"{what}, {where}{manner}\n")
@@ -67,7 +69,7 @@ def _print_way(way: dict[str, Any]) -> None:
         if step.get("alternatives"):
             expected = "expected (exposed)" if way["async_op"] else "expected"
             print_table("", ("  choice", expected, "support", "why"), _alternatives(step["alternatives"]))
-    print(f"=> {', '.join(way['backends'])}")
+    print_result(f"=> {', '.join(way['backends'])}")
 
 
 def _alternatives(found: dict[str, dict[str, Any]]) -> list[tuple[str, str, str, str]]:

@@ -16,24 +16,29 @@ from mcr_plus.cli.bench import bench
 from mcr_plus.cli.doctor import doctor
 from mcr_plus.cli.explain import explain
 from mcr_plus.cli.msccl import app as msccl
+from mcr_plus.cli.output import print_error
 from mcr_plus.cli.run import run
 from mcr_plus.cli.table import app as table
+from mcr_plus.cli.trace import app as trace
 from mcr_plus.cli.tune import tune
 from mcr_plus.cli.validate import validate
+from mcr_plus.cli.warmup import warmup
 from mcr_plus.errors import ConfigError, McrError
 
 _FAILED = 1
 _BAD_USAGE = 2
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(doctor)
 app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(run)
 app.command()(validate)
 app.command()(explain)
 app.command()(tune)
 app.command()(bench)
+app.command()(warmup)
 app.add_typer(table, name="table")
 app.add_typer(msccl, name="msccl")
+app.add_typer(trace, name="trace")
 
 
 def _print_version(wanted: bool) -> None:
@@ -54,7 +59,7 @@ def main() -> None:
     try:
         app(prog_name="mcr-plus")
     except McrError as error:
-        print(f"mcr-plus: {error}", file=sys.stderr)
+        print_error(str(error))
         sys.exit(_BAD_USAGE if isinstance(error, ConfigError) else _FAILED)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mcr_plus.cli.output import print_json, print_table
+from mcr_plus.cli.output import print_json, print_table, print_written
 
 if TYPE_CHECKING:
     from mcr_plus.backends.msccl.algorithm import Algorithm, Chunks, Step, ThreadBlock
@@ -35,12 +35,14 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Prove that FILEs compute what they say, without deadlock or race; status 1 if one does not."""
-    answers = [_verified(file, slots) for path in files for file in _inside(path)]
+    chosen = [file for path in files for file in _inside(path)]
+    answers = []
+    for file in chosen:
+        answers.append(_verified(file, slots))
+        if not as_json:
+            _print_answer(answers[-1])
     if as_json:
         print_json(answers)
-    else:
-        for answer in answers:
-            _print_answer(answer)
     if not all(answer["verified"] for answer in answers):
         raise typer.Exit(_REFUSED)
 
@@ -71,14 +73,15 @@ def _verified(file: Path, slots: int) -> dict[str, Any]:
 def _print_answer(answer: dict[str, Any]) -> None:
     """A line for each place on stdout, or what is wrong on stderr."""
     if not answer["verified"]:
-        print(f"{answer['file']}: refused")
+        print(f"{answer['file']}: refused", flush=True)
         for problem in answer["problems"]:
             print(problem, file=sys.stderr)
         return
     for report in answer["reports"]:
         manner = "in place" if report["in_place"] else "out of place"
         cost = f"{report['messages']} messages, {report['rounds']} rounds"
-        print(f"{answer['file']}: {answer['collective']} of {answer['ranks']} ranks, {manner}: {cost}")
+        what = f"{answer['collective']} of {answer['ranks']} ranks, {manner}: {cost}"
+        print(f"{answer['file']}: {what}", flush=True)
 
 
 @app.command()
@@ -244,6 +247,7 @@ def generate(
         print(algorithm_text(algorithm), end="")
     else:
         write_algorithm(algorithm, output)
+        print_written(output, f"{algorithm.collective} of {algorithm.ranks} ranks")
 
 
 def _listed(name: str, generator: Generator) -> tuple[str, str, str, str]:

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mcr_plus.cli.output import print_json, print_table
+from mcr_plus.cli.output import print_error, print_json, print_table, print_written
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mcr_plus.selection.editing import Change
     from mcr_plus.selection.table import Curves, Table
+
+_FAILED = 1
 
 app = typer.Typer(no_args_is_help=True, help="Merge, compare, shrink, show, import and export tuning tables.")
 
@@ -56,6 +58,7 @@ def merge(
 
     merged = merge_tables([load_table(path) for path in tables], prefer=prefer.value if prefer else None)
     save_table(merged, output, comment=[f"merged: {', '.join(path.name for path in tables)}"])
+    print_written(output, _rules(merged))
 
 
 @app.command()
@@ -108,17 +111,47 @@ def export(
     output: Output = None,
     backend: Backend = None,
 ) -> None:
-    """Write rules of TABLE for another library; what it cannot be told is on stderr, a line each."""
+    """Write rules of TABLE for another library; what it cannot be told is on stderr, a line each.
+
+    Status 1, and no file, if it can be told none of them.
+    """
     from mcr_plus.selection.interchange import export as export_table
+    from mcr_plus.selection.interchange import is_empty
     from mcr_plus.selection.table import load_table
 
     _check_backend(backend)
-    text, lost = export_table(format.value, load_table(table), backend=backend)
+    found = load_table(table)
+    text, lost = export_table(format.value, found, backend=backend)
+    if is_empty(text):
+        print_error(
+            f"{table}: nothing can be exported as {format.value}: {_why_nothing(found, format, backend)}"
+        )
+        raise typer.Exit(_FAILED)
     _report("not exported", lost)
     if output is None:
         print(text, end="")
     else:
         _save(text, output)
+        print_written(output, f"{format.value} of {table}")
+
+
+def _why_nothing(table: Table, format: FormatChoice, backend: str | None) -> str:
+    """Sum up why a format can be told none of the rules of a table."""
+    from mcr_plus.selection.interchange import FORMATS
+    from mcr_plus.selection.table import BUILT_IN
+
+    wanted = backend or FORMATS[format.value].backend
+    choices = [rule.backend.partition(":") for rule in table.rules]
+    others = [name for name, _, _ in choices if name not in (wanted, BUILT_IN)]
+    algorithms = [algorithm for name, _, algorithm in choices if name == wanted]
+    counts = {
+        "that leave sizes to the built-in preference": sum(name == BUILT_IN for name, _, _ in choices),
+        f"for other backends than {wanted} ({', '.join(sorted(set(others)))})": len(others),
+        f"for {wanted} without an algorithm": algorithms.count(""),
+        f"for algorithms of {wanted} that it has no words for": sum(map(bool, algorithms)),
+    }
+    told = "; ".join(f"{count} {what}" for what, count in counts.items() if count)
+    return f"of {len(choices)} rule{'' if len(choices) == 1 else 's'}, {told}"
 
 
 @app.command("import")
@@ -164,6 +197,11 @@ def _write(table: Table, output: Path | None, comment: Sequence[str] = ()) -> No
         print(table_text(table, comment=comment), end="")
     else:
         save_table(table, output, comment=comment)
+        print_written(output, _rules(table))
+
+
+def _rules(table: Table) -> str:
+    return f"{len(table.rules)} rule{'' if len(table.rules) == 1 else 's'}"
 
 
 def _save(text: str, path: Path) -> None:

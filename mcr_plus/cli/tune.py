@@ -90,7 +90,7 @@ def tune(
         from mcr_plus.tuning.plot import plot_tuning
 
         plot_tuning(table, points, plot)
-    for line in answer["left_out"]:
+    for line in (*answer["left_out"], *answer["warnings"]):
         typer.echo(line, err=True)
     if as_json:
         print_json(_document(output, table, points, answer))
@@ -129,6 +129,7 @@ def _document(output: Path, table: Table, points: list[Point], answer: Mapping[s
         "table": str(output),
         "complete": answer["complete"],
         "algorithms": answer["algorithms"],
+        "warnings": answer["warnings"],
         "fingerprint": {name: list(values) for name, values in table.fingerprint.items()},
         "rules": [
             {**key_items(rule.key), "bytes": rule.span(), "backend": rule.backend} for rule in table.rules
@@ -138,6 +139,8 @@ def _document(output: Path, table: Table, points: list[Point], answer: Mapping[s
 
 
 def _print(output: Path, table: Table, points: list[Point], answer: Mapping[str, Any]) -> None:
+    from mcr_plus.selection.table import BUILT_IN
+
     rows = [
         (
             rule.key.kind,
@@ -148,6 +151,7 @@ def _print(output: Path, table: Table, points: list[Point], answer: Mapping[str,
             _gain(rule.backend, rule.measured, rule.lo, rule.hi),
         )
         for rule in table.rules
+        if rule.backend != BUILT_IN
     ]
     print_table(
         "what wins where", ("operation", "manner", "dtype", "bytes", "choice", "next best takes"), rows
@@ -155,6 +159,7 @@ def _print(output: Path, table: Table, points: list[Point], answer: Mapping[str,
     wrong = _left_out(points)
     if wrong:
         print_table("left out", ("operation", "backend", "sizes", "why"), wrong)
+    print("Sizes that are not listed were not measured: there the built-in preference decides.")
     print(f"{output}: {len(table.rules)} rules from {len(points)} measurements")
     if answer["algorithms"]:
         from mcr_plus.tuning.worker import NEEDED

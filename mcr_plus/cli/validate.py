@@ -15,17 +15,37 @@ def validate(
     file: Annotated[Path, typer.Argument(help="A pipeline YAML file.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Check FILE, its tables and algorithms; print the pipeline it stands for, defaults filled in."""
+    """Check FILE, its tables and algorithms; print the pipeline it stands for, defaults filled in.
+
+    Of a tuning table, which FILE may be too, only what it is is printed.
+    """
     from mcr_plus.backends.msccl.catalog import kept
-    from mcr_plus.config import dump, load
+    from mcr_plus.config import dump, is_table, load
+    from mcr_plus.document import Mistakes, read_document
     from mcr_plus.selection.checks import checked_tables, use_algorithms
 
+    if is_table(read_document(file)):
+        _table(file, as_json)
+        return
     config = load(file)
+    mistakes = Mistakes()
     with kept():
-        use_algorithms(config)
-        checked_tables(config)
+        mistakes.kept(lambda: use_algorithms(config), None)
+        mistakes.kept(lambda: checked_tables(config), [])
+    mistakes.tell()
     resolved = dump(config)
     if as_json:
         print_json(resolved)
     else:
         print(yaml.safe_dump(resolved, sort_keys=False), end="")
+
+
+def _table(file: Path, as_json: bool) -> None:
+    from mcr_plus.selection.table import load_table
+
+    rules = len(load_table(file).rules)
+    if as_json:
+        print_json({"table": str(file), "rules": rules})
+        return
+    print(f"{file}: a tuning table of {rules} rule{'' if rules == 1 else 's'}, without mistakes")
+    print(f"A configuration names it: `select: {{table: {file}}}`; `mcr-plus table show {file}` shows it.")

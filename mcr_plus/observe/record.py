@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+
+from mcr_plus.environment import host_name
 
 if TYPE_CHECKING:
     from mcr_plus.dispatch.engine import Engine
@@ -108,11 +111,47 @@ def size_class(nbytes: int) -> int:
 
 
 class Log:
-    """Records in the order in which the operations were seen to end."""
+    """Records in the order in which the operations were seen to end.
+
+    `print(log)` shows what was waited for, by kind, tag and backend.
+    """
 
     def __init__(self, rank: int) -> None:
         self.records: list[Record] = []
         self._rank = rank
+        self._began = time.perf_counter()
+        self._ended: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long was recorded, up to now where recording goes on."""
+        return (time.perf_counter() if self._ended is None else self._ended) - self._began
+
+    def stop(self) -> None:
+        """Note the end of recording."""
+        self._ended = time.perf_counter()
+
+    def __str__(self) -> str:
+        """The table of what was recorded on this rank."""
+        from mcr_plus.observe.table import communication, table_text  # which reads this module
+
+        seconds = self.seconds
+        title = f"Communication of rank {self._rank} in {seconds:.3g} s"
+        good = [record for record in self.records if record.error is None]
+        failed = len(self.records) - len(good)
+        if failed:
+            title += f", without {failed} operation{'' if failed == 1 else 's'} that failed"
+        return table_text(title, communication(good, seconds)) if good else f"{title}: nothing was recorded"
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the operations of this rank along the time, a bar each, as .png, .svg or .pdf.
+
+        Raises `Unsupported` without matplotlib, `InvalidArgument` for another ending, a folder that there is
+        not, or if nothing was recorded.
+        """
+        from mcr_plus.observe.plot import plot_records
+
+        plot_records(self.records, f"Communication of rank {self._rank}", Path(path))
 
     def add(self, work: IssuedWork) -> None:
         """Note a finished operation. For the engine."""
@@ -153,7 +192,10 @@ class Log:
         return [_row(key, records) for key, records in sorted(groups.items())]
 
     def save(self, path: str | Path) -> None:
-        """Write a trace that Perfetto and chrome://tracing read: one row per group and backend."""
+        """Write a trace that Perfetto and chrome://tracing read: one row per group and backend.
+
+        `mcr-plus trace merge` makes one of those of several ranks.
+        """
         lanes = sorted({(record.group, record.backend) for record in self.records})
         events: list[dict[str, Any]] = [
             {
@@ -169,12 +211,16 @@ class Log:
             events.append({"ph": "M", "name": "thread_name", "pid": self._rank, "tid": index, "args": name})
         for record in self.records:
             events.extend(_events(record, self._rank, lanes.index((record.group, record.backend))))
-        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        epoch = time.time() - time.perf_counter()
+        about = {"rank": self._rank, "host": host_name(), "epoch_us": epoch * 1e6}
+        document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+        Path(path).write_text(json.dumps(document))
 
 
 def _events(record: Record, pid: int, tid: int) -> Iterator[dict[str, Any]]:
     # Asynchronous events ("b"/"e"): operations of one row overlap.
-    common = {"cat": "communication", "id": f"{record.group}#{record.sequence}@{record.t_issue}", "pid": pid}
+    number = f"{pid}/{record.group}#{record.sequence}@{record.t_issue}"  # of one trace of all ranks too
+    common = {"cat": "communication", "id": number, "pid": pid}
     name = record.kind if record.tag is None else f"{record.kind} {record.tag}"
     yield {**common, "ph": "b", "name": name, "tid": tid, "ts": record.t_issue * 1e6, "args": asdict(record)}
     yield {**common, "ph": "e", "name": name, "tid": tid, "ts": record.t_done * 1e6}
@@ -213,4 +259,5 @@ def recording(engine: Engine, rank: int) -> Iterator[Log]:
     try:
         yield log
     finally:
+        log.stop()
         engine.record_to(tuple(recorder for recorder in engine.recorders if recorder != log.add))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Final
 
 from mcr_plus import registry
 from mcr_plus.backends import backend_class
 from mcr_plus.config import Config, HierarchicalOptions
+from mcr_plus.document import Mistakes
 from mcr_plus.errors import ConfigError
 from mcr_plus.selection.online import check_target
-from mcr_plus.selection.table import Table, load_table
+from mcr_plus.selection.table import BUILT_IN, Table, TableRule, load_table
 
 _WITHOUT_ALGORITHMS: Final = frozenset({"gloo", "local", "mpi", "nccl"})
 """Ours; an outside backend may have some that only its `supports` knows of, when they are used."""
@@ -24,16 +26,24 @@ def checked_tables(config: Config) -> list[Table]:
     does not have, or an algorithm that there is for no operation.
     """
     tables = [load_table(ref.resolve()) for ref in {ref.digest(): ref for ref in config.tables}.values()]
+    mistakes = Mistakes()
     for table in tables:
         for rule in table.rules:
-            name = rule.backend.partition(":")[0]
-            if config.backends is not None and name not in (*config.backends, "local"):
-                raise ConfigError(
-                    f"{rule.place}: backend '{name}' is not in the configuration's backends "
-                    f"({', '.join(config.backends)}); add it there, or tune with --backends"
-                )
-            check_algorithm(rule.backend, rule.place)
+            mistakes.kept(partial(_check_rule, rule, config), None)
+    mistakes.tell()
     return tables
+
+
+def _check_rule(rule: TableRule, config: Config) -> None:
+    name = rule.backend.partition(":")[0]
+    if name == BUILT_IN:
+        return
+    if config.backends is not None and name not in (*config.backends, "local"):
+        raise ConfigError(
+            f"{rule.place}: backend '{name}' is not in the configuration's backends "
+            f"({', '.join(config.backends)}); add it there, or tune with --backends"
+        )
+    check_algorithm(rule.backend, rule.place)
 
 
 def use_algorithms(config: Config) -> None:

@@ -368,7 +368,7 @@ class Refinement:
         self.writes = context.world.rank == 0
         self._world = context.world
         self._found = {} if context.runtime is None else context.runtime.found
-        self._settled: dict[str, Learnt] = {}  # by another job
+        self._settled: dict[str, Learnt] = {}  # by another job, or before signatures were forgotten
         self._hosts = {context.world.hosts[rank] for rank in context.group.ranks}
         self._trials: list[tuple[Router, Query, Callable[[int], str | None]]] = []
 
@@ -433,16 +433,26 @@ class Refinement:
             }  # fmt: skip
         return {**self._found, **state}
 
+    def forget(self) -> None:
+        """End the trials; those that come again go on with what was found out, the rest is kept."""
+        self._found.update(self.state)
+        for router, query, default in self._trials:
+            if known := _microseconds(router.trial):
+                choice = router.trial.candidates[router.trial.chosen]
+                self._settled[_name(query, router.trial.candidates)] = Learnt(query, choice, known, default)
+        self._trials.clear()
+
     def learnt(self) -> list[Learnt]:
         """What this stage's trials have found out, those that have not ended included."""
-        found = list(self._settled.values())
+        found = dict(self._settled)
+        later = []
         for router, query, default in self._trials:
             router.finish()
             trial = router.trial
             if known := _microseconds(trial):
-                choice = trial.candidates[trial.chosen]
-                found.append(Learnt(query, choice, known, default))
-        return found
+                found.pop(_name(query, trial.candidates), None)
+                later.append(Learnt(query, trial.candidates[trial.chosen], known, default))
+        return [*found.values(), *later]
 
     def fingerprint(self) -> dict[str, tuple[str, ...]]:
         """The facts of this job."""

@@ -17,7 +17,8 @@ from mcr_plus.message import VECTOR, Signature, dtype_name
 from mcr_plus.selection.cost import CostModel, Estimate
 from mcr_plus.selection.fingerprint import differences, fingerprint_here
 from mcr_plus.selection.online import Refinement, save_refined, tunable
-from mcr_plus.selection.table import Query, Table, TableRule, load_table
+from mcr_plus.selection.table import BUILT_IN, Query, Table, TableRule, load_table
+from mcr_plus.units import size_words
 
 # Inside a host shared memory wins, and then MPI. Between hosts MPI wins small messages and gloo large ones,
 # from about 64 KiB on. Measured with Open MPI 5.0 and gloo of torch 2.13 on two x86 cores; `tune` finds your
@@ -62,6 +63,8 @@ class SelectStage:
         hosts = Counter(context.world.hosts[rank] for rank in context.group.ranks)
         self._nodes, self._ranks_per_node = len(hosts), max(hosts.values())
         self._refinement = Refinement(options, context, self._table) if options.online else None
+        if self._refinement is not None and context.runtime is not None:
+            context.runtime.caches.append(self._refinement.forget)
 
     def bind(self, signature: Signature, next: Next) -> Issue:
         """Bind to the chosen backend."""
@@ -109,20 +112,28 @@ class SelectStage:
             self._require(signature.backend, signature, "asked for by name")
             return signature.backend, "named by the call or a rule", None
         rule = self._rule(signature)
+        if rule is not None and rule.backend == BUILT_IN:
+            choice, why = self._preferred(signature)
+            return choice, f"{why}, to which table {rule.place} leaves what was not measured", rule
         if rule is not None and self._own:
             self._require(rule.backend, signature, f"chosen by {rule.place}")
-            return rule.backend, f"table {rule.place}", rule
+            return rule.backend, f"table {rule.place}{self._guessed(rule, signature)}", rule
         known = self._context.backends
         if (
             rule is not None
             and rule.backend.partition(":")[0] in known
             and self._support(rule.backend, signature)
         ):
-            return rule.backend, f"built-in table {Path(rule.place).name}", rule
+            why = f"built-in table {Path(rule.place).name}{self._guessed(rule, signature)}"
+            return rule.backend, why, rule
         choice, why = self._preferred(signature)
         if self._own and self._table is not None:
             why = f"{why}; table {self._table.name} has no rule for it"
         return choice, why, None
+
+    def _guessed(self, rule: TableRule, signature: Signature) -> str:
+        largest = rule.measured_to(self._query(signature).size(rule.key.basis))
+        return "" if largest is None else f", where nothing larger than {size_words(largest)} was measured"
 
     def _rule(self, signature: Signature) -> TableRule | None:
         return None if self._table is None else self._table.lookup(self._query(signature))
@@ -243,7 +254,8 @@ class SelectStage:
             return support.how
         if signature.backend is not None:
             return "another was named"
-        if self._rule(signature) is None:
+        rule = self._rule(signature)
+        if rule is None or rule.backend == BUILT_IN:
             return "later in the built-in preference"
         if other is None and self._query(signature).nbytes is None:
             return "not looked up: sizes differ between ranks; `vector_size` says by which to look"
@@ -255,7 +267,9 @@ class SelectStage:
             return f"expected to take {_factor(other.us / own.us)} × as long"
         if other.us == own.us:
             return "expected to take as long"
-        return f"expected to be {_factor(own.us / other.us)} × as fast, but the table says otherwise"
+        if own.extrapolated or other.extrapolated:
+            return f"not measured at this size; {rule.place} decides"
+        return f"measured to be {_factor(own.us / other.us)} × as fast, but {rule.place} names another"
 
 
 def _factor(ratio: float) -> str:

@@ -23,14 +23,17 @@ backend, `name:algorithm`. A fingerprint has versions of two numbers in quotes: 
 The rules that share all of these keys must cover all sizes once: a gap or an overlap is refused. Rules are
 tried in the order of the file and the first that matches wins, so narrow ones stand first; a rule that can
 never be reached is refused. A kind covers its vector form (`all_gather` covers `all_gather_v`); vector
-operations have no size that all ranks share and take the rule without an end, unless the select stage is told
-which size they have (`vector_size`). `send` means both ends of a message, synchronous or not.
+operations have no size that all ranks share and take the rule without an end, unless the select stage is
+told which size they have (`vector_size`). `send` means both ends of a message, synchronous or not.
+`backend: built-in` leaves operations to the built-in preference, as `tune` does for sizes far from those that
+it has measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -49,6 +52,7 @@ from mcr_plus.config import (
 from mcr_plus.document import (
     Document,
     Keys,
+    Mistakes,
     check_keys,
     check_version,
     list_at,
@@ -62,11 +66,16 @@ from mcr_plus.selection.fingerprint import FACTS, Fingerprint
 from mcr_plus.units import MAX_INTEGER, Range, format_size, format_span, parse_count, parse_range, parse_size
 
 DEVICES = ("cpu", "cuda")
+BUILT_IN: Final = "built-in"
+"""What a rule names instead of a backend to leave its operations to the built-in preference."""
 MAX_RULES = 2048  # checking for rules out of reach compares all pairs of keys
 IN_PLACE: Final = frozenset({"all_reduce", "broadcast", "reduce"})
 """Kinds whose calls always work in place; the others never do."""
 SHARED: Final = frozenset({"all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"})
 """Kinds whose bytes are those of all ranks together: per rank it is one part of `ranks`."""
+
+REACH: Final = 2
+"""As many times as large as the largest size measured may be what a measurement says something about."""
 
 Basis = Literal["total", "per_rank"]
 Curves = Mapping[str, Mapping[int, float]]
@@ -169,8 +178,8 @@ def _includes(outer: Range | None, inner: Range | None) -> bool:
 class TableRule:
     """One entry of a table: operations of `lo` up to, not including, `hi` bytes go to `backend`.
 
-    `backend` is `name` or `name:algorithm`. `measured` has what was measured in this range, at its ends
-    included, for the chosen backend and the others.
+    `backend` is `name`, `name:algorithm` or `BUILT_IN`. `measured` has what was measured in this range, at
+    its ends included, for the chosen backend and the others.
     """
 
     backend: str
@@ -184,6 +193,11 @@ class TableRule:
     def sizes(self) -> Range:
         """The range of sizes in bytes."""
         return Range(self.lo, self.hi)
+
+    def measured_to(self, nbytes: int | None) -> int | None:
+        """The largest size measured, if `nbytes` is so far beyond it that the rule is a guess there."""
+        largest = max((size for curve in self.measured.values() for size in curve), default=0)
+        return largest if largest and nbytes is not None and nbytes > REACH * largest else None
 
     def span(self) -> str:
         """The range as errors and files write it: `0..64KiB`."""
@@ -231,16 +245,29 @@ def parse_table(text: str, name: str = "<table>") -> Table:
 
 
 def _table(document: Document) -> Table:
-    check_keys(document, (), ("version", "fingerprint", "strict", "rules"))
-    check_version(document.data.get("version"), document)
+    if "pipeline" in document.data:
+        raise document.error((), "this is a configuration; expected a tuning table, such as `tune -o` writes")
+    mistakes = Mistakes()
+    known = ("version", "fingerprint", "strict", "rules")
+    mistakes.kept(lambda: check_keys(document, (), known), None)
+    mistakes.kept(lambda: check_version(document.data.get("version"), document), None)
+    strict = mistakes.kept(lambda: _strict(document), False)
+    count = mistakes.kept(lambda: _count(document), 0)
+    found = [mistakes.kept(partial(_rule, document, ("rules", index)), None) for index in range(count)]
+    rules = tuple(rule for rule in found if rule is not None)
+    if len(rules) == count:  # a rule that is wrong is not a gap as well
+        mistakes.kept(lambda: _check_tiling(rules, document), None)
+        mistakes.kept(lambda: _check_reachable(rules, document), None)
+    fingerprint = mistakes.kept(lambda: _fingerprint(document), {})
+    mistakes.tell()
+    return Table(rules, document.name, fingerprint, strict)
+
+
+def _strict(document: Document) -> bool:
     strict = document.data.get("strict", False)
     if not isinstance(strict, bool):
         raise document.error(("strict",), f"expected true or false, got {short(strict)}")
-    count = _count(document)
-    rules = tuple(_rule(document, ("rules", index)) for index in range(count))
-    _check_tiling(rules, document)
-    _check_reachable(rules, document)
-    return Table(rules, document.name, _fingerprint(document), strict)
+    return strict
 
 
 def _count(document: Document) -> int:
@@ -308,7 +335,8 @@ class _RuleModel(StageOptions):
 def _rule(document: Document, keys: Keys) -> TableRule:
     data: dict[str, Any] = mapping_at(document, keys)
     model = validate(_RuleModel, data, document, keys)
-    check_backend(model.backend, document, (*keys, "backend"))
+    if model.backend != BUILT_IN:
+        check_backend(model.backend, document, (*keys, "backend"))
     key = TableKey(
         model.kind, model.dtype, model.ranks, model.nodes, model.ranks_per_node, model.device,
         model.in_place, model.async_op, model.basis,

@@ -16,9 +16,9 @@ from typing import Final
 from mcr_plus.errors import Unsupported
 from mcr_plus.message import KINDS
 from mcr_plus.selection.fingerprint import Fingerprint
-from mcr_plus.selection.table import Table, TableKey, TableRule
+from mcr_plus.selection.table import BUILT_IN, REACH, Table, TableKey, TableRule
 from mcr_plus.tuning.operations import Cell, Kind
-from mcr_plus.tuning.plan import Request, by_size
+from mcr_plus.tuning.plan import Request, by_size, nonsense
 from mcr_plus.tuning.points import Point
 from mcr_plus.tuning.statistics import Timing
 from mcr_plus.units import Range
@@ -26,6 +26,8 @@ from mcr_plus.units import Range
 _CHANGE: Final = log(1.05)  # what a change must save, over all sizes of its range: less is within the noise
 _UNPROVEN: Final = 0.2  # weight of a difference that the intervals do not bear out
 _BITS: Final = 5
+_FAR: Final = 32  # times as large: the first sizes that are measured are closer than this
+_LATENCY: Final = 1024  # bytes
 
 Timings = Mapping[int, Mapping[str, Timing]]
 
@@ -35,10 +37,10 @@ def derive(request: Request, points: Sequence[Point], fingerprint: Fingerprint, 
 
     So kinds and sizes of earlier runs stay. Rules of further dtypes come first and name it; those of the
     first dtype hold for all others. Asynchronous operations have rules of their own where they were measured,
-    by exposed time if that was. A rule holds for no size that its way is not for; a kind that has sizes
-    which no way is for gets no rules. An algorithm does no vector operations: where a kind's rules name
-    one, those have rules of their own; a kind without a library for them gets no rules either. Raises
-    `Unsupported` if nothing was measured with a right result.
+    by exposed time if that was. Times that cannot be are left out. A rule holds for no size that its way is
+    not for, and for none far from what was measured: those are left to the built-in preference. Vector
+    operations, which no algorithm does and which have no size, have rules of their own; a kind without a
+    library for them gets no rules. Raises `Unsupported` if nothing was measured with a right result.
     """
     rules: list[TableRule] = []
     points = request.relevant(points)
@@ -57,9 +59,9 @@ def derive(request: Request, points: Sequence[Point], fingerprint: Fingerprint, 
                     async_op=async_op,
                 )
                 found = _rules(key, timings, request.spans)
-                if any(_names_algorithm(rule.backend) for rule in found) and f"{kind}_v" in KINDS:
+                if f"{kind}_v" in KINDS:
                     apart = _rules(replace(key, kind=f"{kind}_v"), _libraries_of(timings), request.spans)
-                    found = [*apart, *found] if apart else []
+                    found = [*_without_end(apart), *found] if apart else []
                 rules += found
     if not rules:
         raise Unsupported(f"nothing to choose from: {_why_none(points)}")
@@ -73,12 +75,26 @@ def _why_none(points: Sequence[Point]) -> str:
 
 def _manners(points: Sequence[Point], like: Cell) -> list[tuple[bool | None, Timings]]:
     """(async_op of the rules, timings) for synchronous and asynchronous operations; None holds for both."""
-    waited = by_size(points, like, overlap=False)
+    waited = _sensible(by_size(points, like, overlap=False))
     later = Cell(like.kind, 0, like.dtype, async_op=True)
-    exposed = by_size(points, later, overlap=True) or by_size(points, later, overlap=False)
+    exposed = by_size(points, later, overlap=True) or _sensible(by_size(points, later, overlap=False))
     if not exposed:
         return [(None, waited)] if waited else []
     return [(flag, found) for flag, found in ((False, waited), (True, exposed)) if found]
+
+
+def _sensible(timings: Timings) -> Timings:
+    odd = nonsense(timings)
+    left = {
+        size: {way: timing for way, timing in found.items() if way not in odd.get(size, ())}
+        for size, found in timings.items()
+    }
+    return {size: found for size, found in left.items() if found}
+
+
+def _without_end(rules: Sequence[TableRule]) -> list[TableRule]:
+    """The rules for operations without a size: these take the choice of the largest sizes measured."""
+    return [*rules[:-2], replace(rules[-2], hi=None)] if rules[-1].backend == BUILT_IN else [*rules]
 
 
 def _names_algorithm(way: str) -> bool:
@@ -95,34 +111,63 @@ def _libraries_of(timings: Timings) -> Timings:
 
 
 def _rules(key: TableKey, timings: Timings, spans: Mapping[str, Range]) -> list[TableRule]:
-    rules = []
-    for way, run in groupby(_pieces(timings, spans), lambda piece: piece[0]):
-        sizes = [span for _, span in run]
-        low, high = sizes[0].lo, sizes[-1].hi
-        rules.append(TableRule(way, low, high, key, _measured(timings, low, high)))
+    """Rules for all sizes: what was measured where something was, `BUILT_IN` elsewhere; none without any."""
+    rules: list[TableRule] = []
+    end: int | None = 0
+    for part in _stretches(timings):
+        reach = _reach(key, part, first=not rules)
+        if reach.lo > (end or 0):
+            rules.append(TableRule(BUILT_IN, end or 0, reach.lo, key))
+        pieces = _pieces(part, spans, reach)
+        for way, run in groupby(pieces, lambda piece: piece[0]):
+            sizes = [span for _, span in run]
+            low, high = sizes[0].lo, sizes[-1].hi
+            rules.append(TableRule(way, low, high, key, _measured(part, low, high)))
+        end = reach.hi
+    if rules and end is not None:
+        last = rules.pop() if rules[-1].backend == BUILT_IN else TableRule(BUILT_IN, end, None, key)
+        rules.append(replace(last, hi=None))
     return rules
 
 
-def _pieces(timings: Timings, spans: Mapping[str, Range]) -> list[tuple[str, Range]]:
-    """(way, sizes) from 0 on without a gap; none at all if no way measured is for some size."""
+def _stretches(timings: Timings) -> list[Timings]:
+    """The measured sizes in groups: neighbours that are far apart say nothing of what lies between them."""
+    groups: list[dict[int, Mapping[str, Timing]]] = []
+    last = None
+    for size in sorted(timings):
+        if last is None or size > _FAR * max(last, 1):
+            groups.append({})
+        groups[-1][size] = timings[size]
+        last = size
+    return list(groups)
+
+
+def _reach(key: TableKey, timings: Timings, *, first: bool) -> Range:
+    """The sizes that measured ones speak for; below a small one it is latency that counts."""
+    if key.kind == "barrier":
+        return Range(0)
+    least, most = min(timings), max(timings)
+    return Range(0 if first and least <= _LATENCY else least // REACH, REACH * most)
+
+
+def _pieces(timings: Timings, spans: Mapping[str, Range], reach: Range) -> list[tuple[str, Range]]:
+    """(way, sizes) that cover `reach` without a gap; `BUILT_IN` for sizes that no way measured is for."""
     sizes = sorted(timings)
-    if not sizes:
-        return []
     chosen = list(zip(sizes, choose([justified(timings[size]) for size in sizes]), strict=True))
     runs = [(way, [size for size, _ in run]) for way, run in groupby(chosen, lambda each: each[1])]
-    wanted = {0: runs[0][0]}
+    wanted = {reach.lo: runs[0][0]}
     for (before, one), (after, other) in pairwise(runs):
         wanted[_change(timings, spans, one[-1], other[0], before, after)] = after
     ways = dict.fromkeys(way for found in timings.values() for way in found)
     ends = {end for way in ways if way in spans for end in (spans[way].lo, spans[way].hi) if end is not None}
+    ends = {end for end in ends if end > reach.lo and reach.covers(end)}
     pieces, way = [], ""
-    for low, high in pairwise([*sorted({*wanted, *ends}), None]):
+    for low, high in pairwise([*sorted({*wanted, *ends}), reach.hi]):
         assert low is not None
         way, span = wanted.get(low, way), Range(low, high)
         able = [each for each in ways if each not in spans or spans[each].covers(low)]
-        if not able:
-            return []
-        pieces.append((way if way in able else _fastest(able, timings, span), span))
+        best = way if way in able else _fastest(able, timings, span) if able else BUILT_IN
+        pieces.append((best, span))
     return pieces
 
 

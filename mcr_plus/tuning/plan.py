@@ -3,26 +3,28 @@
 What decides about nothing comes last: whole times of asynchronous operations whose exposed time is measured.
 
 Pure: what was measured comes in, the next cell goes out, so that a run can stop and go on anywhere and always
-has a table to show. Sizes of one stage are gone through from small to large over all kinds, because the large
-ones take the time.
+has a table to show. Sizes of one stage are gone through over all kinds: the largest, the smallest, then the
+middles of what lies between, so that a small budget measures a few sizes over the whole range. A time that
+cannot be is measured again at once.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
-from math import sqrt
+from math import inf, sqrt
 from typing import Final
 
 from mcr_plus.tuning.operations import Cell, Kind, whole_size
 from mcr_plus.tuning.points import Point, settled
 from mcr_plus.tuning.statistics import Timing
-from mcr_plus.units import Range
+from mcr_plus.units import Range, size_words
 
 _COARSE: Final = 4  # of so many powers of two the first stage takes one
 _DOUBT: Final = 1.5  # a size that takes so many times as long as a larger one was disturbed, most likely
+_NONSENSE: Final = 8  # one that takes so many times as long as a larger one says nothing at all
 _DISTURBED: Final = 5  # so often at most is it measured: the median counts
 _CONTESTED: Final = 3  # so often at most is a size measured at which no way has clearly won
 _CLOSE: Final = 1.3  # two sizes with different winners that are closer than this are not divided further
@@ -95,11 +97,12 @@ def next_task(request: Request, points: Sequence[Point], *, further: bool = True
     counts = Counter((Task(point.cell, point.overlap), point.way) for point in points)
     # A library that an earlier run did not have leaves its sizes to be measured, by all in turns.
     done = {task: min(counts[task, way] for way in request.ways_of(task.cell)) for task, _ in counts}
+    absurd = (task for task in _absurd(request, points) if done[task] < _DISTURBED)
     fresh = (task for task in _grid(request) if not done.get(task))
     again = (task for task, most in _doubtful(request, points) if done[task] < most)
     between = (task for task in _refinements(request, points) if not done.get(task))
     last = (task for task in _further(request) if further and not done.get(task))
-    return next(chain(fresh, again, between, last), None)
+    return next(chain(absurd, fresh, again, between, last), None)
 
 
 def stages(request: Request) -> int:
@@ -110,8 +113,20 @@ def stages(request: Request) -> int:
 def _grid(request: Request) -> Iterator[Task]:
     sizes = _powers(request)
     for chosen in (sorted({*sizes[::_COARSE], sizes[-1]}), sizes):
-        for size in chosen:
+        for size in _spread(chosen):
             yield from _of_size(request, size, request.manners)
+
+
+def _spread(sizes: Sequence[int]) -> list[int]:
+    """The largest, the smallest, and then the middles of what lies between."""
+    order, between = [sizes[-1], sizes[0]], deque([(0, len(sizes) - 1)])
+    while between:
+        low, high = between.popleft()
+        middle = (low + high) // 2
+        if low < middle:
+            order.append(sizes[middle])
+            between += [(low, middle), (middle, high)]
+    return list(dict.fromkeys(order))
 
 
 def _further(request: Request) -> Iterator[Task]:
@@ -162,6 +177,40 @@ def _doubtful(request: Request, points: Sequence[Point]) -> Iterator[tuple[Task,
         for size in sizes:
             if _contested(found[size]):
                 yield Task(replace(like.cell, nbytes=size), like.overlap), _CONTESTED
+
+
+def _absurd(request: Request, points: Sequence[Point]) -> Iterator[Task]:
+    """Of the operation that was measured last, so that there never is another."""
+    if not points or points[-1].overlap:  # what is exposed need not grow with the size
+        return
+    cell = points[-1].cell
+    if cell.kind not in request.kinds or cell.dtype not in request.dtypes:
+        return
+    alike = [each for each in points if replace(each.cell, nbytes=0) == replace(cell, nbytes=0)]
+    for size in nonsense(by_size(alike, cell, overlap=False)):
+        yield Task(replace(cell, nbytes=size))
+
+
+def nonsense(found: Mapping[int, Mapping[str, Timing]]) -> dict[int, list[str]]:
+    """The ways, by size, that took many times as long as at a larger size; for whole times, not exposed."""
+    least: dict[str, float] = {}
+    odd: dict[int, list[str]] = {}
+    for size in sorted(found, reverse=True):
+        for way, timing in found[size].items():
+            if timing.p50 > _NONSENSE * least.get(way, inf):
+                odd.setdefault(size, []).append(way)
+            least[way] = min(timing.p50, least.get(way, inf))
+    return odd
+
+
+def impossible(request: Request, points: Sequence[Point]) -> list[str]:
+    """What `nonsense` finds of each operation, as `all_reduce 8 B by mpi`."""
+    return [
+        f"{like.cell.kind}{' async' if like.cell.async_op else ''} {size_words(size)} by {', '.join(ways)}"
+        for like, found in _curves(request, request.relevant(points))
+        if not like.overlap
+        for size, ways in sorted(nonsense(found).items())
+    ]
 
 
 def _contested(timings: Mapping[str, Timing]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import time
 from collections import Counter
@@ -32,9 +33,10 @@ from mcr_plus.selection.fingerprint import fingerprint_here
 from mcr_plus.selection.writing import save_table
 from mcr_plus.tuning.algorithms import check_sizes, compared, left_out, needed, spans
 from mcr_plus.tuning.derive import derive
+from mcr_plus.tuning.load import busy_words, scatter_words, used_share
 from mcr_plus.tuning.measure import Effort, Meter, Outcome
 from mcr_plus.tuning.operations import TORCH, TUNED, Cell, Kind, whole_size
-from mcr_plus.tuning.plan import Request, Task, next_task, stages
+from mcr_plus.tuning.plan import Request, Task, impossible, next_task, stages
 from mcr_plus.tuning.points import Point, PointFile, settled
 from mcr_plus.tuning.statistics import algorithm_bandwidth, bus_bandwidth
 
@@ -43,6 +45,10 @@ COMMENT: Final = (
     "async: true are exposed times: what is left beside a computation of the operation's own length.",
 )
 NEEDED: Final = "Configurations that name this table need algorithms"
+REACHES: Final = (
+    "Rules reach from half of the smallest size measured to twice the largest one; what is left to the",
+    "built-in preference (backend: built-in) was not measured.",
+)
 _LINE_EVERY: Final = 10.0  # seconds
 _INCOMPLETE: Final = "Not complete: the budget ended before every size was measured; tune again to go on."
 
@@ -170,7 +176,11 @@ def _tune(job: Job, comm: Communicator) -> None:
     kept = PointFile(Path(job.measurements), here, fresh=job.fresh) if comm.rank == 0 else None
     points: list[Point] = list(kept.points) if kept is not None else []
     meter = _meter(comm, job)
-    began = time.monotonic()
+    comm.barrier()  # a rank that comes late would be seen as load
+    warnings = busy_words(comm.all_gather_object(used_share()))
+    if comm.rank == 0:
+        print("\n".join(warnings), file=sys.stderr, end="\n" if warnings else "", flush=True)
+    began, lost = time.monotonic(), _core_losses()
     spent = False
     with _progress(job, comm.rank, f"tuning {', '.join(ways)}", stages(request)) as advance:
         while (task := _agreed_task(comm, request, points, spent)) is not None:
@@ -181,11 +191,15 @@ def _tune(job: Job, comm: Communicator) -> None:
                 kept.add(new)
             spent = job.budget is not None and time.monotonic() - began > job.budget
             advance(_describe(task.cell))
+    rates = comm.all_gather_object((_core_losses() - lost) / max(time.monotonic() - began, 1e-3))
     if comm.rank == 0:
         table = replace(derive(request, points, here, len(set(world.hosts))), strict=job.strict)
         left = next_task(request, points, further=False)
         files = needed(table, job.algorithms)
-        comment = [*COMMENT]
+        warnings += scatter_words(settled(request.relevant(points)), max(rates))
+        if odd := impossible(request, points):
+            warnings.append(f"Left out, since larger sizes took far less time: {'; '.join(odd)}.")
+        comment = [*COMMENT, *REACHES, *warnings]
         if files:
             comment.append(f"{NEEDED}: [{', '.join(files)}]")
         if left is not None:
@@ -193,8 +207,19 @@ def _tune(job: Job, comm: Communicator) -> None:
         save_table(table, job.output, comment=comment)
         used = [point.document() for point in request.relevant(points)]
         told = left_out(request, job.algorithms)
-        answer = {"points": used, "complete": left is None, "algorithms": files, "left_out": told}
+        answer = {
+            "points": used,
+            "complete": left is None,
+            "algorithms": files,
+            "left_out": told,
+            "warnings": warnings,
+        }
         Path(job.answer).write_text(json.dumps(answer))
+
+
+def _core_losses() -> int:
+    """How often this thread has lost its core although it could have gone on."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
 
 
 def _agreed_task(comm: Communicator, request: Request, points: list[Point], spent: bool) -> Task | None:

@@ -31,6 +31,12 @@ def export(format: str, table: Table, *, backend: str | None = None) -> Exported
     return found.export(table, _backend(backend, found))
 
 
+def is_empty(text: str) -> bool:
+    """Whether an exported text holds no choice: nothing but comments, a version, and a count of none."""
+    said = {line.partition("#")[0].strip() for line in text.splitlines()}
+    return said <= {"", "0", "rule-file-version-2"}
+
+
 def import_(format: str, text: str, name: str = "<text>", *, backend: str | None = None) -> Imported:
     """Read another library's format into a table whose choices are `backend` and its algorithms.
 

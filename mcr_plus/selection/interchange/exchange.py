@@ -22,7 +22,7 @@ from mcr_plus.selection.editing import (
     single,
     tile,
 )
-from mcr_plus.selection.table import IN_PLACE, Basis, Table, TableKey, TableRule
+from mcr_plus.selection.table import BUILT_IN, IN_PLACE, Basis, Table, TableKey, TableRule
 from mcr_plus.selection.writing import key_items
 from mcr_plus.units import Range
 
@@ -164,6 +164,9 @@ class Outgoing:
 
     def _take(self, rule: TableRule) -> None:
         name, _, algorithm = rule.backend.partition(":")
+        if name == BUILT_IN:
+            self.say(rule, f"not written; what is left to our preference is left to {self._library}'s")
+            return
         if name != self._backend:
             self.say(rule, f"not written; only rules of {self._backend} are")
             return

@@ -1,0 +1,29 @@
+"""`mcr-plus trace`: traces of recordings, put together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mcr_plus.cli.output import print_written
+
+app = typer.Typer(no_args_is_help=True, help="Merge traces that `log.save()` wrote.")
+
+
+@app.callback()
+def _commands() -> None:
+    """Keep `merge` a command of its own although there is no other."""
+
+
+@app.command()
+def merge(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="A trace of each rank.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The trace to write.")] = ...,  # type: ignore[assignment]  # required
+) -> None:
+    """Make one trace of those of several ranks, for Perfetto or chrome://tracing."""
+    from mcr_plus.observe.traces import merge_traces
+
+    events = merge_traces(files, output)
+    print_written(output, f"{events} events of {len(files)} rank{'' if len(files) == 1 else 's'}")

@@ -1,0 +1,57 @@
+"""Whether a machine is quiet enough to measure on, and whether what was measured scatters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+from mcr_plus.tuning.points import Point
+
+_SAMPLE_S: Final = 0.3
+_BUSY: Final = 0.15  # of the processors' time; a quiet machine's own services take a few percent
+_SWITCHES: Final = 20.0  # times per second that a rank loses its core; quiet machines have one or two
+_WIDE: Final = 0.25  # half of a 95 % interval, relative to the median
+_OFTEN: Final = 0.2  # of the points
+
+
+def used_share() -> float:
+    """The share of this host's processor time in use while the caller sleeps; 0 if Linux does not say."""
+    before = _ticks()
+    time.sleep(_SAMPLE_S)
+    used, total = (after - start for after, start in zip(_ticks(), before, strict=True))
+    return used / total if total else 0.0
+
+
+def _ticks() -> tuple[int, int]:
+    """(used, all) clock ticks of all processors since the machine was started."""
+    try:
+        words = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    except OSError:
+        return 0, 0
+    values = [int(word) for word in words]  # user nice system idle iowait irq softirq steal
+    return sum(values) - sum(values[3:5]), sum(values)
+
+
+def busy_words(shares: Sequence[float]) -> list[str]:
+    """What is to be said before a measurement; `shares` are those of `used_share`, by rank."""
+    worst = max(range(len(shares)), key=lambda rank: shares[rank])
+    if shares[worst] < _BUSY:
+        return []
+    return [
+        f"The machine was busy: {shares[worst]:.0%} of the processor time of rank {worst}'s host went to "
+        "other processes before anything was measured."
+    ]
+
+
+def scatter_words(points: Iterable[Point], switches: float) -> list[str]:
+    """What is to be said after it; `switches`: how often per second the worst rank lost its core."""
+    timed = [point.timing for point in points if point.timing is not None]
+    wide = sum(timing.spread > _WIDE for timing in timed)
+    words = []
+    if timed and wide > _OFTEN * len(timed):
+        words.append(f"Figures scatter: {wide} of {len(timed)} are known to no better than ± {_WIDE:.0%}.")
+    if switches > _SWITCHES:
+        words.append(f"Ranks shared their cores: one lost its own {switches:.0f} times per second.")
+    return words

@@ -36,10 +36,12 @@ $(stamp): pyproject.toml constraints.txt
 	@rm -f $(venv)/.installed-*
 	@$(bin)/python -m pip uninstall -qq --yes $(other) 2>/dev/null
 	@$(bin)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[$(extra),dev]"
+	@echo "compiling kernels, once; about a minute"
+	@$(bin)/mcr-plus warmup
 	@touch $@
 
 demo: $(stamp)
-	@$(bin)/mcr-plus run -n 2 examples/dlrm/train.py
+	@$(bin)/mcr-plus run -n 2 examples/dlrm/train.py --against-torch
 
 # First what needs one core, several at a time; then what starts ranks. 5: no test of these flags in that half.
 test: $(stamp)

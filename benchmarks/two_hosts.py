@@ -66,13 +66,22 @@ class TwoHosts:
         self._folder.cleanup()
 
     def mpirun(
-        self, command: Sequence[str], *, per_host: int = 1, **options: Any
+        self,
+        command: Sequence[str],
+        *,
+        per_host: int = 1,
+        ranks: int | None = None,
+        check: bool = True,
+        **options: Any,
     ) -> subprocess.CompletedProcess[Any]:
-        """Run `command` as `per_host` ranks on each host; raises `CalledProcessError` if it fails."""
+        """Run `command` as `per_host` ranks on each host; as `ranks` if given, the last host having the rest.
+
+        With `check` raises `CalledProcessError` if it fails.
+        """
         launcher = mpi_flavour()
         assert launcher is not None
         words = [
-            launcher.path, "--allow-run-as-root", "-n", str(2 * per_host),
+            launcher.path, "--allow-run-as-root", "-n", str(ranks or 2 * per_host),
             "--host", ",".join(f"{address}:{per_host}" for address in ADDRESSES),
             "--bind-to", "none", "--prtemca", "plm_ssh_agent", str(self._agent()),
             "--prtemca", "prte_if_include", NETWORK, "--mca", "btl_tcp_if_include", NETWORK,
@@ -80,7 +89,7 @@ class TwoHosts:
             # A rank that spins keeps its core from the kernel's network work.
             "--mca", "mpi_yield_when_idle", "1", str(self._rank()), *command,
         ]  # fmt: skip
-        return subprocess.run(_inside(self.names[0], words), check=True, **options)
+        return subprocess.run(_inside(self.names[0], words), check=check, **options)
 
     def beside(self, commands: Sequence[Sequence[str]]) -> list[list[str]]:
         """The commands as they run on one host each, without a launcher: a process without peers."""

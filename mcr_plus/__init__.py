@@ -14,7 +14,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from mcr_plus.autoload import register
-from mcr_plus.environment import autoloads
+from mcr_plus.environment import autoloads, error_channel
+from mcr_plus.uncaught import report_to
 
 if TYPE_CHECKING:
     from mcr_plus.collectives import (
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
         init,
         is_initialized,
         new_group,
+        reset,
         world,
     )
     from mcr_plus.state import load_state_dict, state_dict
@@ -146,6 +148,7 @@ __all__ = [
     "reduce_scatter_coalesced",
     "reduce_scatter_tensor",
     "reduce_scatter_v",
+    "reset",
     "scatter",
     "scatter_v",
     "send",
@@ -175,5 +178,7 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
+if (_channel := error_channel()) is not None:
+    report_to(_channel)
 if "torch" in sys.modules or not autoloads():  # elsewhere, `import torch` does it
     register()

@@ -386,9 +386,9 @@ def broadcast_object(obj: Any, src: int, group: Communicator | None = None) -> A
     return _of(group).broadcast_object(obj, src)
 
 
-def all_gather_object(obj: Any, group: Communicator | None = None) -> list[Any]:
+def all_gather_object(obj: Any, group: Communicator | None = None, *, tag: str | None = None) -> list[Any]:
     """Every rank's object, in rank order. Pickled: between the ranks of one's own job only."""
-    return _of(group).all_gather_object(obj)
+    return _of(group).all_gather_object(obj, tag=tag)
 
 
 def persistent(kind: str, *tensors: Any, group: Communicator | None = None, **options: Any) -> PersistentOp:

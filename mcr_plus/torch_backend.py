@@ -20,6 +20,7 @@ import json
 import logging
 import operator
 import threading
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
@@ -44,15 +45,15 @@ from mcr_plus.backends.msccl.catalog import kept
 from mcr_plus.c10d import PrefixStore, ProcessGroup, Store
 from mcr_plus.communicator import Communicator
 from mcr_plus.config import Config
-from mcr_plus.dispatch.board import Failure
+from mcr_plus.dispatch.board import Failure, SharedBoard
 from mcr_plus.dispatch.work import JointWork, Work
 from mcr_plus.errors import CommTimeout, ConfigError, McrError, NotInitialized, Unsupported
 from mcr_plus.hierarchy.nodes import check_nodes
 from mcr_plus.interfaces import World
-from mcr_plus.launch.rendezvous import exchange
+from mcr_plus.launch.rendezvous import exchange, signed_part
 from mcr_plus.message import REDUCE_OPS, ReduceOp, check_reducible
 from mcr_plus.selection.checks import use_algorithms
-from mcr_plus.torch_work import DONE, TorchWork, joint, untraced
+from mcr_plus.torch_work import DONE, Membership, TorchWork, joint, untraced
 
 NAME: Final = "mcr"
 Options = str | Path | Mapping[str, Any]
@@ -77,7 +78,12 @@ class McrProcessGroup(ProcessGroup):
     alike, before anything is sent.
 
     Operations may come from any thread, one at a time: their order must be the same on all ranks.
+
+    A group that nobody has any more, and none of its handles, leaves as by `abort`.
     """
+
+    _membership: Membership
+    _finalizer: weakref.finalize[..., object] | None = None
 
     def __init__(self, store: Store, rank: int, size: int, open_group: Callable[[], Communicator]) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # the stubs know another one
@@ -101,6 +107,9 @@ class McrProcessGroup(ProcessGroup):
             raise NotInitialized(f"process group '{self._name}' has been destroyed")
         if self._found is None:
             self._found = self._open()
+            self._membership = Membership(self._found)
+            self._finalizer = weakref.finalize(self._membership, _job.drop, self._found, _job.runtime)
+            self._finalizer.atexit = False
         return self._found
 
     # -- what torch asks about a group ------------------------------------------------------------
@@ -174,6 +183,8 @@ class McrProcessGroup(ProcessGroup):
     def _forget(self) -> Communicator | None:
         """Be destroyed: what is asked of this group from now on is refused."""
         communicator, self._found, self._owner, self._destroyed = self._found, None, 0, True
+        if self._finalizer is not None:
+            self._finalizer.detach()
         return communicator
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
@@ -526,7 +537,7 @@ class McrProcessGroup(ProcessGroup):
         return group
 
     def _started(self, work: Work | None, result: Any) -> dist.Work:
-        handle: dist.Work = DONE if work is None else TorchWork(work, result, self.communicator)
+        handle: dist.Work = DONE if work is None else TorchWork(work, result, self._membership)
         if self._batch is not None:
             self._batch.append(handle)
         return handle
@@ -558,10 +569,11 @@ class _AsGloo(McrProcessGroup):
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta | None = None) -> None:
         # What torch sets after it has made the group, and before it uses it.
-        self.options: Any = SimpleNamespace(global_ranks_in_group=[], group_name="", _timeout=timeout)
+        options = SimpleNamespace(global_ranks_in_group=[], group_name="", _timeout=timeout)
+        self.options: Any = options
 
-        def open_group() -> Communicator:
-            ranks, name = self.options.global_ranks_in_group, self.options.group_name
+        def open_group() -> Communicator:  # without this group itself, which would then be collected late
+            ranks, name = options.global_ranks_in_group, options.group_name
             return _communicator(store, rank, size, timeout, ranks, name, None)
 
         super().__init__(store, rank, size, open_group)
@@ -614,17 +626,39 @@ class _Job:
         self.names = Counter[str]()
         self.groups = set[Communicator]()
         self.joined = False
+        self.dropped = deque[Communicator]()
 
     def enter(self, running: runtime.Runtime, ranks: tuple[int, ...], *, joined: bool) -> None:
         """`joined`: by torch's first group, so that it ends with the last one."""
         self.runtime, self.ranks, self.joined = running, ranks, joined
         self.names, self.groups = Counter(), set()
 
+    def drop(self, communicator: Communicator, running: runtime.Runtime | None) -> None:
+        """Note that nobody has a group of the job `running` any more.
+
+        A finalizer, which may interrupt anything in any thread: so it takes no lock and asks no store. Peers
+        that share memory see it at once, others when `leave_dropped` is called.
+        """
+        self.dropped.append(communicator)
+        if running is None or running.closed:  # also in a forked child: the group is its parent's
+            return
+        for each in communicator.opened.all:
+            board = each.state.board
+            if isinstance(board, SharedBoard) and not each.state.closed:
+                each.state.publish()
+                board.mark_failed(Failure(0, "its process group was dropped without shutdown"))
+
+    def leave_dropped(self) -> None:
+        """Leave the groups that nobody has any more, without a wait for anything or anybody."""
+        while self.dropped:
+            self.leave(self.dropped.popleft(), clean=False)
+
     def leave(self, communicator: Communicator, *, clean: bool = True) -> None:
         """Close a group, and the job with the last one if torch's first group has joined it.
 
         The first one is the job's own: while others live it is only waited for.
         """
+        self.leave_dropped()
         self.groups.discard(communicator)
         running = self.runtime
         if running is None or running.closed or communicator not in running.communicators:
@@ -640,7 +674,7 @@ class _Job:
 
 
 _job = _Job()
-_made = Counter[tuple[str, tuple[int, ...]]]()  # groups so far, by name and ranks
+runtime.job.leave_dropped = _job.leave_dropped
 
 
 def _communicator(
@@ -653,12 +687,12 @@ def _communicator(
     options: object,
 ) -> Communicator:
     """The communicator of a group of torch's: of a new job, or of the one that there is."""
+    _job.leave_dropped()
     seconds = (timeout or dist.default_pg_timeout).total_seconds()
     members = tuple(ranks) or tuple(range(size))
-    # The store may be older than this group, and have served groups of its name, of these ranks or of others.
-    _made[name, members] += 1
+    # The store may be older than this group, and serve groups of other ranks.
     who = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
-    ours = PrefixStore(f"mcr_plus/{who}/{_made[name, members]}", store)
+    ours = signed_part(PrefixStore(f"mcr_plus/{who}", store), rank, size, seconds)
     inside = _ranks_in_job(members, rank, ours, seconds)
     running = runtime.job.runtime
     if inside is None or running is None:

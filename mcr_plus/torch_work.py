@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cache
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 _NO_BACKWARD: Final = -1
+_HALVES: Final = (torch.float16, torch.bfloat16)
 _PAUSE_S: Final = 100e-6  # between two looks of the thread that completes futures
 _LEAST_S: Final = 1e-6  # of a wait that is bounded, for zero is not
 _PATIENCE_S: Final = 1.0  # of it with a backward pass: it may have raised, or wait for the future itself
@@ -71,15 +74,22 @@ class _Done(dist.Work):
 DONE: Final = _Done()
 
 
+class Membership:
+    """A rank's part in a group, for as long as somebody has the process group or a handle of it."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+
+
 @untraced
 class TorchWork(dist.Work):
     """A handle of torch's over one of ours. `tensors` is what its future holds in the end."""
 
-    def __init__(self, work: Work, tensors: Sequence[torch.Tensor], group: Communicator) -> None:
+    def __init__(self, work: Work, tensors: Sequence[torch.Tensor], membership: Membership) -> None:
         super().__init__()
         self._work = work
         self._tensors = _flat(tensors)
-        self._group = group
+        self._membership = membership
         self._future: _Future | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -111,7 +121,7 @@ class TorchWork(dist.Work):
     def source_rank(self) -> int:
         """After a finished receive from anybody: the group rank that it came from."""
         source = self._work.source_rank()
-        return -1 if source is None else self._group.ranks.index(source)
+        return -1 if source is None else self._membership.communicator.ranks.index(source)
 
     _source_rank = source_rank
 
@@ -133,13 +143,45 @@ class TorchWork(dist.Work):
                 else:
                     # Queued before DDP's own callback, which waits for futures without driving anything.
                     Variable._execution_engine.queue_callback(self._future.finish)
-                    self._group.progress()
+                    self._membership.communicator.progress()
                     _completer.add(self._future, patience=_PATIENCE_S)
             elif done:
                 self._future.settle()
             else:
                 _completer.add(self._future, patience=0.0)
-        return self._future
+        if any(tensor.dtype not in _HALVES or tensor.is_cuda for tensor in self._tensors) or _python_asks():
+            return self._future
+        typed: torch.futures.Future[Any] = _script().typed(self._future, self._tensors)
+        return typed
+
+
+def _python_asks() -> bool:
+    """Whether `get_future` was called by Python code: what C++ calls has the frame of another function."""
+    try:
+        return "get_future" in sys._getframe(2).f_code.co_names
+    except ValueError:  # no frame at all, in a thread of autograd's
+        return False
+
+
+@cache
+def _script() -> Any:
+    """What makes a future whose value is a TensorList, as the futures of torch's own groups.
+
+    A result that Python sets is an object of Python's for C++, whatever it is: DDP takes it, its hook
+    FP16_COMPRESS does not. A future of TorchScript's has the type that its function returns; this one waits
+    for a future of Python's without holding a thread. But it ends in a thread of torch's, which on busy cores
+    takes milliseconds to wake: too much for float32, in which DDP itself reduces. The streams of CUDA tensors
+    would be lost on that way.
+    """
+    return torch.jit.CompilationUnit("""
+def when(done: Future[int], tensors: List[Tensor]) -> List[Tensor]:
+    torch.jit.wait(done)
+    return tensors
+
+
+def typed(done: Future[int], tensors: List[Tensor]) -> Future[List[Tensor]]:
+    return torch.jit.fork(when, done, tensors)
+""")
 
 
 @untraced

@@ -174,7 +174,7 @@ def recorded(comm: mcr.Communicator, failures: Failures) -> None:
     kinds = [record.kind for record in log.records if record.group.endswith("/back")]
     failures.expect("back", kinds == ["all_gather"], kinds)
     sizes = [record.bytes for record in log.records if record.group == "world" and record.bytes]
-    rest = 1031 % (len(comm.parts[0].ranks))
+    rest = 1031 % (len(comm.opened.parts[0].group.ranks))
     failures.expect("flat", sorted(sizes) == sorted([4 * rest, 4124, 4 * comm.size]), sizes)
 
 
@@ -355,7 +355,7 @@ def rules() -> None:
 def uneven() -> None:
     """Nodes of different sizes: the flat way, with the right results."""
     with mcr.init(config(nodes=[[0, 1, 2], [3]])) as comm:
-        assert not comm.parts
+        assert not comm.opened.parts
         with mcr.record() as log:
             values = torch.ones(100)
             comm.all_reduce(values, tag="a")
@@ -570,7 +570,7 @@ def on_two_hosts(folder: Path) -> None:
     ) as comm:
         for section in (rough_sums, in_flight, sub_groups):
             section(comm, failures)
-        report = {**failures.report(), "groups": " ".join(part.name for part in comm.parts)}
+        report = {**failures.report(), "groups": " ".join(part.name for part in comm.opened.parts)}
     (folder / f"{comm.rank}").write_text(json.dumps(report))
 
 

@@ -88,6 +88,17 @@ def arguments(*words: str) -> None:
     print(words, flush=True)
 
 
+def mistake() -> None:
+    """Ask for a reduction that there is not."""
+    import torch
+
+    import mcr_plus as mcr
+
+    op: Any = "sum"
+    with mcr.init(backends=["gloo"]):
+        mcr.all_reduce(torch.ones(3), op)
+
+
 def _raise() -> None:
     raise ValueError("the reason it failed")
 
@@ -101,6 +112,7 @@ _FAILURES: dict[str, Callable[[], Any]] = {
 _PROGRAMS: dict[str, Callable[..., None]] = {
     "finish": finish, "sleep": sleep, "stubborn": stubborn, "fail": fail, "lines": lines,
     "environment": environment, "arguments": arguments,
+    "mistake": mistake,
 }  # fmt: skip
 
 if __name__ == "__main__":

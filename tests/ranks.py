@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,6 +62,7 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     timeout: float = 60,
     check: bool = True,
+    restarts: int = 0,
 ) -> list[RankResult]:
     """Call `target` (a top-level function, or "module:name") on each rank; one result per rank, in order.
 
@@ -69,8 +70,10 @@ def run_ranks(
     gives them torchrun's environment and a store on loopback, but no agent: when one dies, the others
     go on until they end by themselves, `timeout` passes, or ten seconds after the last rank that
     failed. `via="ulfm"` does the same under Open MPI, with its fault tolerance. `env` adds to the
-    environment. With `check`, a rank that fails raises `RanksFailed`; running out of time always does.
-    No process of the job is left when this returns or raises.
+    environment. `restarts`, with `via="torch"`: how often all ranks are ended and started again once one
+    has failed, with the same store, as torchrun's agent does it. With `check`, a rank that fails raises
+    `RanksFailed`; running out of time always does. No process of the job is left when this returns or
+    raises.
     """
     folder = Path(tempfile.mkdtemp(prefix="mcr-test-"))
     try:
@@ -78,8 +81,10 @@ def run_ranks(
         if via == "mpi":
             words = ["-m", "mpi4py", *words]  # as `mcr-plus run` starts programs: one that raises ends all
         command = _nursery().command(words)
-        start = {"mpi": _run_mpi, "ulfm": _run_ulfm, "torch": _run_torch}[via]
-        codes, late = start(command, ranks, folder, {**os.environ, **(env or {})}, timeout)
+        by_torch = partial(_run_torch, restarts=restarts)
+        starts: dict[str, Callable[..., tuple[Codes, bool]]]
+        starts = {"mpi": _run_mpi, "ulfm": _run_ulfm, "torch": by_torch}
+        codes, late = starts[via](command, ranks, folder, {**os.environ, **(env or {})}, timeout)
         results = [_result(folder, rank, codes[rank]) for rank in range(ranks)]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -168,23 +173,34 @@ def _run_ulfm(
 
 
 def _run_torch(
-    command: list[str], ranks: int, folder: Path, env: dict[str, str], timeout: float
+    command: list[str], ranks: int, folder: Path, env: dict[str, str], timeout: float, restarts: int
 ) -> tuple[Codes, bool]:
     from mcr_plus.launch.agent import loopback_store
 
     store = loopback_store()
-    settings = env | _torch_settings(ranks, store.port)
-    processes = [_start_rank(command, rank, folder, settings) for rank in range(ranks)]
-    try:
-        late = _wait(lambda: [process.poll() for process in processes], time.sleep, timeout)
-        return [process.poll() for process in processes], late
-    finally:
-        for process in processes:
-            _kill_group(process)
+    found: Codes = []
+    late = False
+    for attempt in range(restarts + 1):
+        settings = env | _torch_settings(ranks, store.port, attempt)
+        processes = [_start_rank(command, rank, folder, settings) for rank in range(ranks)]
+
+        def codes(processes: list[subprocess.Popen[bytes]] = processes) -> Codes:
+            return [process.poll() for process in processes]
+
+        try:
+            late = _wait(codes, time.sleep, timeout, 0.0 if attempt < restarts else _GRACE_S)
+            found = codes()
+            if attempt == restarts or not any(found):
+                break
+        finally:
+            for process in processes:
+                _kill_group(process)
+    return found, late
 
 
-def _torch_settings(ranks: int, port: int) -> dict[str, str]:
+def _torch_settings(ranks: int, port: int, attempt: int) -> dict[str, str]:
     return {
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
@@ -210,8 +226,10 @@ def _start_rank(
         )
 
 
-def _wait(codes: Callable[[], Codes], pause: Callable[[float], object], timeout: float) -> bool:
-    """Wait for all; True if time ran out. After a failure the others have a grace time, no more."""
+def _wait(
+    codes: Callable[[], Codes], pause: Callable[[float], object], timeout: float, grace: float = _GRACE_S
+) -> bool:
+    """Wait for all; True if time ran out. After a failure the others have `grace` seconds, no more."""
     deadline = time.monotonic() + timeout
     failed = 0
     while None in (now := codes()):
@@ -219,7 +237,7 @@ def _wait(codes: Callable[[], Codes], pause: Callable[[float], object], timeout:
             return True
         failures = sum(code not in (None, 0) for code in now)
         if failures > failed:
-            failed, deadline = failures, min(deadline, time.monotonic() + _GRACE_S)
+            failed, deadline = failures, min(deadline, time.monotonic() + grace)
         pause(_POLL_S)
     return False
 

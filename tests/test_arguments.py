@@ -483,6 +483,7 @@ def lives() -> dict[str, Any]:
     missing, wrong = mcr.NotInitialized, failures.raises
     for name, call in _before_init().items():
         wrong(f"{name} before init", call, missing, "mcr.init")
+    wrong("finalize before init", mcr.finalize, missing, "mcr.init")
     comm = mcr.init(timeout=TIMEOUT)
     wrong("init twice", mcr.init, missing, "finalize")
     failures.expect("the first init goes on", mcr.world() is comm)
@@ -492,6 +493,8 @@ def lives() -> dict[str, Any]:
     number = _good(comm, "init twice", failures)
     failures.expect("numbers go on", number > 0)
     mcr.finalize()
+    mcr.finalize()
+    failures.expect("a second finalize is harmless", not mcr.is_initialized())
     for name, call in _before_init().items():
         wrong(f"{name} after finalize", call, missing, "finalize")
     wrong("method after finalize", lambda: comm.all_reduce(torch.ones(1)), missing, "finalize")
@@ -528,7 +531,6 @@ def _before_init() -> dict[str, Callable[[], Any]]:
         "get_backends": mcr.get_backends,
         "new_group": lambda: mcr.new_group([0]),
         "persistent": lambda: mcr.persistent("barrier"),
-        "finalize": mcr.finalize,
         "record": lambda: mcr.record().__enter__(),
     }
 

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import bench_beside
 import bench_break_even
 import bench_codecs
 import bench_training
@@ -228,3 +229,34 @@ def test_how_much_less_is_sent() -> None:
     assert smaller == pytest.approx({"bf16": 2, "int8_block": 3.94, "topk": 66.6}, rel=0.01)
     with pytest.raises(SystemExit, match="powersgd has no payloads"):
         bench_break_even.payload_codec("powersgd")
+
+
+# --- beside other work --------------------------------------------------------------------------------
+
+
+def beside(way: str, nbytes: int, p50: float, p95: float) -> dict[str, Any]:
+    return {"case": "1", "ranks": 2, "bytes": nbytes, "way": way, "p50": p50, "p95": p95, "mean": p50}
+
+
+def test_the_default_is_compared_with_torch_size_by_size() -> None:
+    rows = [
+        beside(bench_beside.DEFAULT, 8, 10.0, 50.0),
+        beside(bench_beside.TORCH, 8, 80.0, 100.0),
+        beside(bench_beside.DEFAULT, 1024, 40.0, 130.0),
+        beside(bench_beside.TORCH, 1024, 20.0, 100.0),
+        beside("mpi", 1024, 5.0, 6.0),
+    ]
+    assert bench_beside.summary(rows) == [["1", "2", "2.00 ×", "0.50 ×", "2.00 ×", "1.30", "1 of 2"]]
+    found = {"operations": rows, "examples": [], "skipped": {"within 1.5 cores": "no cgroup"}}
+    text = bench_beside.report(found, "a command")
+    assert "## beside one busy process, 2 ranks" in text
+    assert "| 8 | 10 / 50 | 80 / 100 |  |" in text
+    assert "Skipped: within 1.5 cores: no cgroup" in text
+
+
+def test_operations_are_measured_beside_a_busy_process(tmp_path: Path) -> None:
+    target, words = tmp_path / "found.json", "--parts operations --cases 1 --ranks 2 --sizes 8 --rounds 1"
+    bench_beside.main([*words.split(), "--calls", "3", "--json", str(target)])
+    found = json.loads(target.read_text())["operations"]
+    assert {row["way"] for row in found} >= {bench_beside.DEFAULT, bench_beside.TORCH, "msccl", "gloo"}
+    assert all(0 < row["p50"] <= row["p95"] for row in found)

@@ -135,7 +135,7 @@ def test_a_codec_gets_its_options(
 def test_a_call_switches_it_off(compress: Codec | bool) -> None:
     issue, rest = bind(compress, {"codec": "scale"})
     assert issue == rest.issue
-    assert rest.notes == ["off, by the call"]
+    assert rest.notes == ["off for this operation"]
     assert rest.signatures[0].compress is None
 
 
@@ -153,7 +153,7 @@ def test_one_rank_sends_nothing() -> None:
             (("codec", "scale"), ("to", 3)),
             "all_reduce: compress.to: unknown key 'to'; known: audit_every, by, codec, ",
         ),
-        ((("by", "x"), ("codec", "scale")), "all_reduce: compress.by: expected a valid integer"),
+        ((("by", "x"), ("codec", "scale")), "all_reduce: compress.by: expected a whole number, got 'x'"),
         (
             (("by", 3), ("codec", "bf16")),
             "all_reduce: compress.by: unknown key 'by'; known: audit_every, codec, ",

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -19,12 +20,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import comparing
 import criteo
 import model
 import numpy as np
 import pytest
 import report
-import reporting
 import torch
 import train
 import typer
@@ -35,6 +36,7 @@ from typer.testing import CliRunner
 
 import mcr_plus
 from mcr_plus.errors import BackendUnavailable
+from mcr_plus.observe.table import CommunicationRow, communication
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "dlrm"
 T = TypeVar("T")
@@ -376,10 +378,9 @@ def test_communication_is_summed_by_kind_tag_and_backend() -> None:
         record("all_to_all", "a", "mpi", 0, 4, 6),
         record("all_reduce", None, "gloo", 100, 0, 1),
     ]
-    log: Any = SimpleNamespace(records=records)
-    assert reporting.communication(log, seconds=10) == [
-        reporting.CommunicationRow("all_to_all", "a", "mpi", 3, 700, 88, 2e6, 0.6, 0.15),
-        reporting.CommunicationRow("all_reduce", "", "gloo", 1, 100, 25, 1e6, 0.1, 0.025),
+    assert communication(records, seconds=10) == [
+        CommunicationRow("all_to_all", "a", "mpi", 3, 700, 88, 2e6, 0.6, 0.15),
+        CommunicationRow("all_reduce", "", "gloo", 1, 100, 25, 1e6, 0.1, 0.025),
     ]
 
 
@@ -481,7 +482,7 @@ def test_any_number_of_ranks_trains_the_same_model(size: int, generated: Path) -
     several = on_ranks(size, lambda comms: train_on(comms, job(generated)))
     assert len(single.losses) == 14
     for result, _ in several:
-        assert reporting.difference(result.losses, single.losses) < 1e-12
+        assert comparing.difference(result.losses, single.losses) < 1e-12
         assert report.log_loss(result.labels, result.scores) == pytest.approx(
             report.log_loss(single.labels, single.scores)
         )
@@ -571,6 +572,16 @@ def test_comparison_of_equals(
     assert "mcr_plus mpi did not run: no mpi" in output
     document = json.loads((tmp_path / "out.json").read_text())
     assert [run["max_difference"] for run in document["runs"]] == [0, 0, None, 0, 0]
+    assert [run["rounds"] for run in document["runs"]] == [3, 3, None, 3, 3]
+
+
+def test_one_line_compares_with_torch(transports: object, generated: Path) -> None:
+    status, output = invoke("--data", generated, "--steps", 2, "--against-torch")
+    assert status == 0
+    figures = (
+        r"[\d,]+ samples/s, mcr_plus pipeline: [\d,]+, (no difference|[\d.]+ × as fast) \(3 rounds in turns\)"
+    )
+    assert re.search(f"torch.distributed gloo: {figures}", output)
 
 
 def test_a_library_that_adds_wrongly_is_found(
@@ -620,7 +631,7 @@ def test_two_processes_on_torch_train_the_same_model(generated: Path, tmp_path: 
     work = job(generated, model=model.ModelConfig(table_rows=20), batch_size=128)
     single, _ = train_on(alone(), work)
     losses = json.loads((tmp_path / "out.json").read_text())["train_loss"]["steps"]
-    assert reporting.difference(np.array(losses), single.losses) < reporting.TOLERANCE
+    assert comparing.difference(np.array(losses), single.losses) < comparing.TOLERANCE
 
 
 def mpi_is_there() -> bool:
@@ -633,9 +644,10 @@ def test_all_libraries_train_the_same_model_on_two_ranks(generated: Path, tmp_pa
     if not mpi_is_there():
         pytest.skip("needs mpiexec beside python")
     mpiexec = [str(Path(sys.executable).parent / "mpiexec"), "-n", "2", sys.executable]
-    done = launch(mpiexec, "--compare", "--data", generated, "--steps", 5, "--json", tmp_path / "out.json")
+    out = tmp_path / "out.json"
+    done = launch(mpiexec, "--compare", "--rounds", 1, "--data", generated, "--steps", 5, "--json", out)
     assert done.returncode == 0, done.stdout + done.stderr
-    document = json.loads((tmp_path / "out.json").read_text())
+    document = json.loads(out.read_text())
     assert [run["transport"] for run in document["runs"]] == list(TITLES.values())
     for run in document["runs"]:
         assert run["missing"] is None

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import comparing
 import numpy as np
 import options
 import parallel
@@ -18,7 +19,7 @@ import training
 import typer
 from corpus import Corpus, read_corpus
 from example_runs import EXAMPLES, RANKS_ENV, TINY, launch
-from libraries import TITLES, JobError
+from libraries import TITLES, JobError, TransportName
 from ranks import run_ranks
 from rich.console import Console
 from torch import nn
@@ -277,8 +278,8 @@ def test_a_picture_without_matplotlib_is_refused(
 
 def result(offset: float, seconds: float) -> training.Result:
     return training.Result(
-        ranks=2, losses=np.array([5.0, 4.0]) + offset, seconds=1.0, step_seconds=seconds, communication=[],
-        log=None, times=[seconds, seconds, 9.0], tokens=100, held_out=3.0, dropped=np.empty(0),
+        ranks=2, losses=np.array([5.0, 4.0]) + offset, things=100, seconds=1.0, step_seconds=seconds,
+        communication=[], log=None, held_out=3.0, dropped=np.empty(0),
     )  # fmt: skip
 
 
@@ -293,13 +294,13 @@ def test_comparison_goes_in_rounds_and_finds_who_differs(
         if name == "mpi":
             raise BackendUnavailable("no mpi")
         ran.append(name)
-        last = name == "mix" and len(ran) == 7
+        last = name == "mix" and len(ran) == 5
         return result(offset if last else 0.0, 0.1 if name == "mix" else 0.2)
 
     monkeypatch.setattr(training, "run", run)
     config = EXAMPLES / "gpt" / "pipeline.yaml"
     assert started(compare=True, config=config, json=tmp_path / "out.json") == (1 if offset else 0)
-    assert ran == ["torch", "gloo", "msccl", "mix", "gloo", "msccl", "mix", "torch"]
+    assert ran == ["torch", "gloo", "msccl", "mix", "mix", "msccl", "gloo", "torch"]
     output = capsys.readouterr().out
     assert "mcr_plus mpi did not run: no mpi" in output
     assert ("losses differ by more than 1e-05" in output) == bool(offset)
@@ -307,10 +308,40 @@ def test_comparison_goes_in_rounds_and_finds_who_differs(
     assert document["same"] == (not offset)
     runs = {run["transport"]: run for run in document["runs"]}
     assert list(runs) == list(TITLES.values())
-    assert runs["mcr_plus mix"]["speedup"] == pytest.approx(2)
-    assert runs["mcr_plus mix"]["tokens_per_second"] == pytest.approx(1000)
-    assert runs["mcr_plus mix"]["max_difference"] == pytest.approx(offset / 5 if offset else 0, rel=0.3)
+    assert runs["mcr_plus pipeline"]["speedup"] == pytest.approx(2)
+    assert runs["mcr_plus pipeline"]["speed_range"] == [1000, 1000]
+    assert runs["mcr_plus pipeline"]["differs"]
+    assert not runs["mcr_plus gloo"]["differs"]
+    assert "no difference" in output
+    assert runs["mcr_plus pipeline"]["tokens_per_second"] == pytest.approx(1000)
+    assert runs["mcr_plus pipeline"]["max_difference"] == pytest.approx(offset / 5 if offset else 0, rel=0.3)
     assert runs["mcr_plus mpi"]["missing"] == "no mpi"
+
+
+# A step's seconds by library and round, and what is said of each library's speed-up over the first.
+SPEEDS: dict[str, tuple[dict[TransportName, list[float]], list[str]]] = {
+    "apart": ({"torch": [0.2, 0.25, 0.3], "gloo": [0.1, 0.15, 0.19]}, ["-", "1.67"]),
+    "slower": ({"torch": [0.1, 0.15, 0.19], "gloo": [0.2, 0.25, 0.3]}, ["-", "0.60"]),
+    "overlapping": ({"torch": [0.2, 0.25, 0.3], "gloo": [0.1, 0.15, 0.2]}, ["-", "no difference"]),
+    "one inside the other": ({"torch": [0.1, 0.2, 0.4], "gloo": [0.15, 0.15, 0.15]}, ["-", "no difference"]),
+    "one round": ({"torch": [0.4], "gloo": [0.1]}, ["-", "-"]),
+}
+
+
+@pytest.mark.parametrize("case", SPEEDS)
+def test_a_speed_up_is_claimed_beyond_the_spread_alone(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    seconds, said = SPEEDS[case]
+    rounds = len(seconds["torch"])
+    left = {name: iter(each) for name, each in seconds.items()}
+    results, missing = comparing.take_turns(lambda name: result(0, next(left[name])), rounds, list(seconds))
+    rows = comparing.comparisons(results, missing, lambda run: {"held_out_loss": run.held_out})
+    assert [comparing.speedup(row) for row in rows] == said
+    assert rows[1].speed_range == pytest.approx((100 / max(seconds["gloo"]), 100 / min(seconds["gloo"])))
+    console = Console(width=150)
+    assert comparing.report_comparison(rows, "tokens", training.COLUMNS, console, None) == 0
+    printed = capsys.readouterr().out
+    assert said[1] in printed
+    assert ("--rounds 3" in printed) == (rounds == 1)
 
 
 # --- real ranks ---------------------------------------------------------------------------------------

@@ -91,6 +91,8 @@ def test_what_is_left_out_has_a_default(inplace: str, outofplace: bool) -> None:
 
 def test_no_limit_may_be_written_as_zero() -> None:
     assert parse(changed('maxBytes="4096"', 'maxBytes="0"')).most is None
+    for most in (2**60, 2**63 - 1):
+        assert parse(changed('maxBytes="4096"', f'maxBytes="{most}"')).most == most
 
 
 def test_the_other_spelling_of_reducescatter() -> None:
@@ -143,6 +145,8 @@ WRONG = {
     "integer": (4, 'cnt="2"', 'cnt="two"', "gpu[0].tb[0].step[0].cnt", "'two', expected an integer"),
     "underscore": (4, 'cnt="2"', 'cnt="1_0"', "gpu[0].tb[0].step[0].cnt", "'1_0', expected an integer"),
     "empty": (4, 'cnt="2"', 'cnt=""', "gpu[0].tb[0].step[0].cnt", "'', expected an integer"),
+    "65 bits": (1, 'maxBytes="4096"', f'maxBytes="{2**63}"', "algo.maxBytes",
+        f"{2**63}, expected an integer of 64 bits"),
     "huge": (4, 'cnt="2"', f'cnt="{HUGE}"', "gpu[0].tb[0].step[0].cnt", f"'{HUGE}', expected an integer"),
     "missing": (4, ' cnt="2"', "", "gpu[0].tb[0].step[0].cnt", "missing; every step has one"),
     "type": (4, 'type="s"', 'type="q"', "gpu[0].tb[0].step[0].type",
@@ -260,7 +264,7 @@ def test_what_is_no_xml_is_refused(content: bytes) -> None:
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read the file: No such file or directory$"):
+    with pytest.raises(ConfigError, match=r"cannot read .*: No such file or directory$"):
         read_algorithm(tmp_path / "none.xml")
     with pytest.raises(ConfigError, match="cannot write: "):
         write_algorithm(parse(PAIR), tmp_path)
@@ -270,7 +274,7 @@ def test_a_file_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(reader, "MAX_FILE_BYTES", 1 << 20)
     path = tmp_path / "large.xml"
     path.write_bytes(b" " * (1 << 20) + b" ")
-    with pytest.raises(ConfigError, match=r"large.xml:1: document: larger than 1 MiB$"):
+    with pytest.raises(ConfigError, match=r"large.xml:1: document: .* is larger than 1 MiB$"):
         read_algorithm(path)
 
 

@@ -40,6 +40,22 @@ def test_importing_the_package_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_the_package_does_without_what_the_command_line_needs() -> None:
+    code = """
+import sys
+sys.modules |= {"typer": None, "rich": None}
+import mcr_plus
+with mcr_plus.init(backends=["gloo"]), mcr_plus.record() as log:
+    mcr_plus.barrier()
+assert "barrier" in str(log)
+from mcr_plus.cli import start
+start()
+"""
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    what = "the command line needs typer, which is missing: pip install rich typer"
+    assert (answer.returncode, answer.stderr) == (1, f"mcr-plus: {what}\n")
+
+
 def test_no_module_hides_a_public_name() -> None:
     # Importing a submodule sets an attribute of its name on the package.
     folder = Path(mcr.__file__ or "").parent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import subprocess
 import sys
 import time
@@ -223,93 +224,19 @@ def test_stage_may_rewrite_an_op_into_two_on_two_libraries() -> None:
 
 # -- MSCCL's shape: an outside package brings a backend with algorithms ------------------------------
 
-OUTSIDE = '''
-from mcr_plus.interfaces import NATIVE, Availability, Support
+DOCUMENT = Path(__file__).parent.parent / "docs" / "adding-a-backend.md"
 
-class Channel:
-    """all_reduce over the job's store: `star` (rank 0 adds up) or `all` (everyone adds up)."""
 
-    def __init__(self, store, group):
-        self._store, self._group, self._count = store, group, 0
-
-    def bind(self, signature):
-        return self._star if signature.algorithm == "star" else self._all
-
-    def _post(self, key, tensor):
-        self._store.set(key, tensor.numpy().tobytes())
-
-    def _read(self, key, like):
-        import torch
-        return torch.frombuffer(bytearray(self._store.get(key)), dtype=like.dtype).view(like.shape)
-
-    def _all(self, message):
-        value = message.outputs[0]
-        self._count += 1
-        keys = [f"toy/{self._group.name}/{self._count}/{rank}" for rank in range(self._group.size)]
-        self._post(keys[self._group.rank], value)
-
-        def poll():
-            if not self._store.check(keys):
-                return False
-            value.copy_(sum(self._read(key, value) for key in keys))
-            return True
-
-        return poll
-
-    def _star(self, message):
-        value, group = message.outputs[0], self._group
-        self._count += 1
-        base = f"toy/{group.name}/{self._count}"
-        keys = [f"{base}/{rank}" for rank in range(group.size)]
-        self._post(keys[group.rank], value)
-
-        def poll():
-            if group.rank == 0 and self._store.check(keys) and not self._store.check([f"{base}/sum"]):
-                self._post(f"{base}/sum", sum(self._read(key, value) for key in keys))
-            if not self._store.check([f"{base}/sum"]):
-                return False
-            value.copy_(self._read(f"{base}/sum", value))
-            return True
-
-        return poll
-
-    def close(self):
-        pass
-
-class StoreBackend:
-    name = "toystore"
-    on_stream = False
-    spins = 1
-
-    def __init__(self, world):
-        self._world = world
-
-    @classmethod
-    def availability(cls):
-        return Availability(True, "1.0")
-
-    @classmethod
-    def supports(cls, signature):
-        if signature.algorithm not in (None, "star", "all"):
-            return Support("no", f"algorithm '{signature.algorithm}'; known: all, star")
-        if signature.kind != "all_reduce" or signature.reduce_op != "SUM":
-            return Support("no", "anything but all_reduce SUM")
-        return NATIVE
-
-    def open(self, group):
-        return Channel(self._world.store, group)
-
-    def progress(self):
-        pass
-
-    def close(self, clean):
-        pass
-'''
+def outside() -> str:
+    """The backend that the documentation shows."""
+    block = r"^```python\n(# toystore\.py\n.*?)^```$"
+    (found,) = re.findall(block, DOCUMENT.read_text(), re.DOTALL | re.MULTILINE)
+    return str(found)
 
 
 def _install_outside(folder: Path) -> None:
     """What pip leaves behind for a package with an entry point."""
-    (folder / "toystore.py").write_text(OUTSIDE)
+    (folder / "toystore.py").write_text(outside())
     info = folder / "toystore-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toystore\nVersion: 1.0\n")

@@ -62,6 +62,12 @@ def test_started_by_mpi() -> None:
         assert result.value == [[1.0] * 3, ["msccl", "mpi", "gloo"]] * 2
 
 
+def test_ranks_that_are_restarted_read_nothing_of_earlier_attempts() -> None:
+    """torchrun's agent keeps the store from one attempt to the next."""
+    for result in run_ranks(jobs.restarted, 2, via="torch", restarts=2):
+        assert result.value == [[3.0] * 3] * 4  # over two libraries, and in two groups
+
+
 def test_under_the_name_of_gloo() -> None:
     results = run_ranks(jobs.under_the_name_of_gloo, 2, via="torch", env={"MCR_MASQUERADE": "gloo"})
     names = [result.value for result in results]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -10,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -22,6 +24,8 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.fsdp import fully_shard
 
 import mcr_plus as mcr
+from mcr_plus import torch_backend
+from mcr_plus.c10d import AllreduceOptions, PrefixStore, TCPStore
 from mcr_plus.torch_backend import McrProcessGroup
 from mcr_plus.torch_work import TorchWork
 
@@ -332,6 +336,63 @@ def a_destroyed_group_stays_so() -> None:
         assert len(world.communicator._runtime.engine.states) == 1
 
 
+def dropped_groups() -> None:
+    """Without `shutdown`, as torchft does it: noticed without the garbage collector, and by the peers."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+
+    def made(name: str) -> McrProcessGroup:
+        asked = SimpleNamespace(
+            store=PrefixStore(f"dropped/{name}", store), group_rank=rank, group_size=size, group_id="drop",
+            global_ranks_in_group=[], timeout=timedelta(seconds=20),
+        )  # fmt: skip
+        return torch_backend.create(asked, QUICK)
+
+    def summed(group: McrProcessGroup) -> list[float]:
+        x = torch.full((2,), rank + 1.0)
+        group.allreduce([x]).wait()
+        return x.tolist()
+
+    total = [size * (size + 1) / 2] * 2
+    gc.disable()
+    try:
+        group: Any = made("first")
+        assert summed(group) == total
+        if rank:  # the others are told
+            del group
+        else:
+            start = time.monotonic()
+            with pytest.raises(mcr.BackendError, match=r"rank 1 has given up: .*dropped without shutdown"):
+                summed(group)
+            assert time.monotonic() - start < 10
+            group.abort()
+        group = made("second")  # a job of its own
+        assert summed(group) == total
+        if rank:
+            group.abort()
+        del group
+        group = made("third")
+        beside: Any = made("beside")
+        x = torch.full((2,), rank + 1.0)
+        options = AllreduceOptions()
+        options.asyncOp = True
+        work = beside.allreduce([x], options)
+        del beside  # its handle has it
+        work.wait()
+        assert x.tolist() == total
+        running = group.communicator._runtime
+        assert len(running.communicators) == 2
+        del work
+        assert summed(group) == summed(made("more")) == total
+        assert len(running.communicators) == 2  # without the one beside
+        del group
+        mcr.init(QUICK)
+        assert running.closed
+        mcr.finalize()
+    finally:
+        gc.enable()
+
+
 def a_message_beside_a_barrier() -> None:
     """One thread waits in a barrier for what another thread of the same rank sends."""
     with job():
@@ -488,6 +549,42 @@ def ddp_is_compressed() -> None:
     assert losses != plain
 
 
+def hooks_written_in_cpp() -> None:
+    """DDP's built-in ones, over several buckets and steps; and without gradients on one rank, in `join`."""
+    with job():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        kinds: Any = dist
+        for name, tolerance in (("ALLREDUCE", 1e-6), ("FP16_COMPRESS", 2e-3)):
+            model = nn.ParameterList([torch.ones(n) for n in (300_001, 7, 70_000)])
+            wrapped: Any = nn.parallel.DistributedDataParallel(_Dots(model), bucket_cap_mb=1)
+            wrapped._register_builtin_comm_hook(getattr(kinds.BuiltinCommHookType, name))
+            inputs: list[torch.Tensor] = []
+            for step in range(3):
+                inputs = [values(rank, weight.numel(), salt=step + 1) for weight in model]
+                wrapped.zero_grad()
+                wrapped(inputs).backward()
+                for weight in model:
+                    mean = np.sum(all_values(weight.numel(), salt=step + 1), axis=0) / size
+                    assert weight.grad is not None
+                    found = weight.grad.double().numpy().ravel()
+                    np.testing.assert_allclose(found, mean, rtol=tolerance, atol=tolerance)
+            with wrapped.join():
+                for _ in range(rank + 1):
+                    wrapped(inputs).backward()
+
+
+class _Dots(nn.Module):
+    """A sum of products: the gradient of each weight is its input."""
+
+    def __init__(self, weights: nn.ParameterList) -> None:
+        super().__init__()
+        self.weights = weights
+
+    def forward(self, inputs: list[torch.Tensor]) -> torch.Tensor:
+        each = [(w.ravel() * x).sum() for w, x in zip(self.weights, inputs, strict=True)]
+        return torch.stack(each).sum()
+
+
 def fsdp_is_compressed() -> None:
     found = []
     for config in (QUICK, COMPRESSED):
@@ -620,8 +717,9 @@ SECTIONS: Final[dict[str, Callable[[], None]]] = {
     for section in (
         scaled_sums, means_of_integers, as_pybind_takes_them, sparse_sums, uneven_lists, coalesced, messages,
         futures, futures_in_a_backward_pass, strided_and_coalesced, errors_of_what_nobody_waits_for,
-        a_destroyed_group_stays_so, a_message_beside_a_barrier, another_thread, groups_come_and_go,
-        in_a_job_of_ours, another_world, timeouts_of_groups, ddp_is_compressed, fsdp_is_compressed,
+        a_destroyed_group_stays_so, dropped_groups, a_message_beside_a_barrier, another_thread,
+        groups_come_and_go, in_a_job_of_ours, another_world, timeouts_of_groups, ddp_is_compressed,
+        hooks_written_in_cpp, fsdp_is_compressed,
         fsdp_with_codecs_of_its_own, fsdp_of_two_models, fsdp_with_replicas,
         one_rank_has_a_wrong_configuration, options_are_checked, what_cannot_be_done, a_rank_that_is_late,
         profiled,
@@ -680,6 +778,30 @@ def started_by_mpi() -> list[Any]:
         dist.all_reduce(x)
         found += [x.tolist(), mcr.get_backends()]
         dist.destroy_process_group()
+    return found
+
+
+def restarted() -> list[list[float]]:
+    """Rank 1 dies in the first two attempts, in a job of `mcr.init` and in one of torch's first group."""
+    attempt, dies = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.environ["RANK"] == "1"
+    found = []
+    comm = mcr.init(QUICK)
+    for backend in mcr.get_backends():
+        x = torch.full((3,), comm.rank + 1.0)
+        mcr.all_reduce(x, backend=backend)
+        found.append(x.tolist())
+    if attempt == 0:
+        if dies:
+            os._exit(17)
+        mcr.barrier()
+    mcr.finalize()
+    with job():
+        for _ in range(2):
+            x = torch.full((3,), dist.get_rank() + 1.0)
+            dist.all_reduce(x, group=dist.new_group([0, 1]))
+            found.append(x.tolist())
+            if attempt == 1 and dies:
+                os._exit(17)
     return found
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 import mcr_plus as mcr
 from mcr_plus.c10d import PrefixStore
+from mcr_plus.observe.record import Log
 
 OursT = TypeVar("OursT")
 TorchsT = TypeVar("TorchsT")
@@ -26,36 +27,6 @@ TorchsT = TypeVar("TorchsT")
 
 class JobError(Exception):
     """A job cannot be done as it was asked for. Raised by all ranks alike."""
-
-
-class Record(Protocol):
-    """What mcr_plus notes of an operation, as far as it is shown here."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def tag(self) -> str | None: ...
-    @property
-    def backend(self) -> str: ...
-    @property
-    def bytes(self) -> int: ...  # this rank's, where the ranks' sizes differ
-    @property
-    def wire_bytes(self) -> int: ...  # the same once a codec has encoded them
-    @property
-    def ranks(self) -> int: ...
-    @property
-    def t_issue(self) -> float: ...
-    @property
-    def t_done(self) -> float: ...
-    @property
-    def waited(self) -> float: ...
-
-
-class Log(Protocol):
-    @property
-    def records(self) -> Sequence[Record]: ...
-
-    def save(self, path: str) -> None: ...
 
 
 class Transport(Protocol):
@@ -145,12 +116,15 @@ TITLES: dict[TransportName, str] = {
     "gloo": "mcr_plus gloo",
     "mpi": "mcr_plus mpi",
     "msccl": "mcr_plus msccl",
-    "mix": "mcr_plus mix",
+    "mix": "mcr_plus pipeline",
 }
 
 
 def open_as(
-    name: TransportName, config: Path, over_mcr: Callable[..., OursT], over_torch: Callable[[], TorchsT]
+    name: TransportName,
+    config: Path | None,
+    over_mcr: Callable[..., OursT],
+    over_torch: Callable[[], TorchsT],
 ) -> OursT | TorchsT:
     """Join the other ranks through the constructor that fits; McrError when the library is not there."""
     if name == "torch":

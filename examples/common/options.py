@@ -12,11 +12,12 @@ from typing import Annotated, cast
 
 import torch
 import typer
+from comparing import report_comparison
 from corpus import read_corpus
 from curves import plot_losses
 from libraries import TITLES, JobError, TransportName
 from parallel import Transport
-from reporting import report_comparison, write_json
+from reporting import write_json
 from rich.console import Console
 from training import COLUMNS, Job, compare, document, report, run
 from transformer import LanguageModel, ShapeT, parameters
@@ -42,7 +43,7 @@ Double = Annotated[bool, typer.Option("--double", help="compute in float64")]
 Comms = Annotated[TransportName, typer.Option(help="library to run on")]
 Config = Annotated[Path, typer.Option(help="pipeline of the mix")]
 Compare = Annotated[bool, typer.Option("--compare", help="run on every library; status 1 if losses differ")]
-Rounds = Annotated[int, typer.Option(min=1, help="of --compare, which runs every library in each")]
+Rounds = Annotated[int, typer.Option(min=1, help="of --compare: every library runs once in each")]
 # --- what to write
 Json = Annotated[Path | None, typer.Option("--json", help="write the results; - is stdout")]
 Plot = Annotated[Path | None, typer.Option(help="draw the losses; needs matplotlib")]
@@ -132,7 +133,7 @@ def _do(
         rows, losses = compare(job, plan.rounds, plan.config, console)
         if plan.plot and not console.quiet:
             plot_losses(losses, plan.plot)
-        return report_comparison(rows, COLUMNS, console, plan.json)
+        return report_comparison(rows, "tokens", COLUMNS, console, plan.json)
     return _run_once(job, plan, console)
 
 

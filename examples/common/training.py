@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,36 +12,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from comparing import Columns, Comparison, comparisons, take_turns
 from corpus import Corpus
-from libraries import TITLES, JobError, Log, TransportName, share_the_cores
+from libraries import TITLES, JobError, TransportName, share_the_cores
 from numpy.typing import NDArray
 from parallel import Transport, open_transport
-from reporting import (
-    RECORDED,
-    Columns,
-    Comparison,
-    Monitor,
-    Observer,
-    Outcome,
-    communication,
-    difference,
-    ends,
-    report_outcome,
-)
+from reporting import RECORDED, Monitor, Observer, Outcome, ends, report_outcome
 from rich.console import Console
 from torch import nn
 from transformer import LanguageModel, Losses
 
-from mcr_plus.errors import BackendUnavailable
+from mcr_plus.observe.record import Log
+from mcr_plus.observe.table import communication
 
 HELD_OUT_BATCHES = 8  # on each rank
-COLUMNS: Columns = (
-    ("tokens/s", "tokens_per_second", ",.0f"),
-    ("speed-up", "speedup", ".2f"),
-    ("final loss", "final_loss", ".5f"),
-    ("held out", "held_out_loss", ".5f"),
-    ("max loss diff", "max_difference", ".1e"),
-)
+COLUMNS: Columns = (("train loss", "final_loss", ".4f"), ("held out", "held_out_loss", ".4f"))
 
 Build = Callable[[Transport], LanguageModel]
 
@@ -64,14 +48,8 @@ class Job:
 class Result(Outcome):
     """What came out of training a language model."""
 
-    times: list[float]  # of this rank's steps
-    tokens: int  # of a step, on all ranks
     held_out: float  # loss
     dropped: NDArray[np.float64]  # share of choices that experts had no room for, by step; empty without
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.step_seconds
 
 
 # --- one run ----------------------------------------------------------------------------------------
@@ -107,12 +85,11 @@ def train(job: Job, comms: Transport, observe: Observer) -> Result:
     return Result(
         ranks=comms.world_size,
         losses=np.mean(comms.gather(losses), axis=0),
+        things=tokens,
         seconds=sum(step.seconds for step in steps),
         step_seconds=median(step.seconds for step in steps),
-        communication=[] if log is None else communication(log, recorded),
+        communication=[] if log is None else communication(log.records, recorded),
         log=log,
-        times=[step.seconds for step in steps],
-        tokens=tokens,
         held_out=_held_out(job, model, comms, stream, streams),
         dropped=np.mean(comms.gather(dropped), axis=0),
     )
@@ -152,18 +129,20 @@ def run(name: TransportName, config: Path, job: Job, console: Console) -> Result
 
 def report(result: Result, console: Console) -> None:
     """Print how well it learned, how fast it was, and where the time went."""
-    facts = [("held out", f"{result.held_out:.4f} nats per byte")]
+    facts = [
+        ("held-out loss", f"{result.held_out:.4f}, on text that it has not seen; all losses in nats per byte")
+    ]
     if len(result.dropped):
         first, last = ends(result.dropped)
         facts.append(("dropped", f"{first:.1%} → {last:.1%} of what tokens chose, for want of room"))
-    report_outcome(result, facts, f"{result.tokens_per_second:,.0f} tokens/s", console)
+    report_outcome(result, facts, "tokens", console)
 
 
 def document(result: Result, title: str) -> dict[str, Any]:
     """The report for programs."""
     dropped = dict(zip(("first", "last"), ends(result.dropped), strict=True)) if len(result.dropped) else None
     return result.document(title) | {
-        "tokens_per_second": result.tokens_per_second,
+        "tokens_per_second": result.speed,
         "held_out_loss": result.held_out,
         "dropped": dropped,
     }
@@ -172,58 +151,10 @@ def document(result: Result, title: str) -> dict[str, Any]:
 # --- the same job on every library ------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Compared(Comparison):
-    """One row of `--compare`."""
-
-    tokens_per_second: float | None = None
-    held_out_loss: float | None = None
-    rounds: int | None = None
-
-
 def compare(
     job: Job, rounds: int, config: Path, console: Console
-) -> tuple[list[Compared], dict[str, NDArray[np.float64]]]:
-    """Run the job over every library, in rounds: a machine's speed drifts, and so it drifts for all.
-
-    Each round begins with another library. Returns the rows of the table, and the losses of the first round.
-    """
-    results: dict[str, list[Result]] = {title: [] for title in TITLES.values()}
-    missing: dict[str, str] = {}
-    turns = deque(TITLES.items())
-    for _ in range(rounds):
-        for name, title in turns:
-            if title in missing:
-                continue
-            try:
-                results[title].append(run(name, config, job, console))
-            except BackendUnavailable as error:
-                missing[title] = str(error)
-        turns.rotate(-1)
-    reference = next((each for each in results.values() if each), None)
-    if reference is None:
-        raise JobError("; ".join(f"{title} did not run: {why}" for title, why in missing.items()))
-    rows = [
-        _compared(title, each, reference) if each else Compared(title, missing=missing[title])
-        for title, each in results.items()
-    ]
-    return rows, {title: each[0].losses for title, each in results.items() if each}
-
-
-def _compared(title: str, results: list[Result], reference: list[Result]) -> Compared:
-    first = results[0]
-    return Compared(
-        title,
-        ranks=first.ranks,
-        speedup=_speed(results) / _speed(reference),
-        final_loss=first.last,
-        max_difference=max(difference(result.losses, reference[0].losses) for result in results),
-        tokens_per_second=_speed(results),
-        held_out_loss=first.held_out,
-        rounds=len(results),
-    )
-
-
-def _speed(results: list[Result]) -> float:
-    """Tokens/s in the median step of all rounds."""
-    return results[0].tokens / median(seconds for result in results for seconds in result.times)
+) -> tuple[list[Comparison], dict[str, NDArray[np.float64]]]:
+    """Run the job over every library, in rounds. The rows of the table, and the losses of the first round."""
+    results, missing = take_turns(lambda name: run(name, config, job, console), rounds)
+    rows = comparisons(results, missing, lambda result: {"held_out_loss": result.held_out})
+    return rows, {TITLES[name]: runs[0].losses for name, runs in results.items() if runs}

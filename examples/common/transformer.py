@@ -48,7 +48,7 @@ def read_shape(kind: type[ShapeT], path: Path | None, given: dict[str, Any]) -> 
     """The shape in a YAML file, or the defaults, with what was `given` on the command line in its place."""
     shape = kind()
     if path is not None:
-        document = read_document(path)
+        document = read_document(path, versioned=False)
         shape = validate(kind, document.data, document, ())
     shape = shape.model_copy(update={key: value for key, value in given.items() if value is not None})
     try:

@@ -7,17 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from comparing import Columns
 from numpy.typing import NDArray
-from reporting import Columns, Comparison, Outcome, difference, known, report_outcome
+from reporting import Outcome, known, report_outcome
 from rich.console import Console
 
-COLUMNS: Columns = (
-    ("samples/s", "samples_per_second", ",.0f"),
-    ("speed-up", "speedup", ".2f"),
-    ("final loss", "final_loss", ".5f"),
-    ("AUC", "auc", ".4f"),
-    ("max loss diff", "max_difference", ".1e"),
-)
+COLUMNS: Columns = (("train loss", "final_loss", ".4f"), ("AUC", "auc", ".4f"))
 
 
 def auc(labels: NDArray[Any], scores: NDArray[Any]) -> float:
@@ -48,7 +43,6 @@ class Result(Outcome):
 
     labels: NDArray[np.float32]  # of the held-out rows of all ranks
     scores: NDArray[np.float32]
-    samples_per_second: float  # in the median step
 
 
 def report(result: Result, console: Console) -> None:
@@ -59,14 +53,14 @@ def report(result: Result, console: Console) -> None:
         f"AUC {auc(*rows):.4f}"
     )
     facts = [("held out", held_out)] if len(result.labels) else []
-    report_outcome(result, facts, f"{result.samples_per_second:,.0f} samples/s", console)
+    report_outcome(result, facts, "samples", console)
 
 
 def document(result: Result, title: str) -> dict[str, Any]:
     """The report for programs."""
     rows = (result.labels, result.scores)
     return result.document(title) | {
-        "samples_per_second": result.samples_per_second,
+        "samples_per_second": result.speed,
         "held_out": {
             "rows": len(result.labels),
             "loss": known(log_loss(*rows)),
@@ -74,23 +68,3 @@ def document(result: Result, title: str) -> dict[str, Any]:
             "auc": known(auc(*rows)),
         },
     }
-
-
-@dataclass(frozen=True)
-class Compared(Comparison):
-    """One row of `--compare`."""
-
-    samples_per_second: float | None = None
-    auc: float | None = None
-
-
-def compared(title: str, result: Result, reference: Result) -> Compared:
-    return Compared(
-        title,
-        ranks=result.ranks,
-        samples_per_second=result.samples_per_second,
-        speedup=result.samples_per_second / reference.samples_per_second,
-        final_loss=result.last,
-        auc=known(auc(result.labels, result.scores)),
-        max_difference=difference(result.losses, reference.losses),
-    )

@@ -1,8 +1,10 @@
-"""Train a DLRM on click logs, its all_to_all on one library and its all_reduce on another.
+"""Train a DLRM on click logs.
 
-    mcr-plus run -n 2 examples/dlrm/train.py                     the bundled rows, pipeline.yaml
+    mcr-plus run -n 2 examples/dlrm/train.py                     the bundled rows, libraries by default
     mcr-plus run -n 2 examples/dlrm/train.py --data train.txt    Criteo's own
     mcr-plus run -n 2 examples/dlrm/train.py --compare           the same job on each library
+
+`--config examples/dlrm/pipeline.yaml` has every all_to_all on one library and every all_reduce on another.
 
 mpirun, torchrun and srun start it as well. `model.py` has the communication, `transports.py` the
 libraries it goes to, `criteo.py` the data, `report.py` the figures, `../common` what examples share.
@@ -14,7 +16,8 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from io import StringIO
 from itertools import chain, count, islice
 from pathlib import Path
 from statistics import median
@@ -25,18 +28,22 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "common"))  # what the exa
 import numpy as np
 import torch
 import typer
+from comparing import ROUNDS, Comparison, comparisons, report_comparison, speedup, take_turns
 from criteo import Batch, DataError, Reader
-from libraries import TITLES, Log, TransportName, share_the_cores
+from libraries import TITLES, JobError, TransportName, share_the_cores
 from model import DLRM, ModelConfig, loss
 from numpy.typing import NDArray
-from report import COLUMNS, Compared, Result, compared, document, report
-from reporting import RECORDED, Monitor, Observer, communication, report_comparison, write_json
+from report import COLUMNS, Result, auc, document, report
+from reporting import RECORDED, Monitor, Observer, known, write_json
 from rich.console import Console
 from transports import Transport, open_transport
 
-from mcr_plus.errors import BackendUnavailable, McrError
+from mcr_plus.errors import McrError
+from mcr_plus.observe.record import Log
+from mcr_plus.observe.table import communication
 
 HERE = Path(__file__).parent
+SHORT = 60  # steps of a job that only tells how fast a library is
 
 # --- the job ----------------------------------------------------------------------------------------
 
@@ -84,16 +91,15 @@ class Trainer:
         steps, log = self._train()
         recorded = sum(step.seconds for step in steps[:RECORDED])
         labels, scores = self._evaluate()
-        step_seconds = median(step.seconds for step in steps)
         return Result(
             ranks=self.comms.world_size,
             losses=np.sum(self.comms.gather([step.part for step in steps]), axis=0),
             labels=labels,
             scores=scores,
+            things=median(step.rows for step in steps),
             seconds=sum(step.seconds for step in steps),
-            step_seconds=step_seconds,
-            samples_per_second=median(step.rows for step in steps) / step_seconds,
-            communication=[] if log is None else communication(log, recorded),
+            step_seconds=median(step.seconds for step in steps),
+            communication=[] if log is None else communication(log.records, recorded),
             log=log,
         )
 
@@ -159,20 +165,18 @@ def run(transport: Transport, title: str, job: Job, console: Console) -> Result:
     return result
 
 
-def compare(job: Job, config: Path, console: Console) -> list[Compared]:
-    """Run the job over every transport, one after the other, in these processes."""
-    rows: list[Compared] = []
-    reference: Result | None = None
-    for name, title in TITLES.items():
-        try:
-            transport = open_transport(name, config)
-        except BackendUnavailable as error:
-            rows.append(Compared(title, missing=str(error)))
-            continue
-        result = run(transport, title, job, console)
-        reference = reference or result
-        rows.append(compared(title, result, reference))
-    return rows
+def compare(
+    job: Job,
+    rounds: int,
+    config: Path | None,
+    console: Console,
+    names: Sequence[TransportName] = tuple(TITLES),
+) -> list[Comparison]:
+    """Run the job over every library of `names`, in rounds, in these processes."""
+    results, missing = take_turns(
+        lambda name: run(open_transport(name, config), TITLES[name], job, console), rounds, names
+    )
+    return comparisons(results, missing, lambda result: {"auc": known(auc(result.labels, result.scores))})
 
 
 # --- command line -----------------------------------------------------------------------------------
@@ -180,11 +184,19 @@ def compare(job: Job, config: Path, console: Console) -> list[Compared]:
 
 def main(
     data: Annotated[Path, typer.Option(help="Criteo TSV, plain or gzipped")] = HERE / "sample.tsv.gz",
-    config: Annotated[Path, typer.Option(help="pipeline of the mix")] = HERE / "pipeline.yaml",
+    config: Annotated[
+        Path | None, typer.Option(help="pipeline; without one mcr_plus chooses the libraries")
+    ] = None,
     comms: Annotated[TransportName, typer.Option(help="library to run on")] = "mix",
     compare_all: Annotated[
         bool, typer.Option("--compare", help="run on every library; status 1 if losses differ")
     ] = False,
+    against_torch: Annotated[
+        bool, typer.Option("--against-torch", help="say in a line how fast torch.distributed's gloo is")
+    ] = False,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="of --compare: every library runs once in each")
+    ] = ROUNDS,
     steps: Annotated[
         int | None, typer.Option(min=1, help="train so many batches; overrides --epochs")
     ] = None,
@@ -209,15 +221,23 @@ def main(
     job = Job(data, model, batch_size, lr, epochs, steps, holdout, eval_rows)
     try:
         if compare_all:
-            raise typer.Exit(report_comparison(compare(job, config, console), COLUMNS, console, json_path))
+            rows = compare(job, rounds, config, console)
+            raise typer.Exit(report_comparison(rows, "samples", COLUMNS, console, json_path))
         run_once(comms, job, config, console, json_path, trace)
-    except (DataError, McrError) as error:
+        if against_torch:
+            _say_against_torch(job, config, console)
+    except (DataError, JobError, McrError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
 
 
 def run_once(
-    name: TransportName, job: Job, config: Path, console: Console, json_path: Path | None, trace: Path | None
+    name: TransportName,
+    job: Job,
+    config: Path | None,
+    console: Console,
+    json_path: Path | None,
+    trace: Path | None,
 ) -> None:
     title = TITLES[name]
     result = run(open_transport(name, config), title, job, console)
@@ -228,6 +248,21 @@ def run_once(
         result.log.save(str(trace))
     if json_path:
         write_json(document(result, title), json_path)
+
+
+def _say_against_torch(job: Job, config: Path | None, console: Console) -> None:
+    """A line: the speed of a short job over torch.distributed's gloo, in turns with the pipeline's."""
+    short = replace(job, steps=SHORT, holdout=0.0)
+    theirs, ours = compare(short, ROUNDS, config, Console(file=StringIO()), ("torch", "mix"))
+    for row in (theirs, ours):
+        if row.missing is not None:
+            raise JobError(f"{row.transport} did not run: {row.missing}")
+    ratio = "no difference" if speedup(ours) == "no difference" else f"{speedup(ours)} × as fast"
+    console.print(
+        f"{theirs.transport}: {theirs.speed:,.0f} samples/s, {ours.transport}: {ours.speed:,.0f}, {ratio} "
+        f"({ROUNDS} rounds in turns)",
+        soft_wrap=True,
+    )
 
 
 if __name__ == "__main__":

@@ -48,6 +48,6 @@ class TorchTransport(libraries.TorchTransport):
         return cast(Handle, dist.all_reduce(tensor, async_op=True))
 
 
-def open_transport(name: TransportName, config: Path) -> Transport:
+def open_transport(name: TransportName, config: Path | None) -> Transport:
     """Join the other ranks; raises McrError when the library is not there."""
     return libraries.open_as(name, config, McrTransport, TorchTransport)

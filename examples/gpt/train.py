@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "common"))  # what the exa
 import options
 import tensor_parallel
 import typer
+from comparing import ROUNDS
 from transformer import LanguageModel, Shape, read_shape
 
 HERE = Path(__file__).parent
@@ -41,7 +42,7 @@ def main(
     comms: options.Comms = "mix",
     config: options.Config = HERE / "pipeline.yaml",
     compare: options.Compare = False,
-    rounds: options.Rounds = 3,
+    rounds: options.Rounds = ROUNDS,
     json: options.Json = None,
     plot: options.Plot = None,
     trace: options.Trace = None,

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "common"))  # what the exa
 
 import options
 import typer
+from comparing import ROUNDS
 from experts import ExpertShape, build
 from transformer import read_shape
 
@@ -45,7 +46,7 @@ def main(
     comms: options.Comms = "mix",
     config: options.Config = HERE / "pipeline.yaml",
     compare: options.Compare = False,
-    rounds: options.Rounds = 3,
+    rounds: options.Rounds = ROUNDS,
     json: options.Json = None,
     plot: options.Plot = None,
     trace: options.Trace = None,

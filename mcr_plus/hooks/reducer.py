@@ -128,6 +128,8 @@ class Reducer:
             for slot in self._slots
             if comm.size > 1
         ]
+        for gone in [key for key, found in _reducers.items() if found() is None]:
+            del _reducers[gone]
         _reducers.update({id(slot.param): weakref.ref(self) for slot in self._slots})
 
     @property

@@ -250,8 +250,8 @@ def test_the_large_shape_builds_without_memory() -> None:
 
 BAD = {
     "layers: 2\nexpert: 4\n": r"bad\.yaml:2: expert: unknown key 'expert'.*known: .*experts",
-    "hidden: wide\n": r"bad\.yaml:1: hidden: expected a valid integer, got 'wide'",
-    "capacity: 0\n": r"bad\.yaml:1: capacity: expected greater than 0",
+    "hidden: wide\n": r"bad\.yaml:1: hidden: expected a whole number, got 'wide'",
+    "capacity: 0\n": r"bad\.yaml:1: capacity: expected a number above 0.0, got 0",
     "top_k: 3\n": r"bad\.yaml: top_k 3: expected 1 or 2",
     "hidden: 30\nheads: 4\n": r"bad\.yaml: hidden 30 does not divide by 4 heads",
     "- 1\n": r"bad\.yaml:1: document: expected a mapping",

@@ -10,7 +10,7 @@ from mcr_plus.communicator import Communicator
 from mcr_plus.dispatch.board import Failure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from mcr_plus.config import Config
     from mcr_plus.dispatch.engine import GroupState
@@ -94,11 +94,14 @@ class OpenGroup:
             for line in self.runtime.lines.values():
                 line.channel.close()
 
-    def shut_alone(self, clean: bool, *, together: bool = False) -> list[Channel]:
+    def shut_alone(
+        self, clean: bool, *, together: bool = False, off: Collection[str] = ()
+    ) -> dict[str, Channel]:
         """Close the group here while others may still use theirs.
 
-        Returns the channels that are open still and idle: those whose libraries would wait for the others,
-        unless all ranks close the group `together`.
+        Returns the channels that are open still and idle, by library: those whose libraries would wait for
+        the others, unless all ranks close the group `together`. `off`: libraries that are not to be called,
+        the same on all ranks.
         """
         state = self.state
         state.publish()
@@ -108,13 +111,14 @@ class OpenGroup:
         else:
             state.board.mark_failed(Failure(0, "it left the group after an error"))
         self.runtime.forget()
-        left = []
-        for line in self.runtime.lines.values() if clean and idle else ():
+        left = {}
+        lines = {name: line for name, line in self.runtime.lines.items() if name not in off}
+        for name, line in lines.items() if clean and idle else ():
             release = line.channel.close if together else getattr(line.channel, "release", None)
             if release is not None:
                 release()
             else:
-                left.append(line.channel)
+                left[name] = line.channel
         state.close()
         state.board.close()
         return left

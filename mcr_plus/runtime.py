@@ -111,12 +111,14 @@ class Runtime:
         if options.progress == "thread":
             self._drive_by_thread()
         self.groups: list[OpenGroup] = []  # in the order in which they were opened
-        # What of groups that were left in good order must be closed on all ranks together, by name and ranks.
-        self._left: dict[tuple[str, tuple[int, ...]], list[Channel]] = {}
+        # What of groups that were left in good order must be closed on all ranks together: by name and ranks,
+        # the channels by their libraries.
+        self._left: dict[tuple[str, tuple[int, ...]], dict[str, Channel]] = {}
         self._ended: list[Stage] = []  # of groups that were closed, as far as they have learnt something
         # Group → operation → what codecs had kept in an earlier job and nobody has asked for yet.
         self.restored: dict[str, dict[str, Any]] = {}
         self.found: dict[str, dict[str, Any]] = {}  # group → what online refinement had found out
+        self._off: dict[int, dict[str, str]] = {}  # rank → libraries it calls no more, as last agreed on
         self._groups = 0
         self._dropped: frozenset[str] = frozenset()
         # By the tags of their operations: modules that share one would share what codecs keep for it.
@@ -249,8 +251,13 @@ class Runtime:
         """
         names = reaching(self._backends, self.world, group)
         lines: dict[str, Line] = {}
-        dropped: dict[str, str] = {}
+        dropped = {name: reason for name, reason in self._off_in(group.ranks).items() if name in names}
+        for name, reason in dropped.items():
+            if self.config.backends is not None or len(names) == len(dropped):
+                raise BackendUnavailable(f"backend {name}: {reason}")
         for name in names:
+            if name in dropped:
+                continue
             backend = self._backends[name]
             try:
                 lines[name] = Line(backend, backend.open(group), Lane())
@@ -259,6 +266,14 @@ class Runtime:
                     raise
                 dropped[name] = str(error)
         return lines, dropped
+
+    def _off_in(self, ranks: Sequence[int]) -> dict[str, str]:
+        """What libraries one of these ranks calls no more, and why: as last agreed on, so alike on all."""
+        return {
+            name: f"rank {rank}: {reason}"
+            for rank in reversed(ranks)
+            for name, reason in self._off.get(rank, {}).items()
+        }
 
     def _tell_what_is_missing(self, group: Group, missing: Mapping[str, str]) -> None:
         for name, reason in missing.items() if group.rank == 0 else ():
@@ -314,11 +329,12 @@ class Runtime:
         while True:
             # As many as any of these groups may need, because values are not known yet.
             room = descriptors_left(self._descriptors(len(ranks)))
-            told = tell((value, self._offered(ranks), room))
-            values = [theirs for theirs, _, _ in told]
+            told = tell((value, self._offered(ranks), room, self.engine.off))
+            values = [theirs for theirs, *_ in told]
             needs = [self._descriptors(size) for size in sizes(values)]
-            short = lacking_descriptors(ranks, [left for _, _, left in told], needs)
-            dropped = dict(zip(ranks, (theirs for _, theirs, _ in told), strict=True))
+            short = lacking_descriptors(ranks, [left for _, _, left, _ in told], needs)
+            dropped = dict(zip(ranks, (theirs for _, theirs, _, _ in told), strict=True))
+            self._off.update(zip(ranks, (theirs for *_, theirs in told), strict=True))
             if not self._close_dropped(dropped) and short:
                 raise BackendError(f"{what}: {short}")
             if not short:
@@ -356,8 +372,10 @@ class Runtime:
         }
         open_ones = {(each.name, each.group.ranks): each for each in self.groups if not each.inner}
         for each in sorted(together):
-            for channel in self._left.pop(each, ()):
-                channel.close()
+            off = self._off_in(each[1])
+            for library, channel in self._left.pop(each, {}).items():
+                if library not in off:
+                    channel.close()
             if (opened := open_ones.get(each)) is not None:
                 try:
                     opened.take_over()
@@ -387,15 +405,17 @@ class Runtime:
                 self._settle(opened)
                 if opened.group.size > 1 and opened.group.rank >= 0 and state.failure is None:
                     # From here on nothing is in flight on any rank.
-                    opened.communicator(self).barrier(tag="close")
+                    off = opened.communicator(self).all_gather_object(self.engine.off, tag="close")
+                    self._off.update(zip(opened.group.ranks, off, strict=True))
                 together = state.failure is None
             finally:
                 self._remove(opened, together, together=together)
 
     def _remove(self, opened: OpenGroup, clean: bool, *, together: bool = False) -> None:
+        off = self._off_in(opened.group.ranks) if together else ()
         for each in opened.all:
             self._ended += [stage for stage in each.pipeline.stages if getattr(stage, "found", None)]
-            left = each.shut_alone(clean, together=together)
+            left = each.shut_alone(clean, together=together, off=off)
             if left:
                 self._left[each.name, each.group.ranks] = left
             self.groups.remove(each)
@@ -429,6 +449,7 @@ class Runtime:
         """Take everything down. Waits for what is in flight if `clean`, and raises its first error."""
         self.closed = True
         job.communicator = None
+        job.off.update(self.engine.off)
         self._stop_watching()
         self.engine.stop_thread()
         error: McrError | None = None
@@ -497,7 +518,21 @@ class Runtime:
         def has_failed(rank: int) -> bool:
             return patience > SHORT and board.failure(rank) is not None
 
-        job.together = meet(self.world, "closing", self._peers, patience=patience, has_failed=has_failed)
+        store, names = self.world.store, {each.name for each in job.used.values()}
+
+        def ask() -> None:
+            if store is not None:
+                job.off |= {name for name in names if store.check([f"off/{name}"])}
+
+        job.together = meet(
+            self.world,
+            "closing",
+            self._peers,
+            patience=patience,
+            has_failed=has_failed,
+            notes=[f"off/{name}" for name in job.off],
+            then=ask,
+        )
         return job.together
 
     def crash(self) -> None:
@@ -529,6 +564,7 @@ class Job:
         self.hooked = False
         self.together = True  # all ranks have come to this point: what ends a library together may be called
         self.used: dict[int, Backend] = {}  # those that have a part in the end of the process
+        self.off: set[str] = set()  # those of them that some rank calls no more, by their names
         # Leaves groups of torch's that nobody has any more, set by who makes them.
         self.leave_dropped: Callable[[], None] = lambda: None
 
@@ -567,7 +603,7 @@ class Job:
             users: list[Any] = [*self.used.values()]
             if all(backend.name != "mpi" for backend in self.used.values()):
                 users += _loaded_without_use()
-            for backend in users:
+            for backend in [each for each in users if each.name not in self.off]:
                 finalize = getattr(backend, "finalize", None)
                 if finalize is not None:
                     finalize()

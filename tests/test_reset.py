@@ -12,6 +12,7 @@ from mismatches import outcome_of
 from ranks import Via, run_ranks
 
 import mcr_plus as mcr
+from mcr_plus.backends import mpi
 from mcr_plus.dispatch.operation import Operation
 from mcr_plus.launch import mpi_usable
 
@@ -156,8 +157,7 @@ def truncated() -> dict[str, Any]:
     found["fresh"] = outcome_of(mcr.reset)
     mcr.init({"version": 1, "backends": ["gloo"], "pipeline": STAGES})
     assert _sum(mcr.world(), 3) == _expected(2, 3)
-    mcr.finalize()
-    return found
+    return found  # mpirun ends all ranks when the first has left without MPI_Finalize: they meet before
 
 
 @needs_mpi
@@ -170,3 +170,121 @@ def test_mpi_is_not_called_again_after_a_truncation() -> None:
         for name in ("in flight", "persistent", "later", "fresh"):
             assert "MPI is not used any more in this process" in found[name]["text"], name
         assert found["polls"] == 0
+
+
+class _Forbidden:
+    """In place of what MPI made, in a process in which MPI is not to be called."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"MPI has been called: {name}")
+
+
+def _forbid_mpi(world: mcr.Communicator, used: list[mcr.Communicator]) -> None:
+    def never() -> Any:
+        raise AssertionError("MPI has been asked for")
+
+    mpi.load_mpi = never  # type: ignore[assignment]
+    running = world._runtime
+    for backend in running._backends.values():
+        if backend.name == "mpi":
+            vars(backend).update(_comm=_Forbidden(), _probe=_Forbidden(), _own_probe=_Forbidden())
+    for opened in running.groups:
+        channel: Any = opened.runtime.lines["mpi"].channel
+        forbidden = dict.fromkeys(channel._contexts, _Forbidden())
+        vars(channel).update(_comm=_Forbidden(), _messages=_Forbidden(), _contexts=forbidden)
+        vars(channel).update(_requests=[_Forbidden()], _shared=_Forbidden(), _mpi=_Forbidden())
+    del used[:]
+
+
+def _break_mpi(group: mcr.Communicator) -> Any:
+    """MPI reports a truncation in an operation that `group` has done before."""
+    from mpi4py import MPI
+
+    def fail(message: object) -> Any:
+        raise MPI.Exception(MPI.ERR_TRUNCATE)
+
+    for each in list(group._runtime.engine.bound):
+        if each.signature.group == group.name and each.signature.async_op:
+            each.start = fail
+    return _asynchronous(group)
+
+
+def _asynchronous(group: mcr.Communicator) -> dict[str, Any]:
+    def run() -> None:
+        work = group.all_reduce(torch.ones(3), async_op=True, backend="mpi", tag="broken")
+        assert work is not None
+        work.wait()
+
+    return outcome_of(run)
+
+
+def switched_off(broken_on: list[int], hierarchical: bool) -> dict[str, Any]:
+    """Runs on ranks: MPI breaks on some of them, and the program goes on with groups."""
+    stages = STAGES[:1] + [{"hierarchical": {"ranks_per_node": 2}}] * hierarchical + STAGES[1:]
+    world = mcr.init({"version": 1, "pipeline": stages})
+    size, everybody = world.size, list(range(world.size))
+    groups = [mcr.new_group(everybody) for _ in range(5)]
+    broken, closed, dropped, healthy, apart = groups
+    for group in groups:
+        for _ in range(3):
+            assert _sum(group, 3, backend="mpi") == _expected(size, 3)
+    for _ in range(3):
+        assert _asynchronous(broken)["error"] is None
+    found: dict[str, Any] = {}
+    if world.rank in broken_on:
+        found["broken"] = _break_mpi(broken)
+        _forbid_mpi(world, groups)
+    else:
+        del groups[:]
+        found["broken"] = _asynchronous(broken)
+    closed.close()
+    del dropped
+    gc.collect()
+    fresh = mcr.new_group(everybody)
+    found["libraries"] = list(fresh.opened.runtime.lines)
+    found["sum"] = _sum(fresh, 5) == _expected(size, 5)
+    assert not hierarchical or len(fresh.opened.parts) > 1
+    found["parts"] = sorted({name for part in fresh.opened.parts for name in part.runtime.lines})
+    found["branch"] = list(fresh.branch().opened.runtime.lines)
+    found["named"] = outcome_of(lambda: _sum(fresh, 3, backend="mpi"))
+    whole = [rank for rank in everybody if rank not in broken_on]
+    inside = mcr.new_group(whole or everybody)
+    if inside.rank >= 0 and len(whole) > 1:
+        assert _sum(inside, 3, backend="mpi") == [
+            len(whole) * index + 10.0 * sum(rank + 1 for rank in range(len(whole))) for index in range(3)
+        ]
+    if inside.rank >= 0:
+        inside.close()
+    found["new signature"] = outcome_of(lambda: healthy.all_reduce(torch.ones(4).half(), backend="mpi"))
+    found["persistent"] = outcome_of(lambda: apart.persistent("all_reduce", torch.ones(3), backend="mpi")())
+    assert _sum(world, 7) == _expected(size, 7)
+    fresh.close()
+    found["reset"] = mcr.reset().size
+    found["after"] = mcr.get_backends()
+    assert _sum(mcr.world(), 4) == _expected(size, 4)
+    mcr.finalize()
+    mcr.init({"version": 1, "pipeline": STAGES})
+    assert _sum(mcr.world(), 4) == _expected(size, 4)
+    return found
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    ("ranks", "broken_on", "hierarchical"),
+    [(2, [0], False), (2, [0, 1], False), (3, [2], False), (4, [0], True)],
+)
+def test_groups_go_on_without_mpi(ranks: int, broken_on: list[int], hierarchical: bool) -> None:
+    results = run_ranks(switched_off, ranks, args=[broken_on, hierarchical], timeout=150, check=False)
+    for result in results:
+        found = result.value
+        assert found is not None, result.stderr
+        assert found["broken"]["error"] == "BackendError"
+        assert found["libraries"] == found["branch"] == ["msccl", "gloo"]
+        assert set(found["parts"]) <= {"msccl", "gloo", "local"}
+        assert found["sum"]
+        assert found["named"]["error"] == "Unsupported", found["named"]
+        for name in ("new signature", "persistent"):
+            assert found[name]["error"] == "BackendError"
+            assert "MPI is not used any more in this process" in found[name]["text"], (name, found[name])
+        assert found["reset"] == ranks
+        assert found["after"] == ["msccl", "gloo"]

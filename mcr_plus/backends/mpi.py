@@ -193,6 +193,8 @@ class MpiBackend:
 
     def open(self, group: Group) -> Channel:
         """See `Backend.open`."""
+        if self.off:
+            raise BackendUnavailable(f"backend mpi: {self.off}")
         mpi = self._mpi
         everyone = self._comm.Get_group()
         members = everyone.Incl(list(group.ranks))
@@ -399,6 +401,8 @@ class _MpiChannel:
         self._flow_factors = _flow_factors(group)
 
     def close(self) -> None:
+        if MpiBackend.off:
+            return
         for request in self._requests:
             request.Free()
         for context in (*self._contexts.values(), self._shared, self._messages, self._comm):

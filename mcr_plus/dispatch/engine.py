@@ -187,7 +187,7 @@ class Engine:
         self.states: list[GroupState] = []
         self.backends: list[Backend] = []
         self.bound: WeakSet[Operation] = WeakSet()
-        self._off: dict[str | None, str] = {}  # library → why it is not called any more
+        self.off: dict[str, str] = {}  # library → why it is not called any more in this process
         self.failed = False
         # Ranks of the job that have left or given up, and so failed an operation.
         self.blamed: set[int] = set()
@@ -517,6 +517,9 @@ class Engine:
         poll = work.poll
         if poll is None or work.is_done:
             return work.is_done
+        if self.off and (reason := self.off.get(work.operation.signature.backend or "")) is not None:
+            self.fail(work, BackendError(f"{work.operation.name(work.sequence)}: {reason}"))
+            return True
         try:
             if poll():
                 work.complete()
@@ -791,7 +794,7 @@ class Engine:
         if backend is None or not reason:
             return
         self.backends.remove(backend)
-        self._off[name] = reason
+        self.off[backend.name] = reason
         for operation in self.bound:
             self.refuse_if_off(operation)
         waiting = [each for lane in self._lanes for each in lane.pending]
@@ -805,10 +808,12 @@ class Engine:
                 other.operation.state.board.mark_failed(Failure(other.sequence, f"BackendError: {reason}"))
 
     def refuse_if_off(self, operation: Operation) -> None:
-        """Let an operation of a library that is switched off fail instead of starting it."""
-        reason = self._off.get(operation.signature.backend)
+        """Let an operation of a library that is switched off fail at once, without comparing it first."""
+        reason = self.off.get(operation.signature.backend or "")
         if reason is not None:
-            operation.start = _refusing(reason)
+            operation.start = refusing(reason)
+            operation.gate = None
+            operation.compare_every = operation.compared = False
             operation.held = True  # the short way has kept its start
 
     # -- the end ----------------------------------------------------------------------------------
@@ -895,7 +900,9 @@ def _admitted() -> bool:
     return True
 
 
-def _refusing(reason: str) -> Callable[[Message], NoReturn]:
+def refusing(reason: str) -> Callable[[Message], NoReturn]:
+    """The start of an operation whose library is not called any more."""
+
     def refuse(message: Message) -> NoReturn:  # noqa: ARG001 - a Start
         raise BackendError(reason)
 

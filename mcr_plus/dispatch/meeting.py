@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Final
 
 from mcr_plus.c10d import put
 
 if TYPE_CHECKING:
+    from mcr_plus.c10d import Store
     from mcr_plus.dispatch.peers import Peers
     from mcr_plus.interfaces import World
 
@@ -31,11 +32,14 @@ def meet(
     *,
     patience: float = SHORT,
     has_failed: Callable[[int], bool] = lambda _: False,
+    notes: Collection[str] = (),
+    then: Callable[[], None] = lambda: None,
 ) -> bool:
     """Wait up to `patience` seconds until all ranks have called this; whether they have.
 
     With `peers`, ranks that have died or are stopped are not waited for; neither are those that have failed,
-    nor anybody once a rank has called it off.
+    nor anybody once a rank has called it off. `notes` are keys that are set in the store before others see
+    this rank there, and `then` is called if all have met, while the store still answers.
     """
     store, deadline = world.store, time.monotonic() + patience
     if store is None or world.size == 1:
@@ -47,7 +51,7 @@ def meet(
         # Rank 0 may be the store's server, and a question to a stopped one is not answered, ever.
         if is_away(0):
             return False
-        store.set(keys[world.rank], "1")
+        _note(store, [*notes, keys[world.rank]])
         nap = 0.0005
         while not is_away(0) and not store.check(keys):
             late = time.monotonic() > deadline
@@ -64,7 +68,8 @@ def meet(
         return has_failed(rank) or is_away(rank)
 
     try:
-        met = wait(here)
+        if met := wait(here):
+            then()
         # The store's own server must outlive the last question put to it.
         if world.rank == 0:
             wait(gone)
@@ -73,6 +78,11 @@ def meet(
     except RuntimeError:
         return False
     return met
+
+
+def _note(store: Store, keys: Iterable[str]) -> None:
+    for key in keys:
+        store.set(key, "1")
 
 
 def call_off(world: World, peers: Peers) -> None:

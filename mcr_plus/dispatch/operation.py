@@ -120,7 +120,8 @@ class Operation:
         the two have different digests.
         """
         digest = self.digest ^ 1
-        binder = getattr(self.channel, "bind_persistent", None)
+        is_off = self.signature.backend in self.engine.off
+        binder = None if is_off else getattr(self.channel, "bind_persistent", None)
         request: Persistent | None = binder and binder(self.signature, message, digest)
         if request is None:
             return None

@@ -9,7 +9,7 @@ from typing import Any, Final, NoReturn, Protocol
 
 from mcr_plus.backends.local import done
 from mcr_plus.config import DispatchOptions
-from mcr_plus.dispatch.engine import Engine, GroupState
+from mcr_plus.dispatch.engine import Engine, GroupState, refusing
 from mcr_plus.dispatch.operation import Lane, Operation
 from mcr_plus.dispatch.streams import stage_through_host
 from mcr_plus.errors import Unsupported
@@ -150,7 +150,13 @@ class DispatchStage:
         backend = line.backend
         # Nothing to move: the operation keeps its number and its check, but needs no library.
         empty = signature.nbytes == 0 and not signature.is_p2p and signature.kind != "barrier"
-        start: Start = _nothing if empty else line.channel.bind(signature)
+        start: Start
+        if empty:
+            start = _nothing
+        elif (reason := runtime.engine.off.get(backend.name)) is not None:
+            start = refusing(reason)
+        else:
+            start = line.channel.bind(signature)
         return Operation(
             signature,
             start,

@@ -20,6 +20,7 @@ from mcr_plus.launch.signing import Offer, SignedStore, address_of, read_offer
 _SLACK: Final = 10.0  # seconds that rank 0's verdict may take to arrive
 _LONGEST_NAP: Final = 0.02
 _stores: dict[tuple[str, int], Store] = {}  # those of this process that listen or are connected
+_by_mpi: list[tuple[Store, bytes]] = []  # the one that MPI has told of, with the secret that came along
 
 
 def open_store(environment: LaunchEnvironment, timeout: float) -> Store:
@@ -62,7 +63,8 @@ def signed_part(store: Store, rank: int, size: int, timeout: float, secret: byte
 
     Raises `LaunchError` as `unused_part` does, and if ranks do not have the same secret.
     """
-    part = unused_part(store, rank, size, timeout)
+    name = _unused_name(store, rank, size, timeout)
+    part = PrefixStore(name, store)
     secret, offer = secret or job_secret(), None
     problem: LaunchError | None = None
     if not secret and address_of(store) in (LOOPBACK, "localhost"):
@@ -77,7 +79,7 @@ def signed_part(store: Store, rank: int, size: int, timeout: float, secret: byte
                 problem, secret = error, b"unknown"
     if not secret:
         return part
-    signed = SignedStore(part, secret, "store")
+    signed = SignedStore(part, secret, name)
     try:
         exchange(signed, rank, size, "signed", "", timeout)
     except LaunchError as error:
@@ -98,7 +100,12 @@ def unused_part(store: Store, rank: int, size: int, timeout: float) -> Store:
 
     Raises `LaunchError` naming the ranks that have not come within `timeout` seconds.
     """
-    mine = secrets.token_hex(8)
+    return PrefixStore(_unused_name(store, rank, size, timeout), store)
+
+
+def _unused_name(store: Store, rank: int, size: int, timeout: float) -> str:
+    """The name of an `unused_part`."""
+    name = mine = secrets.token_hex(8)
     if rank == 0:
         part = PrefixStore(mine, store)
         missing = _answer(store, mine, size, timeout)
@@ -108,7 +115,8 @@ def unused_part(store: Store, rank: int, size: int, timeout: float) -> Store:
         try:
             store.set(f"asks/{rank}", mine)
             store.wait([f"answer/{mine}"], patience)
-            part = PrefixStore(store.get(f"answer/{mine}").decode(), store)
+            name = store.get(f"answer/{mine}").decode()
+            part = PrefixStore(name, store)
             part.set(f"here/{rank}", "")
             part.wait(["missing"], patience)
             missing = json.loads(part.get("missing"))
@@ -116,7 +124,7 @@ def unused_part(store: Store, rank: int, size: int, timeout: float) -> Store:
             raise LaunchError(f"rank 0 did not answer within {timeout:g} s: {error}") from error
     if missing:
         raise LaunchError(f"ranks {missing} did not call init within {timeout:g} s")
-    return part
+    return name
 
 
 def _answer(store: Store, name: str, size: int, timeout: float) -> list[int]:
@@ -233,7 +241,13 @@ def _listen(address: str, port: int) -> socket.socket:
 
 
 def _through_mpi(environment: LaunchEnvironment, limit: timedelta) -> tuple[Store, bytes]:
-    """Started by mpirun without an address: MPI carries that of a store on rank 0, and a secret."""
+    """Started by mpirun without an address: MPI carries that of a store on rank 0, and a secret.
+
+    It does so once, for MPI may have become unusable before another `init`.
+    """
+    if _by_mpi:
+        _by_mpi[0][0].set_timeout(limit)
+        return _by_mpi[0]
     from mcr_plus.backends.mpi import load_mpi
 
     try:
@@ -261,4 +275,5 @@ def _through_mpi(environment: LaunchEnvironment, limit: timedelta) -> tuple[Stor
     host, _, number = place[:64].decode().strip().partition(":")
     options: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener.detach()}
     store = TCPStore(host, int(number), comm.size, comm.rank == 0, limit, wait_for_workers=False, **options)
-    return store, bytes(place[64:])
+    _by_mpi.append((store, bytes(place[64:])))
+    return _by_mpi[0]

@@ -42,10 +42,11 @@ from mcr_plus.tuning.load import busy_words, scatter_words, used_share
 from mcr_plus.tuning.measure import Effort, Meter
 from mcr_plus.tuning.operations import KINDS, Cell, Kind, Subject, whole_size
 from mcr_plus.tuning.plan import Request, Task, impossible, next_task, stages
+from mcr_plus.tuning.plot import plot_rows, plot_tuning
 from mcr_plus.tuning.points import Point, PointFile, settled
 from mcr_plus.tuning.statistics import Timing, bus_bandwidth, confidence_rank
 from mcr_plus.tuning.worker import Job, _meter
-from mcr_plus.units import Range
+from mcr_plus.units import Range, size_words
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 HERE = {"torch": ("2.13",), "ranks": ("2",)}
@@ -641,6 +642,77 @@ def test_verification_accepts_right_results_of_all_dtypes() -> None:
         assert result.value == []
 
 
+# -- pictures -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every figure that is saved."""
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    found: list[Any] = []
+    save = figure.savefig
+
+    def keep(self: Any, *args: Any, **options: Any) -> None:
+        save(self, *args, **options)
+        found.append(self)
+
+    monkeypatch.setattr(figure, "savefig", keep)
+    return found
+
+
+def test_a_picture_says_what_the_table_says(figures: list[Any], tmp_path: Path) -> None:
+    def point(way: str, size: int, time: float, kind: Kind = "all_reduce", **manner: bool) -> Point:
+        cell = Cell(kind, size, "float32", manner.get("async_op", False))
+        timing = Timing(time, time, time, time, time, 9)
+        return Point(cell, way, manner.get("async_op", False), timing)
+
+    sizes = [8 << power for power in range(8)]
+    points = [point("a", size, 10.0 + (size > 100) * 50) for size in sizes]
+    points += [point("b", size, 20.0) for size in sizes]
+    points += [point("a", size, 7.0, async_op=True) for size in sizes]
+    points += [point("a", 64, 3.0, "broadcast"), point("b", 64, 2.0, "broadcast")]
+    request = Request(("all_reduce", "broadcast"), 8, 1 << 10, 2, ("a", "b"))
+    table = derive(request, points, {"ranks": ("2",), "nodes": ("1",)}, 1)
+    (change,) = {rule.lo for rule in table.rules if rule.backend == "b" and rule.key.kind == "all_reduce"}
+    assert 64 < change <= 128
+    assert plot_tuning(table, points, tmp_path / "t.png") == 3
+    (figure,) = figures
+    shown = {axis.get_title(): axis for axis in figure.axes if axis.get_visible()}
+    assert list(shown) == ["all_reduce, sync", "all_reduce, async, exposed time", "broadcast, sync, 64 B"]
+    axis = shown["all_reduce, sync"]
+    assert [text.get_text() for text in axis.texts] == ["a", "b", size_words(change)]
+    assert [label.get_text() for label in axis.get_xticklabels()][:2] == ["8 B", "32 B"]
+    curves = [line for line in axis.lines if len(line.get_xdata()) > 2]
+    assert [list(line.get_ydata()) for line in curves] == [[10.0] * 4 + [60.0] * 4, [20.0] * 8]
+    for difference in ("color", "marker", "linewidth"):
+        assert len({getattr(line, f"get_{difference}")() for line in curves}) == 2
+    assert [label.get_text() for label in shown["broadcast, sync, 64 B"].get_xticklabels()] == [
+        "a",
+        "b\n(chosen)",
+    ]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["a", "b"]
+
+
+def test_nothing_of_a_picture_is_cut_off(figures: list[Any], tmp_path: Path) -> None:
+    ways = [f"msccl:some_long_algorithm_{number}" for number in range(12)]
+    row = {"kind": "all_reduce", "ranks": 2, "dtype": "float32", "verified": True}
+    times = {"p20_us": 1.0, "p50_us": 2.0, "p80_us": 3.0}
+    rows = [{**row, **times, "backend": way, "bytes": size} for way in ways for size in (8, 16)]
+    assert plot_rows(rows, tmp_path / "b.png") == 1
+    (figure,) = figures
+    image = matplotlib_image(tmp_path / "b.png")
+    edge = [*image[0], *image[-1], *image[:, 0], *image[:, -1]]
+    assert all((pixel[:3] == 1).all() for pixel in edge)  # white all around
+    assert len(figure.legends[0].get_texts()) == len(ways)
+
+
+def matplotlib_image(path: Path) -> Any:
+    from matplotlib import image
+
+    return image.imread(path)
+
+
 # -- the commands ---------------------------------------------------------------------------------
 
 
@@ -657,6 +729,12 @@ def test_tune_writes_a_table_and_goes_on_where_it_stopped(tmp_path: Path) -> Non
         "tune", "-n", "2", "-o", str(table), "--kinds", "all_reduce,all_to_all_single", "--max", "64",
         "--json", "--plot", str(plot),
     ]  # fmt: skip
+    begun = mcr_plus_process(*words[:-3], "--budget", "1ms", "--fresh")
+    assert begun.returncode == 0, begun.stderr
+    assert (
+        "with 1 of 16 combinations of operation, manner and size measured, none of all_to_all" in begun.stdout
+    )
+    assert begun.stderr.count("The machine was busy") <= 1
     first = json_of(*words, "--budget", "1ms")
     assert not first["complete"]
     assert table.is_file()
@@ -674,6 +752,11 @@ def test_tune_writes_a_table_and_goes_on_where_it_stopped(tmp_path: Path) -> Non
     again = mcr_plus_process(*[word for word in words if word != "--json"])
     assert again.returncode == 0, again.stderr
     assert "what wins where" in again.stdout
+    assert "< 128 B" in again.stdout
+    assert re.search(
+        rf"^{re.escape(str(table))}: \d+ rules? from \d+ measurements$", again.stderr, re.MULTILINE
+    )
+    assert f"{plot}: 4 panels, one for each operation and manner" in again.stderr
 
 
 @needs_mpi

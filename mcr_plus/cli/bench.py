@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from mcr_plus.cli import measuring
-from mcr_plus.cli.output import print_json, print_table
+from mcr_plus.cli.output import print_json, print_table, print_written
 from mcr_plus.cli.run import ViaChoice
 
 ROW_KEYS = (
@@ -68,7 +68,8 @@ def bench(
     if plot is not None:
         from mcr_plus.tuning.plot import plot_rows
 
-        plot_rows(rows, plot)
+        panels = plot_rows(rows, plot)
+        print_written(plot, f"{panels} panel{'' if panels == 1 else 's'}, one for each operation")
     if as_json:
         print_json(rows)
     else:

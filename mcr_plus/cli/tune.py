@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mcr_plus.cli import measuring
-from mcr_plus.cli.output import print_json, print_table
+from mcr_plus.cli.output import print_json, print_table, print_written
 from mcr_plus.cli.run import ViaChoice
 
 _CELL_S = 0.6  # for all ways of one operation and size; many of those fit into a budget
 
 if TYPE_CHECKING:
-    from mcr_plus.selection.table import Table
+    from mcr_plus.selection.table import Table, TableRule
     from mcr_plus.tuning.points import Point
 
 
@@ -86,16 +86,19 @@ def tune(
     if answer is None:
         return
     table, points = load_table(output), [Point.from_document(each) for each in answer["points"]]
-    if plot is not None:
-        from mcr_plus.tuning.plot import plot_tuning
-
-        plot_tuning(table, points, plot)
-    for line in (*answer["left_out"], *answer["warnings"]):
+    for line in (*answer["left_out"], *answer["late_warnings"]):
         typer.echo(line, err=True)
     if as_json:
         print_json(_document(output, table, points, answer))
     else:
-        _print(output, table, points, answer)
+        _print(table, points, answer)
+    rules = len(_decided(table))
+    print_written(output, f"{rules} rule{'' if rules == 1 else 's'} from {len(points)} measurements")
+    if plot is not None:
+        from mcr_plus.tuning.plot import plot_tuning
+
+        panels = plot_tuning(table, points, plot)
+        print_written(plot, f"{panels} panel{'' if panels == 1 else 's'}, one for each operation and manner")
 
 
 def _check_output(output: Path, figures: Path) -> None:
@@ -138,35 +141,60 @@ def _document(output: Path, table: Table, points: list[Point], answer: Mapping[s
     }
 
 
-def _print(output: Path, table: Table, points: list[Point], answer: Mapping[str, Any]) -> None:
-    from mcr_plus.selection.table import BUILT_IN
-
-    rows = [
-        (
-            rule.key.kind,
-            {None: "", False: "sync", True: "async"}[rule.key.async_op],
-            rule.key.dtype or "",
-            rule.span(),
-            rule.backend,
-            _gain(rule.backend, rule.measured, rule.lo, rule.hi),
-        )
-        for rule in table.rules
-        if rule.backend != BUILT_IN
-    ]
-    print_table(
-        "what wins where", ("operation", "manner", "dtype", "bytes", "choice", "next best takes"), rows
-    )
+def _print(table: Table, points: list[Point], answer: Mapping[str, Any]) -> None:
+    rows: list[tuple[str, ...]] = []
+    slower = False
+    for rule in _decided(table):
+        factors = _factors(rule.backend, rule.measured, rule.lo, rule.hi)
+        slower |= any(factor < 1 for factor in factors)
+        manner = {None: "any", False: "sync", True: "async"}[rule.key.async_op]
+        cells = (rule.key.kind, manner, rule.key.dtype or "any", _sizes(rule), rule.backend, _words(factors))
+        rows.append(cells)
+    columns: tuple[str, ...] = ("operation", "manner", "dtype", "size", "choice", "next best takes")
+    if rows and {row[2] for row in rows} == {"any"}:
+        columns, rows = (*columns[:2], *columns[3:]), [(*row[:2], *row[3:]) for row in rows]
+    print_table("what wins where", columns, rows)
     wrong = _left_out(points)
     if wrong:
         print_table("left out", ("operation", "backend", "sizes", "why"), wrong)
+    if slower:
+        print("Below 1 ×: another was faster at a size of the range, not by enough for a rule of its own.")
     print("Sizes that are not listed were not measured: there the built-in preference decides.")
-    print(f"{output}: {len(table.rules)} rules from {len(points)} measurements")
     if answer["algorithms"]:
         from mcr_plus.tuning.worker import NEEDED
 
         print(f"{NEEDED}: [{', '.join(answer['algorithms'])}]")
     if not answer["complete"]:
-        print("The budget ended before every size was measured: run the same command again to go on.")
+        print(_unfinished(answer))
+
+
+def _unfinished(answer: Mapping[str, Any]) -> str:
+    """How far the budget went, and how to go on."""
+    (done, planned), missing = answer["coverage"], answer["missing"]
+    if done >= planned:
+        far = "before what is in doubt was measured again"
+    else:
+        none = f", none of {', '.join(missing)}" if missing else ""
+        far = f"with {done} of {planned} combinations of operation, manner and size measured{none}"
+    return f"The budget ended {far}: run the same command again to go on, or give it a longer --budget."
+
+
+def _decided(table: Table) -> list[TableRule]:
+    """The rules that name a library."""
+    from mcr_plus.selection.table import BUILT_IN
+
+    return [rule for rule in table.rules if rule.backend != BUILT_IN]
+
+
+def _sizes(rule: TableRule) -> str:
+    """The sizes of a rule; those of an uneven operation differ between ranks, and decide about nothing."""
+    from mcr_plus.units import size_words
+
+    if rule.key.kind.endswith("_v") or (rule.lo == 0 and rule.hi is None):
+        return "any"
+    if rule.hi is None:
+        return f"≥ {size_words(rule.lo)}"
+    return f"< {size_words(rule.hi)}" if rule.lo == 0 else f"{size_words(rule.lo)} to {size_words(rule.hi)}"
 
 
 def _left_out(points: list[Point]) -> list[tuple[str, str, str, str]]:
@@ -188,15 +216,19 @@ def _from_to(least: int, most: int) -> str:
     return size_words(least) if least == most else f"{size_words(least)} to {size_words(most)}"
 
 
-def _gain(choice: str, measured: Any, low: int, high: int | None) -> str:
-    """By how much the best of the others is slower, from and to, over the sizes of a rule."""
-    sizes = [size for size in measured.get(choice, {}) if size >= low and (high is None or size < high)]
-    others = [
+def _factors(choice: str, measured: Any, low: int, high: int | None) -> list[float]:
+    """How many times as long the best of the others takes, at every size measured that a rule covers."""
+    return [
         min(curve[size] for name, curve in measured.items() if name != choice and size in curve)
         / measured[choice][size]
-        for size in sizes
+        for size in measured.get(choice, {})
+        if size >= low and (high is None or size < high)
         if any(name != choice and size in curve for name, curve in measured.items())
     ]
-    if not others:
+
+
+def _words(factors: list[float]) -> str:
+    if not factors:
         return "-"
-    return f"{min(others):.3g} to {max(others):.3g} ×" if len(others) > 1 else f"{others[0]:.3g} ×"
+    span = f"{min(factors):.3g} to {max(factors):.3g}" if len(factors) > 1 else f"{factors[0]:.3g}"
+    return f"{span} × as long"

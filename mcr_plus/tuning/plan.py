@@ -110,6 +110,12 @@ def stages(request: Request) -> int:
     return len({*_grid(request), *_further(request)})
 
 
+def coverage(request: Request, points: Iterable[Point]) -> tuple[int, int]:
+    """(measured, all) of the combinations of operation, manner and size that every table has."""
+    planned = {*_grid(request)}
+    return len(planned & {Task(point.cell, point.overlap) for point in points}), len(planned)
+
+
 def _grid(request: Request) -> Iterator[Task]:
     sizes = _powers(request)
     for chosen in (sorted({*sizes[::_COARSE], sizes[-1]}), sizes):

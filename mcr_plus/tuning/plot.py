@@ -1,80 +1,100 @@
-"""Pictures of what was measured: time by size, one panel per operation, and the choice on top."""
+"""Pictures of what was measured: time by size, one panel per operation, and above it the choice."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from math import ceil
+from dataclasses import dataclass
+from math import ceil, log2
 from pathlib import Path
 from typing import Any, Final
 
 from mcr_plus.errors import BackendUnavailable, ConfigError
-from mcr_plus.selection.table import Query, Table
+from mcr_plus.observe.plot import COLOURS, ENDINGS
+from mcr_plus.selection.table import BUILT_IN, Query, Table
 from mcr_plus.tuning.operations import TORCH, TUNED
 from mcr_plus.tuning.points import Point, settled
-from mcr_plus.units import format_size
+from mcr_plus.units import size_words
 
-_ENDINGS: Final = (".png", ".svg", ".pdf")
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
-_COLOURS: Final = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
-_COLUMNS: Final = 3
+# Colour, marker and width differ, so that curves that lie on each other can be told apart.
+_MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X")
+_WIDTHS: Final = (3.2, 2.4, 1.7, 1.2)
+_NARROW: Final = 0.17  # of a panel's width: a shorter stretch has no room for the choice's name
+_STRIP: Final = 0.07  # of a panel's height
+_MANNERS: Final = ((False, False, "sync"), (True, False, "async"), (True, True, "async, exposed time"))
 
-Curves = Mapping[str, Mapping[int, tuple[float, float, float]]]
-"""(low, median, high) microseconds by size, for each way."""
+Figures = tuple[float, float, float]
+"""(low, median, high) microseconds."""
+Curves = Mapping[str, Mapping[int, Figures]]
+"""By size, for each way."""
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """`chosen`: what the table names, as (from this size on, way), by size."""
+
+    title: str
+    curves: Curves
+    chosen: Sequence[tuple[int, str]] = ()
+
+    @property
+    def sizes(self) -> list[int]:
+        return sorted({size for curve in self.curves.values() for size in curve})
 
 
 def check_available(path: Path) -> None:
     """Raise before anything is measured if no picture can be drawn to `path`."""
-    if path.suffix.lower() not in _ENDINGS:
-        raise ConfigError(f"--plot: {path}: unknown ending {path.suffix!r}; known: {', '.join(_ENDINGS)}")
+    if path.suffix.lower() not in ENDINGS:
+        raise ConfigError(f"--plot: {path}: unknown ending {path.suffix!r}; known: {', '.join(ENDINGS)}")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"--plot: {path}: no such folder")
     if importlib.util.find_spec("matplotlib") is None:
         raise BackendUnavailable("--plot needs matplotlib; pip install 'mcr_plus[plot]' brings it")
 
 
-def plot_tuning(table: Table, points: Sequence[Point], path: Path) -> None:
-    """Draw every operation's curves with 95 % intervals, and the table's choice along the sizes."""
-    panels: dict[str, Curves] = {}
-    chosen: dict[str, dict[int, str]] = {}
+def plot_tuning(table: Table, points: Sequence[Point], path: Path) -> int:
+    """Draw every operation's curves with 95 % intervals, and what the table chooses.
+
+    Returns the number of panels.
+    """
     ranks = next((int(v) for v in table.fingerprint.get("ranks", ()) if v.isdigit()), 2)
     nodes = next((int(v) for v in table.fingerprint.get("nodes", ()) if v.isdigit()), 1)
-    manners = ((False, False, ""), (True, False, ", async"), (True, True, ", async, exposed time"))
     operations = dict.fromkeys((point.cell.kind, point.cell.dtype) for point in points)
     several = len({dtype for kind, dtype in operations if kind != "barrier"}) > 1
     exposed = any(point.overlap for point in points)
+    rows: list[list[_Panel]] = []
     for kind, dtype in operations:
-        for async_op, overlap, words in manners:
+        row: list[_Panel] = []
+        for async_op, overlap, manner in _MANNERS:
             if async_op != overlap and exposed:
                 continue  # the choice follows the exposed time: two panels would say two things
             curves = _curves(points, kind, dtype, async_op, overlap)
             if not curves:
                 continue
-            title = f"{kind}{f' {dtype}' if several else ''}{words}"
-            panels[title] = curves
-            sizes = sorted({size for curve in curves.values() for size in curve})
+            title = f"{kind}{f' {dtype}' if several else ''}{'' if kind == 'send' else f', {manner}'}"
             name = "none" if kind == "barrier" else dtype
-            queries = {
-                s: Query(kind, s, name, ranks, nodes, ranks // nodes, async_op=async_op) for s in sizes
-            }
-            rules = {size: table.lookup(query) for size, query in queries.items()}
-            chosen[title] = {size: rule.backend for size, rule in rules.items() if rule is not None}
-    _draw(panels, chosen, path, f"{ranks} ranks on {nodes} host{'s' if nodes > 1 else ''}")
+            query = Query(kind, 0, name, ranks, nodes, ranks // nodes, async_op=async_op)
+            row.append(_Panel(title, curves, _chosen(table, query)))
+        if row:
+            rows.append(row)
+    where = f"{ranks} ranks on {nodes} host{'s' if nodes > 1 else ''}"
+    return _draw(rows, path, f"{where}: medians, their 95 % intervals, and above them what the table chooses")
 
 
-def plot_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw the rows of `mcr-plus bench`, with their 20th and 80th percentiles."""
-    panels: dict[str, dict[str, dict[int, tuple[float, float, float]]]] = {}
+def plot_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> int:
+    """Draw the rows of `mcr-plus bench`, with their 20th and 80th percentiles; return how many panels."""
+    curves: dict[str, dict[str, dict[int, Figures]]] = {}
     for row in rows:
         if row["verified"]:
             figures = (row["p20_us"], row["p50_us"], row["p80_us"])
-            panels.setdefault(row["kind"], {}).setdefault(row["backend"], {})[row["bytes"]] = figures
-    ranks = rows[0]["ranks"] if rows else 0
-    _draw(panels, {}, path, f"{ranks} ranks, {rows[0]['dtype'] if rows else ''}")
+            curves.setdefault(row["kind"], {}).setdefault(row["backend"], {})[row["bytes"]] = figures
+    panels = [[_Panel(kind, found)] for kind, found in curves.items()]
+    where = f"{rows[0]['ranks']} ranks, {rows[0]['dtype']}" if rows else ""
+    return _draw(panels, path, f"{where}: p50, and p20 to p80")
 
 
 def _curves(points: Sequence[Point], kind: str, dtype: str, async_op: bool, overlap: bool) -> Curves:
-    curves: dict[str, dict[int, tuple[float, float, float]]] = {}
+    curves: dict[str, dict[int, Figures]] = {}
     for point in settled(points):
         cell = point.cell
         alike = (cell.kind, cell.dtype, cell.async_op, point.overlap) == (kind, dtype, async_op, overlap)
@@ -84,87 +104,144 @@ def _curves(points: Sequence[Point], kind: str, dtype: str, async_op: bool, over
     return curves
 
 
-def _draw(
-    panels: Mapping[str, Curves], chosen: Mapping[str, Mapping[int, str]], path: Path, subtitle: str
-) -> None:
-    import matplotlib as mpl
+def _chosen(table: Table, query: Query) -> list[tuple[int, str]]:
+    """Where the table's choice changes, as its rules say, which is between the sizes that were measured."""
+    ends = {end for rule in table.rules if rule.key.kind == query.kind for end in (rule.lo, rule.hi or 0)} | {
+        0
+    }
+    found: list[tuple[int, str]] = []
+    for size in sorted(ends):
+        rule = table.lookup(query._replace(nbytes=size))
+        way = BUILT_IN if rule is None else rule.backend
+        if not found or found[-1][1] != way:
+            found.append((size, way))
+    return found
 
-    mpl.use("Agg")
-    from matplotlib import pyplot
 
-    if not panels:
+def _draw(rows: Sequence[Sequence[_Panel]], path: Path, subtitle: str) -> int:
+    """A row of `rows` is one operation; its panels stand side by side."""
+    if not rows:
         raise ConfigError(f"--plot: {path}: nothing to draw; no operation was measured with a right result")
-    columns = min(_COLUMNS, len(panels))
-    rows = ceil(len(panels) / columns)
-    figure, axes = pyplot.subplots(
-        rows, columns, figsize=(4.6 * columns, 3.5 * rows + 0.8), squeeze=False, layout="constrained"
-    )
-    ways = list(dict.fromkeys(way for curves in panels.values() for way in curves))
-    colours = dict(zip(ways, _COLOURS * (len(ways) // len(_COLOURS) + 1), strict=False))
-    colours |= {TUNED: "#000000"} if TUNED in colours else {}
-    for axis, (title, curves) in zip(axes.flat, panels.items(), strict=False):
-        _panel(axis, title, curves, chosen.get(title, {}), colours)
-    for axis in list(axes.flat)[len(panels) :]:
-        axis.set_visible(False)
+    from matplotlib.figure import Figure
+
+    wide = max(len(row) for row in rows)
+    beside = min(len(rows), max(1, 3 // wide) if len(rows) * wide <= 6 else 4 // wide)  # operations
+    columns, lines = beside * wide, ceil(len(rows) / beside)
+    figure = Figure(figsize=(max(6.0, 4.4 * columns), 3.3 * lines + 1.0), layout="constrained")
+    axes = figure.subplots(lines, columns, squeeze=False)
+    ways = list(dict.fromkeys(way for row in rows for panel in row for way in panel.curves))
+    styles = {way: _style(way, index) for index, way in enumerate(ways)}
     handles: dict[str, Any] = {}
-    for axis in axes.flat:
-        handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True)) | handles
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles), frameon=False)
-    figure.suptitle(f"Time by message size, {subtitle}", fontsize=12)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    for index in range(lines * beside):
+        row = rows[index] if index < len(rows) else ()
+        for place in range(wide):
+            axis = axes[index // beside][index % beside * wide + place]
+            if place < len(row):
+                handles = _panel(axis, row[place], styles) | handles
+            else:
+                axis.set_visible(False)
+    if any(len(panel.sizes) > 1 for row in rows for panel in row):  # others name the ways below them
+        figure.legend(
+            [handles[way] for way in ways], ways, loc="outside lower center",
+            ncols=min(len(ways), 2 * columns + 1), frameon=False, handlelength=4,
+        )  # fmt: skip
+    figure.suptitle(f"Time by message size, {subtitle}", fontsize=11)
+    figure.savefig(path, dpi=130, bbox_inches="tight")
+    return sum(len(row) for row in rows)
 
 
-def _panel(
-    axis: Any, title: str, curves: Curves, chosen: Mapping[int, str], colours: Mapping[str, str]
-) -> None:
-    axis.set_title(title, fontsize=10)
+def _style(way: str, index: int) -> dict[str, Any]:
+    style = {
+        "color": "#000000" if way == TUNED else COLOURS[index % len(COLOURS)],
+        "marker": _MARKERS[index % len(_MARKERS)],
+        "lw": _WIDTHS[min(index, len(_WIDTHS) - 1)],
+        "linestyle": {TUNED: "--", TORCH: ":"}.get(way, "-"),
+        "ms": 5,
+    }
+    return {**style, "mfc": "white"} if way in (TUNED, TORCH) else style
+
+
+def _panel(axis: Any, panel: _Panel, styles: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Draw one operation; return what the legend shows of each way."""
+    sizes = panel.sizes
     axis.set_ylabel("µs")
     axis.set_yscale("log")
     axis.grid(alpha=0.25, lw=0.5)
-    sizes = sorted({size for curve in curves.values() for size in curve})
-    if sizes == [0]:
-        _bars(axis, curves, chosen, colours)
-        return
-    for way, curve in curves.items():
+    handles = (_dots if len(sizes) == 1 else _lines)(axis, panel, styles)
+    low, high = axis.get_ylim()
+    few = high / low < 100
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axis.yaxis.set_minor_formatter(NullFormatter())
+    axis.tick_params(labelsize=8)
+    at = f", {size_words(sizes[0])}" if len(sizes) == 1 and sizes[0] else ""
+    axis.set_title(f"{panel.title}{at}", fontsize=10)
+    return handles
+
+
+def _lines(axis: Any, panel: _Panel, styles: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Times along the sizes, and in a strip above them what the table chooses."""
+    handles: dict[str, Any] = {}
+    for way, curve in panel.curves.items():
         own = sorted(curve)
         low, middle, high = zip(*(curve[size] for size in own), strict=True)
-        style = {TUNED: "--", TORCH: ":"}.get(way, "-")
-        axis.plot(own, middle, style, color=colours[way], label=way, lw=1.5, marker="o", ms=2.5)
-        axis.fill_between(own, low, high, color=colours[way], alpha=0.18, lw=0)
-    envelope = [
-        (size, curves[way][size][1]) for size, way in sorted(chosen.items()) if size in curves.get(way, {})
-    ]
-    if envelope:
-        axis.plot(*zip(*envelope, strict=True), color="black", lw=6, alpha=0.3, label="chosen", zorder=0)
-        _mark_changes(axis, chosen)
+        handles[way] = axis.plot(own, middle, **styles[way])[0]
+        axis.fill_between(own, low, high, color=styles[way]["color"], alpha=0.13, lw=0)
+    sizes = panel.sizes
     axis.set_xscale("log", base=2)
-    axis.set_xlabel("bytes", fontsize=8)
+    axis.set_xlabel("size", fontsize=8)
     powers = range(sizes[0].bit_length() - 1, sizes[-1].bit_length())
     shown = [1 << exponent for exponent in powers[:: max(1, ceil(len(powers) / 6))]]
-    axis.set_xticks(shown, [format_size(size) for size in shown])
-    axis.tick_params(labelsize=8)
+    axis.set_xticks(shown, [size_words(size) for size in shown])
     axis.minorticks_off()
+    _strip(axis, panel.chosen, styles)
+    return handles
 
 
-def _bars(axis: Any, curves: Curves, chosen: Mapping[int, str], colours: Mapping[str, str]) -> None:
-    """An operation without data: one bar for each way, the choice in full colour."""
-    for way, curve in curves.items():
-        low, middle, high = curve[0]
-        faint = 1.0 if chosen.get(0, way) == way else 0.4
-        axis.bar(
-            way, middle, color=colours[way], alpha=faint, label=way, yerr=[[middle - low], [high - middle]]
+def _strip(axis: Any, chosen: Sequence[tuple[int, str]], styles: Mapping[str, Mapping[str, Any]]) -> None:
+    """The choice along the sizes, from and to the bytes that the table's rules say."""
+    if not chosen:
+        return
+    from matplotlib.patches import Rectangle
+
+    low, high = axis.get_xlim()
+    bottom, top = axis.get_ylim()
+    axis.set_ylim(bottom, top * (top / bottom) ** (1.3 * _STRIP))
+    for index, (start, way) in enumerate(chosen):
+        end = chosen[index + 1][0] if index + 1 < len(chosen) else high
+        left, right = max(start, low), min(end, high)
+        if way not in styles or left >= right:
+            continue
+        place, length = (log2(each / low) / log2(high / low) for each in (left, low * right / left))
+        box = Rectangle(
+            (place, 1 - _STRIP), length, _STRIP, transform=axis.transAxes, color=styles[way]["color"], lw=0
         )
-
-
-def _mark_changes(axis: Any, chosen: Mapping[int, str]) -> None:
-    """A thin line where the choice changes, named on its right."""
-    previous = None
-    for size, way in sorted(chosen.items()):
-        if previous is not None and way != previous:
-            axis.axvline(size, color="black", lw=0.6, alpha=0.5)
-            axis.annotate(
-                f"{way} ≥ {format_size(size)}", (size, 0.02), xycoords=("data", "axes fraction"),
-                fontsize=7, rotation=90, va="bottom", ha="right",
+        axis.add_patch(box)
+        if length >= _NARROW:
+            axis.text(
+                place + length / 2, 1 - _STRIP / 2, way, transform=axis.transAxes, fontsize=7,
+                ha="center", va="center", color="white", fontweight="bold",
             )  # fmt: skip
-        previous = way
+        if start > low:
+            axis.axvline(start, color="black", lw=0.6, alpha=0.5)
+            axis.annotate(
+                size_words(start), (start, 1 - 1.2 * _STRIP), xycoords=("data", "axes fraction"),
+                fontsize=7, rotation=90, va="top", ha="right",
+            )  # fmt: skip
+
+
+def _dots(axis: Any, panel: _Panel, styles: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """One size alone, or an operation without data: the ways side by side, the chosen one by name."""
+    handles: dict[str, Any] = {}
+    (size,) = panel.sizes
+    choice = next((way for start, way in reversed(panel.chosen) if start <= size), None)
+    for place, (way, curve) in enumerate(panel.curves.items()):
+        low, middle, high = curve[size]
+        error = [[middle - low], [high - middle]]
+        handles[way] = axis.errorbar(place, middle, error, **{**styles[way], "ms": 8, "capsize": 4})
+    names = [f"{way}\n(chosen)" if way == choice else way for way in panel.curves]
+    axis.set_xticks(range(len(names)), names)
+    axis.set_xlim(-0.6, len(names) - 0.4)
+    return handles

@@ -36,7 +36,7 @@ from mcr_plus.tuning.derive import derive
 from mcr_plus.tuning.load import busy_words, scatter_words, used_share
 from mcr_plus.tuning.measure import Effort, Meter, Outcome
 from mcr_plus.tuning.operations import TORCH, TUNED, Cell, Kind, whole_size
-from mcr_plus.tuning.plan import Request, Task, impossible, next_task, stages
+from mcr_plus.tuning.plan import Request, Task, coverage, impossible, next_task, stages
 from mcr_plus.tuning.points import Point, PointFile, settled
 from mcr_plus.tuning.statistics import algorithm_bandwidth, bus_bandwidth
 
@@ -196,10 +196,10 @@ def _tune(job: Job, comm: Communicator) -> None:
         table = replace(derive(request, points, here, len(set(world.hosts))), strict=job.strict)
         left = next_task(request, points, further=False)
         files = needed(table, job.algorithms)
-        warnings += scatter_words(settled(request.relevant(points)), max(rates))
+        late = scatter_words(settled(request.relevant(points)), max(rates))
         if odd := impossible(request, points):
-            warnings.append(f"Left out, since larger sizes took far less time: {'; '.join(odd)}.")
-        comment = [*COMMENT, *REACHES, *warnings]
+            late.append(f"Left out, since larger sizes took far less time: {'; '.join(odd)}.")
+        comment = [*COMMENT, *REACHES, *warnings, *late]
         if files:
             comment.append(f"{NEEDED}: [{', '.join(files)}]")
         if left is not None:
@@ -212,7 +212,10 @@ def _tune(job: Job, comm: Communicator) -> None:
             "complete": left is None,
             "algorithms": files,
             "left_out": told,
-            "warnings": warnings,
+            "warnings": [*warnings, *late],
+            "late_warnings": late,  # not printed yet
+            "coverage": coverage(request, points),
+            "missing": [kind for kind in job.kinds if kind not in {point["kind"] for point in used}],
         }
         Path(job.answer).write_text(json.dumps(answer))
 

@@ -34,7 +34,6 @@ from pydantic import (
     Field,
     InstanceOf,
     PlainSerializer,
-    SerializationInfo,
     SerializeAsAny,
     ValidationError,
     ValidationInfo,
@@ -58,15 +57,7 @@ from mcr_plus.document import (
 )
 from mcr_plus.errors import ConfigError, Unsupported, short, unknown
 from mcr_plus.message import ALIASES, DTYPES, KINDS, dtype_name
-from mcr_plus.units import (
-    Range,
-    format_size,
-    format_span,
-    parse_count,
-    parse_duration,
-    parse_range,
-    parse_size,
-)
+from mcr_plus.units import Range, parse_count, parse_duration, parse_range, parse_size
 
 if TYPE_CHECKING:
     from mcr_plus.compression.codec import Codec
@@ -104,23 +95,7 @@ def refuse_recv(name: str) -> str:
 
 # --- Options of stages ----------------------------------------------------------------------------------
 
-
-def _size(value: object) -> int | None:
-    return None if value is None else parse_size(value)
-
-
-def _size_text(value: int | None, info: SerializationInfo) -> int | str | None:
-    return format_size(value) if info.context and value is not None else value
-
-
-def _duration_text(value: float, info: SerializationInfo) -> float | str:
-    return f"{value!r}s".replace(".0s", "s") if info.context else value
-
-
-# With any context they are written with units, as people write them.
-Seconds = Annotated[float, BeforeValidator(parse_duration), PlainSerializer(_duration_text)]
-Bytes = Annotated[int, BeforeValidator(parse_size), PlainSerializer(_size_text)]
-BytesOrNone = Annotated[int | None, BeforeValidator(_size), PlainSerializer(_size_text)]
+Seconds = Annotated[float, BeforeValidator(parse_duration)]
 
 
 @dataclass(frozen=True)
@@ -230,7 +205,7 @@ class ExemptOptions(StageOptions):
 
     params: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
     max_ndim: Annotated[int, Field(ge=0)] | None = None
-    below: Bytes = 0
+    below: Annotated[int, BeforeValidator(parse_size)] = 0
 
     def covers(self, param: str, ndim: int, nbytes: int) -> bool:
         """Whether the gradient of a parameter is exempt."""
@@ -276,6 +251,10 @@ FEEDBACKS = ("error_feedback", "ef21", "momentum_correction")
 WRAPPERS = tuple(name for name in CompressOptions.model_fields if name not in ("codec", "codec_options"))
 
 
+def _size(value: object) -> int | None:
+    return None if value is None else parse_size(value)
+
+
 def _some_of(known: tuple[str, ...]) -> Callable[[object], tuple[str, ...]]:
     """Kinds out of those known, as a list or one name; none of them in a rule that switches off."""
 
@@ -306,12 +285,10 @@ class FuseOptions(StageOptions):
     ready and the table's costs the last operation is done first; `bucket` then limits nothing.
     """
 
-    bucket: Annotated[Bytes, Field(gt=0)] = 25 << 20
-    first_bucket: Annotated[
-        Annotated[int, Field(gt=0)] | None, BeforeValidator(_size), PlainSerializer(_size_text)
-    ] = 1 << 20
+    bucket: Annotated[int, BeforeValidator(parse_size), Field(gt=0)] = 25 << 20
+    first_bucket: Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_size)] = 1 << 20
     kinds: Annotated[tuple[str, ...], BeforeValidator(_some_of(FUSIBLE))] = ("all_reduce",)
-    memory: Annotated[Bytes, Field(gt=0)] = 256 << 20
+    memory: Annotated[int, BeforeValidator(parse_size), Field(gt=0)] = 256 << 20
     order: Literal["ready", "priority"] = "ready"
     plan: Literal["size", "exact"] = "size"
 
@@ -367,10 +344,6 @@ class LocalOptions(StageOptions):
     backend: StepBackend = None
 
 
-def _codec_options(options: CompressOptions | None, info: SerializationInfo) -> dict[str, Any] | None:
-    return None if options is None else plain_options(options, units=bool(info.context))
-
-
 class InterOptions(StageOptions):
     """What `hierarchical` does between nodes.
 
@@ -382,7 +355,7 @@ class InterOptions(StageOptions):
     compress: Annotated[
         CompressOptions | None,
         BeforeValidator(_step_codec),
-        PlainSerializer(_codec_options),
+        PlainSerializer(lambda options: None if options is None else plain_options(options)),
     ] = None
 
 
@@ -399,7 +372,7 @@ class HierarchicalOptions(StageOptions):
         "all_reduce",
         "broadcast",
     )
-    min: Bytes = 64 << 10
+    min: Annotated[int, BeforeValidator(parse_size), Field(ge=0)] = 64 << 10
     nodes: Annotated[tuple[tuple[int, ...], ...] | None, BeforeValidator(_nodes)] = None
     ranks_per_node: Annotated[int, Field(gt=0)] | None = None
     local: LocalOptions = LocalOptions()
@@ -423,7 +396,7 @@ class SelectOptions(StageOptions):
     table: Annotated[
         InstanceOf[TableRef] | None, BeforeValidator(_table_ref), PlainSerializer(_table_text)
     ] = None
-    vector_size: BytesOrNone = None
+    vector_size: Annotated[int | None, BeforeValidator(_size)] = None
     online: bool = False
     refined: str | None = None
 
@@ -467,13 +440,12 @@ def codec_names() -> tuple[str, ...]:
     return tuple(sorted({"none", *registry.names("codecs")}))
 
 
-def plain_options(options: BaseModel, *, units: bool = False) -> dict[str, Any]:
+def plain_options(options: BaseModel) -> dict[str, Any]:
     """Write options as the mapping they are read from; JSON-able.
 
-    Of `compress` only what differs from the default, beside the codec's options. `units`: sizes and durations
-    as people write them (`25MiB`, `300s`).
+    Of `compress` only what differs from the default, beside the codec's options.
     """
-    data = options.model_dump(mode="json", by_alias=True, context={"units": True} if units else None)
+    data = options.model_dump(mode="json", by_alias=True)
     if isinstance(options, CompressOptions):
         for name in WRAPPERS:
             if data[name] == CompressOptions.model_fields[name].default:
@@ -688,12 +660,7 @@ def _range_text(value: Range | None) -> str | None:
     return None if value is None else str(value)
 
 
-def _size_range_text(value: Range | None, info: SerializationInfo) -> str | None:
-    if value is None or not info.context:
-        return _range_text(value)
-    return format_size(value.lo) if value.hi == value.lo + 1 else format_span(value.lo, value.hi)
-
-
+RangeField = Annotated[InstanceOf[Range] | None, PlainSerializer(_range_text)]
 Glob = Annotated[str, Field(min_length=1)]
 
 
@@ -707,13 +674,9 @@ class Match(StageOptions):
     kind: Annotated[tuple[str, ...] | None, BeforeValidator(_kinds)] = None
     tag: Glob | None = None
     param: Glob | None = None
-    bytes: Annotated[
-        InstanceOf[Range] | None, BeforeValidator(_size_range), PlainSerializer(_size_range_text)
-    ] = None
+    bytes: Annotated[RangeField, BeforeValidator(_size_range)] = None
     dtype: Annotated[tuple[str, ...] | None, BeforeValidator(_dtypes)] = None
-    ranks: Annotated[
-        InstanceOf[Range] | None, BeforeValidator(_count_range), PlainSerializer(_range_text)
-    ] = None
+    ranks: Annotated[RangeField, BeforeValidator(_count_range)] = None
 
     def covers(
         self,
@@ -899,12 +862,9 @@ def loads(text: str, name: str = "<text>") -> Config:
     return _config(parse_document(text, name, Path(name).parent))
 
 
-def dump(config: Config, *, units: bool = False) -> dict[str, Any]:
-    """Return a configuration as plain, JSON-able data; `load(dump(config)) == config`.
-
-    `units`: sizes and durations as people write them.
-    """
-    return _dump(config, partial(plain_options, units=units))
+def dump(config: Config) -> dict[str, Any]:
+    """Return a configuration as plain, JSON-able data; `load(dump(config)) == config`."""
+    return _dump(config, plain_options)
 
 
 def fingerprint(config: Config) -> str:
@@ -938,9 +898,7 @@ def _dump(config: Config, write: Callable[[BaseModel], dict[str, Any]]) -> dict[
 
 
 def _dump_rule(rule: Rule, write: Callable[[BaseModel], dict[str, Any]]) -> dict[str, Any]:
-    data: dict[str, Any] = {
-        "match": {name: value for name, value in write(rule.match).items() if value is not None}
-    }
+    data: dict[str, Any] = {"match": rule.match.model_dump(mode="json", exclude_none=True)}
     if rule.backend is not None:
         data["backend"] = rule.backend
     for override in rule.overrides:
@@ -958,11 +916,11 @@ def _config(document: Document) -> Config:
     mistakes.kept(lambda: check_keys(document, (), known), None)
     mistakes.kept(lambda: _check_version(document), None)
     backends = mistakes.kept(lambda: _backends(document), None)
-    pipeline, sound = _pipeline(document, mistakes)
-    for index, spec in enumerate(pipeline if sound else ()):
+    pipeline = _pipeline(document, mistakes)
+    for index, spec in enumerate(pipeline):
         keys = ("pipeline", index, spec.name)
         mistakes.kept(partial(_check_steps, spec.options, document, keys, pipeline, backends), None)
-    rules = _rules(document, pipeline, sound, backends, mistakes)
+    rules = _rules(document, pipeline, backends, mistakes)
     algorithms = mistakes.kept(lambda: _algorithms(document), ())
     mistakes.tell()
     return Config(1, backends, pipeline, rules, algorithms, document.name)
@@ -1057,12 +1015,12 @@ def check_backend(name: object, document: Document, keys: Keys) -> None:
         raise document.error(keys, f"{name!r} names no algorithm; expected name or name:algorithm")
 
 
-def _pipeline(document: Document, mistakes: Mistakes) -> tuple[tuple[StageSpec, ...], bool]:
-    """The stages, and whether they are without mistakes; a stage with one is there without its options."""
+def _pipeline(document: Document, mistakes: Mistakes) -> tuple[StageSpec, ...]:
+    """The stages, or none where there is a mistake in them; all of those are kept."""
     before = len(mistakes)
     names = mistakes.kept(lambda: _stage_names(document, mistakes), [])
     if names is None:
-        return _default_pipeline(), True
+        return _default_pipeline()
     found = []
     for index, name in enumerate(names):
         if name is not None:
@@ -1070,7 +1028,7 @@ def _pipeline(document: Document, mistakes: Mistakes) -> tuple[tuple[StageSpec, 
             found.append(mistakes.kept(partial(_stage, name, document, keys), StageSpec(name, NoOptions())))
     if None not in names and names:
         mistakes.kept(lambda: _check_order([spec.name for spec in found], document), None)
-    return tuple(found), len(mistakes) == before
+    return tuple(found) if len(mistakes) == before else ()
 
 
 def _stage_names(document: Document, mistakes: Mistakes) -> list[str | None] | None:
@@ -1127,13 +1085,12 @@ def _rank(stage: str) -> float:
 def _rules(
     document: Document,
     pipeline: tuple[StageSpec, ...],
-    sound: bool,
     backends: tuple[str, ...] | None,
     mistakes: Mistakes,
 ) -> tuple[Rule, ...]:
     items = mistakes.kept(lambda: list_at(document, "rules"), None) or []
     found = [
-        mistakes.kept(partial(_rule, document, ("rules", index), pipeline, sound, backends, mistakes), None)
+        mistakes.kept(partial(_rule, document, ("rules", index), pipeline, backends, mistakes), None)
         for index in range(len(items))
     ]
     return tuple(rule for rule in found if rule is not None)
@@ -1143,12 +1100,11 @@ def _rule(
     document: Document,
     keys: Keys,
     pipeline: tuple[StageSpec, ...],
-    sound: bool,
     backends: tuple[str, ...] | None,
     mistakes: Mistakes,
 ) -> Rule:
     data = mapping_at(document, keys)
-    if sound:  # else every rule would repeat the pipeline's mistakes
+    if pipeline:  # else there is a mistake in it, which every rule would repeat
         mistakes.kept(lambda: _check_rule_keys(document, keys, pipeline), None)
     match = Match()
     if "match" in data:
@@ -1157,29 +1113,12 @@ def _rule(
         at = (*keys, "backend")
         mistakes.kept(lambda: _check_rule_backend(document, at, data["backend"], backends), None)
     overrides = []
-    for spec in pipeline if sound else _assumed(pipeline, data):
+    for spec in pipeline:
         if spec.name in data:
             read = partial(_override, spec, document, (*keys, spec.name), pipeline, backends)
             overrides.append(mistakes.kept(read, Override(spec.name, spec.options, ())))
     place = f"{document.place(keys)}: {path_text(keys)}"
     return Rule(match, data.get("backend"), tuple(overrides), place)
-
-
-def _assumed(pipeline: tuple[StageSpec, ...], rule: Mapping[str, Any]) -> tuple[StageSpec, ...]:
-    """The stages that a rule can be checked against although there are mistakes in the pipeline.
-
-    Those without one as they are, ours with the default options, but `compress` only if the rule itself names
-    a codec: its other options are right or wrong by the codec.
-    """
-    own = rule.get("compress")
-    names_codec = isinstance(own, Mapping) and "codec" in own
-    known = {spec.name: spec for spec in pipeline if not isinstance(spec.options, NoOptions)}
-    defaults = {
-        name: StageSpec(name, model())
-        for name, model in OPTIONS.items()
-        if name not in known and (name != "compress" or names_codec)
-    }
-    return tuple({**known, **defaults}.values())
 
 
 def _match(document: Document, keys: Keys) -> Match:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -106,6 +106,25 @@ def test_a_post_that_was_overwritten_is_no_other_operation(make: Callable[[int],
     assert first.look(1, 3) == (3 + RING, None, True)
     assert first.look(1, 4) == (3 + RING, None, False)
     assert first.look(1, 3 + RING) == (3 + RING, 2, False)
+
+
+def test_a_ballot_is_counted_when_all_ranks_have_cast_the_same() -> None:
+    boards = [cast(SharedBoard, board) for board in shared(3)]
+    for number in range(1, 40):  # many times as many as a row has room for
+        polls: list[Callable[[], bool]] = []
+        for rank, board in enumerate(boards):
+            assert not any(poll() for poll in polls)
+            polls.append(board.cast(5 + number if (number, rank) != (39, 1) else 7))
+        assert [poll() for poll in polls] == [number < 39] * 3
+
+
+def test_a_peer_that_went_on_has_counted_the_ballots_before() -> None:
+    first, second = (cast(SharedBoard, board) for board in shared(2))
+    poll = first.cast(1)
+    for number in range(1, 9):
+        assert not poll() or number > 1
+        second.cast(number)
+    assert poll()
 
 
 @KINDS

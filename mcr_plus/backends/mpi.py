@@ -40,10 +40,7 @@ from mcr_plus.message import REDUCING, ROOTED, VECTOR, Group, Message, ReduceOp,
 _MAX_COUNT: Final = 2**31 - 1
 _SPECS: Final = 4096  # buffer descriptions kept per bound operation
 _STAGED_BYTES: Final = 4096  # up to here two copies are cheaper than a nonblocking call
-# Communicators for signatures: of a group, and of all groups of a process. MPICH has 2,048 in a process; a
-# group takes three for itself, and the program may have some.
-_CONTEXTS: Final = 192
-_ALL_CONTEXTS: Final = 1024
+_CONTEXTS: Final = 192  # communicators per group for its signatures: MPICH has 2,048 in a process
 _WORD: Final = 1 << 64
 _BREAKING: Final = ("TRUNCATE", "IN_STATUS", "INTERN", "UNKNOWN")  # classes of errors
 _HALVES: Final = (torch.float16, torch.bfloat16)
@@ -127,7 +124,6 @@ class MpiBackend:
     keeps_apart = True
     spins = 400
     off = ""  # why MPI is of no use in this process any more
-    contexts = _ALL_CONTEXTS  # those that no group has taken for its signatures
 
     def __init__(self, world: World) -> None:  # noqa: ARG002 - a Backend
         self._mpi = load_mpi()
@@ -200,32 +196,15 @@ class MpiBackend:
         if self.off:
             raise BackendUnavailable(f"backend mpi: {self.off}")
         mpi = self._mpi
-        try:
-            everyone = self._comm.Get_group()
-            members = everyone.Incl(list(group.ranks))
-            # One communicator for collectives and one for messages: a user's tag can never meet our traffic.
-            comm = self._comm.Create_group(members, 0)
-            members.Free()
-        except mpi.Exception as error:
-            raise BackendUnavailable(
-                f"backend mpi: no communicator for group '{group.name}': {error}"
-            ) from error
-        comm.Set_errhandler(mpi.ERRORS_RETURN)
-        messages, problem, room = None, "another rank has none left", min(_CONTEXTS, MpiBackend.contexts // 4)
-        try:
-            messages = comm.Dup()
-            messages.Set_errhandler(mpi.ERRORS_RETURN)
-        except mpi.Exception as error:
-            problem, room = str(error), -1
-        agreed = array("q", [room])
-        comm.Allreduce(mpi.IN_PLACE, [agreed, mpi.INT64_T], mpi.MIN)
-        if agreed[0] < 0:
-            for each in (messages, comm):
-                if each is not None:
-                    each.Free()
-            raise BackendUnavailable(f"backend mpi: no communicator for group '{group.name}': {problem}")
-        MpiBackend.contexts -= agreed[0]
-        return _MpiChannel(mpi, comm, messages, group, self._busy, agreed[0])
+        everyone = self._comm.Get_group()
+        members = everyone.Incl(list(group.ranks))
+        # One communicator for collectives and one for messages: a user's tag can never meet our traffic.
+        comm = self._comm.Create_group(members, 0)
+        messages = comm.Dup()
+        for each in (comm, messages):
+            each.Set_errhandler(mpi.ERRORS_RETURN)
+        members.Free()
+        return _MpiChannel(mpi, comm, messages, group, self._busy)
 
     def progress(self) -> None:
         """One probe lets the library advance every request."""
@@ -403,17 +382,25 @@ class _Gate:
         return channel.vote(self._digest, channel.flow_sum(message)) if self.every else None
 
 
+def _voted(start: Start, digest: int, cast: Callable[[int], Poll]) -> Start:
+    """An operation that is not done before all ranks are found to have started the same."""
+
+    def start_and_vote(message: Message) -> Poll:
+        poll, ballot = start(message), cast(digest)
+        return lambda: ballot() and poll()  # a ballot that has been counted may be asked again
+
+    return start_and_vote
+
+
 class _User:
     """Lives as long as something can start or poll a request."""
 
 
 class _MpiChannel:
-    def __init__(
-        self, mpi: Any, comm: Any, messages: Any, group: Group, busy: set[Mailbox], room: int
-    ) -> None:
-        """`room`: how many signatures may have a communicator, the same on all ranks."""
+    ballots: Callable[[int], Poll] | None = None  # see `Backend`
+
+    def __init__(self, mpi: Any, comm: Any, messages: Any, group: Group, busy: set[Mailbox]) -> None:
         self._mpi = mpi
-        self._room = self._taken = room
         self._comm = comm
         self._messages = messages
         self.mailbox = Mailbox(mpi, messages, group, busy)
@@ -433,7 +420,6 @@ class _MpiChannel:
         for context in (*self._contexts.values(), self._shared, self._messages, self._comm):
             if context is not None:
                 context.Free()
-        MpiBackend.contexts += self._taken
 
     # -- operations that differ are kept apart ------------------------------------------------------
 
@@ -469,7 +455,9 @@ class _MpiChannel:
         if signature.reduce_op == "AVG":
             bound = self._divided(bound, signature)
         may_end_early = signature.async_op or signature.kind in ROOTED
-        return self._voted(bound, digest) if may_end_early and signature.kind not in VECTOR else bound
+        if not may_end_early or signature.kind in VECTOR:
+            return bound
+        return _voted(bound, digest, self.vote if signature.async_op else self.ballots or self.vote)
 
     def bind_persistent(self, signature: Signature, message: Message, digest: int) -> _Persistent | None:
         """An MPI-4 persistent request on the message's buffers; None if there is none for the operation."""
@@ -495,7 +483,7 @@ class _MpiChannel:
                 test: Poll = request.Test
                 return test
 
-            voted = self._voted(started, digest)
+            voted = _voted(started, digest, self.vote)
             return begin, lambda: poll()
 
         return _Persistent(make)
@@ -509,46 +497,28 @@ class _MpiChannel:
         """Begin to make the communicator of a signature, or for None the one that signatures share.
 
         Returns None if it is there, or if there are enough. Collective: all ranks have issued the operation.
-        The poll raises `BackendError` if there is no communicator to share either.
         """
         there = self._shared is not None if digest is None else digest in self._contexts
-        if there or (self._shared is not None and len(self._contexts) >= self._room):
+        if there or (self._shared is not None and len(self._contexts) >= _CONTEXTS):
             return None
-        mpi, context, problem = self._mpi, None, ""
         try:
             context, request = self._comm.Idup()
-        except mpi.Exception as error:  # others wait for this one: nothing can be agreed on
-            raise BackendError(f"MPI makes no communicator for the operation: {error}") from error
-        had = array("i", (1,))
-        ballot: Poll | None = None
+        except self._mpi.Exception:
+            if self._shared is None:
+                raise
+            return None  # the library has no more of them, on any rank
 
         def made() -> bool:
-            nonlocal ballot, problem
-            if ballot is None:
-                try:
-                    if not request.Test():
-                        return False
-                except mpi.Exception as error:  # there are no more of them
-                    had[0], problem = 0, str(error)
-                ballot = self._comm.Iallreduce(mpi.IN_PLACE, [had, mpi.INT], mpi.MIN).Test
-            if not ballot():
+            if not request.Test():
                 return False
-            if had[0]:
-                context.Set_errhandler(mpi.ERRORS_RETURN)
-                self._keep(context, digest)
-            elif self._shared is None:
-                raise BackendError(f"MPI has no communicator left: {problem or 'on another rank'}")
+            context.Set_errhandler(self._mpi.ERRORS_RETURN)
+            if digest is None or len(self._contexts) >= _CONTEXTS:
+                self._shared = context
             else:
-                self._room = len(self._contexts)  # all that come share one from now on
+                self._contexts[digest] = context
             return True
 
         return made
-
-    def _keep(self, context: Any, digest: int | None) -> None:
-        if digest is None or len(self._contexts) >= self._room:
-            self._shared = context
-        else:
-            self._contexts[digest] = context
 
     def is_apart(self, digest: int) -> bool:
         """Whether a signature has a communicator of its own."""
@@ -581,24 +551,6 @@ class _MpiChannel:
         flows = zip(message.flows(self._group), self._flow_factors, strict=True)
         sent, expected = (int(sum(map(operator.mul, counts, factors))) for counts, factors in flows)
         return (sent - expected) % _WORD
-
-    def _voted(self, start: Start, digest: int) -> Start:
-        """An operation that is not done before all ranks are found to have started the same."""
-        vote = self.vote
-
-        def start_and_vote(message: Message) -> Poll:
-            poll, ballot = start(message), vote(digest)
-            counted = False
-
-            def done() -> bool:
-                nonlocal counted
-                if not counted:
-                    counted = ballot()
-                return counted and poll()
-
-            return done
-
-        return start_and_vote
 
     # -- what MPI calls are made of ---------------------------------------------------------------
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from ranks import run_ranks
 
+import mcr_plus as mcr
 from mcr_plus import config
 
 ROOT = Path(__file__).parent.parent
@@ -51,6 +54,39 @@ def test_python_blocks_run_on_two_ranks() -> None:
 def test_yaml_blocks_are_valid_configurations(where: str, text: str) -> None:
     if "pipeline" in yaml.safe_load(text):
         assert config.loads(text, where).pipeline
+
+
+def table_of_codecs() -> dict[str, tuple[str, str]]:
+    """What the README says of each codec: payload, and all_reduce on two ranks; "" where there is none."""
+    rows = re.findall(
+        r"^\| (`[^|]*`) \| ([\d.]*) ?\| ([\d.]+) \|", (ROOT / "README.md").read_text(), re.MULTILINE
+    )
+    return {name: (payload, reduced) for cell, payload, reduced in rows for name in re.findall(r"\w+", cell)}
+
+
+def shares_by_codec(codecs: list[str]) -> dict[str, list[str]]:
+    """Bytes on the wire of a broadcast and of an all_reduce, as shares of the tensor's."""
+    found = {}
+    with mcr.init() as comm:
+        torch.manual_seed(comm.rank)
+        for codec in codecs:
+            x = torch.randn(512, 512)
+            with mcr.record() as log:
+                with suppress(mcr.Unsupported):  # codecs of all_reduce alone
+                    mcr.broadcast(x.clone(), 0, compress=codec)
+                moved = len(log.records)
+                mcr.all_reduce(x, compress=codec)
+            both = log.records[:moved], log.records[moved:]
+            found[codec] = [f"{sum(each.wire_bytes for each in some) / x.nbytes:.3g}" for some in both]
+    return found
+
+
+def test_the_figures_of_codecs_are_those_of_a_run() -> None:
+    claimed = table_of_codecs()
+    assert sorted(claimed) == sorted(set(config.codec_names()) - {"none"})
+    for result in run_ranks(shares_by_codec, 2, args=[list(claimed)]):
+        for codec, (payload, reduced) in claimed.items():
+            assert result.value[codec] == [payload or "0", reduced], codec
 
 
 def variables(path: Path) -> set[str]:

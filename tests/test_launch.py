@@ -185,17 +185,19 @@ def test_ranks_that_ignore_requests_are_killed(start: Start, folder: Path) -> No
         ("kill", "was killed by SIGKILL, without a word", None),
     ],
 )
-def test_failing_rank_ends_the_job_and_is_shown_last(
+def test_failing_rank_ends_the_job_and_is_shown(
     start: Start, folder: Path, via: str, how: str, ending: str, last: str | None
 ) -> None:
     run = start("-n", "2", "--via", via, PROGRAMS, "fail", how)
     pids = run.wait_until_up(2)
     assert run.wait(END_LIMIT_S) == 1
     head = f"mcr-plus: rank 1 of 2 {ending}"
-    shown = run.text().rpartition("mcr-plus: rank")
-    assert head in "".join(shown[1:])
-    assert run.text().splitlines()[-1].strip() == (last or head)
-    assert "mpi4py/run.py" not in shown[2]
+    _, *told = run.text().split("mcr-plus: rank")
+    cause = f"mcr-plus: rank{told[0]}".splitlines()
+    assert cause[0] == head
+    assert cause[-1].strip() == (last or head)
+    assert "mpi4py/run.py" not in told[0]
+    assert all("Traceback" not in each for each in told[1:])
     assert gone(pids)
     assert leftovers(folder, run) == []
 
@@ -223,10 +225,19 @@ def test_whole_tracebacks_on_request(start: Start, monkeypatch: pytest.MonkeyPat
         launch(["true"], 1, via="torch")
 
 
+TRACEBACK = ["Traceback (most recent call last):", '  File "a.py", line 3, in <module>', "    f()"]
+
+
 def reported(rank: int, text: str | None, place: str = "a.py:3, in <module>") -> RankState:
     """A rank that has reported an exception and ended."""
     state = RankState(rank, code=1, ended=2.0 + rank)
-    report = {"time": 1.0 + rank, "text": text, "place": place, "source": "f()", "traceback": ["T", "E: x"]}
+    report = {
+        "time": 1.0 + rank,
+        "text": text,
+        "place": place,
+        "source": "f()",
+        "traceback": [*TRACEBACK, "E: x"],
+    }
     state.note_report(json.dumps(report).encode())
     return state
 
@@ -241,20 +252,40 @@ def test_ranks_that_failed_alike_share_a_message() -> None:
         reported(4, None),
     )
     assert explanation(Outcome(states, 1, None, False, ()), "mpi") == [
-        "mcr-plus: ranks 2 and 3 of 5 failed (MCR_TRACEBACK=1 says more):",
-        "  a.py:3, in <module>:",
-        "      f()",
-        "  BackendError: rank 0 has left",
-        "mcr-plus: rank 4 of 5 exited with status 1:",
-        "  T",
-        "  E: x",
         "mcr-plus: ranks 0 and 1 of 5 failed (MCR_TRACEBACK=1 says more):",
         "  a.py:3, in <module> (rank 0):",
         "      f()",
         "  b.py:9, in step (rank 1):",
         "      f()",
         f"  OrderMismatch: {sides[0]}",
+        "mcr-plus: ranks 2 and 3 of 5 then failed (MCR_TRACEBACK=1 says more):",
+        "  a.py:3, in <module>:",
+        "      f()",
+        "  BackendError: rank 0 has left",
+        "mcr-plus: rank 4 of 5 then failed (MCR_TRACEBACK=1 says more):",
+        "  E: x",
     ]
+
+
+@both
+def test_the_cause_comes_before_what_followed_from_it(start: Start, tmp_path: Path, via: str) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch, mcr_plus as mcr\n"
+        "with mcr.init() as comm:\n"
+        "    mcr.all_reduce(torch.ones(4))\n"
+        "    if comm.rank == 1:\n"
+        "        raise ValueError('this is the cause')\n"
+        "    mcr.all_reduce(torch.ones(4))\n"
+    )
+    run = start("-n", "2", "--via", via, str(program))
+    assert run.wait() == 1
+    heads = [line for line in run.text().splitlines() if line.startswith("mcr-plus:")]
+    assert heads == [
+        "mcr-plus: rank 1 of 2 exited with status 1:",
+        "mcr-plus: rank 0 of 2 then failed (MCR_TRACEBACK=1 says more):",
+    ]
+    assert "SIGTERM" not in run.text()
 
 
 def test_the_place_of_an_error_is_the_users() -> None:

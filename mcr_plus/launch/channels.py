@@ -74,6 +74,14 @@ class RankState:
         starts = [index for index, line in enumerate(lines) if line.startswith(_TRACEBACK)]
         return _without_runner(lines[starts[-1] :]) if starts else lines[-_SHOWN_LINES:]
 
+    def exception(self) -> list[str]:
+        """The last words without the frames of a traceback."""
+        words = self.last_words()
+        if not words or not words[0].startswith(_TRACEBACK):
+            return words
+        frames = [index for index, line in enumerate(words) if line.startswith("  ")]
+        return words[frames[-1] + 1 :] or words if frames else words
+
     def kind_of_failure(self) -> object:
         """Equal for ranks that failed alike.
 

@@ -29,8 +29,8 @@ def launch(
     """Run `ranks` ranks of `command` (a program and its arguments) on this host.
 
     Returns 0 if every rank ended with 0, 128 + the signal number after Ctrl-C or SIGTERM, and else 1,
-    with the error of the rank that failed first as the last thing on stderr. Exceptions that ranks share are
-    printed once; with MCR_TRACEBACK=1, each rank prints its own, and all of it.
+    with the errors of its ranks at the end of stderr, that of the rank that failed first before all others.
+    Exceptions that ranks share are printed once; with MCR_TRACEBACK=1, each rank prints the whole of its own.
     """
     if ranks < 1:
         raise LaunchError(f"ranks: expected at least 1, got {ranks}")
@@ -91,11 +91,15 @@ def _terminal() -> str | None:
 
 
 def explanation(outcome: Outcome, via: Via) -> list[str]:
-    """What there is to say about a job that did not work; the rank that failed first comes last."""
+    """What there is to say about a job that did not work; the rank that failed first comes first."""
     if outcome.interrupted is not None:
         return [f"mcr-plus: stopped by {signal_name(outcome.interrupted)}; all ranks ended"]
     if outcome.culprit is not None:
-        return [line for alike in _failures(outcome, outcome.culprit) for line in _told(alike, outcome)]
+        first, *others = _failures(outcome, outcome.culprit)
+        return [
+            *_told(first, outcome),
+            *(line for alike in others for line in _told(alike, outcome, then=True)),
+        ]
     silent = ", ".join(str(state.rank) for state in outcome.states if state.code is None)
     program = "mpiexec" if via == "mpi" else "the elastic agent"
     head = f"mcr-plus: {program} ended with status {outcome.status} before rank {silent} did"
@@ -103,7 +107,7 @@ def explanation(outcome: Outcome, via: Via) -> list[str]:
 
 
 def _failures(outcome: Outcome, culprit: RankState) -> list[list[RankState]]:
-    """Ranks that failed, those alike together; those like the culprit, which comes first there, at the end.
+    """Ranks that failed, those alike together; the culprit and those like it come first.
 
     A rank without a report has said on stderr what there was to say.
     """
@@ -111,17 +115,19 @@ def _failures(outcome: Outcome, culprit: RankState) -> list[list[RankState]]:
     for state in outcome.states:
         if state is not culprit and state.report is not None:
             alike.setdefault(state.kind_of_failure(), []).append(state)
-    first, *others = alike.values()
-    return [*others, first]
+    return list(alike.values())
 
 
-def _told(alike: Sequence[RankState], outcome: Outcome) -> list[str]:
-    """The message of ranks that failed alike, for whom the first one speaks."""
+def _told(alike: Sequence[RankState], outcome: Outcome, *, then: bool = False) -> list[str]:
+    """The message of ranks that failed alike, for whom the first one speaks.
+
+    `then`: after another, so that neither the signal that ended them matters nor a whole traceback.
+    """
     speaker, several = alike[0], len(alike) > 1
     ranks = _ranks(state.rank for state in alike)
-    ending = "failed" if several else speaker.ending()
+    ending = "then failed" if then else "failed" if several else speaker.ending()
     head = f"mcr-plus: {ranks} of {len(outcome.states)} {ending}"
-    words = [f"  {line}" for line in speaker.last_words()]
+    words = [f"  {line}" for line in (speaker.exception() if then else speaker.last_words())]
     if not words:
         return [f"{head}, without a word"]
     places: dict[tuple[str, str], list[int]] = {}
@@ -131,7 +137,7 @@ def _told(alike: Sequence[RankState], outcome: Outcome) -> list[str]:
     shown = []
     for (place, source), at in places.items():
         shown += [f"  {place}{f' ({_ranks(at)})' if len(places) > 1 else ''}:", f"      {source}"]
-    return [f"{head} (MCR_TRACEBACK=1 says more):" if shown else f"{head}:", *shown, *words]
+    return [f"{head} (MCR_TRACEBACK=1 says more):" if shown or then else f"{head}:", *shown, *words]
 
 
 def _ranks(numbers: Iterable[int]) -> str:

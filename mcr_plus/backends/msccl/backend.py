@@ -44,10 +44,13 @@ _KINDS: Final[dict[Kind, int]] = {
 _WHOLE: Final = ("all_reduce", "reduce", "broadcast")  # count is of the buffer, and not of a rank's block
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _MOST_RANKS: Final = 128  # beyond, the memory grows with the square
-_AREA: Final = 768 << 10  # bytes of a slot; measured, smaller ones are slower above 1 MiB
+# Bytes of a slot. At each slice ranks wait for each other, which beside other work costs them the time slice
+# of whatever has the core. Larger slots make that rarer; those beyond 2 MiB leave the caches.
+_AREA: Final = 2 << 20
+_ASIDE: Final = 768 << 10  # bytes from which on asynchronous operations go on in a thread
 _SPINS: Final = 20  # of a poll, which then takes as long as one of MPI: the engine says how many
 _YIELDS: Final = 4
-_AREAS: Final = 32 << 20  # bytes for all ranks
+_AREAS: Final = 24 << 20  # bytes for all ranks
 _MESSAGES: Final = 1  # channel of sends and receives; those of algorithms follow
 _DEPTH: Final = 4
 _SLOT: Final = 128 << 10
@@ -221,8 +224,8 @@ class _Channel:
         state = self._direct.bind(
             _KINDS[signature.kind], count, width, kernels, signature.root or 0, tag=signature.digest()
         )
-        # What one exchange of slots does is done by the time the thread is awake.
-        aside = signature.async_op and (signature.nbytes or 0) > self._arena.shape.area
+        # What is smaller is done by the time the thread is awake.
+        aside = signature.async_op and (signature.nbytes or 0) > _ASIDE
         begin = self._lane.bind(direct.begin, direct.advance, state, aside=aside)
         if signature.kind == "barrier":
             return lambda message: begin(0, 0, None)  # noqa: ARG005 - a Start
@@ -266,7 +269,7 @@ class _Channel:
         return start
 
     def _bind_uneven(self, signature: Signature, width: int, kernels: Combining) -> Start:
-        tag, async_op, area = signature.digest(), signature.async_op, self._arena.shape.area
+        tag, async_op = signature.digest(), signature.async_op
         pattern = self._direct.bind(_KINDS[signature.kind], 0, width, kernels, tag=tag)
         parts = kernels.parts
         group, lane, of_sizes = self._group, self._lane, self._direct.of_sizes
@@ -278,7 +281,7 @@ class _Channel:
             state = of_sizes(pattern, sent, expected)
             target = message.outputs[0].data_ptr() if message.outputs else 0
             source = message.inputs[0].data_ptr() if message.inputs else target
-            large = async_op and width * max(sum(sent), sum(expected)) > area
+            large = async_op and width * max(sum(sent), sum(expected)) > _ASIDE
             begin = lane.bind(direct.begin, direct.advance, state, aside=large)
             poll = begin(source, target, (message.inputs, message.outputs))
             return _Uneven(poll, state, message, group, parts)

@@ -66,6 +66,7 @@ _ALL_REDUCE_WHOLE: Final = 12  # every rank reduces everything: one exchange ins
 _UNEVEN: Final = (EXCHANGE, SHARE, REDUCE_SCATTER_V)
 
 _NOTHING: Final = Combining()
+_CACHED: Final = 768 << 10  # bytes of a slice that stay in a core's own cache until a peer takes them
 
 # Words of the state.
 _KIND: Final = 0
@@ -501,12 +502,16 @@ class Direct:
         """
         shape, rank = self._arena.shape, self._arena.rank
         header = (-(-8 * (1 + shape.ranks) // 64) * 64) if kind in _UNEVEN else 0
-        slice_elements = (shape.area - header) // width
+        blocks = shape.ranks if kind in (ALL_GATHER, ALL_TO_ALL, GATHER) else 1
+        streams = count * width * blocks >= self._streamed
+        area = shape.area
+        if kind in (ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER) and not streams:
+            area = min(area, _CACHED)
+        slice_elements = (area - header) // width
         if kind == ALL_REDUCE and count * width <= self._whole:
             kind = _ALL_REDUCE_WHOLE
         elif kind in (ALL_TO_ALL, REDUCE_SCATTER, SCATTER, EXCHANGE, REDUCE_SCATTER_V):
-            slice_elements = (shape.area - header) // shape.ranks // 64 * 64 // width
-        blocks = shape.ranks if kind in (ALL_GATHER, ALL_TO_ALL, GATHER) else 1
+            slice_elements = (area - header) // shape.ranks // 64 * 64 // width
         state: Any = np.zeros(_WORDS + (2 * shape.ranks if kind in _UNEVEN else 0), np.int64)
         settings = {
             _KIND: kind,
@@ -525,7 +530,7 @@ class Direct:
             _COMBINE: kernels.combine,
             _DIVIDE: kernels.divide,
             _ROOT: root,
-            _STREAMS: count * width * blocks >= self._streamed,
+            _STREAMS: streams,
             _HEADER: header,
             _AGREED: kind not in _UNEVEN,
             _TAG: tag,

@@ -18,7 +18,9 @@ endif
 
 venv := .venv
 bin := $(venv)/bin
-stamp := $(venv)/.installed-$(MPI)
+pip := $(bin)/python -m pip --disable-pip-version-check
+runs := $(venv)/.runs-$(MPI)# mcr_plus and what it needs
+stamp := $(venv)/.installed-$(MPI)# tools for tests and checks too
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test check gpu-check torch-suite clients bench-overhead clean
@@ -30,17 +32,25 @@ help:
 venv: $(stamp)
 
 # Both MPIs have a mpiexec, so only one may be in the environment at a time.
-$(stamp): pyproject.toml constraints.txt
-	@echo "installing into $(venv) ($(MPI)); the first time takes a few minutes"
+$(runs): pyproject.toml constraints.txt
+	@echo "1/4 making $(venv)"
 	@test -x $(bin)/python || $(PYTHON) -m venv $(venv)
-	@rm -f $(venv)/.installed-*
-	@$(bin)/python -m pip uninstall -qq --yes $(other) 2>/dev/null
-	@$(bin)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[$(extra),dev]"
-	@echo "compiling kernels, once; about a minute"
+	@rm -f $(venv)/.runs-* $(venv)/.installed-*
+	@$(pip) uninstall -qq --yes $(other) 2>/dev/null
+	@echo "2/4 installing torch, the largest part: minutes, and with CUDA gigabytes (README, Install)"
+	@$(pip) install -c constraints.txt torch
+	@echo "3/4 installing mcr_plus, $(MPI) and the rest"
+	@$(pip) install -qq -c constraints.txt -e ".[$(extra)]"
+	@echo "4/4 compiling kernels, once; about a minute"
 	@$(bin)/mcr-plus warmup
 	@touch $@
 
-demo: $(stamp)
+$(stamp): $(runs)
+	@echo "installing tools for tests and checks"
+	@$(pip) install -qq -c constraints.txt -e ".[$(extra),dev]"
+	@touch $@
+
+demo: $(runs)
 	@$(bin)/mcr-plus run -n 2 examples/dlrm/train.py --against-torch
 
 # First what needs one core, several at a time; then what starts ranks. 5: no test of these flags in that half.
@@ -66,7 +76,7 @@ torch-suite: $(stamp)
 
 # Libraries that run on the backend of torch.distributed; make test skips what is not installed.
 clients: $(stamp)
-	@$(bin)/python -m pip install -qq --disable-pip-version-check -c constraints.txt lightning accelerate transformers deepspeed
+	@$(pip) install -qq -c constraints.txt lightning accelerate transformers deepspeed
 	@$(bin)/python -m pytest tests/clients
 
 bench-overhead: $(stamp)

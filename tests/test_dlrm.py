@@ -575,13 +575,15 @@ def test_comparison_of_equals(
     assert [run["rounds"] for run in document["runs"]] == [3, 3, None, 3, 3]
 
 
-def test_one_line_compares_with_torch(transports: object, generated: Path) -> None:
+def test_a_few_lines_compare_with_torch(transports: object, generated: Path) -> None:
     status, output = invoke("--data", generated, "--steps", 2, "--against-torch")
     assert status == 0
-    figures = (
-        r"[\d,]+ samples/s, mcr_plus pipeline: [\d,]+, (no difference|[\d.]+ × as fast) \(3 rounds in turns\)"
+    for name in ("torch.distributed gloo", "mcr_plus pipeline"):
+        assert re.search(rf"^  {name} +[\d,]+  \([\d,]+–[\d,]+\)$", output, re.MULTILINE)
+    assert re.search(
+        r"  mcr_plus pipeline: (no difference, for the ranges overlap|[\d.]+ × as fast)\.", output
     )
-    assert re.search(f"torch.distributed gloo: {figures}", output)
+    assert "Next:      mcr-plus run -n 1 examples/dlrm/train.py --compare" in output
 
 
 def test_a_library_that_adds_wrongly_is_found(

@@ -41,6 +41,8 @@ from transports import Transport, open_transport
 from mcr_plus.errors import McrError
 from mcr_plus.observe.record import Log
 from mcr_plus.observe.table import communication
+from mcr_plus.tuning.load import busy_words, used_share
+from mcr_plus.units import format_size
 
 HERE = Path(__file__).parent
 SHORT = 60  # steps of a job that only tells how fast a library is
@@ -192,7 +194,8 @@ def main(
         bool, typer.Option("--compare", help="run on every library; status 1 if losses differ")
     ] = False,
     against_torch: Annotated[
-        bool, typer.Option("--against-torch", help="say in a line how fast torch.distributed's gloo is")
+        bool,
+        typer.Option("--against-torch", help="say how fast torch.distributed's gloo is, and who served what"),
     ] = False,
     rounds: Annotated[
         int, typer.Option(min=1, help="of --compare: every library runs once in each")
@@ -223,9 +226,9 @@ def main(
         if compare_all:
             rows = compare(job, rounds, config, console)
             raise typer.Exit(report_comparison(rows, "samples", COLUMNS, console, json_path))
-        run_once(comms, job, config, console, json_path, trace)
+        result = run_once(comms, job, config, console, json_path, trace)
         if against_torch:
-            _say_against_torch(job, config, console)
+            _say_against_torch(job, result, config, console)
     except (DataError, JobError, McrError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
@@ -238,31 +241,57 @@ def run_once(
     console: Console,
     json_path: Path | None,
     trace: Path | None,
-) -> None:
+) -> Result:
     title = TITLES[name]
     result = run(open_transport(name, config), title, job, console)
     report(result, console)
-    if console.quiet:  # one rank is enough
-        return
-    if trace and result.log:
-        result.log.save(str(trace))
-    if json_path:
-        write_json(document(result, title), json_path)
+    if not console.quiet:  # one rank is enough
+        if trace and result.log:
+            result.log.save(str(trace))
+        if json_path:
+            write_json(document(result, title), json_path)
+    return result
 
 
-def _say_against_torch(job: Job, config: Path | None, console: Console) -> None:
-    """A line: the speed of a short job over torch.distributed's gloo, in turns with the pipeline's."""
+def _say_against_torch(job: Job, result: Result, config: Path | None, console: Console) -> None:
+    """The speed of a short job in turns with torch.distributed's gloo, and which library took what."""
+    busy = busy_words([used_share()])  # on all ranks, so that none begins meanwhile
     short = replace(job, steps=SHORT, holdout=0.0)
     theirs, ours = compare(short, ROUNDS, config, Console(file=StringIO()), ("torch", "mix"))
+    lines = [
+        "",
+        f"The same job in turns, {ROUNDS} rounds of {SHORT} steps: median samples/s (slowest–fastest round)",
+    ]
     for row in (theirs, ours):
-        if row.missing is not None:
+        if row.missing is not None or row.speed_range is None:
             raise JobError(f"{row.transport} did not run: {row.missing}")
-    ratio = "no difference" if speedup(ours) == "no difference" else f"{speedup(ours)} × as fast"
-    console.print(
-        f"{theirs.transport}: {theirs.speed:,.0f} samples/s, {ours.transport}: {ours.speed:,.0f}, {ratio} "
-        f"({ROUNDS} rounds in turns)",
-        soft_wrap=True,
+        slowest, fastest = row.speed_range
+        lines.append(f"  {row.transport:24}{row.speed:>8,.0f}  ({slowest:,.0f}–{fastest:,.0f})")
+    same = speedup(ours) == "no difference"
+    verdict = "no difference, for the ranges overlap" if same else f"{speedup(ours)} × as fast"
+    lines.append(f"  {ours.transport}: {verdict}. The speed further above is that of the longer run alone.")
+    if busy:
+        lines.append(f"{busy[0]} Figures of a busy machine scatter; run it again when it is quiet.")
+    console.print("\n".join([*lines, "", *_choices(result, config)]), soft_wrap=True)
+
+
+def _choices(result: Result, config: Path | None) -> list[str]:
+    """Which libraries took what, how to ask why, and what to try next."""
+    kinds: dict[str, list[str]] = {}
+    for row in result.communication:
+        kinds.setdefault(row.backend, []).append(row.kind)
+    served = [f"{backend} took {', '.join(dict.fromkeys(names))}" for backend, names in kinds.items()]
+    option = "" if config is None else f" --config {config}"
+    lines = [f"Libraries: {'; '.join(served)}."] if served else []
+    records = [] if result.log is None else result.log.records
+    largest = max(
+        (each for each in records if each.kind == "all_reduce"), key=lambda each: each.bytes, default=None
     )
+    if largest is not None:
+        size = f"{format_size(largest.bytes)} --async --tag {largest.tag}"
+        lines.append(f"Why:       mcr-plus explain all_reduce {size}{option}")
+    lines.append(f"Next:      mcr-plus run -n {result.ranks} examples/dlrm/train.py --compare{option}")
+    return lines
 
 
 if __name__ == "__main__":

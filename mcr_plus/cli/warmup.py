@@ -50,9 +50,9 @@ def warmup(
     if as_json:
         print_json({"folder": None if folder is None else str(folder), "kernels": rows})
     elif folder is None:
-        print("kept nowhere: no folder for them can be written; name one in NUMBA_CACHE_DIR")
+        print("Jobs will compile them again: no folder for them can be written; name one in NUMBA_CACHE_DIR.")
     else:
-        print(f"kept in {folder}")
+        print(f"Jobs find them in {folder}; NUMBA_CACHE_DIR names another folder.")
 
 
 def _shared_memory() -> None:

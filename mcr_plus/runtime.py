@@ -172,11 +172,16 @@ class Runtime:
                 return [json.loads(text) for text in told]
 
             self._agree(ranks, tell, None, f"group '{name}'", lambda _: [group.size] * group.size)
-        lines, dropped = self._open_lines(group) if rank >= 0 else ({}, {})
-        self._tell_what_is_missing(group, dropped)
-        if name == "world":
-            self._dropped = frozenset(dropped)
-        return self._open_over(group, lines, config).communicator(self)
+        try:
+            lines, dropped = self._open_lines(group) if rank >= 0 else ({}, {})
+            self._tell_what_is_missing(group, dropped)
+            if name == "world":
+                self._dropped = frozenset(dropped)
+            return self._open_over(group, lines, config).communicator(self)
+        except McrError:
+            raise
+        except RuntimeError as error:  # of torch's store, or of a library that has asked it
+            raise BackendError(f"group '{name}' cannot be opened over the job's store: {error}") from error
 
     def _open_over(
         self, group: Group, lines: dict[str, Line], config: Config, *, inner: bool = False

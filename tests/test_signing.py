@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from ranks import Via, run_ranks
+from mismatches import outcome_of
+from ranks import Via, own_rank, run_ranks
 
 import mcr_plus as mcr
 from mcr_plus.c10d import HashStore, PrefixStore, TCPStore, put
+from mcr_plus.dispatch.board import StoreBoard
 from mcr_plus.errors import LaunchError
+from mcr_plus.launch import mpi_usable
 from mcr_plus.launch.signing import Offer, SignedStore, address_of, read_offer, seal, unseal
 
 GLOO = {"version": 1, "backends": ["gloo"], "pipeline": [{"select": {}}, {"dispatch": {"timeout": "20s"}}]}
+needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 OTHERS = 65534  # the user "nobody"
 
 
@@ -153,6 +164,121 @@ def test_a_stranger_is_not_believed(tmp_path: Path, via: Via) -> None:
     unread = "the object of rank 1 in group 'world' was not signed by it, and is not unpickled"
     assert results[0].value[1:] == [unread] * 2
     assert not list(tmp_path.glob("touched*"))
+
+
+def _on_several_hosts(library: str) -> mcr.Communicator:
+    """A job whose ranks take each other for ranks of other hosts, so that their board lies in the store."""
+    host = f"host{own_rank()}"
+    with mock.patch("mcr_plus.runtime.host_name", return_value=host):
+        comm = mcr.init({**GLOO, "backends": [library]}, timeout=60.0)
+    assert isinstance(comm.opened.state.board, StoreBoard)
+    return comm
+
+
+def _stranger(store: Any) -> TCPStore:
+    inner = store._store
+    while hasattr(inner, "underlying_store"):
+        inner = inner.underlying_store
+    return TCPStore(address_of(store._store), inner.port, is_master=False)
+
+
+def forged(library: str, name: str, folder: str) -> dict[str, Any]:
+    """Runs on ranks: while rank 0 waits for rank 1, a stranger writes `name` of rank 1 on the board."""
+    comm = _on_several_hosts(library)
+    for _ in range(3):
+        comm.all_reduce(torch.ones(3))
+    store: Any = comm._runtime.world.store
+    if comm.rank == 1:
+        stranger = _stranger(store)
+        row = next(key for key in stranger.list_keys() if key.endswith("board/world/1/row"))
+        time.sleep(0.5)
+        put(stranger, row.removesuffix("row") + name, pickle.dumps(_Evil(f"{folder}/touched")))
+        time.sleep(2.0)
+    return {**outcome_of(lambda: comm.all_reduce(torch.ones(3))), "next": outcome_of(comm.barrier)["text"]}
+
+
+@pytest.mark.parametrize("library", [pytest.param("mpi", marks=needs_mpi), "gloo"])
+@pytest.mark.parametrize("name", ["row", "closed", "failed", "compiling"])
+def test_a_stranger_writes_to_the_board_of_a_running_job(tmp_path: Path, library: str, name: str) -> None:
+    via: Via = "mpi" if library == "mpi" else "torch"
+    results = run_ranks(forged, 2, args=[library, name, str(tmp_path)], via=via, check=False)
+    deceived, other = (result.value for result in results)
+    assert deceived["error"] == other["error"] == "BackendError"
+    written = f"board/world/1/{name}' in the job's store was not written by a rank of this job"
+    assert written in deceived["text"]
+    assert f"rank 0 has given up: BackendError: {deceived['text'][:30]}" in other["text"]
+    assert deceived["seconds"] < 2.5
+    assert other["seconds"] < 15.0
+    assert all("cannot be used after it has failed" in each["next"] for each in (deceived, other))
+    assert not list(tmp_path.glob("touched*"))
+
+
+def without_a_store(library: str, port: int, server: int, folder: str) -> None:
+    """Runs on ranks: the process that holds the store ends while all is well."""
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ.update(store)
+    with mock.patch("mcr_plus.environment._by_our_mpi", return_value=False):
+        comm = _on_several_hosts(library)
+    other = mcr.new_group([0, 1])
+
+    def reduce(group: mcr.Communicator, numel: int) -> None:
+        value = torch.ones(numel)
+        group.all_reduce(value)
+        assert value.tolist() == [2.0] * numel
+
+    for group in (comm, other):
+        for _ in range(3):
+            reduce(group, 3)
+    comm.barrier()
+    comm.barrier()
+    if comm.rank == 1:
+        os.kill(server, signal.SIGKILL)
+        time.sleep(1.0)
+    else:
+        time.sleep(1.5)
+    found = {"known": outcome_of(lambda: reduce(other, 3))}
+    found["group"] = outcome_of(lambda: mcr.new_group([1, 0]))
+    found["new"] = outcome_of(lambda: reduce(comm, 4))
+    if comm.rank == 0:
+        with mock.patch("mcr_plus.dispatch.engine._UNSEEN", 2.0):
+            found["alone"] = outcome_of(lambda: reduce(other, 3))
+    found["reset"] = outcome_of(mcr.reset)
+    Path(f"{folder}/{comm.rank}").write_text(json.dumps(found))
+    time.sleep(8)  # who leaves without MPI_Finalize ends the others
+
+
+SERVER = """
+import sys, time
+from mcr_plus.launch.agent import loopback_store
+store = loopback_store()
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("library", [pytest.param("mpi", marks=needs_mpi), "gloo"])
+def test_a_job_whose_store_is_gone(library: str, tmp_path: Path) -> None:
+    via: Via = "mpi" if library == "mpi" else "torch"
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        try:
+            arguments = [library, port, server.pid, str(tmp_path)]
+            run_ranks(without_a_store, 2, args=arguments, via=via, timeout=90, check=False)
+        finally:
+            server.kill()
+    results = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    for found in results:
+        if library == "mpi":  # known operations do without it
+            assert found["known"]["error"] is None
+        for name in ("known", "group", "new", "alone", "reset"):
+            if name in found and found[name]["error"] is not None:
+                assert found[name]["error"] in ("BackendError", "LaunchError"), found[name]
+                assert "store" in found[name]["text"], found[name]
+                assert found[name]["seconds"] < 15, found[name]
+        assert found["new"]["error"] == "BackendError"
+        assert found["reset"]["error"] == "LaunchError"
+    assert results[0]["alone"]["error"] == "BackendError"
 
 
 def with_secrets() -> str:

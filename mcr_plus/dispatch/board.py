@@ -25,7 +25,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Protocol, TypeVar
 
 from mcr_plus.c10d import put
-from mcr_plus.errors import McrError
+from mcr_plus.errors import BackendError, LaunchError, McrError
 from mcr_plus.message import Group
 
 if TYPE_CHECKING:
@@ -113,8 +113,10 @@ class GroupBoard(Protocol):
 
     `first_look` and `look_every` say after how many seconds of waiting, and how often, looking at all peers
     is worth its cost. `ballots`: where rows lie in memory, see `SharedBoard.cast`; None elsewhere.
+    is worth its cost. `problem`: why what peers publish cannot be seen, or not be believed (`LaunchError`).
     """
 
+    problem: McrError | None
     counter: memoryview
     ballots: Callable[[int], Poll] | None
     first_look: float
@@ -179,6 +181,7 @@ class GroupBoard(Protocol):
 class SharedBoard:
     """Rows in a memory-mapped memfd."""
 
+    problem: McrError | None = None
     first_look = 50e-6
     look_every = 0.002
 
@@ -335,6 +338,7 @@ class StoreBoard:
         # A look is a request per peer to a server that all ranks share.
         self.first_look = 0.02
         self.look_every = max(0.05, 0.0005 * group.size)
+        self.problem: McrError | None = None
         self._failed = False
         self._turns = 0  # of compiling
         self.counter = memoryview(bytearray(8)).cast("Q")
@@ -344,19 +348,22 @@ class StoreBoard:
         return f"board/{self._group.name}/{rank}/{name}"
 
     def _ask(self, question: Callable[[Store], _Answer], otherwise: _Answer) -> _Answer:
-        """What the store answers. Once it has not (its rank may have died), it is not asked again.
+        """What the store answers; `otherwise` once it has not, and where a stranger has written the answer.
 
-        Raises `LaunchError` if a stranger has written the answer.
+        A store that has not answered is not asked again, for its process may have died. See `problem`.
         """
         if self._store is None:
             return otherwise
         try:
             return question(self._store)
-        except McrError:
-            raise
-        except RuntimeError:
+        except LaunchError as error:
+            self.problem = error
+        except RuntimeError as error:
             self._store = None
-            return otherwise
+            self.problem = BackendError(
+                f"the job's store, in which ranks of several hosts see each other, does not answer: {error}"
+            )
+        return otherwise
 
     def _write(self, name: str, value: bytes) -> None:
         key = self._key(self._group.rank, name)
@@ -479,6 +486,7 @@ class NoBoard:
     """A group of one rank: nobody to compare with."""
 
     ballots: Callable[[int], Poll] | None = None
+    problem: McrError | None = None
     first_look = look_every = 1.0
 
     def __init__(self) -> None:

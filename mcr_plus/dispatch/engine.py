@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections import deque
@@ -19,6 +20,7 @@ from mcr_plus.dispatch.waiting import Pause, Waiting, WaitPolicy
 from mcr_plus.errors import (
     BackendError,
     CommTimeout,
+    LaunchError,
     McrError,
     NotInitialized,
     OperationsDiffer,
@@ -41,6 +43,7 @@ _VERY_LONG_WAIT: Final = 1.0  # from here on a look is rarer
 _SHARED_NAP: Final = 200e-6  # seconds of sleep at most while something else is in flight too
 _BURST: Final = 16  # polls of such an operation in a row: a large one takes thousands
 _DEATH_GRACE: Final = 0.2  # a message of a rank that has just died or left may still be on its way
+_UNSEEN: Final = 10.0  # seconds that an operation may take while nobody can see what its peers are doing
 _LOOKS_OF_GRACE: Final = 40  # the same in looks at the board, which are rarer between hosts
 _RAISED_BY_PEER: Final = {"OrderMismatch": OrderMismatch, "CommTimeout": CommTimeout}
 _COMPILES_FOR: Final = 300.0  # seconds for which a peer that compiles kernels holds deadlines up, at most
@@ -388,6 +391,8 @@ class Engine:
         if board.agreed(sequence, digest):
             self._compare_counts(work)
             return True
+        if self._is_blind(work):
+            return False
         now = time.monotonic()
         look_at = getattr(work, "look_at", None)
         if look_at is None or now < look_at:
@@ -406,6 +411,17 @@ class Engine:
                 self.fail(work, self._mismatch(work, rank, sighting.digest))
                 return False
             return False
+        return True
+
+    def _is_blind(self, work: IssuedWork, waited: float = math.inf) -> bool:
+        """Fail an operation whose peers cannot be seen and do not come, or are not to be believed."""
+        problem = work.operation.state.board.problem
+        if problem is None or (waited < _UNSEEN and not isinstance(problem, LaunchError)):
+            return False
+        if not work.is_done:
+            error = BackendError(f"{work.operation.name(work.sequence)}: {problem}")
+            error.__cause__ = problem
+            self.fail(work, error)
         return True
 
     def _compare_counts(self, work: IssuedWork) -> None:
@@ -677,6 +693,8 @@ class Engine:
             self._look_for_compiling(work, time.monotonic())
         if not operation.signature.is_p2p:
             self._look_for_mismatch(work)
+        if self._is_blind(work, waited):
+            return
         if not work.is_done and waited > _LONG_WAIT:
             gone = self._gone(work)
             if gone and self._is_sure(work):

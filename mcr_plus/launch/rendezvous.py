@@ -151,7 +151,10 @@ def exchange(store: Store, rank: int, size: int, what: str, value: str, timeout:
     Raises `LaunchError` naming the ranks that have not come within `timeout` seconds, or what a stranger has
     written.
     """
-    store.set(f"{what}/{rank}", value)
+    try:
+        store.set(f"{what}/{rank}", value)
+    except RuntimeError as error:
+        raise LaunchError(f"the job's store does not answer ({what}): {error}") from error
     if rank == 0:
         keys = [f"{what}/{peer}" for peer in range(size)]
         try:

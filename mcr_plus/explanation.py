@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,6 @@ from mcr_plus.selection.checks import use_algorithms
 from mcr_plus.units import parse_size
 
 
-@kept()  # a job may be running, with algorithm files of its own
 def explain(
     kind: str,
     nbytes: int | str,
@@ -68,6 +68,44 @@ def explain(
     Ranks are spread evenly over `nodes` hosts. Raises `ConfigError` for a wrong configuration, `Unsupported`
     if there is no way through.
     """
+    options: dict[str, Any] = {"tag": tag, "device": device, "nodes": nodes, "async_op": async_op}
+    return explained(
+        kind, nbytes, dtype=dtype, ranks=ranks, config=config, param=param, shape=shape, **options
+    ).document
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` returns, and for each of its steps how people read the operation."""
+
+    document: dict[str, Any]
+    operations: Sequence[Operation]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """The operation of one step: in words, and whether it runs beside others."""
+
+    words: str
+    async_op: bool
+
+
+@kept()  # a job may be running, with algorithm files of its own
+def explained(
+    kind: str,
+    nbytes: int | str,
+    *,
+    dtype: str = "float32",
+    ranks: int = 2,
+    config: str | Path | Mapping[str, Any] | None = None,
+    tag: str | None = None,
+    device: str = "cpu",
+    nodes: int = 1,
+    async_op: bool = False,
+    param: str | None = None,
+    shape: Sequence[int] | None = None,
+) -> Explanation:
+    """As `explain`, with words for people."""
     checked = configuration.load(config)
     use_algorithms(checked)
     if isinstance(nbytes, str):
@@ -88,9 +126,12 @@ def explain(
     world = World(0, ranks, hosts, 300.0, libraries=_libraries())
     group = Group("world", tuple(range(ranks)), 0)
     context = Context(checked, world, group, supposed(checked.backends, world, group))
-    steps = [*first, *(_step(note) for note in Pipeline(context).bind(signature).notes)]
+    notes = Pipeline(context).bind(signature).notes
+    steps = [*first, *map(_step, notes)]
+    operations = [Operation(step["operation"], signature.async_op) for step in first]
+    operations += [Operation(_words(note.signature), note.signature.async_op) for note in notes]
     choice = next((step for step in steps if "alternatives" in step), {})
-    return {
+    document = {
         "kind": signature.kind,
         "bytes": nbytes,
         "dtype": dtype,
@@ -103,6 +144,17 @@ def explain(
         "backends": list(dict.fromkeys(step.pop("backend") for step in steps if "backend" in step)),
         **{name: choice.get(name) for name in ("table_rule", "expected_us", "alternatives")},
     }
+    return Explanation(document, operations)
+
+
+def _words(signature: Signature) -> str:
+    """The operation for people: what moves where, without what other lines of the explanation say."""
+    plain = signature.replace(
+        tag=None, key=None, encoding=None, backend=None, algorithm=None, compress=None, async_op=False
+    )
+    codec = "" if signature.encoding is None else f", encoded by {signature.encoding.partition(':')[0]}"
+    inside = "" if signature.group == "world" else f", in group {signature.group}"
+    return f"{plain.describe()}{codec}{inside}"
 
 
 def _step(note: Note) -> dict[str, Any]:

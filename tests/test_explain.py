@@ -395,7 +395,8 @@ def test_for_people_it_names_the_rule_and_every_alternative(table: Path) -> None
     assert status == 0
     lines = out.splitlines()
     assert lines[0] == "all_reduce 8 B float32, 2 ranks on 1 host"
-    assert f"  table rule: {table}:3" in lines
+    assert f"  backend mpi (table {table}:3)" in lines
+    assert out.count(str(table)) == 1
     assert lines[-1] == "=> mpi"
     rows = {line.split()[0]: line for line in lines if line.startswith("  ") and len(line.split()) > 3}
     for name, each in mcr.explain("all_reduce", 8, config=config(table.parent))["alternatives"].items():
@@ -410,11 +411,34 @@ def test_for_people_it_names_rules_and_what_is_extrapolated(table: Path) -> None
     path = config(table.parent, rules)
     _, out = command("all_reduce", "1GiB", "--config", str(path), "--nodes", "2", "--async", "--tag", "mlp")
     lines = out.splitlines()
-    assert lines[0].endswith(", 2 ranks on 2 hosts, async, tag mlp")
+    assert lines[0].endswith(", 2 ranks on 2 hosts, asynchronous, tag mlp")
     assert f"  rule: {path}:5: rules[0]" in lines
     assert "table rule" not in out
     (gloo,) = [line for line in lines if line.endswith("chosen")]
     assert re.search(r" \d{5} µs \(extrapolated\) ", gloo)
+
+
+def test_for_people_it_says_what_internal_names_mean(tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text(
+        "version: 1\npipeline: [{fuse: {}}, {compress: {codec: int8_block}}, {select: {}}, {dispatch: {}}]\n"
+    )
+    _, out = command("all_reduce", "1MiB", "--config", str(path), "--param", "w", "--shape", "512,512")
+    (encoded,) = {line for line in out.splitlines() if line.startswith("select:")}
+    assert re.fullmatch(r"select: all_gather uint8\[\d+\], encoded by int8_block", encoded)
+    assert "  deadline 300 s; the first time, ranks compare what they issue" in out.splitlines()
+    assert not re.search(r"encoding=|key=|signature|\basync\b", out)
+    operations = [step["operation"] for step in mcr.explain("all_reduce", "1MiB", config=path)["steps"]]
+    assert any("encoding=int8_block:" in each for each in operations)  # programs get the names
+
+
+def test_for_people_exposed_times_are_explained(table: Path) -> None:
+    path = config(table.parent)
+    meaning = "exposed: what is left of the time beside a computation of the operation's own length"
+    for words, asynchronous in ((["--async"], True), ([], False)):
+        _, out = command("all_reduce", "64", "--config", str(path), *words)
+        assert (meaning in out.splitlines()) is asynchronous
+        assert ("expected, exposed" in out) is asynchronous
 
 
 @pytest.mark.parametrize("words", [["all_reduce", "8", "--nodes", "3"], ["all_reduce", "7"]], ids=" ".join)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mcr_plus.cli.output import print_json, print_result, print_table
+
+if TYPE_CHECKING:
+    from mcr_plus.explanation import Explanation
 
 
 def explain(
@@ -31,7 +34,7 @@ def explain(
     # imported here: torch takes seconds, and other commands do without it
     from mcr_plus.config import DTYPE_NAMES
     from mcr_plus.errors import InvalidArgument
-    from mcr_plus.explanation import explain as explain_operation
+    from mcr_plus.explanation import explained
     from mcr_plus.message import ALIASES, KINDS
 
     _check_known("kind", kind, (*KINDS, *ALIASES), "KIND")
@@ -39,36 +42,45 @@ def explain(
     options: dict[str, Any] = {"config": config, "tag": tag, "async_op": async_op, "param": param}
     options["shape"] = None if shape is None else _shape(shape)
     try:
-        way = explain_operation(kind, _size(nbytes), dtype=dtype, ranks=ranks, nodes=nodes, **options)
+        explanation = explained(kind, _size(nbytes), dtype=dtype, ranks=ranks, nodes=nodes, **options)
     except InvalidArgument as error:
         raise typer.BadParameter(str(error)) from None
     if as_json:
-        print_json(way)
+        print_json(explanation.document)
     else:
-        _print_way(way)
+        _print_way(explanation)
 
 
-def _print_way(way: dict[str, Any]) -> None:
+def _print_way(explanation: Explanation) -> None:
     """The steps, and a table of the alternatives for each choice of a library."""
     from mcr_plus.units import size_words
 
+    way = explanation.document
     what = f"{way['kind']} {size_words(way['bytes'])} {way['dtype']}"
     where = f"{_several(way['ranks'], 'rank')} on {_several(way['nodes'], 'host')}"
-    manner = f"{', async' if way['async_op'] else ''}{', tag ' + way['tag'] if way['tag'] else ''}"
+    manner = f"{', asynchronous' if way['async_op'] else ''}{', tag ' + way['tag'] if way['tag'] else ''}"
     print(f"{what}, {where}{manner}\n")
-    for step in way["steps"]:
-        print(f"{step['stage']}: {step['operation']}")
+    exposed = False
+    for step, operation in zip(way["steps"], explanation.operations, strict=True):
+        print(f"{step['stage']}: {operation.words}")
         print(f"  {step['decision']}")
-        for name in ("rule", "table_rule"):
-            if step.get(name):
-                print(f"  {name.replace('_', ' ')}: {step[name]}")
+        if step.get("rule"):
+            print(f"  rule: {step['rule']}")
+        table_rule = step.get("table_rule")
+        if table_rule and Path(table_rule).name not in step["decision"]:
+            print(f"  table rule: {table_rule}")
         if step.get("measured_elsewhere"):
             print(f"  the table was measured elsewhere: {'; '.join(step['measured_elsewhere'])}")
             if step["strict"]:
                 print("  it is strict: such a job would be refused")
-        if step.get("alternatives"):
-            expected = "expected (exposed)" if way["async_op"] else "expected"
-            print_table("", ("  choice", expected, "support", "why"), _alternatives(step["alternatives"]))
+        found = step.get("alternatives")
+        if found:
+            timed = operation.async_op and any(each["expected_us"] is not None for each in found.values())
+            exposed |= timed
+            expected = "expected, exposed" if timed else "expected"
+            print_table("", ("  choice", expected, "support", "why"), _alternatives(found))
+    if exposed:
+        print("exposed: what is left of the time beside a computation of the operation's own length\n")
     print_result(f"=> {', '.join(way['backends'])}")
 
 

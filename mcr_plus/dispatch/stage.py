@@ -120,8 +120,8 @@ class DispatchStage:
             raise Unsupported(
                 f"compress={signature.compress!r} on {signature.kind}: this pipeline has no compress stage"
             )
-        compared = "every" if self._compares_every(signature) else "first"
-        next.note(f"deadline {self._options.timeout:g} s, signatures compared: {compared}")
+        when = "at every call" if self._compares_every(signature) else "the first time"
+        next.note(f"deadline {self._options.timeout:g} s; {when}, ranks compare what they issue")
         runtime = self._runtime
         if runtime is None:
             return _refuse

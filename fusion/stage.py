@@ -18,12 +18,12 @@ import torch
 
 from mcr_plus.compression.choice import alignment, between_nodes, chosen, in_a_bucket, keeps_something
 from mcr_plus.config import FuseOptions, codec_of
-from mcr_plus.dispatch.operation import Operation
 from mcr_plus.dispatch.stage import GroupRuntime
 from mcr_plus.dispatch.work import Info, Work
 from mcr_plus.fusion.space import Layout, Space, Stock, join, prepare, split
 from mcr_plus.interfaces import Context, Issue, Next
 from mcr_plus.message import Message, Signature
+from mcr_plus.pipeline import Pipeline
 from mcr_plus.units import format_size
 
 
@@ -42,6 +42,7 @@ class FuseStage:
         self._stock = Stock(options.memory)
         self._classes: dict[Signature, _Class] = {}
         self._config = context.config
+        self._explaining = Pipeline(replace(context, runtime=None))
         if self._runtime is not None:
             self._runtime.state.when_stuck.append(self._catch_up)
             self._runtime.caches.append(self._classes.clear)
@@ -72,7 +73,7 @@ class FuseStage:
             blocks = alignment(self._config, like)
             prepare(signature.device)
             layout = Layout(like.kind, self._ranks, like.dtype, self._stock, blocks)
-            self._classes[like] = _Class(like, next, layout, options, self._memory, runtime)
+            self._classes[like] = _Class(like, next, layout, options, self._memory, runtime, self._explaining)
         return self._classes[like].member(signature, alone)
 
     def flush(self) -> None:
@@ -89,11 +90,9 @@ class FuseStage:
         runtime = self._runtime
         if runtime is None or not runtime.held:
             return
-        group, state, mine = runtime.state.group, runtime.state, runtime.held[0].digest()
+        group, state, mine = runtime.state.group, runtime.state, runtime.held[0].digests()
         peers = (rank for rank in range(group.size) if rank != group.rank)
-        if mine is not None and any(
-            state.board.look(rank, state.sequence + 1).digest == mine for rank in peers
-        ):
+        if mine and any(state.board.look(rank, state.sequence + 1).digest in mine for rank in peers):
             runtime.send_held(runtime.held[0])  # that one alone: the peer's other buckets may be others
 
     def _refusal(self, signature: Signature) -> str | None:
@@ -120,6 +119,7 @@ class _Class:
         options: FuseOptions,
         memory: _Memory,
         runtime: GroupRuntime,
+        explaining: Pipeline,
     ) -> None:
         self.memory, self.runtime, self.layout = memory, runtime, layout
         self._limit = options.bucket
@@ -128,7 +128,9 @@ class _Class:
         self.open: _Bucket | None = None
         self._like = like
         self._next = next
+        self._explaining = explaining
         self._whole: dict[int, tuple[Signature, Issue]] = {}
+        self._digests: dict[Signature, frozenset[int]] = {}
 
     def member(self, signature: Signature, alone: Issue) -> Issue:
         """What issues operations like this one; `alone` is the rest of the pipeline for one by itself.
@@ -187,21 +189,34 @@ class _Class:
         held.insert(0 if self._newest_first else len(held), bucket)
         return bucket
 
-    def whole(self, numel: int, *, sent: bool = True) -> tuple[Signature, Issue]:
+    def whole(self, numel: int) -> tuple[Signature, Issue]:
         """The operation on `numel` elements in each part, and the rest of the pipeline bound to it.
 
-        `sent`: whether it is sent now, as it is on all ranks.
+        For a bucket that is sent, as it is on all ranks at this place of the program.
         """
         found = self._whole.get(numel)
         if found is None:
-            layout = self.layout
-            nbytes = layout.numel(numel) * layout.dtype.itemsize
-            signature = self._like.replace(shape=layout.shape(numel), nbytes=nbytes)
-            if sent:
-                self.runtime.count()
-            found = signature, self._next(signature)
-            if sent:
-                self._whole[numel] = found
+            signature = self.whole_signature(numel)
+            self.runtime.count()
+            found = self._whole[numel] = signature, self._next(signature)
+        return found
+
+    def whole_signature(self, numel: int) -> Signature:
+        """That of a bucket of `numel` elements in each part."""
+        nbytes = self.layout.numel(numel) * self.layout.dtype.itemsize
+        return self._like.replace(shape=self.layout.shape(numel), nbytes=nbytes)
+
+    def digests(self, signature: Signature) -> frozenset[int]:
+        """What peers would see in this group of an operation that is sent: of all that it is made of.
+
+        Binds nothing, for this rank alone may ask, and ranks bind and forget at the same places.
+        """
+        found = self._digests.get(signature)
+        if found is None:
+            notes = self._explaining.bind(signature).notes
+            sent = [note.signature for note in notes if note.stage == "dispatch"]
+            found = frozenset(each.digest() for each in sent if each.group == signature.group)
+            self._digests[signature] = found
         return found
 
 
@@ -278,12 +293,12 @@ class _Bucket:
         self.then, self.inputs, self.outputs = [], [], []
         return self.error
 
-    def digest(self) -> int | None:
+    def digests(self) -> frozenset[int]:
         """See `Held`."""
+        assert self.first is not None
+        is_whole = len(self.numels) > 1
         total = sum(self.like.layout.steps(self.numels))
-        issue = self.alone if len(self.numels) == 1 else self.like.whole(total, sent=False)[1]
-        operation: Operation | None = getattr(issue, "operation", None)
-        return None if operation is None else operation.digest
+        return self.like.digests(self.like.whole_signature(total) if is_whole else self.first)
 
     def _send_alone(self) -> Work:
         assert self.first is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,8 +15,11 @@ from test_cli import mcr_plus_process
 
 import mcr_plus as mcr
 from mcr_plus.config import FuseOptions, load
+from mcr_plus.dispatch.stage import DispatchStage, GroupRuntime
 from mcr_plus.errors import ConfigError
+from mcr_plus.interfaces import Issue
 from mcr_plus.launch import mpi_usable
+from mcr_plus.message import Signature
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 KINDS = ["all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"]
@@ -250,6 +254,46 @@ def other_way_round() -> list[float]:
 def test_what_a_waiting_peer_needs_is_sent() -> None:
     for result in run_ranks(other_way_round, 2, via="torch"):
         assert result.value == [3.0] * 5 + [7.0] * 3
+
+
+def bound_at_the_same_places(codec: str | None) -> list[Any]:
+    """Runs on ranks: as above, many times with new sizes, while groups remember few signatures."""
+    bound = []
+    bind = DispatchStage._bind
+
+    def noted(stage: DispatchStage, signature: Signature, runtime: GroupRuntime) -> Issue:
+        if not signature.is_p2p:
+            bound.append([runtime.bound, signature.describe()])
+        return bind(stage, signature, runtime)
+
+    more = [] if codec is None else [{"compress": {"codec": codec}}]
+    longer = 1 if codec != "int8_block" else 600  # so that it is used
+    with (
+        mock.patch.object(DispatchStage, "_bind", noted),
+        mock.patch("mcr_plus.dispatch.stage.SIGNATURES", 7),
+        mcr.init(config("gloo", *more)) as comm,
+    ):
+        for numel in [*range(1, 30), *range(1, 30)]:
+            tensors = [torch.full((longer * numel + many,), comm.rank + 1.0) for many in range(1 + numel % 3)]
+            y = torch.full((3,), 7.0 * comm.rank)
+            works = [comm.all_reduce(tensor, async_op=True) for tensor in tensors]
+            if comm.rank == 0:
+                comm.recv(y, 1)
+            for work in works:
+                assert work is not None
+                work.wait()
+            if comm.rank == 1:
+                comm.send(y, 0)
+            assert all(tensor.tolist() == [3.0] * tensor.numel() for tensor in tensors)
+            assert y.tolist() == [7.0] * 3
+    return bound
+
+
+@pytest.mark.parametrize("codec", [None, "bf16", "int8_block"])
+def test_looking_for_what_a_peer_needs_binds_nothing(codec: str | None) -> None:
+    first, second = run_ranks(bound_at_the_same_places, 2, args=[codec], via="torch")
+    assert first.value == second.value
+    assert len(first.value) > 50
 
 
 def only_what_is_needed() -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any, Final, NoReturn, Protocol
@@ -33,8 +33,8 @@ class Held(Protocol):
         """Issue them, under the engine's lock; they are no longer in the list. Returns what went wrong."""
         ...
 
-    def digest(self) -> int | None:
-        """What peers would see of it if it were sent now; None if that is not known."""
+    def digests(self) -> Collection[int]:
+        """What peers would see of it if it were sent now, as one operation or several."""
         ...
 
 

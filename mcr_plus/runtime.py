@@ -90,6 +90,7 @@ class Runtime:
         self.is_native = True  # made by `init`, and not for torch.distributed
         self.world = world
         self.closed = False
+        self.ended = "finalize has been called"  # how that came about, for messages
         self._classes = backends
         self._peers = Peers(world.rank, world.hosts, world.store, world.timeout)
         bells = open_bells(world.store, world.rank, world.hosts, world.timeout)
@@ -927,7 +928,8 @@ def reset() -> Communicator:
     what codecs keep between calls is gone unless it was saved (`mcr.state_dict`). Memory of operations that
     never ended stays taken until the end of the process.
 
-    Returns the communicator of all ranks.
+    Returns the communicator of all ranks. Where it raises, the old world is closed all the same, and all
+    ranks may call `init` again, with another configuration if need be.
 
     Raises:
         NotInitialized: there is no world, or torch.distributed has made it: destroy its process group then.
@@ -940,18 +942,28 @@ def reset() -> Communicator:
         raise NotInitialized(
             "reset: this world belongs to torch.distributed; destroy its process group and make a new one"
         )
-    world = runtime.world
     runtime.give_back()
     runtime.close(clean=False)
-    with _lock:
-        if world.store is not None:
-            store, mine = world.store, secrets.token_hex(8)
-            name, *_ = exchange(store, world.rank, world.size, "reset", mine, world.timeout)
-            part = store.part(name) if isinstance(store, SignedStore) else PrefixStore(name, store)
-            world = _world_of(part, world.rank, world.size, world.timeout)
-        for state in runtime.engine.states:  # all ranks have left
-            state.board.close()
-        return _begin(runtime.loaded, world, runtime.timeout).communicator
+    try:
+        with _lock:
+            return _begin(runtime.loaded, _fresh_world(runtime), runtime.timeout).communicator
+    except McrError as error:
+        runtime.ended = f"reset has failed ({error})"
+        raise type(error)(
+            f"reset: {error}. The world that there was is closed; to go on, let all ranks call mcr.init"
+        ) from error
+
+
+def _fresh_world(runtime: Runtime) -> World:
+    world = runtime.world
+    if world.store is not None:
+        store, mine = world.store, secrets.token_hex(8)
+        name, *_ = exchange(store, world.rank, world.size, "reset", mine, world.timeout)
+        part = store.part(name) if isinstance(store, SignedStore) else PrefixStore(name, store)
+        world = _world_of(part, world.rank, world.size, world.timeout)
+    for state in runtime.engine.states:  # all ranks have left
+        state.board.close()
+    return world
 
 
 def current() -> Runtime:
@@ -960,7 +972,7 @@ def current() -> Runtime:
     if runtime is None:
         raise NotInitialized("mcr.init has not been called in this process")
     if runtime.closed:
-        raise NotInitialized("finalize has been called; call mcr.init again to join a job")
+        raise NotInitialized(f"{runtime.ended}; call mcr.init again to join a job")
     return runtime
 
 

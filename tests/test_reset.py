@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from typing import Any
 
 import pytest
@@ -170,6 +171,41 @@ def test_mpi_is_not_called_again_after_a_truncation() -> None:
         for name in ("in flight", "persistent", "later", "fresh"):
             assert "MPI is not used any more in this process" in found[name]["text"], name
         assert found["polls"] == 0
+
+
+def too_late() -> dict[str, Any]:
+    """Runs on ranks: rank 1 does not come to reset in time, and then all call init."""
+    world = mcr.init({"version": 1, "backends": ["gloo"], "pipeline": STAGES}, timeout=2.0)
+    if world.rank == 1:
+        time.sleep(3.0)
+    found = {
+        "reset": outcome_of(mcr.reset),
+        "barrier": outcome_of(mcr.barrier),
+        "old": outcome_of(world.barrier),
+        "again": outcome_of(mcr.reset),
+    }
+    time.sleep(1.0)
+    world = mcr.init({"version": 1, "backends": ["gloo"], "pipeline": STAGES}, timeout=20.0)
+    assert _sum(world, 3) == _expected(2, 3)
+    mcr.finalize()
+    found["finalized"] = outcome_of(mcr.barrier)
+    return found
+
+
+@both
+def test_a_reset_that_fails_says_what_to_do(via: Via) -> None:
+    for result in run_ranks(too_late, 2, via=via):
+        found = result.value
+        told = "ranks [1] did not call reset within 2 s"
+        assert found["reset"]["error"] == "LaunchError"
+        assert found["reset"]["text"] == (
+            f"reset: {told}. The world that there was is closed; to go on, let all ranks call mcr.init"
+        )
+        for name in ("barrier", "again"):
+            assert found[name]["error"] == "NotInitialized"
+            assert found[name]["text"] == f"reset has failed ({told}); call mcr.init again to join a job"
+        assert found["old"]["error"] == "NotInitialized"
+        assert found["finalized"]["text"] == "finalize has been called; call mcr.init again to join a job"
 
 
 class _Forbidden:

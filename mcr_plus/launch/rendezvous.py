@@ -151,6 +151,7 @@ def exchange(store: Store, rank: int, size: int, what: str, value: str, timeout:
     Raises `LaunchError` naming the ranks that have not come within `timeout` seconds, or what a stranger has
     written.
     """
+    call = what if what == "reset" else "init"
     try:
         store.set(f"{what}/{rank}", value)
     except RuntimeError as error:
@@ -177,7 +178,7 @@ def exchange(store: Store, rank: int, size: int, what: str, value: str, timeout:
     except RuntimeError as error:
         raise LaunchError(f"rank 0 did not answer within {timeout:g} s ({what}): {error}") from error
     if "missing" in result:
-        raise LaunchError(f"ranks {result['missing']} did not call init within {timeout:g} s")
+        raise LaunchError(f"ranks {result['missing']} did not call {call} within {timeout:g} s")
     if "problem" in result:
         raise LaunchError(result["problem"])
     values = result["values"]

@@ -39,7 +39,6 @@ def compiling(what: str) -> Iterator[None]:
     """Around what compiles: tells the watchers, and says so if it takes longer than a second."""
     said = None
     if _deeper(1):
-        _tell(True)
         said = threading.Timer(_LONG_S, _say, [what])
         said.daemon = True
         said.start()
@@ -48,8 +47,7 @@ def compiling(what: str) -> Iterator[None]:
     finally:
         if said is not None:
             said.cancel()
-        if _deeper(-1):  # the last of all threads
-            _tell(False)
+        _deeper(-1)
 
 
 @contextmanager
@@ -70,16 +68,14 @@ def preparing(what: str) -> Iterator[None]:
 
 
 def _deeper(by: int) -> bool:
-    """Count who compiles; whether it is the first, or was the last."""
+    """Count who compiles; whether it is the first of all threads, or was the last, as watchers are told."""
     global _depth
-    with _depth_lock:
+    with _depth_lock:  # held while watchers are told: another thread may begin as soon as this one has ended
         _depth += by
-        return _depth == (1 if by > 0 else 0)
-
-
-def _tell(begins: bool) -> None:
-    for watcher in watchers:
-        watcher(begins)
+        changes = _depth == (1 if by > 0 else 0)
+        for watcher in watchers if changes else ():
+            watcher(by > 0)
+        return changes
 
 
 def _say(what: str) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -111,6 +114,76 @@ def test_one_of_many_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(first_use, range(16)))
     assert (most, cold) == (1, 1)
+
+
+def test_one_thread_begins_while_another_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers must not be told the end of the first after the beginning of the second."""
+    told: list[bool] = []
+    ending, begun = threading.Event(), threading.Event()
+
+    def watch(begins: bool) -> None:
+        if not begins and not ending.is_set():
+            ending.set()
+            begun.wait(0.5)
+        told.append(begins)
+
+    def second() -> None:
+        ending.wait()
+        with compiling.compiling("another"):
+            begun.set()
+
+    monkeypatch.setattr(compiling, "watchers", [watch])
+    thread = threading.Thread(target=second)
+    thread.start()
+    with compiling.compiling("one"):
+        pass
+    thread.join()
+    assert told == [True, False, True, False]
+
+
+IN_TWO_THREADS = """
+import json, threading
+import torch
+from mcr_plus.compression.stage import prepare
+from mcr_plus.config import CompressOptions, codec_of
+from mcr_plus.kernels import compiling
+
+told, found = [], []
+compiling.watchers.append(told.append)
+together = threading.Barrier(2)
+
+def use(seed):
+    codec = codec_of(CompressOptions(codec="int8_block"))
+    values = torch.linspace(-1, 1, 600) * (1 + seed)
+    together.wait()
+    prepare(codec)
+    wire = torch.empty(codec.wire_numel(600), dtype=codec.wire_dtype)
+    result = torch.empty(600)
+    codec.decode(wire[: codec.encode(values, wire)], result)
+    found.append((result - values).abs().max().item() / (1 + seed))
+
+threads = [threading.Thread(target=use, args=[seed]) for seed in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(json.dumps({"told": told, "found": found, "left": compiling._depth}))
+"""
+
+
+def test_two_threads_that_compile_the_same_kernel(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IN_TWO_THREADS],
+        env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=120,
+    )
+    told = json.loads(done.stdout)
+    assert told["left"] == 0
+    assert told["told"] == [True, False] * (len(told["told"]) // 2) != []
+    assert len(told["found"]) == 2
+    assert max(told["found"]) < 1 / 127
 
 
 def test_what_takes_long_is_said(

@@ -76,10 +76,15 @@ def _cause(error: Exception) -> list[str]:
 def _frame_of_user(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
     """The innermost frame that belongs to neither a library nor us; else the innermost that is not ours."""
     outside = [frame for frame in frames if not _within(frame.filename, [_PACKAGE])]
-    outside = [frame for frame in outside if not frame.filename.startswith("<frozen")]
+    outside = [frame for frame in outside if not _is_runner(Path(frame.filename))]
     installed = [Path(sysconfig.get_path(name)) for name in _PATHS]
     own = [frame for frame in outside if not _within(frame.filename, installed)]
     return next(reversed(own or outside), None)
+
+
+def _is_runner(path: Path) -> bool:
+    """Whether a file only runs programs, as `python -m` and mpi4py do."""
+    return str(path).startswith("<frozen") or path.name == "runpy.py" or path.parent.name == "mpi4py"
 
 
 def _within(name: str, folders: Sequence[Path]) -> bool:

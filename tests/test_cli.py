@@ -198,13 +198,14 @@ def test_validate_compares_a_table_with_the_backends(tmp_path: Path) -> None:
     path.write_text(
         "version: 1\nbackends: [mpi]\npipeline: [{select: {table: table.yaml}}, {dispatch: {}}]\n"
     )
-    (tmp_path / "table.yaml").write_text(TABLE)
-    answer = mcr_plus("validate", str(path))
-    assert answer.returncode == 2
-    assert (
-        f"{tmp_path}/table.yaml:2: backend 'gloo' is not in the configuration's backends (mpi)"
-        in answer.stderr
-    )
+    (tmp_path / "table.yaml").write_text(f"{TABLE[:-2]}, {{kind: broadcast, bytes: 0.., backend: gloo}}]\n")
+    for words in (["validate", str(path)], ["bench", "-n", "2", "--config", str(path)]):
+        answer = mcr_plus(*words)
+        assert answer.returncode == 2
+        assert answer.stderr == (
+            f"mcr-plus: {tmp_path}/table.yaml:2: backend 'gloo' is not in the configuration's backends "
+            "(mpi); add it there, or tune with --backends (1 more rules name it)\n"
+        )
 
 
 @pytest.mark.parametrize(

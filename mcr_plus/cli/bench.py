@@ -34,7 +34,9 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Time operations turn by turn in one job, once verified; `tuned` is what the pipeline chooses."""
+    from mcr_plus.backends.msccl.catalog import kept
     from mcr_plus.config import load
+    from mcr_plus.selection.checks import checked_tables, use_algorithms
     from mcr_plus.tuning.worker import Job
     from mcr_plus.units import parse_duration
 
@@ -43,6 +45,9 @@ def bench(
     if against not in (None, "torch"):
         raise typer.BadParameter(f"unknown {against!r}; known: torch", param_hint="--against")
     pipeline = load({"version": 1} if config is None else config)
+    with kept():
+        use_algorithms(pipeline)
+        checked_tables(pipeline)
     chosen = measuring.backend_names(backends, pipeline, files="`algorithms:` of --config")
     dtypes = measuring.dtype_names(dtype, "--dtype")
     if len(dtypes) > 1:

@@ -157,6 +157,8 @@ def _print(table: Table, points: list[Point], answer: Mapping[str, Any]) -> None
     wrong = _left_out(points)
     if wrong:
         print_table("left out", ("operation", "backend", "sizes", "why"), wrong)
+    if any(row[0].endswith("_v") for row in rows):
+        print("Sizes of uneven operations (_v) differ between ranks: the last rule is for all of them.")
     if slower:
         print("Below 1 ×: another was faster at a size of the range, not by enough for a rule of its own.")
     print("Sizes that are not listed were not measured: there the built-in preference decides.")
@@ -187,10 +189,10 @@ def _decided(table: Table) -> list[TableRule]:
 
 
 def _sizes(rule: TableRule) -> str:
-    """The sizes of a rule; those of an uneven operation differ between ranks, and decide about nothing."""
+    """The sizes of a rule."""
     from mcr_plus.units import size_words
 
-    if rule.key.kind.endswith("_v") or (rule.lo == 0 and rule.hi is None):
+    if rule.lo == 0 and rule.hi is None:
         return "any"
     if rule.hi is None:
         return f"≥ {size_words(rule.lo)}"

@@ -12,7 +12,7 @@ from mcr_plus.config import Config, HierarchicalOptions
 from mcr_plus.document import Mistakes
 from mcr_plus.errors import ConfigError
 from mcr_plus.selection.online import check_target
-from mcr_plus.selection.table import BUILT_IN, Table, TableRule, load_table
+from mcr_plus.selection.table import BUILT_IN, Table, load_table
 
 _WITHOUT_ALGORITHMS: Final = frozenset({"gloo", "local", "mpi", "nccl"})
 """Ours; an outside backend may have some that only its `supports` knows of, when they are used."""
@@ -28,22 +28,30 @@ def checked_tables(config: Config) -> list[Table]:
     tables = [load_table(ref.resolve()) for ref in {ref.digest(): ref for ref in config.tables}.values()]
     mistakes = Mistakes()
     for table in tables:
+        mistakes.kept(partial(_check_backends, table, config), None)
         for rule in table.rules:
-            mistakes.kept(partial(_check_rule, rule, config), None)
+            mistakes.kept(partial(check_algorithm, rule.backend, rule.place), None)
     mistakes.tell()
     return tables
 
 
-def _check_rule(rule: TableRule, config: Config) -> None:
-    name = rule.backend.partition(":")[0]
-    if name == BUILT_IN:
+def _check_backends(table: Table, config: Config) -> None:
+    """Refuse backends that the configuration does not have: a line for each, at its first rule."""
+    if config.backends is None:
         return
-    if config.backends is not None and name not in (*config.backends, "local"):
-        raise ConfigError(
-            f"{rule.place}: backend '{name}' is not in the configuration's backends "
-            f"({', '.join(config.backends)}); add it there, or tune with --backends"
-        )
-    check_algorithm(rule.backend, rule.place)
+    known = (*config.backends, "local", BUILT_IN)
+    places: dict[str, list[str]] = {}
+    for rule in table.rules:
+        name = rule.backend.partition(":")[0]
+        if name not in known:
+            places.setdefault(name, []).append(rule.place)
+    lines = [
+        f"{first}: backend '{name}' is not in the configuration's backends ({', '.join(config.backends)}); "
+        f"add it there, or tune with --backends{f' ({len(more)} more rules name it)' if more else ''}"
+        for name, (first, *more) in places.items()
+    ]
+    if lines:
+        raise ConfigError("\n".join(lines))
 
 
 def use_algorithms(config: Config) -> None:

@@ -27,7 +27,7 @@ from mcr_plus import runtime
 from mcr_plus.c10d import HashStore, PrefixStore
 from mcr_plus.communicator import Communicator
 from mcr_plus.config import backend_name
-from mcr_plus.errors import ConfigError, McrError, Unsupported
+from mcr_plus.errors import Unsupported
 from mcr_plus.interfaces import World
 from mcr_plus.selection.fingerprint import fingerprint_here
 from mcr_plus.selection.writing import save_table
@@ -345,14 +345,5 @@ def _progress(job: Job, rank: int, title: str, total: int) -> Iterator[Any]:
         yield advance
 
 
-def main() -> None:
-    """Be a rank; a line on stderr instead of a traceback for errors of ours."""
-    try:
-        run(Job.read(sys.argv[1]))
-    except McrError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
-
-
 if __name__ == "__main__":
-    main()
+    run(Job.read(sys.argv[1]))  # `mcr-plus run` tells what it raises, once for all ranks

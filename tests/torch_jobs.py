@@ -554,16 +554,21 @@ def hooks_written_in_cpp() -> None:
     with job():
         rank, size = dist.get_rank(), dist.get_world_size()
         kinds: Any = dist
-        for name, tolerance in (("ALLREDUCE", 1e-6), ("FP16_COMPRESS", 2e-3)):
-            model = nn.ParameterList([torch.ones(n) for n in (300_001, 7, 70_000)])
+        forms = [(torch.float32, 1e-6), (torch.float64, 1e-12), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)]
+        for name, dtype, error in [
+            (name, *form) for name in ("ALLREDUCE", "FP16_COMPRESS") for form in forms
+        ]:
+            tolerance = error if name == "ALLREDUCE" else max(error, 2e-3)
+            model = nn.ParameterList([torch.ones(n, dtype=dtype) for n in (300_001, 7, 70_000)])
             wrapped: Any = nn.parallel.DistributedDataParallel(_Dots(model), bucket_cap_mb=1)
             wrapped._register_builtin_comm_hook(getattr(kinds.BuiltinCommHookType, name))
             inputs: list[torch.Tensor] = []
             for step in range(3):
-                inputs = [values(rank, weight.numel(), salt=step + 1) for weight in model]
+                inputs = [values(rank, weight.numel(), salt=step + 1).to(dtype) for weight in model]
                 wrapped.zero_grad()
                 wrapped(inputs).backward()
                 for weight in model:
+                    assert weight.dtype is dtype
                     mean = np.sum(all_values(weight.numel(), salt=step + 1), axis=0) / size
                     assert weight.grad is not None
                     found = weight.grad.double().numpy().ravel()

@@ -829,6 +829,27 @@ def test_bad_usage(words: list[str], what: str) -> None:
     assert what in re.sub(r"[\s│]+", " ", answer.stderr)
 
 
+@pytest.mark.parametrize(
+    ("options", "at"),
+    [
+        (["-o"], "-o"),
+        (["-o", "t.yaml", "--measurements"], "--measurements"),
+        (["-o", "t.yaml", "--plot"], "--plot"),
+    ],
+)
+def test_a_fifo_is_no_place_for_results(tmp_path: Path, options: list[str], at: str) -> None:
+    fifo = tmp_path / "fifo.png"
+    os.mkfifo(fifo)
+    # In a process of its own, with a limit: opening it would wait for whoever reads.
+    answer = mcr_plus_process("tune", "-n", "2", *options, str(fifo), cwd=tmp_path)
+    assert answer.returncode == 2
+    told = re.sub(r"[\s│]+", "", answer.stderr)
+    assert f"Invalidvaluefor{at}" in told
+    assert f"expectedaregularfile,got{fifo}" in told
+    with pytest.raises(ConfigError, match="expected a regular file"):
+        PointFile(fifo, HERE, fresh=False)
+
+
 def test_files_of_algorithms_are_compared_and_a_table_says_that_it_needs_them(tmp_path: Path) -> None:
     """One that is only for small sizes, one for other ranks, one for one root."""
     ring = samples.ring(2)

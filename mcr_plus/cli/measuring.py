@@ -153,4 +153,6 @@ def check_plot(path: Path | None) -> None:
     if path is not None:
         from mcr_plus.tuning.plot import check_available
 
+        if path.is_fifo():
+            raise typer.BadParameter(f"expected a regular file, got {path}", param_hint="--plot")
         check_available(path)

@@ -107,8 +107,11 @@ def _check_output(output: Path, figures: Path) -> None:
 
     if not output.parent.is_dir():
         raise typer.BadParameter(f"no such folder: {output.parent}", param_hint="-o")
-    if output.is_dir() or not output.name:
-        raise typer.BadParameter(f"expected a file, got the folder {output}", param_hint="-o")
+    for path, option in ((output, "-o"), (figures, "--measurements")):
+        if path.is_dir() or not path.name:
+            raise typer.BadParameter(f"expected a file, got the folder {path}", param_hint=option)
+        if path.exists() and not path.is_file():  # a FIFO may have nobody at its other end
+            raise typer.BadParameter(f"expected a regular file, got {path}", param_hint=option)
     if figures.absolute() == output.absolute():
         raise typer.BadParameter("expected another file than that of the table", param_hint="--measurements")
     if output.exists() and COMMENT[0][:24] not in output.read_text(errors="replace"):

@@ -78,6 +78,8 @@ class PointFile:
         self._path = path
         head = {"version": _VERSION, "fingerprint": {name: list(v) for name, v in fingerprint.items()}}
         try:
+            if path.exists() and not path.is_file():  # a FIFO may have nobody at its other end
+                raise ConfigError(f"{path}: expected a regular file")
             if not fresh and path.exists():
                 self.points = _read(path, fingerprint)
             # Whole or not at all: what was measured must survive whatever ends this run.

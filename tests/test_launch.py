@@ -718,13 +718,19 @@ def test_tasks_of_a_slurm_step_find_each_other(tmp_path: Path) -> None:
     assert [task.returncode for task in tasks] == [0, 0]
 
 
-def test_too_little_shared_memory_is_said_before_mpi_starts() -> None:
+def _little_shared_memory() -> tuple[MpiLauncher, list[str]]:
+    """The MPI here, and how to start a program with 1 MiB of /dev/shm."""
     launcher = mpi_flavour() if mpi_usable() else None
-    if launcher is None or launcher.flavour != "openmpi":
-        pytest.skip("needs Open MPI")
+    if launcher is None or launcher.name not in ("Open MPI", "MPICH"):
+        pytest.skip("needs Open MPI or MPICH")
     small = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"', "sh"]
     if shutil.which("unshare") is None or subprocess.run([*small, "true"], check=False).returncode:
         pytest.skip("may not mount a small /dev/shm")
+    return launcher, small
+
+
+def test_too_little_shared_memory_is_said_before_mpi_starts() -> None:
+    launcher, small = _little_shared_memory()
     command = [
         *small,
         sys.executable,
@@ -740,5 +746,25 @@ def test_too_little_shared_memory_is_said_before_mpi_starts() -> None:
     ]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout) == (1, "")
-    assert run.stderr.startswith("mcr-plus: /dev/shm has 1 MiB free; Open MPI needs 16 MiB")
+    who = (
+        "each rank of Open MPI needs 16.0" if launcher.name == "Open MPI" else "MPICH with 2 ranks needs 2.5"
+    )
+    assert run.stderr.startswith(f"mcr-plus: /dev/shm has 1.0 MiB free; {who} MiB")
     assert "--shm-size" in run.stderr
+
+
+def test_too_little_shared_memory_is_said_under_mpiexec() -> None:
+    launcher, small = _little_shared_memory()
+    program = "import mcr_plus as mcr; mcr.init(); mcr.barrier()"
+    words = [
+        launcher.path,
+        *(["--allow-run-as-root", "--oversubscribe"] if launcher.name == "Open MPI" else []),
+    ]
+    command = [*small, *words, "-n", "2", sys.executable, "-c", program]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=START_LIMIT_S)
+    if launcher.name == "Open MPI":  # its own words, and it goes on without
+        assert "not enough space for /dev/shm" in run.stderr
+        assert run.returncode == 0
+    else:
+        assert "/dev/shm has 1.0 MiB free; MPICH with 2 ranks on this host needs 2.5 MiB" in run.stderr
+        assert run.returncode != 0

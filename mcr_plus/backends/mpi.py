@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
+import logging
 import operator
 import os
 import re
@@ -31,10 +32,11 @@ from typing import Any, Final
 import torch
 
 from mcr_plus.backends.mailbox import Mailbox, Receive
-from mcr_plus.environment import started_by_mpi
+from mcr_plus.environment import launch_environment, started_by_mpi
 from mcr_plus.errors import BackendError, BackendUnavailable, OperationsDiffer, Unsupported
 from mcr_plus.interfaces import NATIVE, Availability, Channel, Poll, Start, Support, World
 from mcr_plus.kernels.compiling import compiling
+from mcr_plus.launch.shared_memory import MPICH_RANK, SHARED_MEMORY, lacking_shared_memory
 from mcr_plus.message import REDUCING, ROOTED, VECTOR, Group, Message, ReduceOp, Signature, dtype_name
 
 _MAX_COUNT: Final = 2**31 - 1
@@ -94,6 +96,7 @@ def load_mpi() -> Any:
 
     if "mpi4py.MPI" not in sys.modules:
         mpi4py.rc.finalize = False
+        _warn_of_little_memory()
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -103,6 +106,19 @@ def load_mpi() -> Any:
     return MPI
 
 
+def _warn_of_little_memory() -> None:
+    """Say before MPI_Init why it may end in a SIGBUS, under mpiexec of MPICH. Open MPI says so itself.
+
+    A warning, for the ranks of a host do not all see the same: some may have taken their memory already.
+    """
+    place = launch_environment()
+    if place.launcher == "mpich" and place.local_rank == 0:
+        who = f"MPICH with {place.local_size} ranks on this host"
+        if problem := lacking_shared_memory(SHARED_MEMORY, place.local_size * MPICH_RANK, who):
+            _log.warning("%s, or MPI may end the ranks without a word", problem)
+
+
+_log = logging.getLogger("mcr_plus")
 _MISSING: Final = "mpi4py is not installed"
 _REMEDY: Final = "pip install 'mcr_plus[mpi]' (Open MPI) or 'mcr_plus[mpich]' brings mpi4py and a library"
 

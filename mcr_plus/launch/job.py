@@ -19,6 +19,7 @@ from mcr_plus.errors import LaunchError
 from mcr_plus.launch import commands, loopback, scratch
 from mcr_plus.launch.channels import Channels, RankState, Sink
 from mcr_plus.launch.flavour import mpi_flavour
+from mcr_plus.launch.shared_memory import MPICH_RANK, lacking_shared_memory
 
 Via = Literal["mpi", "torch"]
 
@@ -84,7 +85,7 @@ def run_job(
         words = _driver_command(command, ranks, via, folders)
         inherited = os.environ if env is None else env
         if via == "mpi" and ranks > 1:
-            _check_shared_memory(folders.shm, inherited)
+            _check_shared_memory(folders.shm, inherited, ranks)
         settings = commands.environment(
             inherited, folders, ranks, config=config, terminal=terminal, port=port
         )
@@ -107,25 +108,25 @@ def _driver_command(command: Sequence[str], ranks: int, via: Via, folders: scrat
     return commands.mpi_command(launcher, command, ranks)
 
 
-def _check_shared_memory(folder: Path, env: Mapping[str, str]) -> None:
-    """Refuse to start Open MPI where MPI_Init would abort without a word.
+def _check_shared_memory(folder: Path, env: Mapping[str, str], ranks: int) -> None:
+    """Refuse to start ranks where MPI_Init would end them without a word.
 
     Raises `LaunchError` with the remedy.
     """
     launcher = mpi_flavour()
-    if launcher is None or launcher.flavour != "openmpi":
+    if launcher is None:
         return
-    part = "sm" if launcher.major >= 5 else "vader"
-    given = env.get(f"OMPI_MCA_btl_{part}_segment_size", "")
-    needed = int(given) if given.isdecimal() else _SEGMENT
-    there = os.statvfs(folder)
-    free = there.f_bavail * there.f_frsize
-    if free < needed:
-        raise LaunchError(
-            f"{folder.parent} has {free >> 20} MiB free; Open MPI needs {needed >> 20} MiB for the memory "
-            "of a rank. Enlarge it (docker run --shm-size=1g; mount -o remount,size=1g /dev/shm), or start "
-            "the ranks without MPI (--via torch)"
-        )
+    if launcher.name == "MPICH":
+        problem = lacking_shared_memory(folder.parent, ranks * MPICH_RANK, f"MPICH with {ranks} ranks")
+    elif launcher.flavour == "openmpi":
+        part = "sm" if launcher.major >= 5 else "vader"
+        given = env.get(f"OMPI_MCA_btl_{part}_segment_size", "")
+        needed = int(given) if given.isdecimal() else _SEGMENT
+        problem = lacking_shared_memory(folder.parent, needed, "each rank of Open MPI")
+    else:
+        return
+    if problem:
+        raise LaunchError(f"{problem}, or start the ranks without MPI (--via torch)")
 
 
 class _Job:

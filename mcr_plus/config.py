@@ -34,6 +34,7 @@ from pydantic import (
     Field,
     InstanceOf,
     PlainSerializer,
+    SerializationInfo,
     SerializeAsAny,
     ValidationError,
     ValidationInfo,
@@ -57,7 +58,15 @@ from mcr_plus.document import (
 )
 from mcr_plus.errors import ConfigError, Unsupported, short, unknown
 from mcr_plus.message import ALIASES, DTYPES, KINDS, dtype_name
-from mcr_plus.units import Range, parse_count, parse_duration, parse_range, parse_size
+from mcr_plus.units import (
+    Range,
+    format_size,
+    format_span,
+    parse_count,
+    parse_duration,
+    parse_range,
+    parse_size,
+)
 
 if TYPE_CHECKING:
     from mcr_plus.compression.codec import Codec
@@ -95,7 +104,23 @@ def refuse_recv(name: str) -> str:
 
 # --- Options of stages ----------------------------------------------------------------------------------
 
-Seconds = Annotated[float, BeforeValidator(parse_duration)]
+
+def _size(value: object) -> int | None:
+    return None if value is None else parse_size(value)
+
+
+def _size_text(value: int | None, info: SerializationInfo) -> int | str | None:
+    return format_size(value) if info.context and value is not None else value
+
+
+def _duration_text(value: float, info: SerializationInfo) -> float | str:
+    return f"{value!r}s".replace(".0s", "s") if info.context else value
+
+
+# With any context they are written with units, as people write them.
+Seconds = Annotated[float, BeforeValidator(parse_duration), PlainSerializer(_duration_text)]
+Bytes = Annotated[int, BeforeValidator(parse_size), PlainSerializer(_size_text)]
+BytesOrNone = Annotated[int | None, BeforeValidator(_size), PlainSerializer(_size_text)]
 
 
 @dataclass(frozen=True)
@@ -205,7 +230,7 @@ class ExemptOptions(StageOptions):
 
     params: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
     max_ndim: Annotated[int, Field(ge=0)] | None = None
-    below: Annotated[int, BeforeValidator(parse_size)] = 0
+    below: Bytes = 0
 
     def covers(self, param: str, ndim: int, nbytes: int) -> bool:
         """Whether the gradient of a parameter is exempt."""
@@ -251,10 +276,6 @@ FEEDBACKS = ("error_feedback", "ef21", "momentum_correction")
 WRAPPERS = tuple(name for name in CompressOptions.model_fields if name not in ("codec", "codec_options"))
 
 
-def _size(value: object) -> int | None:
-    return None if value is None else parse_size(value)
-
-
 def _some_of(known: tuple[str, ...]) -> Callable[[object], tuple[str, ...]]:
     """Kinds out of those known, as a list or one name; none of them in a rule that switches off."""
 
@@ -285,10 +306,12 @@ class FuseOptions(StageOptions):
     ready and the table's costs the last operation is done first; `bucket` then limits nothing.
     """
 
-    bucket: Annotated[int, BeforeValidator(parse_size), Field(gt=0)] = 25 << 20
-    first_bucket: Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_size)] = 1 << 20
+    bucket: Annotated[Bytes, Field(gt=0)] = 25 << 20
+    first_bucket: Annotated[
+        Annotated[int, Field(gt=0)] | None, BeforeValidator(_size), PlainSerializer(_size_text)
+    ] = 1 << 20
     kinds: Annotated[tuple[str, ...], BeforeValidator(_some_of(FUSIBLE))] = ("all_reduce",)
-    memory: Annotated[int, BeforeValidator(parse_size), Field(gt=0)] = 256 << 20
+    memory: Annotated[Bytes, Field(gt=0)] = 256 << 20
     order: Literal["ready", "priority"] = "ready"
     plan: Literal["size", "exact"] = "size"
 
@@ -344,6 +367,10 @@ class LocalOptions(StageOptions):
     backend: StepBackend = None
 
 
+def _codec_options(options: CompressOptions | None, info: SerializationInfo) -> dict[str, Any] | None:
+    return None if options is None else plain_options(options, units=bool(info.context))
+
+
 class InterOptions(StageOptions):
     """What `hierarchical` does between nodes.
 
@@ -355,7 +382,7 @@ class InterOptions(StageOptions):
     compress: Annotated[
         CompressOptions | None,
         BeforeValidator(_step_codec),
-        PlainSerializer(lambda options: None if options is None else plain_options(options)),
+        PlainSerializer(_codec_options),
     ] = None
 
 
@@ -372,7 +399,7 @@ class HierarchicalOptions(StageOptions):
         "all_reduce",
         "broadcast",
     )
-    min: Annotated[int, BeforeValidator(parse_size), Field(ge=0)] = 64 << 10
+    min: Bytes = 64 << 10
     nodes: Annotated[tuple[tuple[int, ...], ...] | None, BeforeValidator(_nodes)] = None
     ranks_per_node: Annotated[int, Field(gt=0)] | None = None
     local: LocalOptions = LocalOptions()
@@ -396,7 +423,7 @@ class SelectOptions(StageOptions):
     table: Annotated[
         InstanceOf[TableRef] | None, BeforeValidator(_table_ref), PlainSerializer(_table_text)
     ] = None
-    vector_size: Annotated[int | None, BeforeValidator(_size)] = None
+    vector_size: BytesOrNone = None
     online: bool = False
     refined: str | None = None
 
@@ -440,12 +467,13 @@ def codec_names() -> tuple[str, ...]:
     return tuple(sorted({"none", *registry.names("codecs")}))
 
 
-def plain_options(options: BaseModel) -> dict[str, Any]:
+def plain_options(options: BaseModel, *, units: bool = False) -> dict[str, Any]:
     """Write options as the mapping they are read from; JSON-able.
 
-    Of `compress` only what differs from the default, beside the codec's options.
+    Of `compress` only what differs from the default, beside the codec's options. `units`: sizes and durations
+    as people write them (`25MiB`, `300s`).
     """
-    data = options.model_dump(mode="json", by_alias=True)
+    data = options.model_dump(mode="json", by_alias=True, context={"units": True} if units else None)
     if isinstance(options, CompressOptions):
         for name in WRAPPERS:
             if data[name] == CompressOptions.model_fields[name].default:
@@ -660,7 +688,12 @@ def _range_text(value: Range | None) -> str | None:
     return None if value is None else str(value)
 
 
-RangeField = Annotated[InstanceOf[Range] | None, PlainSerializer(_range_text)]
+def _size_range_text(value: Range | None, info: SerializationInfo) -> str | None:
+    if value is None or not info.context:
+        return _range_text(value)
+    return format_size(value.lo) if value.hi == value.lo + 1 else format_span(value.lo, value.hi)
+
+
 Glob = Annotated[str, Field(min_length=1)]
 
 
@@ -674,9 +707,13 @@ class Match(StageOptions):
     kind: Annotated[tuple[str, ...] | None, BeforeValidator(_kinds)] = None
     tag: Glob | None = None
     param: Glob | None = None
-    bytes: Annotated[RangeField, BeforeValidator(_size_range)] = None
+    bytes: Annotated[
+        InstanceOf[Range] | None, BeforeValidator(_size_range), PlainSerializer(_size_range_text)
+    ] = None
     dtype: Annotated[tuple[str, ...] | None, BeforeValidator(_dtypes)] = None
-    ranks: Annotated[RangeField, BeforeValidator(_count_range)] = None
+    ranks: Annotated[
+        InstanceOf[Range] | None, BeforeValidator(_count_range), PlainSerializer(_range_text)
+    ] = None
 
     def covers(
         self,
@@ -862,9 +899,12 @@ def loads(text: str, name: str = "<text>") -> Config:
     return _config(parse_document(text, name, Path(name).parent))
 
 
-def dump(config: Config) -> dict[str, Any]:
-    """Return a configuration as plain, JSON-able data; `load(dump(config)) == config`."""
-    return _dump(config, plain_options)
+def dump(config: Config, *, units: bool = False) -> dict[str, Any]:
+    """Return a configuration as plain, JSON-able data; `load(dump(config)) == config`.
+
+    `units`: sizes and durations as people write them.
+    """
+    return _dump(config, partial(plain_options, units=units))
 
 
 def fingerprint(config: Config) -> str:
@@ -898,7 +938,9 @@ def _dump(config: Config, write: Callable[[BaseModel], dict[str, Any]]) -> dict[
 
 
 def _dump_rule(rule: Rule, write: Callable[[BaseModel], dict[str, Any]]) -> dict[str, Any]:
-    data: dict[str, Any] = {"match": rule.match.model_dump(mode="json", exclude_none=True)}
+    data: dict[str, Any] = {
+        "match": {name: value for name, value in write(rule.match).items() if value is not None}
+    }
     if rule.backend is not None:
         data["backend"] = rule.backend
     for override in rule.overrides:
@@ -916,11 +958,11 @@ def _config(document: Document) -> Config:
     mistakes.kept(lambda: check_keys(document, (), known), None)
     mistakes.kept(lambda: _check_version(document), None)
     backends = mistakes.kept(lambda: _backends(document), None)
-    pipeline = _pipeline(document, mistakes)
-    for index, spec in enumerate(pipeline):
+    pipeline, sound = _pipeline(document, mistakes)
+    for index, spec in enumerate(pipeline if sound else ()):
         keys = ("pipeline", index, spec.name)
         mistakes.kept(partial(_check_steps, spec.options, document, keys, pipeline, backends), None)
-    rules = _rules(document, pipeline, backends, mistakes)
+    rules = _rules(document, pipeline, sound, backends, mistakes)
     algorithms = mistakes.kept(lambda: _algorithms(document), ())
     mistakes.tell()
     return Config(1, backends, pipeline, rules, algorithms, document.name)
@@ -1015,12 +1057,12 @@ def check_backend(name: object, document: Document, keys: Keys) -> None:
         raise document.error(keys, f"{name!r} names no algorithm; expected name or name:algorithm")
 
 
-def _pipeline(document: Document, mistakes: Mistakes) -> tuple[StageSpec, ...]:
-    """The stages, or none where there is a mistake in them; all of those are kept."""
+def _pipeline(document: Document, mistakes: Mistakes) -> tuple[tuple[StageSpec, ...], bool]:
+    """The stages, and whether they are without mistakes; a stage with one is there without its options."""
     before = len(mistakes)
     names = mistakes.kept(lambda: _stage_names(document, mistakes), [])
     if names is None:
-        return _default_pipeline()
+        return _default_pipeline(), True
     found = []
     for index, name in enumerate(names):
         if name is not None:
@@ -1028,7 +1070,7 @@ def _pipeline(document: Document, mistakes: Mistakes) -> tuple[StageSpec, ...]:
             found.append(mistakes.kept(partial(_stage, name, document, keys), StageSpec(name, NoOptions())))
     if None not in names and names:
         mistakes.kept(lambda: _check_order([spec.name for spec in found], document), None)
-    return tuple(found) if len(mistakes) == before else ()
+    return tuple(found), len(mistakes) == before
 
 
 def _stage_names(document: Document, mistakes: Mistakes) -> list[str | None] | None:
@@ -1085,12 +1127,13 @@ def _rank(stage: str) -> float:
 def _rules(
     document: Document,
     pipeline: tuple[StageSpec, ...],
+    sound: bool,
     backends: tuple[str, ...] | None,
     mistakes: Mistakes,
 ) -> tuple[Rule, ...]:
     items = mistakes.kept(lambda: list_at(document, "rules"), None) or []
     found = [
-        mistakes.kept(partial(_rule, document, ("rules", index), pipeline, backends, mistakes), None)
+        mistakes.kept(partial(_rule, document, ("rules", index), pipeline, sound, backends, mistakes), None)
         for index in range(len(items))
     ]
     return tuple(rule for rule in found if rule is not None)
@@ -1100,11 +1143,12 @@ def _rule(
     document: Document,
     keys: Keys,
     pipeline: tuple[StageSpec, ...],
+    sound: bool,
     backends: tuple[str, ...] | None,
     mistakes: Mistakes,
 ) -> Rule:
     data = mapping_at(document, keys)
-    if pipeline:  # else there is a mistake in it, which every rule would repeat
+    if sound:  # else every rule would repeat the pipeline's mistakes
         mistakes.kept(lambda: _check_rule_keys(document, keys, pipeline), None)
     match = Match()
     if "match" in data:
@@ -1113,12 +1157,29 @@ def _rule(
         at = (*keys, "backend")
         mistakes.kept(lambda: _check_rule_backend(document, at, data["backend"], backends), None)
     overrides = []
-    for spec in pipeline:
+    for spec in pipeline if sound else _assumed(pipeline, data):
         if spec.name in data:
             read = partial(_override, spec, document, (*keys, spec.name), pipeline, backends)
             overrides.append(mistakes.kept(read, Override(spec.name, spec.options, ())))
     place = f"{document.place(keys)}: {path_text(keys)}"
     return Rule(match, data.get("backend"), tuple(overrides), place)
+
+
+def _assumed(pipeline: tuple[StageSpec, ...], rule: Mapping[str, Any]) -> tuple[StageSpec, ...]:
+    """The stages that a rule can be checked against although there are mistakes in the pipeline.
+
+    Those without one as they are, ours with the default options, but `compress` only if the rule itself names
+    a codec: its other options are right or wrong by the codec.
+    """
+    own = rule.get("compress")
+    names_codec = isinstance(own, Mapping) and "codec" in own
+    known = {spec.name: spec for spec in pipeline if not isinstance(spec.options, NoOptions)}
+    defaults = {
+        name: StageSpec(name, model())
+        for name, model in OPTIONS.items()
+        if name not in known and (name != "compress" or names_codec)
+    }
+    return tuple({**known, **defaults}.values())
 
 
 def _match(document: Document, keys: Keys) -> Match:

@@ -96,25 +96,27 @@ def read_document(path: str | Path, *, versioned: bool = True) -> Document:
     `versioned`: it must have a key `version`; see `parse_document`.
     """
     name, path = str(path), Path(path)
-    return parse_document(_read_text(path, f"{name}:1: document"), name, path.parent, versioned=versioned)
+    return parse_document(_read_text(path, name), name, path.parent, versioned=versioned)
 
 
 def read_bytes(path: Path, place: str, *, most: int = MAX_FILE_BYTES) -> bytes:
     """Return the content of a regular file of at most `most` bytes, which are whole MiB.
 
     Raises `ConfigError`, which begins with `place`, otherwise: a FIFO may have no writer, a device no end.
+    Where `place` is the file itself, it is not named again.
     """
+    name = "" if place == str(path) else f" {str(path)!r}"
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # or it waits for a writer
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise ConfigError(f"{place}: cannot read {str(path)!r}: not a regular file")
+                raise ConfigError(f"{place}: cannot read{name}: not a regular file")
             content = file.read(most + 1)
     except (OSError, ValueError) as error:  # ValueError: a name with a null byte in it
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{place}: cannot read {str(path)!r}: {reason}") from None
+        raise ConfigError(f"{place}: cannot read{name}: {reason}") from None
     if len(content) > most:
-        raise ConfigError(f"{place}: {str(path)!r} is larger than {most >> 20} MiB")
+        raise ConfigError(f"{place}:{name or ' the file'} is larger than {most >> 20} MiB")
     return content
 
 

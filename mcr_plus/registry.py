@@ -15,7 +15,7 @@ import importlib
 import importlib.metadata
 from collections.abc import Iterable
 
-from mcr_plus.errors import Unsupported
+from mcr_plus.errors import Unsupported, unknown
 
 STAGES: dict[str, object] = {
     "fuse": "mcr_plus.fusion.stage:FuseStage",
@@ -66,7 +66,7 @@ def get(kind: str, name: str) -> object:
         return _import(kind, name, entry) if isinstance(entry, str) else entry
     found = _entry_points(kind)
     if name not in found:
-        raise Unsupported(f"unknown {kind[:-1]} {name!r}; known: {', '.join(names(kind))}")
+        raise Unsupported(unknown(kind[:-1], name, names(kind)))
     return _load(found[name])
 
 
@@ -90,7 +90,7 @@ def refresh() -> None:
 
 def _registry(kind: str) -> dict[str, object]:
     if kind not in REGISTRIES:
-        raise Unsupported(f"unknown registry {kind!r}; known: {', '.join(REGISTRIES)}")
+        raise Unsupported(unknown("registry", kind, tuple(REGISTRIES)))
     return REGISTRIES[kind]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 from mcr_plus.arrays import as_tensor, is_plain
 from mcr_plus.dispatch.operation import Operation
 from mcr_plus.dispatch.work import Work
-from mcr_plus.errors import InvalidArgument
+from mcr_plus.errors import InvalidArgument, unknown
 from mcr_plus.message import Message
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class PersistentOp(Protocol):
 def check_persistent(kind: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> None:
     """Raise `InvalidArgument` for what has no persistent form."""
     if kind not in KINDS:
-        raise InvalidArgument(f"kind: no persistent form of {kind!r}; known: {', '.join(KINDS)}")
+        raise InvalidArgument(f"kind: {unknown('persistent operation', kind, KINDS)}")
     if "async_op" in options:
         raise InvalidArgument("async_op: call op() for a synchronous run, op.start() for an asynchronous one")
     for index, tensor in enumerate(tensors):

@@ -285,7 +285,12 @@ def _options() -> list[Bad]:
             UNSUPPORTED,
             ("nccl", "not part of this job", "gloo"),
         ),
-        ("unknown backend", lambda p: do.barrier(backend="ncll"), UNSUPPORTED, ("ncll", "gloo")),
+        (
+            "unknown backend",
+            lambda p: do.barrier(backend="ncll"),
+            UNSUPPORTED,
+            ("ncll", "gloo", "mean 'nccl'"),
+        ),
         ("backend as a number", lambda p: do.barrier(backend=5), WRONG, ("backend", "5")),
         (
             "backend as a list",
@@ -348,6 +353,12 @@ def _options() -> list[Bad]:
             lambda p: do.persistent("gather", p.ones()),
             WRONG,
             ("kind", "'gather'", "barrier"),
+        ),
+        (
+            "misspelt persistent form",
+            lambda p: do.persistent("all_redcue", p.ones()),
+            WRONG,
+            ("kind", "did you mean 'all_reduce'?"),
         ),
         (
             "persistent and asynchronous",

@@ -80,7 +80,7 @@ def test_what_is_not_a_regular_file_is_refused(words: tuple[str, ...], tmp_path:
     for path in (fifo, "/dev/zero"):
         answer = mcr_plus(*words, path)
         assert answer.returncode == (1 if words[-1] == "verify" else 2)
-        assert f"cannot read '{path}': not a regular file" in answer.stderr
+        assert f"{path}: cannot read: not a regular file" in answer.stderr
 
 
 def test_verify_with_one_slot(ring: Path) -> None:

@@ -115,7 +115,7 @@ def test_the_environment_names_the_file(tmp_path: Path, monkeypatch: pytest.Monk
     assert load(None).backends == ("gloo",)
     assert load({}).backends is None
     monkeypatch.setenv("MCR_CONFIG", str(tmp_path / "absent.yaml"))
-    with pytest.raises(ConfigError, match=r"absent\.yaml:1: document: cannot read .*No such file"):
+    with pytest.raises(ConfigError, match=r"absent\.yaml: cannot read: No such file"):
         load(None)
     monkeypatch.setenv("MCR_CONFIG", "")
     assert load(None) == Config()
@@ -427,7 +427,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for name, what in reasons.items():
         with pytest.raises(ConfigError, match=what) as caught:
             load(tmp_path / name)
-        assert str(caught.value).startswith(f"{tmp_path / name}:1: document: ")
+        assert str(caught.value).startswith(f"{tmp_path / name}: ")
     for odd in (tmp_path, "a\0b", "x" * 5000):
         with pytest.raises(ConfigError, match="cannot read"):
             load(odd)

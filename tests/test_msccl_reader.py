@@ -264,7 +264,7 @@ def test_what_is_no_xml_is_refused(content: bytes) -> None:
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read .*: No such file or directory$"):
+    with pytest.raises(ConfigError, match=r"none.xml: cannot read: No such file or directory$"):
         read_algorithm(tmp_path / "none.xml")
     with pytest.raises(ConfigError, match="cannot write: "):
         write_algorithm(parse(PAIR), tmp_path)
@@ -274,7 +274,7 @@ def test_a_file_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(reader, "MAX_FILE_BYTES", 1 << 20)
     path = tmp_path / "large.xml"
     path.write_bytes(b" " * (1 << 20) + b" ")
-    with pytest.raises(ConfigError, match=r"large.xml:1: document: .* is larger than 1 MiB$"):
+    with pytest.raises(ConfigError, match=r"large.xml: the file is larger than 1 MiB$"):
         read_algorithm(path)
 
 

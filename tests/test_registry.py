@@ -120,8 +120,11 @@ def test_two_packages_with_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_unknown_name_and_kind() -> None:
-    with pytest.raises(Unsupported, match=r"unknown backend 'ncll'; known: .*gloo, local, mpi, msccl, nccl"):
-        registry.get("backends", "ncll")
+    with pytest.raises(
+        Unsupported,
+        match=r"unknown backend 'glou'; known: .*gloo, local, mpi, msccl, nccl; did you mean 'gloo'\?$",
+    ):
+        registry.get("backends", "glou")
     with pytest.raises(Unsupported, match=r"unknown registry 'colours'; known: stages, codecs, backends"):
         registry.names("colours")
 

@@ -168,7 +168,7 @@ def import_(
 
     _check_backend(backend)
     try:
-        text = read_bytes(file, f"{file}:1").decode("utf-8-sig")
+        text = read_bytes(file, str(file)).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}:1: not UTF-8 at byte {error.start}; expected text") from None
     table, lost = import_table(format.value, text, str(file), backend=backend)

@@ -33,11 +33,10 @@ def validate(
         mistakes.kept(lambda: use_algorithms(config), None)
         mistakes.kept(lambda: checked_tables(config), [])
     mistakes.tell()
-    resolved = dump(config)
     if as_json:
-        print_json(resolved)
+        print_json(dump(config))
     else:
-        print(yaml.safe_dump(resolved, sort_keys=False), end="")
+        print(yaml.safe_dump(dump(config, units=True), sort_keys=False), end="")
 
 
 def _table(file: Path, as_json: bool) -> None:

@@ -65,7 +65,7 @@ def read_algorithm(path: str | Path) -> Algorithm:
         ConfigError: the file cannot be read, is no MSCCL XML, or is wrong in itself; begins with
             `file:line: place:`.
     """
-    content = read_bytes(Path(path), f"{path}:1: document", most=MAX_FILE_BYTES)
+    content = read_bytes(Path(path), str(path), most=MAX_FILE_BYTES)
     return parse_algorithm(content, str(path))
 
 

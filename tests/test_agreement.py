@@ -1,7 +1,9 @@
 """Ranks that issue the same operations are never taken for ranks that do not, however late anything comes.
 
-Ranks are threads, each with an engine and a board of its own; what they run on completes at once, so that
-they drift apart as far as the comparison of signatures lets them. Every request to the store may be held up.
+Ranks are threads, each with an engine and a board of its own; what they run on completes after some looks,
+whatever the others do, so that they drift apart as far as the comparison of signatures lets them. Some
+operations start after others, and some pass a gate of their library, which pairs what ranks do. Every request
+to the store may be held up.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from mcr_plus.dispatch.engine import Engine, GroupState
 from mcr_plus.dispatch.operation import Lane, Operation
 from mcr_plus.dispatch.peers import Peers
 from mcr_plus.dispatch.work import Work
-from mcr_plus.errors import McrError
+from mcr_plus.errors import McrError, OperationsDiffer
 from mcr_plus.interfaces import Issue, Poll
 from mcr_plus.message import Group, Message, Signature
 
@@ -31,6 +33,8 @@ MakeBoard = Callable[[Group, random.Random], GroupBoard]
 _NEW = 0.7  # of the operations have a signature that was never there before
 _WINDOW = 24  # asynchronous operations in flight
 _BURST = 300  # the same where a rank runs far ahead: more than a ring of any board holds
+_DEPENDS = 0.2  # of the operations start after an earlier one
+_ENDS = 0.3  # of the looks at a started operation find it done
 _HELD_UP = 0.05  # of the requests
 _LONGEST_S = 300e-6
 
@@ -63,41 +67,70 @@ def on_one_host() -> MakeBoard:
 
 
 class Gate:
-    """A library's gate, as MPI has one: of the first two operations of a signature, and slow now and then."""
+    """A library's gate, as MPI has one: of the first two operations of a signature, or of all.
 
-    every = False
+    What it does for the n-th operation that asks is paired with the n-th of every other rank, as the
+    collectives of a communicator are. It takes a while now and then.
+    """
+
     again = True
 
-    def __init__(self, chance: random.Random) -> None:
-        self._chance = chance
+    def __init__(self, library: Library, digest: int) -> None:
+        self._library, self._digest = library, digest
         self._passed = 0
+        self.every = bool(digest % 2)
 
     def __call__(self, message: Message) -> Poll | None:
         self._passed += 1
         self.again = self._passed < 2
-        return None if self._chance.random() < 0.3 else lambda: self._chance.random() < 0.2
+        chance = self._library.chance
+        number = self._library.ask(self._digest)
+        if chance.random() < 0.3:
+            return None
+        return lambda: self._library.has_met(number) and chance.random() < 0.2
 
 
 class Library:
-    """The channel of a library that has gates."""
+    """The channel of a library that has gates. `asked`: by whom for what, in order, shared by all ranks."""
 
-    def __init__(self, chance: random.Random) -> None:
-        self._chance = chance
+    def __init__(self, rank: int, chance: random.Random, asked: list[list[int]]) -> None:
+        self._rank, self.chance, self._asked = rank, chance, asked
+
+    def ask(self, digest: int) -> int:
+        self._asked[self._rank].append(digest)
+        return len(self._asked[self._rank]) - 1
+
+    def has_met(self, number: int) -> bool:
+        """Whether all ranks have asked so often; raises if they have not asked for the same."""
+        if any(len(theirs) <= number for theirs in self._asked):
+            return False
+        if len({theirs[number] for theirs in self._asked}) > 1:
+            raise OperationsDiffer("another rank has asked for another operation", explained=True)
+        return True
 
     def gate(self, signature: Signature, digest: int) -> Gate:
-        return Gate(self._chance)
+        return Gate(self, digest)
 
 
 class Rank:
     """One rank: issues the program of a seed and notes what it was told."""
 
     def __init__(
-        self, make: MakeBoard, rank: int, size: int, steps: int, seed: int, differs: int | None, window: int
+        self,
+        make: MakeBoard,
+        rank: int,
+        size: int,
+        steps: int,
+        seed: int,
+        differs: int | None,
+        window: int,
+        asked: list[list[int]],
     ) -> None:
         self.group = Group("world", tuple(range(size)), rank)
         self.asynchronous = 0.5 if window == _WINDOW else 0.995
         self.steps, self.seed, self.differs, self.window = steps, seed, differs, window
         self.own = random.Random(seed * 100 + rank)  # what is local: delays, and when to wait
+        self.library = Library(rank, self.own, asked)
         self.board = make(self.group, self.own)
         self.board.first_look = self.board.look_every = 0.0  # whoever has not agreed is looked at, always
         self.error: BaseException | None = None
@@ -116,22 +149,25 @@ class Rank:
         program = random.Random(self.seed)  # what all ranks share
         known: list[Issue] = []
         waiting: list[Work] = []
+        latest: Work | None = None  # of the asynchronous ones
         for step in range(self.steps):
             is_new = program.random() < _NEW or not known
-            every, is_async, choice = (
+            every, is_async, choice, depends = (
                 program.random() < 0.2,
                 program.random() < self.asynchronous,
                 program.random(),
+                program.random() < _DEPENDS,
             )
             if is_new:
                 tag = f"{step}" if step != self.differs or self.group.rank else "another"
-                gates = Library(self.own) if choice < 0.5 else None
-                known.append(_operation(engine, state, lane, tag, is_async, every, gates))
+                gates = self.library if choice < 0.5 else None
+                known.append(self._operation(engine, state, lane, tag, is_async, every, gates))
             issue = known[-1] if is_new else known[int(choice * len(known))]
             signature = issue.operation.signature  # type: ignore[attr-defined]
-            work = issue(Message(signature, (), ()))
+            work = issue(Message(signature, (), (), after=latest if depends else None))
             self.issued += 1
             if signature.async_op:
+                latest = work
                 waiting.append(work)
             else:
                 work.wait()
@@ -140,33 +176,42 @@ class Rank:
         for work in waiting:
             work.wait()
 
+    def _operation(
+        self,
+        engine: Engine,
+        state: GroupState,
+        lane: Lane,
+        tag: str,
+        is_async: bool,
+        every: bool,
+        channel: Any,
+    ) -> Issue:
+        signature = Signature(
+            "all_reduce", torch.float32, (4,), 16, "world", state.group.size,
+            reduce_op="SUM", tag=tag, backend="soon", async_op=is_async,
+        )  # fmt: skip
 
-def _operation(
-    engine: Engine, state: GroupState, lane: Lane, tag: str, is_async: bool, every: bool, channel: Any
-) -> Issue:
-    signature = Signature(
-        "all_reduce", torch.float32, (4,), 16, "world", state.group.size,
-        reduce_op="SUM", tag=tag, backend="at once", async_op=is_async,
-    )  # fmt: skip
-    return Operation(
-        signature, lambda _: _done, engine, state, lane, channel=channel, on_stream=False, spins=1,
-        burst=range(1), timeout=60.0, compare_every=every,
-    ).bind()  # fmt: skip
+        def start(message: Message) -> Poll:
+            return lambda: self.own.random() < _ENDS
 
-
-def _done() -> bool:
-    return True
+        return Operation(
+            signature, start, engine, state, lane, channel=channel, on_stream=False, spins=1,
+            burst=range(1), timeout=60.0, compare_every=every,
+        ).bind()  # fmt: skip
 
 
 def run(
     make: MakeBoard, size: int, steps: int, seed: int, differs: int | None = None, window: int = _WINDOW
 ) -> list[Rank]:
-    ranks = [Rank(make, rank, size, steps, seed, differs, window) for rank in range(size)]
+    asked: list[list[int]] = [[] for _ in range(size)]
+    ranks = [Rank(make, rank, size, steps, seed, differs, window, asked) for rank in range(size)]
     threads = [threading.Thread(target=rank.run) for rank in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    if differs is None:
+        assert all(theirs == asked[0] for theirs in asked), "what gates were asked for"
     return ranks
 
 
@@ -218,7 +263,7 @@ def _first_new_after(step: int, seed: int) -> int:
     program = random.Random(seed)
     for number in range(step + 100):
         is_new = program.random() < _NEW or number == 0
-        for _ in range(3):
+        for _ in range(4):
             program.random()
         if is_new and number >= step:
             return number

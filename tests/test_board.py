@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcr_plus.c10d import HashStore, Store
-from mcr_plus.dispatch.board import _FEW, RING, Failure, GroupBoard, SharedBoard, StoreBoard, pad
+from mcr_plus.dispatch.board import _FEW, _STORED, RING, Failure, GroupBoard, SharedBoard, StoreBoard, pad
 from mcr_plus.message import Group
 
 Boards = list[GroupBoard]
@@ -65,6 +65,23 @@ def test_agreement_needs_all_ranks_and_one_digest(make: Callable[[int], Boards])
         issue(board, 2, 9)
     assert all(agreed(board, 2, 9) for board in boards)
     assert not agreed(boards[1], 2, 8)
+
+
+@KINDS
+def test_an_operation_that_is_waited_for_late_does_not_take_the_place_of_a_later_one(
+    make: Callable[[int], Boards],
+) -> None:
+    first, second = make(2)
+    ring = RING if isinstance(second, SharedBoard) else _STORED
+    second.counter[0] = 3 + ring
+    second.post_counts(3 + ring, (5, 6), (7, 8))
+    second.post(3 + ring, 5, pad("later"))
+    second.post_counts(3, (1, 2), (3, 4))
+    second.post(3, 9, pad("earlier"))
+    assert first.look(1, 3 + ring).digest == 5
+    assert first.text(1, 3 + ring, 5) == "later"
+    assert first.counts(1, 3 + ring) == (5, 7)
+    assert first.look(1, 3).overwritten
 
 
 @given(earlier=st.integers(1, 10_000), laps=st.integers(1, 1000))

@@ -123,7 +123,7 @@ class GroupBoard(Protocol):
     look_every: float
 
     def post(self, sequence: int, digest: int, text: bytes) -> None:
-        """Publish operation `sequence`; `text` comes from `pad`."""
+        """Publish operation `sequence`, unless its place holds a later one; `text` comes from `pad`."""
         ...
 
     def post_counts(self, sequence: int, sent: Sequence[int], expected: Sequence[int]) -> None:
@@ -232,12 +232,16 @@ class SharedBoard:
     def post(self, sequence: int, digest: int, text: bytes) -> None:
         """See `GroupBoard.post`."""
         slot = sequence % RING
+        if _is_later(self._words[slot], sequence):
+            return
         self._texts[slot * TEXT : slot * TEXT + TEXT] = text
         # One aligned 8-byte store publishes tag and digest together; the text was written before.
         self._words[slot] = _word(sequence, digest)
 
     def post_counts(self, sequence: int, sent: Sequence[int], expected: Sequence[int]) -> None:
         """See `GroupBoard.post_counts`."""
+        if _is_later(self._words[sequence % RING], sequence):
+            return
         start = sequence % RING * 2 * self._size
         self._counts[start : start + 2 * self._size] = memoryview(array("Q", [*sent, *expected]))
 
@@ -386,7 +390,7 @@ class StoreBoard:
     def post(self, sequence: int, digest: int, text: bytes) -> None:
         """See `GroupBoard.post`."""
         word, slot = _word(sequence, digest), sequence % _STORED
-        if self._words[slot] == word:
+        if self._words[slot] == word or _is_later(self._words[slot], sequence):
             if self._issued[0] < self.counter[0]:
                 self._publish()
             return
@@ -409,7 +413,8 @@ class StoreBoard:
 
     def post_counts(self, sequence: int, sent: Sequence[int], expected: Sequence[int]) -> None:
         """See `GroupBoard.post_counts`."""
-        if self._words[sequence % _STORED] >> _DIGEST_BITS != sequence & _TAG_MASK:
+        word = self._words[sequence % _STORED]
+        if word >> _DIGEST_BITS != sequence & _TAG_MASK and not _is_later(word, sequence):
             record = array("Q", [sequence, *sent, *expected]).tobytes()
             self._write(f"counts/{sequence % _STORED}", record)
 

@@ -793,12 +793,14 @@ class Engine:
         self.failed = True
         state = work.operation.state
         state.publish()
-        state.board.mark_failed(Failure(work.sequence, f"{type(error).__name__}: {error}"))
+        left = [each for each in work.operation.lane.pending if each is not work and not each.is_done]
+        # Also those before it are not started any more, for which peers wait.
+        first = min([work.sequence, *(each.sequence for each in left)])
+        state.board.mark_failed(Failure(first, f"{type(error).__name__}: {error}"))
         state.fail(error)
         kind = OrderMismatch if isinstance(error, OrderMismatch) else BackendError
-        for waiting in list(work.operation.lane.pending):
-            if waiting is not work and not waiting.is_done:
-                waiting.fail(kind(f"not started: an operation before it failed: {error}"))
+        for waiting in left:
+            waiting.fail(kind(f"not started: another operation has failed: {error}"))
 
     def _switch_off(self, work: IssuedWork, error: BaseException) -> None:
         """After an error that leaves a library in no state to be called again: nothing calls it any more.

@@ -964,8 +964,14 @@ def _config(document: Document) -> Config:
         mistakes.kept(partial(_check_steps, spec.options, document, keys, pipeline, backends), None)
     rules = _rules(document, pipeline, sound, backends, mistakes)
     algorithms = mistakes.kept(lambda: _algorithms(document), ())
+    config = Config(1, backends, pipeline, rules, algorithms, document.name)
+    if len(mistakes):  # whoever reads the files of the configuration later does not come to it
+        for ref in config.tables:
+            mistakes.kept(ref.digest, None)
+        for files in algorithms:
+            mistakes.kept(files.digests, None)
     mistakes.tell()
-    return Config(1, backends, pipeline, rules, algorithms, document.name)
+    return config
 
 
 def is_table(document: Document) -> bool:

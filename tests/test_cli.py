@@ -151,6 +151,29 @@ def test_validate_tells_all_mistakes_at_once(tmp_path: Path) -> None:
         assert line.startswith(f"mcr-plus: {path}:{beginning}")
 
 
+def test_validate_tells_files_that_are_missing_beside_other_mistakes(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "version: 1\n"
+        "algorithms: [none.xml]\n"
+        "pipeline:\n"
+        "  - compress: {codec: bf-16}\n"
+        "  - select: {table: none.yaml}\n"
+        "  - dispatch: {}\n"
+    )
+    answer = mcr_plus("validate", str(path))
+    assert answer.returncode == 2
+    lines = answer.stderr.splitlines()
+    expected = [
+        "4: pipeline[0].compress.codec: unknown codec",
+        "5: pipeline[1].select.table: no table file 'none.yaml'",
+        "2: algorithms[0]: ",
+    ]
+    assert len(lines) == len(expected)
+    for line, beginning in zip(lines, expected, strict=True):
+        assert line.startswith(f"mcr-plus: {path}:{beginning}")
+
+
 def test_validate_prints_sizes_and_durations_with_units(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(

@@ -255,7 +255,7 @@ def run_once(
 
 def _say_against_torch(job: Job, result: Result, config: Path | None, console: Console) -> None:
     """The speed of a short job in turns with torch.distributed's gloo, and which library took what."""
-    busy = busy_words([used_share()])  # on all ranks, so that none begins meanwhile
+    used = used_share()  # on all ranks, so that none begins meanwhile
     short = replace(job, steps=SHORT, holdout=0.0)
     theirs, ours = compare(short, ROUNDS, config, Console(file=StringIO()), ("torch", "mix"))
     lines = [
@@ -270,8 +270,10 @@ def _say_against_torch(job: Job, result: Result, config: Path | None, console: C
     same = speedup(ours) == "no difference"
     verdict = "no difference, for the ranges overlap" if same else f"{speedup(ours)} × as fast"
     lines.append(f"  {ours.transport}: {verdict}. The speed further above is that of the longer run alone.")
-    if busy:
-        lines.append(f"{busy[0]} Figures of a busy machine scatter; run it again when it is quiet.")
+    if busy_words([used]):
+        lines.append(
+            f"This host was busy ({used:.0%} of its processor time, before the rounds): figures scatter."
+        )
     console.print("\n".join([*lines, "", *_choices(result, config)]), soft_wrap=True)
 
 

@@ -42,7 +42,10 @@ from mcr_plus.message import REDUCING, ROOTED, VECTOR, Group, Message, ReduceOp,
 _MAX_COUNT: Final = 2**31 - 1
 _SPECS: Final = 4096  # buffer descriptions kept per bound operation
 _STAGED_BYTES: Final = 4096  # up to here two copies are cheaper than a nonblocking call
-_CONTEXTS: Final = 192  # communicators per group for its signatures: MPICH has 2,048 in a process
+# Communicators for signatures: of a group, and of all groups of a process. MPICH has 2,048 in a process; a
+# group takes three for itself, and the program may have some.
+_CONTEXTS: Final = 192
+_ALL_CONTEXTS: Final = 1024
 _WORD: Final = 1 << 64
 _BREAKING: Final = ("TRUNCATE", "IN_STATUS", "INTERN", "UNKNOWN")  # classes of errors
 _HALVES: Final = (torch.float16, torch.bfloat16)
@@ -140,6 +143,7 @@ class MpiBackend:
     keeps_apart = True
     spins = 400
     off = ""  # why MPI is of no use in this process any more
+    contexts = _ALL_CONTEXTS  # those that no group has taken for its signatures
 
     def __init__(self, world: World) -> None:  # noqa: ARG002 - a Backend
         self._mpi = load_mpi()
@@ -212,15 +216,32 @@ class MpiBackend:
         if self.off:
             raise BackendUnavailable(f"backend mpi: {self.off}")
         mpi = self._mpi
-        everyone = self._comm.Get_group()
-        members = everyone.Incl(list(group.ranks))
-        # One communicator for collectives and one for messages: a user's tag can never meet our traffic.
-        comm = self._comm.Create_group(members, 0)
-        messages = comm.Dup()
-        for each in (comm, messages):
-            each.Set_errhandler(mpi.ERRORS_RETURN)
-        members.Free()
-        return _MpiChannel(mpi, comm, messages, group, self._busy)
+        try:
+            everyone = self._comm.Get_group()
+            members = everyone.Incl(list(group.ranks))
+            # One communicator for collectives and one for messages: a user's tag can never meet our traffic.
+            comm = self._comm.Create_group(members, 0)
+            members.Free()
+        except mpi.Exception as error:
+            raise BackendUnavailable(
+                f"backend mpi: no communicator for group '{group.name}': {error}"
+            ) from error
+        comm.Set_errhandler(mpi.ERRORS_RETURN)
+        messages, problem, room = None, "another rank has none left", min(_CONTEXTS, MpiBackend.contexts // 4)
+        try:
+            messages = comm.Dup()
+            messages.Set_errhandler(mpi.ERRORS_RETURN)
+        except mpi.Exception as error:
+            problem, room = str(error), -1
+        agreed = array("q", [room])
+        comm.Allreduce(mpi.IN_PLACE, [agreed, mpi.INT64_T], mpi.MIN)
+        if agreed[0] < 0:
+            for each in (messages, comm):
+                if each is not None:
+                    each.Free()
+            raise BackendUnavailable(f"backend mpi: no communicator for group '{group.name}': {problem}")
+        MpiBackend.contexts -= agreed[0]
+        return _MpiChannel(mpi, comm, messages, group, self._busy, agreed[0])
 
     def progress(self) -> None:
         """One probe lets the library advance every request."""
@@ -415,8 +436,12 @@ class _User:
 class _MpiChannel:
     ballots: Callable[[int], Poll] | None = None  # see `Backend`
 
-    def __init__(self, mpi: Any, comm: Any, messages: Any, group: Group, busy: set[Mailbox]) -> None:
+    def __init__(
+        self, mpi: Any, comm: Any, messages: Any, group: Group, busy: set[Mailbox], room: int
+    ) -> None:
+        """`room`: how many signatures may have a communicator, the same on all ranks."""
         self._mpi = mpi
+        self._room = self._taken = room
         self._comm = comm
         self._messages = messages
         self.mailbox = Mailbox(mpi, messages, group, busy)
@@ -436,6 +461,7 @@ class _MpiChannel:
         for context in (*self._contexts.values(), self._shared, self._messages, self._comm):
             if context is not None:
                 context.Free()
+        MpiBackend.contexts += self._taken
 
     # -- operations that differ are kept apart ------------------------------------------------------
 
@@ -513,28 +539,46 @@ class _MpiChannel:
         """Begin to make the communicator of a signature, or for None the one that signatures share.
 
         Returns None if it is there, or if there are enough. Collective: all ranks have issued the operation.
+        The poll raises `BackendError` if there is no communicator to share either.
         """
         there = self._shared is not None if digest is None else digest in self._contexts
-        if there or (self._shared is not None and len(self._contexts) >= _CONTEXTS):
+        if there or (self._shared is not None and len(self._contexts) >= self._room):
             return None
+        mpi, context, problem = self._mpi, None, ""
         try:
             context, request = self._comm.Idup()
-        except self._mpi.Exception:
-            if self._shared is None:
-                raise
-            return None  # the library has no more of them, on any rank
+        except mpi.Exception as error:  # others wait for this one: nothing can be agreed on
+            raise BackendError(f"MPI makes no communicator for the operation: {error}") from error
+        had = array("i", (1,))
+        ballot: Poll | None = None
 
         def made() -> bool:
-            if not request.Test():
+            nonlocal ballot, problem
+            if ballot is None:
+                try:
+                    if not request.Test():
+                        return False
+                except mpi.Exception as error:  # there are no more of them
+                    had[0], problem = 0, str(error)
+                ballot = self._comm.Iallreduce(mpi.IN_PLACE, [had, mpi.INT], mpi.MIN).Test
+            if not ballot():
                 return False
-            context.Set_errhandler(self._mpi.ERRORS_RETURN)
-            if digest is None or len(self._contexts) >= _CONTEXTS:
-                self._shared = context
+            if had[0]:
+                context.Set_errhandler(mpi.ERRORS_RETURN)
+                self._keep(context, digest)
+            elif self._shared is None:
+                raise BackendError(f"MPI has no communicator left: {problem or 'on another rank'}")
             else:
-                self._contexts[digest] = context
+                self._room = len(self._contexts)  # all that come share one from now on
             return True
 
         return made
+
+    def _keep(self, context: Any, digest: int | None) -> None:
+        if digest is None or len(self._contexts) >= self._room:
+            self._shared = context
+        else:
+            self._contexts[digest] = context
 
     def is_apart(self, digest: int) -> bool:
         """Whether a signature has a communicator of its own."""

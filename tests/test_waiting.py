@@ -9,6 +9,7 @@ import re
 import resource
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from ranks import run_ranks
 
 import mcr_plus as mcr
-from mcr_plus.backends.msccl.ringing import may_yield, ring
+from mcr_plus.backends.msccl.ringing import give_way, may_yield, ring
 from mcr_plus.dispatch.bells import Bells
 from mcr_plus.dispatch.waiting import Pause, Waiting
 from mcr_plus.environment import quota_cores
@@ -129,6 +130,60 @@ def waiting(policy: Any = "auto", **options: Any) -> Waiting:
     os.close(found._loadavg)
     found._loadavg = -1
     return found
+
+
+def test_ranks_that_sleep_are_not_taken_for_those_that_run(tmp_path: Path, bells: list[Bells]) -> None:
+    """Three ranks share two cores. Three threads run: all of them, or one and two strangers."""
+    found = waiting(ranks=3, bells=bells[0])
+    found._cores, found.own_cores = 2, False
+    found._loadavg = seen(tmp_path, "0.5 0.4 0.3 3/200 4711\n")
+    for now in (100.0, 100.005, 100.01):
+        found.look(now, 0.0, 0.0)
+        assert found.calm
+    for sleeper in bells[1:]:
+        sleeper.arm((3,))
+    assert bells[0].asleep() == 2
+    found.look(100.015, 0.0, 0.0)
+    found.look(100.02, 0.0, 0.0)  # 5 ms later: looks of ranks that yield lie a time slice apart
+    assert not found.calm
+    bells[0].ring()
+    assert bells[0].asleep() == 0
+    found.look(101.0, 0.0, 0.0)
+    assert found.calm
+
+
+def test_a_rank_without_the_core_does_not_take_the_file_for_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+
+    def slow_at_first(waiting: Waiting) -> bool:
+        reads.append(waiting)
+        time.sleep(0.01 if len(reads) < 4 else 0)
+        return False
+
+    monkeypatch.setattr(Waiting, "_too_many_run", slow_at_first)
+    found = Waiting("auto")
+    assert found._loadavg >= 0
+    found.close()
+    monkeypatch.setattr(Waiting, "_too_many_run", lambda _: time.sleep(0.001) or False)
+    assert Waiting("auto")._loadavg == -1
+
+
+def test_a_yield_that_costs_the_core_is_the_last_before_a_look(bells: list[Bells]) -> None:
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    other = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])  # on the same core
+    try:
+        deadline = time.monotonic() + LONG / 2
+        while may_yield(bells[0].table) and time.monotonic() < deadline:
+            give_way(bells[0].table)
+    finally:
+        other.kill()
+        other.wait()
+        os.sched_setaffinity(0, cores)
+    assert not may_yield(bells[0].table)
+    assert may_yield(bells[1].table)
+    bells[0].tell(calm=True)
+    assert may_yield(bells[0].table)
 
 
 def test_more_threads_than_cores_end_the_calm_for_a_while(tmp_path: Path) -> None:

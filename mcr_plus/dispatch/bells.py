@@ -113,6 +113,10 @@ class Bells:
             ]
         return found
 
+    def asleep(self) -> int:
+        """How many ranks sleep, or are about to."""
+        return sum(self._words[: len(self._ranks) * LINE // 8 : LINE // 8])
+
     def sleep(self, seconds: float) -> None:
         """Sleep until a peer rings, and no longer than that; not at all if one has since `arm`."""
         if not SYSTEM_CALL:

@@ -51,7 +51,9 @@ _LOST_FOR: Final = 10  # times as long as it was, a lost core is remembered
 _KEPT_FOR: Final = 0.1  # seconds for which a peer's wait for a core is remembered
 _PEERS_EVERY: Final = 2e-3
 _SLOW_FILE: Final = 50e-6  # seconds of reading /proc/loadavg, where it is a file system of a container's
+_TRIES: Final = range(8)  # of reading it, of which this thread may have been without a core for some
 _WATCHED: Final = 8  # peers
+_SPIN_FOR: Final = 2e-3  # seconds of polling for what is polled before a rank yields a core of its own
 _YIELD_FOR: Final = 0.002  # seconds of yielding before a waiting rank begins to sleep
 _POLL_FOR: Final = 0.5  # the same for operations that advance only while they are polled
 _NAP: Final = 20e-6
@@ -66,6 +68,7 @@ class Waiting:
 
     Attributes:
         calm: whether a wait may poll at full speed for longer than `FIRST_POLLS`.
+        own_cores: whether there are as many cores as ranks. Where there are not, a yield is for a peer.
     """
 
     def __init__(
@@ -89,20 +92,24 @@ class Waiting:
         self._looked = 0.0
         self._cores = os.cpu_count() or 1
         self._most = max(self._cores, ranks)  # threads that run where there is no other work
+        self.own_cores = ranks <= self._cores
+        # A rank that yields beside other work has the core again after a time slice or two.
+        self._seen_within = _SEEN_WITHIN if self.own_cores else 10 * _SEEN_WITHIN
+        self._busy_for = _BUSY_FOR if self.own_cores else 5 * _BUSY_FOR
         self._loadavg = _opened("/proc/loadavg")
         # Where ranks may use all cores, the number of threads says all.
         watched = peers[:_WATCHED] if len(usable_cores()) < self._cores else ()
         self._peers = {_opened(f"/proc/{pid}/schedstat"): (0.0, 0) for pid in watched}
         self._peers.pop(-1, None)
         self._peers_next = 0.0
+        if self._loadavg >= 0 and min(map(self._time_of_a_look, _TRIES)) > _SLOW_FILE:
+            os.close(self._loadavg)
+            self._loadavg = -1
+
+    def _time_of_a_look(self, _: int) -> float:
         began = time.monotonic()
         self._too_many_run()
-        if time.monotonic() - began > _SLOW_FILE and self._loadavg >= 0:
-            began = time.monotonic()
-            self._too_many_run()
-            if time.monotonic() - began > _SLOW_FILE:
-                os.close(self._loadavg)
-                self._loadavg = -1
+        return time.monotonic() - began
 
     def close(self) -> None:
         """Close the files of /proc."""
@@ -138,16 +145,16 @@ class Waiting:
             return
         lost = polled - had
         # Where ranks share cores, they lose them to each other.
-        if lost > _LEAST_LOST and lost > _LOST * polled and self._most == self._cores:
+        if lost > _LEAST_LOST and lost > _LOST * polled and self.own_cores:
             self._busy_until = max(self._busy_until, now + _LOST_FOR * lost)
-        anew = now - max(self._looked, self._busy_until) > _SEEN_WITHIN
+        anew = now - max(self._looked, self._busy_until) > self._seen_within
         self._looked = now
         if not self._too_many_run():
             self._busy_since = math.inf
         elif anew or self._busy_since == math.inf:
             self._busy_since = now
         elif now - self._busy_since > _BUSY_AFTER:
-            self._busy_until = max(self._busy_until, now + _BUSY_FOR)
+            self._busy_until = max(self._busy_until, now + self._busy_for)
         if self._peers and now >= self._peers_next:
             self._peers_next = now + _PEERS_EVERY
             if self._peers_are_kept_waiting(now):
@@ -161,9 +168,17 @@ class Waiting:
             return False
         try:
             text = os.pread(self._loadavg, 64, 0)
-            return int(text[: text.index(b"/")].rsplit(b" ", 1)[1]) > self._most
+            running = int(text[: text.index(b"/")].rsplit(b" ", 1)[1])
         except (OSError, ValueError, IndexError):
             return False
+        if running > self._most:
+            return True
+        # Where ranks share cores, those that sleep leave room in the count for other work.
+        return not self.own_cores and bool(self.bells) and running > max(self._cores, self._awake())
+
+    def _awake(self) -> int:
+        assert self.bells is not None
+        return self._most - self.bells.asleep()
 
     def _peers_are_kept_waiting(self, now: float) -> bool:
         found = False
@@ -231,9 +246,11 @@ class Pause:
         waiting = self._waiting
         policy = waiting.policy
         patience = _POLL_FOR if self._polled else _YIELD_FOR
+        calm = waiting.calm or not self._polled
         if policy == "spin":
             return
-        calm = waiting.calm or not self._polled
+        if policy == "auto" and calm and self._polled and waiting.own_cores and waited < _SPIN_FOR:
+            return
         if policy == "yield" or (policy == "auto" and calm and waited < patience):
             os.sched_yield()
         else:

@@ -8,6 +8,7 @@ are multiples of 8.
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -84,6 +85,15 @@ def _emit_yield(builder: Any, args: Any) -> None:  # noqa: ARG001
     builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
 
 
+def _emit_clock(builder: Any, args: Any) -> Any:  # noqa: ARG001
+    now = cgutils.alloca_once(builder, ir.ArrayType(_I64, 2))  # a timespec
+    kind = ir.FunctionType(_I32, [_I32, now.type])
+    function = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
+    builder.call(function, [ir.Constant(_I32, time.CLOCK_MONOTONIC), now])
+    seconds, nanoseconds = (builder.load(cgutils.gep_inbounds(builder, now, 0, word)) for word in (0, 1))
+    return builder.add(builder.mul(seconds, ir.Constant(_I64, 10**9)), nanoseconds)
+
+
 def _emit_copy(builder: Any, args: Any) -> None:
     target, source, nbytes = args
     pointer = _I8.as_pointer()
@@ -130,6 +140,8 @@ pause: Final = _of_integers(0, False, _emit_pause)
 """Tell the core that this is a wait: it spends less power, and leaves a wait sooner."""
 sched_yield: Final = _of_integers(0, False, _emit_yield)
 """Let another process have the core."""
+clock: Final = _of_integers(0, True, _emit_clock)
+"""`clock() -> nanoseconds`, of the monotonic clock."""
 copy: Final = _of_integers(3, False, _emit_copy)
 """`copy(target, source, nbytes)` by the C library; the two may not overlap."""
 stream: Final = _of_integers(2, False, _emit_stream)

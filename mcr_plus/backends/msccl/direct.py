@@ -35,12 +35,11 @@ from mcr_plus.backends.msccl.atomics import (
     fence,
     load_acquire,
     pause,
-    sched_yield,
     store_release,
     stream,
 )
 from mcr_plus.backends.msccl.combining import Combining
-from mcr_plus.backends.msccl.ringing import may_yield, ring
+from mcr_plus.backends.msccl.ringing import give_way, may_yield, ring
 from mcr_plus.kernels.cpu import compiled
 
 if TYPE_CHECKING:
@@ -429,7 +428,7 @@ def advance(state, patient):  # type: ignore[no-untyped-def]
             pause()
         elif patient and yields < state[_YIELDS] and may_yield(state[_BELLS]):
             yields += 1
-            sched_yield()
+            give_way(state[_BELLS])
         else:
             return 0
     if state[_SLICES]:  # who has put a slice of this operation has taken all of those before it

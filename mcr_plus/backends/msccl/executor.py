@@ -26,9 +26,9 @@ import numpy as np
 
 from mcr_plus.backends.msccl.algorithm import OPERATIONS, READS, RECEIVES, SENDS, SPACES, WRITES
 from mcr_plus.backends.msccl.arena import LINE
-from mcr_plus.backends.msccl.atomics import call, copy, load_acquire, pause, sched_yield, store_release
+from mcr_plus.backends.msccl.atomics import call, copy, load_acquire, pause, store_release
 from mcr_plus.backends.msccl.combining import Combining
-from mcr_plus.backends.msccl.ringing import may_yield, ring
+from mcr_plus.backends.msccl.ringing import give_way, may_yield, ring
 from mcr_plus.errors import Unsupported
 from mcr_plus.kernels.cpu import compiled
 
@@ -266,7 +266,7 @@ def advance(state, patient):  # type: ignore[no-untyped-def]
             pause()
         elif patient and yields < state[_YIELDS] and may_yield(state[_BELLS]):
             yields += 1
-            sched_yield()
+            give_way(state[_BELLS])
         else:
             return 0
     return 1

@@ -24,8 +24,8 @@ import numpy as np
 
 from mcr_plus.backends.mailbox import mismatch
 from mcr_plus.backends.msccl.arena import LINE
-from mcr_plus.backends.msccl.atomics import copy, load_acquire, pause, sched_yield, store_release
-from mcr_plus.backends.msccl.ringing import may_yield, ring
+from mcr_plus.backends.msccl.atomics import copy, load_acquire, pause, store_release
+from mcr_plus.backends.msccl.ringing import give_way, may_yield, ring
 from mcr_plus.kernels.cpu import compiled
 from mcr_plus.message import DTYPES
 
@@ -220,7 +220,7 @@ def advance(state, patient):  # type: ignore[no-untyped-def]
             pause()
         elif moved and yields < state[_YIELDS] and may_yield(state[_BELLS]):
             yields += 1
-            sched_yield()
+            give_way(state[_BELLS])
         else:
             break
     return _NOTHING

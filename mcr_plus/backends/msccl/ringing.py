@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from mcr_plus.backends.msccl.atomics import exchange, fence, futex_wake, load_acquire
+from typing import Final
+
+from mcr_plus.backends.msccl.atomics import (
+    clock,
+    exchange,
+    fence,
+    futex_wake,
+    load_acquire,
+    sched_yield,
+    store_release,
+)
 from mcr_plus.dispatch.bells import BYTES, LINE
 from mcr_plus.kernels.cpu import compiled
+
+_AWAY_NS: Final = 1_000_000  # a peer that is waited for takes less, other work takes its time slice
 
 
 @compiled
@@ -22,6 +34,15 @@ def _answer(bells):  # type: ignore[no-untyped-def]
 def may_yield(bells):  # type: ignore[no-untyped-def]
     """Whether the core goes to a peer if it is given away, as far as is known."""
     return bells == 0 or load_acquire(bells + 24) != 0
+
+
+@compiled
+def give_way(bells):  # type: ignore[no-untyped-def]
+    """Yield. If the core was away for long, there are no more yields before `Waiting` has looked at why."""
+    before = clock()
+    sched_yield()
+    if bells and clock() - before > _AWAY_NS:
+        store_release(bells + 24, 0)
 
 
 @compiled

@@ -153,18 +153,20 @@ def test_ranks_that_sleep_are_not_taken_for_those_that_run(tmp_path: Path, bells
 
 
 def test_a_rank_without_the_core_does_not_take_the_file_for_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = []
+    reads: list[Waiting] = []
+    slow = 4
 
     def slow_at_first(waiting: Waiting) -> bool:
         reads.append(waiting)
-        time.sleep(0.01 if len(reads) < 4 else 0)
+        if len(reads) < slow:
+            time.sleep(0.001)
         return False
 
     monkeypatch.setattr(Waiting, "_too_many_run", slow_at_first)
     found = Waiting("auto")
     assert found._loadavg >= 0
     found.close()
-    monkeypatch.setattr(Waiting, "_too_many_run", lambda _: time.sleep(0.001) or False)
+    slow = 100
     assert Waiting("auto")._loadavg == -1
 
 

@@ -560,7 +560,8 @@ class _MpiChannel:
                         return False
                 except mpi.Exception as error:  # there are no more of them
                     had[0], problem = 0, str(error)
-                ballot = self._comm.Iallreduce(mpi.IN_PLACE, [had, mpi.INT], mpi.MIN).Test
+                started: Poll = self._comm.Iallreduce(mpi.IN_PLACE, [had, mpi.INT], mpi.MIN).Test
+                ballot = started
             if not ballot():
                 return False
             if had[0]:

@@ -254,8 +254,8 @@ def started(**changes: Any) -> int:
         ({"trace": Path("none/out.json")}, "none/out.json: no such folder"),
         ({"plot": Path("none/out.png")}, "--plot: none/out.png: no such folder"),
         ({"plot": Path("out.txt")}, "unknown ending '.txt'"),
-        ({"comms": "mix"}, "none.yaml:1: document: "),
-        ({"compare": True}, "none.yaml:1: document: "),
+        ({"comms": "mix"}, "none.yaml: cannot read: "),
+        ({"compare": True}, "none.yaml: cannot read: "),
     ],
 )
 def test_what_cannot_be_done_is_said_at_once(

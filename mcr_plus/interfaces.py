@@ -174,7 +174,8 @@ class Backend(Protocol):
     whatever order ranks issue them in. Where it is missing or false, ranks compare every operation before it
     starts, and not only the first of a signature; not so on a stream. A channel may have
     `gate(signature, digest) -> Gate` and `bind_persistent(signature, message, digest) -> Persistent | None`.
-    One with an attribute `ballots` has it set before the first `bind`, see `SharedBoard.cast`.
+    The first of a group with an attribute `ballots` has it set before the first `bind`, see
+    `SharedBoard.cast`.
     `breaks(error) -> str` says why the library is of no use in this process after one of its own errors,
     empty if it still is.
     """

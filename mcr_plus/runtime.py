@@ -191,10 +191,9 @@ class Runtime:
         world, name, rank = self.world, group.name, group.rank
         one_host = len({world.hosts[each] for each in group.ranks}) == 1
         board = open_board(world.store if rank >= 0 else None, group, one_host, world.timeout)
-        channels: list[Any] = [line.channel for line in lines.values()]
-        for channel in channels:
-            if hasattr(channel, "ballots"):
-                channel.ballots = board.ballots
+        channels: list[Any] = [line.channel for line in lines.values() if hasattr(line.channel, "ballots")]
+        if channels:  # one library only: the n-th ballot of each rank must be for the same operation
+            channels[0].ballots = board.ballots
         state = GroupState(group, board)
         restored, found = (kept.setdefault(name, {}) for kept in (self.restored, self.found))
         runtime = GroupRuntime(self.engine, state, lines, {}, restored=restored, found=found)

@@ -112,8 +112,8 @@ class GroupBoard(Protocol):
     """The rows of one group. `counter[0]` is this rank's count of issued operations.
 
     `first_look` and `look_every` say after how many seconds of waiting, and how often, looking at all peers
-    is worth its cost. `ballots`: where rows lie in memory, see `SharedBoard.cast`; None elsewhere.
     is worth its cost. `problem`: why what peers publish cannot be seen, or not be believed (`LaunchError`).
+    `ballots`: where rows lie in memory, see `SharedBoard.cast`; None elsewhere.
     """
 
     problem: McrError | None

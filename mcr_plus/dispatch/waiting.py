@@ -142,6 +142,7 @@ class Waiting:
     def look(self, now: float, polled: float, had: float) -> None:
         """Decide whether waits are calm, after `polled` seconds of polling, `had` of them with the core."""
         if self.policy != "auto" or self._never_calm:
+            self._tell()
             return
         lost = polled - had
         # Where ranks share cores, they lose them to each other.
@@ -160,6 +161,10 @@ class Waiting:
             if self._peers_are_kept_waiting(now):
                 self._busy_until = max(self._busy_until, now + _KEPT_FOR)
         self.calm = now >= self._busy_until
+        self._tell()
+
+    def _tell(self) -> None:
+        """Tell compiled code, which stops yielding by itself until then if a yield has cost the core."""
         if self.bells is not None:
             self.bells.tell(self.calm)
 

@@ -29,10 +29,10 @@ class _Watch(event.Listener):
     def on_start(self, event: Any) -> None:
         """A function is about to be compiled."""
         here = ExitStack()
-        module: str = event.data["dispatcher"].py_func.__module__
+        self._open.append(here)  # at once: numba calls `on_end` even where this raises
+        module: str = event.data["dispatcher"].py_func.__module__ or ""  # None of what `exec` has made
         if module.startswith("mcr_plus."):
             here.enter_context(compiling(module.rpartition(".")[2]))
-        self._open.append(here)
 
     def on_end(self, event: Any) -> None:  # noqa: ARG002
         """It has been compiled, or could not be."""

@@ -810,31 +810,35 @@ class Communicator:
     def broadcast_object(self, obj: Any, src: int) -> Any:
         """The object of rank `src`, on every rank. Pickled: between the ranks of one's own job only."""
         is_source = self._member(src, "src") == self.rank
-        payload = self._pickled(obj) if is_source else torch.empty(0, dtype=torch.uint8)
+        payload = self.pickled(obj) if is_source else torch.empty(0, dtype=torch.uint8)
         length = torch.tensor([payload.numel()])
         self.broadcast(length, src, compress=False)
         # In powers of two: a new size would be a new signature, to be bound and compared.
         room = torch.empty(1 << (int(length) - 1).bit_length(), dtype=torch.uint8)
         room[: payload.numel()] = payload
         self.broadcast(room, src, compress=False)
-        return obj if is_source else self._unpickled(room[: int(length)], self._member(src, "src"))
+        return obj if is_source else self.unpickled(room[: int(length)], self._member(src, "src"))
 
     def all_gather_object(self, obj: Any, *, tag: str | None = None) -> list[Any]:
         """Every rank's object, in rank order. Pickled: between the ranks of one's own job only."""
-        payload = self._pickled(obj)
+        payload = self.pickled(obj)
         lengths = torch.empty(self.size, dtype=torch.int64)
         self.all_gather_into_tensor(lengths, torch.tensor([payload.numel()]), compress=False, tag=tag)
         parts = [torch.empty(int(length), dtype=torch.uint8) for length in lengths]
         self.all_gather_v(parts, payload, compress=False, tag=tag)
-        return [self._unpickled(part, rank) for rank, part in enumerate(parts)]
+        return [self.unpickled(part, rank) for rank, part in enumerate(parts)]
 
-    def _pickled(self, obj: Any) -> torch.Tensor:
+    def pickled(self, obj: Any) -> torch.Tensor:
+        """An object as it travels: bytes (uint8, on the CPU), signed as this rank's in this group."""
         written = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
         sealed = seal(self._runtime.world.secret, f"{self.name}/{self.rank}", written)
         return torch.frombuffer(bytearray(sealed), dtype=torch.uint8)
 
-    def _unpickled(self, payload: torch.Tensor, rank: int) -> Any:
-        """The object of a rank of the group. To unpickle a stranger's would be to run his code."""
+    def unpickled(self, payload: torch.Tensor, rank: int) -> Any:
+        """What `pickled` was given on a rank of the group, counted in the group.
+
+        Raises `BackendError` if that rank has not signed it: to unpickle a stranger's runs his code.
+        """
         sealed = payload.numpy().tobytes()
         found = unseal(self._runtime.world.secret, f"{self.name}/{rank}", sealed)
         if found is None:

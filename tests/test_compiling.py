@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numba
 import pytest
 import torch
 from command import mcr_plus
@@ -235,3 +236,23 @@ def test_warmup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = mcr_plus("warmup", "--codec", "bf61")
     assert wrong.returncode == 2
     assert "did you mean 'bf16'" in wrong.stderr
+
+
+def test_functions_without_a_module_can_be_compiled() -> None:
+    """`exec` gives a function the module of its globals, and none where they have none."""
+    from mcr_plus.kernels import cpu  # noqa: F401 - from here on it watches
+
+    made: dict[str, Any] = {}
+    exec("def twice(x): return x + x", made)
+    assert made["twice"].__module__ in (None, "builtins")
+    made["twice"].__module__ = None
+    assert numba.njit(made["twice"])(21) == 42
+    seen: list[bool] = []
+    compiling.watchers.append(seen.append)
+    try:
+        ours = {"__name__": "mcr_plus.kernels.made_here"}
+        exec("def thrice(x): return x + x + x", ours)
+        assert numba.njit(ours["thrice"])(14) == 42
+    finally:
+        compiling.watchers.remove(seen.append)
+    assert seen == [True, False]

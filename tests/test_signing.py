@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from mismatches import outcome_of
 from ranks import Via, own_rank, run_ranks
 
 import mcr_plus as mcr
+import mcr_plus.horovod as hvd
 from mcr_plus.c10d import HashStore, PrefixStore, TCPStore, put
 from mcr_plus.dispatch.board import StoreBoard
 from mcr_plus.errors import LaunchError
@@ -163,6 +165,45 @@ def test_a_stranger_is_not_believed(tmp_path: Path, via: Via) -> None:
         assert "'told' in the job's store was not written by a rank of this job" in result.value[0]
     unread = "the object of rank 1 in group 'world' was not signed by it, and is not unpickled"
     assert results[0].value[1:] == [unread] * 2
+    assert not list(tmp_path.glob("touched*"))
+
+
+def visited_by_horovod(folder: str) -> list[str]:
+    """Rank 1 is the stranger, in a data channel of a program written for Horovod."""
+    hvd.init(config=GLOO)
+    pair = hvd.add_process_set([1, 2])
+    assert hvd.allgather_object({"rank": hvd.rank()}) == [{"rank": rank} for rank in range(hvd.size())]
+    if pair.included():
+        assert hvd.broadcast_object([hvd.rank()], 2, process_set=pair) == [2]
+    running = mcr.world()._runtime
+    evil: Any = None
+    optimizer = torch.optim.SGD([torch.zeros(3, requires_grad=True)], lr=1.0 + hvd.rank())
+    if hvd.rank() == 1:
+        running.world = replace(running.world, secret=b"guessed" * 5)
+        evil = _Evil(f"{folder}/touched")
+        optimizer.param_groups[0]["evil"] = evil
+    calls = [
+        lambda: hvd.allgather_object(evil),
+        lambda: hvd.broadcast_object(evil, 1),
+        lambda: hvd.broadcast_optimizer_state(optimizer, 1),
+    ]
+    if pair.included():
+        calls.append(lambda: hvd.broadcast_object(evil, 1, process_set=pair))
+    outcomes = [outcome_of(call) for call in calls]
+    assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [3.0] * 3
+    assert optimizer.param_groups[0]["lr"] == 1.0 + hvd.rank()
+    return [f"{each['error']}: {each['text']}" for each in outcomes]
+
+
+def test_a_stranger_is_not_believed_in_programs_for_horovod(tmp_path: Path) -> None:
+    results = run_ranks(visited_by_horovod, 3, args=[str(tmp_path)], via="torch")
+    for rank, places in ((0, [1, 1, 1]), (2, [1, 1, 1, 0])):  # rank 1 is the first of the process set
+        found = results[rank].value
+        assert len(found) == len(places)
+        for text, place in zip(found, places, strict=True):
+            assert re.match(
+                rf"HorovodInternalError: the object of rank {place} in group '\S+' was not signed by it", text
+            )
     assert not list(tmp_path.glob("touched*"))
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from mcr_plus.errors import InvalidArgument
+from mcr_plus.communicator import Communicator
+from mcr_plus.errors import BackendError, InvalidArgument
+from mcr_plus.horovod.request import HorovodInternalError
 from mcr_plus.horovod.starting import gather_async, send_async, synchronize
 from mcr_plus.horovod.world import ProcessSet, global_process_set, negotiator_of
 
@@ -47,27 +47,30 @@ def broadcast_object(
         raise InvalidArgument(f"root_rank: expected one of the ranks {list(comm.ranks)}, got {root_rank!r}")
     is_root = comm.ranks[comm.rank] == root_rank
     # Only the root has rows to gather, so no rank needs to be told how many.
-    payload = _pickled(obj) if is_root else torch.empty(0, dtype=torch.uint8)
+    payload = comm.pickled(obj) if is_root else torch.empty(0, dtype=torch.uint8)
     title = None if name is None else f"broadcast_object.{name}"
     received = synchronize(gather_async([payload], title, process_set, many=False))
-    return obj if is_root else pickle.loads(received.numpy().tobytes())
+    return obj if is_root else _unpickled(comm, received, comm.ranks.index(root_rank))
 
 
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
     """Every rank's object, in rank order. Pickled: between the ranks of one's own job only."""
-    payload = _pickled(obj)
+    comm = negotiator_of(process_set).comm
+    payload = comm.pickled(obj)
     length = torch.tensor([payload.numel()])
     title = None if name is None else f"allgather_object.{name}"
     lengths, payloads = synchronize(gather_async([length, payload], title, process_set, many=True))
-    return [pickle.loads(part.numpy().tobytes()) for part in payloads.split(lengths.tolist())]
+    parts = payloads.split(lengths.tolist())
+    return [_unpickled(comm, part, rank) for rank, part in enumerate(parts)]
 
 
-def _pickled(obj: Any) -> torch.Tensor:
-    buffer = io.BytesIO()
-    pickle.dump(obj, buffer, protocol=pickle.HIGHEST_PROTOCOL)
-    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+def _unpickled(comm: Communicator, payload: torch.Tensor, rank: int) -> Any:
+    try:
+        return comm.unpickled(payload, rank)
+    except BackendError as error:
+        raise HorovodInternalError(str(error)) from error
 
 
 def broadcast_optimizer_state(

@@ -8,10 +8,12 @@ import math
 import re
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import mcr_plus as mcr
 from mcr_plus import registry
@@ -24,6 +26,7 @@ from mcr_plus.message import Signature
 from mcr_plus.selection import stage
 from mcr_plus.selection.stage import built_in_table
 from mcr_plus.selection.table import Query
+from mcr_plus.units import parse_size
 
 K = 1024
 TABLE = """\
@@ -158,8 +161,92 @@ def test_between_and_beyond_measured_sizes(table: Path) -> None:
 
 def test_a_faster_alternative_is_not_hidden(table: Path) -> None:
     way = mcr.explain("all_reduce", 1 << 20, config=config(table.parent))
-    why = f"measured to be 5 × as fast, but {way['table_rule']} names another"
+    why = f"measured to be 5 × as fast; {way['table_rule']} chooses otherwise and states no `reason`"
     assert way["alternatives"]["mpi"]["why"] == why
+
+
+def test_the_reason_of_a_rule_is_told(table: Path) -> None:
+    table.write_text(TABLE.replace("backend: gloo\n", "backend: gloo\n    reason: it hides better\n", 1))
+    way = mcr.explain("all_reduce", 1 << 20, config=config(table.parent))
+    why = "measured to be 5 × as fast; reason of the rule: it hides better"
+    assert way["alternatives"]["mpi"]["why"] == why
+
+
+MIXED = """
+version: 1
+rules:
+  - kind: all_reduce
+    bytes: 0..
+    backend: mpi
+    measured: {mpi: {8B: 1, 1KiB: 6, 64KiB: 10}, gloo: {8B: 3, 1KiB: 3, 64KiB: 80}}
+"""
+
+
+def test_a_rule_is_for_all_of_its_sizes(table: Path) -> None:
+    table.write_text(MIXED)
+    way = mcr.explain("all_reduce", 1024, config=config(table.parent))
+    assert way["backends"] == ["mpi"]
+    why = way["alternatives"]["gloo"]["why"]  # the cube root of 3 · 0.5 · 8 is 2.29
+    assert why == (
+        "measured to be 2 × as fast at this size, "
+        "but to take 2.29 × as long on average over the sizes of the rule, 0.."
+    )
+
+
+def test_times_that_read_alike_are_called_equal(table: Path) -> None:
+    table.write_text(MIXED.replace("1KiB: 3,", "1KiB: 5.99,"))
+    gloo = mcr.explain("all_reduce", 1024, config=config(table.parent))["alternatives"]["gloo"]
+    assert gloo["why"] == "expected to take as long"
+
+
+SHIPPED = sorted(Path(stage.__file__).with_name("tables").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_no_table_of_ours_contradicts_its_figures_without_a_reason(path: Path) -> None:
+    rules = yaml.safe_load(path.read_text())["rules"]
+    config = {
+        "version": 1,
+        "backends": ["msccl", "mpi", "gloo"],
+        "pipeline": [{"select": {"table": str(path)}}, {"dispatch": {}}],
+    }
+    sizes = sorted({size for power in range(2, 28) for size in (1 << power, 3 << power - 1 & -4)})
+    told = 0
+    for kind, async_op in product(sorted({rule["kind"] for rule in rules}), (False, True)):
+        for size in sizes if kind != "barrier" else [0]:
+            way = mcr.explain(kind, size, config=config, async_op=async_op)
+            rule = rules[rule_index(path, way["table_rule"])]
+            assert rule["kind"] == kind
+            for name, each in way["alternatives"].items():
+                faster = each["expected_us"] is not None and each["expected_us"] < way["expected_us"]
+                if not faster or each["extrapolated"]:
+                    assert "measured to be" not in each["why"]
+                elif each["why"] != "expected to take as long":
+                    told += 1
+                    longer = on_average(rule, name)
+                    reason = rule.get("reason") or f"to take {longer:.3g} × as long on average"
+                    assert reason in each["why"], (kind, async_op, size, each["why"])
+                    assert "reason" in rule or longer > 1
+    assert told > 0
+
+
+def rule_index(path: Path, place: str) -> int:
+    """The number of the rule whose first line `place`, file:line, names."""
+    lines = path.read_text().splitlines()
+    starts = [number for number, line in enumerate(lines, 1) if line.startswith("  - ")]
+    return starts.index(int(place.rpartition(":")[2]))
+
+
+def on_average(rule: dict[str, Any], name: str) -> float:
+    """How many times as long as the choice `name` takes, over the sizes of a rule: the geometric mean."""
+    low, _, high = rule["bytes"].partition("..")
+    own, other = rule["measured"][rule["backend"]], rule["measured"][name]
+    inside = [
+        size
+        for size in own
+        if parse_size(size) >= parse_size(low) and (not high or parse_size(size) < parse_size(high))
+    ]
+    return math.exp(sum(math.log(other[size] / own[size]) for size in inside) / len(inside))
 
 
 SMALL_ONLY = """

@@ -123,6 +123,20 @@ def test_shrinking_changes_no_lookup(found: Table) -> None:
     assert parse_table(table_text(small)) == small
 
 
+def test_shrinking_keeps_reasons() -> None:
+    head = "version: 1\nrules:\n"
+    sizes = {
+        "0..8": ", reason: as told",
+        "8..16": "",
+        "16..32": ", reason: it waits",
+        "32..": ", reason: as told",
+    }
+    rules = [f"  - {{kind: send, bytes: {span}, backend: mpi{reason}}}\n" for span, reason in sizes.items()]
+    (rule,) = shrink(parse_table(head + "".join(rules))).rules
+    assert (rule.lo, rule.hi) == (0, None)
+    assert set(rule.reason.split("; ")) == {"as told", "it waits"}
+
+
 @settings(max_examples=60, deadline=None)
 @given(tables("per_rank"))
 def test_shrinking_changes_no_lookup_per_rank(found: Table) -> None:

@@ -41,6 +41,7 @@ MISREAD = (
 )  # fmt: skip
 
 texts = st.sampled_from(MISREAD) | st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+reasons = texts.filter(str.isprintable)
 algorithms = texts.filter(bool)
 choices = st.sampled_from(["mpi", "gloo", "nccl"]) | st.builds("mpi:{}".format, algorithms)
 sizes = st.integers(0, 40).map(lambda power: 1 << power) | st.integers(0, MAX_INTEGER)
@@ -86,7 +87,7 @@ def rules_of(draw: st.DrawFn, key: TableKey) -> list[TableRule]:
     cuts = draw(st.lists(st.integers(1, MAX_INTEGER), max_size=3, unique=True).map(sorted))
     ends = [*pairwise([0, *cuts]), (cuts[-1] if cuts else 0, None)]
     return [
-        TableRule(draw(choices), lo, hi, replace(key, basis=basis), draw(curves))  # type: ignore[arg-type]
+        TableRule(draw(choices), lo, hi, replace(key, basis=basis), draw(curves), draw(reasons))  # type: ignore[arg-type]
         for lo, hi in ends
     ]
 

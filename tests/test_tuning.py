@@ -153,6 +153,23 @@ def test_the_place_where_the_winner_changes_is_found() -> None:
     assert table.rules[1].lo == pytest.approx(110_000, rel=0.02)
 
 
+def test_a_rule_against_the_medians_has_a_reason() -> None:
+    """`a` is surely 5 % faster at one size, `b` perhaps 25 % at the other: less than a change must save."""
+    points = [
+        Point(Cell("all_reduce", size), way, False, Timing(us, us, us, us - scatter, us + scatter, 9))
+        for size, way, us, scatter in (
+            (1024, "a", 20.0, 0.0), (1024, "b", 21.0, 0.0), (2048, "a", 50.0, 30.0), (2048, "b", 40.0, 30.0)
+        )
+    ]  # fmt: skip
+    request = Request(("all_reduce",), 1024, 2048, 2, ("a", "b"), asynchronous=False)
+    rule, rest = derive(request, points, HERE, 1).rules
+    assert (rule.backend, rest.backend) == ("a", "built-in")
+    assert "scatter" in rule.reason
+    assert rest.reason == ""
+    plain = [replace(point, timing=timing(1.0)) if point.way == "a" else point for point in points]
+    assert [rule.reason for rule in derive(request, plain, HERE, 1).rules] == ["", ""]
+
+
 def test_a_disturbed_size_is_measured_again_and_the_median_counts() -> None:
     request = Request(("all_reduce",), 8, 1 << 12, 2, ("a",), asynchronous=False)
     visits: dict[int, int] = {}

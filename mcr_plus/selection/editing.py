@@ -317,7 +317,9 @@ def _joined(rules: Sequence[TableRule]) -> list[TableRule]:
     for rule in rules:
         last = joined[-1] if joined else None
         if last is not None and (last.key, last.hi, last.backend) == (rule.key, rule.lo, rule.backend):
-            joined[-1] = replace(last, hi=rule.hi, measured=_united(last.measured, rule.measured))
+            reasons = dict.fromkeys(filter(None, [*last.reason.split("; "), *rule.reason.split("; ")]))
+            measured = _united(last.measured, rule.measured)
+            joined[-1] = replace(last, hi=rule.hi, measured=measured, reason="; ".join(reasons))
         else:
             joined.append(rule)
     return joined

@@ -593,11 +593,11 @@ def _refined_rules(before: Sequence[TableRule], learnt: Sequence[Learnt]) -> lis
             figures.setdefault(choice, {}).update(curve)
     whole = TableRule("", 0, None, first.key, figures)
     return [
-        TableRule(choice, sizes.lo, sizes.hi, first.key, _figures(whole, sizes, first.query))
-        for sizes, choice in (
-            (piece.sizes, piece.choice) for piece in by_choice(cover([*new, *old], first.key))
+        TableRule(
+            rule.backend, sizes.lo, sizes.hi, first.key, _figures(whole, sizes, first.query), rule.reason
         )
-        if choice is not None
+        for sizes, rule in by_choice(cover([*new, *old], first.key))
+        if rule is not None
     ]
 
 

@@ -17,7 +17,7 @@ from mcr_plus.message import VECTOR, Signature, dtype_name
 from mcr_plus.selection.cost import CostModel, Estimate
 from mcr_plus.selection.fingerprint import differences, fingerprint_here
 from mcr_plus.selection.online import Refinement, save_refined, tunable
-from mcr_plus.selection.table import BUILT_IN, Query, Table, TableRule, load_table
+from mcr_plus.selection.table import BUILT_IN, CLEAR, Query, Table, TableRule, load_table
 from mcr_plus.units import size_words
 
 # Inside a host shared memory wins, and then MPI. Between hosts MPI wins small messages and gloo large ones,
@@ -244,11 +244,16 @@ class SelectStage:
             "how": support.how,
             "expected_us": None if estimate is None else round(estimate.us, 3),
             "extrapolated": None if estimate is None else estimate.extrapolated,
-            "why": "chosen" if name == chosen else self._why_not(support, own, estimate, signature),
+            "why": "chosen" if name == chosen else self._why_not(name, support, own, estimate, signature),
         }
 
     def _why_not(
-        self, support: Support, own: Estimate | None, other: Estimate | None, signature: Signature
+        self,
+        name: str,
+        support: Support,
+        own: Estimate | None,
+        other: Estimate | None,
+        signature: Signature,
     ) -> str:
         if not support:
             return support.how
@@ -263,13 +268,24 @@ class SelectStage:
             return "not measured"
         if own is None:
             return "the table names another, which was not measured"
+        if max(own.us / other.us, other.us / own.us) < CLEAR:
+            return "expected to take as long"
         if other.us > own.us:
             return f"expected to take {_factor(other.us / own.us)} × as long"
-        if other.us == own.us:
-            return "expected to take as long"
         if own.extrapolated or other.extrapolated:
             return f"not measured at this size; {rule.place} decides"
-        return f"measured to be {_factor(own.us / other.us)} × as fast, but {rule.place} names another"
+        return f"measured to be {_factor(own.us / other.us)} × as fast{_all_the_same(rule, name)}"
+
+
+def _all_the_same(rule: TableRule, name: str) -> str:
+    """Why a rule does not choose what was faster at one size of it."""
+    if rule.reason:
+        return f"; reason of the rule: {rule.reason}"
+    advantage = rule.advantage(name)
+    if advantage is not None and advantage >= CLEAR:
+        longer = f"{_factor(advantage)} × as long"
+        return f" at this size, but to take {longer} on average over the sizes of the rule, {rule.span()}"
+    return f"; {rule.place} chooses otherwise and states no `reason`"
 
 
 def _factor(ratio: float) -> str:

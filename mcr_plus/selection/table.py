@@ -26,7 +26,7 @@ never be reached is refused. A kind covers its vector form (`all_gather` covers 
 operations have no size that all ranks share and take the rule without an end, unless the select stage is
 told which size they have (`vector_size`). `send` means both ends of a message, synchronous or not.
 `backend: built-in` leaves operations to the built-in preference, as `tune` does for sizes far from those that
-it has measured.
+it has measured. `reason` is a line for people: `explain` shows it where the figures speak for another choice.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf
@@ -74,6 +75,8 @@ IN_PLACE: Final = frozenset({"all_reduce", "broadcast", "reduce"})
 SHARED: Final = frozenset({"all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"})
 """Kinds whose bytes are those of all ranks together: per rank it is one part of `ranks`."""
 
+CLEAR: Final = 1.005
+"""Times whose ratio is smaller are called equal."""
 REACH: Final = 2
 """As many times as large as the largest size measured may be what a measurement says something about."""
 
@@ -179,7 +182,8 @@ class TableRule:
     """One entry of a table: operations of `lo` up to, not including, `hi` bytes go to `backend`.
 
     `backend` is `name`, `name:algorithm` or `BUILT_IN`. `measured` has what was measured in this range, at
-    its ends included, for the chosen backend and the others.
+    its ends included, for the chosen backend and the others. `reason`: why the choice is another than the
+    figures suggest, in a line.
     """
 
     backend: str
@@ -187,6 +191,7 @@ class TableRule:
     hi: int | None
     key: TableKey
     measured: Curves = field(default_factory=dict, hash=False)
+    reason: str = field(default="", hash=False)
     place: str = field(default="", compare=False)
 
     @property
@@ -198,6 +203,15 @@ class TableRule:
         """The largest size measured, if `nbytes` is so far beyond it that the rule is a guess there."""
         largest = max((size for curve in self.measured.values() for size in curve), default=0)
         return largest if largest and nbytes is not None and nbytes > REACH * largest else None
+
+    def advantage(self, other: str) -> float | None:
+        """How many times as long as the rule's choice `other` takes, on average over the sizes of the rule.
+
+        The geometric mean over the sizes at which both were measured; None if there are none.
+        """
+        own, rival = self.measured.get(self.backend, {}), self.measured.get(other, {})
+        ratios = [rival[size] / own[size] for size in own if size in rival and self.sizes.covers(size)]
+        return geometric_mean(ratios) if ratios else None
 
     def span(self) -> str:
         """The range as errors and files write it: `0..64KiB`."""
@@ -315,6 +329,12 @@ def _counts(value: object) -> Range:
 Counts = Annotated[InstanceOf[Range], BeforeValidator(_counts)]
 
 
+def _line(value: str) -> str:
+    if not value.isprintable():
+        raise ValueError(f"{short(value)} is not a line of text")
+    return value
+
+
 class _RuleModel(StageOptions):
     kind: Annotated[
         str, AfterValidator(kind_name), AfterValidator(refuse_recv), _name_of("kind", ("*", *KINDS, *ALIASES))
@@ -330,6 +350,7 @@ class _RuleModel(StageOptions):
     async_op: Annotated[bool | None, Field(alias="async")] = None
     basis: Annotated[Basis, _name_of("basis", ("total", "per_rank"))] = "total"
     measured: dict[str, Any] | None = None
+    reason: Annotated[str, AfterValidator(_line)] = ""
 
 
 def _rule(document: Document, keys: Keys) -> TableRule:
@@ -344,7 +365,8 @@ def _rule(document: Document, keys: Keys) -> TableRule:
     if (problem := contradiction(key, model.bytes)) is not None:
         raise document.error((*keys, problem[0]), problem[1])
     measured = _measured(document, (*keys, "measured")) if model.measured else {}
-    return TableRule(model.backend, model.bytes.lo, model.bytes.hi, key, measured, document.place(keys))
+    sizes = model.bytes
+    return TableRule(model.backend, sizes.lo, sizes.hi, key, measured, model.reason, document.place(keys))
 
 
 def contradiction(key: TableKey, sizes: Range) -> tuple[str, str] | None:

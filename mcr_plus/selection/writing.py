@@ -94,6 +94,8 @@ def _rule_lines(rule: TableRule) -> Iterator[str]:
     yield f"  - {first}"
     for line in (*rest, f"bytes: {rule.span()}", f"backend: {_yaml(rule.backend)}"):
         yield f"    {line}"
+    if rule.reason:
+        yield f"    reason: {_yaml(rule.reason)}"
     if rule.measured:
         yield "    measured:"
         for choice, curve in rule.measured.items():

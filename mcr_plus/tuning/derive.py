@@ -16,7 +16,7 @@ from typing import Final
 from mcr_plus.errors import Unsupported
 from mcr_plus.message import KINDS
 from mcr_plus.selection.fingerprint import Fingerprint
-from mcr_plus.selection.table import BUILT_IN, REACH, Table, TableKey, TableRule
+from mcr_plus.selection.table import BUILT_IN, CLEAR, REACH, Table, TableKey, TableRule
 from mcr_plus.tuning.operations import Cell, Kind
 from mcr_plus.tuning.plan import Request, by_size, nonsense
 from mcr_plus.tuning.points import Point
@@ -122,12 +122,20 @@ def _rules(key: TableKey, timings: Timings, spans: Mapping[str, Range]) -> list[
         for way, run in groupby(pieces, lambda piece: piece[0]):
             sizes = [span for _, span in run]
             low, high = sizes[0].lo, sizes[-1].hi
-            rules.append(TableRule(way, low, high, key, _measured(part, low, high)))
+            rule = TableRule(way, low, high, key, _measured(part, low, high))
+            rules.append(replace(rule, reason=_reason(rule)))
         end = reach.hi
     if rules and end is not None:
         last = rules.pop() if rules[-1].backend == BUILT_IN else TableRule(BUILT_IN, end, None, key)
         rules.append(replace(last, hi=None))
     return rules
+
+
+def _reason(rule: TableRule) -> str:
+    """Why a rule stands against the medians of its sizes, if it does."""
+    if all((rule.advantage(way) or CLEAR) >= CLEAR for way in rule.measured if way != rule.backend):
+        return ""
+    return "faster by no more than the figures scatter, or than a change of choice must save"
 
 
 def _stretches(timings: Timings) -> list[Timings]:

@@ -259,6 +259,9 @@ def _lost_facts(table: Table) -> Iterator[str]:
     measured = sum(bool(rule.measured) for rule in table.rules)
     if measured:
         yield f"{table.name}: the measurements of {measured} rule{'s' if measured > 1 else ''}"
+    reasons = sum(bool(rule.reason) for rule in table.rules)
+    if reasons:
+        yield f"{table.name}: the reasons of {reasons} rule{'s' if reasons > 1 else ''}"
 
 
 def _where(rule: TableRule) -> str:

@@ -120,6 +120,16 @@ def read_bytes(path: Path, place: str, *, most: int = MAX_FILE_BYTES) -> bytes:
     return content
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a regular file; raises `ConfigError` if that cannot be done: a FIFO may have no reader."""
+    try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path}: cannot write: not a regular file")
+        path.write_text(text)
+    except (OSError, ValueError) as error:  # ValueError: a name with a null byte in it
+        raise ConfigError(f"{path}: cannot write: {getattr(error, 'strerror', None) or error}") from None
+
+
 def _read_text(path: Path, place: str) -> str:
     try:
         return read_bytes(path, place).decode("utf-8-sig")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from contextlib import redirect_stderr
@@ -423,7 +424,7 @@ def test_trace_merge(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("hello")
     refused = {
         (files[0], files[0]): "rank 2 is in",
-        (files[0], str(tmp_path / "other.json")): "expected a trace that log.save() wrote, got {}",
+        (files[0], str(tmp_path / "other.json")): "expected a trace that log.save() wrote",
         (str(tmp_path / "text"),): "not JSON",
         (str(tmp_path / "missing"),): "cannot read: No such file",
     }
@@ -431,6 +432,57 @@ def test_trace_merge(tmp_path: Path) -> None:
         answer = mcr_plus("trace", "merge", *words, "-o", str(output))
         assert answer.returncode == 2
         assert what in answer.stderr
+
+
+ABOUT = {"rank": 0, "host": "a", "epoch_us": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("document", "what"),
+    [
+        (["hunter2"], ": expected a trace"),
+        ({"password": "hunter2"}, ": expected a trace"),
+        ({"traceEvents": [], "otherData": {**ABOUT, "rank": "hunter2"}}, ": otherData.rank: "),
+        ({"traceEvents": [], "otherData": {**ABOUT, "rank": True}}, ": otherData.rank: "),
+        ({"traceEvents": [], "otherData": {**ABOUT, "epoch_us": 10**400}}, ": otherData.epoch_us: "),
+        ({"traceEvents": [{}, 7], "otherData": ABOUT}, ": traceEvents[1]: "),
+        ({"traceEvents": [{"ts": "hunter2"}], "otherData": ABOUT}, ": traceEvents[0]: "),
+        ({"traceEvents": [{"ts": 10**400}], "otherData": ABOUT}, ": traceEvents[0]: "),
+        ({"traceEvents": [{"ts": float("nan")}], "otherData": ABOUT}, ": traceEvents[0]: "),
+    ],
+)
+def test_a_file_that_is_no_trace_is_not_quoted(tmp_path: Path, document: object, what: str) -> None:
+    path, output = tmp_path / "other.json", tmp_path / "all.json"
+    path.write_text(json.dumps(document))
+    answer = mcr_plus("trace", "merge", str(path), "-o", str(output))
+    assert answer.returncode == 2
+    assert answer.stderr.startswith(f"mcr-plus: {path}{what}")
+    assert len(answer.stderr.splitlines()) == 1
+    assert "hunter2" not in answer.stderr
+    assert not output.exists()
+
+
+def test_a_trace_that_is_nested_too_deep(tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text("[" * 200_000)
+    answer = mcr_plus("trace", "merge", str(tmp_path / "deep.json"), "-o", str(tmp_path / "all.json"))
+    assert (answer.returncode, len(answer.stderr.splitlines())) == (2, 1)
+
+
+def test_traces_are_regular_files(tmp_path: Path) -> None:
+    """Nobody writes into the FIFO, and nobody reads from it: commands that open it would wait for ever."""
+    trace, pipe = tmp_path / "trace.json", tmp_path / "pipe"
+    trace.write_text(json.dumps({"traceEvents": [], "otherData": ABOUT}))
+    os.mkfifo(pipe)
+    for words in ((pipe, "-o", tmp_path / "all.json"), (trace, "-o", pipe)):
+        done = subprocess.run(
+            [sys.executable, "-m", "mcr_plus.cli.main", "trace", "merge", *map(str, words)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 2
+        assert f"{pipe}: cannot " in done.stderr
+        assert "not a regular file" in done.stderr
 
 
 def test_version_and_help() -> None:

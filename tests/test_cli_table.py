@@ -140,6 +140,24 @@ def test_every_format_can_be_written(tmp_path: Path, format: str, backend: str) 
     assert worked("export", path, "--format", format).stdout
 
 
+def test_export_of_a_part_is_written_with_status_1(tmp_path: Path) -> None:
+    path, output = tmp_path / "table.yaml", tmp_path / "rules.conf"
+    path.write_text(
+        "version: 1\nfingerprint: {ranks: 2}\nrules:\n"
+        "  - {kind: all_reduce, bytes: 0..64KiB, backend: 'mpi:ring', measured: {mpi: {8B: 1}}}\n"
+        "  - {kind: all_reduce, bytes: 64KiB.., backend: gloo}\n"
+        "  - {kind: broadcast, async: true, bytes: 0.., backend: 'mpi:chain'}\n"
+    )
+    answer = table("export", path, "--format", "openmpi", "-o", output)
+    assert answer.returncode == 1
+    assert "ring" in output.read_text()
+    *lines, written, summary = answer.stderr.splitlines()
+    assert [line.startswith("not exported: ") for line in lines] == [True] * 4
+    assert written == f"{output}: openmpi of {path}"
+    what = "not all of its rules can be exported as openmpi: see the 2 lines above"
+    assert summary == f"mcr-plus: {path}: {what}"
+
+
 def test_export_of_what_cannot_be_said_is_one_line_and_status_1(two: Path, tmp_path: Path) -> None:
     output = tmp_path / "tuner.conf"
     answer = table("export", two, "--format", "nccl-csv", "-o", output)

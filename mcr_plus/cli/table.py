@@ -113,10 +113,12 @@ def export(
 ) -> None:
     """Write rules of TABLE for another library; what it cannot be told is on stderr, a line each.
 
-    Status 1, and no file, if it can be told none of them.
+    Status 1 if a rule is not, or not in full, among them; no file if none is.
     """
+    from mcr_plus.document import write_text
     from mcr_plus.selection.interchange import export as export_table
     from mcr_plus.selection.interchange import is_empty
+    from mcr_plus.selection.interchange.exchange import facts_without_place
     from mcr_plus.selection.table import load_table
 
     _check_backend(backend)
@@ -131,8 +133,13 @@ def export(
     if output is None:
         print(text, end="")
     else:
-        _save(text, output)
+        write_text(output, text)
         print_written(output, f"{format.value} of {table}")
+    of_rules = len(lost) - sum(1 for _ in facts_without_place(found))
+    if of_rules:
+        lines = "line" if of_rules == 1 else f"{of_rules} lines"
+        print_error(f"{table}: not all of its rules can be exported as {format.value}: see the {lines} above")
+        raise typer.Exit(_FAILED)
 
 
 def _why_nothing(table: Table, format: FormatChoice, backend: str | None) -> str:
@@ -202,15 +209,6 @@ def _write(table: Table, output: Path | None, comment: Sequence[str] = ()) -> No
 
 def _rules(table: Table) -> str:
     return f"{len(table.rules)} rule{'' if len(table.rules) == 1 else 's'}"
-
-
-def _save(text: str, path: Path) -> None:
-    from mcr_plus.errors import ConfigError
-
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot write: {error.strerror}") from None
 
 
 def _plain(change: Change) -> dict[str, Any]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from mcr_plus.errors import ConfigError, short
+from mcr_plus.document import read_bytes, write_text
+from mcr_plus.errors import ConfigError
 
-_SAME_CLOCK_US = 1e6  # clocks of one host that differ by more were read in different boots
+_SAME_CLOCK_US: Final = 1e6  # clocks of one host that differ by more were read in different boots
+_MOST_BYTES: Final = 1 << 30
+_LARGEST: Final = 1e18  # microseconds: 30,000 years
+_EXPECTED: Final = "expected a trace that log.save() wrote"
 
 
 @dataclass(frozen=True)
@@ -39,29 +43,37 @@ def merge_traces(paths: Sequence[Path], output: Path) -> int:
         seen[trace.rank] = trace.path
     events = [event for trace in traces for event in _shifted(trace, traces[0])]
     document = {"traceEvents": events, "displayTimeUnit": "ms"}
-    try:
-        output.write_text(json.dumps(document))
-    except OSError as error:
-        raise ConfigError(f"{output}: cannot write: {error.strerror}") from None
+    write_text(output, json.dumps(document))
     return len(events)
 
 
 def _read(path: Path) -> _Trace:
+    """Read a trace; errors quote nothing of it, for it may be any file."""
+    content = read_bytes(path, str(path), most=_MOST_BYTES)
     try:
-        found = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read: {error.strerror}") from None
-    except ValueError:  # of JSON or of UTF-8
-        raise ConfigError(f"{path}: not JSON; expected a trace that log.save() wrote") from None
+        found = json.loads(content)
+    except (ValueError, RecursionError):  # of JSON or of UTF-8
+        raise ConfigError(f"{path}: not JSON; {_EXPECTED}") from None
     events = found.get("traceEvents") if isinstance(found, dict) else None
     about = found.get("otherData") if isinstance(found, dict) else None
-    if not isinstance(events, list) or not isinstance(about, Mapping):
-        raise ConfigError(f"{path}: expected a trace that log.save() wrote, got {short(found)}")
-    kinds = {"rank": int, "host": str, "epoch_us": (int, float)}
-    for name, kind in kinds.items():
-        if not isinstance(about.get(name), kind):  # type: ignore[arg-type]  # a type or several
-            raise ConfigError(f"{path}: otherData.{name}: missing; expected a trace that log.save() wrote")
+    if not isinstance(events, list) or not isinstance(about, dict):
+        raise ConfigError(f"{path}: {_EXPECTED}")
+    rank, host, epoch = (about.get(name) for name in ("rank", "host", "epoch_us"))
+    right = {"rank": _is_number(rank) and isinstance(rank, int), "host": isinstance(host, str)}
+    for name, is_right in {**right, "epoch_us": _is_number(epoch)}.items():
+        if not is_right:
+            raise ConfigError(f"{path}: otherData.{name}: missing or malformed; {_EXPECTED}")
+    for index, event in enumerate(events):
+        if not isinstance(event, dict) or not _is_number(event.get("ts", 0)):
+            raise ConfigError(
+                f"{path}: traceEvents[{index}]: no event with a time in microseconds; {_EXPECTED}"
+            )
     return _Trace(path, about["rank"], about["host"], float(about["epoch_us"]), events)
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is a number that times can be computed with."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 
 def _shifted(trace: _Trace, first: _Trace) -> list[dict[str, Any]]:

@@ -100,7 +100,7 @@ class Outgoing:
         numbers: bool = False,
     ) -> None:
         """Take the rules of `backend` out of a table."""
-        self._lost = [(-1, line) for line in _lost_facts(table)]
+        self._lost = [(-1, line) for line in facts_without_place(table)]
         self._index = {id(rule): index for index, rule in enumerate(table.rules)}
         self._backend, self._library = backend, library
         self._collectives, self._says, self._numbers = collectives, says, numbers
@@ -251,7 +251,8 @@ def rank_cells(rules: Iterable[TableRule]) -> list[Range | None]:
     return [Range(lo or 0, hi) for lo, hi in pairwise([0, *cuts, None])]
 
 
-def _lost_facts(table: Table) -> Iterator[str]:
+def facts_without_place(table: Table) -> Iterator[str]:
+    """Lines for what no format has a place for and no choice depends on."""
     if table.fingerprint:
         yield f"{table.name}: the fingerprint ({', '.join(table.fingerprint)})"
     if table.strict:

@@ -3,6 +3,7 @@
     launch_environment()    who this process is, whichever launcher started it
     torch_environment()     the same in torch's words, where `mcr-plus run` gave them beside MPI's
     config_file()           the configuration that MCR_CONFIG names
+    on_one_host()           whether the launcher has said that all ranks share this host
     job_secret()            what ranks sign with, where MCR_SECRET gives it
     msccl_library()         the GPU library that MCR_MSCCL_LIBRARY names
     error_channel()         where `mcr-plus run` wants to hear of uncaught exceptions (MCR_JOB_ERRORS)
@@ -80,8 +81,7 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
     Recognised are torchrun and env://, Open MPI, MPICH and Intel MPI (hydra), and srun. Raises
     `LaunchError` naming the variable when values are malformed or contradict each other.
     """
-    given = os.environ if environ is None else environ
-    env = {key: value.strip() for key, value in given.items() if value.strip()}
+    env = _present(environ)
     launcher, (rank, size, local_rank, local_size) = _recognise(env)
     if launcher == "slurm":
         env = {**_slurm_rendezvous(env), **env}
@@ -98,6 +98,26 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
         env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         _job_id(env, launcher),
     )
+
+
+def _present(environ: Mapping[str, str] | None) -> dict[str, str]:
+    given = os.environ if environ is None else environ
+    return {key: value.strip() for key, value in given.items() if value.strip()}
+
+
+def on_one_host(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the launcher has said that all ranks share this host; false where it has not, or badly."""
+    env = _present(environ)
+    try:
+        launcher, (_, size, _, local_size) = _recognise(env)
+    except LaunchError:
+        return False
+    variables = {
+        "openmpi": OPENMPI.local_size,
+        "mpich": HYDRA.local_size,
+        "slurm": "SLURM_STEP_TASKS_PER_NODE",
+    }
+    return local_size == size and variables.get(launcher, TORCH.local_size) in env
 
 
 def torch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironment | None:

@@ -30,7 +30,13 @@ from mcr_plus.config import (
     loads,
     stage_options,
 )
-from mcr_plus.environment import LaunchEnvironment, launch_environment, socket_interface, torch_environment
+from mcr_plus.environment import (
+    LaunchEnvironment,
+    launch_environment,
+    on_one_host,
+    socket_interface,
+    torch_environment,
+)
 from mcr_plus.errors import ConfigError, LaunchError
 from mcr_plus.message import ALIASES, KINDS
 from mcr_plus.selection.table import parse_table
@@ -955,6 +961,25 @@ SBATCH = {"SLURM_JOB_ID": "42", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM
 
 def without(environ: dict[str, str], *names: str) -> dict[str, str]:
     return {key: value for key, value in environ.items() if key not in names}
+
+
+@pytest.mark.parametrize(
+    ("environ", "one", "many"),
+    [
+        (TORCHRUN, {"LOCAL_WORLD_SIZE": "8"}, {}),
+        (OPENMPI, {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, {}),
+        (HYDRA, {"MPI_LOCALNRANKS": "8"}, {}),
+        (SRUN, {"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": "0"}, {}),
+        (TORCHRUN | {"OMPI_COMM_WORLD_RANK": "0"}, {"LOCAL_WORLD_SIZE": "8"}, {"OMPI_COMM_WORLD_SIZE": "1"}),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, {"LOCAL_WORLD_SIZE": "2"}, {}),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, {"LOCAL_WORLD_SIZE": "2"}, {"LOCAL_WORLD_SIZE": "two"}),
+    ],
+)
+def test_whether_all_ranks_share_a_host(
+    environ: dict[str, str], one: dict[str, str], many: dict[str, str]
+) -> None:
+    assert on_one_host(environ | one)
+    assert not on_one_host(environ | many)
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,13 @@ import os
 import pickle
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,14 +25,27 @@ from ranks import Via, own_rank, run_ranks
 
 import mcr_plus as mcr
 import mcr_plus.horovod as hvd
-from mcr_plus.c10d import HashStore, PrefixStore, TCPStore, put
+from mcr_plus.c10d import HashStore, PrefixStore, Store, TCPStore, put
 from mcr_plus.dispatch.board import StoreBoard
 from mcr_plus.errors import LaunchError
 from mcr_plus.launch import mpi_usable
+from mcr_plus.launch.rendezvous import signed_part
 from mcr_plus.launch.signing import Offer, SignedStore, address_of, read_offer, seal, unseal
 
 GLOO = {"version": 1, "backends": ["gloo"], "pipeline": [{"select": {}}, {"dispatch": {"timeout": "20s"}}]}
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
+
+
+def resolves(name: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(name, None))
+    except OSError:
+        return False
+
+
+needs_a_name = pytest.mark.skipif(
+    not resolves(socket.gethostname()), reason="the host's name does not resolve"
+)
 OTHERS = 65534  # the user "nobody"
 
 
@@ -72,8 +88,10 @@ def test_a_secret_is_read_from_processes_of_the_same_user_only() -> None:
     assert read_offer(offer.place) == offer.secret
     assert read_offer(offer.place) == offer.secret  # and by the next one
     something_else = os.memfd_create("mcr_plus", 0)
-    for place in (f"{os.getpid()}:{something_else}", "999999999:3", "words", "1:2:3", f"{os.getpid()}:-1"):
-        with pytest.raises(LaunchError, match=f"not to be had from process '{place}'"):
+    here = offer.place.split(":", 2)[2]
+    places = (f"{os.getpid()}:{something_else}", "999999999:3", "words", "1:2:3", f"{os.getpid()}:-1")
+    for place in (*(f"{each}:{here}" for each in places), "words", "1:2", "", offer.place + "x"):
+        with pytest.raises(LaunchError, match=f"not to be had from process '{place.partition(':')[0]}'"):
             read_offer(place)
     os.close(something_else)
     place = offer.place
@@ -322,16 +340,186 @@ def test_a_job_whose_store_is_gone(library: str, tmp_path: Path) -> None:
     assert results[0]["alone"]["error"] == "BackendError"
 
 
-def with_secrets() -> str:
-    os.environ["MCR_SECRET"] = "the same" if os.environ["MCR_TEST_SAME"] == "1" else os.environ["RANK"]
-    try:
-        comm = mcr.init(GLOO)
-    except LaunchError as error:
-        return str(error)
-    return str(comm.all_gather_object(comm.rank))
+class _Forging(Store):
+    """Rank 1's store, in which a stranger changes one key."""
+
+    def __init__(self, store: Store, key: str, value: bytes) -> None:
+        super().__init__()
+        self._store, self._key, self._value = store, key, value
+
+    def set(self, key: str, value: str | bytes) -> None:
+        put(self._store, key, self._changed(key, value if isinstance(value, bytes) else value.encode()))
+
+    def get(self, key: str) -> bytes:
+        return self._changed(key, self._store.get(key))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._store.wait(keys, timeout or timedelta(seconds=10))
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def _changed(self, key: str, value: bytes) -> bytes:
+        return self._value if key.endswith(self._key) else value
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_a_secret_of_the_environment(same: bool) -> None:
-    for result in run_ranks(with_secrets, 2, via="torch", env={"MCR_TEST_SAME": str(int(same))}):
-        assert result.value == "[0, 1]" if same else "or MCR_SECRET differs between ranks" in result.value
+def met(stores: tuple[Store, Store], variables: dict[str, str]) -> list[Any]:
+    """What two ranks, threads of this process, make of a store: the part, or the error."""
+
+    def meet(rank: int) -> Any:
+        try:
+            return signed_part(stores[rank], rank, 2, 5.0)
+        except LaunchError as error:
+            return str(error)
+
+    with mock.patch.dict(os.environ, variables), ThreadPoolExecutor(2) as pool:
+        return list(pool.map(meet, range(2)))
+
+
+@pytest.mark.parametrize("one_host", [True, False])
+def test_nobody_can_have_ranks_go_unsigned(one_host: bool) -> None:
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2" if one_host else "1"}
+    raw = HashStore()
+    both = met((raw, raw), variables)
+    assert all(isinstance(part, SignedStore) for part in both)
+    assert both[0].secret == both[1].secret
+
+    _, refused = met((raw, _Forging(raw, "/reads/1", b"on another host")), variables)
+    assert refused == "somebody else has answered for rank 1 in the job's store: rank 1: on another host"
+
+    lies = bytes(32) + json.dumps({"0": "on another host"}).encode()
+    _, refused = met((raw, _Forging(raw, "without", lies)), variables)
+    assert refused.startswith("'without' in the job's store was not written by a rank of this job")
+
+    both = met((raw, _Forging(raw, "offer", b"1:2:elsewhere")), variables)
+    told = "rank 1: the job's secret is not to be had from process '1': it is on another host, or in another"
+    if one_host:
+        assert both[0] == both[1]
+        assert both[0].startswith(f"what ranks tell each other cannot be signed ({told}")
+        assert both[0].endswith("set MCR_SECRET to the same random text on all ranks")
+    else:
+        assert not any(isinstance(part, (str, SignedStore)) for part in both)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def by_host_name(port: int, local_size: int, elsewhere: int) -> dict[str, Any]:
+    """Runs on ranks whose store is at the host's name; rank `elsewhere` cannot see the others in `/proc`."""
+    place = {
+        "MASTER_ADDR": socket.gethostname(),
+        "LOCAL_RANK": str(own_rank() % local_size),
+        "MASTER_PORT": str(port),
+        "LOCAL_WORLD_SIZE": str(local_size),
+    }
+    os.environ.update(place | {"TORCHELASTIC_USE_AGENT_STORE": "False"})
+    where = "elsewhere" if own_rank() == elsewhere else "here"
+    with mock.patch("mcr_plus.launch.signing._processes", return_value=where):
+        found = outcome_of(lambda: mcr.init(GLOO, timeout=30.0))
+        if found["error"] is None:
+            found["bits"] = 8 * len(mcr.world()._runtime.world.secret)
+            found["objects"] = mcr.all_gather_object(own_rank())
+            mcr.finalize()
+            mcr.init(GLOO)
+            mcr.barrier()
+    return found
+
+
+@needs_a_name
+@pytest.mark.parametrize("local_size", [3, 1], ids=["one host, as the launcher says", "who knows"])
+def test_ranks_that_meet_by_the_name_of_their_host(local_size: int) -> None:
+    for result in run_ranks(by_host_name, 3, args=[free_port(), local_size, -1], via="torch"):
+        assert (result.value["bits"], result.value["objects"]) == (256, [0, 1, 2])
+        assert "not signed" not in result.stderr
+
+
+@needs_a_name
+@pytest.mark.parametrize("elsewhere", [0, 2])
+def test_ranks_that_cannot_read_the_secret_go_without_and_say_so(elsewhere: int) -> None:
+    results = run_ranks(by_host_name, 3, args=[free_port(), 1, elsewhere], via="torch")
+    for result in results:
+        assert (result.value["bits"], result.value["objects"]) == (0, [0, 1, 2])
+    warned = [result.stderr.count("not signed") for result in results]
+    assert warned == [1, 0, 0]
+    assert "set MCR_SECRET to the same random text on all ranks" in results[0].stderr
+    assert ("rank 1: the job's secret is not to be had" in results[0].stderr) == (elsewhere == 0)
+    assert "rank 2: the job's secret is not to be had" in results[0].stderr
+
+
+@needs_a_name
+def test_ranks_of_one_host_do_not_go_without() -> None:
+    for result in run_ranks(by_host_name, 3, args=[free_port(), 3, 1], via="torch"):
+        assert result.value["error"] == "LaunchError"
+        assert (
+            "cannot be signed (rank 1: the job's secret is not to be had from process" in result.value["text"]
+        )
+        assert result.value["seconds"] < 20
+
+
+UNDER_TORCHRUN = """
+import os
+import torch.distributed as dist
+import mcr_plus as mcr
+dist.init_process_group("mcr")
+dist.barrier()
+bits = [8 * len(mcr.runtime.current().world.secret)]
+dist.destroy_process_group()
+with mcr.init(backends=["gloo"]) as comm:
+    bits.append(8 * len(mcr.runtime.current().world.secret))
+    print(os.environ["MASTER_ADDR"], *bits, flush=True)
+"""
+
+
+@needs_a_name
+def test_jobs_of_torchrun_on_one_host_are_signed(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(UNDER_TORCHRUN)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", socket.gethostname()),
+        *("--nproc-per-node", "2", str(program)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        address, *bits = line.split()
+        assert address == socket.gethostname()
+        assert bits == ["256", "256"]
+    assert "not signed" not in done.stderr
+
+
+def with_secrets(given: list[str | None]) -> dict[str, Any]:
+    own = given[own_rank()]
+    if own is not None:
+        os.environ["MCR_SECRET"] = own
+    found: list[Any] = []
+    outcome = outcome_of(lambda: found.extend(mcr.init(GLOO).all_gather_object(own_rank())))
+    return outcome | {"found": found}
+
+
+def test_a_secret_of_the_environment() -> None:
+    for result in run_ranks(with_secrets, 2, args=[["the same", "the same"]], via="torch"):
+        assert result.value["found"] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (["one", "another", "one"], "or MCR_SECRET differs between ranks"),
+        (["one", None, "one"], "(rank 0: MCR_SECRET is set there, and not on all ranks)"),
+        ([None, None, "one"], "(rank 2: MCR_SECRET is set there, and not on all ranks)"),
+    ],
+)
+def test_a_secret_that_not_all_ranks_have(given: list[str | None], problem: str) -> None:
+    results = run_ranks(with_secrets, 3, args=[given], via="torch")
+    for own, result in zip(given, results, strict=True):
+        assert result.value["error"] == "LaunchError"
+        assert result.value["seconds"] < 20
+        assert (problem if own is None else "or MCR_SECRET differs between ranks") in result.value["text"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import socket
 import time
@@ -12,13 +13,18 @@ from typing import Any, Final
 from torch.distributed import DistError
 
 from mcr_plus.c10d import PrefixStore, Store, TCPStore
-from mcr_plus.environment import LOOPBACK, LaunchEnvironment, job_secret
+from mcr_plus.environment import LOOPBACK, LaunchEnvironment, job_secret, on_one_host
 from mcr_plus.errors import BackendUnavailable, LaunchError
 from mcr_plus.launch.network import host_address
-from mcr_plus.launch.signing import Offer, SignedStore, address_of, read_offer
+from mcr_plus.launch.signing import Offer, SignedStore, address_of, read_offer, unsigned
 
 _SLACK: Final = 10.0  # seconds that rank 0's verdict may take to arrive
 _LONGEST_NAP: Final = 0.02
+_REASONS: Final = 3  # that are told
+_LONGEST_REASON: Final = 300  # characters: a stranger may have written it
+_HAS_ITS_OWN: Final = "MCR_SECRET is set there, and not on all ranks"
+_log = logging.getLogger("mcr_plus")
+_warned = False  # a rank 0 that this process has met has warned of what is not signed
 _stores: dict[tuple[str, int], Store] = {}  # those of this process that listen or are connected
 _by_mpi: list[tuple[Store, bytes]] = []  # the one that MPI has told of, with the secret that came along
 
@@ -58,36 +64,118 @@ def _connect(environment: LaunchEnvironment, timeout: float) -> tuple[Store, byt
 def signed_part(store: Store, rank: int, size: int, timeout: float, secret: bytes = b"") -> Store:
     """An `unused_part` in which nothing is believed that strangers write, if that can be had; collective.
 
-    It can with a `secret` that all ranks have, with the environment's, and where the store's address says
-    that all ranks share a host: there rank 0 shows one to processes of the same user.
+    It can with a `secret` that all ranks have, with that of MCR_SECRET, and where all ranks can read one that
+    rank 0 shows to processes of the same user on its host. Otherwise rank 0 logs a warning, once.
 
-    Raises `LaunchError` as `unused_part` does, and if ranks do not have the same secret.
+    Raises `LaunchError` as `unused_part` does, if ranks do not have the same secret, and if they share a host
+    and cannot read that of rank 0.
     """
     name = _unused_name(store, rank, size, timeout)
     part = PrefixStore(name, store)
-    secret, offer = secret or job_secret(), None
-    problem: LaunchError | None = None
-    if not secret and address_of(store) in (LOOPBACK, "localhost"):
-        if rank == 0:
-            offer = Offer()
-            secret = offer.secret
-            part.set("secret", offer.place)
-        else:
-            try:
-                secret = read_offer(part.get("secret").decode())
-            except LaunchError as error:
-                problem, secret = error, b"unknown"
-    if not secret:
-        return part
-    signed = SignedStore(part, secret, name)
+    problem, own = "", secret or job_secret()
+    if not own:
+        own, problem = _shown_secret(part, name, rank, size, timeout)
+        if not problem:
+            return SignedStore(part, own, name) if own else part
+    elif not secret:  # ranks without it are not kept waiting
+        part.set(f"reads/{rank}" if rank else "offer", _HAS_ITS_OWN if rank else "")
+    signed = SignedStore(part, own or b"unknown", name)
     try:
         exchange(signed, rank, size, "signed", "", timeout)
-    except LaunchError as error:
-        raise problem or error from None
+    except LaunchError:
+        if not problem:
+            raise
+    if problem:
+        raise LaunchError(
+            f"what ranks tell each other cannot be signed ({problem}); set MCR_SECRET to the same random "
+            "text on all ranks"
+        )
+    return signed
+
+
+def _shown_secret(part: Store, name: str, rank: int, size: int, timeout: float) -> tuple[bytes, str]:
+    """The secret that rank 0 shows, empty if ranks go without; or a problem, on all of them.
+
+    Ranks that have read it sign their answers, and rank 0 signs who has not, so no stranger can have those go
+    without. A stranger can still keep ranks from finding it, so those that have it from elsewhere that all
+    share a host, from the launcher or by the store's address, do not go without at all.
+    """
+    offer = Offer() if rank == 0 else None
+    try:
+        if offer is not None:
+            secret = offer.secret
+            without = _show(part, SignedStore(part, secret, name), offer.place, size, timeout)
+        else:
+            secret, without = _look(part, name, rank, timeout)
     finally:
         if offer is not None:
             offer.close()
-    return signed
+    if not without and secret:
+        return secret, ""
+    told = "; ".join(f"rank {peer}: {reason}" for peer, reason in list(without.items())[:_REASONS])
+    told += f"; and {len(without) - _REASONS} ranks more" if len(without) > _REASONS else ""
+    told = told if told.isprintable() else repr(told)
+    if secret and str(rank) in without:
+        raise LaunchError(f"somebody else has answered for rank {rank} in the job's store: {told}")
+    shared = on_one_host() or address_of(part) in (LOOPBACK, "localhost")
+    if shared or not without or _HAS_ITS_OWN in without.values():
+        return b"", told or "rank 0 has not written the answer in the job's store"
+    global _warned
+    if rank == 0 and not _warned:
+        _log.warning(
+            "what ranks leave in the job's store and the objects that they send are not signed (%s); where "
+            "others can reach their network, set MCR_SECRET to the same random text on all ranks",
+            told,
+        )
+    _warned = True
+    return b"", ""
+
+
+def _show(part: Store, signed: Store, place: str, size: int, timeout: float) -> dict[str, str]:
+    """On rank 0: say where the secret is; returns why ranks, by number, have not read it."""
+    part.set("offer", place)
+    keys = {str(peer): f"reads/{peer}" for peer in range(1, size)}
+    try:
+        if keys:
+            part.wait(list(keys.values()), timedelta(seconds=timeout))
+        without = {peer: reason for peer, key in keys.items() if (reason := _reason(part, signed, key))}
+    except RuntimeError as error:
+        missing = [int(peer) for peer, key in keys.items() if not part.check([key])]
+        raise LaunchError(f"ranks {missing} did not call init within {timeout:g} s: {error}") from error
+    signed.set("without", json.dumps(without))
+    return without
+
+
+def _reason(part: Store, signed: Store, key: str) -> str:
+    """Why a rank has not read the secret; nothing if it has."""
+    try:
+        signed.get(key)
+    except LaunchError:
+        return part.get(key).decode(errors="replace")[:_LONGEST_REASON] or "no reason"
+    return ""
+
+
+def _look(part: Store, name: str, rank: int, timeout: float) -> tuple[bytes, dict[str, str]]:
+    """On another rank: the secret, empty if it cannot be read, and why which ranks have not read it."""
+    secret, patience = b"", timedelta(seconds=timeout + _SLACK)
+    try:
+        part.wait(["offer"], patience)
+        place = part.get("offer").decode(errors="replace")
+        if not place:
+            return b"", {"0": _HAS_ITS_OWN}
+        try:
+            secret = read_offer(place)
+            SignedStore(part, secret, name).set(f"reads/{rank}", "")
+        except LaunchError as error:
+            part.set(f"reads/{rank}", str(error))
+        part.wait(["without"], patience)
+        if secret:
+            return secret, json.loads(SignedStore(part, secret, name).get("without"))
+        return secret, dict(json.loads(unsigned(part.get("without"))))
+    except LaunchError:
+        raise
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise LaunchError(f"rank 0 did not answer within {timeout:g} s: {error}") from error
 
 
 def unused_part(store: Store, rank: int, size: int, timeout: float) -> Store:

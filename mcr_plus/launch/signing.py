@@ -8,11 +8,13 @@ them can hold a job up, as he can by removing keys.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import os
 import secrets
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final
 
 from mcr_plus.c10d import PrefixStore, Store, put
@@ -34,6 +36,11 @@ def unseal(secret: bytes, what: str, sealed: bytes) -> bytes | None:
         return sealed
     tag, value = sealed[:_TAG], sealed[_TAG:]
     return value if hmac.compare_digest(tag, _sign(secret, what, value)) else None
+
+
+def unsigned(sealed: bytes) -> bytes:
+    """What `seal` was given, whoever has signed it, for who has no secret."""
+    return sealed[_TAG:]
 
 
 def _sign(secret: bytes, what: str, value: bytes) -> bytes:
@@ -106,11 +113,20 @@ class Offer:
     @property
     def place(self) -> str:
         """Where to find it; no secret itself."""
-        return f"{os.getpid()}:{self._descriptor}"
+        return f"{os.getpid()}:{self._descriptor}:{_processes()}"
 
     def close(self) -> None:
         """Take it back: all have read it, or never will."""
         os.close(self._descriptor)
+
+
+def _processes() -> str:
+    """What processes have in common that see each other in `/proc`: a running kernel, and a container."""
+    boot = namespace = ""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    return f"{boot} {namespace}"
 
 
 def read_offer(place: str) -> bytes:
@@ -118,21 +134,24 @@ def read_offer(place: str) -> bytes:
 
     Raises `LaunchError` unless a process of this user has put it there: the kernel says so.
     """
-    told = f"the job's secret is not to be had from process {place!r}"
+    told = f"the job's secret is not to be had from process {place.partition(':')[0][:20]!r}"
     try:
-        pid, number = map(int, place.split(":"))
+        process, descriptor, where = place.split(":", 2)
+        pid, number = int(process), int(descriptor)
+        if where != _processes():
+            raise LaunchError(f"{told}: it is on another host, or in another container")
         path = f"/proc/{pid}/fd/{number}"
         if not os.readlink(path).startswith(f"/memfd:{_NAME} "):
             raise LaunchError(f"{told}: that is something else")
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            if os.fstat(descriptor).st_uid != os.geteuid():
+            if os.fstat(file).st_uid != os.geteuid():
                 raise LaunchError(f"{told}: it belongs to somebody else")
-            return os.pread(descriptor, _BYTES, 0)
+            return os.pread(file, _BYTES, 0)
         finally:
-            os.close(descriptor)
+            os.close(file)
     except (OSError, ValueError) as error:
-        raise LaunchError(f"{told}: {error}; set MCR_SECRET to the same random text on all ranks") from error
+        raise LaunchError(f"{told}: {error}") from error
 
 
 def address_of(store: Any) -> str:

@@ -85,6 +85,8 @@ class Composition(ABC):
             "origin", message.own_bytes() if self.signature.nbytes is None else self.signature.nbytes
         )
         rest["codec"] = self.codec.name
+        if self.signature.kind in VECTOR:
+            rest["values"] = message.flows(self.rank)
         return self._pool.lend(torch.device(self.signature.device)), rest
 
     def following(self, message: Message, memory: Memory) -> Work | None:

@@ -94,6 +94,7 @@ class CompressStage:
                 owner.restore(self._restored.pop(owner.name))
         if not self._explains:
             prepare(codec)
+        full = full.replace(call=full.as_call())
         chosen = composition(owner.codec, full)
         composed = chosen(owner.codec, full, self._group.rank, owner.memory, self._pool)
         audit_every = options.audit_every if plain.kind in _SAME_EVERYWHERE else None

@@ -13,6 +13,7 @@ from typing import Final
 import torch
 
 from mcr_plus.fusion.space import Layout, Space, Stock, join, split
+from mcr_plus.message import bucket_text
 
 LARGE: Final = 256 << 10  # bytes of a tensor that goes by itself
 _KEPT: Final = 256 << 20  # bytes of buffers that are kept
@@ -29,6 +30,11 @@ class Part:
     outputs: list[torch.Tensor]
     layout: Layout | None = None  # none: a member by itself, with nothing to copy
     space: Space | None = None
+
+    @property
+    def call(self) -> str | None:
+        """See `Signature.call`: ranks that pack other tensors may come to the same sum of sizes."""
+        return None if self.layout is None else f"bucket of {bucket_text(self.numels)}"
 
     def finish(self) -> None:
         """Put the results where they belong."""

@@ -8,7 +8,7 @@ are facts of the program's order, the same on all ranks, never a matter of time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from threading import get_ident
@@ -22,7 +22,7 @@ from mcr_plus.dispatch.stage import GroupRuntime
 from mcr_plus.dispatch.work import Info, Work
 from mcr_plus.fusion.space import Layout, Space, Stock, join, prepare, split
 from mcr_plus.interfaces import Context, Issue, Next
-from mcr_plus.message import Message, Signature
+from mcr_plus.message import Message, Signature, bucket_text
 from mcr_plus.pipeline import Pipeline
 from mcr_plus.units import format_size
 
@@ -129,7 +129,7 @@ class _Class:
         self._like = like
         self._next = next
         self._explaining = explaining
-        self._whole: dict[int, tuple[Signature, Issue]] = {}
+        self._whole: dict[tuple[int, ...], tuple[Signature, Issue]] = {}
         self._digests: dict[Signature, frozenset[int]] = {}
 
     def member(self, signature: Signature, alone: Issue) -> Issue:
@@ -189,22 +189,26 @@ class _Class:
         held.insert(0 if self._newest_first else len(held), bucket)
         return bucket
 
-    def whole(self, numel: int) -> tuple[Signature, Issue]:
-        """The operation on `numel` elements in each part, and the rest of the pipeline bound to it.
+    def whole(self, numels: Sequence[int]) -> tuple[Signature, Issue]:
+        """The operation on members of `numels` elements in each part, and the rest of the pipeline for it.
 
         For a bucket that is sent, as it is on all ranks at this place of the program.
         """
-        found = self._whole.get(numel)
+        key = tuple(numels)
+        found = self._whole.get(key)
         if found is None:
-            signature = self.whole_signature(numel)
+            signature = self.whole_signature(numels)
             self.runtime.count()
-            found = self._whole[numel] = signature, self._next(signature)
+            found = self._whole[key] = signature, self._next(signature)
         return found
 
-    def whole_signature(self, numel: int) -> Signature:
-        """That of a bucket of `numel` elements in each part."""
-        nbytes = self.layout.numel(numel) * self.layout.dtype.itemsize
-        return self._like.replace(shape=self.layout.shape(numel), nbytes=nbytes)
+    def whole_signature(self, numels: Sequence[int]) -> Signature:
+        """That of a bucket of members of `numels` elements in each part."""
+        layout = self.layout
+        total = sum(layout.steps(numels))
+        nbytes = layout.numel(total) * layout.dtype.itemsize
+        call = f"bucket of {bucket_text(numels)}"
+        return self._like.replace(shape=layout.shape(total), nbytes=nbytes, call=call)
 
     def digests(self, signature: Signature) -> frozenset[int]:
         """What peers would see in this group of an operation that is sent: of all that it is made of.
@@ -297,8 +301,7 @@ class _Bucket:
         """See `Held`."""
         assert self.first is not None
         is_whole = len(self.numels) > 1
-        total = sum(self.like.layout.steps(self.numels))
-        return self.like.digests(self.like.whole_signature(total) if is_whole else self.first)
+        return self.like.digests(self.like.whole_signature(self.numels) if is_whole else self.first)
 
     def _send_alone(self) -> Work:
         assert self.first is not None
@@ -313,7 +316,7 @@ class _Bucket:
         self._space = space = layout.take(total, self.inputs[0].device)
         source, target = layout.views(space, total)
         join(self.inputs, numels, source, layout.given, steps)
-        signature, issue = self.like.whole(total)
+        signature, issue = self.like.whole(numels)
         work = issue(Message(signature, (source,), (target,), fused=len(numels), whole=True))
         return work.then(lambda: split(target, numels, outputs, layout.taken, steps))
 

@@ -687,7 +687,7 @@ class Communicator:
                 larger, smaller = (target, source) if kind == "all_gather" else (source, target)
                 batch._submit(
                     kind, (source,), (target,), smaller.shape, larger.numel(), async_op=True, tag=tag,
-                    fused=len(part.numels), whole=True, **call,
+                    fused=len(part.numels), whole=True, called=part.call, **call,
                 )  # fmt: skip
         except McrError:  # refused: nothing has been sent
             for part in parts:
@@ -943,13 +943,14 @@ class Communicator:
         root: int | None = None,
         parts: tuple[tuple[int, ...], ...] | None = None,
         key: str | None = None,
+        called: str | None = None,
         copy_out: Callable[[], None] | None = None,
         **rest: Any,
     ) -> Work | None:
         plan = self._plan(
             kind, like, shape, None if nbytes is None or like is None else nbytes // like.element_size(),
             reduce_op=reduce_op, root=root, async_op=async_op, backend=backend, compress=compress, tag=tag,
-            parts=parts, bucket=key,
+            parts=parts, bucket=key, called=called,
         )  # fmt: skip
         return self._go(plan, Message(plan.signature, inputs, outputs, **rest), copy_out)
 
@@ -974,6 +975,7 @@ class Communicator:
         tag: str | None = None,
         parts: tuple[tuple[int, ...], ...] | None = None,
         bucket: str | None = None,
+        called: str | None = None,
     ) -> Plan:
         dtype = None if like is None else like.dtype
         device = "cpu" if like is None else like.device.type
@@ -982,7 +984,7 @@ class Communicator:
         codec = frozen(compress) if isinstance(compress, Mapping) else compress
         key = (
             kind, dtype, tuple(shape), numel, device, reduce_op, root, async_op, backend, codec, tag, parts,
-            bucket,
+            bucket, called,
         )  # fmt: skip
         try:
             plan = self._plans.get(key)
@@ -994,7 +996,7 @@ class Communicator:
             nbytes = None if numel is None else numel * (0 if dtype is None else dtype.itemsize)
             signature = Signature(
                 kind, dtype, tuple(shape), nbytes, self.name, self.size, device,
-                _reduce_op(reduce_op), root, tag, backend, codec, async_op, None, parts, bucket,
+                _reduce_op(reduce_op), root, tag, backend, codec, async_op, None, parts, bucket, None, called,
             )  # fmt: skip
             issue = self._chain(signature).issue
             if len(self._plans) >= _PLANS:  # each rank by itself: plans are made anew of the same chains

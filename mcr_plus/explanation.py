@@ -150,8 +150,9 @@ def explained(
 def _words(signature: Signature) -> str:
     """The operation for people: what moves where, without what other lines of the explanation say."""
     plain = signature.replace(
-        tag=None, key=None, encoding=None, backend=None, algorithm=None, compress=None, async_op=False
-    )
+        tag=None, key=None, encoding=None, backend=None, algorithm=None, compress=None, async_op=False,
+        call=None,
+    )  # fmt: skip
     codec = "" if signature.encoding is None else f", encoded by {signature.encoding.partition(':')[0]}"
     inside = "" if signature.group == "world" else f", in group {signature.group}"
     return f"{plain.describe()}{codec}{inside}"
@@ -162,7 +163,7 @@ def _step(note: Note) -> dict[str, Any]:
     inside = "" if group == "world" else f" in {group}"
     step = {
         "stage": note.stage,
-        "operation": note.signature.describe() + inside,
+        "operation": note.signature.replace(call=None).describe() + inside,
         "decision": note.text,
         "rule": note.place,
         **note.details(),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, get_args
@@ -74,6 +75,8 @@ REDUCIBLE: Final[Mapping[str, tuple[torch.dtype, ...]]] = {
     "BXOR": (*INTEGERS, torch.bool),
 }
 
+_SIZES_TEXT: Final = 24  # characters
+
 Codec = str | tuple[tuple[str, object], ...]
 """A codec override: a name, or sorted (key, value) pairs of name and options."""
 
@@ -105,6 +108,15 @@ def dtype_name(dtype: torch.dtype | None) -> str:
     return "none" if dtype is None else str(dtype).removeprefix("torch.")
 
 
+def bucket_text(numels: Iterable[int]) -> str:
+    """The sizes of the tensors in a bucket, for people and for comparison: `4+8`, short for many."""
+    sizes = list(numels)
+    text = "+".join(map(str, sizes))
+    if len(text) <= _SIZES_TEXT:
+        return text
+    return f"{len(sizes)} tensors ({hashlib.blake2b(text.encode(), digest_size=4).hexdigest()})"
+
+
 class Signature(NamedTuple):
     """Everything all ranks of a group share about an operation; the only thing a decision may read.
 
@@ -114,7 +126,9 @@ class Signature(NamedTuple):
     `backend` is what the caller asked for (`name` or `name:algorithm`) until select splits it and fills
     `algorithm`. `parts` are the shapes of the tensors that lie end to end in a bucket, and `key` tells
     which bucket it is, for codecs that keep something between calls; None for what is no bucket of a
-    model's. `encoding` names the codec and options of values that are encoded already.
+    model's. `encoding` names the codec and options of values that are encoded already. `call` describes the
+    operation that a stage has made this one of, so that ranks compare what their programs have called, and
+    not only what it has come to: sums and means of encoded values travel alike.
     """
 
     kind: Kind
@@ -134,6 +148,7 @@ class Signature(NamedTuple):
     parts: tuple[tuple[int, ...], ...] | None = None
     key: str | None = None
     encoding: str | None = None
+    call: str | None = None
 
     def replace(self, **changes: object) -> Self:
         """The same signature with some fields changed: how a stage describes the op it really issues."""
@@ -150,8 +165,11 @@ class Signature(NamedTuple):
         return self.kind in ("send", "recv")
 
     def describe(self) -> str:
-        """One line for people and for the board: `all_reduce SUM float32[4] tag=mlp`."""
-        parts: list[str] = [self.kind]
+        """One line for people and for the board: `all_reduce SUM float32[4] tag=mlp`.
+
+        An operation that a stage has made of another: `broadcast float32[8] as scatter float32[4] root=0`.
+        """
+        parts: list[str] = [self.kind] if self.call is None else [self.call, "as", self.kind]
         if self.reduce_op:
             parts.append(self.reduce_op)
         if self.dtype is not None:
@@ -166,6 +184,18 @@ class Signature(NamedTuple):
         if self.async_op:
             parts.append("async")
         return " ".join(parts)
+
+    def as_call(self) -> str | None:
+        """The `call` of the operations that a stage makes of this one.
+
+        Only what ranks must agree on: which library moves it and how it is waited for is not a part of it.
+        None for sends and receives, which are matched by peers and not by what the program has called.
+        """
+        if self.is_p2p:
+            return None
+        plain = self.replace(backend=None, algorithm=None, compress=None, encoding=None, async_op=False)
+        sizes = "" if self.parts is None else f" of {bucket_text(map(math.prod, self.parts))}"
+        return plain.describe() + sizes
 
     def digest(self) -> int:
         """32 bits that are equal on ranks with equal signatures (never Python's salted `hash`)."""
@@ -187,6 +217,7 @@ class Message:
         prepare: local work run just before the op starts, once `after` is done.
         fused: how many members were packed into this op.
         counts_known: whether counts are given when the op is issued, so that ranks can compare them.
+        values: `flows` of the values before they were encoded, which ranks compare in place of these.
         whole: it is a bucket already, and must not wait for others to be fused with.
         codec: name of the codec that encoded the payload, for records.
         origin: bytes before encoding, for records; None when not encoded.
@@ -202,6 +233,7 @@ class Message:
     fused: int = 1
     whole: bool = False
     counts_known: bool = True
+    values: tuple[Sequence[int], Sequence[int]] | None = None
     codec: str | None = None
     origin: int | None = None
     seen_bytes: int = 0
@@ -222,21 +254,34 @@ class Message:
         if rest:
             self.__dict__.update(rest)
 
-    def flows(self, group: Group) -> tuple[Sequence[int], Sequence[int]]:
-        """Elements sent to and expected from each rank of `group`; of a vector collective."""
-        signature, me, none = self.signature, group.rank, [0] * group.size
+    @property
+    def compares_counts(self) -> bool:
+        """Whether it is a vector collective whose sizes are known when it is issued."""
+        return self.signature.kind in VECTOR and (self.counts_known or self.values is not None)
+
+    def flows(self, rank: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Elements that this rank, number `rank` of its group, sends to and expects from each of the others.
+
+        Of a vector collective.
+        """
+        signature, size = self.signature, self.signature.ranks
+        none = [0] * size
         sent, expected = self.input_counts or none, self.output_counts or none
         mine = sum(tensor.numel() for tensor in self.inputs)
         if signature.kind == "all_gather_v":
-            sent = [mine] * group.size
+            sent = [mine] * size
         elif signature.kind == "gather_v":
-            sent = [mine if rank == signature.root else 0 for rank in range(group.size)]
+            sent = [mine if each == signature.root else 0 for each in range(size)]
         elif signature.kind == "reduce_scatter_v":
-            expected = [sent[me]] * group.size
+            expected = [sent[rank]] * size
         elif signature.kind == "scatter_v":
             mine = sum(tensor.numel() for tensor in self.outputs)
-            expected = [mine if rank == signature.root else 0 for rank in range(group.size)]
+            expected = [mine if each == signature.root else 0 for each in range(size)]
         return sent, expected
+
+    def compared_flows(self, rank: int) -> tuple[Sequence[int], Sequence[int]]:
+        """The flows that must fit those of the other ranks."""
+        return self.flows(rank) if self.values is None else self.values
 
     def own_bytes(self) -> int:
         """The larger of what this rank sends and receives; remembered once the tensors are let go."""

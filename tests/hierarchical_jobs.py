@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -27,6 +28,7 @@ from mcr_plus.message import DTYPES, REDUCE_OPS, REDUCIBLE, ReduceOp
 from mcr_plus.observe.record import Log
 
 SIZES: Final = (0, 1, 3, 4, 1031)
+Program = Callable[[mcr.Communicator], None]
 
 
 def config(
@@ -523,6 +525,38 @@ def another_operation() -> None:
             group.all_reduce(torch.ones(1000 if comm.rank != 3 else 999), tag="odd")
 
 
+def _and_barrier(program: Program, group: mcr.Communicator) -> None:
+    program(group)
+    group.barrier()
+
+
+def known_operations_swapped() -> None:
+    """Steps that look alike belong to operations that differ: sums and means, sizes, roots."""
+
+    def summed(comm: mcr.Communicator, numel: int = 1000, op: ReduceOp = "SUM") -> None:
+        comm.all_reduce(torch.ones(numel), op)
+
+    def sent(comm: mcr.Communicator, root: int) -> None:
+        comm.broadcast(torch.ones(1000), root)
+
+    pairs: list[tuple[Program, Program, str, str]] = [
+        (summed, partial(summed, op="AVG"), "SUM float32", "AVG float32"),
+        (summed, partial(summed, numel=1001), r"float32\[1000\]", r"float32\[1001\]"),
+        (partial(sent, root=0), partial(sent, root=1), "root=0", "root=1"),
+    ]
+    with mcr.init(config(**NODES, dispatch={"timeout": "20s"})) as comm:
+        for good, bad, mine, other in pairs:
+            group = comm.branch()
+            for _turn in range(2):
+                good(group)
+                bad(group)
+            program = bad if comm.rank == 3 else good
+            with pytest.raises(mcr.OrderMismatch) as found:
+                _and_barrier(program, group)
+            assert re.search(mine, str(found.value)), found.value
+            assert re.search(other, str(found.value)), found.value
+
+
 def a_missing_rank() -> None:
     """A rank that does not come is named, with the group that waits for it."""
     with mcr.init(config(**NODES, dispatch={"timeout": "3s"})) as comm:
@@ -547,7 +581,8 @@ FOUR_RANKS: Final[dict[str, Callable[[], None]]] = {
         compressed, compressed_by_the_pipeline, matrices_go_the_flat_way, feedback, fused, wrapped, rules,
         uneven, first_steps_do_not_wait_for_last_ones, bad_nodes, what_one_node_lacks,
         a_codec_between_nodes_with_an_algorithm, no_memory_on_one_node, no_memory_for_a_named_step,
-        no_memory_on_a_node_that_needs_none, another_thread, another_operation, a_missing_rank,
+        no_memory_on_a_node_that_needs_none, another_thread, another_operation, known_operations_swapped,
+        a_missing_rank,
     )
 }  # fmt: skip
 

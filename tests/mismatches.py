@@ -92,10 +92,10 @@ def _reduce(target: int, numel: int = 4) -> Program:
     return run
 
 
-def _all_gather(numel: int = 4) -> Program:
+def _all_gather(numel: int = 4, **options: Any) -> Program:
     def run(group: Group, backend: str) -> torch.Tensor:
         output = torch.zeros(numel * group.size)
-        group.all_gather_into_tensor(output, _value(group, numel), backend=backend)
+        group.all_gather_into_tensor(output, _value(group, numel), backend=backend, **options)
         return output
 
     return run
@@ -144,10 +144,24 @@ def _barrier(group: Group, backend: str) -> None:
     group.barrier(backend=backend)
 
 
-def _coalesced(group: Group, backend: str) -> torch.Tensor:
-    values = [_value(group, 4), _value(group, 4)]
-    group.all_reduce_coalesced(values, backend=backend)
-    return torch.cat(values)
+def coalesced(*numels: int, **options: Any) -> Program:
+    def run(group: Group, backend: str) -> torch.Tensor:
+        values = [_value(group, numel) for numel in numels]
+        group.all_reduce_coalesced(values, backend=backend, **options)
+        return torch.cat(values)
+
+    return run
+
+
+def _encoded_parts(numel: int) -> Program:
+    """Parts of one size, encoded, of which each rank sends the first to each of the others."""
+
+    def run(group: Group, backend: str) -> torch.Tensor:
+        outputs = [torch.zeros(numel) for _ in range(group.size)]
+        group.all_gather_v(outputs, _value(group, numel), backend=backend, compress="int8_block")
+        return torch.cat(outputs)
+
+    return run
 
 
 def in_order(*programs: Program) -> Program:
@@ -221,7 +235,7 @@ CASES = {
     "size of reduce_scatter": Case(
         _reduce_scatter(), _reduce_scatter(5), ("reduce_scatter", "reduce_scatter")
     ),
-    "coalesced": Case(_coalesced, all_reduce((_LARGE,)), (r"\[8\]|coalesced", rf"\[{_LARGE}\]")),
+    "coalesced": Case(coalesced(4, 4), all_reduce((_LARGE,)), (r"\[8\]|coalesced", rf"\[{_LARGE}\]")),
     # another root
     "root": Case(_broadcast(0), _broadcast(1), ("root=0", "root=1")),
     "roots of their own": Case(_broadcast(0), _broadcast(-1), ("root=0", r"root=[12]")),
@@ -245,6 +259,33 @@ CASES = {
     "compress": Case(all_reduce(), all_reduce(compress="bf16"), ("float32", "bfloat16")),
     "compress a block": Case(
         all_reduce((4096,)), all_reduce((4096,), compress="int8_block"), (r"float32\[4096\]", "int8")
+    ),
+    # operations of which a stage makes others that look alike
+    "mean of encoded": Case(
+        all_reduce(compress="bf16"), all_reduce(op="AVG", compress="bf16"), (r"SUM float32", r"AVG float32")
+    ),
+    "mean of encoded blocks": Case(
+        all_reduce((4096,), compress="int8_block"),
+        all_reduce((4096,), op="AVG", compress="int8_block"),
+        (r"SUM float32", r"AVG float32"),
+    ),
+    "size of encoded blocks": Case(
+        all_reduce((4095,), compress="int8_block"),
+        all_reduce((4096,), compress="int8_block"),
+        (r"\[4095\]", r"\[4096\]"),
+    ),
+    "encoded, another kind": Case(
+        all_reduce((4096,), compress="topk"),
+        _all_gather(4096, compress="topk"),
+        (r"all_reduce SUM float32", r"all_gather float32"),
+    ),
+    "encoded parts": Case(_encoded_parts(4095), _encoded_parts(4096), (r"\b4095\b", r"\b4096\b")),
+    "order in a bucket": Case(coalesced(4, 8), coalesced(8, 4), (r"\b4\+8\b", r"\b8\+4\b")),
+    "sizes in a bucket": Case(coalesced(6, 6), coalesced(4, 8), (r"\b6\+6\b", r"\b4\+8\b")),
+    "order in an encoded bucket": Case(
+        coalesced(4096, 8192, compress="int8_block"),
+        coalesced(8192, 4096, compress="int8_block"),
+        (r"\b4096\+8192\b", r"\b8192\+4096\b"),
     ),
     "backend": Case(all_reduce(), _on_the_other, ("backend=m", "backend=gloo")),
     # other numbers of elements

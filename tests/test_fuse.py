@@ -341,6 +341,27 @@ def test_waiting_at_different_places_is_a_mismatch() -> None:
         assert "float32[8]" in result.value
 
 
+def members_swapped(numels: list[list[int]]) -> str:
+    """Runs on ranks: each rank has the same number of elements in its bucket, of other tensors."""
+    with mcr.init(config("gloo")) as comm:
+        for own in (*numels, numels[comm.rank]):
+            works = [comm.all_reduce(torch.ones(numel), async_op=True) for numel in own]
+            try:
+                for work in works:
+                    assert work is not None
+                    work.wait()
+            except mcr.OrderMismatch as error:
+                return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("numels", [[[4, 8], [8, 4]], [[6, 6], [4, 8]], [[1] * 40, [2] * 20]])
+def test_buckets_of_other_members_are_a_mismatch(numels: list[list[int]]) -> None:
+    for result in run_ranks(members_swapped, 2, args=[numels], via="torch"):
+        for own in numels:
+            assert ("+".join(map(str, own)) if len(own) == 2 else f"{len(own)} tensors") in result.value
+
+
 # -- handles --------------------------------------------------------------------------------------
 
 

@@ -607,9 +607,9 @@ class _MpiChannel:
 
     def flow_sum(self, message: Message) -> int:
         """What this rank sends minus what it expects, each times a factor of the pair, modulo 2⁶⁴."""
-        if not message.counts_known:
+        if not message.compares_counts:
             return 0
-        flows = zip(message.flows(self._group), self._flow_factors, strict=True)
+        flows = zip(message.compared_flows(self._group.rank), self._flow_factors, strict=True)
         sent, expected = (int(sum(map(operator.mul, counts, factors))) for counts, factors in flows)
         return (sent - expected) % _WORD
 

@@ -26,7 +26,6 @@ from mcr_plus.errors import (
     OperationsDiffer,
     OrderMismatch,
 )
-from mcr_plus.message import VECTOR
 
 if TYPE_CHECKING:
     from mcr_plus.dispatch.bells import Bells
@@ -315,8 +314,8 @@ class Engine:
         operation = work.operation
         state = operation.state
         state.publish()
-        if operation.signature.kind in VECTOR and work.message.counts_known:
-            state.board.post_counts(work.sequence, *work.message.flows(state.group))
+        if work.message.compares_counts:
+            state.board.post_counts(work.sequence, *work.message.compared_flows(state.group.rank))
         if not operation.signature.is_p2p:
             state.board.post(work.sequence, operation.digest, operation.text)
         self.ring()
@@ -434,11 +433,9 @@ class Engine:
     def _other_counts(self, work: IssuedWork, rank: int) -> OrderMismatch | None:
         """What does not fit between `rank` and this one in a vector collective; None if all does."""
         state = work.operation.state
-        if rank == state.group.rank or work.operation.signature.kind not in VECTOR:
+        if rank == state.group.rank or not work.message.compares_counts:
             return None
-        if not work.message.counts_known:
-            return None
-        sent, expected = work.message.flows(state.group)
+        sent, expected = work.message.compared_flows(state.group.rank)
         theirs = state.board.counts(rank, work.sequence)
         if theirs is None or theirs == (expected[rank], sent[rank]):
             return None

@@ -14,7 +14,7 @@ from mcr_plus.dispatch.operation import Lane, Operation
 from mcr_plus.dispatch.streams import stage_through_host
 from mcr_plus.errors import Unsupported
 from mcr_plus.interfaces import Backend, Channel, Context, Issue, Next, Poll, Start
-from mcr_plus.message import Message, Signature
+from mcr_plus.message import VECTOR, Message, Signature
 
 
 @dataclass(frozen=True)
@@ -131,10 +131,17 @@ class DispatchStage:
         return issue
 
     def _compares_every(self, signature: Signature) -> bool:
-        """Whether every operation is compared: also where the library would pair those that differ."""
+        """Whether every operation is compared: also where the library would pair those that differ.
+
+        It sees how much is encoded, and not of how many values that is.
+        """
+        if self._options.check == "every":
+            return True
         backend = self._backends.get(signature.backend or "")
-        apart = backend is None or backend.on_stream or getattr(backend, "keeps_apart", False)
-        return self._options.check == "every" or not apart
+        if backend is None or backend.on_stream:
+            return False
+        of_any_size = signature.encoding is not None and signature.kind in VECTOR
+        return of_any_size or not getattr(backend, "keeps_apart", False)
 
     def _bind(self, signature: Signature, runtime: GroupRuntime) -> Issue:
         line = runtime.lines[signature.backend or ""]

@@ -60,7 +60,9 @@ class Way(ABC):
     def step(self, kind: Kind, part: Part, numel: int, nbytes: int, **changes: Any) -> Signature:
         """The signature of a step on tensors of `numel` elements each."""
         ranks = self.nodes.count if part == "across" else self.nodes.size
-        like = self.signature.replace(reduce_op=None, root=None, parts=None, async_op=True)
+        like = self.signature.replace(
+            reduce_op=None, root=None, parts=None, async_op=True, call=self.signature.as_call()
+        )
         # What a codec keeps between calls belongs to the step that it works on.
         key = self.signature.key if part == "across" else None
         return like.replace(
@@ -111,7 +113,7 @@ class Way(ABC):
         if rest:
             nbytes = rest * self.dtype.itemsize
             like = self.signature.replace(shape=(rest,), nbytes=nbytes, parts=None, key=None)
-            like = like.replace(compress=False, async_op=True)
+            like = like.replace(compress=False, async_op=True, call=self.signature.as_call())
             self._rest = like, next(like)
 
     def start_rest(self, given: torch.Tensor, result: torch.Tensor, after: Work | None) -> list[Work]:

@@ -275,7 +275,7 @@ class _Channel:
         group, lane, of_sizes = self._group, self._lane, self._direct.of_sizes
 
         def start(message: Message) -> Poll:
-            sent, expected = message.flows(group)
+            sent, expected = message.flows(group.rank)
             if parts > 1:
                 sent, expected = [parts * each for each in sent], [parts * each for each in expected]
             state = of_sizes(pattern, sent, expected)
@@ -341,7 +341,7 @@ class _Uneven:
             return False
         if (found := direct.mismatch(self._state)) is not None:
             rank, given = found
-            group, expected = self._group, self._message.flows(self._group)[1]
+            group, expected = self._group, self._message.flows(self._group.rank)[1]
             raise OperationsDiffer(
                 f"rank {rank} sends {given // self._parts} elements to rank {group.rank}, which expects "
                 f"{expected[rank]}",

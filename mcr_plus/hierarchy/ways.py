@@ -211,7 +211,7 @@ class AllReduce(Way):
         third = self.start(
             "back", (part,), (result[:whole],), message, after=second, prepare=_divide(part, self._after)
         )
-        return self.handle([*rest, first, second, third.then(loan.give_back)], agreed)
+        return self.handle([first, second, third.then(loan.give_back), *rest], agreed)
 
 
 class Broadcast(Way):
@@ -259,7 +259,7 @@ class Broadcast(Way):
         first = works[0] if works else across
         back = self.start("back", (part,), (values[:whole],), message, after=across)
         rest = self.start_rest(values, values, first if message.prepare else begin)
-        return self.handle([*rest, *works, across, back.then(loan.give_back)], agreed)
+        return self.handle([*works, across, back.then(loan.give_back), *rest], agreed)
 
 
 class AllToAll(Way):

@@ -23,6 +23,8 @@ from collections.abc import Sequence
 class McrError(RuntimeError):
     """Base of all errors raised by mcr_plus; programs that know torch.distributed catch its RuntimeError."""
 
+    passed_on = ""  # what another rank said of its failure, where this error is only the news of it
+
 
 class ConfigError(McrError):
     """A configuration, table or algorithm file is wrong; the message begins with `file:line: path:`."""

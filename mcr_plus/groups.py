@@ -10,11 +10,11 @@ from mcr_plus.communicator import Communicator
 from mcr_plus.dispatch.board import Failure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from mcr_plus.config import Config
     from mcr_plus.dispatch.engine import GroupState
-    from mcr_plus.dispatch.stage import GroupRuntime
+    from mcr_plus.dispatch.stage import GroupRuntime, Line
     from mcr_plus.interfaces import Channel
     from mcr_plus.message import Group, Signature
     from mcr_plus.pipeline import Bound, Pipeline
@@ -23,6 +23,21 @@ if TYPE_CHECKING:
 
 def _nobody() -> None:
     return None
+
+
+def give_up(channels: Iterable[Channel]) -> None:
+    """Let channels that may never be closed free what they have in reserve."""
+    for channel in channels:
+        if hasattr(channel, "give_up"):
+            channel.give_up()
+
+
+def let_go(lines: Mapping[str, Line]) -> None:
+    """Close channels that nothing has used, as far as no peer is needed for it."""
+    give_up(line.channel for line in lines.values())
+    for line in lines.values():
+        if hasattr(line.channel, "release"):
+            line.channel.release()
 
 
 @dataclass(eq=False)
@@ -90,9 +105,10 @@ class OpenGroup:
     def shut(self, clean: bool) -> None:
         """Close the group's channels at the end of the job, once nothing is in flight."""
         self.runtime.forget()
-        if clean:
-            for line in self.runtime.lines.values():
-                line.channel.close()
+        if not clean:
+            give_up(line.channel for line in self.runtime.lines.values())
+        for line in self.runtime.lines.values() if clean else ():
+            line.channel.close()
 
     def shut_alone(
         self, clean: bool, *, together: bool = False, off: Collection[str] = ()
@@ -119,6 +135,8 @@ class OpenGroup:
                 release()
             else:
                 left[name] = line.channel
+        if not (clean and idle):
+            give_up(line.channel for line in self.runtime.lines.values())
         state.close()
         state.board.close()
         return left

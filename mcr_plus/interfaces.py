@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from mcr_plus.environment import usable_cores
+from mcr_plus.group_store import GroupStore
 from mcr_plus.message import Group, Message, Signature
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class World:
     rank 0 (`Open MPI 5.0.11`), where that is known. `cores`: on how many the ranks of this host may run,
     all of them together, for launchers bind each to its own. `secret`: what only the ranks have, empty if
     they have none. `bells`: how ranks of this host that sleep are woken; compiled code that moves something
-    for a peer rings them itself.
+    for a peer rings them itself. `stores`: see `store_of`.
     """
 
     rank: int
@@ -126,6 +127,17 @@ class World:
     cores: int = field(default_factory=lambda: len(usable_cores()))
     secret: bytes = field(default=b"", repr=False)
     bells: Bells | None = None
+    stores: dict[str, GroupStore] = field(default_factory=dict, repr=False)
+
+    def store_of(self, group: Group) -> GroupStore:
+        """The store for what ranks of `group` tell each other about it: its keys go when all have left it.
+
+        Only for members of groups of several ranks, which have a store.
+        """
+        assert self.store is not None
+        if group.name not in self.stores:
+            self.stores[group.name] = GroupStore(self.store, group)
+        return self.stores[group.name]
 
     @property
     def crowded(self) -> bool:
@@ -150,6 +162,8 @@ class Channel(Protocol):
         ...
 
     # One that can be closed while other ranks still use theirs also has `release() -> None`, which does that.
+    # One that stays open when its library is closed has `give_up() -> None`: it may never be closed, and
+    # frees what it has in reserve.
 
 
 class Backend(Protocol):

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial, reduce
@@ -53,7 +54,7 @@ from mcr_plus.errors import (
     NotInitialized,
     OrderMismatch,
 )
-from mcr_plus.groups import OpenGroup
+from mcr_plus.groups import OpenGroup, give_up, let_go
 from mcr_plus.hierarchy.nodes import Part, check_nodes, inner_groups
 from mcr_plus.interfaces import Backend, Channel, Context, Stage, World
 from mcr_plus.kernels import compiling
@@ -105,12 +106,7 @@ class Runtime:
             ranks=here,
             short=here > quota_cores(),
         )
-        # A single process needs no library: whatever is named, copies do it.
-        needed = {"local": backends["local"]} if world.size == 1 else backends
-        self._backends: dict[str, Backend] = {name: kind(world) for name, kind in needed.items()}
-        self.engine.backends = list(self._backends.values())
-        if options.progress == "thread":
-            self._drive_by_thread()
+        self._backends: dict[str, Backend] = {}
         self.groups: list[OpenGroup] = []  # in the order in which they were opened
         # What of groups that were left in good order must be closed on all ranks together: by name and ranks,
         # the channels by their libraries.
@@ -124,8 +120,33 @@ class Runtime:
         self._dropped: frozenset[str] = frozenset()
         # By the tags of their operations: modules that share one would share what codecs keep for it.
         self.tagged: WeakValueDictionary[str, Any] = WeakValueDictionary()
-        self.communicator = self.open_group("world", tuple(range(world.size)))
+        try:
+            # A single process needs no library: whatever is named, copies do it.
+            for name, kind in backends.items() if world.size > 1 else [("local", backends["local"])]:
+                self._backends[name] = kind(world)
+            self.engine.backends = list(self._backends.values())
+            if options.progress == "thread":
+                self._drive_by_thread()
+            self.communicator = self.open_group("world", tuple(range(world.size)))
+        except BaseException:
+            self._take_back()
+            raise
         compiling.watchers.append(self.engine.compiles)
+
+    def _take_back(self) -> None:
+        """Close what has been opened for a job that cannot begin."""
+        self.closed = True
+        self.engine.stop_thread()
+        for opened in self.groups:
+            let_go(opened.runtime.lines)
+            opened.state.close()
+            opened.state.board.close()
+        for backend in self._backends.values():
+            backend.close(clean=False)
+        self.engine.waiting.close()
+        self.engine.waiting.abandon()
+        if self.world.bells is not None:
+            self.world.bells.close()
 
     @property
     def backend_names(self) -> list[str]:
@@ -165,7 +186,7 @@ class Runtime:
         rank = ranks.index(world.rank) if world.rank in ranks else -1
         group = Group(name, ranks, rank)
         if not checked and rank >= 0 and group.size > 1 and world.store is not None:
-            store, meetings = world.store, count()
+            store, meetings = world.store_of(group), count()
 
             def tell(mine: object) -> list[Any]:
                 what = f"opening/{name}/{next(meetings)}"
@@ -183,6 +204,15 @@ class Runtime:
             raise
         except RuntimeError as error:  # of torch's store, or of a library that has asked it
             raise BackendError(f"group '{name}' cannot be opened over the job's store: {error}") from error
+        finally:
+            for failed in world.stores.keys() - {each.name for each in self.groups}:
+                self.leave_store(failed)
+
+    def leave_store(self, name: str) -> None:
+        """Let go of a group's keys in the job's store, unless rank 0, which serves it, does not answer."""
+        store = self.world.stores.pop(name, None)
+        if store is not None and self._peers.status(0) not in ("dead", "stopped"):
+            store.leave()
 
     def _open_over(
         self, group: Group, lines: dict[str, Line], config: Config, *, inner: bool = False
@@ -190,17 +220,23 @@ class Runtime:
         """A group whose libraries are open."""
         world, name, rank = self.world, group.name, group.rank
         one_host = len({world.hosts[each] for each in group.ranks}) == 1
-        board = open_board(world.store if rank >= 0 else None, group, one_host, world.timeout)
-        channels: list[Any] = [line.channel for line in lines.values() if hasattr(line.channel, "ballots")]
-        if channels:  # one library only: the n-th ballot of each rank must be for the same operation
-            channels[0].ballots = board.ballots
-        state = GroupState(group, board)
-        restored, found = (kept.setdefault(name, {}) for kept in (self.restored, self.found))
-        runtime = GroupRuntime(self.engine, state, lines, {}, restored=restored, found=found)
-        usable = {name: self._classes[name] for name in lines} if rank >= 0 else dict(self._classes)
-        parts: dict[str, Pipeline] = {}
-        context = Context(config, world, group, usable, runtime, parts)
-        pipeline = Pipeline(context)
+        store = world.store_of(group) if rank >= 0 and group.size > 1 and world.store is not None else None
+        with ExitStack() as undo:
+            undo.callback(let_go, lines)
+            board = open_board(store, group, one_host, world.timeout)
+            channels: list[Any] = [
+                line.channel for line in lines.values() if hasattr(line.channel, "ballots")
+            ]
+            if channels:  # one library only: the n-th ballot of each rank must be for the same operation
+                channels[0].ballots = board.ballots
+            state = GroupState(group, board)
+            restored, found = (kept.setdefault(name, {}) for kept in (self.restored, self.found))
+            runtime = GroupRuntime(self.engine, state, lines, {}, restored=restored, found=found)
+            usable = {name: self._classes[name] for name in lines} if rank >= 0 else dict(self._classes)
+            parts: dict[str, Pipeline] = {}
+            context = Context(config, world, group, usable, runtime, parts)
+            pipeline = Pipeline(context)
+            undo.pop_all()
         opened = OpenGroup(group, pipeline, runtime, config, inner)
         self.engine.states.append(state)
         state.recorded = bool(self.engine.recorders)
@@ -220,20 +256,34 @@ class Runtime:
         A library that one of the groups of this part must go without is left out in all of them. Raises
         `BackendUnavailable` on all ranks of `group` if that is one the configuration names for the step.
         """
-        world, problem = self.world, ""
+        problem = ""
         lines: dict[str, Line] = {}
         dropped: dict[str, str] = {}
         try:
             lines, dropped = self._open_lines(inner)
         except BackendUnavailable as error:
             problem = f"group '{inner.name}': {error}"
-        assert world.store is not None
         named = {name: f"group '{inner.name}': {reason}" for name, reason in dropped.items()}
-        what, mine = f"opened/{group.name}/{part}", json.dumps([problem, list(lines), named])
-        told = [
-            json.loads(text)
-            for text in exchange(world.store, group.rank, group.size, what, mine, world.timeout)
-        ]
+        with ExitStack() as undo:
+            undo.callback(let_go, lines)
+            missing = self._missing(group, part, config, (problem, list(lines), named))
+            undo.pop_all()
+        self._tell_what_is_missing(inner, missing)
+        let_go({name: lines.pop(name) for name in missing.keys() & lines.keys()})
+        return self._open_over(inner, lines, config.below("hierarchical"), inner=True)
+
+    def _missing(
+        self, group: Group, part: Part, config: Config, mine: tuple[str, list[str], dict[str, str]]
+    ) -> dict[str, str]:
+        """The libraries that one of the groups of a part must go without, and why; raises for `_open_part`.
+
+        `mine`: of this rank's group of the part, why it cannot be had, its libraries, and those it lacks.
+        """
+        world, what = self.world, f"opened/{group.name}/{part}"
+        answers = exchange(
+            world.store_of(group), group.rank, group.size, what, json.dumps(mine), world.timeout
+        )
+        told = [json.loads(text) for text in answers]
         if problem := next((problem for problem, _, _ in told if problem), ""):
             raise BackendUnavailable(problem)
         missing: dict[str, str] = {}
@@ -245,13 +295,7 @@ class Runtime:
         for _, opened, _ in told:
             if missing and not set(opened) - missing.keys():
                 raise BackendUnavailable("; ".join(missing.values()))
-        self._tell_what_is_missing(inner, missing)
-        for name in missing.keys() & lines.keys():
-            # One without this method waits for the others when it closes: it stays open until the job ends.
-            release = getattr(lines.pop(name).channel, "release", None)
-            if release is not None:
-                release()
-        return self._open_over(inner, lines, config.below("hierarchical"), inner=True)
+        return missing
 
     def _open_lines(self, group: Group) -> tuple[dict[str, Line], dict[str, str]]:
         """Every library of the job that can serve a group, as this group uses it; what is left out, and why.
@@ -264,16 +308,19 @@ class Runtime:
         for name, reason in dropped.items():
             if self.config.backends is not None or len(names) == len(dropped):
                 raise BackendUnavailable(f"backend {name}: {reason}")
-        for name in names:
-            if name in dropped:
-                continue
-            backend = self._backends[name]
-            try:
-                lines[name] = Line(backend, backend.open(group), Lane())
-            except BackendUnavailable as error:  # told to all ranks of the group alike
-                if self.config.backends is not None or len(names) == 1:
-                    raise
-                dropped[name] = str(error)
+        with ExitStack() as undo:
+            undo.callback(let_go, lines)
+            for name in names:
+                if name in dropped:
+                    continue
+                backend = self._backends[name]
+                try:
+                    lines[name] = Line(backend, backend.open(group), Lane())
+                except BackendUnavailable as error:  # told to all ranks of the group alike
+                    if self.config.backends is not None or len(names) == 1:
+                        raise
+                    dropped[name] = str(error)
+            undo.pop_all()
         return lines, dropped
 
     def _off_in(self, ranks: Sequence[int]) -> dict[str, str]:
@@ -429,6 +476,7 @@ class Runtime:
                 self._left[each.name, each.group.ranks] = left
             self.groups.remove(each)
             self.engine.states.remove(each.state)
+            self.leave_store(each.name)
             for kept in (self.restored, self.found):
                 if not kept.get(each.name, True):
                     del kept[each.name]
@@ -481,6 +529,7 @@ class Runtime:
         clean = clean and self.meet(self.world.timeout)
         for opened in reversed(self.groups):
             opened.shut(clean)
+        give_up(chain.from_iterable(channels.values() for channels in self._left.values()))
         for state in self.engine.states:
             state.close()
             if clean:
@@ -491,13 +540,38 @@ class Runtime:
             raise error
 
     def give_back(self) -> None:
-        """Before an end in no good order: close what no peer waits for, where nothing is in flight."""
+        """Before an end in no good order: close what no peer waits for, where nothing is in flight.
+
+        What all ranks must close together is left for `close_left`, unless its library may still be at an
+        operation.
+        """
         for opened in reversed(self.groups):
             idle = not self.engine.forget(opened.state)
-            for line in opened.runtime.lines.values() if idle else ():
+            left = self._left.setdefault((opened.name, opened.group.ranks), {})
+            for name, line in opened.runtime.lines.items():
                 release = getattr(line.channel, "release", None)
-                if release is not None:
+                if release is not None and idle:
                     release()
+                elif release is None and name not in opened.state.unfinished:
+                    left[name] = line.channel
+
+    @property
+    def left(self) -> list[tuple[str, tuple[int, ...], str]]:
+        """The channels that are open still and idle here: group, ranks and library of each."""
+        return [
+            (name, ranks, library)
+            for (name, ranks), channels in self._left.items()
+            for library, channel in channels.items()
+            if hasattr(channel, "give_up") and library not in self.engine.off
+        ]
+
+    def close_left(self, left: Sequence[Sequence[tuple[str, tuple[int, ...], str]]]) -> None:
+        """Close those that are `left` on all their ranks, which do so now; what is only here stays open."""
+        everywhere = [set(theirs) for theirs in left]
+        for each in sorted(everywhere[self.world.rank]):
+            name, ranks, library = each
+            if all(each in everywhere[rank] for rank in ranks):
+                self._left[name, ranks][library].close()
 
     def _close_libraries(self, clean: bool) -> None:
         for backend in self._backends.values():
@@ -926,7 +1000,9 @@ def reset() -> Communicator:
     ranks, neither is the world. Nothing in flight is waited for; tensors of what had not ended must not be
     used again. Communicators, wrapped models, hooks and persistent operations of the old world are closed;
     what codecs keep between calls is gone unless it was saved (`mcr.state_dict`). Memory of operations that
-    never ended stays taken until the end of the process.
+    never ended stays taken until the end of the process. So do MPI's communicators of a group in which an
+    operation on MPI has not ended well, or is in flight: three, and one per signature that the group has used
+    on MPI more than once, 192 at most. Those of other groups are freed.
 
     Returns the communicator of all ranks. Where it raises, the old world is closed all the same, and all
     ranks may call `init` again, with another configuration if need be.
@@ -957,8 +1033,13 @@ def reset() -> Communicator:
 def _fresh_world(runtime: Runtime) -> World:
     world = runtime.world
     if world.store is not None:
-        store, mine = world.store, secrets.token_hex(8)
-        name, *_ = exchange(store, world.rank, world.size, "reset", mine, world.timeout)
+        store, mine = world.store, json.dumps([secrets.token_hex(8), runtime.left])
+        told = exchange(store, world.rank, world.size, "reset", mine, world.timeout)
+        (name, _), *_ = answers = [json.loads(text) for text in told]
+        # From here on no rank uses anything of the old world.
+        runtime.close_left([[(of, tuple(ranks), by) for of, ranks, by in left] for _, left in answers])
+        for group in list(world.stores):
+            runtime.leave_store(group)
         part = store.part(name) if isinstance(store, SignedStore) else PrefixStore(name, store)
         world = _world_of(part, world.rank, world.size, world.timeout)
     for state in runtime.engine.states:  # all ranks have left

@@ -303,3 +303,27 @@ def test_forked_child_is_refused(via: Via) -> None:
         assert any("belongs to the parent process" in text for _, _, text in result.value["told"])
         assert result.value["code"] == 0
         assert result.value["value"] == 4.0
+
+
+TAGS = [letter * 144 + "last" for letter in "ab"]  # descriptions of just as many bytes as the board keeps
+
+
+def heard_of() -> dict[str, Any]:
+    """Runs on 4 ranks: two issue different operations, one waits for a message of those, one for that one."""
+    comm = mcr.init({**configuration(), "backends": ["gloo"]})
+
+    def run() -> None:
+        if comm.rank in (0, 3):
+            comm.recv(torch.zeros(4), 1 if comm.rank == 0 else 0)
+        else:
+            comm.all_reduce(torch.ones(4), tag=TAGS[comm.rank - 1])
+
+    return outcome_of(run)
+
+
+def test_ranks_that_hear_of_a_mismatch_hear_all_of_it() -> None:
+    for result in run_ranks(heard_of, 4, via="torch", check=False):
+        assert result.value["error"] == "OrderMismatch"
+        for tag in TAGS:
+            assert f" issued all_reduce SUM float32[4] tag={tag} backend=gloo" in result.value["text"]
+        assert "in the same order" in result.value["text"]

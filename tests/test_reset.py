@@ -6,6 +6,7 @@ import gc
 import os
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from mismatches import outcome_of
 from ranks import Via, run_ranks
 
 import mcr_plus as mcr
-from mcr_plus.backends import mpi
+from mcr_plus import config as configuration
+from mcr_plus.backends import backend_class, mpi
+from mcr_plus.backends.mpi import MpiBackend
 from mcr_plus.dispatch.operation import Operation
 from mcr_plus.launch import mpi_usable
 
@@ -171,6 +174,186 @@ def test_mpi_is_not_called_again_after_a_truncation() -> None:
         for name in ("in flight", "persistent", "later", "fresh"):
             assert "MPI is not used any more in this process" in found[name]["text"], name
         assert found["polls"] == 0
+
+
+def _counted(group: mcr.Communicator, calls: list[str]) -> None:
+    """Note every call by which an operation that `group` binds from here on goes to MPI."""
+    channel: Any = group.opened.runtime.lines["mpi"].channel
+    bind, bind_persistent = channel.bind, channel.bind_persistent
+
+    def counted(signature: Any) -> Any:
+        start = bind(signature)
+
+        def begin(message: Any) -> Any:
+            calls.append("start")
+            return start(message)
+
+        return begin
+
+    class Request:
+        def __init__(self, request: Any) -> None:
+            self.request = request
+
+        def begin(self) -> None:
+            calls.append("begin")
+            self.request.begin()
+
+        def test(self) -> bool:
+            calls.append("test")
+            return bool(self.request.test())
+
+    def counted_request(*arguments: Any) -> Any:
+        request = bind_persistent(*arguments)
+        return None if request is None else Request(request)
+
+    vars(channel).update(bind=counted, bind_persistent=counted_request)
+
+
+def known_to_other_groups() -> dict[str, Any]:
+    """Runs on ranks: MPI breaks while groups that have done operations often have nothing in flight."""
+    world = mcr.init({"version": 1, "backends": ["mpi", "gloo"], "pipeline": STAGES})
+    broken, *others = (mcr.new_group([0, 1]) for _ in range(4))
+    calls: list[str] = []
+    for group in others:
+        _counted(group, calls)
+    synchronous, persistent, message = others
+    kept = persistent.persistent("all_reduce", value := torch.ones(3), backend="mpi")
+    peer = 1 - world.rank
+
+    def send_and_receive() -> None:
+        sent = message.isend(torch.ones(2), peer, backend="mpi")
+        message.recv(torch.zeros(2), peer, backend="mpi")
+        sent.wait()
+
+    for _ in range(4):
+        assert _sum(synchronous, 3, backend="mpi") == _expected(2, 3)
+        kept()
+        send_and_receive()
+        assert _asynchronous(broken)["error"] is None
+    assert value.tolist() == [16.0] * 3
+    assert len(calls) > 10
+    found: dict[str, Any] = {"broken": _break_mpi(broken)}
+    before = len(calls)
+    found["synchronous"] = outcome_of(lambda: _sum(synchronous, 3, backend="mpi"))
+    found["persistent"] = outcome_of(kept)
+    found["message"] = outcome_of(send_and_receive)
+    found["again"] = outcome_of(lambda: _sum(synchronous, 3, backend="mpi"))
+    found["calls"] = len(calls) - before
+    assert _sum(world, 3, backend="gloo") == _expected(2, 3)
+    return found
+
+
+@needs_mpi
+def test_known_operations_of_other_groups_do_not_call_mpi_either() -> None:
+    for result in run_ranks(known_to_other_groups, 2, timeout=120, check=False):
+        found = result.value
+        assert found is not None, result.stderr
+        assert found["broken"]["error"] == "BackendError"
+        for name in ("synchronous", "persistent", "message", "again"):
+            assert found[name]["error"] == "BackendError", name
+            assert "MPI is not used any more in this process" in found[name]["text"], (name, found[name])
+        assert found["calls"] == 0
+
+
+def resets(mistake: str) -> dict[str, Any]:
+    """Runs on ranks: many worlds, each with signatures of its own; `mistake`: on which library one fails."""
+    from mpi4py import MPI
+
+    world = mcr.init({"version": 1, "backends": ["mpi", "gloo"], "pipeline": STAGES})
+    size = world.size
+    contexts, rooms, handles, signatures = [], [], [], []
+    for number in range(30 if mistake != "mpi" else 8):
+        left = mcr.new_group(list(range(size)))
+        groups = [world, left, mcr.new_group(list(range(size))[::-1]), mcr.new_group([0, 1])]
+        for group in groups:
+            for numel in range(1, 8):
+                for _ in range(3):
+                    assert group.rank < 0 or _sum(group, numel, backend="mpi") == _expected(group.size, numel)
+        channels: list[Any] = [
+            each.runtime.lines["mpi"].channel for each in world._runtime.groups if each.runtime.lines
+        ]
+        if number % 2:
+            with left:  # by each rank for itself
+                pass
+        if mistake:
+            assert _mistake(world, mistake) == "OrderMismatch"
+        signatures.append(sum(len(channel._contexts) for channel in channels))
+        world = mcr.reset()
+        another = MPI.COMM_SELF.Dup()
+        handles.append(another.py2f())
+        another.Free()
+        contexts.append(MpiBackend.contexts)
+        rooms.append(world.opened.runtime.lines["mpi"].channel._room)  # type: ignore[attr-defined]
+        gc.collect()
+    mcr.finalize()
+    return {"contexts": contexts, "rooms": rooms, "handles": handles, "signatures": signatures}
+
+
+@needs_mpi
+@pytest.mark.parametrize(("ranks", "mistake"), [(2, ""), (3, ""), (2, "gloo")])
+def test_resets_give_communicators_back(ranks: int, mistake: str) -> None:
+    for result in run_ranks(resets, ranks, args=[mistake], timeout=150):
+        found = result.value
+        assert min(found["signatures"]) >= 7
+        assert set(found["contexts"]) == {1024 - 192}
+        assert set(found["rooms"]) == {192}
+        assert found["handles"][-1] <= found["handles"][2], "communicators of MPI itself"
+
+
+@needs_mpi
+def test_a_reset_after_a_failure_in_mpi_keeps_what_signatures_had() -> None:
+    for result in run_ranks(resets, 2, args=["mpi"], timeout=150):
+        found = result.value
+        for number, left in enumerate(found["contexts"]):
+            # Of each world before, no more than its own group had: others had nothing in flight.
+            assert left >= 1024 - 192 - 10 * (number + 1), found
+        assert found["rooms"][-1] == 192
+
+
+def failed_inits(libraries: list[str], broken: str, times: int) -> list[tuple[int, int]]:
+    """Runs on ranks: jobs that cannot begin, as one library makes no group. Files and threads after each."""
+    stages = [*STAGES[:-1], {"dispatch": {"timeout": "20s", "progress": "thread"}}]
+    found = []
+    for number in range(times):
+        with mock.patch.object(
+            backend_class(broken), "open", side_effect=mcr.BackendUnavailable("not today")
+        ):
+            if number % 2:
+                mcr.init({"version": 1, "backends": ["msccl"], "pipeline": STAGES})
+                told = outcome_of(lambda: _reset_with(libraries, stages))
+            else:
+                told = outcome_of(lambda: mcr.init({"version": 1, "backends": libraries, "pipeline": stages}))
+        assert told["error"] == "BackendUnavailable", told
+        assert "not today" in told["text"]
+        gc.collect()
+        found.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    comm = mcr.init({"version": 1, "backends": libraries, "pipeline": stages})
+    for library in libraries:
+        assert _sum(comm, 3, backend=library) == _expected(comm.size, 3)
+    mcr.finalize()
+    return found
+
+
+def _reset_with(libraries: list[str], stages: list[dict[str, Any]]) -> None:
+    """A reset to a configuration that has become impossible."""
+    runtime = mcr.world()._runtime
+    runtime.loaded = configuration.load({"version": 1, "backends": libraries, "pipeline": stages})
+    mcr.reset()
+
+
+@pytest.mark.parametrize(
+    ("via", "libraries", "broken"),
+    [
+        pytest.param("mpi", ["gloo", "mpi"], "mpi", marks=needs_mpi),
+        pytest.param("mpi", ["mpi", "gloo"], "gloo", marks=needs_mpi),
+        ("torch", ["msccl", "gloo"], "gloo"),
+    ],
+)
+def test_inits_that_fail_leave_nothing_open(via: Via, libraries: list[str], broken: str) -> None:
+    for result in run_ranks(failed_inits, 2, args=[libraries, broken, 12], via=via, timeout=120):
+        early, late = result.value[3], result.value[-1]
+        assert late[0] <= early[0] + 2, f"files: {result.value}"
+        assert late[1] <= early[1] + 1, f"threads: {result.value}"
 
 
 def too_late() -> dict[str, Any]:

@@ -105,7 +105,7 @@ class GlooBackend:
         """See `Backend.open`."""
         if self._world.store is None:
             raise Unsupported("backend gloo needs the store of a running job")
-        store = c10d.PrefixStore(f"gloo/{group.name}", self._world.store)
+        store = c10d.PrefixStore(f"gloo/{group.name}", self._world.store_of(group))
         process_group = c10d.gloo_group(
             store, group.rank, group.size, devices=[self._device], threads=2, timeout=self._timeout
         )

@@ -463,6 +463,11 @@ class _MpiChannel:
                 context.Free()
         MpiBackend.contexts += self._taken
 
+    def give_up(self) -> None:
+        """See `Channel`: what no signature has taken is for other groups."""
+        MpiBackend.contexts += self._taken - len(self._contexts)
+        self._taken = len(self._contexts)
+
     # -- operations that differ are kept apart ------------------------------------------------------
 
     def bind(self, signature: Signature) -> Start:

@@ -138,6 +138,15 @@ class Bells:
                 for line in range(byte, len(self._ranks), BYTES):
                     self._wake(line)
 
+    def close(self) -> None:
+        """Unmap the memory: nobody sleeps or rings from here on."""
+        memory, self._memory, self.table = self._memory, None, 0
+        if memory is not None:
+            for view in (self.wanted, self._words, self._flags):
+                view.release()
+            del self._anchor
+            memory.close()
+
     def ring_own(self) -> None:
         """Wake other threads of this rank."""
         if self._memory is not None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 RING: Final = 512
 TEXT: Final = 192
-NOTE: Final = 448
+NOTE: Final = 2 * TEXT + 256  # a mismatch: two descriptions, and the words and the group's name around them
 _HEADER: Final = 64
 _WORDS: Final = _HEADER // 8
 _BALLOTS: Final = 4  # the word of a row's header where they begin, and how many there are
@@ -47,6 +47,7 @@ _DIGEST_BITS: Final = 32
 _DIGEST_MASK: Final = 0xFFFFFFFF
 _TAG_MASK: Final = 0xFFFFFFFF
 _STORED: Final = 256  # operations in a row of the store, which is written whole
+_TEXTS_STORED: Final = 1024  # descriptions that a rank has in the store at a time
 _FEW: Final = 8  # ranks up to which the rows themselves are compared, and no votes counted
 _CLOSED: Final = 1
 _FAILED: Final = 2
@@ -73,6 +74,11 @@ def _is_later(word: int, sequence: int) -> bool:
 def pad(text: str) -> bytes:
     """A description as the fixed-size record that `post` takes."""
     return text.encode()[: TEXT - 1].ljust(TEXT, b"\0")
+
+
+def unpad(record: bytes) -> str:
+    """What is left of a description that `pad` has made a record of."""
+    return record.rstrip(b"\0").decode(errors="replace")
 
 
 class Sighting(NamedTuple):
@@ -271,7 +277,7 @@ class SharedBoard:
     def text(self, rank: int, sequence: int, digest: int) -> str:
         """See `GroupBoard.text`."""
         start = rank * self._row + _TEXTS + sequence % RING * TEXT
-        text = bytes(self._view[start : start + TEXT]).rstrip(b"\0").decode(errors="replace")
+        text = unpad(bytes(self._view[start : start + TEXT]))
         return text if self._digest_at(rank, sequence) == digest else ""
 
     def close(self) -> None:
@@ -336,7 +342,7 @@ class StoreBoard:
         self._row = bytearray(self._HEADER + 8 * _STORED)
         self._issued = memoryview(self._row)[: self._HEADER].cast("Q")
         self._words = memoryview(self._row)[self._HEADER :].cast("Q")
-        self._described: set[int] = set()  # digests whose description this rank has posted
+        self._described: dict[int, int] = {}  # slot of a description → digest of what this rank has put there
         self._voted: deque[str] = deque()  # on rank 0 of many, which removes what is old
         self._next_question = 0.0
         # A look is a request per peer to a server that all ranks share.
@@ -394,9 +400,12 @@ class StoreBoard:
             if self._issued[0] < self.counter[0]:
                 self._publish()
             return
-        if digest not in self._described:
-            self._write(f"text/{digest:x}", text)  # first: whoever sees the digest finds it
-            self._described.add(digest)
+        place = digest % _TEXTS_STORED
+        if self._described.get(place) != digest:
+            # First, so that whoever sees the digest finds it. A slot and no key per digest, because programs
+            # may have a tag for every step.
+            self._write(f"text/{place}", digest.to_bytes(4, "little") + text)
+            self._described[place] = digest
         self._words[slot] = word
         self._publish()
         if self._group.size > _FEW:
@@ -450,8 +459,8 @@ class StoreBoard:
 
     def text(self, rank: int, sequence: int, digest: int) -> str:  # noqa: ARG002 - one for all numbers
         """See `GroupBoard.text`."""
-        text = self._read(rank, f"text/{digest:x}") or b""
-        return text.rstrip(b"\0").decode(errors="replace")
+        record = self._read(rank, f"text/{digest % _TEXTS_STORED}") or b""
+        return unpad(record[4:]) if record[:4] == digest.to_bytes(4, "little") else ""
 
     def close(self) -> None:
         """The store belongs to the job."""
@@ -580,19 +589,30 @@ def _map_shared(store: Store, group: Group) -> tuple[mmap.mmap | None, int | Non
         return None, None
 
 
+def _all(store: Store, what: str, size: int, mine: bool, timeout: float) -> bool:
+    """Whether all ranks say so; waits for them. `what` names the question and must be new."""
+    if not mine:
+        store.set(f"{what}/no", "")
+    if store.add(f"{what}/ranks", 1) == size:
+        store.set(f"{what}/done", "")
+    store.wait([f"{what}/done"], timedelta(seconds=timeout))
+    return not store.check([f"{what}/no"])
+
+
 def open_board(store: Store | None, group: Group, shared: bool, timeout: float) -> GroupBoard:
     """Open the board of `group`; collective over its ranks, which all get the same kind."""
     if group.size == 1 or store is None:
         return NoBoard()
-    memory, descriptor = _map_shared(store, group) if shared else (None, None)
-    counts = f"board/{group.name}/votes"
-    store.add(f"{counts}/{'yes' if memory is not None else 'no'}", 1)
-    stored = StoreBoard(store, group)  # its row is there before anybody looks
-    if store.add(f"{counts}/all", 1) == group.size:
-        store.set(f"{counts}/done", "1")
-    store.wait([f"{counts}/done"], timedelta(seconds=timeout))
-    if descriptor is not None:  # all have mapped it, or never will
-        os.close(descriptor)
-    if memory is not None and store.add(f"{counts}/no", 0) == 0:
-        return SharedBoard(memory, group)
+    questions = f"board/{group.name}/votes"
+    if shared:
+        memory, descriptor = _map_shared(store, group)
+        try:
+            mapped = _all(store, f"{questions}/mapped", group.size, memory is not None, timeout)
+        finally:
+            if descriptor is not None:  # all have mapped it, or never will
+                os.close(descriptor)
+        if mapped and memory is not None:
+            return SharedBoard(memory, group)
+    stored = StoreBoard(store, group)
+    _all(store, f"{questions}/stored", group.size, True, timeout)  # all rows are there before anybody looks
     return stored

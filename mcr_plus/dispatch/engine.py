@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, cast
 from weakref import WeakSet
 
-from mcr_plus.dispatch.board import Failure, GroupBoard
+from mcr_plus.dispatch.board import Failure, GroupBoard, unpad
 from mcr_plus.dispatch.progress import ProgressThread
 from mcr_plus.dispatch.streams import CallerStream
 from mcr_plus.dispatch.waiting import Pause, Waiting, WaitPolicy
@@ -50,11 +50,11 @@ _REAP: Final = 2  # finished handles let go per issue: amortised, never a scan
 
 
 class _Gone(NamedTuple):
-    """A rank that will not take part any more, and the kind of error it gave as its reason."""
+    """A rank that will not take part any more, and what it said of an operation that failed there."""
 
     rank: int  # in the job
     told: str
-    kind: str = ""
+    failure: str = ""
 
 
 class GroupState:
@@ -76,6 +76,7 @@ class GroupState:
         "recorded",
         "sequence",
         "told",
+        "unfinished",
         "waiting_lanes",
         "when_stuck",
     )
@@ -86,6 +87,7 @@ class GroupState:
         self.sequence = 0
         self.failure: BaseException | None = None
         self.told = False  # whether the program has been given it
+        self.unfinished: set[str | None] = set()  # libraries that may still be at an operation given up here
         self.closed = False
         self.recorded = False
         self.waiting_lanes = 0
@@ -454,7 +456,7 @@ class Engine:
 
     def _mismatch(self, work: IssuedWork, rank: int, digest: int | None) -> OrderMismatch:
         board, group = work.operation.state.board, work.operation.state.group
-        mine = work.operation.signature.describe()
+        mine = unpad(work.operation.text)  # no longer than theirs, so that both fit into what peers are told
         theirs = "" if digest is None else board.text(rank, work.sequence, digest)
         theirs = theirs or "another operation, issued before and not described"
         return OrderMismatch(
@@ -474,7 +476,7 @@ class Engine:
                     self.fail(work, self._mismatch(work, rank, sighting.digest))
                     return
 
-    def _difference(self, work: IssuedWork, found: OperationsDiffer) -> OrderMismatch:
+    def _difference(self, work: IssuedWork, found: OperationsDiffer) -> McrError:
         """What the library has found, with who issued what if all say so within a moment."""
         state, sequence = work.operation.state, work.sequence
         self.post(work)
@@ -495,7 +497,7 @@ class Engine:
         text = f"operation #{sequence} of group '{state.group.name}', {work.operation.signature.describe()}"
         while not found.explained and time.monotonic() < deadline:  # others name each other
             if gone := self._gone(work):
-                return OrderMismatch(f"{text}: {self._told(gone)}")
+                return self._news(OrderMismatch, text, gone)
             time.sleep(0.002)
         return OrderMismatch(f"{text}: {found}")
 
@@ -696,8 +698,8 @@ class Engine:
             gone = self._gone(work)
             if gone and self._is_sure(work):
                 name = f"{operation.name(work.sequence)} on {operation.backend}"
-                error = _RAISED_BY_PEER.get(gone[0].kind, BackendError)
-                self.fail(work, error(f"{name}: {self._told(gone)}"))
+                kind = _RAISED_BY_PEER.get(gone[0].failure.partition(":")[0], BackendError)
+                self.fail(work, self._news(kind, name, gone))
 
     def _is_sure(self, work: IssuedWork) -> bool:
         """Whether `work` has been in doubt for long enough: what it waits for may still be on its way."""
@@ -723,8 +725,7 @@ class Engine:
             closed, failure = board.is_closed(rank), board.failure(rank)
             absent = not work.operation.signature.is_p2p and board.look(rank, sequence).issued < sequence
             if failure is not None and (absent or not sequence or 0 < failure.sequence <= sequence):
-                kind = failure.text.partition(":")[0]
-                gone = _Gone(process, f"rank {rank} has given up: {failure.text}", kind)
+                gone = _Gone(process, f"rank {rank} has given up: {failure.text}", failure.text)
                 (passed_on if failure.sequence else found).append(gone)
             elif closed and absent:
                 found.append(_Gone(process, f"rank {rank} has left without issuing it"))
@@ -747,6 +748,15 @@ class Engine:
         """The words about them, which an error is about to say."""
         self.blamed.update(each.rank for each in gone)
         return ", ".join(each.told for each in gone)
+
+    def _news(self, kind: type[McrError], what: str, gone: list[_Gone]) -> McrError:
+        """The error of `what` failed because of them. Ranks that hear of it from this one hear their words.
+
+        Those wrapped in this error's would be longer with every rank that passes them on.
+        """
+        error = kind(f"{what}: {self._told(gone)}")
+        error.passed_on = gone[0].failure
+        return error
 
     def _needed(self, work: IssuedWork) -> Sequence[int]:
         group, peer = work.operation.state.group, work.message.peer
@@ -781,6 +791,7 @@ class Engine:
         if not work.is_done:
             # The library may still write to these tensors: they are never let go.
             self.peers.keep.append((work.message, work.message.inputs, work.message.outputs, work.poll))
+            work.operation.state.unfinished.add(work.operation.signature.backend)
             if isinstance(error, OperationsDiffer):
                 error = self._difference(work, error)
             self._switch_off(work, error)
@@ -793,7 +804,8 @@ class Engine:
         left = [each for each in work.operation.lane.pending if each is not work and not each.is_done]
         # Also those before it are not started any more, for which peers wait.
         first = min([work.sequence, *(each.sequence for each in left)])
-        state.board.mark_failed(Failure(first, f"{type(error).__name__}: {error}"))
+        told = getattr(error, "passed_on", "") or f"{type(error).__name__}: {error}"
+        state.board.mark_failed(Failure(first, told))
         state.fail(error)
         kind = OrderMismatch if isinstance(error, OrderMismatch) else BackendError
         for waiting in left:
@@ -878,6 +890,7 @@ class Engine:
             left = [work for work in (*waiting, *mine) if not work.is_done]
             for work in left:
                 self.peers.keep.append((work.message.inputs, work.message.outputs, work.poll))
+                state.unfinished.add(work.operation.signature.backend)
                 work.fail(error)
             for lane in lanes:
                 lane.pending.clear()

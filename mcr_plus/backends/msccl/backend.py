@@ -139,10 +139,10 @@ class MscclBackend:
 
     def open(self, group: Group) -> Channel:
         """See `Backend.open`."""
-        assert self._world.store is not None
         bells = self._world.bells
         table = 0 if bells is None else bells.table
-        arena = open_arena(self._world.store, group, _shape(group.size), self._world.timeout, table)
+        store = self._world.store_of(group)
+        arena = open_arena(store, group, _shape(group.size), self._world.timeout, table)
         channel = _Channel(arena, group, self._channels, self._world)
         self._channels.append(channel)
         return channel

@@ -237,7 +237,7 @@ class NcclChannel:
         self._drive = drive
         self._closing = closing
         self._timeout = world.timeout
-        self._store = world.store
+        self._store = None if world.store is None else world.store_of(group)
         self._scratch = streams.scratch()
         self._batching = False
         self._link = self._join("all", tuple(range(group.size)))

@@ -1,0 +1,78 @@
+"""The job's store as one group uses it: what the group has written goes when all its ranks have left it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from mcr_plus.c10d import Store, put
+
+if TYPE_CHECKING:
+    from mcr_plus.message import Group
+
+
+class GroupStore(Store):
+    """The keys of `store`, with a note of those that this rank has written.
+
+    A key is never removed while a rank of the group may still ask for it: the rank that leaves last removes
+    what all of them have written. A counter has several writers, and is noted by the group's rank 0.
+    """
+
+    def __init__(self, store: Store, group: Group) -> None:
+        """`group`: one of which this process is a member."""
+        super().__init__()
+        self._store = store
+        self._group = group
+        self._written: set[str] = set()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write a value."""
+        self._written.add(key)
+        put(self._store, key, value.encode() if isinstance(value, str) else value)
+
+    def get(self, key: str) -> bytes:
+        """Wait for a value; raises what the job's store does."""
+        return self._store.get(key)
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a counter; returns what it has become."""
+        if self._group.rank == 0:
+            self._written.add(key)
+        return self._store.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of these keys are there."""
+        return self._store.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until they are."""
+        return self._store.wait(keys) if timeout is None else self._store.wait(keys, timeout)
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a key; whether it was there."""
+        self._written.discard(key)
+        return self._store.delete_key(key)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long `get` and `wait` wait."""
+        self._store.set_timeout(timeout)
+
+    def leave(self) -> None:
+        """Say that this rank asks nothing more; the last rank to do so removes the keys of all.
+
+        To be called once. Where a rank never does, or the store does not answer, they stay.
+        """
+        group, store = self._group, self._store
+        told = [f"left/{group.name}/{rank}" for rank in range(group.size)]
+        count = f"left/{group.name}/ranks"
+        with contextlib.suppress(RuntimeError):
+            put(store, told[group.rank], json.dumps(sorted(self._written)).encode())
+            if store.add(count, 1) < group.size:
+                return
+            for key in told:
+                for written in json.loads(store.get(key)):
+                    store.delete_key(written)
+                store.delete_key(key)
+            store.delete_key(count)

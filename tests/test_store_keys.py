@@ -1,0 +1,147 @@
+"""The job's store holds keys of what there is, and not of all that there ever was."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from mismatches import outcome_of
+from ranks import Via, own_rank, run_ranks
+
+import mcr_plus as mcr
+from mcr_plus.c10d import HashStore
+from mcr_plus.dispatch.board import _FEW, _TEXTS_STORED, SharedBoard, StoreBoard, pad
+from mcr_plus.group_store import GroupStore
+from mcr_plus.launch import mpi_usable
+from mcr_plus.message import Group
+
+needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
+EARLY = 10  # groups after which every key is there that stays
+
+SETTINGS: dict[str, Any] = {
+    "version": 1,
+    "pipeline": [{"select": {}}, {"dispatch": {"timeout": "20s"}}],
+}
+
+
+def _keys(comm: mcr.Communicator) -> list[str]:
+    """All keys of the store behind that of the job."""
+    store: Any = comm._runtime.world.store
+    while hasattr(store, "_store") or hasattr(store, "underlying_store"):
+        store = store._store if hasattr(store, "_store") else store.underlying_store
+    return sorted(store.list_keys())
+
+
+def _use(group: mcr.Communicator, step: int) -> None:
+    """By every library, with a tag that was never there before."""
+    for backend in mcr.get_backends():
+        value = torch.arange(5.0) + group.rank
+        group.all_reduce(value, backend=backend, tag=f"step {step}")
+        size = group.size
+        assert value.tolist() == [size * n + size * (size - 1) / 2 for n in range(5)]
+
+
+def groups(hosts: bool, rounds: int) -> dict[str, Any]:
+    """Runs on ranks: groups that end in every way, on one host or as on several."""
+    host = f"host{own_rank()}" if hosts else "host"
+    with mock.patch("mcr_plus.runtime.host_name", return_value=host):
+        comm = mcr.init(SETTINGS)
+    everybody = list(range(comm.size))
+    assert isinstance(comm.opened.state.board, StoreBoard if hosts else SharedBoard)
+    mcr.barrier()
+    found: dict[str, Any] = {"world": [key for key in _keys(comm) if "board/world" in key]}
+    counts = []
+    for number in range(rounds):
+        closed, left, dropped = (mcr.new_group(everybody[::-1]) for _ in range(3))
+        for group in (closed, left, dropped):
+            _use(group, number)
+        if number % 10 == 0:
+            failing = mcr.new_group(everybody)
+            wrong = outcome_of(lambda f=failing: f.barrier() if f.rank else _use(f, 0))  # type: ignore[misc]
+            assert wrong["error"] == "OrderMismatch"
+            failing.close()
+        closed.close()
+        with left:  # each rank for itself
+            pass
+        del dropped, group
+        gc.collect()
+        mcr.new_group(everybody).close()  # where what was dropped is closed
+        mcr.barrier()
+        # The rows of the job's own group have slots, of which more are used every time, up to a bound.
+        counts.append(len([key for key in _keys(comm) if "/board/world/" not in key]))
+        mcr.barrier()
+    found["counts"] = counts
+    found["last"] = _keys(comm)
+    mcr.finalize()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("via", "hosts", "rounds"),
+    [pytest.param("mpi", False, 25, marks=needs_mpi), ("torch", False, 60), ("torch", True, 60)],
+)
+def test_groups_that_are_closed_leave_no_keys(via: Via, hosts: bool, rounds: int) -> None:
+    for result in run_ranks(groups, 2, args=[hosts, rounds], via=via, timeout=120):
+        counts = result.value["counts"]
+        assert counts[-1] <= counts[EARLY], result.value["last"]
+        rows = [key for key in result.value["world"] if key.endswith("row")]
+        assert len(rows) == (2 if hosts else 0), rows
+
+
+def inside(rounds: int) -> list[int]:
+    """Runs on ranks: groups with groups inside them, for the hierarchical stage."""
+    stages = [{"hierarchical": {"ranks_per_node": 2}}, *SETTINGS["pipeline"]]
+    comm = mcr.init({**SETTINGS, "backends": ["gloo"], "pipeline": stages})
+    counts = []
+    for number in range(rounds):
+        group = comm.branch()
+        assert len(group.opened.parts) > 1
+        _use(group, number)
+        group.close()
+        mcr.barrier()
+        counts.append(len(_keys(comm)))
+        mcr.barrier()
+    mcr.finalize()
+    return counts
+
+
+def test_groups_inside_of_groups_leave_no_keys() -> None:
+    for result in run_ranks(inside, 4, args=[6], via="torch", timeout=120):
+        assert result.value[-1] <= result.value[2], result.value
+
+
+def test_the_last_rank_removes_what_all_have_written() -> None:
+    root = HashStore()
+    root.set("of another", "1")
+    members = [GroupStore(root, Group("g", (4, 7, 9), rank)) for rank in range(3)]
+    for rank, member in enumerate(members):
+        member.set(f"row/{rank}", b"\x00\xff")
+        member.add("counter", 1)
+    for member in members[:2]:
+        member.leave()
+        assert members[2].get("row/0") == b"\x00\xff"  # for whoever comes late
+        assert members[2].add("counter", 0) == 3
+    members[2].leave()
+    assert root.num_keys() == 1
+
+
+@pytest.mark.parametrize("ranks", [2, _FEW + 1])
+def test_descriptions_in_the_store_are_bounded(ranks: int) -> None:
+    root = HashStore()
+    boards = [StoreBoard(root, Group("g", tuple(range(ranks)), rank)) for rank in range(ranks)]
+
+    def post(first: int, last: int) -> int:
+        for sequence in range(first, last):
+            for board in boards:
+                board.counter[0] = sequence
+                board.post(sequence, sequence * 2654435761 % (1 << 32), pad(f"step {sequence}"))
+            digest = sequence * 2654435761 % (1 << 32)
+            assert boards[1].text(0, sequence, digest) == f"step {sequence}"
+        return root.num_keys()
+
+    kept = post(1, 2 * _TEXTS_STORED)
+    assert post(2 * _TEXTS_STORED, 3 * _TEXTS_STORED) <= kept
+    assert boards[0].text(1, 5, 5 * 2654435761 % (1 << 32)) == ""  # another one has its place

@@ -11,7 +11,6 @@ import fcntl
 import logging
 import os
 import platform
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,33 +20,25 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
-from mcr_plus.environment import on_terminal
-
 watchers: Final[list[Callable[[bool], None]]] = []
 """Called with True when this process begins to compile, with False when it has ended, in any thread."""
 
-_LONG_S: Final = 1.0  # from here on it is said
+_LONG_S: Final = 2.0  # from here on it is said
 _PATIENCE_S: Final = 120.0  # with another process that compiles: it may have been stopped
 _NAP_S: Final = 0.05
 _log = logging.getLogger("mcr_plus")
 _depth = 0
 _depth_lock = threading.Lock()
+_silent = False  # it has been said, or is not to be
+_armed = False  # it is to be said unless what compiles ends soon
+_armed_lock = threading.Lock()
 
 
 @contextmanager
 def compiling(what: str) -> Iterator[None]:
-    """Around what compiles: tells the watchers, and says so if it takes longer than a second."""
-    said = None
-    if _deeper(1):
-        said = threading.Timer(_LONG_S, _say, [what])
-        said.daemon = True
-        said.start()
-    try:
+    """Around what compiles: tells the watchers, and says so where it takes long."""
+    with _watched(), _said(what):
         yield
-    finally:
-        if said is not None:
-            said.cancel()
-        _deeper(-1)
 
 
 @contextmanager
@@ -57,34 +48,76 @@ def preparing(what: str) -> Iterator[None]:
     Where it does not hold them yet, one process at a time comes in: the others find what it has left there.
     """
     note = _note_of(what)
-    if note is None or _noted(note):
+    if note is None:
+        with _said(what):
+            yield
+        return
+    if _noted(note):
         yield
         return
-    with compiling(what), _alone(note):
+    with _watched(), _alone(note):
+        if _noted(note):  # by the process that this one has waited for
+            yield
+            return
+        with _said(what):
+            yield
+        with contextlib.suppress(OSError):
+            note.write_text(_state())
+
+
+def say_nothing() -> None:
+    """Leave it to the caller to say what is compiled."""
+    global _silent
+    _silent = True
+
+
+@contextmanager
+def _watched() -> Iterator[None]:
+    """Around what compiles, or waits for another process that does: watchers are told."""
+    _deeper(1)
+    try:
         yield
-        if not _noted(note):
-            with contextlib.suppress(OSError):
-                note.write_text(_state())
+    finally:
+        _deeper(-1)
 
 
-def _deeper(by: int) -> bool:
-    """Count who compiles; whether it is the first of all threads, or was the last, as watchers are told."""
+def _deeper(by: int) -> None:
+    """Count who compiles; watchers are told of the first of all threads, and of the last."""
     global _depth
     with _depth_lock:  # held while watchers are told: another thread may begin as soon as this one has ended
         _depth += by
         changes = _depth == (1 if by > 0 else 0)
         for watcher in watchers if changes else ():
             watcher(by > 0)
-        return changes
+
+
+@contextmanager
+def _said(what: str) -> Iterator[None]:
+    """Around what compiles: says so, once in a process, where it takes long; inside another, nothing."""
+    global _armed
+    with _armed_lock:
+        mine = not (_silent or _armed)
+        _armed |= mine
+    if not mine:
+        yield
+        return
+    timer = threading.Timer(_LONG_S, _say, [what])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        _armed = False
 
 
 def _say(what: str) -> None:
+    global _silent
+    _silent = True
     folder = cache_folder()
     where = f"once; kept in {folder}" if folder else "each time: no folder for them can be written"
-    text = f"compiling kernels of {what} ({where})"
-    _log.info("%s", text)
-    if on_terminal():
-        print(f"mcr_plus: {text}", file=sys.stderr, flush=True)
+    # A warning: it is to be seen in the output of any job, which would seem to hang.
+    _log.warning("compiling kernels, now those of %s (%s); `mcr-plus warmup` does it beforehand", what, where)
 
 
 @cache

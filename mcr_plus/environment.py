@@ -20,7 +20,6 @@ import math
 import os
 import re
 import socket
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -167,11 +166,6 @@ def masquerade_name() -> str | None:
 def autoloads() -> bool:
     """Whether `import torch` runs the entry points of its backends."""
     return os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
-
-
-def on_terminal() -> bool:
-    """Whether somebody reads stderr on a terminal, directly or through `mcr-plus run`."""
-    return bool(os.environ.get("MCR_JOB_TERMINAL")) or (sys.stderr is not None and sys.stderr.isatty())
 
 
 def error_channel() -> str | None:

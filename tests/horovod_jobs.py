@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import time
 import warnings
@@ -431,6 +432,49 @@ def branches() -> None:
             )
 
 
+def extremes() -> None:
+    """What a rank lacks does not count, and is no zero among the others'."""
+    rank, size = hvd.rank(), hvd.size()
+    numpy_of: dict[Any, Callable[..., Any]] = {hvd.Min: np.min, hvd.Max: np.max, hvd.Product: np.prod}
+    for (op, expected), groups in itertools.product(numpy_of.items(), (0, 1)):
+        shared, own, unused = (nn.Parameter(torch.zeros(3, dtype=torch.float64)) for _ in range(3))
+        sign = -1.0 if op == hvd.Max else 1.0  # zeros would win
+        parts = [sign * (2.0 + np.abs(values(r, 3))) for r in range(size)]
+        names = zip(("shared", "own", "unused"), (shared, own, unused), strict=True)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([shared, own, unused], lr=1.0), list(names), op=op, groups=groups
+        )
+        loss = (shared * torch.tensor(parts[rank])).sum()
+        if rank > 0:
+            loss = loss + (own * torch.tensor(parts[rank])).sum()
+        loss.backward()
+        optimizer.step()
+        same(-shared.detach(), expected(parts, axis=0))
+        same(-own.detach(), expected(parts[1:], axis=0) if size > 1 else np.zeros(3))
+        same(unused.detach(), np.zeros(3))
+
+
+def late(_: str) -> str:
+    """Rank 0 waits for what rank 1 never starts, though that takes part in negotiations."""
+    pipeline = [{"select": {}}, {"dispatch": {"timeout": "3s"}}]
+    hvd.init(config={"version": 1, "backends": ["gloo"], "pipeline": pipeline})
+    if hvd.rank() != 1:
+        try:
+            hvd.allreduce(torch.ones(2), name="wanted")
+        except hvd.HorovodInternalError as error:
+            return str(error)
+        return "nothing was raised"
+    handle = hvd.allreduce_async(torch.ones(2), name="other")
+    end = time.monotonic() + 4.5
+    while time.monotonic() < end:
+        try:
+            hvd.poll(handle)
+        except mcr.McrError:
+            break
+        time.sleep(1e-3)
+    return ""
+
+
 def states() -> None:
     rank, size = hvd.rank(), hvd.size()
     model = model_of(rank)
@@ -509,7 +553,7 @@ def lives(folder: str) -> None:
 
 SECTIONS: Final = (
     reductions, groups_of_tensors, exchanges, sparse, backwards, any_order, disagreements, joins,
-    process_sets, optimizers, guards, branches, states, batch_norm,
+    process_sets, optimizers, guards, branches, extremes, states, batch_norm,
 )  # fmt: skip
 
 

@@ -44,6 +44,11 @@ def test_error_feedback_belongs_to_names(tmp_path: Path) -> None:
         assert result.value == ["feedback"]
 
 
+def test_who_has_not_started_an_operation_is_named(tmp_path: Path) -> None:
+    told = run_ranks(horovod_jobs.late, 2, args=[str(tmp_path)], via="torch", timeout=120)[0].value
+    assert told == "'wanted': not started by ranks [1] within 3 s"
+
+
 def test_requests_travel_as_they_are() -> None:
     request = Request(
         'new\nline "é"', "alltoall", ("float32",), ((2, 3),), numbers=(1, 2**40), before=0.1, codec='"fp16"'

@@ -33,6 +33,7 @@ def warmup(
     begins: list[bool] = []
     rows: list[dict[str, Any]] = []
     compiling.watchers.append(begins.append)
+    compiling.say_nothing()
     with Progress(console=console, transient=True, disable=as_json or not console.is_terminal) as bar:
         task = bar.add_task("", total=len(tasks))
         for name, prepare in tasks.items():

@@ -81,7 +81,10 @@ class _Reductions:
         self._handles: list[tuple[Handle, list[tuple[Any, ...]], Callable[[], Any]]] = []
 
     def add(self, agreed: Agreed) -> None:
-        """Put an operation's tensors into buckets; on a rank that has joined, what changes nothing."""
+        """Put an operation's tensors into buckets; on a rank without one, what changes nothing.
+
+        A gradient that no rank has is zero, whatever the op.
+        """
         request = next(iter(agreed.requests.values()))
         handle = agreed.handle
         if handle is None:
@@ -96,12 +99,17 @@ class _Reductions:
                 else tensor.detach().clone(memory_format=torch.contiguous_format)
                 for tensor in handle.tensors
             ]
+        somebody = any(not each.absent for each in agreed.requests.values())
+        if handle is not None and handle.request.absent and somebody:
+            for output in outputs:
+                output.copy_(neutral(request.op, tuple(output.shape), output.dtype, request.device))
         keys, factors = [], []
         for index, output in enumerate(outputs):
             op, before, after = way_of(
                 request.op, output.dtype, request.before, request.after, self._comm.size
             )
-            scale_(output, before)
+            if handle is not None:
+                scale_(output, before)
             factors.append(after)
             keys.append(self._placed(request, index, output, op))
         if handle is not None:

@@ -283,6 +283,12 @@ class Negotiator:
         self._announced.clear()
         self._fail_open(f"Horovod has been shut down by rank {leaving[0]}")
 
+    def missing(self, name: str) -> str:
+        """The ranks that have not announced an operation, as far as this rank has heard, in words."""
+        heard = {*self._announced.get(name, ()), *self._joined_since, self.comm.ranks[self.comm.rank]}
+        ranks = [rank for rank in self.comm.ranks if rank not in heard]
+        return f"ranks {ranks}" if ranks else "all ranks"
+
     def _stalled(self, waiting: Mapping[int, str]) -> None:
         """Every rank waits for something that another would have to start: none ever will."""
         told = "; ".join(
@@ -326,8 +332,9 @@ class Parley:
                 if until():
                     return
                 if time.monotonic() > deadline:
+                    missing = negotiator.missing(waiting)
                     raise HorovodInternalError(
-                        f"'{waiting}': not started by all ranks within {self._timeout:g} s"
+                        f"'{waiting}': not started by {missing} within {self._timeout:g} s"
                     )
                 open_rounds = [each for each in self.negotiators if each.round is not None]
                 if len(open_rounds) == 1 and negotiator in open_rounds:

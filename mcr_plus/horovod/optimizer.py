@@ -14,7 +14,7 @@ from mcr_plus.errors import InvalidArgument
 from mcr_plus.hooks.reducer import TAG
 from mcr_plus.horovod.compression import Compression
 from mcr_plus.horovod.handle import Handle
-from mcr_plus.horovod.reducing import Average, HorovodReduceOp, chosen_op
+from mcr_plus.horovod.reducing import Average, HorovodReduceOp, Sum, chosen_op
 from mcr_plus.horovod.starting import reduce_async, synchronize
 from mcr_plus.horovod.world import ProcessSet, global_process_set
 
@@ -237,7 +237,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         named_parameters: as of the model, all of the optimizer's; the names must be equal on all ranks.
         compression: `hvd.Compression.none`, `.fp16`, `.bf16`, `.codec(…)`, or a program's own.
         backward_passes_per_step: how many backward passes are accumulated, as their sum.
-        op: Average or Sum (or Min, Max, Product).
+        op: Average or Sum (or Min, Max, Product, which take the gradients of the ranks that have one).
         gradient_predivide_factor: divides before the sum, multiplies after it; with Average only.
         num_groups: the older word for `groups`.
         groups: gradients that are reduced as one operation: how many groups to make, or lists of parameters.
@@ -262,6 +262,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     passes = _positive(backward_passes_per_step)
     names = _names(optimizer, named_parameters)
     units = _units(optimizer, groups)
+    if chosen not in (Average, Sum):  # a gradient that is missing is not zero there, and says so by itself
+        units = [(param,) for unit in units for param in unit]
     before: Any = optimizer
     if isinstance(optimizer, _Distributed):
         before._gradients.detach()

@@ -25,19 +25,23 @@ def _nobody() -> None:
     return None
 
 
+def _nothing() -> None:
+    pass
+
+
 def give_up(channels: Iterable[Channel]) -> None:
     """Let channels that may never be closed free what they have in reserve."""
     for channel in channels:
-        if hasattr(channel, "give_up"):
-            channel.give_up()
+        end: Callable[[], None] = getattr(channel, "give_up", _nothing)
+        end()
 
 
 def let_go(lines: Mapping[str, Line]) -> None:
     """Close channels that nothing has used, as far as no peer is needed for it."""
     give_up(line.channel for line in lines.values())
     for line in lines.values():
-        if hasattr(line.channel, "release"):
-            line.channel.release()
+        end: Callable[[], None] = getattr(line.channel, "release", _nothing)
+        end()
 
 
 @dataclass(eq=False)

@@ -220,11 +220,22 @@ with compiling.preparing("it"):
 def test_who_compiles_says_so_without_a_terminal_and_who_waits_does_not(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PREPARES]
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    jobs = [subprocess.Popen(command, env=environment, text=True, **pipes) for _ in range(2)]  # type: ignore[call-overload]
+    jobs = [
+        subprocess.Popen(
+            command,
+            env=environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for _ in range(2)
+    ]
     for job in jobs:
+        assert job.stdout is not None
         assert job.stdout.readline() == "ready\n"
     for job in jobs:
+        assert job.stdin is not None
         job.stdin.write("\n")
         job.stdin.flush()
     said = sorted(job.communicate(timeout=60)[1] for job in jobs)

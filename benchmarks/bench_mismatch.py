@@ -21,7 +21,9 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from contextlib import suppress
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -93,9 +95,11 @@ def run(hosts: TwoHosts | None, ranks: int, before: int) -> list[list[Any]]:
         }
         if hosts is None:
             line = [sys.executable, "-m", "mcr_plus.cli.main", "run", "-n", str(ranks), *words[1:]]
-            subprocess.run(line, check=False, **options)
+            start = partial(subprocess.run, line, check=False, **options)
         else:
-            hosts.mpirun(words, per_host=-(-ranks // 2), ranks=ranks, check=False, **options)
+            start = partial(hosts.mpirun, words, per_host=-(-ranks // 2), ranks=ranks, check=False, **options)
+        with suppress(subprocess.TimeoutExpired):  # what has been said until then counts
+            start()
         found = [json.loads(line) for path in Path(name).iterdir() for line in path.read_text().splitlines()]
     rows = []
     for library in libraries:
@@ -108,9 +112,7 @@ def run(hosts: TwoHosts | None, ranks: int, before: int) -> list[list[Any]]:
         rows.append([library, *(counts[each] for each in VERDICTS), alarms, f"{slowest:.2f}"])
         for each in faults:
             if verdict(each) != "named":
-                print(
-                    f"  {each['case']} rank {each['rank']}: {verdict(each)}: {each['text'][:150]}", flush=True
-                )
+                print(f"  {each['case']} rank {each['rank']}: {verdict(each)}: {each['text']}", flush=True)
     return rows
 
 

@@ -98,7 +98,7 @@ def other_configuration() -> dict[str, Any]:
     ("via", "ranks", "check", "before"),
     [
         pytest.param("mpi", 3, "first", 0, marks=needs_mpi),
-        pytest.param("mpi", 2, "first", 8, marks=needs_mpi),
+        pytest.param("mpi", 3, "first", 8, marks=needs_mpi),
         pytest.param("mpi", 2, "every", 1, marks=needs_mpi),
         ("torch", 2, "first", 0),
         ("torch", 3, "first", 8),

@@ -408,11 +408,21 @@ class Engine:
             sighting = board.look(rank, sequence)
             if sighting.digest == digest or sighting.overwritten:
                 continue
-            if sighting.digest is not None or sighting.issued > sequence:
-                self.fail(work, self._mismatch(work, rank, sighting.digest))
+            if sighting.digest is None and (sighting.issued <= sequence or self._may_explain(work, now)):
                 return False
+            self.fail(work, self._mismatch(work, rank, sighting.digest))
             return False
         return True
+
+    def _may_explain(self, work: IssuedWork, now: float) -> bool:
+        """Whether a peer that has issued something else, and not said what, still has time to.
+
+        It describes the operation when its own wait for it becomes long.
+        """
+        since: float | None = getattr(work, "unexplained", None)
+        if since is None:
+            work.unexplained = since = now
+        return now - since < _EXPLAINED
 
     def _is_blind(self, work: IssuedWork, waited: float = math.inf) -> bool:
         """Fail an operation whose peers cannot be seen and do not come, or are not to be believed."""

@@ -121,6 +121,7 @@ class IssuedWork(Work):
         "t_wait",
         "told",
         "turns",
+        "unexplained",
     )
 
     # Set only where they are needed: the constructor is on every operation's path.
@@ -128,6 +129,7 @@ class IssuedWork(Work):
     look_for_peers: float  # when to look at peers next, while somebody asks
     caller: CallerStream  # where the caller's stream stood, for a deferred stream operation
     look_at: float  # when to look at peers one by one, while signatures are compared
+    unexplained: float  # since when a peer has issued something else without saying what
     gate: Poll  # of the library, which the operation has to pass before it starts
     doubted: float  # since when a peer has seemed to be gone
     held_up: float  # when a rank that it needs was last seen to compile kernels

@@ -13,7 +13,7 @@ from ranks import Via, own_rank, run_ranks
 
 import mcr_plus as mcr
 from mcr_plus.c10d import HashStore
-from mcr_plus.dispatch.board import _FEW, _TEXTS_STORED, SharedBoard, StoreBoard, pad
+from mcr_plus.dispatch.board import _FEW, _TEXT_PLACES, _TEXT_SETS, SharedBoard, StoreBoard, pad
 from mcr_plus.group_store import GroupStore
 from mcr_plus.launch import mpi_usable
 from mcr_plus.message import Group
@@ -142,6 +142,25 @@ def test_descriptions_in_the_store_are_bounded(ranks: int) -> None:
             assert boards[1].text(0, sequence, digest) == f"step {sequence}"
         return root.num_keys()
 
-    kept = post(1, 2 * _TEXTS_STORED)
-    assert post(2 * _TEXTS_STORED, 3 * _TEXTS_STORED) <= kept
+    stored = _TEXT_SETS * _TEXT_PLACES
+    kept = post(1, 2 * stored)
+    assert post(2 * stored, 3 * stored) <= kept
     assert boards[0].text(1, 5, 5 * 2654435761 % (1 << 32)) == ""  # another one has its place
+
+
+def test_descriptions_of_operations_in_flight_do_not_take_each_others_place() -> None:
+    root = HashStore()
+    writer, reader = (StoreBoard(root, Group("g", (0, 1), rank)) for rank in range(2))
+    digests = [7 + turn * _TEXT_SETS for turn in range(_TEXT_PLACES + 1)]
+    for sequence, digest in enumerate(digests[:-1], 1):
+        writer.post(sequence, digest, pad(f"step {digest}"))
+    assert [reader.text(0, 1, digest) for digest in digests] == [
+        *(f"step {each}" for each in digests[:-1]),
+        "",
+    ]
+    writer.post(len(digests), digests[-1], pad("latest"))
+    assert [reader.text(0, 1, digest) for digest in digests] == [
+        "", *(f"step {each}" for each in digests[1:-1]), "latest",
+    ]  # fmt: skip
+    writer.post(len(digests) + 1, digests[0], pad("again"))
+    assert reader.text(0, 1, digests[0]) == "again"

@@ -47,7 +47,10 @@ _DIGEST_BITS: Final = 32
 _DIGEST_MASK: Final = 0xFFFFFFFF
 _TAG_MASK: Final = 0xFFFFFFFF
 _STORED: Final = 256  # operations in a row of the store, which is written whole
-_TEXTS_STORED: Final = 1024  # descriptions that a rank has in the store at a time
+# A rank has as many descriptions in the store at a time. Each has one of four places by its digest, so that
+# operations in flight together do not take each other's.
+_TEXT_SETS: Final = 256
+_TEXT_PLACES: Final = 4
 _FEW: Final = 8  # ranks up to which the rows themselves are compared, and no votes counted
 _CLOSED: Final = 1
 _FAILED: Final = 2
@@ -79,6 +82,10 @@ def pad(text: str) -> bytes:
 def unpad(record: bytes) -> str:
     """What is left of a description that `pad` has made a record of."""
     return record.rstrip(b"\0").decode(errors="replace")
+
+
+def _text_key(digest: int, place: int) -> str:
+    return f"text/{digest % _TEXT_SETS}.{place}"
 
 
 class Sighting(NamedTuple):
@@ -342,7 +349,8 @@ class StoreBoard:
         self._row = bytearray(self._HEADER + 8 * _STORED)
         self._issued = memoryview(self._row)[: self._HEADER].cast("Q")
         self._words = memoryview(self._row)[self._HEADER :].cast("Q")
-        self._described: dict[int, int] = {}  # slot of a description → digest of what this rank has put there
+        # The digests that this rank has described and the places of their descriptions, by set, oldest first.
+        self._described: dict[int, dict[int, int]] = {}
         self._voted: deque[str] = deque()  # on rank 0 of many, which removes what is old
         self._next_question = 0.0
         # A look is a request per peer to a server that all ranks share.
@@ -400,12 +408,14 @@ class StoreBoard:
             if self._issued[0] < self.counter[0]:
                 self._publish()
             return
-        place = digest % _TEXTS_STORED
-        if self._described.get(place) != digest:
-            # First, so that whoever sees the digest finds it. A slot and no key per digest, because programs
+        described = self._described.setdefault(digest % _TEXT_SETS, {})
+        if digest not in described:
+            free = len(described)
+            place = free if free < _TEXT_PLACES else described.pop(next(iter(described)))
+            # First, so that whoever sees the digest finds it. A place and no key per digest, because programs
             # may have a tag for every step.
-            self._write(f"text/{place}", digest.to_bytes(4, "little") + text)
-            self._described[place] = digest
+            self._write(_text_key(digest, place), digest.to_bytes(4, "little") + text)
+            described[digest] = place
         self._words[slot] = word
         self._publish()
         if self._group.size > _FEW:
@@ -459,8 +469,11 @@ class StoreBoard:
 
     def text(self, rank: int, sequence: int, digest: int) -> str:  # noqa: ARG002 - one for all numbers
         """See `GroupBoard.text`."""
-        record = self._read(rank, f"text/{digest % _TEXTS_STORED}") or b""
-        return unpad(record[4:]) if record[:4] == digest.to_bytes(4, "little") else ""
+        for place in range(_TEXT_PLACES):
+            record = self._read(rank, _text_key(digest, place)) or b""
+            if record[:4] == digest.to_bytes(4, "little"):
+                return unpad(record[4:])
+        return ""
 
     def close(self) -> None:
         """The store belongs to the job."""

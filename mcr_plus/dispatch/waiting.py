@@ -44,7 +44,8 @@ SHORT_NAPS: Final = range(4)
 _LOOK_EVERY: Final = 50e-6  # seconds between looks at the load in one wait
 _LOST: Final = 0.2  # of the time of polling: to have been without the core for so much is no accident
 _LEAST_LOST: Final = 200e-6  # seconds
-_BUSY_FOR: Final = 0.01  # seconds for which too many runnable threads are remembered
+_BUSY_FOR: Final = 0.01  # seconds for which too many runnable threads are remembered at first
+_BUSY_LONGEST: Final = 0.3  # the same where they are found again and again
 _BUSY_AFTER: Final = 300e-6  # of seeing nothing else: threads that run for a moment are no other work
 _SEEN_WITHIN: Final = 2e-3  # seconds between two looks that see the same
 _LOST_FOR: Final = 10  # times as long as it was, a lost core is remembered
@@ -89,13 +90,14 @@ class Waiting:
         self._busy_since = (
             math.inf
         )  # when too many threads were first seen, of the looks that saw nothing else
+        self._busy_began = 0.0
         self._looked = 0.0
         self._cores = os.cpu_count() or 1
         self._most = max(self._cores, ranks)  # threads that run where there is no other work
         self.own_cores = ranks <= self._cores
         # A rank that yields beside other work has the core again after a time slice or two.
         self._seen_within = _SEEN_WITHIN if self.own_cores else 10 * _SEEN_WITHIN
-        self._busy_for = _BUSY_FOR if self.own_cores else 5 * _BUSY_FOR
+        self._busy_least = self._busy_for = _BUSY_FOR if self.own_cores else 5 * _BUSY_FOR
         self._loadavg = _opened("/proc/loadavg")
         # Where ranks may use all cores, the number of threads says all.
         watched = peers[:_WATCHED] if len(usable_cores()) < self._cores else ()
@@ -155,13 +157,25 @@ class Waiting:
         elif anew or self._busy_since == math.inf:
             self._busy_since = now
         elif now - self._busy_since > _BUSY_AFTER:
-            self._busy_until = max(self._busy_until, now + self._busy_for)
+            self._remember(now)
         if self._peers and now >= self._peers_next:
             self._peers_next = now + _PEERS_EVERY
             if self._peers_are_kept_waiting(now):
                 self._busy_until = max(self._busy_until, now + _KEPT_FOR)
         self.calm = now >= self._busy_until
         self._tell()
+
+    def _remember(self, now: float) -> None:
+        """Remember other work: for longer, if it has been there since it was last remembered.
+
+        A program that computes between its operations would otherwise find out anew at each of them, and
+        spend on it the time for which the scheduler would prefer it to that other work.
+        """
+        if now - self._busy_until > _BUSY_LONGEST:  # for a while there was none
+            self._busy_began, self._busy_for = now, self._busy_least
+        elif now - self._busy_began > self._busy_for:
+            self._busy_for = min(2 * self._busy_for, _BUSY_LONGEST)
+        self._busy_until = max(self._busy_until, now + self._busy_for)
 
     def _tell(self) -> None:
         """Tell compiled code, which stops yielding by itself until then if a yield has cost the core."""

@@ -50,6 +50,7 @@ __all__ = [
     "Store",
     "TCPStore",
     "Work",
+    "WrappedStore",
     "gloo_group",
     "put",
 ]
@@ -58,6 +59,38 @@ __all__ = [
 def put(store: Store, key: str, value: bytes) -> None:
     """Set a key of a store to bytes; the stubs know text only."""
     store.set(key, value)  # type: ignore[arg-type]
+
+
+class WrappedStore(Store):
+    """A store that hands every request on to another one; for those that change some of them."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def get(self, key: str) -> bytes:
+        """Wait for a value; raises what the other store does."""
+        return self._store.get(key)
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a counter; returns what it has become."""
+        return self._store.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of these keys are there."""
+        return self._store.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until they are."""
+        return self._store.wait(keys) if timeout is None else self._store.wait(keys, timeout)
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a key; whether it was there."""
+        return self._store.delete_key(key)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long `get` and `wait` wait."""
+        self._store.set_timeout(timeout)
 
 
 def gloo_group(

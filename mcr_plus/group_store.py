@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from mcr_plus.c10d import Store, put
+from mcr_plus.c10d import Store, WrappedStore, put
 
 if TYPE_CHECKING:
     from mcr_plus.message import Group
 
 
-class GroupStore(Store):
+class GroupStore(WrappedStore):
     """The keys of `store`, with a note of those that this rank has written.
 
     A key is never removed while a rank of the group may still ask for it: the rank that leaves last removes
@@ -22,8 +21,7 @@ class GroupStore(Store):
 
     def __init__(self, store: Store, group: Group) -> None:
         """`group`: one of which this process is a member."""
-        super().__init__()
-        self._store = store
+        super().__init__(store)
         self._group = group
         self._written: set[str] = set()
 
@@ -32,32 +30,16 @@ class GroupStore(Store):
         self._written.add(key)
         put(self._store, key, value.encode() if isinstance(value, str) else value)
 
-    def get(self, key: str) -> bytes:
-        """Wait for a value; raises what the job's store does."""
-        return self._store.get(key)
-
     def add(self, key: str, value: int) -> int:
         """Add to a counter; returns what it has become."""
         if self._group.rank == 0:
             self._written.add(key)
-        return self._store.add(key, value)
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all of these keys are there."""
-        return self._store.check(keys)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until they are."""
-        return self._store.wait(keys) if timeout is None else self._store.wait(keys, timeout)
+        return super().add(key, value)
 
     def delete_key(self, key: str) -> bool:
         """Remove a key; whether it was there."""
         self._written.discard(key)
-        return self._store.delete_key(key)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long `get` and `wait` wait."""
-        self._store.set_timeout(timeout)
+        return super().delete_key(key)
 
     def leave(self) -> None:
         """Say that this rank asks nothing more; the last rank to do so removes the keys of all.

@@ -13,11 +13,10 @@ import hashlib
 import hmac
 import os
 import secrets
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
-from mcr_plus.c10d import PrefixStore, Store, put
+from mcr_plus.c10d import PrefixStore, Store, WrappedStore, put
 from mcr_plus.errors import LaunchError
 
 _NAME: Final = "mcr_plus_secret"
@@ -49,13 +48,12 @@ def _sign(secret: bytes, what: str, value: bytes) -> bytes:
     return hmac.digest(secret, len(name).to_bytes(8, "little") + name + value, "sha256")
 
 
-class SignedStore(Store):
+class SignedStore(WrappedStore):
     """A store in which values are signed; counters are not, and cannot be read as values."""
 
     def __init__(self, store: Store, secret: bytes, part: str) -> None:
         """`part`: a name that no other user of the secret has; a value signed for another is refused."""
-        super().__init__()
-        self._store = store
+        super().__init__(store)
         self._secret = hmac.digest(secret, part.encode(), "sha256")
 
     @property
@@ -80,26 +78,6 @@ class SignedStore(Store):
                 "between ranks"
             )
         return value
-
-    def add(self, key: str, value: int) -> int:
-        """Add to a counter, which is not signed; returns what it has become."""
-        return self._store.add(key, value)
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all of these keys are there."""
-        return self._store.check(keys)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until they are."""
-        return self._store.wait(keys) if timeout is None else self._store.wait(keys, timeout)
-
-    def delete_key(self, key: str) -> bool:
-        """Remove a key; whether it was there."""
-        return self._store.delete_key(key)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long `get` and `wait` wait."""
-        self._store.set_timeout(timeout)
 
 
 class Offer:

@@ -7,12 +7,16 @@ import signal
 
 import pytest
 import torch
+from hypothesis import settings
 
 # One of these names is in every module that starts processes.
 _STARTERS = {"run_ranks", "subprocess", "example_runs", "launch", "jobs"}
 
 
 def pytest_configure() -> None:
+    # Beside other work an example may take any time.
+    settings.register_profile("untimed", deadline=None)
+    settings.load_profile("untimed")
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
     # A shell starts background jobs with interrupts ignored, and programs inherit that. Tests of Ctrl-C send

@@ -243,6 +243,18 @@ def reported(rank: int, text: str | None, place: str = "a.py:3, in <module>") ->
     return state
 
 
+def test_a_rank_that_raised_is_not_said_to_have_been_killed() -> None:
+    """Its launcher has ended it while it left, because the other rank had ended before."""
+    raised, killed = (
+        reported(0, "BackendError: rank 1 has left"),
+        RankState(1, code=-signal.SIGTERM, ended=2.0),
+    )
+    raised.code = -signal.SIGTERM
+    assert [raised.ending(), killed.ending()] == ["ended with an exception", "was killed by SIGTERM"]
+    head, *_ = explanation(Outcome((raised,), 1, None, False, ()), "mpi")
+    assert head == "mcr-plus: rank 0 of 1 ended with an exception (MCR_TRACEBACK=1 says more):"
+
+
 def test_ranks_that_failed_alike_share_a_message() -> None:
     sides = ["rank 0 issued a; rank 1 issued b", "rank 1 issued b; rank 0 issued a"]
     states = (
@@ -413,6 +425,20 @@ def test_lines_of_ranks_stay_whole(start: Start) -> None:
     lines = [line for line in run.text().splitlines() if line]
     assert len(lines) == 2 * 2 * count
     assert all(re.fullmatch(r"\[[01]\] (line \d+ x{200}|error \d+ y{200})", line) for line in lines)
+
+
+@both
+def test_output_that_nobody_reads_ends_the_job(folder: Path, via: str) -> None:
+    words = ["-m", "mcr_plus.cli.main", "run", "-n", "2", "--via", via, PROGRAMS, "lines", "20000"]
+    command = [sys.executable, *words]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline().startswith(b"line 0 ")
+        job.stdout.close()  # as `head -1` does
+        assert job.stderr is not None
+        told = [line for line in job.stderr.read().decode().splitlines() if line.startswith("mcr-plus:")]
+        assert job.wait(END_LIMIT_S) == 128 + signal.SIGPIPE
+    assert told == ["mcr-plus: its output was closed; all ranks ended"]
 
 
 def test_arguments_reach_the_program_as_they_are(start: Start) -> None:

@@ -58,9 +58,13 @@ class RankState:
         return self.ended if self.raised is None else self.raised
 
     def ending(self) -> str:
-        """`exited with status 3` or `was killed by SIGKILL`."""
+        """`exited with status 3`, `was killed by SIGKILL` or `ended with an exception`."""
         if self.end is None:
             return "did not end"
+        if self.report is not None and self.end == -signal.SIGTERM:
+            return (
+                "ended with an exception"  # and while it left, the launcher ended it: another rank had gone
+            )
         if self.end >= 0:
             return f"exited with status {self.end}"
         return f"was killed by {signal_name(-self.end)}"

@@ -28,8 +28,9 @@ def launch(
 ) -> int:
     """Run `ranks` ranks of `command` (a program and its arguments) on this host.
 
-    Returns 0 if every rank ended with 0, 128 + the signal number after Ctrl-C or SIGTERM, and else 1,
-    with the errors of its ranks at the end of stderr, that of the rank that failed first before all others.
+    Returns 0 if every rank ended with 0, 128 + the signal number after Ctrl-C or SIGTERM, 141 if nobody
+    reads the output any more (`mcr-plus run … | head`), and else 1, with the errors of its ranks at the end
+    of stderr, that of the rank that failed first before all others.
     Exceptions that ranks share are printed once; with MCR_TRACEBACK=1, each rank prints the whole of its own.
     """
     if ranks < 1:
@@ -42,6 +43,9 @@ def launch(
     )
     if outcome.worked and not printer.broken:
         return 0
+    if printer.broken:
+        _print_error("mcr-plus: its output was closed; all ranks ended")
+        return 128 + signal.SIGPIPE
     for line in explanation(outcome, via):
         _print_error(line)
     return _FAILED if outcome.interrupted is None else 128 + outcome.interrupted

@@ -6,13 +6,11 @@ told by MSCCL_ALGO_DIR. Has not run on a GPU, nor with any such library.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from mcr_plus.backends.msccl import catalog
 from mcr_plus.backends.nccl import NcclBackend
 from mcr_plus.backends.nccl.abi import load
-from mcr_plus.c10d import PrefixStore
 from mcr_plus.environment import default_variable, msccl_library
 from mcr_plus.errors import ConfigError
 from mcr_plus.interfaces import Support
@@ -38,8 +36,6 @@ class MscclLibraryBackend(NcclBackend):
             )
         if folders:
             default_variable(_FOLDER, folders[0])
-        if world.store is not None:  # the same groups are opened in NCCL
-            world = replace(world, store=PrefixStore("msccl", world.store))
         super().__init__(world, **options)
 
     @classmethod

@@ -151,7 +151,7 @@ class NcclBackend:
         if self._world.store is None and group.size > 1:
             raise Unsupported("backend nccl needs the store of a running job")
         channel = NcclChannel(
-            self._nccl, self._streams(), group, self._world, self.progress, self._channels.remove
+            self._nccl, self._streams(), group, self._world, self.progress, self._channels.remove, self.name
         )
         self._channels.append(channel)
         try:
@@ -229,13 +229,18 @@ class NcclChannel:
         world: World,
         drive: Callable[[], None],
         closing: Callable[[NcclChannel], None],
+        library: str,
     ) -> None:
-        """`drive`: lets all channels advance. `closing`: is told when this one is closed."""
+        """`drive`: lets all channels advance. `closing`: is told when this one is closed.
+
+        `library`: the backend's name; another one may open the same groups over the same store.
+        """
         self._nccl = nccl
         self._streams = streams
         self._group = group
         self._drive = drive
         self._closing = closing
+        self._library = library
         self._timeout = world.timeout
         self._store = None if world.store is None else world.store_of(group)
         self._scratch = streams.scratch()
@@ -263,11 +268,11 @@ class NcclChannel:
     def _publish(self, key: str) -> bytes:
         identity = self._nccl.unique_id()
         if self._store is not None:
-            self._store.set(f"nccl/{self._group.name}/{key}", identity.hex())
+            self._store.set(f"{self._library}/{self._group.name}/{key}", identity.hex())
         return identity
 
     def _ask(self, key: str) -> bytes | None:
-        name = f"nccl/{self._group.name}/{key}"
+        name = f"{self._library}/{self._group.name}/{key}"
         if self._store is None or not self._store.check([name]):
             return None
         return bytes.fromhex(self._store.get(name).decode())

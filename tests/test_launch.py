@@ -245,10 +245,8 @@ def reported(rank: int, text: str | None, place: str = "a.py:3, in <module>") ->
 
 def test_a_rank_that_raised_is_not_said_to_have_been_killed() -> None:
     """Its launcher has ended it while it left, because the other rank had ended before."""
-    raised, killed = (
-        reported(0, "BackendError: rank 1 has left"),
-        RankState(1, code=-signal.SIGTERM, ended=2.0),
-    )
+    raised = reported(0, "BackendError: rank 1 has left")
+    killed = RankState(1, code=-signal.SIGTERM, ended=2.0)
     raised.code = -signal.SIGTERM
     assert [raised.ending(), killed.ending()] == ["ended with an exception", "was killed by SIGTERM"]
     head, *_ = explanation(Outcome((raised,), 1, None, False, ()), "mpi")

@@ -14,6 +14,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -348,3 +349,22 @@ def test_sleepers_see_that_a_rank_dies_or_stops(how: str, told: str) -> None:
     for result in results[:2]:
         assert result.value is not None
         assert re.search(told, result.value), result.value
+
+
+def test_other_work_is_remembered_for_longer_the_longer_it_lasts() -> None:
+    waiting = Waiting("auto")
+    with mock.patch.object(waiting, "_too_many_run", return_value=True):
+        spans, now = [], 100.0
+        while now < 103.0:  # a wait now and then, in which other work is seen for long enough to count
+            waiting.look(now, 0.0, 0.0)
+            waiting.look(now + 1e-3, 0.0, 0.0)
+            assert not waiting.calm
+            spans.append(round(waiting._busy_until - (now + 1e-3), 3))
+            now = waiting._busy_until + 1e-3
+        assert spans[0] == 0.01
+        assert spans == sorted(spans)
+        assert spans[-1] == 0.3
+        waiting.look(now + 10.0, 0.0, 0.0)  # after a while without any, it begins anew
+        waiting.look(now + 10.001, 0.0, 0.0)
+        assert round(waiting._busy_until - (now + 10.001), 3) == 0.01
+    waiting.close()

@@ -62,9 +62,8 @@ class RankState:
         if self.end is None:
             return "did not end"
         if self.report is not None and self.end == -signal.SIGTERM:
-            return (
-                "ended with an exception"  # and while it left, the launcher ended it: another rank had gone
-            )
+            # Another rank had gone, so the launcher ended this one while it left.
+            return "ended with an exception"
         if self.end >= 0:
             return f"exited with status {self.end}"
         return f"was killed by {signal_name(-self.end)}"

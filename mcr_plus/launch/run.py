@@ -41,11 +41,11 @@ def launch(
     outcome = run_job(
         command, ranks, via=via, sink=printer, config=config, terminal=terminal, env=env, merge_errors=merge
     )
-    if outcome.worked and not printer.broken:
-        return 0
     if printer.broken:
         _print_error("mcr-plus: its output was closed; all ranks ended")
         return 128 + signal.SIGPIPE
+    if outcome.worked:
+        return 0
     for line in explanation(outcome, via):
         _print_error(line)
     return _FAILED if outcome.interrupted is None else 128 + outcome.interrupted

@@ -1,6 +1,7 @@
 # Every target works as the first command on a fresh clone: it makes .venv and installs what it needs.
 #   make demo            train the DLRM example on two ranks
-#   make test            run the tests
+#   make test            run the tests, but for those that take long
+#   make test-all        run all tests
 #   MPI=mpich make test  the same under MPICH instead of Open MPI
 
 PYTHON ?= python3
@@ -23,11 +24,11 @@ runs := $(venv)/.runs-$(MPI)# mcr_plus and what it needs
 stamp := $(venv)/.installed-$(MPI)# tools for tests and checks too
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check gpu-check torch-suite clients bench-overhead clean
+.PHONY: help venv demo test test-all check docs gpu-check torch-suite clients bench-overhead clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -4
-	@echo "targets: venv demo test check gpu-check torch-suite clients bench-overhead clean"
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -5
+	@echo "targets: venv demo test test-all check docs gpu-check torch-suite clients bench-overhead clean"
 
 venv: $(stamp)
 
@@ -37,7 +38,7 @@ $(runs): pyproject.toml constraints.txt
 	@test -x $(bin)/python || $(PYTHON) -m venv $(venv)
 	@rm -f $(venv)/.runs-* $(venv)/.installed-*
 	@$(pip) uninstall -qq --yes $(other) 2>/dev/null
-	@echo "2/4 installing torch, the largest part: minutes, and with CUDA gigabytes (README, Install)"
+	@echo "2/4 installing torch, the largest part: minutes, and with CUDA gigabytes (docs/installation.md)"
 	@$(pip) install -c constraints.txt torch
 	@echo "3/4 installing mcr_plus, $(MPI) and the rest"
 	@$(pip) install -qq -c constraints.txt -e ".[$(extra)]"
@@ -54,9 +55,11 @@ demo: $(runs)
 	@$(bin)/mcr-plus run -n 2 examples/dlrm/train.py --against-torch
 
 # First what needs one core, several at a time; then what starts ranks. 5: no test of these flags in that half.
-test: $(stamp)
-	@$(bin)/python -m pytest -n auto -m "not slow and not jobs" $(PYTEST_FLAGS); first=$$?; \
-	$(bin)/python -m pytest -m "not slow and jobs" $(PYTEST_FLAGS); second=$$?; \
+test: tests := not slow and not long
+test-all: tests := not slow
+test test-all: $(stamp)
+	@$(bin)/python -m pytest -n auto -m "$(tests) and not jobs" $(PYTEST_FLAGS); first=$$?; \
+	$(bin)/python -m pytest -m "$(tests) and jobs" $(PYTEST_FLAGS); second=$$?; \
 	case "$$first $$second" in "0 0" | "0 5" | "5 0") ;; *) exit 1 ;; esac
 
 check: $(stamp)
@@ -64,6 +67,14 @@ check: $(stamp)
 	$(bin)/ruff format --check .
 	$(bin)/mypy
 	$(bin)/pyright
+
+# The site's tree is the repository's, by links to what it shows, so that the same links hold in both.
+docs: $(runs)
+	@$(pip) install -qq -c constraints.txt -e ".[docs]"
+	@mkdir -p build/pages/benchmarks
+	@ln -sfn $(addprefix ../../,README.md CHANGELOG.md constraints.txt docs examples) build/pages
+	@ln -sfn ../../../benchmarks/results build/pages/benchmarks
+	@NO_MKDOCS_2_WARNING=1 $(bin)/mkdocs build --quiet && echo build/site/index.html
 
 gpu-check: $(stamp)
 	@if ! $(bin)/python -c "import torch; raise SystemExit(not torch.cuda.is_available())"; then \

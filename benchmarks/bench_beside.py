@@ -16,32 +16,29 @@ in turns; the figure is gloo's step over ours.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import random
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from datetime import date
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from statistics import geometric_mean, median
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
+import harness
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
+import torch.distributed as dist
+import typer
+from harness import Json, Output, Rounds, Way
 
-from mcr_plus.environment import cores
-from mcr_plus.selection.fingerprint import cpu_name
-from mcr_plus.units import format_size, parse_size
+import mcr_plus as mcr
+from mcr_plus.core.units import format_size, parse_size
 
-ROOT: Final = Path(__file__).resolve().parent.parent
 CASES: Final = ("0", "1", "2", "4", "quota", "loaders")
 PARTS: Final = ("operations", "examples")
 SIZES: Final = "8,1KiB,64KiB,1MiB,16MiB"
@@ -123,10 +120,8 @@ def quota(limit: float) -> Iterator[list[str]]:
 @contextmanager
 def surroundings(case: str) -> Iterator[list[str]]:
     """Everything around a job that a case is about; what to put before its command."""
-    with ExitStack() as until:
-        prefix: list[str] = []
-        if case == "quota":
-            prefix = until.enter_context(quota(QUOTA))
+    around: AbstractContextManager[list[str]] = quota(QUOTA) if case == "quota" else nullcontext([])
+    with around as prefix:
         yield prefix
 
 
@@ -144,15 +139,11 @@ def why_not(case: str) -> str:
 # --- operations -----------------------------------------------------------------------------------------
 
 
-def ways(names: Sequence[str], tensor: torch.Tensor) -> dict[str, Any]:
+def ways(names: Sequence[str], tensor: torch.Tensor) -> dict[str, Way]:
     """How to sum `tensor` over the ranks, by name; those that are here."""
-    import torch.distributed as dist
-
-    import mcr_plus as mcr
-
-    found: dict[str, Any] = {
+    found: dict[str, Way] = {
         DEFAULT: lambda: mcr.all_reduce(tensor),
-        **{name: lambda name=name: mcr.all_reduce(tensor, backend=name) for name in mcr.get_backends()},
+        **{name: partial(mcr.all_reduce, tensor, backend=name) for name in mcr.get_backends()},
         TORCH: lambda: dist.all_reduce(tensor),
     }
     if "mpi" in found:
@@ -164,54 +155,45 @@ def ways(names: Sequence[str], tensor: torch.Tensor) -> dict[str, Any]:
     return {name: way for name, way in found.items() if not names or name in names}
 
 
-def measure(options: Mapping[str, Any]) -> None:
-    """A rank of a job that measures; rank 0 writes what it found to `options["answer"]`."""
-    import torch.distributed as dist
-
-    import mcr_plus as mcr
-
+def measure(
+    case: str, names: Sequence[str], sizes: Sequence[int], rounds: int, most: int
+) -> list[dict[str, Any]] | None:
+    """On ranks: the rows of one case."""
     torch.set_num_threads(1)
     communicator = mcr.init()
-    rank, size = communicator.rank, communicator.size
-    store = Path(options["folder"], f"store-{size}").as_uri()
-    dist.init_process_group("gloo", store, rank=rank, world_size=size)
+    rank = communicator.rank
+    harness.join_gloo(communicator)
     rows: list[dict[str, Any]] = []
     with ExitStack() as until:
         batches: Iterator[torch.Tensor] | None = None
-        if rank == 0 and options["case"] == "loaders":
+        if rank == 0 and case == "loaders":
             batches = until.enter_context(loaders(2))
-        elif rank == 0 and options["case"].isdigit():
-            until.enter_context(busy(int(options["case"])))
-        for nbytes in options["sizes"]:
+        elif rank == 0 and case.isdigit():
+            until.enter_context(busy(int(case)))
+        for nbytes in sizes:
             tensor = torch.zeros(max(1, nbytes // 4))
-            chosen = ways(options["ways"], tensor)
-            calls = options["calls"] if nbytes < LARGE else max(1, options["calls"] // 5)
-            times: dict[str, list[torch.Tensor]] = {name: [] for name in chosen}
-            order = random.Random(nbytes)  # the same on all ranks
-            for _ in range(options["rounds"]):
-                for name in order.sample(list(chosen), len(chosen)):
-                    if batches is not None:
-                        for _ in range(2):
-                            next(batches)
-                    times[name].append(turn(chosen[name], calls))
-            for name, turns in times.items():
+            calls = most if nbytes < LARGE else max(1, most // 5)
+
+            def one(way: Way, calls: int = calls) -> torch.Tensor:
+                if batches is not None:
+                    for _ in range(2):
+                        next(batches)
+                return turn(way, calls)
+
+            for name, turns in harness.in_turns(ways(names, tensor), rounds, one).items():
                 mine = torch.cat(turns)
                 dist.all_reduce(mine, dist.ReduceOp.MAX)
-                figures = [1e6 * each for each in np.percentile(mine.numpy(), [50, 95])]
-                mean = 1e6 * float(mine.mean())
+                p50, p95 = (1e6 * float(each) for each in np.percentile(mine.numpy(), [50, 95]))
                 rows.append(
-                    {"bytes": nbytes, "way": name, "p50": figures[0], "p95": figures[1], "mean": mean}
+                    {"bytes": nbytes, "way": name, "p50": p50, "p95": p95, "mean": 1e6 * float(mine.mean())}
                 )
-    if rank == 0:
-        Path(options["answer"]).write_text(json.dumps(rows))
     dist.destroy_process_group()
     mcr.finalize()
+    return rows if rank == 0 else None
 
 
-def turn(way: Any, calls: int) -> torch.Tensor:
+def turn(way: Way, calls: int) -> torch.Tensor:
     """Seconds of each of so many calls on this rank."""
-    import torch.distributed as dist
-
     way()
     dist.barrier()
     stamps = [time.perf_counter()]
@@ -221,38 +203,18 @@ def turn(way: Any, calls: int) -> torch.Tensor:
     return torch.tensor(stamps, dtype=torch.float64).diff()
 
 
-def operations(case: str, ranks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+def operations(
+    case: str, ranks: int, mpich: Path | None, ways: Sequence[str], *settings: Any
+) -> list[dict[str, Any]]:
     """The rows of one case and number of ranks."""
-    jobs = [(sys.executable, options.ways.split(",") if options.ways else [])]
-    if options.mpich is not None:
-        jobs.append((str(options.mpich), ["raw MPICH", TORCH]))
     found: list[dict[str, Any]] = []
-    for python, names in jobs:
-        with tempfile.TemporaryDirectory() as folder, surroundings(case) as prefix:
-            answer = Path(folder, "answer.json")
-            settings = {
-                "case": case,
-                "sizes": [parse_size(size) for size in options.sizes.split(",")],
-                "ways": names,
-                "calls": options.calls,
-                "rounds": options.rounds,
-                "folder": folder,
-                "answer": str(answer),
-            }
-            line = [python, "-m", "mcr_plus.cli.main", "run", "-n", str(ranks), __file__, "--rank"]
-            run([*prefix, *line, json.dumps(settings)])
-            rows = json.loads(answer.read_text())
+    for python, names in (sys.executable, ways), *([(str(mpich), ["raw MPICH", TORCH])] if mpich else ()):
+        with surroundings(case) as prefix:
+            rows = harness.on_ranks(harness.here(ranks, python, prefix), measure, case, names, *settings)
         # torch's gloo takes its turns in each job, and counts where ours are.
         counted = [row for row in rows if python == sys.executable or row["way"] != TORCH]
         found += [{"case": case, "ranks": ranks, **row} for row in counted]
     return found
-
-
-def run(line: Sequence[str]) -> None:
-    """Run a command; what it printed is shown only if it failed."""
-    done = subprocess.run(line, capture_output=True, text=True, check=False, cwd=ROOT)
-    if done.returncode != 0:
-        raise SystemExit(f"{shlex.join(line)}\n{done.stdout}{done.stderr}")
 
 
 # --- examples -------------------------------------------------------------------------------------------
@@ -260,24 +222,18 @@ def run(line: Sequence[str]) -> None:
 
 def example(name: str, way: str, case: str, steps: int | None) -> float:
     """Seconds of an example's median step: what a run begins with counts in none."""
-    script = ROOT / "examples" / name / "train.py"
     words = list(EXAMPLES[name])
     if steps is not None:
         words[1] = str(steps)
     with tempfile.TemporaryDirectory() as folder, surroundings(case) as prefix, ExitStack() as until:
-        answer, config = Path(folder, "answer.json"), Path(folder, "default.yaml")
+        config = Path(folder, "default.yaml")
         config.write_text("version: 1\n")
         if case.isdigit():
             until.enter_context(busy(int(case)))
         elif case == "loaders":
-            batches = until.enter_context(loaders(2))
-            words_of = until.enter_context(consumed(batches))
-            del words_of
+            until.enter_context(consumed(until.enter_context(loaders(2))))
         to = ["--comms", "torch"] if way == TORCH else ["--comms", "mix", "--config", str(config)]
-        line = [sys.executable, "-m", "mcr_plus.cli.main", "run", "-n", "2", str(script)]
-        run([*prefix, *line, *words, *to, "--json", str(answer)])
-        found: dict[str, Any] = json.loads(answer.read_text())
-    return float(found["step_seconds"])
+        return float(harness.train(harness.here(2, prefix=prefix), name, *words, *to)["step_seconds"])
 
 
 @contextmanager
@@ -300,28 +256,23 @@ def consumed(batches: Iterator[torch.Tensor]) -> Iterator[None]:
         thread.join()
 
 
-def examples(case: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+def examples(case: str, names: Sequence[str], rounds: int, steps: int | None) -> list[dict[str, Any]]:
     """A row for each example: the medians of rounds in turns."""
     rows = []
-    for name in options.examples.split(","):
+    for name in names:
         found: dict[str, list[float]] = {DEFAULT: [], TORCH: []}
-        for number in range(options.example_rounds):
+        for number in range(rounds):
             order = [DEFAULT, TORCH] if number % 2 else [TORCH, DEFAULT]
             for way in order:
-                found[way].append(example(name, way, case, options.steps))
+                found[way].append(example(name, way, case, steps))
         ours, theirs = median(found[DEFAULT]), median(found[TORCH])
         ratios = sorted(b / a for a, b in zip(found[DEFAULT], found[TORCH], strict=True))
         rows.append(
             {
-                "case": case,
-                "example": name,
-                "default": ours,
-                "torch": theirs,
-                "ratio": theirs / ours,
-                "lowest": ratios[0],
-                "highest": ratios[-1],
+                "case": case, "example": name, "default": ours, "torch": theirs, "ratio": theirs / ours,
+                "lowest": ratios[0], "highest": ratios[-1],
             }
-        )
+        )  # fmt: skip
     return rows
 
 
@@ -356,14 +307,9 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 SUMMARY_HEAD: Final = [
-    "beside",
-    "ranks",
-    "torch gloo / default, geometric mean of medians",
-    "… worst size",
-    "… of means",
-    "default's p95 / torch gloo's, worst size",
-    f"… above {P95_LIMIT}",
-]
+    "beside", "ranks", "torch gloo / default, geometric mean of medians", "… worst size", "… of means",
+    "default's p95 / torch gloo's, worst size", f"… above {P95_LIMIT}",
+]  # fmt: skip
 
 
 def sections(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
@@ -408,83 +354,62 @@ def example_lines(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     ]
 
 
-def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    table = [head, ["---"] * len(head), *lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in table)
-
-
-def report(found: Mapping[str, Any], command: str) -> str:
+def report(found: Mapping[str, Any], line: str) -> str:
     """The figures as a page."""
-    about = f"{cpu_name()}, {cores()} cores, Python {sys.version.split()[0]}, torch {torch.__version__}"
-    parts = [f"# Beside other work ({date.today():%Y-%m-%d})", f"    {command}"]
-    parts.append(f"{about}. all_reduce of float32, median / p95 of single operations in µs, ways in turns.")
-    parts += [f"Skipped: {case}: {reason}" for case, reason in found["skipped"].items()]
+    parts = [f"Skipped: {case}: {reason}" for case, reason in found["skipped"].items()]
     if found["operations"]:
-        parts.append(markdown(SUMMARY_HEAD, summary(found["operations"])))
+        parts.append(harness.markdown(SUMMARY_HEAD, summary(found["operations"])))
         for heading, head, lines in sections(found["operations"]):
-            parts += [f"## {heading}", markdown(head, lines)]
+            parts += [f"## {heading}", harness.markdown(head, lines)]
     if found["examples"]:
         parts += ["## Examples: a step with torch's gloo over one with the default configuration"]
-        parts.append(markdown(EXAMPLES_HEAD, example_lines(found["examples"])))
-    return "\n\n".join(parts) + "\n"
+        parts.append(harness.markdown(EXAMPLES_HEAD, example_lines(found["examples"])))
+    note = "all_reduce of float32, median / p95 of single operations in µs, ways in turns."
+    return harness.page("Beside other work", line, note, *parts)
 
 
-def show(console: Console, heading: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    table = Table(title=heading, title_justify="left")
-    for name in head:
-        table.add_column(name, justify="right")
-    for line in lines:
-        table.add_row(*line)
-    console.print(table)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
+@harness.program
+def main(
+    parts: str = ",".join(PARTS),
+    cases: str = ",".join(CASES),
+    ranks: str = "2,4",
+    sizes: str = SIZES,
+    ways: Annotated[str, typer.Option(help=f"Such as {DEFAULT},msccl,{TORCH}; all without it.")] = "",
+    rounds: Rounds = 15,
+    calls: Annotated[int, typer.Option(help="Of a turn; a fifth of it for large sizes.")] = 20,
+    examples_: Annotated[str, typer.Option("--examples")] = ",".join(EXAMPLES),
+    example_rounds: int = 3,
+    steps: Annotated[int | None, typer.Option(help="Of an example.")] = None,
+    mpich: Annotated[Path | None, typer.Option(help="Python of an environment with MPICH.")] = None,
+    figures: Json = None,
+    output: Output = None,
+) -> None:
     """Run all, and report."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--ranks", default="2,4")
-    parser.add_argument("--sizes", default=SIZES)
-    parser.add_argument("--ways", default="", help=f"such as {DEFAULT},msccl,{TORCH}; all without it")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--calls", type=int, default=20, help="of a turn; a fifth of it for large sizes")
-    parser.add_argument("--examples", default=",".join(EXAMPLES))
-    parser.add_argument("--example-rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="of an example")
-    parser.add_argument("--mpich", type=Path, help="Python of an environment with MPICH")
-    parser.add_argument("--json", type=Path, help="also write all figures")
-    parser.add_argument("--output", type=Path, help="also write a report to this file")
-    parser.add_argument("--rank", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.rank is not None:
-        measure(json.loads(options.rank))
-        return
-    console = Console(width=150)
     found: dict[str, Any] = {"operations": [], "examples": [], "skipped": {}}
-    command = f"python benchmarks/bench_beside.py {shlex.join(arguments or sys.argv[1:])}"
-    for case in options.cases.split(","):
+    wanted = harness.chosen(parts.split(","), PARTS, "part")
+    nbytes = [parse_size(size) for size in sizes.split(",")]
+    for case in harness.chosen(cases.split(","), CASES, "case"):
         if reason := why_not(case):
             found["skipped"][title(case)] = reason
-            console.print(f"skipped {title(case)}: {reason}")
+            print(f"skipped {title(case)}: {reason}")
             continue
-        if "operations" in options.parts:
-            for ranks in map(int, options.ranks.split(",")):
-                rows = operations(case, ranks, options)
+        if "operations" in wanted:
+            for count in map(int, ranks.split(",")):
+                rows = operations(case, count, mpich, ways.split(",") if ways else [], nbytes, rounds, calls)
                 found["operations"] += rows
-                for section in sections(rows):
-                    show(console, *section)
-        if "examples" in options.parts:
-            rows = examples(case, options)
+                for heading, head, lines in sections(rows):
+                    harness.show(head, lines, heading, width=150)
+        if "examples" in wanted:
+            rows = examples(
+                case, harness.chosen(examples_.split(","), EXAMPLES, "example"), example_rounds, steps
+            )
             found["examples"] += rows
-            show(console, title(case), EXAMPLES_HEAD, example_lines(rows))
-        if options.json is not None:
-            options.json.write_text(json.dumps(found, indent=1))
-        if options.output is not None:
-            options.output.write_text(report(found, command))
+            harness.show(EXAMPLES_HEAD, example_lines(rows), title(case), width=150)
+        harness.write_json(found, figures)
+        if output is not None:
+            harness.write(report(found, harness.command()), output)
     if found["operations"]:
-        show(console, "", SUMMARY_HEAD, summary(found["operations"]))
+        harness.show(SUMMARY_HEAD, summary(found["operations"]), width=150)
 
 
 if __name__ == "__main__":

@@ -17,37 +17,29 @@ for those of sparse codecs.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import platform
-import shlex
 import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import date
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
+import harness
 import numpy as np
 import torch
+import typer
 from bench_codecs import LIMIT, verify
-from rich.console import Console
-from rich.table import Table
-from two_hosts import TwoHosts, why_not
+from harness import HARDWARE, MCR_PLUS, Budget, Dated, Hardware, Json, Plot, Rounds, Tables
+from two_hosts import TwoHosts, need_two_hosts
 
 import mcr_plus as mcr
 from mcr_plus.compression.codec import PayloadCodec, make
-from mcr_plus.environment import cores
-from mcr_plus.selection.fingerprint import cpu_name
+from mcr_plus.core.units import format_size, parse_size
 from mcr_plus.tuning.plot import check_available
-from mcr_plus.units import format_size, parse_size
 
-RESULTS = Path(__file__).parent / "results"
 RAW: Final = "uncompressed"
 TINY: Final = 1 << 10  # bytes: what is left of the time is latency
 LIMITED: Final = 1 << 20  # bytes from which on the link, and not the burst of its shaper, decides
@@ -124,23 +116,23 @@ def crossing_text(nbytes: float, low: int, high: int) -> str:
 # --- on ranks ---------------------------------------------------------------------------------------
 
 
-def measure(config: Path, spec: Path, target: Path) -> None:
+def measure(
+    config: dict[str, Any], sizes: Sequence[int], codecs: Sequence[str], rounds: int
+) -> dict[str, Seconds] | None:
     """On ranks: every way and size in turns; a call takes as long as on the slower rank."""
     torch.set_num_threads(1)
-    asked = json.loads(spec.read_text())
     times: Seconds = {}
     local: Seconds = {}
-    with mcr.init(str(config)) as comm:
-        for nbytes in [TINY, *asked["sizes"]]:
+    with mcr.init(config) as comm:
+        for nbytes in [TINY, *sizes]:
             source = torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(comm.rank))
-            for way, found in _all_reduces(comm, source, asked["codecs"], asked["rounds"]).items():
+            for way, found in _all_reduces(comm, source, codecs, rounds).items():
                 times.setdefault(way, {})[nbytes] = found
-            for name in asked["codecs"]:
+            for name in codecs:
                 comm.barrier()
-                own = codec_seconds(payload_codec(name), source, asked["rounds"])
+                own = codec_seconds(payload_codec(name), source, rounds)
                 local.setdefault(name, {})[nbytes] = max(comm.all_gather_object(own))
-    if comm.rank == 0:
-        target.write_text(json.dumps({"times": times, "local": local}))
+    return {"times": times, "local": local} if comm.rank == 0 else None
 
 
 def _all_reduces(
@@ -156,21 +148,16 @@ def _all_reduces(
         comm.all_reduce(buffer, compress=compress)
         if way == RAW or not payload_codec(way).traits.sparse:  # of sparse ones the ranks' places differ
             verify(way, buffer, true, 1e-6 if way == RAW else LIMIT, sparse=False)
-    turns: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(rounds):
-        for way, compress in ways.items():
-            buffer.copy_(source)
-            comm.barrier()
-            began = time.perf_counter()
-            comm.all_reduce(buffer, compress=compress)
-            turns[way].append(time.perf_counter() - began)
-    slowest = [map(max, zip(*each, strict=True)) for each in zip(*_everyones(comm, turns), strict=True)]
+
+    def turn(compress: str | bool) -> float:
+        buffer.copy_(source)
+        comm.barrier()
+        return harness.seconds(lambda: comm.all_reduce(buffer, compress=compress))
+
+    turns = harness.in_turns(ways, rounds, turn)
+    everyones: list[list[list[float]]] = comm.all_gather_object(list(turns.values()))
+    slowest = [map(max, zip(*each, strict=True)) for each in zip(*everyones, strict=True)]
     return {way: median(each) for way, each in zip(ways, slowest, strict=True)}
-
-
-def _everyones(comm: mcr.Communicator, turns: Mapping[str, list[float]]) -> list[list[list[float]]]:
-    gathered: list[list[list[float]]] = comm.all_gather_object(list(turns.values()))
-    return gathered
 
 
 def payload_codec(name: str) -> PayloadCodec:
@@ -195,12 +182,7 @@ def codec_seconds(codec: PayloadCodec, values: torch.Tensor, rounds: int) -> flo
             codec.decode_accumulate(wire, out)
 
     call()
-    taken = []
-    for _ in range(rounds):
-        began = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - began)
-    return median(taken)
+    return median(harness.seconds(call) for _ in range(rounds))
 
 
 def times_smaller(codec: PayloadCodec, nbytes: int) -> float:
@@ -253,22 +235,20 @@ def found_of(rate: str, times: Seconds, local: Seconds) -> Found:
     return Found(rate, times, local, raw, codecs)
 
 
-def over_the_link(rate: str, spec: Mapping[str, Any], table: Path | None, budget: str) -> Found:
+def over_the_link(
+    rate: str, sizes: Sequence[int], codecs: Sequence[str], rounds: int, table: Path | None, budget: str
+) -> Found:
     """Measure over a link of a rate; without a table, tune one first."""
-    with TwoHosts(rate) as hosts, tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with TwoHosts(rate) as hosts, tempfile.TemporaryDirectory() as folder:
         if table is None:
-            table = folder / "table.yaml"
+            table = Path(folder) / "table.yaml"
             words = ["tune", "-o", str(table), "--kinds", KINDS, "--max", "32MiB", "--budget", budget]
-            hosts.mpirun([sys.executable, "-m", "mcr_plus.cli.main", *words], stdout=subprocess.DEVNULL)
+            hosts.mpirun([*MCR_PLUS, *words], stdout=subprocess.DEVNULL)
         stages = [{"compress": {}}, {"select": {"table": str(table.absolute())}}, {"dispatch": {}}]
-        config, asked, target = folder / "pipeline.yaml", folder / "spec.json", folder / "times.json"
-        config.write_text(json.dumps({"version": 1, "backends": ["mpi", "gloo"], "pipeline": stages}))
-        asked.write_text(json.dumps(spec))
-        hosts.mpirun([sys.executable, __file__, "--measure", str(config), str(asked), str(target)])
-        result = json.loads(target.read_text())
+        config = {"version": 1, "backends": ["mpi", "gloo"], "pipeline": stages}
+        result = harness.on_ranks(harness.on_both(hosts), measure, config, sizes, codecs, rounds)
     times, local = (
-        {way: {int(size): seconds for size, seconds in each.items()} for way, each in result[what].items()}
+        {way: {int(size): spent for size, spent in each.items()} for way, each in result[what].items()}
         for what in ("times", "local")
     )
     return found_of(rate, times, local)
@@ -294,17 +274,8 @@ def codec_facts(found: Found, codec: str) -> list[str]:
 
 
 FACTS: Final = (
-    "codec",
-    "r",
-    "α_c µs",
-    "C GB/s",
-    "C / B",
-    "needed",
-    "predicted break-even",
-    "measured break-even",
-)
-
-
+    "codec", "r", "α_c µs", "C GB/s", "C / B", "needed", "predicted break-even", "measured break-even",
+)  # fmt: skip
 TIMES: Final = ("bytes", "way", "ms", "by the line", "times as fast as uncompressed")
 
 
@@ -329,130 +300,93 @@ def link_text(found: Found) -> str:
     return f"α = {1e6 * found.raw.latency:.0f} µs, B = {bandwidth / 1e9:.3f} GB/s"
 
 
-def show(found: Found, console: Console) -> None:
-    for title, names, rows in (
-        (f"{found.rate}: {link_text(found)}", FACTS, [codec_facts(found, each) for each in found.codecs]),
-        (f"{found.rate}: all_reduce", TIMES, size_rows(found)),
-    ):
-        table = Table(title=title, title_justify="left")
-        for name in names:
-            table.add_column(name, justify="left" if name in ("codec", "way") else "right")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+def print_tables(found: Found) -> None:
+    harness.show(FACTS, map(partial(codec_facts, found), found.codecs), f"{found.rate}: {link_text(found)}")
+    harness.show(TIMES, size_rows(found), f"{found.rate}: all_reduce")
 
 
 def text_of(every: Sequence[Found], line: str) -> str:
     """The report as Markdown."""
-
-    def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-        head = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
-        return [*head, *(f"| {' | '.join(row)} |" for row in rows), ""]
-
-    text = [
-        f"# From which size on a codec pays ({date.today():%Y-%m-%d})",
-        "",
-        f"    {line}",
-        "",
-        f"{cpu_name()}, {cores()} cores, Python {platform.python_version()}, torch {torch.__version__}; two "
-        "network namespaces, one rank and half of the cores on each. all_reduce of float32, medians of "
+    note = (
+        "two network namespaces, one rank and half of the cores on each. all_reduce of float32, medians of "
         "rounds in which all ways take turns. Lines: uncompressed α + f S / B; by a codec α_c + f S / (r B) "
         "+ S / C, where f = 2 (W - 1) / W = 1. α and α_c are by all_reduces of 1 KiB, B is fitted to the "
         "uncompressed ones of 1 MiB and more (a shaper lets the first 256 KiB pass without delay), C by what "
         "a rank's codec calls take alone at the largest size. A codec can pay only where C / B is more than "
-        "what is needed, r / (f (r - 1)).",
-        "",
-    ]
+        "what is needed, r / (f (r - 1))."
+    )
+    parts: list[str] = []
     for found in every:
-        text += [f"## {found.rate}", "", f"{link_text(found)}.", ""]
-        text += table(FACTS, [codec_facts(found, each) for each in found.codecs])
-        text += table(TIMES, size_rows(found))
-    return "\n".join(text)
+        parts += [f"## {found.rate}", f"{link_text(found)}."]
+        parts.append(harness.markdown(FACTS, [codec_facts(found, each) for each in found.codecs]))
+        parts.append(harness.markdown(TIMES, size_rows(found)))
+    return harness.page("From which size on a codec pays", line, note, *parts)
 
 
 def plot(every: Sequence[Found], path: Path) -> None:
     """A panel for each link: points measured, lines fitted and predicted, break-even sizes."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
     from matplotlib.lines import Line2D
 
-    figure, axes = pyplot.subplots(
-        1, len(every), figsize=(5.2 * len(every), 4.8), layout="constrained", squeeze=False
-    )
-    colours = dict(zip([RAW, *every[0].codecs], ["black", *(f"C{i}" for i in range(10))], strict=False))
-    for axis, found in zip(axes[0], every, strict=True):
-        sizes = np.array(found.sizes, float)
-        fine = np.geomspace(sizes[0], sizes[-1], 200)
-        for way, line in {RAW: found.raw, **found.codecs}.items():
-            times = [1e3 * found.times[way][size] for size in found.sizes]
-            axis.plot(sizes / 2**20, times, "o", color=colours[way], ms=4)
-            axis.plot(fine / 2**20, [1e3 * line.at(size) for size in fine], color=colours[way], lw=1.2)
-            if way == RAW:
-                continue
-            for style, size in (
-                ("--", crossing(found.raw, line)),
-                (":", measured_crossing(found.measured(RAW), found.measured(way))),
-            ):
-                if sizes[0] <= size <= sizes[-1]:
-                    axis.axvline(size / 2**20, color=colours[way], ls=style, lw=1)
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.set_title(f"all_reduce over {found.rate}")
-        axis.set_xlabel("MiB of float32")
-        axis.set_ylabel("ms")
-        axis.grid(alpha=0.25, lw=0.5, which="both")
-    keys = [Line2D([], [], color=colour, label=way) for way, colour in colours.items()]
-    keys += [
-        Line2D([], [], color="grey", ls="", marker="o", ms=4, label="measured"),
-        Line2D([], [], color="grey", lw=1.2, label="fitted (uncompressed), predicted"),
-        Line2D([], [], color="grey", ls="--", lw=1, label="break-even, predicted"),
-        Line2D([], [], color="grey", ls=":", lw=1, label="break-even, measured"),
-    ]
-    figure.legend(handles=keys, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    with harness.panels(path, len(every), 5.2, 4.8) as figure:
+        colours = dict(zip([RAW, *every[0].codecs], ["black", *(f"C{i}" for i in range(10))], strict=False))
+        for axis, found in zip(figure.axes, every, strict=True):
+            sizes = np.array(found.sizes, float)
+            fine = np.geomspace(sizes[0], sizes[-1], 200)
+            for way, line in {RAW: found.raw, **found.codecs}.items():
+                times = [1e3 * found.times[way][size] for size in found.sizes]
+                axis.plot(sizes / 2**20, times, "o", color=colours[way], ms=4)
+                axis.plot(fine / 2**20, [1e3 * line.at(size) for size in fine], color=colours[way], lw=1.2)
+                if way == RAW:
+                    continue
+                for style, size in (
+                    ("--", crossing(found.raw, line)),
+                    (":", measured_crossing(found.measured(RAW), found.measured(way))),
+                ):
+                    if sizes[0] <= size <= sizes[-1]:
+                        axis.axvline(size / 2**20, color=colours[way], ls=style, lw=1)
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log")
+            axis.set_title(f"all_reduce over {found.rate}")
+            axis.set_xlabel("MiB of float32")
+            axis.set_ylabel("ms")
+            axis.grid(alpha=0.25, lw=0.5, which="both")
+        keys = [Line2D([], [], color=colour, label=way) for way, colour in colours.items()]
+        keys += [
+            Line2D([], [], color="grey", ls="", marker="o", ms=4, label="measured"),
+            Line2D([], [], color="grey", lw=1.2, label="fitted (uncompressed), predicted"),
+            Line2D([], [], color="grey", ls="--", lw=1, label="break-even, predicted"),
+            Line2D([], [], color="grey", ls=":", lw=1, label="break-even, measured"),
+        ]
+        figure.legend(handles=keys, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
 
 
-def main() -> None:
-    if sys.argv[1:2] == ["--measure"]:
-        measure(*map(Path, sys.argv[2:5]))
-        return
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rates", default="1gbit,10gbit", help="of the link, as tc writes them")
-    parser.add_argument("--codecs", default="int8_block", help="any that have payloads")
-    parser.add_argument("--sizes", default="64KiB,256KiB,1MiB,4MiB,16MiB,64MiB")
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--table", type=Path, help="use this tuning table for all rates")
-    parser.add_argument("--tune", default="60s", help="budget of tuning for each rate, without --table")
-    parser.add_argument(
-        "--hardware", default=f"{platform.machine()}-{cores()}core", help="for the file's name"
-    )
-    parser.add_argument("--output", type=Path, help="another file than the dated one")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--plot", type=Path, help="draw times and break-even sizes; needs matplotlib")
-    options = parser.parse_args()
-    codecs = options.codecs.split(",")
-    for name in codecs:
+@harness.program
+def main(
+    rates: Annotated[str, typer.Option(help="Of the link, as tc writes them.")] = "1gbit,10gbit",
+    codecs: Annotated[str, typer.Option(help="Any that have payloads.")] = "int8_block",
+    sizes: str = "64KiB,256KiB,1MiB,4MiB,16MiB,64MiB",
+    rounds: Rounds = 11,
+    table: Tables = None,
+    tune: Budget = "60s",
+    hardware: Hardware = HARDWARE,
+    output: Dated = None,
+    figures: Json = None,
+    picture: Plot = None,
+) -> None:
+    names, nbytes = codecs.split(","), [parse_size(size) for size in sizes.split(",")]
+    for name in names:
         payload_codec(name)
-    if options.plot is not None:
-        check_available(options.plot)
-    if (reason := why_not()) is not None:
-        raise SystemExit(f"skipped: {reason}")
-    spec = {"codecs": codecs, "sizes": [parse_size(size) for size in options.sizes.split(",")]}
-    console, every = Console(), []
-    for rate in options.rates.split(","):
-        every.append(over_the_link(rate, {**spec, "rounds": options.rounds}, options.table, options.tune))
-        show(every[-1], console)
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(found) for found in every], indent=1))
-    if options.plot is not None:
-        plot(every, options.plot)
-    named = f"break-even_{options.hardware}-two-hosts_{date.today():%Y%m}.md"
-    target = options.output or RESULTS / named
-    target.write_text(text_of(every, f"python benchmarks/bench_break_even.py {shlex.join(sys.argv[1:])}"))
-    console.print(str(target))
+    if picture is not None:
+        check_available(picture)
+    need_two_hosts()
+    every = []
+    for rate in rates.split(","):
+        every.append(over_the_link(rate, nbytes, names, rounds, table, tune))
+        print_tables(every[-1])
+    harness.write_json([asdict(found) for found in every], figures)
+    if picture is not None:
+        plot(every, picture)
+    harness.write(text_of(every, harness.command()), output, f"break-even_{hardware}-two-hosts")
 
 
 if __name__ == "__main__":

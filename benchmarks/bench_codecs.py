@@ -18,22 +18,18 @@ Every call's result is compared with the values before anything is timed.
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import torch
-from rich.console import Console
-from rich.table import Table
+import typer
+from harness import Json, Rounds, in_turns, program, seconds, show, write_json
 
 from mcr_plus import registry
 from mcr_plus.compression.codec import Codec, PayloadCodec, make
-from mcr_plus.units import format_size, parse_size
+from mcr_plus.core.units import format_size, parse_size
 
 Calls = dict[str, Callable[[], object]]
 Row = dict[str, Any]
@@ -124,13 +120,7 @@ def best_of(calls: Calls, rounds: int) -> dict[str, float]:
     """Seconds of each call's fastest turn; all are called once before."""
     for call in calls.values():
         call()
-    best = dict.fromkeys(calls, math.inf)
-    for _ in range(rounds):
-        for name, call in calls.items():
-            began = time.perf_counter()
-            call()
-            best[name] = min(best[name], time.perf_counter() - began)
-    return best
+    return {name: min(turns) for name, turns in in_turns(calls, rounds, seconds).items()}
 
 
 def measure(config: Mapping[str, Any], nbytes: int, threads: int, rounds: int) -> list[Row]:
@@ -156,47 +146,43 @@ def measure(config: Mapping[str, Any], nbytes: int, threads: int, rounds: int) -
     ]
 
 
-def show(rows: Sequence[Row], console: Console) -> None:
+def print_tables(rows: Sequence[Row]) -> None:
     for nbytes, threads in dict.fromkeys((row["bytes"], row["threads"]) for row in rows):
-        table = Table(f"{format_size(nbytes)} of float32, {threads} thread{'s' * (threads > 1)}")
-        for column in ("bits/value", "call", "GB/s", "copy_ GB/s", "× copy_"):
-            table.add_column(column, justify="left" if column == "call" else "right")
+        lines: list[list[str]] = []
         earlier = ""
         for row in rows:
             if (row["bytes"], row["threads"]) == (nbytes, threads):
-                first = row["codec"] != earlier
-                figures = (
-                    f"{row['gbs']:.1f}",
-                    f"{row['copy_gbs']:.1f}",
-                    f"{row['gbs'] / row['copy_gbs']:.2f}",
-                )
-                table.add_row(
-                    *((row["codec"], f"{row['bits']:.2f}") if first else ("", "")), row["call"], *figures
+                first = (row["codec"], f"{row['bits']:.2f}") if row["codec"] != earlier else ("", "")
+                ratio = row["gbs"] / row["copy_gbs"]
+                lines.append(
+                    [*first, row["call"], f"{row['gbs']:.1f}", f"{row['copy_gbs']:.1f}", f"{ratio:.2f}"]
                 )
                 earlier = row["codec"]
-        console.print(table)
+        title = f"{format_size(nbytes)} of float32, {threads} thread{'s' * (threads > 1)}"
+        show(["codec", "bits/value", "call", "GB/s", "copy_ GB/s", "× copy_"], lines, title)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--size", nargs="+", default=["64MiB"], help="of the values, as float32")
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--codec", nargs="+", default=list(registry.names("codecs")), metavar="NAME")
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    options = parser.parse_args(arguments)
+@program
+def main(
+    size: Annotated[
+        list[str], typer.Option(default_factory=lambda: ["64MiB"], help="Of the values, as float32.")
+    ],
+    threads: Annotated[list[int], typer.Option(default_factory=lambda: [1, 2])],
+    codec: Annotated[list[str], typer.Option(default_factory=lambda: list(registry.names("codecs")))],
+    rounds: Rounds = 11,
+    figures: Json = None,
+) -> None:
     before = torch.get_num_threads()
     rows = [
         row
-        for size in options.size
-        for threads in options.threads
-        for config in configurations(options.codec)
-        for row in measure(config, parse_size(size), threads, options.rounds)
+        for each in size
+        for count in threads
+        for config in configurations(codec)
+        for row in measure(config, parse_size(each), count, rounds)
     ]
     torch.set_num_threads(before)
-    show(rows, Console())
-    if options.json is not None:
-        options.json.write_text(json.dumps(rows, indent=1))
+    print_tables(rows)
+    write_json(rows, figures)
 
 
 if __name__ == "__main__":

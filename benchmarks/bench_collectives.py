@@ -11,43 +11,40 @@ model predicts sizes that it was not shown.
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import geometric_mean
+from typing import Annotated, Any
 
+import harness
 import numpy as np
-from two_hosts import TwoHosts, why_not
+import typer
+from harness import HARDWARE, MCR_PLUS, Budget, Dated, Hardware, Tables
+from two_hosts import TwoHosts, need_two_hosts
 
-from mcr_plus.environment import cores
-from mcr_plus.selection.cost import Curve
-from mcr_plus.selection.fingerprint import cpu_name
-from mcr_plus.selection.table import load_table
+from mcr_plus.core.units import format_size
+from mcr_plus.tables.cost import Curve
+from mcr_plus.tables.table import load_table
+from mcr_plus.tuning.measurements import Sample, median_of_repeats
 from mcr_plus.tuning.operations import KINDS, TORCH, TUNED
-from mcr_plus.tuning.points import Point, settled
-from mcr_plus.units import format_size
 
-RESULTS = Path(__file__).parent / "results"
 LEAST = 1024  # bytes from which the mix may not lose
 Row = Mapping[str, Any]
 
 
 def on_one_host(ranks: int, *words: str) -> Any:
     """The JSON document that a subcommand of mcr-plus prints, of a job on this host."""
-    line = [sys.executable, "-m", "mcr_plus.cli.main", words[0], "-n", str(ranks), *words[1:], "--json"]
+    line = [*MCR_PLUS, words[0], "-n", str(ranks), *words[1:], "--json"]
     return json.loads(subprocess.run(line, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
 
 def on_two_hosts(hosts: TwoHosts, *words: str) -> Any:
     """The same of a job with one rank on each of two hosts."""
-    line = [sys.executable, "-m", "mcr_plus.cli.main", *words, "--json"]
+    line = [*MCR_PLUS, *words, "--json"]
     return json.loads(hosts.mpirun(line, stdout=subprocess.PIPE, text=True).stdout)
 
 
@@ -59,10 +56,6 @@ def by_cell(rows: Sequence[Row]) -> Iterator[tuple[str, int, dict[str, float]]]:
             cells.setdefault((row["kind"], row["bytes"]), {})[row["backend"]] = row["p50_us"]
     for (kind, nbytes), times in cells.items():
         yield kind, nbytes, times
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    return float(np.exp(np.mean(np.log(values)))) if values else float("nan")
 
 
 def summary(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
@@ -96,13 +89,13 @@ def summary(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
     return found
 
 
-def hold_out(points: Sequence[Point]) -> dict[str, list[float]]:
+def hold_out(samples: Sequence[Sample]) -> dict[str, list[float]]:
     """Errors, by library, of predicting every second size from the others."""
     curves: dict[tuple[Any, ...], dict[int, float]] = {}
-    for point in settled(points):
-        if point.timing is not None and not point.overlap:
-            key = (point.way, point.cell.kind, point.cell.dtype, point.cell.async_op)
-            curves.setdefault(key, {})[point.cell.nbytes] = point.timing.p50
+    for sample in median_of_repeats(samples):
+        if sample.timing is not None and not sample.overlap:
+            key = (sample.candidate, sample.case.kind, sample.case.dtype, sample.case.async_op)
+            curves.setdefault(key, {})[sample.case.nbytes] = sample.timing.p50
     errors: dict[str, list[float]] = {}
     for (way, *_), curve in curves.items():
         sizes = sorted(size for size in curve if size and size & (size - 1) == 0)
@@ -115,100 +108,88 @@ def hold_out(points: Sequence[Point]) -> dict[str, list[float]]:
     return errors
 
 
-def points_of(path: Path) -> list[Point]:
+def samples_of(path: Path) -> list[Sample]:
     """What `tune` has kept beside its table."""
     documents = [json.loads(line) for line in path.read_text().splitlines()]
-    return [Point.from_document(each) for each in documents if "timing" in each]
+    return [Sample.from_document(each) for each in documents if "timing" in each]
 
 
-def table_of_times(rows: Sequence[Row]) -> Iterator[str]:
+def tables_of_times(rows: Sequence[Row]) -> Iterator[str]:
     cells = list(by_cell(rows))
     ways = list(dict.fromkeys(way for _, _, times in cells for way in times))
     for kind in dict.fromkeys(kind for kind, _, _ in cells):
-        yield f"\n### {kind}\n"
-        yield f"| bytes | {' | '.join(ways)} |"
-        yield f"|---|{'---|' * len(ways)}"
-        for _, nbytes, times in (cell for cell in cells if cell[0] == kind):
-            figures = (f"{times[way]:.4g}" if way in times else "–" for way in ways)
-            yield f"| {format_size(nbytes)} | {' | '.join(figures)} |"
+        lines = [
+            [format_size(nbytes), *(f"{times[way]:.4g}" if way in times else "–" for way in ways)]
+            for _, nbytes, times in (cell for cell in cells if cell[0] == kind)
+        ]
+        yield from (f"### {kind}", harness.markdown(["bytes", *ways], lines))
 
 
-def report(rows: Sequence[Row], points: Sequence[Point], table: Path, line: str) -> str:
+def report(rows: Sequence[Row], samples: Sequence[Sample], table: Path, line: str) -> str:
     """The report as Markdown."""
     prints = load_table(table).fingerprint
-    lines = [
-        f"# Collectives: libraries, tuned mix, torch.distributed ({date.today():%Y-%m-%d})",
-        "",
-        f"    {line}",
-        "",
-        f"{cpu_name()}, {cores()} cores, Python {platform.python_version()}; "
-        + ", ".join(f"{name} {' / '.join(values)}" for name, values in prints.items() if name != "cpu"),
-        "",
-        "Medians in microseconds of the slowest rank, of several passes the median. Ways take turns in one "
-        "run, ranks keep to cores of their own, all results were verified.",
-        "",
-        "| what | wanted | measured |",
-        "|---|---|---|",
-        *(f"| {what} | {wanted} | {measured} |" for what, wanted, measured in summary(rows)),
-    ]
-    for way, errors in hold_out(points).items():
+    note = (
+        ", ".join(
+            f"{name} {' / '.join(values)}" for name, values in prints.items() if name not in ("cpu", "torch")
+        )
+        + ". Medians in microseconds of the slowest rank, of several passes the median. Ways take turns in "
+        "one run, ranks keep to cores of their own, all results were verified."
+    )
+    lines = summary(rows)
+    for way, errors in hold_out(samples).items():
         if not errors:
             continue
         middle, high = np.percentile(errors, (50, 95))
         what = f"cost model, {way}, every second size held out ({len(errors)}): error"
-        lines.append(f"| {what}, median | ≤ 5 % | {100 * middle:.1f} % |")
-        lines.append(f"| {what}, 95th percentile | ≤ 15 % | {100 * high:.1f} % |")
-    return "\n".join([*lines, *table_of_times(rows)]) + "\n"
+        lines.append((f"{what}, median", "≤ 5 %", f"{100 * middle:.1f} %"))
+        lines.append((f"{what}, 95th percentile", "≤ 15 %", f"{100 * high:.1f} %"))
+    head = ["what", "wanted", "measured"]
+    title = "Collectives: libraries, tuned mix, torch.distributed"
+    return harness.page(title, line, note, harness.markdown(head, lines), *tables_of_times(rows))
 
 
-def compare(options: argparse.Namespace, command: Callable[..., Any]) -> tuple[str, list[Row]]:
+def compare(
+    command: Callable[..., Any], scope: Sequence[str], table: Path | None, budget: str, passes: str
+) -> tuple[str, list[Row]]:
     """Tune (unless there is a table), compare; the report, and the rows it is made of."""
-    scope = ["--kinds", options.kinds, "--min", options.min, "--max", options.max]
     with tempfile.TemporaryDirectory() as folder:
-        table: Path = options.table or Path(folder) / "table.yaml"
+        table = table or Path(folder) / "table.yaml"
         if not table.exists():
-            command("tune", "-o", str(table), *scope, "--budget", options.tune)
+            command("tune", "-o", str(table), *scope, "--budget", budget)
         figures = table.with_name(f"{table.stem}.measurements.jsonl")
-        points = points_of(figures) if figures.exists() else []
+        samples = samples_of(figures) if figures.exists() else []
         config = Path(folder) / "pipeline.yaml"
         stages = {"select": {"table": str(table.absolute())}, "dispatch": {}}
         config.write_text(json.dumps({"version": 1, "pipeline": [{name: o} for name, o in stages.items()]}))
-        against = ["--config", str(config), "--against", "torch", "--passes", options.passes]
-        rows = command("bench", *scope, *against)
-        line = f"python benchmarks/bench_collectives.py {' '.join(sys.argv[1:])}"
-        return report(rows, points, table, line), rows
+        rows = command("bench", *scope, "--config", str(config), "--against", "torch", "--passes", passes)
+        return report(rows, samples, table, harness.command()), rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("-n", type=int, default=2, help="ranks on this host")
-    parser.add_argument(
-        "--two-hosts", metavar="RATE", help="one rank on each of two hosts; rate such as 1gbit"
-    )
-    parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--min", default="8")
-    parser.add_argument("--max", default="64MiB")
-    parser.add_argument("--table", type=Path, help="use this table; tune it if it is not there")
-    parser.add_argument("--tune", default="300s", help="budget of tuning")
-    parser.add_argument("--passes", default="3", help="of the comparison, over all sizes")
-    parser.add_argument(
-        "--hardware", default=f"{platform.machine()}-{cores()}core", help="for the file's name"
-    )
-    parser.add_argument("--output", type=Path, help="another file than the dated one")
-    options = parser.parse_args()
-    if options.two_hosts is None:
-        text, rows = compare(options, partial(on_one_host, options.n))
-    elif (reason := why_not()) is not None:
-        raise SystemExit(f"skipped: {reason}")
+@harness.program
+def main(
+    ranks: Annotated[int, typer.Option("-n", help="Ranks on this host.")] = 2,
+    two_hosts: Annotated[
+        str | None, typer.Option(help="One rank on each of two hosts; rate such as 1gbit.", metavar="RATE")
+    ] = None,
+    kinds: str = ",".join(KINDS),
+    smallest: Annotated[str, typer.Option("--min")] = "8",
+    largest: Annotated[str, typer.Option("--max")] = "64MiB",
+    table: Tables = None,
+    tune: Budget = "300s",
+    passes: Annotated[str, typer.Option(help="Of the comparison, over all sizes.")] = "3",
+    hardware: Hardware = HARDWARE,
+    output: Dated = None,
+) -> None:
+    scope = ["--kinds", kinds, "--min", smallest, "--max", largest]
+    if two_hosts is None:
+        text, rows = compare(partial(on_one_host, ranks), scope, table, tune, passes)
     else:
-        with TwoHosts(options.two_hosts) as hosts:
-            text, rows = compare(options, partial(on_two_hosts, hosts))
-    where = "-two-hosts" if options.two_hosts else ""
-    part = "" if options.kinds == ",".join(KINDS) else f"-{options.kinds.replace(',', '-')}"
-    name = f"collectives_{options.hardware}{where}{part}_{date.today():%Y%m}.md"
-    target = options.output or RESULTS / name
-    target.write_text(text)
-    print(target)
+        need_two_hosts()
+        with TwoHosts(two_hosts) as hosts:
+            text, rows = compare(partial(on_two_hosts, hosts), scope, table, tune, passes)
+    where = "-two-hosts" if two_hosts else ""
+    part = "" if kinds == ",".join(KINDS) else f"-{kinds.replace(',', '-')}"
+    harness.write(text, output, f"collectives_{hardware}{where}{part}")
     for what, wanted, measured in summary(rows):
         print(f"{what}: {measured} (wanted {wanted})")
 

@@ -7,23 +7,16 @@ All ways take turns within one run; ratios are between medians of the turns.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 from collections.abc import Callable
-from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_overhead import median, take_turns
-from mpi4py import MPI
-from rich.console import Console
-from rich.table import Table
+from harness import Json, Rounds, join_gloo, program, show, take_turns, write_json
 
 import mcr_plus as mcr
-from mcr_plus import runtime
-from mcr_plus.c10d import PrefixStore
 
 COUNT, NUMEL = 1000, 1024
 PIPELINE: list[dict[str, dict[str, Any]]] = [{"fuse": {}}, {"select": {}}, {"dispatch": {}}]
@@ -56,17 +49,17 @@ def ways(comm: mcr.Communicator) -> dict[str, tuple[Callable[[], Any], int]]:
     }
 
 
-def measure(rounds: int) -> dict[str, float]:
+def measure(rounds: int) -> dict[str, float] | None:
+    """Median microseconds by way, on rank 0."""
     comm = mcr.init({"version": 1, "backends": ["mpi"], "pipeline": PIPELINE})
-    store = runtime.current().world.store
-    assert store is not None
-    dist.init_process_group("gloo", store=PrefixStore("bench", store), rank=comm.rank, world_size=comm.size)
+    join_gloo(comm)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[comm.rank % len(cores)]})  # this thread; gloo's own stay free
     results = {name: median(values) for name, values in take_turns(ways(comm), rounds).items()}
+    first = comm.rank == 0
     dist.destroy_process_group()
     mcr.finalize()
-    return results
+    return results if first else None
 
 
 def goals(results: dict[str, float]) -> list[tuple[str, str, str]]:
@@ -82,26 +75,15 @@ def goals(results: dict[str, float]) -> list[tuple[str, str, str]]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    options = parser.parse_args()
+@program
+def main(rounds: Rounds = 25, figures: Json = None) -> None:
     torch.set_num_threads(1)
-    results = measure(options.rounds)
-    if MPI.COMM_WORLD.rank != 0:
+    if (results := measure(rounds)) is None:
         return
-    console = Console()
-    table = Table(f"{COUNT:,} all_reduces of {4 * NUMEL:,} bytes", "median ms")
-    for name, value in results.items():
-        table.add_row(name, f"{value / 1e3:.2f}")
-    console.print(table)
-    table = Table("goal", "wanted", "measured")
-    for row in goals(results):
-        table.add_row(*row)
-    console.print(table)
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1))
+    rows = [[name, f"{value / 1e3:.2f}"] for name, value in results.items()]
+    show(["way", "median ms"], rows, f"{COUNT:,} all_reduces of {4 * NUMEL:,} bytes")
+    show(["goal", "wanted", "measured"], goals(results))
+    write_json(results, figures)
 
 
 if __name__ == "__main__":

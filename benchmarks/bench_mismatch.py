@@ -12,46 +12,42 @@ The report goes to benchmarks/results/mismatch_<hardware>_<yyyymm>.md.
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from contextlib import suppress
-from datetime import date
-from functools import partial
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from itertools import product
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
+import harness
 import torch
+import typer
+from harness import HARDWARE, MCR_PLUS, ROOT, Launch
 from two_hosts import TwoHosts, why_not
 
 import mcr_plus as mcr
-from mcr_plus.environment import cores
-from mcr_plus.selection.fingerprint import cpu_name
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = Path(__file__).parent / "results"
 sys.path.append(str(ROOT / "tests"))
 
-from mismatches import CASES, try_case  # noqa: E402 - the path to it is set above
+from mismatches import CASES, try_case
 
 LIBRARIES: Final = ("msccl", "mpi", "gloo")
 VERDICTS: Final = ("named", "told", "garbage", "silent", "lost")
 LIMIT_S: Final = 900
 
 
-def rank(folder: Path, libraries: list[str], before: int) -> None:
+def rank(folder: str, libraries: list[str], before: int) -> None:
     """On ranks: every case on every library; a line for each, as soon as it is known."""
     torch.set_num_threads(1)
     stages: list[dict[str, Any]] = [{"compress": {}}, {"select": {}}, {"dispatch": {"timeout": "10s"}}]
     comm = mcr.init({"version": 1, "backends": libraries, "pipeline": stages})
     everyone = list(range(comm.size))
-    with (folder / f"{comm.rank}").open("w") as file:
+    with Path(folder, str(comm.rank)).open("w") as file:
         for backend in libraries:
             for name in cases(libraries):
                 groups = mcr.new_group(everyone), mcr.new_group(everyone)
@@ -76,30 +72,21 @@ def verdict(found: dict[str, Any]) -> str:
     return "named" if named and found["error"] == "OrderMismatch" else "told"
 
 
-def run(hosts: TwoHosts | None, ranks: int, before: int) -> list[list[Any]]:
+def run(hosts: TwoHosts | None, ranks: int, before: int) -> list[list[str]]:
     """One job; a row per library: verdicts on all ranks, false alarms, the slowest answer in seconds."""
     libraries: list[str] = [*LIBRARIES] if hosts is None else ["mpi", "gloo"]
+    silent: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    options: dict[str, Any] = {"timeout": LIMIT_S, "check": False, **silent}
+
+    def here(words: Sequence[str]) -> None:
+        subprocess.run([*MCR_PLUS, "run", "-n", str(ranks), *words], **options)
+
+    launch: Launch = here
+    if hosts is not None:
+        launch = harness.on_both(hosts, per_host=-(-ranks // 2), ranks=ranks, **options)
     with tempfile.TemporaryDirectory(prefix="mcr-mismatch-") as name:
-        words = [
-            sys.executable,
-            str(Path(__file__).resolve()),
-            "--rank",
-            name,
-            ",".join(libraries),
-            str(before),
-        ]
-        options: dict[str, Any] = {
-            "timeout": LIMIT_S,
-            "stdout": subprocess.DEVNULL,
-            "stderr": subprocess.DEVNULL,
-        }
-        if hosts is None:
-            line = [sys.executable, "-m", "mcr_plus.cli.main", "run", "-n", str(ranks), *words[1:]]
-            start = partial(subprocess.run, line, check=False, **options)
-        else:
-            start = partial(hosts.mpirun, words, per_host=-(-ranks // 2), ranks=ranks, check=False, **options)
         with suppress(subprocess.TimeoutExpired):  # what has been said until then counts
-            start()
+            harness.on_ranks(launch, rank, name, libraries, before)
         found = [json.loads(line) for path in Path(name).iterdir() for line in path.read_text().splitlines()]
     rows = []
     for library in libraries:
@@ -109,56 +96,37 @@ def run(hosts: TwoHosts | None, ranks: int, before: int) -> list[list[Any]]:
         counts["lost"] = len(cases(libraries)) * ranks - len(faults)
         alarms = sum(each["twin"] and each["error"] is not None for each in mine)
         slowest = max((each["seconds"] for each in faults), default=0.0)
-        rows.append([library, *(counts[each] for each in VERDICTS), alarms, f"{slowest:.2f}"])
+        rows.append([library, *(str(counts[each]) for each in VERDICTS), str(alarms), f"{slowest:.2f}"])
         for each in faults:
             if verdict(each) != "named":
                 print(f"  {each['case']} rank {each['rank']}: {verdict(each)}: {each['text']}", flush=True)
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--before", type=int, nargs="+", default=[0, 8, 1000])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3])
-    parser.add_argument("--hosts", type=int, nargs="+", default=[1, 2], choices=[1, 2])
-    options = parser.parse_args()
-    reason = why_not() if 2 in options.hosts else None
+@harness.program
+def main(
+    before: Annotated[list[int], typer.Option(default_factory=lambda: [0, 8, 1000])],
+    ranks: Annotated[list[int], typer.Option(default_factory=lambda: [2, 3])],
+    hosts: Annotated[list[int], typer.Option(min=1, max=2, default_factory=lambda: [1, 2])],
+) -> None:
+    reason = why_not() if 2 in hosts else None
     if reason is not None:
         print(f"left out, two hosts: {reason}")
-    lines = [
-        f"# Ranks that issue different operations ({date.today():%Y-%m-%d})",
-        "",
-        f"`{shlex.join(['python', 'benchmarks/bench_mismatch.py', *sys.argv[1:]])}`, on {cpu_name()}, "
-        f"{cores()} cores, Python {platform.python_version()}, torch {torch.__version__}. Counted are ranks: "
-        f"{len(CASES)} programs times the ranks of the job.",
-        "",
-        "| hosts | ranks | calls before | library | named | told | garbage | silent | lost | false alarms "
-        "| slowest answer, s |",
-        "|--:|--:|--:|---|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    for hosts in options.hosts:
-        if hosts == 2 and reason is not None:
+    rows: list[list[str]] = []
+    for host_count, size, calls in product(hosts, ranks, before):
+        if host_count == 2 and reason is not None:
             continue
-        for ranks in options.ranks:
-            for before in options.before:
-                rows = _on(hosts, ranks, before)
-                lines += [f"| {hosts} | {ranks} | {before} | {' | '.join(map(str, row))} |" for row in rows]
-                print("\n".join(lines[-len(rows) :]), flush=True)
-    target = RESULTS / f"mismatch_{platform.machine().split('_')[0]}-{cores()}core_{date.today():%Y%m}.md"
-    target.write_text("\n".join(lines) + "\n")
-
-
-def _on(hosts: int, ranks: int, before: int) -> list[list[Any]]:
-    if hosts == 1:
-        return run(None, ranks, before)
-    with TwoHosts("1gbit") as both:
-        return run(both, ranks, before)
+        with TwoHosts("1gbit") if host_count == 2 else nullcontext() as both:
+            found = [[str(host_count), str(size), str(calls), *row] for row in run(both, size, calls)]
+        print(*(" ".join(row) for row in found), sep="\n", flush=True)
+        rows += found
+    note = f"counted are ranks: {len(CASES)} programs times the ranks of the job."
+    head = ["hosts", "ranks", "calls before", "library", *VERDICTS, "false alarms", "slowest answer, s"]
+    text = harness.page(
+        "Ranks that issue different operations", harness.command(), note, harness.markdown(head, rows)
+    )
+    harness.write(text, None, f"mismatch_{HARDWARE.replace('_64', '')}")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--rank"]:
-        rank(Path(sys.argv[2]), sys.argv[3].split(","), int(sys.argv[4]))
-    else:
-        main()
+    main()

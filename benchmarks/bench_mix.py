@@ -9,26 +9,13 @@ operations from their issue to their end, whatever ran beside them.
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
-import shlex
-import subprocess
-import sys
-import tempfile
-from datetime import date
-from pathlib import Path
+from functools import partial
 from statistics import median
-from typing import Any, Final
+from typing import Final
 
-import torch
-from rich.console import Console
-from rich.table import Table
+import harness
+from harness import ROOT, Output, Rounds
 
-from mcr_plus.environment import cores
-from mcr_plus.selection.fingerprint import cpu_name
-
-ROOT: Final = Path(__file__).resolve().parent.parent
 EXAMPLES: Final = {"dlrm": ["--steps", "200"], "moe": ["--steps", "40", "--batch", "1"]}
 MIXES: Final = {"mpi and gloo": "pipeline.yaml", "with msccl": "one_host.yaml"}
 FIGURES: Final = ("waited", "in flight", "step")
@@ -37,51 +24,28 @@ HEAD: Final = ["example", "mix", *(f"{figure} ms" for figure in FIGURES), "waite
 
 def run(example: str, config: str) -> dict[str, float]:
     """Milliseconds of a step."""
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder, "answer.json")
-        script = ROOT / "examples" / example / "train.py"
-        options = [*EXAMPLES[example], "--config", str(script.parent / config), "--json", str(answer)]
-        command = [sys.executable, "-m", "mcr_plus.cli.main", "run", "-n", "2", str(script), *options]
-        subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
-        found: dict[str, Any] = json.loads(answer.read_text())
+    path = ROOT / "examples" / example / config
+    found = harness.train(harness.here(2), example, *EXAMPLES[example], "--config", str(path))
     step = 1e3 * found["seconds"] / found["steps"]
     rows = found["communication"]
     waited, share = (sum(row[key] for row in rows) for key in ("waited", "share"))
     return {"waited": step * waited, "in flight": step * share, "step": 1e3 * found["step_seconds"]}
 
 
-def main() -> None:
-    """Run all, and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--examples", default=",".join(EXAMPLES))
-    parser.add_argument("--output", type=Path, help="also write a report to this file")
-    options = parser.parse_args()
+@harness.program
+def main(rounds: Rounds = 5, examples: str = ",".join(EXAMPLES), output: Output = None) -> None:
     rows = []
-    for example in options.examples.split(","):
-        found: dict[str, list[dict[str, float]]] = {mix: [] for mix in MIXES}
-        for _ in range(options.rounds):
-            for mix, config in MIXES.items():
-                found[mix].append(run(example, config))
+    for example in harness.chosen(examples.split(","), EXAMPLES, "example"):
+        found = harness.in_turns(MIXES, rounds, partial(run, example))
         middle = {mix: {f: median(each[f] for each in runs) for f in FIGURES} for mix, runs in found.items()}
         first = middle[next(iter(MIXES))]
         for mix, figures in middle.items():
             ratios = (f"{first[figure] / figures[figure]:.2f} ×" for figure in FIGURES)
             rows.append([example, mix, *(f"{figures[figure]:.2f}" for figure in FIGURES), *ratios])
-    table = Table(*HEAD)
-    for row in rows:
-        table.add_row(*row)
-    Console(width=130).print(table)
-    if options.output is not None:
-        lines = [HEAD, ["---"] * len(HEAD), *rows]
-        about = (
-            f"{cpu_name()}, {cores()} cores, Python {platform.python_version()}, torch {torch.__version__}"
-        )
-        heading = f"# The examples' communication with and without shared memory ({date.today():%Y-%m-%d})"
-        command = f"    python benchmarks/bench_mix.py {shlex.join(sys.argv[1:])}"
-        note = f"{about}; 2 ranks, medians of {options.rounds} runs in turns."
-        table_text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        options.output.write_text(f"{heading}\n\n{command}\n\n{note}\n\n{table_text}\n")
+    harness.show(HEAD, rows, width=130)
+    title = "The examples' communication with and without shared memory"
+    note = f"2 ranks, medians of {rounds} runs in turns."
+    harness.write_table(output, title, None, note, HEAD, rows)
 
 
 if __name__ == "__main__":

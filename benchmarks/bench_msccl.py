@@ -14,50 +14,41 @@ is two, because these follow each other.
 
 from __future__ import annotations
 
-import argparse
 import os
-import platform
-import shlex
 import socket
-import sys
-import time
 from collections.abc import Callable
-from datetime import date, timedelta
-from pathlib import Path
+from datetime import timedelta
+from functools import partial
 from statistics import median
 from typing import Any, Final
 
+import harness
 import numpy as np
 import torch
+from harness import Output, Rounds, Way
 from mpi4py import MPI
-from rich.console import Console
-from rich.table import Table
 
-from mcr_plus.backends.msccl import direct, messages
-from mcr_plus.backends.msccl.arena import Shape, open_arena
-from mcr_plus.backends.msccl.combining import combining
-from mcr_plus.backends.msccl.direct import Direct
-from mcr_plus.backends.msccl.lane import Lane
-from mcr_plus.backends.msccl.messages import Messages
-from mcr_plus.c10d import PrefixStore, ProcessGroupGloo, TCPStore, gloo_group
-from mcr_plus.environment import cores
-from mcr_plus.interfaces import Start
-from mcr_plus.message import Group, Message, Signature
-from mcr_plus.selection.fingerprint import cpu_name
-from mcr_plus.units import format_size, parse_size
+from mcr_plus.backends.base import Start
+from mcr_plus.backends.shm import collectives as shm_collectives
+from mcr_plus.backends.shm import p2p
+from mcr_plus.backends.shm.collectives import DirectCollectives
+from mcr_plus.backends.shm.p2p import PointToPoint
+from mcr_plus.backends.shm.queue import WorkQueue
+from mcr_plus.backends.shm.reduce_kernels import kernels_for
+from mcr_plus.backends.shm.segment import Shape, open_segment
+from mcr_plus.core.c10d import PrefixStore, ProcessGroupGloo, TCPStore, gloo_group
+from mcr_plus.core.group import Group
+from mcr_plus.core.message import Message, Signature
+from mcr_plus.core.units import format_size, parse_size
 
 KINDS: Final = ("all_reduce", "all_gather", "all_to_all", "send_recv")
 SIZES: Final = "8,64,1KiB,4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
-ROUND_S: Final = 0.02  # of each library in each round
-MOST_CALLS: Final = 500
 WAYS: Final = ("msccl", "mpi", "gloo", "copy")
 HEAD: Final = ["operation", "size", *WAYS, "mpi / msccl", "gloo / msccl", "msccl / copy"]
 
-Way = Callable[[], object]
-
 
 def ways(
-    kind: str, nbytes: int, comm: Any, gloo: Any, lane: Lane, collectives: Direct
+    kind: str, nbytes: int, comm: Any, gloo: Any, queue: WorkQueue, collectives: DirectCollectives
 ) -> tuple[dict[str, Way], Any]:
     """How to do an operation on as many bytes by each library; and what compares the result."""
     me, ranks = comm.rank, comm.size
@@ -67,23 +58,23 @@ def ways(
     source = whole * (me + 1)
     target = torch.empty_like(source)
     mine = source[:block]
-    kernels = combining(torch.float32, "SUM")
+    kernels = kernels_for(torch.float32, "SUM")
     if kind == "all_reduce":
-        state = collectives.bind(direct.ALL_REDUCE, count, 4, kernels)
+        state = collectives.bind(shm_collectives.ALL_REDUCE, count, 4, kernels)
         wanted = whole * (ranks * (ranks + 1) // 2)
         calls: tuple[Way, Way] = (
             _mpi(comm.Allreduce, source, target),
             lambda: gloo.allreduce([target]).wait(),
         )
     elif kind == "all_gather":
-        state = collectives.bind(direct.ALL_GATHER, block, 4)
+        state = collectives.bind(shm_collectives.ALL_GATHER, block, 4)
         wanted = torch.cat([whole[:block] * (rank + 1) for rank in range(ranks)])
         calls = (
             _mpi(comm.Allgather, mine, target),
             lambda: gloo._allgather_base(target, mine).wait(),
         )
     else:
-        state = collectives.bind(direct.ALL_TO_ALL, block, 4)
+        state = collectives.bind(shm_collectives.ALL_TO_ALL, block, 4)
         part = whole[me * block : (me + 1) * block]
         wanted = torch.cat([part * (rank + 1) for rank in range(ranks)])
         calls = (
@@ -91,7 +82,7 @@ def ways(
             lambda: gloo.alltoall_base(target, source, [], []).wait(),
         )
     addresses = source.data_ptr(), target.data_ptr()
-    begin = lane.bind(direct.begin, direct.advance, state)
+    begin = queue.bind(shm_collectives.begin, shm_collectives.advance, state)
 
     def ours() -> None:
         poll = begin(*addresses, None)
@@ -108,7 +99,7 @@ def ways(
     return found, check
 
 
-def message_ways(nbytes: int, comm: Any, gloo: Any, box: Messages) -> tuple[dict[str, Way], Any]:
+def message_ways(nbytes: int, comm: Any, gloo: Any, box: PointToPoint) -> tuple[dict[str, Way], Any]:
     """The same for a message there and back."""
     count, peer, first = max(1, nbytes // 4), comm.rank ^ 1, comm.rank % 2 == 0
     source = torch.arange(count, dtype=torch.float32) % 1000 * (comm.rank + 1)
@@ -156,29 +147,6 @@ def _mpi(call: Callable[[Any, Any], object], source: torch.Tensor, target: torch
     return lambda: call(first, second)
 
 
-def timed(way: Way, comm: Any, repeats: int) -> float:
-    """Seconds of a call, on the slowest rank."""
-    comm.Barrier()
-    way()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        way()
-    spent = (time.perf_counter() - start) / repeats
-    return float(comm.allreduce(spent, MPI.MAX))
-
-
-def measure(found: dict[str, Way], comm: Any, rounds: int) -> dict[str, list[float]]:
-    """Microseconds of each library in each round."""
-    repeats = {
-        name: max(1, min(MOST_CALLS, int(ROUND_S / timed(way, comm, 2)))) for name, way in found.items()
-    }
-    spent: dict[str, list[float]] = {name: [] for name in found}
-    for _ in range(rounds):
-        for name, way in found.items():
-            spent[name].append(1e6 * timed(way, comm, repeats[name]))
-    return spent
-
-
 def row_of(kind: str, nbytes: int, spent: dict[str, list[float]]) -> list[str]:
     """A line of the report."""
     middle = {name: median(each) for name, each in spent.items()}
@@ -191,24 +159,6 @@ def row_of(kind: str, nbytes: int, spent: dict[str, list[float]]) -> list[str]:
     ]
 
 
-def text_of(rows: list[list[str]], title: str) -> str:
-    """The report as Markdown."""
-    lines = [HEAD, ["---"] * len(HEAD), *rows]
-    return "\n".join(
-        [
-            f"# Shared memory against MPI and gloo ({date.today():%Y-%m-%d})",
-            "",
-            f"    mcr-plus run -n 2 benchmarks/bench_msccl.py {shlex.join(sys.argv[1:])}",
-            "",
-            f"{cpu_name()}, {cores()} cores, Python {platform.python_version()}, torch {torch.__version__}; "
-            f"{title}: medians of rounds in which all take turns, the smallest in brackets.",
-            "",
-            *(f"| {' | '.join(line)} |" for line in lines),
-            "",
-        ]
-    )
-
-
 def free_port(comm: Any) -> int:
     """A port of loopback that nothing listens on, the same on all ranks."""
     with socket.socket() as probe:
@@ -216,13 +166,8 @@ def free_port(comm: Any) -> int:
         return int(comm.bcast(probe.getsockname()[1]))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--sizes", default=SIZES)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--output", type=Path, help="also write a report to this file")
-    options = parser.parse_args()
+@harness.program
+def main(kinds: str = ",".join(KINDS), sizes: str = SIZES, rounds: Rounds = 9, output: Output = None) -> None:
     comm = MPI.COMM_WORLD
     if comm.size < 2:
         raise SystemExit("nothing to compare on one rank; start it with mcr-plus run -n 2")
@@ -237,29 +182,29 @@ def main() -> None:
         timeout=timedelta(seconds=60),
     )
     group = Group("bench", tuple(range(comm.size)), comm.rank)
-    arena = open_arena(store, group, Shape(comm.size), 60)
-    lane, collectives, box = Lane(), Direct(arena), Messages(arena, group)
-    messages.prepare()
+    segment = open_segment(store, group, Shape(comm.size), 60)
+    queue, collectives, box = WorkQueue(), DirectCollectives(segment), PointToPoint(segment, group)
+    p2p.prepare()
     rows = []
-    for kind in options.kinds.split(","):
-        for nbytes in map(parse_size, options.sizes.split(",")):
+    for kind in harness.chosen(kinds.split(","), KINDS, "kind"):
+        for nbytes in map(parse_size, sizes.split(",")):
             if kind == "send_recv":
                 found, check = message_ways(nbytes, comm, gloo, box)
             else:
-                found, check = ways(kind, nbytes, comm, gloo, lane, collectives)
+                found, check = ways(kind, nbytes, comm, gloo, queue, collectives)
             wrong = [name for name in WAYS[:3] if not check(found[name])]
             if wrong:
                 raise SystemExit(f"{kind} of {nbytes} bytes: wrong results of {', '.join(wrong)}")
-            rows.append(row_of(kind, nbytes, measure(found, comm, options.rounds)))
+            spent = harness.slowest(
+                found, rounds, comm.Barrier, partial(comm.allreduce, op=MPI.MAX), most=500
+            )
+            rows.append(row_of(kind, nbytes, spent))
     gloo.shutdown()
     if comm.rank == 0:
         title = f"{comm.size} ranks, {MPI.Get_library_version().split(',')[0]}, microseconds"
-        table = Table(*HEAD, title=title)
-        for row in rows:
-            table.add_row(*row)
-        Console(width=150).print(table)
-        if options.output is not None:
-            options.output.write_text(text_of(rows, title))
+        harness.show(HEAD, rows, title, width=150)
+        note = f"{title}: medians of rounds in which all take turns, the smallest in brackets."
+        harness.write_table(output, "Shared memory against MPI and gloo", comm.size, note, HEAD, rows)
     comm.Barrier()
 
 

@@ -8,26 +8,18 @@ the medians of the turns to the mean of those of the three ways without a codec,
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
-from collections.abc import Callable, Mapping, Sequence
-from datetime import date
-from pathlib import Path
-from statistics import mean
+from collections.abc import Callable, Mapping
+from statistics import mean, median
 from typing import Any
 
+import harness
 import torch
-from bench_overhead import median, take_turns
+from harness import Json, Output, Rounds, Way
 from mpi4py import MPI
-from rich.console import Console
-from rich.table import Table
 
 import mcr_plus as mcr
-from mcr_plus.environment import cores
-from mcr_plus.selection.fingerprint import cpu_name
-from mcr_plus.units import format_size
+from mcr_plus.core.units import format_size
 
 SIZES = {16 << 10: 50, 256 << 10: 20, 4 << 20: 3, 32 << 20: 1}  # bytes → calls in a turn
 CODECS: dict[str, dict[str, Any]] = {
@@ -45,7 +37,7 @@ CODECS: dict[str, dict[str, Any]] = {
     "exp_window": {"codec": "exp_window"},
     "none, third": {},
 }
-TRIAL = 40  # calls after which every codec has been decided about
+TRIAL = 200  # calls after which every codec has been decided about
 
 
 def turn(comm: mcr.Communicator, tensor: torch.Tensor, calls: int, tag: str) -> Callable[[], None]:
@@ -71,7 +63,7 @@ def measure(rounds: int) -> dict[str, dict[str, Any]]:
         os.sched_setaffinity(0, {mine[comm.rank % len(mine)]})
         for nbytes, calls in SIZES.items():
             tensor = torch.randn(64, nbytes // 256)
-            ways: dict[str, tuple[Callable[[], Any], int]] = {}
+            ways: dict[str, tuple[Way, int]] = {}
             used: dict[str, str | None] = {}
             for name in CODECS:
                 turn(comm, tensor, TRIAL, name)()
@@ -79,7 +71,7 @@ def measure(rounds: int) -> dict[str, dict[str, Any]]:
                     turn(comm, tensor, 1, name)()
                 used[name] = log.records[-1].codec
                 ways[name] = (turn(comm, tensor, 1, name), calls)
-            medians = {name: median(values) for name, values in take_turns(ways, rounds).items()}
+            medians = {name: median(values) for name, values in harness.take_turns(ways, rounds).items()}
             none = mean(medians[name] for name, options in CODECS.items() if not options)
             ratios = {name: [medians[name] / none, used[name]] for name in CODECS}
             found[format_size(nbytes)] = {**ratios, "none, us": none}
@@ -95,44 +87,22 @@ def rows_of(results: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     return [*rows, ["none, µs", *(f"{results[size]['none, us']:.1f}" for size in results)]]
 
 
-def text_of(names: Sequence[str], rows: Sequence[Sequence[str]], rounds: int) -> str:
-    """The report as Markdown."""
-    lines = [names, ["---"] * len(names), *rows]
-    return "\n".join(
-        [
-            f"# never_slower on one host ({date.today():%Y-%m-%d})",
-            "",
-            f"    mcr-plus run -n 2 benchmarks/bench_never_slower.py --rounds {rounds}",
-            "",
-            f"{cpu_name()}, {cores()} cores, Python {platform.python_version()}, torch {torch.__version__}. "
-            "AVG all_reduce of float32; ratios of medians to the mean of those of the ways without a codec, "
-            "and what was in use at the beginning. Wanted: at most 1.03.",
-            "",
-            *(f"| {' | '.join(line)} |" for line in lines),
-            "",
-        ]
-    )
+NOTE = (
+    "AVG all_reduce of float32; ratios of medians to the mean of those of the ways without a codec, and what "
+    "was in use at the beginning. Wanted: at most 1.03."
+)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--output", type=Path, help="also write a report to this file")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    options = parser.parse_args()
+@harness.program
+def main(rounds: Rounds = 25, output: Output = None, figures: Json = None) -> None:
     torch.set_num_threads(1)
-    results = measure(options.rounds)
+    results = measure(rounds)
     if MPI.COMM_WORLD.rank != 0:
         return
-    names, rows = ["time / time uncompressed", *results], rows_of(results)
-    table = Table(*names)
-    for row in rows:
-        table.add_row(*row)
-    Console(width=110).print(table)
-    if options.output is not None:
-        options.output.write_text(text_of(names, rows, options.rounds))
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1))
+    head, rows = ["time / time uncompressed", *results], rows_of(results)
+    harness.show(head, rows, width=110)
+    harness.write_table(output, "never_slower on one host", MPI.COMM_WORLD.size, NOTE, head, rows)
+    harness.write_json(results, figures)
 
 
 if __name__ == "__main__":

@@ -4,66 +4,32 @@
 
 All candidates take turns within one run, so that noise meets them alike; ratios are between medians of the
 turns. Candidates: raw mpi4py with prepared buffers, `mcr.persistent`, `mcr.all_reduce`, and
-torch.distributed's gloo; then the same plain call beside four thousand known signatures and beside ten
-thousand operations in flight, while recording and afterwards, the cost of a signature seen for the first
-time, and `check: every`.
+torch.distributed's gloo; then other operations on 8 bytes per rank, each beside the same call of mpi4py; the
+plain all_reduce beside four thousand known signatures and beside ten thousand operations in flight, while
+recording and afterwards; the cost of a signature seen for the first time, and `check: every`.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from random import Random
-from typing import Any
+from collections.abc import Mapping
+from statistics import median
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from harness import Json, Rounds, Way, join_gloo, program, show, take_turns, write_json
 from mpi4py import MPI
-from rich.console import Console
-from rich.table import Table
 
 import mcr_plus as mcr
-from mcr_plus.c10d import TCPStore
 
-Turns = Mapping[str, list[float]]
-
-ROUNDS = 25
 CALLS = 2000
 SLOW_CALLS = 50
 MANY = 10_000
 SIGNATURES = 4_000  # a group forgets those it knows after 4,096
 
 
-def take_turns(
-    candidates: Mapping[str, tuple[Callable[[], Any], int]], rounds: int
-) -> dict[str, list[float]]:
-    """Microseconds per call of each candidate, one entry per round; ranks start each turn together.
-
-    Every round has another order, since who follows whom matters.
-    """
-    turns: dict[str, list[float]] = {name: [] for name in candidates}
-    for number in range(rounds):
-        for name in Random(number).sample(sorted(candidates), len(candidates)):
-            call, calls = candidates[name]
-            for _ in range(max(3, calls // 50)):
-                call()
-            MPI.COMM_WORLD.Barrier()
-            began = time.perf_counter()
-            for _ in range(calls):
-                call()
-            turns[name].append((time.perf_counter() - began) / calls * 1e6)
-    return turns
-
-
-def median(values: list[float]) -> float:
-    return float(np.median(values))
-
-
-def candidates(comm: mcr.Communicator) -> dict[str, tuple[Callable[[], Any], int]]:
+def candidates(comm: mcr.Communicator) -> dict[str, tuple[Way, int]]:
     """An 8-byte all_reduce, in place, by each way; MAX keeps the values as they are."""
     array = np.ones(2, np.float32)
     prepared = [array, 2, MPI.FLOAT]
@@ -78,6 +44,27 @@ def candidates(comm: mcr.Communicator) -> dict[str, tuple[Callable[[], Any], int
         "comm.all_reduce": (lambda: comm.all_reduce(tensor, mcr.MAX), CALLS),
         "torch gloo": (lambda: dist.all_reduce(theirs, dist.ReduceOp.MAX), SLOW_CALLS),
     }
+
+
+def kinds(comm: mcr.Communicator) -> dict[str, tuple[Way, int]]:
+    """Other operations, each by mpi4py with prepared buffers and by `mcr`."""
+    raw, numel = MPI.COMM_WORLD.Dup(), 2 * comm.size
+    one, other = np.ones(numel, np.float32), np.ones(numel, np.float32)
+    part, whole, result = torch.ones(2), torch.ones(numel), torch.ones(numel)
+    own, rest = [one[:2], 2, MPI.FLOAT], [other, numel, MPI.FLOAT]
+    calls: dict[str, Way] = {
+        "broadcast, raw": lambda: raw.Bcast(own, 0),
+        "broadcast": lambda: comm.broadcast(part, 0),
+        "all_gather_into_tensor, raw": lambda: raw.Allgather([other, 2, MPI.FLOAT], [one, 2, MPI.FLOAT]),
+        "all_gather_into_tensor": lambda: comm.all_gather_into_tensor(whole, part),
+        "reduce_scatter_tensor, raw": lambda: raw.Reduce_scatter_block(rest, own, MPI.MAX),
+        "reduce_scatter_tensor": lambda: comm.reduce_scatter_tensor(part, whole, mcr.MAX),
+        "all_to_all_single, raw": lambda: raw.Alltoall([other, 2, MPI.FLOAT], [one, 2, MPI.FLOAT]),
+        "all_to_all_single": lambda: comm.all_to_all_single(result, whole),
+        "barrier, raw": raw.Barrier,
+        "barrier": comm.barrier,
+    }
+    return {name: (call, CALLS) for name, call in calls.items()}
 
 
 def first_calls(comm: mcr.Communicator, count: int) -> float:
@@ -123,10 +110,10 @@ def measure(rounds: int) -> dict[str, float]:
     comm = mcr.init(
         {"version": 1, "backends": ["mpi", "gloo"], "pipeline": [{"select": {}}, {"dispatch": {}}]}
     )
-    store = TCPStore("127.0.0.1", _free_port(comm), comm.size, comm.rank == 0)
-    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+    join_gloo(comm)
     turns = take_turns(candidates(comm), rounds)
     results = {name: median(values) for name, values in turns.items()}
+    results |= {name: median(values) for name, values in take_turns(kinds(comm), rounds).items()}
     for when, values in beside_recording(comm, rounds).items():
         results[f"{when} recording"] = median(values)
     before = median(take_turns({"plain": (candidates(comm)["comm.all_reduce"])}, rounds)["plain"])
@@ -149,51 +136,30 @@ def measure(rounds: int) -> dict[str, float]:
     return results
 
 
-def _free_port(comm: mcr.Communicator) -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    return int(comm.broadcast_object(port, 0))
-
-
 def goals(results: Mapping[str, float]) -> list[tuple[str, str, str]]:
     """(what, goal, measured)."""
     raw = results["raw mpi4py"]
     gloo = results["torch gloo"]
     every = results["mcr.all_reduce, check: every"]
+    added = {name: results[name] - results[f"{name}, raw"] for name in ("broadcast", "all_to_all_single")}
     return [
-        ("persistent / raw", "≤ 1.2", f"{results['mcr.persistent'] / raw:.2f}"),
-        ("plain − raw", "≤ 2 µs", f"{results['mcr.all_reduce'] - raw:.2f} µs"),
+        ("persistent / raw", "≤ 1.1", f"{results['mcr.persistent'] / raw:.2f}"),
+        ("plain − raw", "≤ 1.5 µs", f"{results['mcr.all_reduce'] - raw:.2f} µs"),
+        *((f"{name} − raw", "≤ 4 µs", f"{value:.2f} µs") for name, value in added.items()),
         ("torch gloo / plain", "≥ 50", f"{gloo / results['mcr.all_reduce']:.0f}"),
         ("check: every − plain", "≤ 30 µs", f"{every - results['mcr.all_reduce']:.1f} µs"),
     ]
 
 
-def show(results: Mapping[str, float]) -> None:
-    console = Console()
-    table = Table("8-byte all_reduce, 2 ranks", "median µs")
-    for name, value in results.items():
-        table.add_row(name, f"{value:.2f}")
-    console.print(table)
-    table = Table("goal", "wanted", "measured")
-    for row in goals(results):
-        table.add_row(*row)
-    console.print(table)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    options = parser.parse_args()
+@program
+def main(rounds: Rounds = 25, figures: Json = None) -> None:
     torch.set_num_threads(1)
-    results = measure(options.rounds)
+    results = measure(rounds)
     if MPI.COMM_WORLD.rank == 0:
-        show(results)
-        if options.json is not None:
-            options.json.write_text(json.dumps(results, indent=1))
+        rows = [[name, f"{value:.2f}"] for name, value in results.items()]
+        show(["what", "median µs"], rows, "8-byte all_reduce, 2 ranks")
+        show(["goal", "wanted", "measured"], goals(results))
+        write_json(results, figures)
 
 
 if __name__ == "__main__":

@@ -10,58 +10,29 @@ group. Printed are medians over rounds, of the slowest rank, and the smallest in
 
 from __future__ import annotations
 
-import argparse
-import platform
-import shlex
-import sys
-import time
-from collections.abc import Callable
-from datetime import date
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+import harness
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
+from harness import Output, Rounds, Way
 from torch import nn
 
 import mcr_plus as mcr
-from mcr_plus.environment import cores
-from mcr_plus.selection.fingerprint import cpu_name
-from mcr_plus.units import format_size, parse_size
+from mcr_plus.core.units import format_size, parse_size
 
-ROUND_S: Final = 0.02  # of each way in each round
-MOST_CALLS: Final = 300
 MODELS: Final = {"MLP of 0.3 M parameters": (128, 512), "MLP of 4.7 M parameters": (512, 2048)}
 HEAD: Final = ["what", "own call", "mcr", "gloo", "mcr - own", "gloo / mcr"]
 
-Way = Callable[[], object]
 
-
-def timed(way: Way, calls: int) -> float:
-    """Microseconds of a call, on the slowest rank."""
-    dist.barrier()
-    way()
-    start = time.perf_counter()
-    for _ in range(calls):
-        way()
-    spent = torch.tensor([time.perf_counter() - start])
-    dist.all_reduce(spent, dist.ReduceOp.MAX)
-    return 1e6 * spent.item() / calls
-
-
-def measure(ways: dict[str, Way], rounds: int) -> dict[str, list[float]]:
-    """Microseconds of each way in each round."""
-    calls = {name: max(1, min(MOST_CALLS, int(ROUND_S * 1e6 / timed(way, 2)))) for name, way in ways.items()}
-    spent: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds):
-        for name, way in ways.items():
-            spent[name].append(timed(way, calls[name]))
-    return spent
+def largest(value: float) -> float:
+    """Of all ranks' numbers."""
+    values = torch.tensor([value])
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    return values.item()
 
 
 def row_of(what: str, spent: dict[str, list[float]]) -> list[str]:
@@ -118,48 +89,25 @@ def steps(inputs: int, hidden: int, groups: dict[str, Any]) -> dict[str, Way]:
     return ways
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--sizes", default="8,1KiB,64KiB,1MiB,16MiB")
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--output", type=Path, help="also write a report to this file")
-    options = parser.parse_args()
+@harness.program
+def main(sizes: str = "8,1KiB,64KiB,1MiB,16MiB", rounds: Rounds = 11, output: Output = None) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     groups = {"mcr": dist.new_group(backend="mcr"), "gloo": dist.group.WORLD}
     rows = []
-    for nbytes in map(parse_size, options.sizes.split(",")):
-        spent = measure(all_reduces(nbytes, groups), options.rounds)
+    for nbytes in map(parse_size, sizes.split(",")):
+        spent = harness.slowest(all_reduces(nbytes, groups), rounds, dist.barrier, largest)
         rows.append(row_of(f"all_reduce {format_size(nbytes)}", spent))
     for name, (inputs, hidden) in MODELS.items():
-        rows.append(row_of(f"DDP step, {name}", measure(steps(inputs, hidden, groups), options.rounds)))
+        spent = harness.slowest(steps(inputs, hidden, groups), rounds, dist.barrier, largest)
+        rows.append(row_of(f"DDP step, {name}", spent))
     if dist.get_rank() == 0:
-        title = f"{dist.get_world_size()} ranks, {', '.join(mcr.get_backends())} against gloo, microseconds"
-        table = Table(*HEAD, title=title)
-        for row in rows:
-            table.add_row(*row)
-        Console(width=130).print(table)
-        if options.output is not None:
-            options.output.write_text(text_of(rows, title))
+        ranks = dist.get_world_size()
+        title = f"{ranks} ranks, {', '.join(mcr.get_backends())} against gloo, microseconds"
+        harness.show(HEAD, rows, title, width=130)
+        note = f"{title}: medians of rounds in which all take turns, the smallest in brackets."
+        harness.write_table(output, "The torch backend against gloo", ranks, note, HEAD, rows)
     dist.destroy_process_group()
-
-
-def text_of(rows: list[list[str]], title: str) -> str:
-    """The report as Markdown."""
-    lines = [HEAD, ["---"] * len(HEAD), *rows]
-    return "\n".join(
-        [
-            f"# The torch backend against gloo ({date.today():%Y-%m-%d})",
-            "",
-            f"    mcr-plus run -n 2 benchmarks/bench_torch_backend.py {shlex.join(sys.argv[1:])}",
-            "",
-            f"{cpu_name()}, {cores()} cores, Python {platform.python_version()}, torch {torch.__version__}; "
-            f"{title}: medians of rounds in which all take turns, the smallest in brackets.",
-            "",
-            *(f"| {' | '.join(line)} |" for line in lines),
-            "",
-        ]
-    )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ trains, by the formulas of nccl-tests.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -20,16 +19,16 @@ from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 from statistics import mean
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
+import harness
 import numpy as np
+import typer
+from harness import ROOT, Json, Plot
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 
 from mcr_plus.tuning.plot import check_available
 
-ROOT = Path(__file__).resolve().parents[1]
 TAIL: Final = 20  # the last of so many parts of the steps is the end
 DLRM_BATCH: Final = 128
 SMALL: Final = ["--layers", "2", "--hidden", "96", "--heads", "4", "--sequence", "32", "--lr", "1e-3"]
@@ -115,17 +114,12 @@ class Run:
 
 def train(name: str, way: str, seed: int, steps: int, folder: Path) -> Run:
     """Run an example's program on two ranks."""
-    config, report = folder / "pipeline.yaml", folder / "report.json"
+    config = folder / "pipeline.yaml"
     config.write_text(json.dumps(WAYS[way].config()))
-    words = [*EXAMPLES[name].options, "--steps", str(steps), "--seed", str(seed)]
+    words = [*EXAMPLES[name].options, "--steps", str(steps), "--seed", str(seed), "--config", str(config)]
     if name == "dlrm":
         words += ["--data", str(rows_for(steps, folder))]
-    line = [sys.executable, "-m", "mcr_plus.cli.main", "run", "-n", "2"]
-    line += [str(ROOT / "examples" / name / "train.py"), "--config", str(config), "--json", str(report)]
-    done = subprocess.run([*line, *words], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise SystemExit(f"{name}, {way}, seed {seed}:\n{done.stdout}{done.stderr}")
-    result = json.loads(report.read_text())
+    result = harness.train(harness.here(2), name, *words)
     sent = sum(row["wire"] for row in result["communication"])
     return Run(name, way, seed, sent, result["train_loss"]["steps"])
 
@@ -182,24 +176,22 @@ def spread(row: Row) -> float:
     return (max(row.finals) - min(row.finals)) / mean(row.finals)
 
 
-def show(rows: Sequence[Row], console: Console) -> None:
+def print_tables(rows: Sequence[Row]) -> None:
     for example in dict.fromkeys(row.example for row in rows):
-        title = f"{example}: loss in {EXAMPLES[example].unit}"
-        table = Table(title=title, title_justify="left")
-        for column in ("way", "bytes on the wire", "final loss", "difference", "… by seed", "seeds apart"):
-            table.add_column(column, justify="left" if column == "way" else "right")
-        for row in rows:
-            if row.example == example:
-                by_seed = " ".join(f"{each:+.2%}" for each in row.differences)
-                table.add_row(
-                    row.way,
-                    f"{row.wire:.3f}",
-                    f"{mean(row.finals):.4f}",
-                    f"{row.difference:+.2%}",
-                    by_seed,
-                    f"{spread(row):.2%}",
-                )
-        console.print(table)
+        lines = [
+            [
+                row.way,
+                f"{row.wire:.3f}",
+                f"{mean(row.finals):.4f}",
+                f"{row.difference:+.2%}",
+                " ".join(f"{each:+.2%}" for each in row.differences),
+                f"{spread(row):.2%}",
+            ]
+            for row in rows
+            if row.example == example
+        ]
+        head = ["way", "bytes on the wire", "final loss", "difference", "… by seed", "seeds apart"]
+        harness.show(head, lines, f"{example}: loss in {EXAMPLES[example].unit}")
 
 
 def smoothed(losses: Sequence[float], window: int) -> NDArray[np.float64]:
@@ -209,73 +201,55 @@ def smoothed(losses: Sequence[float], window: int) -> NDArray[np.float64]:
 
 def plot(runs: Sequence[Run], path: Path) -> None:
     """A panel for each example, a curve for each way: means over a twentieth of the steps and over seeds."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
     examples = list(dict.fromkeys(run.example for run in runs))
-    figure, axes = pyplot.subplots(
-        1, len(examples), figsize=(4.3 * len(examples), 3.8), layout="constrained", squeeze=False
-    )
-    for axis, example in zip(axes[0], examples, strict=True):
-        for index, way in enumerate(WAYS):
-            curves = [run.losses for run in runs if (run.example, run.way) == (example, way)]
-            if not curves:
-                continue
-            window = max(1, len(curves[0]) // TAIL)
-            curve = np.mean([smoothed(losses, window) for losses in curves], axis=0)
-            style = {"color": "black", "lw": 2.2} if way == FLOAT32 else {"color": f"C{index - 1}", "lw": 1.2}
-            axis.plot(np.arange(window, len(curves[0]) + 1), curve, label=way, **style)
-        axis.set_title(example)
-        axis.set_xlabel("step")
-        axis.set_ylabel(f"training loss, {EXAMPLES[example].unit}")
-        axis.grid(alpha=0.25, lw=0.5)
-    axes[0][0].legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    with harness.panels(path, len(examples), 4.3, 3.8) as figure:
+        for axis, example in zip(figure.axes, examples, strict=True):
+            for index, way in enumerate(WAYS):
+                curves = [run.losses for run in runs if (run.example, run.way) == (example, way)]
+                if not curves:
+                    continue
+                window = max(1, len(curves[0]) // TAIL)
+                curve = np.mean([smoothed(losses, window) for losses in curves], axis=0)
+                style = (
+                    {"color": "black", "lw": 2.2} if way == FLOAT32 else {"color": f"C{index - 1}", "lw": 1.2}
+                )
+                axis.plot(np.arange(window, len(curves[0]) + 1), curve, label=way, **style)
+            axis.set_title(example)
+            axis.set_xlabel("step")
+            axis.set_ylabel(f"training loss, {EXAMPLES[example].unit}")
+            axis.grid(alpha=0.25, lw=0.5)
+        figure.axes[0].legend(frameon=False, fontsize=8)
 
 
-def write_json(runs: Sequence[Run], path: Path) -> None:
-    document = {"rows": [asdict(row) for row in rows_of(runs)], "runs": [asdict(run) for run in runs]}
-    path.write_text(json.dumps(document, indent=1))
+def document(runs: Sequence[Run]) -> dict[str, Any]:
+    return {"rows": [asdict(row) for row in rows_of(runs)], "runs": [asdict(run) for run in runs]}
 
 
-def chosen(text: str, known: Sequence[str], what: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in known:
-            raise SystemExit(f"unknown {what} {name!r}; known: {', '.join(known)}")
-    return names
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--examples", default=",".join(EXAMPLES))
-    parser.add_argument("--ways", default=",".join(WAYS), help=f"{FLOAT32} is always among them")
-    parser.add_argument("--seeds", type=int, default=2, help="how many each way is trained with")
-    parser.add_argument("--steps", type=int, help="of every job, instead of enough of them")
-    parser.add_argument("--json", type=Path, help="also write losses and figures, after every job")
-    parser.add_argument("--plot", type=Path, help="draw the losses; needs matplotlib")
-    options = parser.parse_args(arguments)
-    examples = chosen(options.examples, list(EXAMPLES), "example")
-    ways = dict.fromkeys([FLOAT32, *chosen(options.ways, list(WAYS), "way")])
-    if options.plot is not None:
-        check_available(options.plot)
-    console = Console()
+@harness.program
+def main(
+    examples: str = ",".join(EXAMPLES),
+    ways: Annotated[str, typer.Option(help=f"{FLOAT32} is always among them.")] = ",".join(WAYS),
+    seeds: Annotated[int, typer.Option(help="How many each way is trained with.")] = 2,
+    steps: Annotated[int | None, typer.Option(help="Of every job, instead of enough of them.")] = None,
+    figures: Json = None,
+    picture: Plot = None,
+) -> None:
+    names = harness.chosen(examples.split(","), EXAMPLES, "example")
+    all_ways = dict.fromkeys([FLOAT32, *harness.chosen(ways.split(","), WAYS, "way")])
+    if picture is not None:
+        check_available(picture)
     runs: list[Run] = []
     with tempfile.TemporaryDirectory() as folder:
-        for seed, name, way in product(range(options.seeds), examples, ways):
+        for seed, name, way in product(range(seeds), names, all_ways):
             example = EXAMPLES[name]
             if WAYS[way].needs_matrices and not example.matrices:
                 continue
-            runs.append(train(name, way, seed, options.steps or example.steps, Path(folder)))
-            console.print(f"{name}  {way}  seed {seed}  final loss {runs[-1].final:.4f}")
-            if options.json is not None:
-                write_json(runs, options.json)
-    show(rows_of(runs), console)
-    if options.plot is not None:
-        plot(runs, options.plot)
+            runs.append(train(name, way, seed, steps or example.steps, Path(folder)))
+            print(f"{name}  {way}  seed {seed}  final loss {runs[-1].final:.4f}", flush=True)
+            harness.write_json(document(runs), figures)
+    print_tables(rows_of(runs))
+    if picture is not None:
+        plot(runs, picture)
 
 
 if __name__ == "__main__":

@@ -11,32 +11,26 @@ than DDP over gloo. With codecs (the ways of `bench_training`) the rest of the p
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
-import shlex
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import bench_training as training
+import harness
 import torch
-from two_hosts import TwoHosts, why_not
+import typer
+from harness import HARDWARE, MCR_PLUS, ROOT, Budget, Dated, Hardware, Rate, Rounds, Tables, Way
+from two_hosts import TwoHosts, need_two_hosts
 
 import mcr_plus as mcr
-from mcr_plus.environment import cores
-from mcr_plus.selection.fingerprint import cpu_name
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = Path(__file__).parent / "results"
 KINDS = "all_reduce,all_to_all,all_gather,broadcast,barrier"
 REPEATS = 20  # of a recorded step
 
@@ -85,13 +79,13 @@ class Bench:
 
     def tune(self, budget: str) -> None:
         words = ["tune", "-o", str(self.table), "--kinds", KINDS, "--max", "32MiB", "--budget", budget]
-        self._on_both([sys.executable, "-m", "mcr_plus.cli.main", *words])
+        self.hosts.mpirun([*MCR_PLUS, *words], stdout=subprocess.DEVNULL)
 
     def job(self, example: str, *words: str) -> dict[str, Any]:
         """The report of one job with a rank on each host."""
-        target = self.folder / "job.json"
-        self._on_both([*self._line(example), *words, "--json", str(target)])
-        return dict(json.loads(target.read_text()))
+        return harness.train(
+            harness.on_both(self.hosts), EXAMPLES[example].program, *self._words(example), *words
+        )
 
     def ours(self, example: str, way: str) -> dict[str, Any]:
         config = self.folder / "pipeline.yaml"
@@ -100,7 +94,9 @@ class Bench:
 
     def alone(self, example: str) -> float:
         """Seconds of a step of each rank's share, both computed at once; the slower one's."""
-        line = [*self._line(example), *EXAMPLES[example].alone]
+        job = EXAMPLES[example]
+        script = ROOT / "examples" / job.program / "train.py"
+        line = [sys.executable, str(script), *self._words(example), *job.alone]
         targets = [self.folder / f"alone{index}.json" for index in range(2)]
         started = [
             subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -112,42 +108,33 @@ class Bench:
 
     def communication(self, report: Mapping[str, Any]) -> float:
         """Seconds that the operations of a recorded step take, one after another."""
-        recorded, target = self.folder / "recorded.json", self.folder / "replayed.json"
-        recorded.write_text(json.dumps(report))
-        config = self.folder / "pipeline.yaml"
-        config.write_text(json.dumps(pipeline(self.table, "ours")))
-        words = ["--replay", str(recorded), str(config), str(target)]
-        self._on_both([sys.executable, __file__, *words])
-        return float(json.loads(target.read_text()))
+        return float(
+            harness.on_ranks(harness.on_both(self.hosts), replay, report, pipeline(self.table, "ours"))
+        )
 
-    def _line(self, example: str) -> list[str]:
-        job = EXAMPLES[example]
-        script = ROOT / "examples" / job.program / "train.py"
-        return [sys.executable, str(script), "--steps", str(self.steps), *job.words]
-
-    def _on_both(self, line: list[str]) -> None:
-        self.hosts.mpirun(line, stdout=subprocess.DEVNULL)
+    def _words(self, example: str) -> list[str]:
+        return ["--steps", str(self.steps), *EXAMPLES[example].words]
 
 
-def replay(recorded: Path, config: Path, target: Path) -> None:
+def replay(report: Mapping[str, Any], config: dict[str, Any]) -> float | None:
     """On ranks: the operations of a recorded step, again and again without computing."""
     torch.set_num_threads(1)
-    report = json.loads(recorded.read_text())
-    with mcr.init(str(config)) as comm:
+    with mcr.init(config) as comm:
         operations = list(_operations(report, comm))
+
+        def step() -> None:
+            for operation in operations:
+                operation()
+
         times = []
         for _ in range(REPEATS):
             comm.barrier()
-            began = time.perf_counter()
-            for operation in operations:
-                operation()
-            times.append(time.perf_counter() - began)
-        slowest = max(comm.all_gather_object(median(times)))
-    if comm.rank == 0:
-        target.write_text(json.dumps(slowest))
+            times.append(harness.seconds(step))
+        slowest: float = max(comm.all_gather_object(median(times)))
+    return slowest if comm.rank == 0 else None
 
 
-def _operations(report: Mapping[str, Any], comm: mcr.Communicator) -> Iterator[Callable[[], Any]]:
+def _operations(report: Mapping[str, Any], comm: mcr.Communicator) -> Iterator[Way]:
     """What a step of a job issues, by the means over its steps; vector operations with even parts."""
     for row in report["communication"]:
         count = max(1, round(row["count"] / report["steps"]))
@@ -158,7 +145,7 @@ def _operations(report: Mapping[str, Any], comm: mcr.Communicator) -> Iterator[C
             raise SystemExit(
                 f"a step with {kind} cannot be repeated; known: all_reduce, all_to_all, broadcast"
             )
-        call: Callable[[], Any] = {
+        call: Way = {
             "all_reduce": partial(comm.all_reduce, values, mcr.MAX, tag=tag),
             "all_to_all": partial(comm.all_to_all_single, space, values, tag=tag),
             "broadcast": partial(comm.broadcast, values, 0, tag=tag),
@@ -215,87 +202,57 @@ def codec_rows(example: str, found: Mapping[str, float], sent: Mapping[str, int]
     ]
 
 
-def table_of(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table in Markdown."""
-    head = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
-    return [*head, *(f"| {' | '.join(row)} |" for row in rows), ""]
-
-
-def text_of(rows: list[list[str]], encoded: list[list[str]], rate: str, line: str) -> str:
+def text_of(rows: list[list[str]], encoded: list[list[str]], rate: str) -> str:
     """The report as Markdown."""
-    names = [
-        "example",
-        COMPUTE,
-        COMMUNICATE,
-        *WAYS,
-        TORCH,
-        "best of ours / max",
-        "DDP / best of ours",
-    ]
+    head = ["example", COMPUTE, COMMUNICATE, *WAYS, TORCH, "best of ours / max", "DDP / best of ours"]
+    note = (
+        "two network namespaces, one rank and half of the cores on each. Milliseconds; medians of rounds in "
+        "which all take turns. Wanted: at most 1.10 times the larger of computing and communicating, and DDP "
+        "/ ours at least 1."
+    )
     with_codecs = [
         "## With codecs",
-        "",
         'As "ours", with compressed all_reduces and, up to int4_block, compressed all_to_alls; biases and '
         "norms as they are. MiB that a rank sends in a step, the mean over all steps: with feedback or "
         "powersgd the first ones, until buckets are what they will be, are not compressed. Step rates "
         "relative to the best of ours without a codec, which has the first line of each example, and to DDP.",
-        "",
-        *table_of(["example", "way", "MiB", "ms", "rate, relative to ours", "to DDP"], encoded),
+        harness.markdown(["example", "way", "MiB", "ms", "rate, relative to ours", "to DDP"], encoded),
     ]
-    return "\n".join(
-        [
-            f"# A training step over a link of {rate} ({date.today():%Y-%m-%d})",
-            "",
-            f"    {line}",
-            "",
-            f"{cpu_name()}, {cores()} cores, Python {platform.python_version()}, torch {torch.__version__}; "
-            "two network namespaces, one rank and half of the cores on each. Milliseconds; medians of rounds "
-            "in which all take turns. Wanted: at most 1.10 times the larger of computing and communicating, "
-            "and DDP / ours at least 1.",
-            "",
-            *table_of(names, rows),
-            *(with_codecs if encoded else ()),
-        ]
+    title = f"A training step over a link of {rate}"
+    return harness.page(
+        title, harness.command(), note, harness.markdown(head, rows), *(with_codecs if encoded else ())
     )
 
 
-def main() -> None:
-    if sys.argv[1:2] == ["--replay"]:
-        replay(*map(Path, sys.argv[2:5]))
-        return
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rate", default="1gbit", help="of the link, as tc writes it")
-    parser.add_argument("--examples", nargs="+", choices=EXAMPLES, default=list(EXAMPLES))
-    parser.add_argument("--codecs", default=",".join(CODECS), help="ways with codecs; '' for none")
-    parser.add_argument("--steps", type=int, default=20, help="of each job")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--table", type=Path, help="use this table; tune it if it is not there")
-    parser.add_argument("--tune", default="120s", help="budget of tuning")
-    parser.add_argument(
-        "--hardware", default=f"{platform.machine()}-{cores()}core", help="for the file's name"
-    )
-    parser.add_argument("--output", type=Path, help="another file than the dated one")
-    options = parser.parse_args()
-    if (reason := why_not()) is not None:
-        raise SystemExit(f"skipped: {reason}")
-    codecs = training.chosen(options.codecs, CODECS, "way") if options.codecs else []
+@harness.program
+def main(
+    examples: Annotated[list[str], typer.Option(default_factory=lambda: list(EXAMPLES))],
+    rate: Rate = "1gbit",
+    codecs: Annotated[str, typer.Option(help="Ways with codecs; '' for none.")] = ",".join(CODECS),
+    steps: Annotated[int, typer.Option(help="Of each job.")] = 20,
+    rounds: Rounds = 3,
+    table: Tables = None,
+    tune: Budget = "120s",
+    hardware: Hardware = HARDWARE,
+    output: Dated = None,
+) -> None:
+    harness.chosen(examples, EXAMPLES, "example")
+    ways = harness.chosen(codecs.split(","), CODECS, "way") if codecs else []
+    need_two_hosts()
     rows, encoded = [], []
-    with TwoHosts(options.rate) as hosts, tempfile.TemporaryDirectory() as folder:
-        table = (options.table or Path(folder) / "table.yaml").absolute()
-        bench = Bench(hosts, Path(folder), table, options.steps)
-        if not table.exists():
-            bench.tune(options.tune)
-        for example in options.examples:
-            found, sent = measure(bench, example, options.rounds, suited(codecs, example))
+    with TwoHosts(rate) as hosts, tempfile.TemporaryDirectory() as folder:
+        known = (table or Path(folder) / "table.yaml").absolute()
+        bench = Bench(hosts, Path(folder), known, steps)
+        if not known.exists():
+            bench.tune(tune)
+        for example in examples:
+            found, sent = measure(bench, example, rounds, suited(ways, example))
             rows.append(row_of(example, found))
             print(*rows[-1], sep="  ", flush=True)
-            if codecs:
+            if ways:
                 encoded += codec_rows(example, found, sent)
                 print(*("  ".join(row) for row in encoded if row[0] == example), sep="\n", flush=True)
-    target = options.output or RESULTS / f"steps_{options.hardware}-two-hosts_{date.today():%Y%m}.md"
-    line = f"python benchmarks/bench_two_hosts.py {shlex.join(sys.argv[1:])}"
-    target.write_text(text_of(rows, encoded, options.rate, line))
-    print(target)
+    harness.write(text_of(rows, encoded, rate), output, f"steps_{hardware}-two-hosts")
 
 
 if __name__ == "__main__":

@@ -12,9 +12,11 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,12 @@ def why_not() -> str | None:
     return None
 
 
+def need_two_hosts() -> None:
+    """Ends the program where this machine cannot have two hosts."""
+    if (reason := why_not()) is not None:
+        raise SystemExit(f"skipped: {reason}")
+
+
 class TwoHosts:
     """Two network namespaces with a link between them; `rate` as `tc` writes it, None for no limit."""
 
@@ -53,6 +61,8 @@ class TwoHosts:
 
     def __enter__(self) -> TwoHosts:
         self._folder = tempfile.TemporaryDirectory(prefix="mcr-two-hosts-")
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # or they would stay
         try:
             self._connect()
         except BaseException:
@@ -145,17 +155,8 @@ class TwoHosts:
 
 def _inside(name: str, words: Sequence[str]) -> list[str]:
     """`words` in a namespace, under its own host name."""
-    return [
-        "ip",
-        "netns",
-        "exec",
-        name,
-        "unshare",
-        "--uts",
-        "bash",
-        "-c",
-        f"hostname {name}; {shlex.join(words)}",
-    ]
+    entered = ["ip", "netns", "exec", name, "unshare", "--uts", "bash", "-c"]
+    return [*entered, f"hostname {name}; {shlex.join(words)}"]
 
 
 def _ip(*words: str) -> None:

@@ -1,7 +1,6 @@
-"""audit_every: now and then, ranks compare what they have received.
+"""audit_every: after every so many calls, the ranks compare digests of their results.
 
-Every rank must hold the same bits after a collective. That follows from how results are made; this
-checks that nothing on the way has broken it.
+All ranks must hold the same bits after a collective. The schemes guarantee that; this checks it.
 """
 
 from __future__ import annotations
@@ -10,14 +9,17 @@ import hashlib
 
 import torch
 
-from mcr_plus.dispatch.work import JointWork, Work
+from mcr_plus.core.message import Message, Signature
+from mcr_plus.core.work import JointWork, Work
 from mcr_plus.errors import ResultMismatch
-from mcr_plus.interfaces import Issue, Next
-from mcr_plus.message import Message, Signature
+from mcr_plus.pipeline.stage import Issue, Next
 
 
 def audited(issue: Issue, every: int, codec: str, signature: Signature, next: Next) -> Issue:
-    """Have ranks compare digests after every so many calls; a difference is `ResultMismatch` on all."""
+    """Compare digests of the ranks' results after every `every` calls of `issue`.
+
+    A difference raises `ResultMismatch` on all ranks, when the call is waited for.
+    """
     ranks = signature.ranks
     wanted = signature.replace(
         kind="all_gather", dtype=torch.int64, shape=(1,), nbytes=8 * ranks, device="cpu",
@@ -26,7 +28,7 @@ def audited(issue: Issue, every: int, codec: str, signature: Signature, next: Ne
     compare = next(wanted)
     calls = 0
 
-    def run(message: Message) -> Work:
+    def start(message: Message) -> Work:
         nonlocal calls
         calls += 1
         if calls % every:
@@ -50,11 +52,11 @@ def audited(issue: Issue, every: int, codec: str, signature: Signature, next: Ne
                 )
 
         audit = Message(wanted, (mine,), (all_of_them,), after=work, prepare=digest)
-        told = compare(audit).then(check)
+        audited_work = compare(audit).then(check)
         info = work.info
-        return JointWork([work, told], info.kind, nbytes=info.bytes, tag=info.tag, codec=info.codec)
+        return JointWork([work, audited_work], info.kind, nbytes=info.bytes, tag=info.tag, codec=info.codec)
 
-    return run
+    return Issue(start)
 
 
 def _digest(tensors: tuple[torch.Tensor, ...]) -> int:

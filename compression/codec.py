@@ -1,4 +1,4 @@
-"""What a codec is: traits, and how values become bytes and values again."""
+"""The base classes of codecs: traits, options, encoding and decoding."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from pydantic import BaseModel
 
 from mcr_plus import registry
-from mcr_plus.config import NoOptions, StageOptions
+from mcr_plus.config.options import NoOptions, StageOptions
+from mcr_plus.core.kinds import ReduceOp, dtype_name
 from mcr_plus.errors import Unsupported
-from mcr_plus.message import ReduceOp, dtype_name
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -25,7 +25,7 @@ class CodecOptions(StageOptions):
 
 @dataclass(frozen=True)
 class Traits:
-    """What the compress stage needs to know to compose a collective from a codec.
+    """The properties of a codec by which the compress stage composes collectives from it.
 
     Attributes:
         additive: the library may sum what it sends (see `Codec.rounds`).
@@ -34,8 +34,8 @@ class Traits:
         lossless: decoding gives the same bits.
         fixed_rate: a payload's length follows from the number of elements alone.
         sparse: a payload holds few of the elements; the others decode to zero.
-        needs_error_feedback: training does not converge to the same loss without.
-        dtypes: what it encodes. Anything but float32 goes through float32 unless the codec says otherwise.
+        needs_error_feedback: without it training does not converge to the same loss.
+        dtypes: those it encodes; others than float32 go through float32 unless the codec overrides that.
         alignment: in elements; a part that is encoded by itself should begin at a multiple of it.
         min_numel: fewer elements are not worth encoding and travel as they are.
         kinds: the kinds of operations it can be used with, None for all.
@@ -64,7 +64,7 @@ class Round:
 
 
 class Codec(ABC):
-    """What all codecs have. Registered as the class; built with its checked `Options`.
+    """Base of all codecs. Registered as the class; built with its checked `Options`.
 
     One object serves one operation or bucket, so it may keep state between calls.
     """
@@ -80,24 +80,24 @@ class Codec(ABC):
         return f"{type(self).__name__}({self.options!r})"
 
     def config(self) -> dict[str, Any]:
-        """The mapping that a configuration or a call writes for this codec; JSON-able, see `make`."""
+        """The mapping that names this codec in a configuration or a call; JSON-able, see `make`."""
         return {"codec": self.name, **self.options.model_dump(mode="json", by_alias=True)}
 
     def enter(self, rank: int, key: str) -> None:  # noqa: B027 - most codecs need none of it
-        """Told once before the first call: this process's rank in the group, and what the codec is for.
+        """Called once before the first call, with this rank in the group and a key of the operation.
 
         `key` is equal on all ranks. Codecs that draw random numbers draw them by it.
         """
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What must outlive a restart; equal on all ranks. Tensors are not copied."""
+        """Tensors that must outlive a restart, by name; equal on all ranks, and not copied."""
         return {}
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:  # noqa: B027
-        """Take what `state` gave."""
+        """Restore the tensors that `state` returned."""
 
     def refusal(self, shapes: Sequence[tuple[int, ...]]) -> str | None:  # noqa: ARG002
-        """Why the codec can do nothing for tensors of these shapes, laid end to end; None if it can.
+        """The reason why the codec cannot compress tensors of these shapes, laid end to end; None if it can.
 
         Depends on nothing but the shapes and the options, so that all ranks get the same answer.
         """
@@ -127,8 +127,8 @@ class Codec(ABC):
             shapes: of the tensors that lie end to end in `values`; their sizes sum to its size.
             wires: one flat tensor per round, to be filled before the pause and read after it.
             ranks: how many there are.
-            left: flat float32, equal to `values`: what this rank's part of the sum stands for is subtracted
-                (error feedback). None if nobody wants to know.
+            left: flat float32, equal to `values`: the decoded values of this rank's part of the sum are
+                subtracted, which leaves its residual. None without error feedback.
         """
         raise NotImplementedError
 
@@ -153,15 +153,15 @@ class PayloadCodec(Codec):
 
     @abstractmethod
     def _encode(self, values: torch.Tensor, wire: torch.Tensor) -> int | None:
-        """Write the payload; returns its length in elements if not `fixed_rate`."""
+        """Write the payload of flat float32 `values`; returns its length in elements if not `fixed_rate`."""
 
     @abstractmethod
     def _decode(self, wire: torch.Tensor, out: torch.Tensor) -> None:
-        """Overwrite `out` with what the payload stands for."""
+        """Overwrite `out`, flat float32, with the payload's values."""
 
     @abstractmethod
     def _accumulate(self, wire: torch.Tensor, total: torch.Tensor, scale: float) -> None:
-        """Add `scale` times what the payload stands for to `total`."""
+        """Add `scale` times the payload's values to `total`, flat float32."""
 
     # -- to be used -------------------------------------------------------------------------------
 
@@ -176,6 +176,8 @@ class PayloadCodec(Codec):
             values: any shape and strides, a dtype of `traits.dtypes`.
             wire: flat, contiguous, `wire_dtype`, on the same device, at least `wire_numel(values.numel())`
                 long, beginning at a multiple of 4 bytes.
+
+        Raises `Unsupported` for another dtype, or a payload that is too short.
         """
         room = self.wire_numel(values.numel())
         self._check(values, wire, room)
@@ -185,7 +187,10 @@ class PayloadCodec(Codec):
         return room if written is None else written
 
     def decode(self, wire: torch.Tensor, out: torch.Tensor) -> None:
-        """Write what a payload stands for to `out`, of any strides and a dtype of `traits.dtypes`."""
+        """Write a payload's values to `out`, of any shape and strides and a dtype of `traits.dtypes`.
+
+        Raises `Unsupported` for another dtype, or a payload that is too short.
+        """
         self._check(out, wire, self.wire_numel(out.numel()) if self.traits.fixed_rate else 0)
         if not out.numel():
             return
@@ -198,7 +203,7 @@ class PayloadCodec(Codec):
             out.copy_(flat.view(out.shape))
 
     def decode_accumulate(self, wire: torch.Tensor, total: torch.Tensor, scale: float = 1.0) -> None:
-        """Add `scale` times what a payload stands for to `total`: float32, flat and contiguous."""
+        """Add `scale` times a payload's values to `total`: float32, flat and contiguous."""
         if total.numel():
             self._accumulate(self._exact(wire, total.numel()), total, scale)
 
@@ -255,7 +260,7 @@ class PayloadCodec(Codec):
         return dtype is torch.float32
 
     def _exact(self, wire: torch.Tensor, numel: int) -> torch.Tensor:
-        """A payload without what follows it in its slot."""
+        """A payload without the rest of its slot."""
         return wire[: self.wire_numel(numel)] if self.traits.fixed_rate else wire
 
     def _through(self, dtype: torch.dtype) -> torch.dtype:
@@ -276,7 +281,10 @@ class PayloadCodec(Codec):
 
 
 def make(config: Mapping[str, Any]) -> Codec:
-    """The codec of a mapping such as `{"codec": "int4_block", "hadamard": True}`; see `Codec.config`."""
+    """The codec of a mapping such as `{"codec": "int4_block", "hadamard": True}`; see `Codec.config`.
+
+    Raises `Unsupported` for an unknown codec, and pydantic's `ValidationError` for options it does not take.
+    """
     options = dict(config)
     factory: Any = registry.get("codecs", options.pop("codec"))
     codec: Codec = factory(factory.Options(**options))

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 import torch
 
 from mcr_plus.compression.codec import Codec
-from mcr_plus.compression.memory import Kept, Memory, Wires
+from mcr_plus.compression.state import CompressorState, Wires
+from mcr_plus.pipeline.state import StateTensor
 
 
-class Ef21(Memory):
+class Ef21(CompressorState):
     """Estimates of this rank's values, of the sum of its part, and of the result, which all ranks share.
 
     `unit`: how many ranks' values the result holds, by which it is divided when it is saved.
@@ -33,13 +34,13 @@ class Ef21(Memory):
         self._shard: torch.Tensor | None = None
         self._lo = 0
 
-    def send(self, values: torch.Tensor, lo: int, wire: torch.Tensor, scale: float = 1.0) -> int:  # noqa: D102
+    def encode(self, values: torch.Tensor, lo: int, wire: torch.Tensor, scale: float = 1.0) -> int:  # noqa: D102
         mine = self._mine[lo : lo + values.numel()]
         written = self.codec.encode((values - mine).mul_(scale), wire)
         self.codec.decode_accumulate(wire[:written], mine, 1 / scale)
         return written
 
-    def keep(self, values: torch.Tensor, lo: int, total: torch.Tensor, scale: float) -> None:  # noqa: D102
+    def begin_sum(self, values: torch.Tensor, lo: int, total: torch.Tensor, scale: float) -> None:  # noqa: D102
         self._lo = lo
         mine = self._mine[lo : lo + values.numel()]
         torch.sub(values, mine, out=total).mul_(scale)
@@ -59,20 +60,20 @@ class Ef21(Memory):
         self._shard.add_(total)
         return self.codec.encode(self._shard - result, wire)
 
-    def receive(self, wire: torch.Tensor, lo: int, out: torch.Tensor) -> None:  # noqa: D102
+    def decode(self, wire: torch.Tensor, lo: int, out: torch.Tensor) -> None:  # noqa: D102
         result = self._result[lo : lo + out.numel()]
         self.codec.decode_accumulate(wire, result)
         out.copy_(result)
-        self._forget_what_is_not_finite(lo, result)
+        self._reset_non_finite(lo, result)
 
-    def gathered(self, wires: Wires, total: torch.Tensor, out: torch.Tensor, scale: float) -> None:  # noqa: D102, ARG002
+    def sum_payloads(self, wires: Wires, total: torch.Tensor, out: torch.Tensor, scale: float) -> None:  # noqa: D102, ARG002
         for wire in wires:
             self.codec.decode_accumulate(wire, self._result, scale)
         out.copy_(self._result)
-        self._forget_what_is_not_finite(0, self._result)
+        self._reset_non_finite(0, self._result)
 
-    def _forget_what_is_not_finite(self, lo: int, result: torch.Tensor) -> None:
-        """Begin anew where the result is not finite: all ranks see the same, and so do the same."""
+    def _reset_non_finite(self, lo: int, result: torch.Tensor) -> None:
+        """Reset elements that are not finite: on all ranks the same ones, because the result is equal."""
         if not result.is_cuda and torch.isfinite(result.sum()):
             return
         bad = ~torch.isfinite(result)
@@ -83,19 +84,19 @@ class Ef21(Memory):
             part.masked_fill_(bad, 0.0)
 
     @property
-    def kept(self) -> list[Kept]:  # noqa: D102
-        shard = [] if self._shard is None else [Kept("shard", "shard", self._shard / self._unit)]
+    def tensors(self) -> list[StateTensor]:  # noqa: D102
+        shard = [] if self._shard is None else [StateTensor("shard", "shard", self._shard / self._unit)]
         return [
-            *super().kept,
-            Kept("estimate", "own", self._mine),
-            Kept("result", "shared", self._result / self._unit),
+            *super().tensors,
+            StateTensor("estimate", "own", self._mine),
+            StateTensor("result", "shared", self._result / self._unit),
             *shard,
         ]
 
-    def restore(self, kept: Mapping[str, torch.Tensor]) -> None:  # noqa: D102
-        rest = dict(kept)
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:  # noqa: D102
+        rest = dict(tensors)
         self._mine.copy_(rest.pop("estimate"))
         result = rest.pop("result")
-        self._shard, shards = None, rest.pop("shard", None)  # what the result has come close to
+        self._shard, shards = None, rest.pop("shard", None)  # whose sum the result approaches
         torch.mul((result if shards is None else shards).to(self._mine.device), self._unit, out=self._result)
         super().restore(rest)

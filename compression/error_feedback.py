@@ -12,10 +12,11 @@ from collections.abc import Mapping
 import torch
 
 from mcr_plus.compression.codec import Codec
-from mcr_plus.compression.memory import Kept, Memory, Wires
+from mcr_plus.compression.state import CompressorState, Wires
+from mcr_plus.pipeline.state import StateTensor
 
 
-class ErrorFeedback(Memory):
+class ErrorFeedback(CompressorState):
     """Residuals of one operation's values (`numel` of them), and of the sums of this rank's part.
 
     `decay` is what residuals are multiplied with before they are used. `unit`: how many ranks' values a
@@ -32,15 +33,15 @@ class ErrorFeedback(Memory):
         self._residual = torch.zeros(numel, dtype=torch.float32, device=device)
         self._shard: torch.Tensor | None = None
 
-    def send(self, values: torch.Tensor, lo: int, wire: torch.Tensor, scale: float = 1.0) -> int:  # noqa: D102
+    def encode(self, values: torch.Tensor, lo: int, wire: torch.Tensor, scale: float = 1.0) -> int:  # noqa: D102
         residual = self._completed(values, lo)
-        self.holds = True
+        self.has_residual = True
         written = self.codec.encode(residual if scale == 1.0 else residual * scale, wire)
         self._sent(wire[:written], residual, lo, 1 / scale)
         _drop_unless_finite(residual)
         return written
 
-    def keep(self, values: torch.Tensor, lo: int, total: torch.Tensor, scale: float) -> None:  # noqa: D102
+    def begin_sum(self, values: torch.Tensor, lo: int, total: torch.Tensor, scale: float) -> None:  # noqa: D102
         residual = self._completed(values, lo)
         torch.mul(residual, scale, out=total)
         residual.zero_()
@@ -60,32 +61,32 @@ class ErrorFeedback(Memory):
         _drop_unless_finite(shard)
         return written
 
-    def offer(self, values: torch.Tensor) -> torch.Tensor | None:  # noqa: D102
-        _drop_unless_finite(self._residual)  # what the last exchange has left
-        self.holds = True
+    def begin_exchange(self, values: torch.Tensor) -> torch.Tensor | None:  # noqa: D102
+        _drop_unless_finite(self._residual)  # left by the last exchange
+        self.has_residual = True
         residual = self._completed(values, 0)
         values.copy_(residual)
         return residual
 
-    def settle(self, values: torch.Tensor) -> None:  # noqa: D102
+    def add_residual(self, values: torch.Tensor) -> None:  # noqa: D102
         residual = self._completed(values, 0)
         values.copy_(residual)
-        residual.sub_(values)  # what the dtype has rounded off
+        residual.sub_(values)  # the rounding error of the dtype
         _drop_unless_finite(residual)
-        self.holds = values.dtype not in (torch.float32, torch.float64)
+        self.has_residual = values.dtype not in (torch.float32, torch.float64)
 
     @property
-    def kept(self) -> list[Kept]:  # noqa: D102
-        shard = [] if self._shard is None else [Kept("shard", "shard", self._shard / self._unit)]
-        return [*super().kept, Kept("residual", "own", self._residual), *shard]
+    def tensors(self) -> list[StateTensor]:  # noqa: D102
+        shard = [] if self._shard is None else [StateTensor("shard", "shard", self._shard / self._unit)]
+        return [*super().tensors, StateTensor("residual", "own", self._residual), *shard]
 
-    def restore(self, kept: Mapping[str, torch.Tensor]) -> None:  # noqa: D102
-        rest = dict(kept)
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:  # noqa: D102
+        rest = dict(tensors)
         self._residual.copy_(rest.pop("residual"))
         self._shard, shards = None, rest.pop("shard", None)
-        if shards is not None:  # what sums have lost, every rank gives its share of to the next one
+        if shards is not None:  # residuals of sums: every rank adds its own to its next values
             self._residual.add_(shards.to(self._residual.device))
-        self.holds = True
+        self.has_residual = True
         super().restore(rest)
 
     def _completed(self, values: torch.Tensor, lo: int) -> torch.Tensor:
@@ -125,11 +126,11 @@ class MomentumCorrection(ErrorFeedback):
         self.codec.clear(wire, self._velocity[lo : lo + residual.numel()])
 
     @property
-    def kept(self) -> list[Kept]:  # noqa: D102
-        return [*super().kept, Kept("velocity", "own", self._velocity)]
+    def tensors(self) -> list[StateTensor]:  # noqa: D102
+        return [*super().tensors, StateTensor("velocity", "own", self._velocity)]
 
-    def restore(self, kept: Mapping[str, torch.Tensor]) -> None:  # noqa: D102
-        rest = dict(kept)
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:  # noqa: D102
+        rest = dict(tensors)
         self._velocity.copy_(rest.pop("velocity"))
         super().restore(rest)
 

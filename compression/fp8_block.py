@@ -9,16 +9,14 @@ to 1/8 of the value.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-import torch
-
-from mcr_plus.compression.codec import CodecOptions, PayloadCodec, Traits
+from mcr_plus.compression.block_codec import BlockCodec
+from mcr_plus.compression.codec import CodecOptions, Traits
 from mcr_plus.kernels import fp8_block
 
 
-class Fp8Block(PayloadCodec):
+class Fp8Block(BlockCodec):
     """A block with a NaN or an infinity decodes to NaN."""
 
     class Options(CodecOptions):
@@ -28,35 +26,14 @@ class Fp8Block(PayloadCodec):
         scale: Literal["float32", "e8m0"] = "float32"
 
     name: ClassVar[str] = "fp8_block"
+    kernel = fp8_block
 
     def __init__(self, options: Options | None = None) -> None:
         super().__init__(options)
         chosen = options or self.Options()
         self._scale: fp8_block.Scale = chosen.scale
-        self._format = fp8_block.FORMATS[chosen.format]
+        self.arguments = (fp8_block.FORMATS[chosen.format], chosen.scale)
         self.traits = Traits(alignment=fp8_block.block_of(chosen.scale))
 
     def wire_numel(self, numel: int) -> int:  # noqa: D102
         return fp8_block.nbytes(numel, self._scale)
-
-    def _encode(self, values: torch.Tensor, wire: torch.Tensor) -> None:
-        fp8_block.encode(values, wire, self._format, self._scale)
-
-    def _decode(self, wire: torch.Tensor, out: torch.Tensor) -> None:
-        fp8_block.decode(wire, out, self._format, self._scale)
-
-    def _accumulate(self, wire: torch.Tensor, total: torch.Tensor, scale: float) -> None:
-        fp8_block.accumulate(wire, total, scale, self._format, self._scale)
-
-    def reduce(  # noqa: D102
-        self,
-        wires: torch.Tensor | Sequence[torch.Tensor],
-        total: torch.Tensor,
-        wire: torch.Tensor,
-        *,
-        skip: int,
-        scale: float = 1.0,
-    ) -> int:
-        assert isinstance(wires, torch.Tensor)
-        fp8_block.reduce(wires, skip, total, wire, scale, self._format, self._scale)
-        return self.wire_numel(total.numel())

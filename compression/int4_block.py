@@ -8,16 +8,14 @@ for heavy tails, as in SDP4Bit (Jia et al., NeurIPS 2024); the bound then holds 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
-import torch
-
-from mcr_plus.compression.codec import CodecOptions, PayloadCodec, Traits
+from mcr_plus.compression.block_codec import BlockCodec
+from mcr_plus.compression.codec import CodecOptions, Traits
 from mcr_plus.kernels import int4_block
 
 
-class Int4Block(PayloadCodec):
+class Int4Block(BlockCodec):
     """A block with a NaN or an infinity decodes to NaN."""
 
     class Options(CodecOptions):
@@ -26,33 +24,9 @@ class Int4Block(PayloadCodec):
         hadamard: bool = False
 
     name: ClassVar[str] = "int4_block"
+    kernel = int4_block
     traits = Traits(alignment=int4_block.BLOCK, needs_error_feedback=True)
 
     def __init__(self, options: Options | None = None) -> None:
         super().__init__(options)
-        self._hadamard = (options or self.Options()).hadamard
-
-    def wire_numel(self, numel: int) -> int:  # noqa: D102
-        return int4_block.nbytes(numel)
-
-    def _encode(self, values: torch.Tensor, wire: torch.Tensor) -> None:
-        int4_block.encode(values, wire, self._hadamard)
-
-    def _decode(self, wire: torch.Tensor, out: torch.Tensor) -> None:
-        int4_block.decode(wire, out, self._hadamard)
-
-    def _accumulate(self, wire: torch.Tensor, total: torch.Tensor, scale: float) -> None:
-        int4_block.accumulate(wire, total, scale, self._hadamard)
-
-    def reduce(  # noqa: D102
-        self,
-        wires: torch.Tensor | Sequence[torch.Tensor],
-        total: torch.Tensor,
-        wire: torch.Tensor,
-        *,
-        skip: int,
-        scale: float = 1.0,
-    ) -> int:
-        assert isinstance(wires, torch.Tensor)
-        int4_block.reduce(wires, skip, total, wire, scale, self._hadamard)
-        return self.wire_numel(total.numel())
+        self.arguments = ((options or self.Options()).hadamard,)

@@ -3,46 +3,53 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from hashlib import blake2b
+from typing import Any
 
 import torch
 
 from mcr_plus.compression.audit import audited
-from mcr_plus.compression.choice import asked_for, refusal
+from mcr_plus.compression.buffers import Pool
 from mcr_plus.compression.codec import Codec, PayloadCodec
-from mcr_plus.compression.compose import composition, payload_bytes, wire_bytes
 from mcr_plus.compression.ef21 import Ef21
 from mcr_plus.compression.error_feedback import ErrorFeedback, MomentumCorrection
-from mcr_plus.compression.memory import Memory
 from mcr_plus.compression.never_slower import never_slower
-from mcr_plus.compression.pool import Pool
-from mcr_plus.config import CompressOptions, codec_of, plain_options
-from mcr_plus.dispatch.work import Work
+from mcr_plus.compression.options import CompressOptions, codec_of
+from mcr_plus.compression.policy import NOT_CHOSEN, is_stateful, largest_alignment, options_from_call, refusal
+from mcr_plus.compression.schemes import payload_bytes, scheme_of, wire_bytes
+from mcr_plus.compression.state import CompressorState
+from mcr_plus.config.options import plain_options
+from mcr_plus.core.kinds import SAME_RESULT
+from mcr_plus.core.message import Message, Signature, frozen, thawed
+from mcr_plus.core.units import format_size
+from mcr_plus.core.work import Work
 from mcr_plus.errors import InvalidArgument, Unsupported
-from mcr_plus.interfaces import Context, Issue, Next
 from mcr_plus.kernels.compiling import preparing
-from mcr_plus.message import Message, Signature, thawed
-from mcr_plus.units import format_size
+from mcr_plus.pipeline.stage import Context, Issue, Next, Stage
+from mcr_plus.pipeline.treatment import Treatment
 
-_SAME_EVERYWHERE = ("all_reduce", "all_gather", "broadcast")  # kinds after which ranks hold equal tensors
 _LOCAL = ("never_slower", "audit_every", "warmup", "exempt")  # options that do not change what travels
 
 
-class CompressStage:
+class CompressStage(Stage):
     """Chooses a codec by, in this order: the call's `compress=`, a rule, the stage's own option.
 
     A codec asked for by the call that cannot take the operation is an error; one that comes from the
     configuration leaves such operations as they are, and says so.
     """
 
+    Options = CompressOptions
+
     def __init__(self, options: CompressOptions, context: Context) -> None:
         self._options = options
+        self._config = context.config
         self._group = context.group
+        self._one_clock = len({context.world.hosts[rank] for rank in context.group.ranks}) == 1
         self._explains = context.runtime is None
-        self._restored = {} if context.runtime is None else context.runtime.restored
+        self._restored: MutableMapping[str, Any] = {}  # of an earlier job, until an operation asks for it
         self._pool = Pool()
-        self._owners: dict[str, Owner] = {}
+        self._instances: dict[str, CodecInstance] = {}
         if context.runtime is not None:
             context.runtime.caches.append(self._forget)
 
@@ -51,21 +58,33 @@ class CompressStage:
         """Bytes of the buffers that this stage keeps."""
         return self._pool.nbytes
 
-    @property
-    def owners(self) -> Mapping[str, Owner]:
-        """Who keeps something between calls, by names that are the same on all ranks and in the next job."""
-        return self._owners
+    def state(self) -> dict[str, Any]:
+        """The state of operations, by their names: that of a loaded state if there has been no call since."""
+        state: dict[str, Any] = {}
+        for name, instance in self._instances.items():
+            if instance.restored:
+                state[name] = instance.restored
+            elif instance.known_state is not None and instance.known_state.tensors:
+                state[name] = instance.known_state.tensors
+        return state
+
+    def load_state(self, kept: MutableMapping[str, Any]) -> None:
+        """Restore the operations that have been bound, and later ones as they are."""
+        self._restored = kept
+        for name, instance in self._instances.items():
+            if name in kept:
+                instance.restore(kept.pop(name))
 
     def _forget(self) -> None:
-        """Let go of those who keep nothing."""
-        for name in [name for name, owner in self._owners.items() if not owner.keeps]:
-            del self._owners[name]
+        """Drop those without state."""
+        for name in [name for name, instance in self._instances.items() if not instance.is_stateful]:
+            del self._instances[name]
 
     def bind(self, signature: Signature, next: Next) -> Issue:
         """Bind to the operations on encoded values, or to the operation itself."""
         wanted = signature.compress
         plain = signature.replace(compress=None, parts=None, key=None)
-        options = self._options if wanted is None else asked_for(signature)
+        options = self._options if wanted is None else options_from_call(signature)
         if options.codec == "none":
             if wanted is not None:
                 next.note("off for this operation")
@@ -83,22 +102,50 @@ class CompressStage:
             return next(plain)
         return self._compressed(codec, options, signature.replace(compress=None), next)
 
+    def treatment(self, signature: Signature, rest: Callable[[Signature], Treatment]) -> Treatment:  # noqa: ARG002
+        """See `Stage.treatment`; the alignment is that of every codec that the operation may get."""
+        wanted = signature.compress
+        options = self._options if wanted is None else options_from_call(signature)
+        codec = None if options.codec == "none" else codec_of(options)
+        keeps = codec is not None and is_stateful(codec, options)
+        if signature.dtype is None or not signature.dtype.is_floating_point:
+            alignment = 1
+        elif wanted is None:
+            alignment = largest_alignment(self._config)
+        else:
+            alignment = 1 if codec is None else codec.traits.alignment
+        if wanted is None:
+            wanted = self._in_a_bucket(codec, signature)
+        return Treatment(wanted, alignment, keeps)
+
+    def _in_a_bucket(
+        self, codec: Codec | None, signature: Signature
+    ) -> tuple[tuple[str, object], ...] | bool:
+        """The `compress=` of a bucket, for the operation to be compressed as it would be by itself."""
+        options = self._options
+        if codec is None:
+            return NOT_CHOSEN
+        exempt = options.exempt is not None and (signature.nbytes or 0) < options.exempt.below
+        if exempt or refusal(codec, options, signature) is not None:
+            return False
+        return frozen(plain_options(options))
+
     def _compressed(self, codec: Codec, options: CompressOptions, full: Signature, next: Next) -> Issue:
         plain = full.replace(parts=None, key=None)
         full = full.replace(encoding=_label(options))
-        owner = Owner(codec, options, full, self._group.rank)
+        instance = CodecInstance(codec, options, full, self._group.rank)
         if full.key is not None or full.tag is not None:
-            # The ways of one operation, such as async or not, share what is kept.
-            owner = self._owners.setdefault(owner.name, owner)
-            if owner.name in self._restored:
-                owner.restore(self._restored.pop(owner.name))
+            # Synchronous and asynchronous calls of an operation share its state.
+            instance = self._instances.setdefault(instance.name, instance)
+            if instance.name in self._restored:
+                instance.restore(self._restored.pop(instance.name))
         if not self._explains:
             prepare(codec)
         full = full.replace(call=full.as_call())
-        chosen = composition(owner.codec, full)
-        composed = chosen(owner.codec, full, self._group.rank, owner.memory, self._pool)
-        audit_every = options.audit_every if plain.kind in _SAME_EVERYWHERE else None
-        says = [f"codec {codec.name}: {composed.says}"]
+        chosen = scheme_of(instance.codec, full)
+        composed = chosen(instance.codec, full, self._group.rank, instance.state, self._pool)
+        audit_every = options.audit_every if plain.kind in SAME_RESULT else None
+        says = [f"codec {codec.name}: {composed.description}"]
         payload = payload_bytes(codec, full)
         if payload is not None:
             most = "" if codec.traits.fixed_rate else " at most"
@@ -116,70 +163,73 @@ class CompressStage:
         if audit_every is not None:
             issue = audited(issue, audit_every, codec.name, full, next)
         if options.never_slower and not plain.is_p2p and not self._explains:
-            raw = next(plain) if options.feedback is None else _settled(next(plain), owner)
-            issue = never_slower(raw, issue, codec.name, plain, next)
+            raw = next(plain) if options.feedback is None else _with_residual(next(plain), instance)
+            issue = never_slower(raw, issue, codec.name, plain, next, one_clock=self._one_clock)
         if options.warmup:
-            issue = _after(options.warmup, next(plain), issue, owner)
+            issue = _after(options.warmup, next(plain), issue, instance)
         return issue
 
 
-class Owner:
-    """A codec object, and what is kept between calls of the operation it is for."""
+class CodecInstance:
+    """The codec object of one operation or bucket, with the state that it keeps between calls."""
 
     def __init__(self, codec: Codec, options: CompressOptions, signature: Signature, rank: int) -> None:
         self.codec = codec
-        self.restored: dict[str, torch.Tensor] = {}  # until the first call asks for it
+        self.restored: dict[str, torch.Tensor] = {}  # until the first call
         self.resumed = False
         self.calls = 0
         self._options = options
-        self._memory: Memory | None = None
+        self._state: CompressorState | None = None
         what = signature.replace(ranks=0, nbytes=None, backend=None, async_op=False)
         self.name = what.describe()
         self._unit = signature.ranks if signature.reduce_op == "SUM" else 1
         codec.enter(rank, self.name)
 
-    def memory(self, device: torch.device, numel: int) -> Memory:
-        """What lies between the operation's values and the codec."""
-        if self._memory is None:
-            self._memory = self._made(device, numel)
+    def state(self, device: torch.device, numel: int) -> CompressorState:
+        """The state, made by the first call: `numel` values on `device`."""
+        if self._state is None:
+            self._state = self._made(device, numel)
             if self.restored:
-                self._put_back(self._memory)
-        return self._memory
+                self._put_back(self._state)
+        return self._state
 
     @property
-    def keeps(self) -> bool:
-        """Whether later calls depend on what is here."""
+    def is_stateful(self) -> bool:
+        """Whether later calls depend on earlier ones."""
         warming_up = self._options.warmup > 0
-        return warming_up or bool(self.restored) or (self._memory is not None and bool(self._memory.kept))
+        return warming_up or bool(self.restored) or (self._state is not None and bool(self._state.tensors))
 
     @property
-    def known(self) -> Memory | None:
-        """The memory, if there has been a call."""
-        return self._memory
+    def known_state(self) -> CompressorState | None:
+        """The state, None before the first call."""
+        return self._state
 
-    def restore(self, kept: Mapping[str, torch.Tensor]) -> None:
-        """Take what another job has kept, now or at the first call."""
-        self.restored, self.resumed = dict(kept), True
-        if self._memory is not None:
-            self._put_back(self._memory)
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take the tensors of another job, now or with the first call.
 
-    def _put_back(self, memory: Memory) -> None:
-        kept, self.restored = self.restored, {}
+        Raises `InvalidArgument`, then or now, if they do not fit the operation.
+        """
+        self.restored, self.resumed = dict(tensors), True
+        if self._state is not None:
+            self._put_back(self._state)
+
+    def _put_back(self, state: CompressorState) -> None:
+        tensors, self.restored = self.restored, {}
         try:
-            memory.restore(kept)
+            state.restore(tensors)
         except (KeyError, RuntimeError, ValueError, TypeError) as error:
             raise InvalidArgument(
                 f"state: what was kept for {self.name} does not fit it: {type(error).__name__}: {error}"
             ) from None
 
-    def _made(self, device: torch.device, numel: int) -> Memory:
+    def _made(self, device: torch.device, numel: int) -> CompressorState:
         options = self._options
         if options.error_feedback is not None:
             return ErrorFeedback(self.codec, numel, device, options.error_feedback.decay, self._unit)
         if options.momentum_correction is not None:
             momentum = options.momentum_correction.momentum
             return MomentumCorrection(self.codec, numel, device, momentum, self._unit)
-        return Ef21(self.codec, numel, device, self._unit) if options.ef21 else Memory(self.codec)
+        return Ef21(self.codec, numel, device, self._unit) if options.ef21 else CompressorState(self.codec)
 
 
 _prepared: set[str] = set()
@@ -190,7 +240,7 @@ def prepare(codec: Codec) -> None:
     if (key := repr(codec)) in _prepared:
         return
     _prepared.add(key)
-    codec = type(codec)(codec.options)  # another one, since encoding may change what it keeps
+    codec = type(codec)(codec.options)  # another one, because encoding may change its state
     with preparing(codec.name):
         _use(codec)
 
@@ -213,26 +263,26 @@ def _use(codec: Codec) -> None:
             pass
 
 
-def _after(calls: int, raw: Issue, compressed: Issue, owner: Owner) -> Issue:
-    """The first `calls` calls go one way, the others another."""
+def _after(calls: int, raw: Issue, compressed: Issue, instance: CodecInstance) -> Issue:
+    """The first `calls` calls use `raw`, later ones `compressed`."""
 
-    def issue(message: Message) -> Work:
-        if owner.calls < calls and not owner.resumed:
-            owner.calls += 1
+    def start(message: Message) -> Work:
+        if instance.calls < calls and not instance.resumed:
+            instance.calls += 1
             return raw(message)
         return compressed(message)
 
-    return issue
+    return Issue(start)
 
 
-def _settled(raw: Issue, owner: Owner) -> Issue:
-    """An uncompressed operation, whose values take along what earlier calls have left."""
+def _with_residual(raw: Issue, instance: CodecInstance) -> Issue:
+    """An uncompressed operation, to whose values the residual of earlier calls is added."""
 
-    def issue(message: Message) -> Work:
-        memory = owner.known
-        if memory is not None and memory.holds:
+    def start(message: Message) -> Work:
+        state = instance.known_state
+        if state is not None and state.has_residual:
             earlier, given = message.prepare, message.inputs
-            # What is not overwritten by the operation anyway stays as it is.
+            # Inputs that the operation does not overwrite are left as they are.
             in_place = all(tensor is out for tensor, out in zip(given, message.outputs, strict=True))
             inputs = given if in_place else tuple(map(torch.empty_like, given))
 
@@ -242,43 +292,39 @@ def _settled(raw: Issue, owner: Owner) -> Issue:
                 for tensor, copy in zip(given, inputs, strict=True):
                     if copy is not tensor:
                         copy.copy_(tensor)
-                    memory.settle(copy.view(-1))
+                    state.add_residual(copy.view(-1))
 
             # A message of its own: a persistent operation issues its message again and again.
-            rest = {key: value for key, value in vars(message).items() if key != "prepare"}
-            outputs = inputs if in_place else message.outputs
-            message = Message(message.signature, inputs, outputs, **rest, prepare=prepare)
+            message = message.with_tensors(inputs, inputs if in_place else message.outputs, prepare=prepare)
         return raw(message)
 
-    direct: Callable[[Message], None] | None = getattr(raw, "run", None)
-    if direct is not None:
+    run_raw = raw.run
 
-        def run(message: Message) -> None:
-            if owner.known is not None and owner.known.holds:
-                issue(message).wait()
-            else:
-                direct(message)
+    def run(message: Message) -> None:
+        if instance.known_state is not None and instance.known_state.has_residual:
+            start(message).wait()
+        else:
+            run_raw(message)
 
-        issue.run = run  # type: ignore[attr-defined]
-    return issue
+    return Issue(start, run)
 
 
 def _label(options: CompressOptions) -> str:
-    """The codec, its options and what becomes of its losses: what ranks must agree on."""
+    """The codec, its options and its feedback: what ranks must agree on."""
     said = plain_options(options)
     text = json.dumps({key: said[key] for key in sorted(said) if key not in _LOCAL})
     return f"{options.codec}:{blake2b(text.encode(), digest_size=3).hexdigest()}"
 
 
 def _named(signature: Signature) -> str | None:
-    """An algorithm is named for the operation itself, which a codec takes apart into others."""
+    """Why the algorithm named for an operation cannot be used, None if none is named."""
     if signature.backend is None or ":" not in signature.backend:
         return None
-    return f"a codec makes other operations of it, for which {signature.backend} is not meant"
+    return f"compression makes other operations of it, to which {signature.backend} cannot be applied"
 
 
 def _useless(codec: Codec, options: CompressOptions, signature: Signature, *, asked: bool) -> str | None:
-    """Why it is not worth the while."""
+    """Why compression does not pay, None if it may."""
     if signature.ranks == 1:
         return "a group of one rank sends nothing"
     nbytes = signature.nbytes

@@ -1,10 +1,10 @@
-"""Which tensors travel together: plans over plain numbers, made without torch.
+"""Assignment of tensors to buckets: plans over plain numbers, without torch.
 
     by_size(entries, limit=25 << 20, first_limit=1 << 20)     # as full as the limit allows
-    earliest_finish(entries, cost)                            # the partition that is done first
+    earliest_finish(entries, cost)                            # the partition that completes first
 
-Entries are given in the order in which they become ready. All ranks must plan from the same entries, limits
-and costs, and then get the same plan.
+The entries come in the order in which they become ready. The plan is a function of entries, limits and costs
+alone, so all ranks get the same one if these are equal.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Cost = Callable[[NDArray[np.int64]], NDArray[np.float64]]
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to send. Only entries of equal `like` may share a bucket; `ready` is when it may be sent."""
+    """A tensor to send. Entries of equal `like` may share a bucket; `ready` is the earliest time to send."""
 
     id: int
     nbytes: int
@@ -31,7 +31,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Entries that travel together: their ids, where each begins (in bytes), and the whole length."""
+    """Entries sent as one operation: their ids, their offsets and the total length in bytes."""
 
     like: Hashable
     members: tuple[int, ...]
@@ -42,47 +42,49 @@ class Bucket:
 def by_size(
     entries: Sequence[Entry], *, limit: int, first_limit: int | None = None, alignment: int = 1
 ) -> list[Bucket]:
-    """Fill buckets in the order of the entries, up to `limit` bytes each; in the order in which they fill.
+    """Fill buckets in the order of the entries, up to `limit` bytes each; returns them as they became full.
 
-    The first bucket of each likeness holds at most `first_limit`, so that sending begins early. An entry that
-    is larger than the limit has a bucket to itself. Every entry begins at a multiple of `alignment` bytes.
+    The first bucket of each `like` holds at most `first_limit`, so that sending begins early. An entry that
+    is larger than the limit gets a bucket of its own. Every entry begins at a multiple of `alignment` bytes.
     """
-    filled: list[tuple[int, list[Entry]]] = []  # and the place of the last entry
+    filled: list[tuple[int, list[Entry]]] = []  # with the index of the last entry
     opened: dict[Hashable, list[Entry]] = {}
     ends: dict[Hashable, int] = {}
     last: dict[Hashable, int] = {}
-    begun: set[Hashable] = set()
-    for place, entry in enumerate(entries):
+    past_first: set[Hashable] = set()
+    for index, entry in enumerate(entries):
         like = entry.like
-        most = limit if first_limit is None or like in begun else min(first_limit, limit)
+        most = limit if first_limit is None or like in past_first else min(first_limit, limit)
         offset = aligned(ends.get(like, 0), alignment)
         if like in opened and offset + entry.nbytes > most:
             filled.append((last[like], opened.pop(like)))
-            begun.add(like)
+            past_first.add(like)
             offset = 0
         opened.setdefault(like, []).append(entry)
-        ends[like], last[like] = offset + entry.nbytes, place
-    filled += [(last[like], own) for like, own in opened.items()]
-    return [packed(own, alignment) for _, own in sorted(filled, key=lambda each: each[0])]
+        ends[like], last[like] = offset + entry.nbytes, index
+    filled += [(last[like], members) for like, members in opened.items()]
+    return [packed(members, alignment) for _, members in sorted(filled, key=lambda pair: pair[0])]
 
 
 def earliest_finish(entries: Sequence[Entry], cost: Cost, *, alignment: int = 1) -> list[Bucket]:
-    """The partition into consecutive buckets whose last operation is done first, on one channel.
+    """Return the partition into consecutive buckets whose last operation completes first, on one channel.
 
-    A bucket may be sent once its last entry is ready and the one before it has been sent. With f(j) the least
-    time at which the first j entries are done,
+    A bucket may be sent once its last entry is ready and the previous bucket has been sent. With f(j) the
+    least time at which the first j entries are complete,
 
         f(j) = min over i < j of max(f(i), ready of entry j) + cost(bytes of entries i+1 … j),
 
-    which is the exact minimum in O(n²), because a bucket only delays those behind it. Of equal ones the plan
-    with the larger last bucket is taken. `entries` are alike, and their `ready` never falls; ValueError
-    otherwise.
+    which is the exact minimum in O(n²), because a bucket only delays later ones. Among equal plans the one
+    with the larger last bucket is returned.
+
+    Raises:
+        ValueError: the entries differ in `like`, or are not sorted by `ready`.
     """
     if len({entry.like for entry in entries}) > 1:
-        raise ValueError("entries: expected all of one likeness; plan each by itself")
+        raise ValueError("entries: expected equal `like` for all; plan each `like` by itself")
     ready = [entry.ready for entry in entries]
     if ready != sorted(ready):
-        raise ValueError("entries: expected in the order in which they are ready")
+        raise ValueError("entries: expected in ascending order of `ready`")
     count = len(entries)
     ends = np.concatenate([[0], np.cumsum([aligned(entry.nbytes, alignment) for entry in entries])])
     sizes = np.array([entry.nbytes for entry in entries], np.int64)
@@ -102,7 +104,7 @@ def earliest_finish(entries: Sequence[Entry], cost: Cost, *, alignment: int = 1)
 
 
 def packed(entries: Sequence[Entry], alignment: int) -> Bucket:
-    """One bucket of all entries, at least one."""
+    """One bucket of all entries; `entries` is not empty."""
     offsets, end = [], 0
     for entry in entries:
         offsets.append(aligned(end, alignment))

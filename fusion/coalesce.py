@@ -1,7 +1,7 @@
-"""Coalesced calls: many tensors, few operations.
+"""Coalesced calls: many tensors as few operations.
 
-Small tensors of a dtype are packed into one buffer each way; a large one goes by itself, because copying it
-costs more than an operation saves.
+Small tensors of a dtype are packed into one input and one output buffer; a large one is sent by itself,
+because its copy would cost more than the saved operation.
 """
 
 from __future__ import annotations
@@ -12,55 +12,55 @@ from typing import Final
 
 import torch
 
-from mcr_plus.fusion.space import Layout, Space, Stock, join, split
-from mcr_plus.message import bucket_text
+from mcr_plus.core.message import bucket_text
+from mcr_plus.fusion.buffers import BucketBuffer, BufferBudget, Layout, join, split
 
-LARGE: Final = 256 << 10  # bytes of a tensor that goes by itself
-_KEPT: Final = 256 << 20  # bytes of buffers that are kept
-_LIMIT: Final = 25 << 20  # bytes of a buffer, whose copies should not outgrow the tensors
+LARGE: Final = 256 << 10  # bytes of a tensor that is sent by itself
+_POOLED: Final = 256 << 20  # bytes of the buffers in the pool
+_LIMIT: Final = 25 << 20  # bytes of one buffer
 
 
 @dataclass
 class Part:
-    """One operation of a coalesced call: `source` to `target`, the same tensor if it works in place."""
+    """One operation of a coalesced call; `source` and `target` are the same tensor if it works in place."""
 
     source: torch.Tensor
     target: torch.Tensor
     numels: list[int]  # of the members, in one part of the input
     outputs: list[torch.Tensor]
-    layout: Layout | None = None  # none: a member by itself, with nothing to copy
-    space: Space | None = None
+    layout: Layout | None = None  # None: a single tensor, sent without a copy
+    buffer: BucketBuffer | None = None
 
     @property
     def call(self) -> str | None:
-        """See `Signature.call`: ranks that pack other tensors may come to the same sum of sizes."""
+        """See `Signature.call`: buckets of different tensors may have the same total size."""
         return None if self.layout is None else f"bucket of {bucket_text(self.numels)}"
 
     def finish(self) -> None:
-        """Put the results where they belong."""
+        """Copy the results into the members' outputs."""
         if self.layout is not None:
             steps = self.layout.steps(self.numels)
-            split(self.target, self.numels, self.outputs, self.layout.taken, steps)
+            split(self.target, self.numels, self.outputs, self.layout.output_parts, steps)
 
     def release(self) -> None:
-        """Let the buffers be used again."""
-        if self.layout is not None and self.space is not None:
-            self.layout.give_back(self.space)
-            self.space = None
+        """Return the buffer to its layout's pool."""
+        if self.layout is not None and self.buffer is not None:
+            self.layout.give_back(self.buffer)
+            self.buffer = None
 
 
 class Coalescer:
-    """Makes few operations of many, and keeps the buffers for that."""
+    """Packs the tensors of a call into few operations, and owns the buffers."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self._stock = Stock(_KEPT)
+        self._budget = BufferBudget(_POOLED)
         self._layouts: dict[tuple[str, torch.dtype, torch.device, int], Layout] = {}
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the buffers that are kept."""
-        return self._stock.nbytes
+        """Bytes of the allocated buffers."""
+        return self._budget.nbytes
 
     def parts(
         self,
@@ -69,10 +69,10 @@ class Coalescer:
         outputs: Sequence[torch.Tensor],
         alignments: Mapping[torch.dtype, int],
     ) -> list[Part]:
-        """The operations to issue, the same on all ranks if sizes and dtypes are.
+        """Return the operations to issue, equal on all ranks if sizes and dtypes are.
 
         `inputs` and `outputs` are contiguous, and the same tensors if the operation works in place.
-        `alignments`: of how many elements a block of the codec is, by dtype.
+        `alignments`: elements per block of the codec, by dtype.
         """
         larger = outputs if kind == "all_gather" else inputs
         small: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -86,10 +86,10 @@ class Coalescer:
             alignment = alignments.get(dtype, 1)
             layout = self._layouts.get((kind, dtype, device, alignment))
             if layout is None:
-                layout = Layout(kind, self._ranks, dtype, self._stock, alignment)
+                layout = Layout(kind, self._ranks, dtype, self._budget, alignment)
                 self._layouts[kind, dtype, device, alignment] = layout
-            for chosen in _buckets(members, larger):
-                sources, targets = ([tensors[index] for index in chosen] for tensors in (inputs, outputs))
+            for bucket in _buckets(members, larger):
+                sources, targets = ([tensors[index] for index in bucket] for tensors in (inputs, outputs))
                 parts.append(_packed(layout, sources, targets, device))
         return parts
 
@@ -110,9 +110,9 @@ def _buckets(members: list[int], tensors: Sequence[torch.Tensor]) -> list[list[i
 def _packed(
     layout: Layout, inputs: list[torch.Tensor], outputs: list[torch.Tensor], device: torch.device
 ) -> Part:
-    numels = [tensor.numel() // layout.given for tensor in inputs]
+    numels = [tensor.numel() // layout.input_parts for tensor in inputs]
     steps = layout.steps(numels)
-    space = layout.take(sum(steps), device)
-    source, target = layout.views(space, sum(steps))
-    join(inputs, numels, source, layout.given, steps)
-    return Part(source, target, numels, outputs, layout, space)
+    buffer = layout.take(sum(steps), device)
+    source, target = layout.views(buffer, sum(steps))
+    join(inputs, numels, source, layout.input_parts, steps)
+    return Part(source, target, numels, outputs, layout, buffer)

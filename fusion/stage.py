@@ -1,9 +1,9 @@
-"""fuse: small asynchronous operations of like signature travel as one.
+"""fuse: small asynchronous operations that differ only in size are sent as one.
 
 A bucket is sent when it is full or the next operation does not fit. All open buckets of the group are sent,
-in the order in which they were opened (or the reverse, `order: priority`), when a member of any is waited for
-or asked whether it is done, and at `flush()`; so ranks may wait for their handles in different orders. These
-are facts of the program's order, the same on all ranks, never a matter of time.
+in the order in which they were opened (or the reverse, `order: priority`), when any member is waited for or
+polled, and at `flush()`; so ranks may wait for their handles in different orders. All of this depends on the
+program's order alone, which is the same on all ranks, and never on time.
 """
 
 from __future__ import annotations
@@ -16,100 +16,104 @@ from typing import Any
 
 import torch
 
-from mcr_plus.compression.choice import alignment, between_nodes, chosen, in_a_bucket, keeps_something
-from mcr_plus.config import FuseOptions, codec_of
+from mcr_plus.core.message import Message, Signature, bucket_text
+from mcr_plus.core.units import format_size
+from mcr_plus.core.work import Info, Work
 from mcr_plus.dispatch.stage import GroupRuntime
-from mcr_plus.dispatch.work import Info, Work
-from mcr_plus.fusion.space import Layout, Space, Stock, join, prepare, split
-from mcr_plus.interfaces import Context, Issue, Next
-from mcr_plus.message import Message, Signature, bucket_text
-from mcr_plus.pipeline import Pipeline
-from mcr_plus.units import format_size
+from mcr_plus.fusion.buffers import BucketBuffer, BufferBudget, Layout, join, prepare, split
+from mcr_plus.fusion.options import FuseOptions
+from mcr_plus.pipeline.pipeline import Pipeline
+from mcr_plus.pipeline.stage import Context, Issue, Next, Stage
+from mcr_plus.pipeline.treatment import Treatment
 
 
-class FuseStage:
-    """Holds asynchronous operations back until it can send several as one.
+class FuseStage(Stage):
+    """Collects asynchronous operations in buckets, and sends each bucket as one operation.
 
-    The places at which the program waits or flushes are part of its order: ranks that wait at different
-    places send different buckets, which is an `OrderMismatch`.
+    Waits and flushes are part of the program's order: ranks that wait at different places send different
+    buckets, which is an `OrderMismatch`.
     """
+
+    Options = FuseOptions
 
     def __init__(self, options: FuseOptions, context: Context) -> None:
         self._options = options
         self._runtime = context.runtime
         self._ranks = context.group.size
-        self._memory = _Memory(options.memory)
-        self._stock = Stock(options.memory)
-        self._classes: dict[Signature, _Class] = {}
-        self._config = context.config
-        self._explaining = Pipeline(replace(context, runtime=None))
+        self._memory = _MemoryLimit(options.memory)
+        self._budget = BufferBudget(options.memory)
+        self._groups: dict[Signature, _FusionGroup] = {}
+        self._dry_run = Pipeline(replace(context, runtime=None))
         if self._runtime is not None:
-            self._runtime.state.when_stuck.append(self._catch_up)
-            self._runtime.caches.append(self._classes.clear)
+            self._runtime.state.when_stuck.append(self._flush_if_a_peer_waits)
+            self._runtime.caches.append(self._groups.clear)
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the buffers that this stage keeps."""
-        return self._stock.nbytes
+        """Bytes of the buffers that this stage has allocated."""
+        return self._budget.nbytes
 
     def bind(self, signature: Signature, next: Next) -> Issue:
-        """Bind to the buckets of operations like this one."""
+        """Bind to the buckets of the operation's fusion group."""
         options, runtime = self._options, self._runtime
         if signature.kind not in options.kinds or signature.ranks == 1:
             return next(signature)
-        if (reason := self._refusal(signature)) is not None:
+        treatment = next.treatment(signature)
+        if (reason := self._refusal(signature, treatment)) is not None:
             next.note(f"not fused: {reason}")
             return next(signature)
         next.note(
             f"fused with operations like it, up to {format_size(options.bucket)}; sent when full, when one "
             "of them is waited for, or by flush()"
         )
-        alone = next(signature)
+        unfused = next(signature)
         if runtime is None:
-            return alone
-        like = signature.replace(shape=(), nbytes=None, compress=in_a_bucket(self._config, signature))
-        if like not in self._classes:
+            return unfused
+        like = signature.replace(shape=(), nbytes=None, compress=treatment.compress)
+        if like not in self._groups:
             assert like.dtype is not None
-            blocks = alignment(self._config, like)
             prepare(signature.device)
-            layout = Layout(like.kind, self._ranks, like.dtype, self._stock, blocks)
-            self._classes[like] = _Class(like, next, layout, options, self._memory, runtime, self._explaining)
-        return self._classes[like].member(signature, alone)
+            layout = Layout(like.kind, self._ranks, like.dtype, self._budget, next.treatment(like).alignment)
+            self._groups[like] = _FusionGroup(
+                like, next, layout, options, self._memory, runtime, self._dry_run
+            )
+        return self._groups[like].member(signature, unfused)
 
     def flush(self) -> None:
-        """Send what the group holds back."""
+        """Send the group's open buckets."""
         if self._runtime is not None:
-            self._runtime.send_held()
+            self._runtime.flush_pending()
 
-    def _catch_up(self) -> None:
-        """Send what is held back if a peer waits for it: it flushed where this rank cannot get to.
+    def _flush_if_a_peer_waits(self) -> None:
+        """Send the first open bucket if a peer has sent its own and this rank is blocked before its flush.
 
-        Rank 1 waits for an all_reduce and then sends, rank 0 receives first and holds the all_reduce back.
-        The peer tells what it has issued next; only if that is what would be sent here is it sent.
+        Example: rank 1 waits for an all_reduce and then sends, while rank 0 receives first and has the
+        all_reduce in an open bucket. The bucket is sent only if the digest that the peer has published for
+        its next operation is the bucket's.
         """
         runtime = self._runtime
-        if runtime is None or not runtime.held:
+        if runtime is None or not runtime.pending:
             return
-        group, state, mine = runtime.state.group, runtime.state, runtime.held[0].digests()
+        group, state, first = runtime.state.group, runtime.state, runtime.pending[0]
+        digests = first.digests()
         peers = (rank for rank in range(group.size) if rank != group.rank)
-        if mine and any(state.board.look(rank, state.sequence + 1).digest in mine for rank in peers):
-            runtime.send_held(runtime.held[0])  # that one alone: the peer's other buckets may be others
+        if digests and any(state.board.read(rank, state.sequence + 1).digest in digests for rank in peers):
+            runtime.flush_pending(first)  # the peer's later buckets may have other members
 
-    def _refusal(self, signature: Signature) -> str | None:
+    def _refusal(self, signature: Signature, treatment: Treatment) -> str | None:
         if not signature.async_op:
             return "it is waited for at once"
         if not signature.nbytes:
             return "it moves nothing"
-        found = (chosen(self._config, signature), between_nodes(self._config, signature))
-        if any(each is not None and keeps_something(codec_of(each), each) for each in found):
-            return "its codec keeps something from call to call, for this operation alone"
+        if treatment.keeps:
+            return "its codec keeps state between calls of this operation"
         if signature.nbytes >= self._options.bucket:
             return f"it fills a bucket of {format_size(self._options.bucket)} by itself"
         return None
 
 
-class _Class:
-    """Operations that may share a bucket: all but their shapes is equal."""
+class _FusionGroup:
+    """Operations that may share a bucket: their signatures differ in shape only."""
 
     def __init__(
         self,
@@ -117,9 +121,9 @@ class _Class:
         next: Next,
         layout: Layout,
         options: FuseOptions,
-        memory: _Memory,
+        memory: _MemoryLimit,
         runtime: GroupRuntime,
-        explaining: Pipeline,
+        dry_run: Pipeline,
     ) -> None:
         self.memory, self.runtime, self.layout = memory, runtime, layout
         self._limit = options.bucket
@@ -128,14 +132,15 @@ class _Class:
         self.open: _Bucket | None = None
         self._like = like
         self._next = next
-        self._explaining = explaining
-        self._whole: dict[tuple[int, ...], tuple[Signature, Issue]] = {}
+        self._dry_run = dry_run
+        self._bound: dict[tuple[int, ...], tuple[Signature, Issue]] = {}
         self._digests: dict[Signature, frozenset[int]] = {}
 
-    def member(self, signature: Signature, alone: Issue) -> Issue:
-        """What issues operations like this one; `alone` is the rest of the pipeline for one by itself.
+    def member(self, signature: Signature, unfused: Issue) -> Issue:
+        """Return the `Issue` that adds operations of this signature to a bucket.
 
-        It carries `hold`, which does the same for operations in place, without a message.
+        `unfused` is the rest of the pipeline for the operation by itself. Operations in place need no
+        message.
         """
         runtime, layout = self.runtime, self.layout
         state, lock = runtime.state, runtime.engine.lock
@@ -144,17 +149,17 @@ class _Class:
         needed = layout.numel(layout.steps([numel])[0]) * layout.dtype.itemsize
         in_place = layout.in_place
 
-        def hold(source: torch.Tensor, target: torch.Tensor | None = None) -> Work:
+        def add_to_bucket(source: torch.Tensor, target: torch.Tensor | None = None) -> Work:
             if get_ident() != state.owner:
-                state.admit()
+                state.check_thread()
             with lock:
                 bucket = self.open
                 if bucket is None or bucket.nbytes + needed > bucket.limit:
                     bucket = self._opened(needed)
                     if bucket is None:
-                        return alone(Message(signature, (source,), (source if target is None else target,)))
+                        return unfused(Message(signature, (source,), (source if target is None else target,)))
                 if not bucket.numels:
-                    bucket.first, bucket.alone = signature, alone
+                    bucket.first, bucket.unfused = signature, unfused
                 bucket.nbytes += needed
                 bucket.numels.append(numel)
                 bucket.inputs.append(source)
@@ -162,48 +167,46 @@ class _Class:
                     bucket.outputs.append(target)
                 work = bucket.handles.get(nbytes)
                 if work is None:
-                    work = bucket.handles[nbytes] = Member(bucket, nbytes)
+                    work = bucket.handles[nbytes] = FusedWork(bucket, nbytes)
                 if bucket.nbytes >= bucket.limit:
-                    runtime.send_held(bucket)
+                    runtime.flush_pending(bucket)
                 return work
 
-        def issue(message: Message) -> Work:
+        def start(message: Message) -> Work:
             if message.whole or message.after is not None or message.prepare is not None:
-                return alone(message)  # a bucket already, or its values are not there yet
-            return hold(message.inputs[0], message.outputs[0])
+                return unfused(message)  # a bucket already, or its values are not ready
+            return add_to_bucket(message.inputs[0], message.outputs[0])
 
-        if in_place:
-            issue.hold = hold  # type: ignore[attr-defined]
-        return issue
+        return Issue(start, start_in_place=add_to_bucket if in_place else None)
 
     def _opened(self, nbytes: int) -> _Bucket | None:
-        """A new bucket; None if too many have not been waited for, so that memory stays bounded."""
+        """Open a new bucket; None if too many have not been waited for, so that memory stays bounded."""
         first = self.open is None
         if not first:
-            self.runtime.send_held(self.open)
+            self.runtime.flush_pending(self.open)
         limit = max(self._first_limit, nbytes) if first else self._limit
         if not self.memory.reserve(int(limit * self.layout.share)):
             return None
         self.open = bucket = _Bucket(self, limit)
-        held = self.runtime.held
-        held.insert(0 if self._newest_first else len(held), bucket)
+        pending = self.runtime.pending
+        pending.insert(0 if self._newest_first else len(pending), bucket)
         return bucket
 
-    def whole(self, numels: Sequence[int]) -> tuple[Signature, Issue]:
-        """The operation on members of `numels` elements in each part, and the rest of the pipeline for it.
+    def bound(self, numels: Sequence[int]) -> tuple[Signature, Issue]:
+        """Signature and bound `Issue` of a bucket whose members have `numels` elements in each part.
 
-        For a bucket that is sent, as it is on all ranks at this place of the program.
+        Only called when the bucket is sent, which happens at the same place of the program on all ranks.
         """
         key = tuple(numels)
-        found = self._whole.get(key)
-        if found is None:
-            signature = self.whole_signature(numels)
+        bound = self._bound.get(key)
+        if bound is None:
+            signature = self.bucket_signature(numels)
             self.runtime.count()
-            found = self._whole[key] = signature, self._next(signature)
-        return found
+            bound = self._bound[key] = signature, self._next(signature)
+        return bound
 
-    def whole_signature(self, numels: Sequence[int]) -> Signature:
-        """That of a bucket of members of `numels` elements in each part."""
+    def bucket_signature(self, numels: Sequence[int]) -> Signature:
+        """The signature of a bucket whose members have `numels` elements in each part."""
         layout = self.layout
         total = sum(layout.steps(numels))
         nbytes = layout.numel(total) * layout.dtype.itemsize
@@ -211,23 +214,24 @@ class _Class:
         return self._like.replace(shape=layout.shape(total), nbytes=nbytes, call=call)
 
     def digests(self, signature: Signature) -> frozenset[int]:
-        """What peers would see in this group of an operation that is sent: of all that it is made of.
+        """Digests that peers would publish for an operation: of all its parts that run in this group.
 
-        Binds nothing, for this rank alone may ask, and ranks bind and forget at the same places.
+        A dry run, because real binds must happen at the same places on all ranks, and this rank may be the
+        only one to call this.
         """
-        found = self._digests.get(signature)
-        if found is None:
-            notes = self._explaining.bind(signature).notes
-            sent = [note.signature for note in notes if note.stage == "dispatch"]
-            found = frozenset(each.digest() for each in sent if each.group == signature.group)
-            self._digests[signature] = found
-        return found
+        digests = self._digests.get(signature)
+        if digests is None:
+            notes = self._dry_run.bind(signature).notes
+            parts = [note.signature for note in notes if note.stage == "dispatch"]
+            digests = frozenset(part.digest() for part in parts if part.group == signature.group)
+            self._digests[signature] = digests
+        return digests
 
 
-class _Memory:
-    """How much buckets may need that have not been waited for.
+class _MemoryLimit:
+    """The limit on memory of buckets that have not been waited for.
 
-    Reserving and releasing are facts of the program's order, so ranks agree on whether there is room.
+    Reservations follow the program's order, so ranks agree on whether a bucket fits.
     """
 
     def __init__(self, limit: int) -> None:
@@ -245,51 +249,51 @@ class _Memory:
 
 
 class _Bucket:
-    """Operations that are held back, and what they are sent as.
+    """Operations that are pending, and the operation that carries them.
 
-    Members of a size share a handle: all are done when the bucket is. `first` and `alone` are the first
-    member's signature and its way if it stays the only one.
+    Members of a size share a handle: all complete with the bucket. `first` and `unfused` are the first
+    member's signature and the rest of the pipeline for it, in case it stays the only one.
     """
 
     __slots__ = (
-        "_space",
-        "alone",
+        "_buffer",
         "error",
         "first",
+        "group",
         "handles",
         "inputs",
         "is_done",
-        "like",
         "limit",
         "nbytes",
         "numels",
         "outputs",
         "reserved",
         "then",
+        "unfused",
         "work",
     )
 
-    def __init__(self, like: _Class, limit: int) -> None:
-        self.like, self.limit = like, limit
-        self.reserved = int(limit * like.layout.share)
+    def __init__(self, group: _FusionGroup, limit: int) -> None:
+        self.group, self.limit = group, limit
+        self.reserved = int(limit * group.layout.share)
         self.nbytes = 0
         self.numels: list[int] = []  # of each member, in one part of the input
         self.inputs: list[torch.Tensor] = []
-        self.outputs: list[Any] = self.inputs if like.layout.in_place else []
-        self.handles: dict[int, Member] = {}
+        self.outputs: list[Any] = self.inputs if group.layout.in_place else []
+        self.handles: dict[int, FusedWork] = {}
         self.first: Signature | None = None
-        self.alone: Issue | None = None
+        self.unfused: Issue | None = None
         self.is_done = False
         self.work: Work | None = None
         self.error: Exception | None = None
         self.then: list[Callable[[], None]] = []
-        self._space: Space | None = None
+        self._buffer: BucketBuffer | None = None
 
     def send(self) -> Exception | None:
-        """See `Held`."""
-        self.like.open = None
+        """See `PendingBucket`."""
+        self.group.open = None
         try:
-            self.work = self._send_alone() if len(self.numels) == 1 else self._send_together()
+            self.work = self._send_unfused() if len(self.numels) == 1 else self._send_fused()
             for function in self.then:
                 self.work.then(function)
         except Exception as error:
@@ -298,49 +302,49 @@ class _Bucket:
         return self.error
 
     def digests(self) -> frozenset[int]:
-        """See `Held`."""
+        """See `PendingBucket`."""
         assert self.first is not None
-        is_whole = len(self.numels) > 1
-        return self.like.digests(self.like.whole_signature(self.numels) if is_whole else self.first)
+        is_fused = len(self.numels) > 1
+        return self.group.digests(self.group.bucket_signature(self.numels) if is_fused else self.first)
 
-    def _send_alone(self) -> Work:
+    def _send_unfused(self) -> Work:
         assert self.first is not None
-        assert self.alone is not None
+        assert self.unfused is not None
         self.release()
-        return self.alone(Message(self.first, (self.inputs[0],), (self.outputs[0],)))
+        return self.unfused(Message(self.first, (self.inputs[0],), (self.outputs[0],)))
 
-    def _send_together(self) -> Work:
-        layout, numels, outputs = self.like.layout, self.numels, self.outputs
+    def _send_fused(self) -> Work:
+        layout, numels, outputs = self.group.layout, self.numels, self.outputs
         steps = layout.steps(numels)
         total = sum(steps)
-        self._space = space = layout.take(total, self.inputs[0].device)
-        source, target = layout.views(space, total)
-        join(self.inputs, numels, source, layout.given, steps)
-        signature, issue = self.like.whole(numels)
+        self._buffer = buffer = layout.take(total, self.inputs[0].device)
+        source, target = layout.views(buffer, total)
+        join(self.inputs, numels, source, layout.input_parts, steps)
+        signature, issue = self.group.bound(numels)
         work = issue(Message(signature, (source,), (target,), fused=len(numels), whole=True))
-        return work.then(lambda: split(target, numels, outputs, layout.taken, steps))
+        return work.then(lambda: split(target, numels, outputs, layout.output_parts, steps))
 
     def wait(self, timeout: float | timedelta | None) -> None:
-        """Send if need be, and wait."""
+        """Send the bucket if it is still pending, and wait for it."""
         if self.work is None and self.error is None:
-            self.like.runtime.send_held()
-        self.release()  # to wait is a fact of the program; how it ends may differ between ranks
+            self.group.runtime.flush_pending()
+        self.release()  # at the call, which all ranks make: the outcome of the wait may differ between ranks
         if self.work is None:
             assert self.error is not None
             raise self.error
         self.work.wait(timeout)
         self.is_done = True
-        if self._space is not None:
-            self.like.layout.give_back(self._space)
-            self._space = None
+        if self._buffer is not None:
+            self.group.layout.give_back(self._buffer)
+            self._buffer = None
 
     def release(self) -> None:
-        """Make room for other buckets."""
-        self.like.memory.release(self.reserved)
+        """Release the bucket's reservation of memory."""
+        self.group.memory.release(self.reserved)
         self.reserved = 0
 
 
-class Member(Work):
+class FusedWork(Work):
     """The handle of the operations of one size in a bucket."""
 
     __slots__ = ("_bucket", "_nbytes")
@@ -353,10 +357,10 @@ class Member(Work):
             self._bucket.wait(timeout)
 
     def is_completed(self) -> bool:
-        """Whether the operation is done; sends its bucket, because nobody may ever wait for it."""
+        """Whether the operation is complete; sends its bucket, because the program may only ever poll."""
         bucket = self._bucket
         if bucket.work is None and bucket.error is None:
-            bucket.like.runtime.send_held()
+            bucket.group.runtime.flush_pending()
         return bucket.error is not None or (bucket.work is not None and bucket.work.is_completed())
 
     def probe(self) -> bool:  # noqa: D102
@@ -377,13 +381,13 @@ class Member(Work):
 
     @property
     def info(self) -> Info:
-        """What became of the operation; sends its bucket, before which nobody knows."""
+        """Description of the operation; sends its bucket, which decides backend and codec."""
         bucket = self._bucket
         if bucket.work is None and bucket.error is None:
-            bucket.like.runtime.send_held()
+            bucket.group.runtime.flush_pending()
         if bucket.work is None:
             assert bucket.error is not None
             raise bucket.error
-        whole = bucket.work.info
-        share = self._nbytes / whole.bytes if whole.bytes else 1.0
-        return replace(whole, bytes=self._nbytes, wire_bytes=round(whole.wire_bytes * share))
+        info = bucket.work.info
+        share = self._nbytes / info.bytes if info.bytes else 1.0
+        return replace(info, bytes=self._nbytes, wire_bytes=round(info.wire_bytes * share))

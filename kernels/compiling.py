@@ -23,13 +23,16 @@ from typing import Final
 watchers: Final[list[Callable[[bool], None]]] = []
 """Called with True when this process begins to compile, with False when it has ended, in any thread."""
 
+_SOURCES: Final = (Path(__file__).parent, Path(__file__).parent.parent / "backends" / "shm")
+"""Folders of what is compiled."""
 _LONG_S: Final = 2.0  # from here on it is said
 _PATIENCE_S: Final = 120.0  # with another process that compiles: it may have been stopped
 _NAP_S: Final = 0.05
 _log = logging.getLogger("mcr_plus")
 _depth = 0
 _depth_lock = threading.Lock()
-_silent = False  # it has been said, or is not to be
+_silent = False  # it is not to be said
+_known: set[str] = set()  # what has been said
 _armed = False  # it is to be said unless what compiles ends soon
 _armed_lock = threading.Lock()
 
@@ -93,10 +96,10 @@ def _deeper(by: int) -> None:
 
 @contextmanager
 def _said(what: str) -> Iterator[None]:
-    """Around what compiles: says so, once in a process, where it takes long; inside another, nothing."""
+    """Around what compiles: says so, once for each name, where it takes long; inside another, nothing."""
     global _armed
     with _armed_lock:
-        mine = not (_silent or _armed)
+        mine = not (_silent or _armed or what in _known)
         _armed |= mine
     if not mine:
         yield
@@ -112,8 +115,7 @@ def _said(what: str) -> Iterator[None]:
 
 
 def _say(what: str) -> None:
-    global _silent
-    _silent = True
+    _known.add(what)
     folder = cache_folder()
     where = f"once; kept in {folder}" if folder else "each time: no folder for them can be written"
     # A warning: it is to be seen in the output of any job, which would seem to hang.
@@ -142,8 +144,7 @@ def _state() -> str:
     import numba
     from llvmlite import binding
 
-    sources = (Path(__file__).parent, Path(__file__).parent.parent / "backends" / "msccl")
-    times = sum(path.stat().st_mtime_ns for folder in sources for path in folder.glob("*.py"))
+    times = sum(path.stat().st_mtime_ns for folder in _SOURCES for path in folder.glob("*.py"))
     return f"{numba.__version__} {platform.python_version()} {binding.get_host_cpu_name()} {times}\n"
 
 

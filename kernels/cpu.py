@@ -12,6 +12,9 @@ from typing import Any, Final
 import numba
 import torch
 from numba.core import event
+from numba.core.ccallback import CFunc
+from numba.core.runtime.nrt import rtsys
+from numba.core.sigutils import normalize_signature
 
 from mcr_plus.kernels.compiling import compiling
 
@@ -49,9 +52,42 @@ def compiled(function: Callable[..., Any]) -> Any:
     """
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     try:
-        return _numba.njit(cache=True, **options)(function)
+        kernel = _numba.njit(cache=True, **options)(function)
     except RuntimeError:  # neither the package's folder nor the user's can be written
         return _numba.njit(**options)(function)
+    _load_without_typing(kernel._cache)
+    return kernel
+
+
+def c_function(signature: Any, function: Callable[..., Any]) -> Any:
+    """Compile a C function, kept on disk in the same way; its `address` is what other code calls."""
+    try:
+        made: Any = CFunc(
+            function, normalize_signature(signature), locals={}, options={"error_model": "numpy"}
+        )
+        made.enable_caching()
+        _load_without_typing(made._cache)
+        made.compile()
+    except (RuntimeError, TypeError):  # no place to keep it
+        return _numba.cfunc(signature)(function)
+    return made
+
+
+def _load_without_typing(cache: Any) -> None:
+    """Load from this cache without numba's rules of typing, which take 0.25 s to import.
+
+    Numba imports them before it looks into a cache, although only compiling needs them and imports them, too.
+    Machine code from a cache needs nothing but the symbols of numba's runtime.
+    """
+    load = getattr(cache, "_load_overload", None)
+    if load is None:  # a numba that looks into its caches in another way
+        return
+
+    def load_overload(signature: Any, context: Any) -> Any:
+        rtsys.initialize(context)
+        return load(signature, context)
+
+    cache.load_overload = load_overload
 
 
 inlined: Final[Any] = _numba.njit(inline="always", nogil=True, error_model="numpy")

@@ -13,12 +13,13 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from mcr_plus.autoload import register
-from mcr_plus.environment import autoloads, error_channel
-from mcr_plus.uncaught import report_to
+from mcr_plus.core.collector import collector_paused
+from mcr_plus.core.environment import autoloads, error_channel
+from mcr_plus.launch.uncaught import report_to
+from mcr_plus.torch_backend.autoload import register
 
 if TYPE_CHECKING:
-    from mcr_plus.collectives import (
+    from mcr_plus.api.collectives import (
         all_gather,
         all_gather_coalesced,
         all_gather_into_tensor,
@@ -49,8 +50,11 @@ if TYPE_CHECKING:
         scatter_v,
         send,
     )
-    from mcr_plus.communicator import Communicator, P2POp
-    from mcr_plus.dispatch.work import Work
+    from mcr_plus.api.explain import explain
+    from mcr_plus.api.state import load_state_dict, state_dict
+    from mcr_plus.communicator.communicator import Communicator, P2POp
+    from mcr_plus.core.kinds import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
+    from mcr_plus.core.work import Work
     from mcr_plus.errors import (
         BackendError,
         BackendUnavailable,
@@ -64,12 +68,7 @@ if TYPE_CHECKING:
         ResultMismatch,
         Unsupported,
     )
-    from mcr_plus.explanation import explain
-    from mcr_plus.hooks.ddp import DDPState, ddp_hook
-    from mcr_plus.hooks.fsdp import fsdp
-    from mcr_plus.hooks.wrap import DistributedOptimizer, broadcast_parameters, no_sync, wrap
-    from mcr_plus.message import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
-    from mcr_plus.runtime import (
+    from mcr_plus.runtime.init import (
         finalize,
         get_backends,
         get_rank,
@@ -80,7 +79,9 @@ if TYPE_CHECKING:
         reset,
         world,
     )
-    from mcr_plus.state import load_state_dict, state_dict
+    from mcr_plus.training.ddp import DDPState, ddp_hook
+    from mcr_plus.training.fsdp import fsdp
+    from mcr_plus.training.wrap import DistributedOptimizer, broadcast_parameters, no_sync, wrap
 
 __version__ = "0.1.0"
 
@@ -158,8 +159,8 @@ __all__ = [
 ]
 
 _HOMES = (
-    "collectives", "communicator", "runtime", "errors", "message", "dispatch.work", "explanation",
-    "hooks.wrap", "hooks.ddp", "hooks.fsdp", "state",
+    "errors", "core.kinds", "core.work", "api.collectives", "communicator.communicator", "runtime.init",
+    "api.explain", "training.wrap", "training.ddp", "training.fsdp", "api.state",
 )  # fmt: skip
 
 
@@ -167,7 +168,8 @@ def __getattr__(name: str) -> object:
     # Importing torch takes seconds; `mcr-plus run` and `--help` can do without.
     if name in __all__:
         for home in _HOMES:
-            module = import_module(f"mcr_plus.{home}")
+            with collector_paused():
+                module = import_module(f"mcr_plus.{home}")
             if name in vars(module):
                 globals()[name] = vars(module)[name]
                 return globals()[name]

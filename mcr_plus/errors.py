@@ -90,10 +90,18 @@ class LaunchError(McrError):
 
 def unknown(what: str, value: object, known: Sequence[str]) -> str:
     """Phrase an unknown name: the bad value, the known ones, and the one that was probably meant."""
-    names = {name.casefold(): name for name in known}
-    close = difflib.get_close_matches(value.casefold(), names, n=1) if isinstance(value, str) else []
-    hint = f"; did you mean {names[close[0]]!r}?" if close else ""
+    meant = _meant(value, known) if isinstance(value, str) else None
+    hint = f"; did you mean {meant!r}?" if meant else ""
     return f"unknown {what} {short(value)}; known: {', '.join(known)}{hint}"
+
+
+def _meant(value: str, known: Sequence[str]) -> str | None:
+    """The one known name that begins with `value`, such as `int8_block` for `int8`, or the closest one."""
+    names = {name.casefold(): name for name in known}
+    text = value.casefold()
+    longer = [name for name in names if text and name.startswith(text)]
+    close = longer if len(longer) == 1 else difflib.get_close_matches(text, names, n=1)
+    return names[close[0]] if close else None
 
 
 def short(value: object) -> str:

@@ -24,6 +24,8 @@ STAGES: dict[str, object] = {
     "select": "mcr_plus.selection.stage:SelectStage",
     "dispatch": "mcr_plus.dispatch.stage:DispatchStage",
 }
+STAGE_ORDER: tuple[str, ...] = tuple(STAGES)
+"""The order of our stages in a pipeline; stages of others may stand anywhere before `dispatch`."""
 CODECS: dict[str, object] = {
     "bf16": "mcr_plus.compression.cast:Bf16",
     "fp16": "mcr_plus.compression.cast:Fp16",
@@ -40,9 +42,9 @@ CODECS: dict[str, object] = {
 BACKENDS: dict[str, object] = {
     "local": "mcr_plus.backends.local:LocalBackend",
     "gloo": "mcr_plus.backends.gloo:GlooBackend",
-    "mpi": "mcr_plus.backends.mpi:MpiBackend",
+    "mpi": "mcr_plus.backends.mpi.backend:MpiBackend",
     "nccl": "mcr_plus.backends.nccl:NcclBackend",
-    "msccl": "mcr_plus.backends.msccl.choice:backend",
+    "msccl": "mcr_plus.backends.msccl:backend",
 }
 REGISTRIES: dict[str, dict[str, object]] = {"stages": STAGES, "codecs": CODECS, "backends": BACKENDS}
 

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from reference import Array, Failures, difference, inputs, reduced, rough, sum_bound, unit_roundoff, wide
 
 import mcr_plus as mcr
-from mcr_plus.arrays import as_tensor
-from mcr_plus.message import COMPLEX, FLOATS
+from mcr_plus.communicator.tensors import as_tensor
+from mcr_plus.core.kinds import COMPLEX, FLOATS
 
 Backends = Sequence["str | None"]
 Section = Callable[[mcr.Communicator, Backends, Failures], None]

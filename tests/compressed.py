@@ -13,7 +13,7 @@ from reference import Failures
 
 import mcr_plus as mcr
 from mcr_plus.compression.codec import PayloadCodec
-from mcr_plus.message import dtype_name
+from mcr_plus.core.kinds import dtype_name
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32)
 

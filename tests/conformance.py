@@ -16,7 +16,7 @@ import torch
 from reference import Array, Failures, Shape, difference, inputs, reduced, unit_roundoff
 
 import mcr_plus as mcr
-from mcr_plus.message import DTYPES, REDUCIBLE
+from mcr_plus.core.kinds import DTYPES, REDUCIBLE
 
 Check = Callable[[], "str | None"]
 Runner = Callable[["Scene"], "tuple[Any, list[Check]]"]

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
+from pathlib import Path
+from types import CodeType, FunctionType
 
 import pytest
 import torch
 from hypothesis import settings
+from tiers import STALE, is_long, stale
 
-# One of these names is in every module that starts processes.
-_STARTERS = {"run_ranks", "subprocess", "example_runs", "launch", "jobs"}
+_HERE = str(Path(__file__).parent)
+_STARTERS = {
+    "run_ranks",
+    "run_job",
+    "subprocess",
+    "example_runs",
+    "launch",
+    "jobs",
+    "fork",
+    "multiprocessing",
+    "TwoHosts",
+    "why_not",
+    "bench_beside",
+}
+"""Functions, fixtures and modules by which tests start processes."""
 
 
 def pytest_configure() -> None:
@@ -26,7 +43,45 @@ def pytest_configure() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if isinstance(item, pytest.Function) and not _STARTERS.isdisjoint(vars(item.module)):
+        if isinstance(item, pytest.Function) and _starts_processes(item):
             item.add_marker("jobs")
+        if is_long(item.location[0], item.name):
+            item.add_marker("long")
+    whole_files = not any("::" in arg for arg in config.args) and not config.getoption("lf")
+    config.stash[STALE] = stale((item.location[0], item.name) for item in items) if whole_files else []
+
+
+def _starts_processes(item: pytest.Function) -> bool:
+    """Whether a test names a starter: in its code, in functions of tests that it uses, or in its fixtures."""
+    fixtures = item.session._fixturemanager.getfixturedefs
+    known = [each.func for name in item.fixturenames for each in fixtures(name, item) or ()]
+    todo: list[object] = [item.function, *known]
+    seen: set[int] = set()
+    while todo:
+        function = inspect.unwrap(todo.pop())  # type: ignore[arg-type]
+        if isinstance(function, type):
+            todo += [each for each in vars(function).values() if inspect.isfunction(each)]
+        if id(function) in seen or not inspect.isfunction(function) or not _is_of_tests(function):
+            continue
+        seen.add(id(function))
+        names = _names(function.__code__)
+        if names & _STARTERS:
+            return True
+        used = [function.__globals__[name] for name in names & function.__globals__.keys()]
+        for each in used:
+            todo += (
+                [vars(each)[name] for name in names & vars(each).keys()] if inspect.ismodule(each) else [each]
+            )
+    return False
+
+
+def _is_of_tests(function: FunctionType) -> bool:
+    return function.__code__.co_filename.startswith(_HERE)
+
+
+def _names(code: CodeType) -> set[str]:
+    """Names of globals and attributes that a function uses, and the functions inside it."""
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    return {*code.co_names, *code.co_freevars}.union(*map(_names, inner))

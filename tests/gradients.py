@@ -1,4 +1,4 @@
-"""What runs on the ranks for `test_gradients`."""
+"""Programs of ranks for `test_gradients`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import mcr_plus as mcr
-from mcr_plus import runtime
-from mcr_plus.c10d import PrefixStore
+from mcr_plus.core.c10d import PrefixStore
+from mcr_plus.runtime import init as runtime
 
 
 def config(compress: dict[str, Any], *rules: dict[str, Any], **fuse: Any) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def neighbours(codec: str) -> dict[str, list[Any]]:
 
 
 def decided_one_by_one() -> dict[str, Any]:
-    """What small operations get when they are fused, by their own size; and a coalesced call."""
+    """Codecs of fused small operations, by their own size, and of a coalesced call."""
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     rule = {"match": {"tag": "ruled", "bytes": "<4KiB"}, "compress": {"codec": "none"}}
@@ -104,7 +104,7 @@ def decided_one_by_one() -> dict[str, Any]:
 
 
 def repeated(codecs: list[dict[str, Any]], passes: int) -> list[float]:
-    """How far the gradients of the last pass are from those of the third, the same batch in all."""
+    """Distance of the gradients of the last pass from those of the third, with the same batch in all."""
     torch.set_num_threads(1)
     found = []
     for compress in codecs:
@@ -243,7 +243,7 @@ def _trained(compress: dict[str, Any], via: str) -> dict[str, Any]:
 
 
 def losses(ways: list[dict[str, Any]], steps: int) -> list[list[float]]:
-    """The loss step by step of one model trained in several ways: a normalised layer between two others."""
+    """The losses of a model, a normalised layer between two others, trained with several codecs."""
     torch.set_num_threads(1)
     found = []
     for compress in ways:

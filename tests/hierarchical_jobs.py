@@ -1,4 +1,4 @@
-"""What ranks of the tests of the hierarchical stage do: results against oracles, records, failures."""
+"""Programs of the tests of the hierarchical stage: results against oracles, records, failures."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -21,11 +22,11 @@ import torch
 from reference import Failures, difference, inputs, reduced, rough, sum_bound, wide
 
 import mcr_plus as mcr
-from mcr_plus import runtime
-from mcr_plus.backends.msccl import arena
-from mcr_plus.config import HIERARCHICAL
-from mcr_plus.message import DTYPES, REDUCE_OPS, REDUCIBLE, ReduceOp
-from mcr_plus.observe.record import Log
+from mcr_plus.api.record import Log
+from mcr_plus.backends.shm import segment
+from mcr_plus.core.kinds import DTYPES, REDUCE_OPS, REDUCIBLE, ReduceOp
+from mcr_plus.hierarchy.options import HIERARCHICAL
+from mcr_plus.runtime import init as runtime
 
 SIZES: Final = (0, 1, 3, 4, 1031)
 Program = Callable[[mcr.Communicator], None]
@@ -161,7 +162,7 @@ def reductions_of_one(group: mcr.Communicator, failures: Failures) -> None:
 
 
 def recorded(comm: mcr.Communicator, failures: Failures) -> None:
-    """What a call really issues."""
+    """The operations that a call issues."""
     comm.all_reduce(torch.ones(1031), tag="seen")
     with mcr.record() as log:
         comm.all_reduce(torch.ones(1031), tag="seen")
@@ -171,7 +172,7 @@ def recorded(comm: mcr.Communicator, failures: Failures) -> None:
     steps = [
         ("reduce_scatter", "world/node", "seen"),
         ("all_reduce", "world/across", "seen"),
-        ("all_reduce", "world", "seen"),  # what does not fall into equal parts
+        ("all_reduce", "world", "seen"),  # the last elements, which do not divide into equal parts
     ]
     failures.expect("steps", all(step in found for step in steps), found)
     kinds = [record.kind for record in log.records if record.group.endswith("/back")]
@@ -209,7 +210,7 @@ def equal_bits(comm: mcr.Communicator, values: torch.Tensor) -> None:
 
 
 def steps(log: Log, tag: str | None = None) -> list[tuple[str, str, str | None]]:
-    """Kind, group without the node's number, and codec of what was issued."""
+    """Kind, group without the node's number, and codec of the operations issued."""
     found = [record for record in log.records if record.tag == tag]
     return [(r.kind, "".join(c for c in r.group if not c.isdigit()), r.codec) for r in found]
 
@@ -219,7 +220,7 @@ def summed(comm: mcr.Communicator, count: int = 4099, salt: int = 0) -> torch.Te
 
 
 def compressed() -> None:
-    """Between nodes alone, by the stage's own codec; the call has the last word."""
+    """The codec of the stage applies between nodes only; that of the call takes precedence."""
     with mcr.init(config(**NODES, inter=INT8)) as comm:
         for op, scale in (("SUM", 1), ("AVG", comm.size)):
             values = noise(comm.rank)
@@ -240,7 +241,7 @@ def compressed() -> None:
             comm.all_reduce(values, compress="bf16", tag="b")
         assert {codec for _, _, codec in steps(log, "b") if codec} == {"bf16"}, steps(log, "b")
         whole = torch.full((4099,), comm.rank)
-        comm.all_reduce(whole)  # a type that the codec does not take
+        comm.all_reduce(whole)  # a dtype that the codec does not support
         assert (whole == 6).all()
         values = noise(comm.rank)
         comm.broadcast(values, 2)
@@ -249,7 +250,7 @@ def compressed() -> None:
 
 
 def compressed_by_the_pipeline() -> None:
-    """The compress stage sees the step between nodes, never those inside."""
+    """The compress stage compresses the step between nodes, never those inside."""
     with mcr.init(config(**NODES, compress={"codec": "int8_block"})) as comm:
         values = noise(comm.rank)
         with mcr.record() as log:
@@ -259,7 +260,7 @@ def compressed_by_the_pipeline() -> None:
 
 
 def matrices_go_the_flat_way() -> None:
-    """A codec that needs a whole matrix does not lose it."""
+    """An operation whose codec needs the whole matrix stays flat."""
     with mcr.init(config(**NODES)) as comm:
         values = torch.outer(torch.ones(64), noise(comm.rank, 64))
         with mcr.record() as log:
@@ -269,7 +270,7 @@ def matrices_go_the_flat_way() -> None:
 
 
 def feedback() -> None:
-    """What the codec between nodes has lost is sent later, and survives in the state."""
+    """Error feedback works between nodes, and `state_dict` restores its residuals."""
     inter = {"compress": {"codec": "topk", "ratio": 0.05, "error_feedback": True}}
     with mcr.init(config(**NODES, inter=inter)) as comm:
         total = torch.zeros(4099, dtype=torch.float64)
@@ -286,7 +287,7 @@ def feedback() -> None:
 
 
 def fused() -> None:
-    """Small operations share a bucket, which goes in steps; the codec between nodes sees the bucket."""
+    """Small operations share a bucket, which is decomposed; the codec between nodes compresses the bucket."""
     for inter, codecs in (({}, set()), (INT8, {"int8_block"})):
         with mcr.init(config(**NODES, min="16KiB", fuse={"bucket": "64KiB"}, inter=inter)) as comm:
             with mcr.record() as log:
@@ -305,7 +306,7 @@ def fused() -> None:
 
 
 def wrapped() -> None:
-    """Gradients of a wrapped model, with and without a codec that keeps something between nodes."""
+    """Gradients of a wrapped model, with and without a stateful codec between nodes."""
     feedback = {"compress": {"codec": "int8_block", "error_feedback": True}}
     for inter, near in (({}, 1e-6), (feedback, 0.05)):
         with mcr.init(config(**NODES, inter=inter, fuse={})) as comm:
@@ -330,14 +331,14 @@ def wrapped() -> None:
                 equal_bits(comm, mine)
             codecs = {record.codec for record in log.records if "across" in record.group and record.codec}
             assert codecs == ({"int8_block"} if inter else set()), codecs
-            # Each bucket has what it has lost to itself, also if another has its size.
+            # Every bucket has residuals of its own, also if another bucket has its size.
             kept = mcr.state_dict()["codecs"]
             assert bool(kept) == bool(inter), kept
             assert all("key=" in name for names in kept.values() for name in names), kept
 
 
 def rules() -> None:
-    """Rules change the stage for some operations, and name a backend for whole ones."""
+    """Rules change the options for some operations, and name a backend for others, which stay flat."""
     changed = config(**NODES)
     changed["rules"] = [
         {"match": {"tag": "off"}, "hierarchical": {"kinds": []}},
@@ -356,7 +357,7 @@ def rules() -> None:
 
 
 def uneven() -> None:
-    """Nodes of different sizes: the flat way, with the right results."""
+    """With nodes of different sizes operations stay flat, and results are right."""
     with mcr.init(config(nodes=[[0, 1, 2], [3]])) as comm:
         assert not comm.opened.parts
         with mcr.record() as log:
@@ -384,8 +385,8 @@ def first_steps_do_not_wait_for_last_ones() -> None:
             while comm.rank < 2 and time.monotonic() < deadline:
                 assert works[1] is not None
                 assert not works[1].is_completed()
-                with engine.lock:  # a step that nobody waits for yet is not asked about either
-                    for step in list(engine._held):
+                with engine.lock:  # steps are not polled before a wait for them
+                    for step in list(engine.in_flight):
                         engine.try_poll(step)
                 if [kind for kind, _, _ in steps(log, "a")] == ["reduce_scatter"] * 2:
                     break
@@ -400,13 +401,13 @@ def first_steps_do_not_wait_for_last_ones() -> None:
 
 
 def bad_nodes() -> None:
-    """Nodes of another job are refused on every rank, and the next job works."""
+    """A configuration with the nodes of another job fails on every rank, and the next job works."""
     with pytest.raises(mcr.ConfigError, match="3 ranks are listed; expected all 4 of this job"):
         mcr.init(config(nodes=[[0, 1], [2]]))
 
 
 def what_one_node_lacks() -> None:
-    """A step that only the root's node has cannot be done: all nodes go the flat way."""
+    """If a step that only the root's node runs is unsupported, the operation stays flat on all nodes."""
     lacking = config(**NODES, backends=["msccl", "gloo"], local={"backend": "msccl:ring"})
     with mcr.init(lacking) as comm:
         values = torch.full((1000,), float(comm.rank))
@@ -420,7 +421,7 @@ def what_one_node_lacks() -> None:
 
 
 def a_codec_between_nodes_with_an_algorithm() -> None:
-    """It makes operations that the algorithm is not for: the flat way."""
+    """With a codec a named algorithm cannot be applied, and the operation stays flat."""
     named = config(**NODES, backends=["msccl", "gloo"], inter={"backend": "msccl:ring", **INT8})
     with mcr.init(named) as comm:
         values = torch.full((1000,), float(comm.rank))
@@ -429,41 +430,41 @@ def a_codec_between_nodes_with_an_algorithm() -> None:
 
 
 def no_memory_on_one_node() -> None:
-    """What one node cannot have is told to the ranks of the other one too, at once."""
-    create, calls = arena._create, [0]
+    """If a library is unavailable in one node, the ranks of the other node raise at once, too."""
+    create, calls = segment._create, [0]
 
     def failing(nbytes: int) -> Any:
         calls[0] += 1  # rank 2 makes no memory for the job, and then that of its node
         raise OSError(28, "No space left on device", "/dev/shm")
 
     rank = int(os.environ["RANK"])
-    arena._create = failing if rank == 2 else create
+    segment._create = failing if rank == 2 else create
     try:
         with pytest.raises(mcr.BackendUnavailable, match="rank 0: No space left on device"):
             mcr.init(config(**NODES, backends=["gloo", "msccl"]))
         assert calls[0] == (rank == 2)
     finally:
-        arena._create = create
+        segment._create = create
 
 
 @contextmanager
 def nothing_left_for_rank_2() -> Iterator[None]:
-    """It makes no memory for the job, nor for the ranks of its place on other nodes, but that of its node."""
-    create = arena._create
+    """Shared memory fails for the job and between nodes, but works in this node."""
+    create = segment._create
 
     def failing(nbytes: int) -> Any:
         raise OSError(28, "No space left on device", "/dev/shm")
 
     if int(os.environ["RANK"]) == 2:
-        arena._create = failing
+        segment._create = failing
     try:
         yield
     finally:
-        arena._create = create
+        segment._create = create
 
 
 def no_memory_for_a_named_step() -> None:
-    """A job that names no backends goes without what it cannot have, but not without what a step names."""
+    """A job without named backends drops an unavailable library, unless a step names it."""
     told = (
         r"^hierarchical\.local\.backend: msccl was asked for; group 'world/node1': .*No space left.*enlarge"
     )
@@ -478,7 +479,7 @@ def no_memory_for_a_named_step() -> None:
 
 
 def no_memory_on_a_node_that_needs_none() -> None:
-    """What one node goes without is left out in all, in that step and no other; named or not."""
+    """A library that is unavailable in one node is dropped in all nodes, for that step only."""
     for across in ({}, {"backend": "msccl"}):
         plain = config(**NODES, inter=across)
         del plain["backends"]
@@ -496,7 +497,7 @@ def no_memory_on_a_node_that_needs_none() -> None:
 
 
 def another_thread() -> None:
-    """A thread that takes a group over takes the groups inside it too."""
+    """`take_over` of a group includes the groups inside it."""
     with mcr.init(config(**NODES)) as comm:
         problems: list[str] = []
 
@@ -518,7 +519,7 @@ def another_thread() -> None:
 
 
 def another_operation() -> None:
-    """Ranks that disagree are told so, each naming its group; those behind them too."""
+    """A mismatch raises on all ranks and names the group; so do the operations issued after it."""
     with mcr.init(config(**NODES, dispatch={"timeout": "20s"})) as comm:
         group = comm.branch()
         with pytest.raises(mcr.OrderMismatch, match=r"world/1'.*float32\[999\]"):
@@ -530,19 +531,20 @@ def _and_barrier(program: Program, group: mcr.Communicator) -> None:
     group.barrier()
 
 
+def _sent(comm: mcr.Communicator, root: int) -> None:
+    comm.broadcast(torch.ones(1000), root)
+
+
 def known_operations_swapped() -> None:
-    """Steps that look alike belong to operations that differ: sums and means, sizes, roots."""
+    """Mismatches whose steps look alike raise: sums and means, sizes, roots."""
 
     def summed(comm: mcr.Communicator, numel: int = 1000, op: ReduceOp = "SUM") -> None:
         comm.all_reduce(torch.ones(numel), op)
 
-    def sent(comm: mcr.Communicator, root: int) -> None:
-        comm.broadcast(torch.ones(1000), root)
-
     pairs: list[tuple[Program, Program, str, str]] = [
         (summed, partial(summed, op="AVG"), "SUM float32", "AVG float32"),
         (summed, partial(summed, numel=1001), r"float32\[1000\]", r"float32\[1001\]"),
-        (partial(sent, root=0), partial(sent, root=1), "root=0", "root=1"),
+        (partial(_sent, root=0), partial(_sent, root=1), "root=0", "root=1"),
     ]
     with mcr.init(config(**NODES, dispatch={"timeout": "20s"})) as comm:
         for good, bad, mine, other in pairs:
@@ -557,8 +559,27 @@ def known_operations_swapped() -> None:
             assert re.search(other, str(found.value)), found.value
 
 
+def ranks_that_do_nothing_more() -> None:
+    """Every rank raises the mismatch although those that have raised it call nothing more."""
+    raised = Path(tempfile.gettempdir(), f"mcr-raised-{os.environ['MASTER_PORT']}")
+    raised.mkdir(exist_ok=True)
+    with mcr.init(config(**NODES, dispatch={"timeout": "20s"})) as comm:
+        for turn in range(4):
+            group = comm.branch()
+            for root in (0, 1) * 2:
+                group.broadcast(torch.ones(1000), root)
+            program = partial(_sent, root=int(comm.rank == 3))
+            with pytest.raises(mcr.OrderMismatch):
+                _and_barrier(program, group)
+            (raised / f"{turn}.{comm.rank}").touch()
+            limit = time.monotonic() + 30
+            while not all((raised / f"{turn}.{rank}").exists() for rank in range(4)):
+                assert time.monotonic() < limit
+                time.sleep(0.01)
+
+
 def a_missing_rank() -> None:
-    """A rank that does not come is named, with the group that waits for it."""
+    """A timeout names the missing rank, and the group that waits for it."""
     with mcr.init(config(**NODES, dispatch={"timeout": "3s"})) as comm:
         group = comm.branch()
         for _turn in range(2):
@@ -582,13 +603,13 @@ FOUR_RANKS: Final[dict[str, Callable[[], None]]] = {
         uneven, first_steps_do_not_wait_for_last_ones, bad_nodes, what_one_node_lacks,
         a_codec_between_nodes_with_an_algorithm, no_memory_on_one_node, no_memory_for_a_named_step,
         no_memory_on_a_node_that_needs_none, another_thread, another_operation, known_operations_swapped,
-        a_missing_rank,
+        ranks_that_do_nothing_more, a_missing_rank,
     )
 }  # fmt: skip
 
 
 def four_ranks() -> dict[str, str]:
-    """What went wrong in each section; empty where nothing did."""
+    """The failure of each section; empty if it passed."""
     torch.set_num_threads(1)
     return {name: problem_of(section) for name, section in FOUR_RANKS.items()}
 

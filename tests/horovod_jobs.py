@@ -228,7 +228,7 @@ def disagreements() -> None:
     with pytest.raises(ValueError if first else hvd.HorovodInternalError, match="splits: "):
         hvd.alltoall(torch.ones(hvd.size()), [9] * hvd.size() if first else None)
     handle = hvd.allreduce_async(torch.ones(2), name="twice")
-    with pytest.raises(ValueError, match="'twice' has been started"):
+    with pytest.raises(ValueError, match="'twice' is pending already"):
         hvd.allreduce_async(torch.ones(2), name="twice")
     same(hvd.synchronize(handle), np.ones(2))
     with pytest.raises(mcr.Unsupported, match="Adasum"):

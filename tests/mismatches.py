@@ -256,9 +256,18 @@ CASES = {
     # another way
     "async": Case(all_reduce(), _waited(), (r"float32\[4\]", "async")),
     "async broadcast": Case(_broadcast(0), _broadcast(0, async_op=True), (r"float32\[4\]", "async")),
-    "compress": Case(all_reduce(), all_reduce(compress="bf16"), ("float32", "bfloat16")),
+    "compress": Case(
+        all_reduce(),
+        all_reduce(compress="bf16"),
+        (
+            r"SUM float32\[4\] backend=",
+            r"SUM float32\[4\] compressed with bf16 as all_reduce SUM bfloat16\[4\] \S+ backend=\w+[;.]",
+        ),
+    ),
     "compress a block": Case(
-        all_reduce((4096,)), all_reduce((4096,), compress="int8_block"), (r"float32\[4096\]", "int8")
+        all_reduce((4096,)),
+        all_reduce((4096,), compress="int8_block"),
+        (r"SUM float32\[4096\] compressed with int8_block as", "uint8"),
     ),
     # operations of which a stage makes others that look alike
     "mean of encoded": Case(

@@ -9,22 +9,22 @@ and waits for. Two kinds of library are modelled:
 
 Each rule of the design can be switched off. What they are in the code:
 
-    one_order              GroupState.sequence and .admit: one thread, one number per operation of a group.
+    one_order              GroupState.sequence and .check_thread: one thread, one number per operation.
                            Here: which programs `programs` makes; off, ranks may issue in different orders.
     issue_never_blocks     Channel.bind gives a Start that returns at once (Iallreduce, not Allreduce).
                            Off: issuing on H is a blocking call of the library.
-    wait_progresses_all    Engine.wait and .drain call Engine.progress: all libraries, all lanes. A wait on a
-                           stream operation only orders the stream. Off: a wait polls its own operation (and
-                           what that is `after`), and a wait on S blocks the host in the library.
-    lanes                  Lane and Engine.defer: an operation that may not start yet holds up those behind it
-                           on the same group and library. Off: they overtake it.
+    wait_progresses_all    Engine.wait, and so drain, calls Engine.progress: all libraries, all queues. A wait
+                           on a stream operation only orders the stream. Off: a wait polls its own operation
+                           (and what that is `after`), and a wait on S blocks the host in the library.
+    queues                 BackendChannel.pending and Engine.defer: an operation that may not start yet holds
+                           up those behind it on the same group and library. Off: they overtake it.
     stream_per_group       a Channel of a stream library has a stream of its own. Off: one for all groups.
-    messages_keep_lane     a send or receive on a stream library queues in the lane like a collective. Off: it
+    messages_queue         a send or receive on a stream library is queued like a collective. Off: it
                            overtakes deferred collectives (Operation._bind_p2p), as it may on H, where
                            messages are matched by peer and tag.
 
-Signature checks (`Program.checked`) are Engine._compare: an operation is deferred until all its members
-have posted it, and refused if one has posted another under its number.
+Signature checks (`Program.checked`) are desync.compare_signatures: an operation is deferred until all its
+members have posted it, and refused if one has posted another under its number.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Verb = Literal["issue", "wait", "sync", "block"]
 Outcome = Literal["fine", "deadlock", "mismatch", "refused"]
 
 NEW: Final = 0  # not issued
-DEFERRED: Final = 1  # issued and posted, in its lane
+DEFERRED: Final = 1  # issued and posted, in its queue
 STARTED: Final = 2  # handed to the library
 CONTRIBUTED: Final = 3  # H only: this rank's data is out, which took a poll after everyone had started
 DONE: Final = 4
@@ -79,9 +79,9 @@ class Rules:
     one_order: bool = True
     issue_never_blocks: bool = True
     wait_progresses_all: bool = True
-    lanes: bool = True
+    queues: bool = True
     stream_per_group: bool = True
-    messages_keep_lane: bool = True
+    messages_queue: bool = True
 
 
 ALL_RULES: Final = Rules()
@@ -180,7 +180,7 @@ class MispairedError(Exception):
 class Model:
     """The transitions of one program under some rules.
 
-    `autonomous`: lanes and libraries advance without any host, which is the ideal machine that decides
+    `autonomous`: queues and libraries advance without any host, which is the ideal machine that decides
     whether a program makes sense at all.
     """
 
@@ -197,7 +197,7 @@ class Model:
         lines = [(op.library, "*" if shared and op.library == "S" else op.group) for op in program.ops]
         self._queue = tuple(sorted(set(lines)).index(line) for line in lines)
         self._in_lane = tuple(
-            rules.lanes and (op.pair is None or (op.library == "S" and rules.messages_keep_lane))
+            rules.queues and (op.pair is None or (op.library == "S" and rules.messages_queue))
             for op in program.ops
         )
         self._lane = tuple(
@@ -206,7 +206,7 @@ class Model:
         )
 
     def _neighbours(self, number: int, issued: Sequence[int]) -> tuple[int, ...]:
-        """The operations that share a lane with this one, in program order."""
+        """The operations that share a queue with this one, in program order."""
         ops = self.program.ops
         line = ops[number].library, ops[number].group
         return tuple(n for n in issued if self._in_lane[n] and (ops[n].library, ops[n].group) == line)
@@ -225,7 +225,7 @@ class Model:
     # -- starting ---------------------------------------------------------------------------------
 
     def _pending(self, state: State, rank: int, number: int) -> Sequence[int]:
-        """What waits in the lane of an operation."""
+        """What waits in the queue of an operation."""
         status = state[rank].status
         return [other for other in self._lane[rank][number] if status[other] == DEFERRED]
 
@@ -335,14 +335,14 @@ class Model:
         chain = [number]
         while (after := self.program.ops[chain[-1]].after) is not None:
             chain.append(after)
-        lanes = {self._queue[op] for op in chain}
-        return lambda op: self._queue[op] in lanes, chain.__contains__
+        queues = {self._queue[op] for op in chain}
+        return lambda op: self._queue[op] in queues, chain.__contains__
 
     def _draining(self, here: RankState, rank: int) -> int:
         return next((op for op in self.program.issued[rank] if here.status[op] != DONE), 0)
 
     def _progress(self, state: State, rank: int) -> Iterator[tuple[str, State]]:
-        """What a rank that polls may advance: its lanes, and its part in operations of H."""
+        """What a rank that polls may advance: its queues, and its part in operations of H."""
         starts, polls = self._driven(state, rank)
         if starts is _nothing:
             return
@@ -476,7 +476,7 @@ def check(program: Program, rules: Rules = ALL_RULES, *, reduced: bool = True) -
 
 
 def makes_sense(program: Program) -> bool:
-    """Whether the program would finish if all libraries and lanes advanced by themselves.
+    """Whether the program would finish if all libraries and queues advanced by themselves.
 
     Nothing there ever disables anything else, so one run decides. Ranks that issue in different orders are
     left for `check` to judge.

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of the executor. Each returns what went wrong, in words."""
+"""Programs of ranks for the tests of the interpreter. Each returns its failures as text."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ import msccl_samples as samples
 import torch
 from ranks import own_rank
 
-from mcr_plus.backends.msccl import arena, direct, executor
-from mcr_plus.backends.msccl.arena import Arena, Shape, open_arena
-from mcr_plus.backends.msccl.combining import Combining, combining
-from mcr_plus.backends.msccl.direct import Direct
-from mcr_plus.backends.msccl.executor import Interpreter
-from mcr_plus.backends.msccl.lane import Lane
-from mcr_plus.c10d import FileStore, Store, TCPStore
+from mcr_plus.backends.shm import collectives, segment
+from mcr_plus.backends.shm import interpreter as shm_interpreter
+from mcr_plus.backends.shm.collectives import DirectCollectives
+from mcr_plus.backends.shm.interpreter import Interpreter
+from mcr_plus.backends.shm.queue import WorkQueue
+from mcr_plus.backends.shm.reduce_kernels import ReduceKernels, kernels_for
+from mcr_plus.backends.shm.segment import Segment, Shape, open_segment
+from mcr_plus.core.c10d import FileStore, Store, TCPStore
+from mcr_plus.core.group import Group
+from mcr_plus.core.kinds import FLOATS, INTEGERS, REDUCIBLE, ReduceOp
 from mcr_plus.errors import BackendUnavailable
-from mcr_plus.message import FLOATS, INTEGERS, REDUCIBLE, Group, ReduceOp
 
 DTYPES: Final = (*FLOATS, *INTEGERS, torch.bool)
 OPS: Final[tuple[ReduceOp, ...]] = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
@@ -46,7 +48,7 @@ def connect() -> Store:
 
 
 def small(ranks: int) -> Shape:
-    """An arena in which anything large takes many slots."""
+    """An segment in which anything large takes many slots."""
     return Shape(ranks, channels=2, depth=2, slot=1024, ring=2, area=1536 * ranks)
 
 
@@ -61,9 +63,9 @@ def wait(poll: Callable[[], bool], patience: float = PATIENCE) -> None:
 class Rank:
     """One rank with all that it runs operations with."""
 
-    def __init__(self, memory: Arena) -> None:
-        self.arena, self.me, self.ranks = memory, memory.rank, memory.shape.ranks
-        self.lane, self.direct = Lane(), Direct(memory, whole=512, streamed=4096)
+    def __init__(self, memory: Segment) -> None:
+        self.segment, self.me, self.ranks = memory, memory.rank, memory.shape.ranks
+        self.queue, self.direct = WorkQueue(), DirectCollectives(memory, whole=512, streamed=4096)
         ranks = self.ranks
         self.reducing = [samples.ring(ranks), samples.all_pairs(ranks), samples.through_scratch(ranks)]
         everything = (
@@ -82,10 +84,14 @@ class Rank:
         target: torch.Tensor,
         count: int,
         root: int = 0,
-        kernels: Combining | None = None,
+        kernels: ReduceKernels | None = None,
     ) -> None:
-        state = self.direct.bind(kind, count, source.element_size(), kernels or Combining(), root)
-        wait(self.lane.bind(direct.begin, direct.advance, state)(source.data_ptr(), target.data_ptr(), None))
+        state = self.direct.bind(kind, count, source.element_size(), kernels or ReduceKernels(), root)
+        wait(
+            self.queue.bind(collectives.begin, collectives.advance, state)(
+                source.data_ptr(), target.data_ptr(), None
+            )
+        )
 
     def run(
         self,
@@ -94,19 +100,19 @@ class Rank:
         target: torch.Tensor,
         count: int,
         root: int = 0,
-        kernels: Combining | None = None,
+        kernels: ReduceKernels | None = None,
         in_place: bool = False,
     ) -> None:
         interpreter = self.interpreters[name, root if name == "chain" else 0]
-        state = interpreter.bind(count, source.element_size(), kernels or Combining(), in_place=in_place)
+        state = interpreter.bind(count, source.element_size(), kernels or ReduceKernels(), in_place=in_place)
         wait(
-            self.lane.bind(executor.begin, executor.advance, state)(
+            self.queue.bind(shm_interpreter.begin, shm_interpreter.advance, state)(
                 source.data_ptr(), target.data_ptr(), None
             )
         )
 
     def ways(self, kind: str) -> list[str]:
-        """How an operation can be done."""
+        """The names of the implementations of an operation."""
         names = {
             "all_reduce": [each.name for each in self.reducing],
             "all_gather": ["gathering"],
@@ -125,7 +131,7 @@ class Rank:
         count: int,
         *,
         root: int = 0,
-        kernels: Combining | None = None,
+        kernels: ReduceKernels | None = None,
         in_place: bool = False,
     ) -> None:
         if way == "direct":
@@ -135,20 +141,20 @@ class Rank:
 
 
 KINDS: Final = {
-    "all_reduce": direct.ALL_REDUCE,
-    "all_gather": direct.ALL_GATHER,
-    "all_to_all": direct.ALL_TO_ALL,
-    "reduce_scatter": direct.REDUCE_SCATTER,
-    "broadcast": direct.BROADCAST,
-    "reduce": direct.REDUCE,
-    "gather": direct.GATHER,
-    "scatter": direct.SCATTER,
+    "all_reduce": collectives.ALL_REDUCE,
+    "all_gather": collectives.ALL_GATHER,
+    "all_to_all": collectives.ALL_TO_ALL,
+    "reduce_scatter": collectives.REDUCE_SCATTER,
+    "broadcast": collectives.BROADCAST,
+    "reduce": collectives.REDUCE,
+    "gather": collectives.GATHER,
+    "scatter": collectives.SCATTER,
 }
 REDUCES: Final = ("all_reduce", "reduce_scatter", "reduce")
 
 
 def drawn(seed: int, rank: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """What `rank` passes; every rank can draw it."""
+    """The input of `rank`, which every rank can draw."""
     generator = torch.Generator().manual_seed(seed * 64 + rank)
     if dtype is torch.bool:
         return torch.randint(0, 2, (elements,), generator=generator).bool()
@@ -192,7 +198,7 @@ def layout(kind: str, ranks: int) -> tuple[int, int]:
 
 
 def expected(kind: str, inputs: list[torch.Tensor], me: int, root: int, op: ReduceOp) -> torch.Tensor | None:
-    """What this rank should hold, None if nothing."""
+    """The expected output of this rank, None without one."""
     block = len(inputs[0]) // len(inputs)
     mine = slice(me * block, (me + 1) * block)
     if kind == "all_reduce" or (kind == "reduce" and me == root):
@@ -245,7 +251,7 @@ def one(
             target = source[mine]
         else:
             target = source
-    kernels = combining(dtype, op) if kind in REDUCES else None
+    kernels = kernels_for(dtype, op) if kind in REDUCES else None
     place = in_place or kind == "broadcast"
     rank.do(way, kind, source, target, count, root=root, kernels=kernels, in_place=place)
     if wanted is not None and not close(target, wanted, rank.ranks):
@@ -292,8 +298,8 @@ def same_bits(rank: Rank) -> Iterator[str]:
         for way in rank.ways("all_reduce"):
             source = drawn(seed, rank.me, count, torch.float32)
             result, everywhere = torch.empty_like(source), torch.empty(rank.ranks * count)
-            rank.do(way, "all_reduce", source, result, count, kernels=combining(torch.float32, "SUM"))
-            rank.run_direct(direct.ALL_GATHER, result, everywhere, count)
+            rank.do(way, "all_reduce", source, result, count, kernels=kernels_for(torch.float32, "SUM"))
+            rank.run_direct(collectives.ALL_GATHER, result, everywhere, count)
             bits = everywhere.view(torch.int32).view(rank.ranks, count)
             if not bool((bits == bits[0]).all()):
                 yield f"{way}: ranks hold different bits of {count} elements"
@@ -301,17 +307,17 @@ def same_bits(rank: Rank) -> Iterator[str]:
 
 def in_flight(rank: Rank) -> Iterator[str]:
     """Several operations at once, polled in reverse."""
-    kernels, count = combining(torch.int64, "SUM"), 700
+    kernels, count = kernels_for(torch.int64, "SUM"), 700
     buffers = [torch.full((count,), rank.me + index) for index in range(6)]
     polls = []
     for index, buffer in enumerate(buffers):
         at = buffer.data_ptr()
         if index % 2:
-            state = rank.direct.bind(direct.ALL_REDUCE, count, 8, kernels)
-            polls.append(rank.lane.bind(direct.begin, direct.advance, state)(at, at, None))
+            state = rank.direct.bind(collectives.ALL_REDUCE, count, 8, kernels)
+            polls.append(rank.queue.bind(collectives.begin, collectives.advance, state)(at, at, None))
         else:
             state = rank.interpreters["ring", 0].bind(count, 8, kernels, in_place=True)
-            polls.append(rank.lane.bind(executor.begin, executor.advance, state)(at, at, None))
+            polls.append(rank.queue.bind(shm_interpreter.begin, shm_interpreter.advance, state)(at, at, None))
     for poll in reversed(polls):
         wait(poll)
     total = rank.ranks * (rank.ranks - 1) // 2
@@ -321,15 +327,15 @@ def in_flight(rank: Rank) -> Iterator[str]:
 
 
 def exam() -> list[str]:
-    """All of the above on one arena, so that each finds the counters the others have left."""
+    """All of the above on one segment, so that each finds the counters the others have left."""
     me, ranks = own_rank(), int(os.environ["WORLD_SIZE"])
     group = Group("exam", tuple(range(ranks)), me)
-    direct.prepare()
-    executor.prepare()
-    rank = Rank(open_arena(connect(), group, small(ranks), 60))
+    collectives.prepare()
+    shm_interpreter.prepare()
+    rank = Rank(open_segment(connect(), group, small(ranks), 60))
     parts = (every_operation, every_dtype, many_in_a_row, same_bits, in_flight)
     failures = [failure for part in parts for failure in part(rank)]
-    rank.arena.close()
+    rank.segment.close()
     return failures
 
 
@@ -338,14 +344,14 @@ def too_large() -> list[str]:
     me, ranks = own_rank(), int(os.environ["WORLD_SIZE"])
     shape = Shape(ranks, slot=1 << 44)
     try:
-        open_arena(connect(), Group("huge", tuple(range(ranks)), me), shape, 60)
+        open_segment(connect(), Group("huge", tuple(range(ranks)), me), shape, 60)
     except BackendUnavailable as error:
         return [str(error)]
     return []
 
 
 def leftovers() -> list[str]:
-    return [str(path) for path, _, _ in arena._files()]
+    return [str(path) for path, _, _ in segment._files()]
 
 
 def _be_killed(folder: str, me: int, ranks: int) -> None:
@@ -353,22 +359,22 @@ def _be_killed(folder: str, me: int, ranks: int) -> None:
     group = Group("g", tuple(range(ranks)), me)
     store: Any = FileStore(str(Path(folder) / "store"), ranks)
     store.set_timeout(timedelta(seconds=0.5))
-    memory = open_arena(store, group, small(ranks), 0.5)
-    lane, value = Lane(), torch.ones(2000)
-    kernels, at = combining(torch.float32, "MAX"), value.data_ptr()
-    whole = Direct(memory).bind(direct.ALL_REDUCE, 2000, 4, kernels)
+    memory = open_segment(store, group, small(ranks), 0.5)
+    queue, value = WorkQueue(), torch.ones(2000)
+    kernels, at = kernels_for(torch.float32, "MAX"), value.data_ptr()
+    whole = DirectCollectives(memory).bind(collectives.ALL_REDUCE, 2000, 4, kernels)
     ring = Interpreter(memory, samples.ring(ranks)).bind(2000, 4, kernels, in_place=True)
     while True:
-        wait(lane.bind(direct.begin, direct.advance, whole)(at, at, None), 0.2)
-        wait(lane.bind(executor.begin, executor.advance, ring)(at, at, None), 0.2)
+        wait(queue.bind(collectives.begin, collectives.advance, whole)(at, at, None), 0.2)
+        wait(queue.bind(shm_interpreter.begin, shm_interpreter.advance, ring)(at, at, None), 0.2)
 
 
 def killed(times: int, ranks: int = 3) -> list[str]:
     """Kill one of some processes at a random moment, again and again."""
     # Before the first fork, and not in every child.
-    direct.prepare()
-    executor.prepare()
-    combining(torch.float32, "MAX")
+    collectives.prepare()
+    shm_interpreter.prepare()
+    kernels_for(torch.float32, "MAX")
     chance, problems = random.Random(11), []
     for trial in range(times):
         with tempfile.TemporaryDirectory() as folder:
@@ -385,7 +391,7 @@ def killed(times: int, ranks: int = 3) -> list[str]:
                 problems.append(f"trial {trial}: a survivor hangs")
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
-    arena.remove_stale()
+    segment.remove_stale()
     return [*problems, *leftovers()]
 
 

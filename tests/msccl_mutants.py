@@ -1,4 +1,4 @@
-"""Every small way to spoil an algorithm."""
+"""All small mutations of an algorithm."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from mcr_plus.backends.msccl.algorithm import (
+from mcr_plus.msccl.algorithm import (
     READS,
     SPACES,
     WRITES,

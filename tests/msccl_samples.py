@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mcr_plus.backends.msccl.algorithm import Algorithm, Chunks, Collective, Program, Space, Step, ThreadBlock
+from mcr_plus.msccl.algorithm import Algorithm, Chunks, Collective, Program, Space, Step, ThreadBlock
 
 
 def at(space: Space, chunk: int) -> Chunks:

@@ -10,6 +10,7 @@ Arguments and return values travel as JSON. Ranks are forked from processes that
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
 import os
@@ -18,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,6 +65,7 @@ def run_ranks(
     timeout: float = 60,
     check: bool = True,
     restarts: int = 0,
+    teardown: bool | None = None,
 ) -> list[RankResult]:
     """Call `target` (a top-level function, or "module:name") on each rank; one result per rank, in order.
 
@@ -72,12 +75,14 @@ def run_ranks(
     failed. `via="ulfm"` does the same under Open MPI, with its fault tolerance. `env` adds to the
     environment. `restarts`, with `via="torch"`: how often all ranks are ended and started again once one
     has failed, with the same store, as torchrun's agent does it. With `check`, a rank that fails raises
-    `RanksFailed`; running out of time always does. No process of the job is left when this returns or
-    raises.
+    `RanksFailed`; running out of time always does. A rank that has returned runs its exit handlers, ends MPI
+    and is gone; with `teardown` (the default without `check`) the interpreter ends as in any program, which
+    takes up to a second of each core for the modules of torch and numba. No process of the job is left when
+    this returns or raises.
     """
     folder = Path(tempfile.mkdtemp(prefix="mcr-test-"))
     try:
-        words = _prepare(folder, target, args)
+        words = _prepare(folder, target, args, teardown=not check if teardown is None else teardown)
         if via == "mpi":
             words = ["-m", "mpi4py", *words]  # as `mcr-plus run` starts programs: one that raises ends all
         command = _nursery().command(words)
@@ -100,11 +105,15 @@ def _nursery() -> Nursery:
     return Nursery()
 
 
-def _prepare(folder: Path, target: str | Callable[..., Any], args: Sequence[Any]) -> list[str]:
+def _prepare(
+    folder: Path, target: str | Callable[..., Any], args: Sequence[Any], teardown: bool
+) -> list[str]:
     """Write down the call; return the words after `python` that make it."""
     if not isinstance(target, str):
         target = f"{target.__module__}:{target.__qualname__}"
-    (folder / "call.json").write_text(json.dumps({"target": target, "args": list(args)}))
+    (folder / "call.json").write_text(
+        json.dumps({"target": target, "args": list(args), "teardown": teardown})
+    )
     return [__file__, str(folder)]
 
 
@@ -264,6 +273,22 @@ def _main(folder: Path) -> None:
     written = folder / f".value.{own_rank()}"
     written.write_text(json.dumps(value))
     written.rename(folder / f"value.{own_rank()}")
+    if not call["teardown"] and "PMI_RANK" not in os.environ:  # MPICH's launcher would end the other ranks
+        _end_without_teardown()
+
+
+def _end_without_teardown() -> None:
+    """End as the interpreter does, but leave modules and objects to the operating system."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    mpi4py, mpi = sys.modules.get("mpi4py"), sys.modules.get("mpi4py.MPI")
+    # Where the library has not taken the end of MPI over, mpi4py ends it with the interpreter.
+    ends_here = mpi4py is not None and mpi4py.rc.finalize is not False
+    if ends_here and mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

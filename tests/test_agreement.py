@@ -18,16 +18,21 @@ from typing import Any
 import pytest
 import torch
 
-from mcr_plus.c10d import HashStore
-from mcr_plus.dispatch import board as boards
-from mcr_plus.dispatch.board import GroupBoard, SharedBoard, StoreBoard
-from mcr_plus.dispatch.engine import Engine, GroupState
-from mcr_plus.dispatch.operation import Lane, Operation
-from mcr_plus.dispatch.peers import Peers
-from mcr_plus.dispatch.work import Work
+from mcr_plus.backends.base import Poll
+from mcr_plus.core.c10d import HashStore
+from mcr_plus.core.group import Group
+from mcr_plus.core.message import Message, Signature
+from mcr_plus.core.work import Work
+from mcr_plus.dispatch.board import store as store_board
+from mcr_plus.dispatch.board.base import GroupBoard
+from mcr_plus.dispatch.board.shared import SharedBoard
+from mcr_plus.dispatch.board.store import StoreBoard
+from mcr_plus.dispatch.engine import Engine
+from mcr_plus.dispatch.group_state import BackendChannel, GroupState
+from mcr_plus.dispatch.operation import Operation
 from mcr_plus.errors import McrError, OperationsDiffer
-from mcr_plus.interfaces import Issue, Poll
-from mcr_plus.message import Group, Message, Signature
+from mcr_plus.pipeline.stage import Issue
+from mcr_plus.rendezvous.processes import Peers
 
 MakeBoard = Callable[[Group, random.Random], GroupBoard]
 _NEW = 0.7  # of the operations have a signature that was never there before
@@ -132,7 +137,7 @@ class Rank:
         self.own = random.Random(seed * 100 + rank)  # what is local: delays, and when to wait
         self.library = Library(rank, self.own, asked)
         self.board = make(self.group, self.own)
-        self.board.first_look = self.board.look_every = 0.0  # whoever has not agreed is looked at, always
+        self.board.first_check = self.board.check_every = 0.0  # peers' rows are read at every poll
         self.error: BaseException | None = None
         self.issued = 0
 
@@ -145,7 +150,8 @@ class Rank:
     def _run(self) -> None:
         peers = Peers(self.group.rank, ("host",) * self.group.size, None, 1.0)
         engine = Engine(peers, wait="yield", oversubscribed=False)
-        state, lane = GroupState(self.group, self.board), Lane()
+        nobody: Any = None
+        state, channel = GroupState(self.group, self.board), BackendChannel(nobody, nobody)
         program = random.Random(self.seed)  # what all ranks share
         known: list[Issue] = []
         waiting: list[Work] = []
@@ -161,9 +167,10 @@ class Rank:
             if is_new:
                 tag = f"{step}" if step != self.differs or self.group.rank else "another"
                 gates = self.library if choice < 0.5 else None
-                known.append(self._operation(engine, state, lane, tag, is_async, every, gates))
+                known.append(self._operation(engine, state, channel, tag, is_async, every, gates))
             issue = known[-1] if is_new else known[int(choice * len(known))]
-            signature = issue.operation.signature  # type: ignore[attr-defined]
+            assert issue.operation is not None
+            signature = issue.operation.signature
             work = issue(Message(signature, (), (), after=latest if depends else None))
             self.issued += 1
             if signature.async_op:
@@ -180,7 +187,7 @@ class Rank:
         self,
         engine: Engine,
         state: GroupState,
-        lane: Lane,
+        backend_channel: BackendChannel,
         tag: str,
         is_async: bool,
         every: bool,
@@ -195,7 +202,7 @@ class Rank:
             return lambda: self.own.random() < _ENDS
 
         return Operation(
-            signature, start, engine, state, lane, channel=channel, on_stream=False, spins=1,
+            signature, start, engine, state, backend_channel, channel=channel, on_stream=False, spins=1,
             burst=range(1), timeout=60.0, compare_every=every,
         ).bind()  # fmt: skip
 
@@ -244,7 +251,7 @@ def test_no_false_alarm_in_many(place: Callable[[], MakeBoard], size: int) -> No
 def test_no_false_alarm_with_many_ranks_that_count_votes(
     place: Callable[[], MakeBoard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(boards, "_FEW", 1)
+    monkeypatch.setattr(store_board, "_FEW", 1)
     for rank in run(place(), 4, 200, seed=9):
         assert (rank.error, rank.issued) == (None, 200)
 

@@ -311,6 +311,12 @@ def _options() -> list[Bad]:
             ("int9", "bf16", "int8_block"),
         ),
         (
+            "half the name of a codec",
+            lambda p: do.all_reduce(p.ones(), compress="int8"),
+            WRONG,
+            ("int4_block", "did you mean 'int8_block'?"),
+        ),
+        (
             "unknown option",
             lambda p: do.all_reduce(p.ones(), compress={"codec": "bf16", "bits": 3}),
             WRONG,

@@ -12,6 +12,7 @@ import bench_break_even
 import bench_codecs
 import bench_training
 import bench_two_hosts
+import charts
 import pytest
 import torch
 from bench_collectives import hold_out, report, summary
@@ -19,18 +20,19 @@ from bench_training import FLOAT32, WAYS, Run, rows_of, spread
 from two_hosts import why_not
 
 from mcr_plus import registry
-from mcr_plus.config import CompressOptions, load
-from mcr_plus.tuning.operations import Cell
-from mcr_plus.tuning.points import Point
-from mcr_plus.tuning.statistics import Timing
+from mcr_plus.compression.options import CompressOptions
+from mcr_plus.config.reader import load
+from mcr_plus.tables.statistics import Timing
+from mcr_plus.tuning.measurements import Sample
+from mcr_plus.tuning.operations import BenchCase
 
 
 def row(kind: str, nbytes: int, way: str, us: float) -> dict[str, Any]:
     return {"kind": kind, "bytes": nbytes, "backend": way, "p50_us": us, "verified": True}
 
 
-def point(cell: Cell, way: str, us: float) -> Point:
-    return Point(cell, way, False, Timing(us, us, us, us, us, 9))
+def sample(case: BenchCase, candidate: str, us: float) -> Sample:
+    return Sample(case, candidate, False, Timing(us, us, us, us, us, 9))
 
 
 def test_the_summary_of_figures() -> None:
@@ -55,9 +57,9 @@ def test_the_summary_of_figures() -> None:
 
 
 def test_small_sizes_alone_have_a_summary_and_a_report() -> None:
-    table = Path(__file__).parents[1] / "mcr_plus/selection/tables/openmpi_2ranks_1host.yaml"
+    table = Path(__file__).parents[1] / "mcr_plus/tables/builtin/openmpi_2ranks_1host.yaml"
     rows = [row("barrier", 0, way, us) for way, us in (("mpi", 2.0), ("tuned", 2.0))]
-    points = [point(Cell("barrier", 0), "mpi", 2.0)]
+    points = [sample(BenchCase("barrier", 0), "mpi", 2.0)]
     assert hold_out(points) == {"mpi": []}
     text = report(rows, points, table, "a command")
     assert "| mpi alone / tuned, geometric mean | ≥ 1 | 1.00 |" in text
@@ -66,7 +68,7 @@ def test_small_sizes_alone_have_a_summary_and_a_report() -> None:
 
 def test_every_second_size_is_held_out() -> None:
     curve = {8: 1.0, 16: 3.0, 32: 4.0, 64: 5.0, 128: 10.0}
-    points = [point(Cell("reduce", nbytes), "mpi", us) for nbytes, us in curve.items()]
+    points = [sample(BenchCase("reduce", nbytes), "mpi", us) for nbytes, us in curve.items()]
     # shown: 1, 4, 10; straight lines give 1 + 3 / 3 at 16 and 4 + 6 / 3 at 64
     assert hold_out(points)["mpi"] == pytest.approx([1 / 3, 1 / 5])
 
@@ -260,3 +262,25 @@ def test_operations_are_measured_beside_a_busy_process(tmp_path: Path) -> None:
     found = json.loads(target.read_text())["operations"]
     assert {row["way"] for row in found} >= {bench_beside.DEFAULT, bench_beside.TORCH, "msccl", "gloo"}
     assert all(0 < row["p50"] <= row["p95"] for row in found)
+
+
+@pytest.mark.parametrize("style", ["light", "dark"])
+def test_the_pictures_show_the_measured_figures(style: str) -> None:
+    pictures = {
+        name: (charts.IMAGES / f"{name}-{style}.svg").read_text() for name in ("gains", "latency", "pipeline")
+    }
+    gains = charts.gains()
+    assert {"DLRM, one host", "GPT, 1 Gbit/s", "DDP, MLP of 0.3 M parameters"} <= gains.keys()
+    for name, times in gains.items():
+        assert name in pictures["gains"]
+        assert f"{times:.2f} ×" in pictures["gains"]
+    points = charts.latencies()
+    assert points["default"].keys() == points["torch gloo"].keys() == {8, 1 << 10, 1 << 16, 1 << 20, 1 << 24}
+    for name in charts.WAYS.values():
+        assert name in pictures["latency"]
+    assert [name for name in registry.STAGE_ORDER if f">{name}<" not in pictures["pipeline"]] == []
+
+
+def test_figures_are_read_from_the_table_under_their_heading() -> None:
+    text = "# a\n\n| x | y |\n|---|---|\n| 1 | 2 |\n\n## b\n\n| z |\n| --- |\n| 3 |\n| 4 |\n"
+    assert charts.tables(text) == {"a": [{"x": "1", "y": "2"}], "b": [{"z": "3"}, {"z": "4"}]}

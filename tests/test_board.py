@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcr_plus.c10d import HashStore, Store
-from mcr_plus.dispatch.board import _FEW, _STORED, RING, Failure, GroupBoard, SharedBoard, StoreBoard, pad
-from mcr_plus.message import Group
+from mcr_plus.core.c10d import HashStore, Store
+from mcr_plus.core.group import Group
+from mcr_plus.dispatch.board.base import RING, Failure, GroupBoard, pad
+from mcr_plus.dispatch.board.shared import SharedBoard
+from mcr_plus.dispatch.board.store import _FEW, _STORED, StoreBoard
 
 Boards = list[GroupBoard]
 
@@ -35,22 +37,22 @@ def issue(board: GroupBoard, sequence: int, digest: int, text: str = "op") -> No
     board.post(sequence, digest, pad(text))
 
 
-def agreed(board: Any, sequence: int, digest: int) -> bool:
+def all_match(board: Any, sequence: int, digest: int) -> bool:
     board._next_question = 0.0  # ask at once
-    return bool(board.agreed(sequence, digest))
+    return bool(board.all_match(sequence, digest))
 
 
 @KINDS
 def test_peers_see_what_was_posted(make: Callable[[int], Boards]) -> None:
     first, second, third = make(3)
-    assert first.look(1, 1).issued == 0
+    assert first.read(1, 1).issued == 0
     issue(second, 7, 0xABCDEF, "all_reduce SUM float32[4]")
     for board in (first, third):
-        sighting = board.look(1, 7)
-        assert (sighting.issued, sighting.digest) == (7, 0xABCDEF)
+        status = board.read(1, 7)
+        assert (status.issued, status.digest) == (7, 0xABCDEF)
         assert board.text(1, 7, 0xABCDEF) == "all_reduce SUM float32[4]"
-        assert board.look(1, 6).digest is None
-        assert board.look(0, 7).digest is None
+        assert board.read(1, 6).digest is None
+        assert board.read(0, 7).digest is None
 
 
 @KINDS
@@ -58,13 +60,13 @@ def test_agreement_needs_all_ranks_and_one_digest(make: Callable[[int], Boards])
     boards = make(3)
     for board in boards[:2]:
         issue(board, 1, 5)
-    assert not agreed(boards[0], 1, 5)
+    assert not all_match(boards[0], 1, 5)
     issue(boards[2], 1, 6)
-    assert not agreed(boards[0], 1, 5)
+    assert not all_match(boards[0], 1, 5)
     for board in boards:
         issue(board, 2, 9)
-    assert all(agreed(board, 2, 9) for board in boards)
-    assert not agreed(boards[1], 2, 8)
+    assert all(all_match(board, 2, 9) for board in boards)
+    assert not all_match(boards[1], 2, 8)
 
 
 @KINDS
@@ -78,10 +80,10 @@ def test_an_operation_that_is_waited_for_late_does_not_take_the_place_of_a_later
     second.post(3 + ring, 5, pad("later"))
     second.post_counts(3, (1, 2), (3, 4))
     second.post(3, 9, pad("earlier"))
-    assert first.look(1, 3 + ring).digest == 5
+    assert first.read(1, 3 + ring).digest == 5
     assert first.text(1, 3 + ring, 5) == "later"
     assert first.counts(1, 3 + ring) == (5, 7)
-    assert first.look(1, 3).overwritten
+    assert first.read(1, 3).overwritten
 
 
 @given(earlier=st.integers(1, 10_000), laps=st.integers(1, 1000))
@@ -89,9 +91,9 @@ def test_old_posts_are_not_taken_for_new_ones(earlier: int, laps: int) -> None:
     first, second = shared(2)
     issue(second, earlier, 1, "old")
     second.counter[0] = later = earlier + laps * RING  # the same slot; those between were not posted
-    assert first.look(1, later).digest is None
-    assert not agreed(first, later, 1)
-    assert first.look(1, earlier).digest == 1
+    assert first.read(1, later).digest is None
+    assert not all_match(first, later, 1)
+    assert first.read(1, earlier).digest == 1
 
 
 @KINDS
@@ -120,9 +122,9 @@ def test_a_post_that_was_overwritten_is_no_other_operation(make: Callable[[int],
     first, second = make(2)
     issue(second, 3, 1)
     issue(second, 3 + RING, 2)
-    assert first.look(1, 3) == (3 + RING, None, True)
-    assert first.look(1, 4) == (3 + RING, None, False)
-    assert first.look(1, 3 + RING) == (3 + RING, 2, False)
+    assert first.read(1, 3) == (3 + RING, None, True)
+    assert first.read(1, 4) == (3 + RING, None, False)
+    assert first.read(1, 3 + RING) == (3 + RING, 2, False)
 
 
 def test_a_ballot_is_counted_when_all_ranks_have_cast_the_same() -> None:
@@ -181,8 +183,8 @@ def test_the_store_keeps_no_more_for_more_posts() -> None:
 
     kept = issue_all(1, RING + 50)
     assert issue_all(RING + 50, 2 * RING) == kept
-    assert agreed(boards[3], 2 * RING - 1, (2 * RING - 1) % 7)
-    assert boards[1].look(0, 1) == (2 * RING - 1, None, True)
+    assert all_match(boards[3], 2 * RING - 1, (2 * RING - 1) % 7)
+    assert boards[1].read(0, 1) == (2 * RING - 1, None, True)
 
 
 class Hurried:
@@ -216,5 +218,5 @@ def test_a_peer_that_posts_between_two_requests_is_not_taken_for_one_that_did_no
 
         board: Any = StoreBoard(store, Group("g", (0, 1), 1))
         board._store = Hurried(store, post)
-        sighting = board.look(0, 10 * request + 46)
-        assert sighting.digest is not None or sighting.issued <= 10 * request + 46
+        status = board.read(0, 10 * request + 46)
+        assert status.digest is not None or status.issued <= 10 * request + 46

@@ -17,7 +17,7 @@ from command import Answer, mcr_plus
 
 from mcr_plus.cli.output import plain_lines, print_error
 from mcr_plus.cli.run import ViaChoice, choose_via, program
-from mcr_plus.config import load
+from mcr_plus.config.reader import load
 
 PROGRAMS = str(Path(__file__).with_name("programs.py"))
 GOOD = """\
@@ -112,6 +112,28 @@ def test_missing_configuration_is_status_2(tmp_path: Path) -> None:
     assert answer.stderr == f"mcr-plus: {tmp_path / 'none.yaml'}: cannot read: No such file or directory\n"
 
 
+def test_validate_looks_into_tables_whatever_else_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "foreign.txt").write_text("nothing of ours\n")
+    (tmp_path / "two.yaml").write_text("version: 1\nrules: [{kind: al_reduce, bytes: 0.., backend: gloo}]\n")
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "version: 1\n"
+        "pipeline:\n"
+        "  - compress: {codec: bf-16}\n"
+        "  - select: {table: foreign.txt}\n"
+        "  - dispatch: {}\n"
+        "rules:\n"
+        "  - {match: {tag: a}, select: {table: two.yaml}}\n"
+        "  - {match: {tag: b}, select: {table: none.yaml}}\n"
+    )
+    answer = mcr_plus("validate", str(path))
+    assert answer.returncode == 2
+    assert f"{path}:3: pipeline[0].compress.codec: unknown codec 'bf-16'" in answer.stderr
+    assert "foreign.txt" in answer.stderr
+    assert "two.yaml:2: " in answer.stderr
+    assert f"{path}:8: rules[1].select.table: no table file 'none.yaml'" in answer.stderr
+
+
 def test_validate_tells_all_mistakes_at_once(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(
@@ -166,13 +188,34 @@ def test_validate_tells_files_that_are_missing_beside_other_mistakes(tmp_path: P
     assert answer.returncode == 2
     lines = answer.stderr.splitlines()
     expected = [
+        "2: algorithms[0]: ",
         "4: pipeline[0].compress.codec: unknown codec",
         "5: pipeline[1].select.table: no table file 'none.yaml'",
-        "2: algorithms[0]: ",
     ]
     assert len(lines) == len(expected)
     for line, beginning in zip(lines, expected, strict=True):
         assert line.startswith(f"mcr-plus: {path}:{beginning}")
+
+
+def test_mistakes_are_told_in_the_order_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "rules:\n"
+        "  - match: {kind: al_reduce}\n"
+        "    backend: mpi\n"
+        "  - match: {tag: 5}\n"
+        "pipeline:\n"
+        "  - select:\n"
+        "      online: maybe\n"
+        "      table: [1]\n"
+        "  - dispatch: {timeout: soon}\n"
+        "backends: [ncll]\n"
+        "speed: high\n"
+        "version: 2\n"
+    )
+    answer = mcr_plus("validate", str(path))
+    assert answer.returncode == 2
+    assert [int(line.split(":")[2]) for line in answer.stderr.splitlines()] == [2, 4, 7, 8, 9, 10, 11, 12]
 
 
 def test_validate_prints_sizes_and_durations_with_units(tmp_path: Path) -> None:
@@ -332,6 +375,24 @@ def test_run_gives_the_configuration_to_the_ranks(config: Path) -> None:
     answer = mcr_plus_process(*words, cwd=config.parent)
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout == f"MCR_CONFIG={config.resolve()}\nMCR_LAUNCHER=mcr-plus\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "meant"), [("--conf", "--config"), ("--vai", "--via"), ("--rank=2", "--ranks"), ("-x", "")]
+)
+def test_run_refuses_unknown_options_before_the_script(option: str, meant: str) -> None:
+    answer = mcr_plus("run", "-n", "1", option, PROGRAMS, "arguments")
+    assert answer.returncode == 2
+    assert answer.stdout == ""
+    assert f"No such option: {option.partition('=')[0]}" in answer.stderr
+    assert meant in answer.stderr.partition("No such option: ")[2].removeprefix(option.partition("=")[0])
+    assert "no such file" not in answer.stderr
+
+
+def test_run_leaves_options_behind_the_script_to_it() -> None:
+    answer = mcr_plus_process("run", "-n", "1", PROGRAMS, "arguments", "--conf", "x", "-n", "3", "--", "-x")
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout == "('--conf', 'x', '-n', '3', '--', '-x')\n"
 
 
 def test_run_tags_lines() -> None:

@@ -14,8 +14,8 @@ import pytest
 import typer
 from command import mcr_plus
 
-from mcr_plus.backends.msccl.generators import GENERATORS
-from mcr_plus.backends.msccl.writer import write_algorithm
+from mcr_plus.msccl.generators import GENERATORS
+from mcr_plus.msccl.writer import write_algorithm
 
 msccl = partial(mcr_plus, "msccl")
 
@@ -36,7 +36,7 @@ def wrong(ring: Path) -> Path:
     return path
 
 
-def test_verify_says_what_a_file_is(ring: Path) -> None:
+def test_verify_prints_a_summary_of_a_file(ring: Path) -> None:
     assert msccl("verify", ring) == (
         0,
         f"{ring}: allreduce of 3 ranks, in place: 12 messages, 5 rounds\n"
@@ -45,7 +45,7 @@ def test_verify_says_what_a_file_is(ring: Path) -> None:
     )
 
 
-def test_verify_goes_on_after_a_refusal(ring: Path, wrong: Path) -> None:
+def test_verify_continues_after_a_refusal(ring: Path, wrong: Path) -> None:
     answer = msccl("verify", wrong, ring)
     assert answer.returncode == 1
     assert answer.stdout.splitlines()[0] == f"{wrong}: refused"
@@ -74,7 +74,7 @@ def test_verify_prints_each_file_when_it_is_done(
 
 
 @pytest.mark.parametrize("words", [("validate",), ("table", "show"), ("msccl", "verify"), ("msccl", "show")])
-def test_what_is_not_a_regular_file_is_refused(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_irregular_files_are_refused(words: tuple[str, ...], tmp_path: Path) -> None:
     fifo = tmp_path / "it.xml"
     os.mkfifo(fifo)
     for path in (fifo, "/dev/zero"):
@@ -150,7 +150,7 @@ def test_bad_usage(words: tuple[object, ...], ring: Path, monkeypatch: pytest.Mo
     assert answer.stderr
 
 
-def test_an_algorithm_that_was_probably_meant() -> None:
+def test_an_unknown_algorithm_gets_a_suggestion() -> None:
     assert "all_reduce_ring" in msccl("generate", "all_reduce_rnig", "-n", 2).stderr.split("mean")[-1]
 
 
@@ -177,7 +177,7 @@ def test_show_one_rank_by_thread_block(tmp_path: Path) -> None:
     )
 
 
-def test_show_tells_what_never_runs(ring: Path) -> None:
+def test_show_lists_steps_that_never_run(ring: Path) -> None:
     answer = msccl("show", ring, "--slots", 1)
     assert "never  2 + i[2] → 1" in answer.stdout
     assert answer.stderr.startswith(f"refused: {ring}:")
@@ -185,7 +185,7 @@ def test_show_tells_what_never_runs(ring: Path) -> None:
     assert msccl("show", ring).stderr == ""
 
 
-def test_generate_says_which_limit_of_the_verifier_is_passed() -> None:
+def test_generate_names_an_exceeded_limit_of_the_verifier() -> None:
     told = msccl("generate", "gather_direct", "-n", 182).stderr
     assert "expected at most 180 for 182 ranks: the verifier follows 32768 contributions" in told
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from command import Answer, mcr_plus
 
-from mcr_plus.selection.table import load_table, parse_table
+from mcr_plus.tables.table import load_table, parse_table
 
 TWO = """\
 version: 1
@@ -63,7 +63,7 @@ def test_merge_of_tables_that_disagree_needs_a_preference(two: Path, tmp_path: P
     other.write_text(TWO.replace("64KiB", "32KiB"))
     answer = table("merge", two, other, "-o", output)
     assert answer.returncode == 2
-    assert answer.stderr.startswith(f"mcr-plus: {other}:4: rules: all_reduce: chooses otherwise than {two}:4")
+    assert answer.stderr.startswith(f"mcr-plus: {other}:4: rules: all_reduce: conflicts with {two}:4")
     assert not output.exists()
     worked("merge", two, other, "-o", output, "--prefer", "last")
     assert load_table(output).rules[0].hi == 32 * 1024
@@ -85,7 +85,7 @@ def test_diff_for_people_and_for_programs(two: Path, four: Path) -> None:
 
 
 def test_diff_of_equal_tables_says_so(two: Path) -> None:
-    assert worked("diff", two, two).stdout == f"{two} and {two} choose alike\n"
+    assert worked("diff", two, two).stdout == f"{two} and {two} make the same choices\n"
     assert json.loads(worked("diff", "--json", two, two).stdout) == []
 
 
@@ -191,7 +191,7 @@ def test_import_tells_on_stderr_what_is_lost_and_where_a_file_is_wrong(tmp_path:
     file = tmp_path / "tuner.conf"
     file.write_text("reduce,0,9,ring,ll,2,-1,-1\nreduce,0,99,ring,ll,2,-1,-1,-1,1\n")
     answer = worked("import", file, "--format", "nccl-csv")
-    assert answer.stderr == f"not imported: {file}:2: tables cannot tell regBuff 1; the line is left out\n"
+    assert answer.stderr == f"not imported: {file}:2: tables cannot express regBuff 1; the line is left out\n"
     file.write_text("reduce,0,9,ring,lll,2,-1,-1\n")
     answer = table("import", file, "--format", "nccl-csv")
     assert (answer.returncode, answer.stdout) == (2, "")

@@ -74,7 +74,7 @@ def test_dtypes_and_strides(case: Case) -> None:
 
 
 @every_payload
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_any_finite_values(case: Case, data: st.DataObject) -> None:
     limit = 2.0**15  # what fp16 holds

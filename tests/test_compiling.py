@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,10 +29,8 @@ COMPILES_S = 3.5
 
 def compiles_late(across: bool) -> dict[str, Any]:
     """Runs on ranks: rank 1 compiles for longer than the deadline, in every way that rank 0 can wait."""
-    from mcr_plus.dispatch import board
-
     if across:  # as between hosts
-        board._map_shared = lambda store, group: (None, None)
+        mock.patch("mcr_plus.dispatch.board.opening.map_shared", return_value=(None, None)).start()
     dispatch = {"dispatch": {"timeout": f"{DEADLINE_S}s"}}
     comm = mcr.init({"version": 1, "backends": ["msccl", "gloo"], "pipeline": [{"select": {}}, dispatch]})
     groups = {form: mcr.new_group([0, 1]) for form in ("sync", "asked", "known", "receive", "never")}
@@ -145,7 +144,7 @@ IN_TWO_THREADS = """
 import json, threading
 import torch
 from mcr_plus.compression.stage import prepare
-from mcr_plus.config import CompressOptions, codec_of
+from mcr_plus.compression.options import CompressOptions, codec_of
 from mcr_plus.kernels import compiling
 
 told, found = [], []
@@ -193,16 +192,23 @@ def test_what_takes_long_is_said_once(
     monkeypatch.setattr(compiling, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(compiling, "_LONG_S", 0.1)
     monkeypatch.setattr(compiling, "_silent", False)
+    monkeypatch.setattr(compiling, "_known", set())
     monkeypatch.setattr(compiling, "watchers", [told.append])
     with compiling.preparing("short"):
         pass
     for what in ("int8_block", "int8_block", "topk"):  # the second time it has been compiled
         with compiling.preparing(what):
             time.sleep(0.5)
-    (record,) = caplog.records
-    assert (record.name, record.levelno) == ("mcr_plus", logging.WARNING)
-    assert f"those of int8_block (once; kept in {tmp_path})" in record.message
+    first, second = caplog.records
+    assert (first.name, first.levelno) == ("mcr_plus", logging.WARNING)
+    assert f"those of int8_block (once; kept in {tmp_path})" in first.message
+    assert f"those of topk (once; kept in {tmp_path})" in second.message
     assert told == [True, False] * 3
+
+
+def test_what_is_compiled_anew_is_seen_by_its_sources() -> None:
+    for folder in compiling._SOURCES:
+        assert any("numba" in path.read_text() for path in folder.glob("*.py")), folder
 
 
 PREPARES = """

@@ -11,11 +11,17 @@ from pydantic import BaseModel
 
 from mcr_plus import registry
 from mcr_plus.compression.codec import PayloadCodec, Traits
+from mcr_plus.compression.options import CompressOptions
 from mcr_plus.compression.stage import CompressStage
-from mcr_plus.config import CompressOptions, Config, load, stage_options
+from mcr_plus.config.options import stage_options
+from mcr_plus.config.reader import load
+from mcr_plus.config.schema import Config
+from mcr_plus.core.group import Group
+from mcr_plus.core.message import Codec, Message, Signature
 from mcr_plus.errors import InvalidArgument, Unsupported
-from mcr_plus.interfaces import Context, Issue, World
-from mcr_plus.message import Codec, Group, Message, Signature
+from mcr_plus.pipeline.stage import Context, Issue
+from mcr_plus.pipeline.treatment import Treatment
+from mcr_plus.rendezvous.world import World
 
 
 class ScaleOptions(BaseModel):
@@ -60,6 +66,7 @@ class Rest:
         self.signatures: list[Signature] = []
         self.messages: list[Message] = []
         self.after: list[Callable[[], None]] = []
+        self.issue = Issue(self._start)
 
     def __call__(self, signature: Signature) -> Issue:
         self.signatures.append(signature)
@@ -68,10 +75,13 @@ class Rest:
     def through(self, pipeline: object, signature: Signature) -> Any:
         return self(signature)
 
+    def treatment(self, signature: Signature) -> Treatment:
+        return Treatment(signature.compress)
+
     def note(self, text: str, details: object = None) -> None:
         self.notes.append(text)
 
-    def issue(self, message: Message) -> Any:
+    def _start(self, message: Message) -> Any:
         self.messages.append(message)
         return self
 

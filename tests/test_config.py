@@ -17,30 +17,25 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from mcr_plus import registry
-from mcr_plus.config import (
-    CompressOptions,
-    Config,
-    DispatchOptions,
-    FuseOptions,
-    SelectOptions,
-    dump,
-    fingerprint,
-    kind_matches,
-    load,
-    loads,
-    stage_options,
-)
-from mcr_plus.environment import (
+from mcr_plus.compression.options import CompressOptions
+from mcr_plus.config.names import kind_matches
+from mcr_plus.config.options import stage_options
+from mcr_plus.config.reader import dump, fingerprint, load, loads
+from mcr_plus.config.schema import Config
+from mcr_plus.core.environment import (
     LaunchEnvironment,
     launch_environment,
     on_one_host,
     socket_interface,
     torch_environment,
 )
+from mcr_plus.core.kinds import ALIASES, KINDS
+from mcr_plus.core.units import Range, about, format_size, parse_duration, parse_range, parse_size
+from mcr_plus.dispatch.options import DispatchOptions
 from mcr_plus.errors import ConfigError, LaunchError
-from mcr_plus.message import ALIASES, KINDS
-from mcr_plus.selection.table import parse_table
-from mcr_plus.units import Range, about, format_size, parse_duration, parse_range, parse_size
+from mcr_plus.fusion.options import FuseOptions
+from mcr_plus.selection.options import SelectOptions
+from mcr_plus.tables.table import parse_table
 
 MIB = 1 << 20
 EXAMPLE = """\
@@ -242,6 +237,8 @@ def test_the_message_of_the_issue() -> None:
         (PIPE + "  - dispach: {}\n", "did you mean 'dispatch'?"),
         ("version: 1\nrules: [{match: {kind: allreduce}, backend: mpi}]\n", "did you mean 'all_reduce'?"),
         (PIPE + "  - compress: {codec: bf61}\n  - select:\n  - dispatch:\n", "did you mean 'bf16'?"),
+        (PIPE + "  - compress: {codec: int8}\n  - select:\n  - dispatch:\n", "did you mean 'int8_block'?"),
+        (PIPE + "  - compress: {codec: exp}\n  - select:\n  - dispatch:\n", "did you mean 'exp_window'?"),
         (PIPE + "  - select:\n  - dispatch: {check: evry}\n", "did you mean 'every'?"),
     ],
 )
@@ -1111,9 +1108,11 @@ def test_the_environment_of_the_process_is_the_default(monkeypatch: pytest.Monke
 
 
 def test_a_configuration_without_a_codec_imports_none() -> None:
-    program = "import sys, mcr_plus.config as c; c.load(None); print(*sys.modules)"
+    program = "import sys, mcr_plus.config.reader as c; c.load(None); print(*sys.modules)"
     ran = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
-    assert "mcr_plus.compression.codec" not in ran.stdout.split()
+    codecs = {entry.partition(":")[0] for entry in registry.CODECS.values() if isinstance(entry, str)}
+    assert not codecs & set(ran.stdout.split())
+    assert "numba" not in ran.stdout.split()
 
 
 def test_no_limit_of_its_own_for_the_first_bucket() -> None:

@@ -14,8 +14,8 @@ import torch
 from behaviour import LIVES, SECTIONS
 from ranks import RankResult, RanksFailed, run_ranks
 
+from mcr_plus.core.kinds import DTYPES, REDUCE_OPS, REDUCIBLE
 from mcr_plus.launch import mpi_usable
-from mcr_plus.message import DTYPES, REDUCE_OPS, REDUCIBLE
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 GROUPS: Final = ("world", "reversed", "overlapping", "split")
@@ -23,7 +23,8 @@ GROUPS: Final = ("world", "reversed", "overlapping", "split")
 # Launcher, ranks, the backends that calls name (None lets the pipeline decide), and the tables to walk.
 LAUNCHES: Final = {
     "one rank": ("torch", 1, (None, "local"), ("types", "shapes")),
-    "two ranks": ("mpi", 2, (None, "mpi", "gloo", "msccl"), ("types", "shapes")),
+    "two ranks": ("mpi", 2, (None, "mpi", "gloo", "msccl"), ("shapes",)),
+    "two ranks, every type": ("mpi", 2, (None, "mpi", "gloo", "msccl"), ("types",)),
     "three ranks": ("mpi", 3, ("mpi", "gloo", "msccl"), ("types", "shapes")),
     "two ranks without mpi": ("torch", 2, ("gloo", "msccl"), ("shapes",)),
 }
@@ -66,6 +67,7 @@ def launched(launch: str) -> list[RankResult] | RanksFailed:
                 via=via,  # type: ignore[arg-type]
                 env={"GLOO_SOCKET_IFNAME": "lo"},
                 timeout=240,
+                teardown=True,
             )
         except RanksFailed as failure:
             return failure

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mcr_plus.message import KINDS
-from mcr_plus.selection.cost import CostModel, Curve, Estimate, isotonic
-from mcr_plus.selection.table import Query, Table, TableKey, TableRule, parse_table
-from mcr_plus.units import Range
+from mcr_plus.core.kinds import KINDS
+from mcr_plus.core.units import Range
+from mcr_plus.tables.cost import CostModel, Curve, Estimate, isotonic
+from mcr_plus.tables.table import Query, Table, TableKey, TableRule, parse_table
 
 K = 1024
 Floats = NDArray[np.float64]
@@ -114,8 +114,8 @@ def test_what_no_measurement_encloses_is_extrapolated(nbytes: int, extrapolated:
 
 def test_below_and_beyond() -> None:
     curve = Curve.through({8: 1.0, 1024: 2.0, 2048: 4.0})
-    assert curve.at(0) == Estimate(1.0, extrapolated=True)
-    assert curve.at(4096) == Estimate(8.0, extrapolated=True)  # 2 µs per KiB, as from 1 KiB to 2 KiB
+    assert curve.at(0) == Estimate(1.0, "at_most", bound_us=1.0)
+    assert curve.at(4096) == Estimate(8.0, "extrapolated")  # 2 µs per KiB, as from 1 KiB to 2 KiB
     assert curve.at(1500).us == pytest.approx(2 + 2 * 476 / 1024, rel=0.1)
 
 
@@ -129,10 +129,12 @@ def test_beyond_a_flat_end_the_last_rise_goes_on() -> None:
 def test_beyond_one_time_half_of_it_is_bandwidth(measured: dict[int, float]) -> None:
     curve = Curve.through(measured)
     assert [curve.at(nbytes).us for nbytes in (4096, 8192, 40960)] == [10.0, 15.0, 55.0]
+    assert [curve.at(nbytes).figure for nbytes in (4096, 8192, 40960)] == ["measured", "at_least", "at_least"]
+    assert [curve.at(nbytes).bound_us for nbytes in (4096, 8192, 40960)] == [None, 10.0, 10.0]
 
 
 def test_a_curve_of_nothing_but_no_bytes() -> None:
-    assert Curve.through({0: 3.0}).at(1 << 20) == Estimate(3.0, extrapolated=True)
+    assert Curve.through({0: 3.0}).at(1 << 20) == Estimate(3.0, "at_least", bound_us=3.0)
 
 
 # -- sizes left out ------------------------------------------------------------------------------------------
@@ -350,7 +352,7 @@ def test_the_nearest_scale_is_taken(name: str, asked: int, nearest: int) -> None
     more: dict[str, Any] = {name: asked}
     found = model.expected("mpi", Query("send", 8, **more))
     covered = asked in (2, 3, 4, 7, 10) or asked >= 64
-    assert found == Estimate(float(nearest), extrapolated=not covered)
+    assert found == Estimate(float(nearest), "measured" if covered else "extrapolated")
 
 
 def test_the_scale_matters_more_than_dtype_and_manner() -> None:
@@ -363,9 +365,16 @@ def test_the_scale_matters_more_than_dtype_and_manner() -> None:
             )
         )
     )
-    assert model.expected("mpi", Query("send", 8, "float32", ranks=2)) == Estimate(3.0, extrapolated=True)
-    assert model.expected("mpi", Query("send", 8, "float32", ranks=8)) == Estimate(1.0, extrapolated=False)
-    assert model.expected("mpi", Query("send", 8, "int8", ranks=2)) == Estimate(3.0, extrapolated=False)
+    assert model.expected("mpi", Query("send", 8, "float32", ranks=2)) == Estimate(3.0, "extrapolated")
+    assert model.expected("mpi", Query("send", 8, "float32", ranks=8)) == Estimate(1.0)
+    assert model.expected("mpi", Query("send", 8, "int8", ranks=2)) == Estimate(3.0)
+
+
+@pytest.mark.parametrize(("nbytes", "figure"), [(4, "unknown"), (8, "extrapolated"), (16, "unknown")])
+def test_a_bound_of_other_numbers_of_ranks_is_none(nbytes: int, figure: str) -> None:
+    found = scales(ranks=(Range(4, 5),)).expected("mpi", Query("send", nbytes, ranks=2))
+    assert found is not None
+    assert (found.figure, found.extrapolated, found.bound_us) == (figure, True, None)
 
 
 @given(
@@ -375,7 +384,6 @@ def test_the_scale_matters_more_than_dtype_and_manner() -> None:
     basis=st.sampled_from(["total", "per_rank"]),
     ranks=st.integers(1, 64),
 )
-@settings(deadline=None)
 def test_a_model_is_its_curves(
     measured: dict[str, dict[int, float]], kind: str, nbytes: int, basis: Any, ranks: int
 ) -> None:

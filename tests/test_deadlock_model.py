@@ -126,7 +126,7 @@ KNOWN: Final[dict[str, tuple[Program, Outcome, str]]] = {
         "rank 0 stands at sync #1 S(b): #0 started, #1 started; rank 1 stands at wait #0 H(a): #0 under way",
     ),
     # A compressed all_reduce and a plain one behind it: where the data is late, the plain one overtakes.
-    "lanes": (
+    "queues": (
         program([H_B, Op("H", "a", after=0), H_A], "+0 +1 +2", "+0 w0 +1 +2"),
         "mismatch",
         "rank 1: #1 H(a) after #0 paired with rank 0's #2 H(a)",
@@ -138,7 +138,7 @@ KNOWN: Final[dict[str, tuple[Program, Outcome, str]]] = {
         "rank 0 stands at drain: #0 started, #1 started; rank 1 stands at drain: #1 started, #0 started",
     ),
     # The first all_reduce waits for its peer's signature; the send behind it takes the stream.
-    "messages_keep_lane": (
+    "messages_queue": (
         program([S_A, Op("S", "a", pair=(0, 1))], "+0 +1", "+0 +1", checked=True),
         "deadlock",
         "rank 0 stands at drain: #0 started, #1 started; rank 1 stands at drain: #0 started, #1 started",
@@ -225,7 +225,7 @@ def test_the_checker_finds_a_deadlock_that_no_rule_can_cure() -> None:
 
 def test_the_checker_finds_an_operation_that_one_rank_never_issues() -> None:
     assert check(program([S_A], "+0", "")).outcome == "deadlock"
-    assert check(program([S_A], "+0", ""), Rules(lanes=False)).outcome == "deadlock"
+    assert check(program([S_A], "+0", ""), Rules(queues=False)).outcome == "deadlock"
 
 
 def test_the_checker_does_not_flag_a_program_of_one_library() -> None:

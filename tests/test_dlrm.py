@@ -35,8 +35,8 @@ from transports import Transport
 from typer.testing import CliRunner
 
 import mcr_plus
+from mcr_plus.api.record_table import CommunicationRow, communication
 from mcr_plus.errors import BackendUnavailable
-from mcr_plus.observe.table import CommunicationRow, communication
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "dlrm"
 T = TypeVar("T")
@@ -583,6 +583,12 @@ def test_a_few_lines_compare_with_torch(transports: object, generated: Path) -> 
     assert re.search(
         r"  mcr_plus pipeline: (no difference, for the ranges overlap|[\d.]+ × as fast)\.", output
     )
+    (speed,) = re.findall(
+        r"^speed +([\d,]+) samples/s on 1 rank, in the median of 2 steps$", output, re.MULTILINE
+    )
+    alone = f"Compare these two with each other alone: the {speed} samples/s above are of 2 steps at another"
+    compared = "Compared with torch.distributed: 60 steps of the same job on each, 3 times in turns"
+    assert {f"{alone} time.", compared} <= set(output.splitlines())
     assert "Next:      mcr-plus run -n 1 examples/dlrm/train.py --compare" in output
 
 

@@ -13,7 +13,8 @@ import yaml
 from ranks import run_ranks
 
 import mcr_plus as mcr
-from mcr_plus import config
+from mcr_plus.compression.options import codec_names
+from mcr_plus.config import reader as config
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -47,7 +48,9 @@ def test_python_blocks_run_on_two_ranks() -> None:
     assert len(programs) >= 2
     for where, text in programs:
         results = run_ranks(run_text, 2, args=[text])
-        assert all(result.stdout for result in results), where
+        lines = [result.stdout.count("\n") for result in results]
+        assert any(lines), where
+        assert sum(count > 1 for count in lines) <= 1, f"{where}: the lines of ranks run into each other"
 
 
 @pytest.mark.parametrize(("where", "text"), blocks("yaml"))
@@ -57,10 +60,9 @@ def test_yaml_blocks_are_valid_configurations(where: str, text: str) -> None:
 
 
 def table_of_codecs() -> dict[str, tuple[str, str]]:
-    """What the README says of each codec: payload, and all_reduce on two ranks; "" where there is none."""
-    rows = re.findall(
-        r"^\| (`[^|]*`) \| ([\d.]*) ?\| ([\d.]+) \|", (ROOT / "README.md").read_text(), re.MULTILINE
-    )
+    """What the page says of each codec: payload, and all_reduce on two ranks; "" where there is none."""
+    page = (ROOT / "docs" / "compression.md").read_text()
+    rows = re.findall(r"^\| (`[^|]*`) \| ([\d.]*) ?\| ([\d.]+) \|", page, re.MULTILINE)
     return {name: (payload, reduced) for cell, payload, reduced in rows for name in re.findall(r"\w+", cell)}
 
 
@@ -83,10 +85,36 @@ def shares_by_codec(codecs: list[str]) -> dict[str, list[str]]:
 
 def test_the_figures_of_codecs_are_those_of_a_run() -> None:
     claimed = table_of_codecs()
-    assert sorted(claimed) == sorted(set(config.codec_names()) - {"none"})
+    assert sorted(claimed) == sorted(set(codec_names()) - {"none"})
     for result in run_ranks(shares_by_codec, 2, args=[list(claimed)]):
         for codec, (payload, reduced) in claimed.items():
             assert result.value[codec] == [payload or "0", reduced], codec
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.name))
+def test_links_lead_somewhere(document: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    targets = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    for target in targets:
+        name, _, anchor = target.partition("#")
+        if "://" in name:
+            continue
+        path = document.parent / name if name else document
+        assert path.exists(), target
+        if anchor:
+            assert anchor in anchors(path), target
+
+
+def anchors(path: Path) -> set[str]:
+    """The headings of a page as links name them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_index_names_every_page() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert set(re.findall(r"\]\(([\w-]+\.md)\)", index)) == pages
 
 
 def variables(path: Path) -> set[str]:
@@ -101,7 +129,7 @@ def test_every_variable_of_the_environment_is_described() -> None:
     ours = {
         name for path in (folder / "launch").glob("*.py") for name in variables(path) if name[:4] == "MCR_"
     }
-    read = variables(folder / "environment.py") | ours
+    read = variables(folder / "core" / "environment.py") | ours
     described = set(re.findall(r"`([A-Z][A-Z_]+)`", (ROOT / "docs" / "environment.md").read_text()))
     assert sorted(read - described) == []
     assert sorted(described - read - OF_OTHERS) == []

@@ -16,17 +16,18 @@ import pytest
 import yaml
 
 import mcr_plus as mcr
-from mcr_plus import registry
+from mcr_plus import registry, tables
 from mcr_plus.backends import backend_class
+from mcr_plus.backends.base import Availability, Support
 from mcr_plus.backends.gloo import GlooBackend
 from mcr_plus.cli.main import main
+from mcr_plus.core.message import Signature
+from mcr_plus.core.units import parse_size
 from mcr_plus.errors import ConfigError, InvalidArgument
-from mcr_plus.interfaces import Availability, Support, World
-from mcr_plus.message import Signature
+from mcr_plus.rendezvous.world import World
 from mcr_plus.selection import stage
 from mcr_plus.selection.stage import built_in_table
-from mcr_plus.selection.table import Query
-from mcr_plus.units import parse_size
+from mcr_plus.tables.table import Query
 
 K = 1024
 TABLE = """\
@@ -66,6 +67,8 @@ rules:
 
 class QuickBackend(GlooBackend):
     """gloo under another name, with an algorithm to choose."""
+
+    has_algorithms = True
 
     @classmethod
     def supports(cls, signature: Signature) -> Support:
@@ -199,7 +202,7 @@ def test_times_that_read_alike_are_called_equal(table: Path) -> None:
     assert gloo["why"] == "expected to take as long"
 
 
-SHIPPED = sorted(Path(stage.__file__).with_name("tables").glob("*.yaml"))
+SHIPPED = sorted(Path(tables.__file__).with_name("builtin").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -273,6 +276,49 @@ def test_what_was_not_measured_is_no_reason(table: Path) -> None:
         "nothing larger"
         not in mcr.explain("all_reduce", 64 * K, config=config(table.parent))["steps"][0]["decision"]
     )
+
+
+ONE_SIZE = """
+version: 1
+rules:
+  - {kind: all_reduce, ranks: 2, bytes: 0.., backend: mpi,
+     measured: {mpi: {64MiB: 118900}, gloo: {64MiB: 237800}, msccl: {64MiB: 59450}}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "ranks", "figure", "expected", "words"),
+    [
+        (64 * K, 2, "at_most", (118900, 118900), "at most 118900 µs"),
+        (64 << 20, 2, "measured", (118900, None), "118900 µs"),
+        (1 << 30, 2, "at_least", (118900 * 8.5, 118900), "at least 118900 µs"),
+        (64 * K, 4, "unknown", (118900, None), "unknown"),
+        (64 << 20, 4, "extrapolated", (118900, None), "118900 µs (extrapolated)"),
+    ],
+)
+def test_of_one_size_measured_others_have_bounds(
+    table: Path, nbytes: int, ranks: int, figure: str, expected: tuple[float, float | None], words: str
+) -> None:
+    """And nobody claims that one library is faster than another there."""
+    table.write_text(ONE_SIZE)
+    path = config(table.parent, backends="msccl, mpi, gloo")
+    way = mcr.explain("all_reduce", nbytes, ranks=ranks, config=path)
+    mpi, *others = (way["alternatives"][name] for name in ("mpi", "gloo", "msccl"))
+    assert (mpi["figure"], mpi["extrapolated"]) == (figure, figure != "measured")
+    assert (mpi["expected_us"], mpi["bound_us"]) == expected
+    if ranks == 2:
+        told = [f"not measured at this size; {way['table_rule']} decides"] * 2
+        if figure == "measured":
+            told = [
+                "expected to take 2 × as long",
+                f"measured to be 2 × as fast; {way['table_rule']} chooses otherwise and states no `reason`",
+            ]
+        assert [each["why"] for each in others] == told
+    _, out = command("all_reduce", str(nbytes), "--ranks", str(ranks), "--config", str(path))
+    (row,) = [line for line in out.splitlines() if line.startswith("  mpi ")]
+    assert re.split(r"  +", row.strip())[1] == words
+    bounds = "at most, at least: the time of the smallest or largest size measured; this size lies outside"
+    assert (bounds in out.splitlines()) is (mpi["bound_us"] is not None)
 
 
 def test_a_table_leaves_to_the_built_in_preference_what_it_says_so_of(table: Path) -> None:
@@ -513,7 +559,12 @@ def test_for_people_it_says_what_internal_names_mean(tmp_path: Path) -> None:
     _, out = command("all_reduce", "1MiB", "--config", str(path), "--param", "w", "--shape", "512,512")
     (encoded,) = {line for line in out.splitlines() if line.startswith("select:")}
     assert re.fullmatch(r"select: all_gather uint8\[\d+\], encoded by int8_block", encoded)
-    assert "  deadline 300 s; the first time, ranks compare what they issue" in out.splitlines()
+    assert re.search(
+        r"^  deadline 300 s; ranks compare what they issue "
+        r"(at every call|the first time; later \w+ keeps operations that differ apart)$",
+        out,
+        re.MULTILINE,
+    )
     assert not re.search(r"encoding=|key=|signature|\basync\b", out)
     operations = [step["operation"] for step in mcr.explain("all_reduce", "1MiB", config=path)["steps"]]
     assert any("encoding=int8_block:" in each for each in operations)  # programs get the names
@@ -521,7 +572,7 @@ def test_for_people_it_says_what_internal_names_mean(tmp_path: Path) -> None:
 
 def test_for_people_exposed_times_are_explained(table: Path) -> None:
     path = config(table.parent)
-    meaning = "exposed: what is left of the time beside a computation of the operation's own length"
+    meaning = "exposed: the time that remains beside a computation of the operation's own length"
     for words, asynchronous in ((["--async"], True), ([], False)):
         _, out = command("all_reduce", "64", "--config", str(path), *words)
         assert (meaning in out.splitlines()) is asynchronous

@@ -19,10 +19,10 @@ from ranks import own_rank, run_ranks
 import mcr_plus as mcr
 from mcr_plus import registry
 from mcr_plus.backends.nccl import NcclBackend
-from mcr_plus.environment import cores
+from mcr_plus.core.environment import cores
 from mcr_plus.errors import ConfigError
-from mcr_plus.selection import fingerprint
-from mcr_plus.selection.fingerprint import (
+from mcr_plus.tables import fingerprint
+from mcr_plus.tables.fingerprint import (
     FACTS,
     cpu_name,
     differences,
@@ -214,7 +214,7 @@ def test_tables_measured_elsewhere(tmp_path: Path) -> None:
 
 def only_the_second_rank_differs(folder: str) -> dict[str, Any]:
     log = heard()
-    with mock.patch("mcr_plus.selection.fingerprint.cpu_name", return_value=f"processor {own_rank()}"):
+    with mock.patch("mcr_plus.tables.fingerprint.cpu_name", return_value=f"processor {own_rank()}"):
         return {name: join(log, f"{folder}/{name}.yaml") for name in ("wrong", "strict")}
 
 

@@ -14,12 +14,13 @@ from ranks import run_ranks
 from test_cli import mcr_plus_process
 
 import mcr_plus as mcr
-from mcr_plus.config import FuseOptions, load
+from mcr_plus.config.reader import load
+from mcr_plus.core.message import Signature
 from mcr_plus.dispatch.stage import DispatchStage, GroupRuntime
 from mcr_plus.errors import ConfigError
-from mcr_plus.interfaces import Issue
+from mcr_plus.fusion.options import FuseOptions
 from mcr_plus.launch import mpi_usable
-from mcr_plus.message import Signature
+from mcr_plus.pipeline.stage import Issue
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 KINDS = ["all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"]

@@ -20,7 +20,7 @@ def test_blocks_hold_one_member_of_a_fused_bucket_each(codec: str) -> None:
             assert max(offs) < (0.01 if codec == "int8_block" else 0.15), (kind, offs)
 
 
-def test_a_fused_operation_is_decided_about_by_itself() -> None:
+def test_the_codec_of_a_fused_operation_depends_on_its_own_size() -> None:
     for result in run_ranks(decided_one_by_one, 2):
         found = result.value
         assert found["exempt"] == [None, 8]
@@ -29,7 +29,7 @@ def test_a_fused_operation_is_decided_about_by_itself() -> None:
         assert max(found["coalesced"]) < 0.01
 
 
-def test_gaps_between_gradients_do_not_matter() -> None:
+def test_gaps_between_gradients_do_not_change_results() -> None:
     codecs = [{"codec": "sign1"}, {"codec": "int4_block", "hadamard": True}]
     for result in run_ranks(repeated, 2, args=[codecs, 12], timeout=90):
         assert result.value == [0.0, 0.0]
@@ -65,7 +65,7 @@ def test_blocks_hold_one_gradient_each() -> None:
         ),
     ],
 )
-def test_what_is_exempt_travels_as_it_is(
+def test_exempt_gradients_are_not_compressed(
     compress: dict[str, Any], rules: list[dict[str, Any]], exact: list[str]
 ) -> None:
     options = {"codec": "int8_block", **compress}
@@ -81,7 +81,7 @@ def test_what_is_exempt_travels_as_it_is(
                     assert 1e-5 < off < 0.05, name
 
 
-def test_gradients_add_up_with_error_feedback() -> None:
+def test_error_feedback_sends_the_residuals_of_gradients_later() -> None:
     compress = {"codec": "int4_block", "error_feedback": True}
     for result in run_ranks(wrapped, 3, args=[compress, [], 8], timeout=90):
         found = result.value
@@ -111,7 +111,7 @@ def test_training_with_codecs(via: str) -> None:
             assert bool(found["kept"]) == keeps
 
 
-def test_feedback_and_exemptions_keep_the_loss_where_it_would_be() -> None:
+def test_feedback_and_exemptions_keep_the_loss_of_uncompressed_training() -> None:
     sign1, int4 = {"codec": "sign1"}, {"codec": "int4_block"}
     ways = [
         {"codec": "none"},

@@ -13,9 +13,9 @@ import torch
 from ranks import Via, run_ranks
 
 import mcr_plus as mcr
-from mcr_plus import config as configuration
-from mcr_plus import runtime
+from mcr_plus.config import reader as configuration
 from mcr_plus.launch import mpi_usable
+from mcr_plus.runtime.process import job
 
 both = pytest.mark.parametrize(
     "via",
@@ -141,15 +141,15 @@ def left() -> list[Any]:
     if comm.rank == 0:
         abandoned = late.all_reduce(torch.ones(4), async_op=True)  # nobody else issues it
         assert abandoned is not None
-        runtime.leave(late, clean=False)
+        late._runtime.leave(late, clean=False)
         with pytest.raises(mcr.BackendError, match="was left with operations in flight"):
             abandoned.wait()
     else:
-        runtime.leave(late, clean=False)
+        late._runtime.leave(late, clean=False)
     large = torch.ones(3_000_000)
     work = whole.all_reduce(large, async_op=True)
     assert work is not None
-    runtime.leave(whole)  # waits for it
+    whole._runtime.leave(whole)  # waits for it
     done = work.is_completed()
     value = torch.ones(3)
     comm.all_reduce(value)
@@ -181,11 +181,11 @@ def test_what_is_held_back_survives_a_wait_in_a_wrong_thread() -> None:
 def of_its_own() -> float:
     """A group with a codec that the job does not have: small tensors beside large ones keep their values."""
     joined()
-    assert runtime.job.runtime is not None
+    assert job.runtime is not None
     stages: list[dict[str, Any]] = [{"compress": {}}, {"select": {}}, {"dispatch": {}}]
     rules = [{"match": {"kind": "all_reduce"}, "compress": {"codec": "int8_block"}}]
     own = configuration.load({"version": 1, "pipeline": stages, "rules": rules})
-    group = runtime.job.runtime.open_group("mine", (0, 1), own)
+    group = job.runtime.open_group("mine", (0, 1), own)
     tensors = [torch.linspace(-1, 1, 100) * scale for scale in (1.0, 1e4, 1.0, 1e4)]
     wanted = [2 * tensor for tensor in tensors]
     group.all_reduce_coalesced(tensors)

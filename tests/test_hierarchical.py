@@ -17,12 +17,14 @@ from ranks import Via, run_ranks
 from two_hosts import TwoHosts, why_not
 
 import mcr_plus as mcr
-from mcr_plus.config import Config, HierarchicalOptions, dump, fingerprint, load, loads
+from mcr_plus.config.reader import dump, fingerprint, load, loads
+from mcr_plus.config.schema import Config
+from mcr_plus.core.group import Group
 from mcr_plus.errors import ConfigError
+from mcr_plus.hierarchy.decompose import _Steps
 from mcr_plus.hierarchy.nodes import Nodes, inner_groups, nodes_of
-from mcr_plus.hierarchy.ways import _Steps
+from mcr_plus.hierarchy.options import HierarchicalOptions
 from mcr_plus.launch import mpi_usable
-from mcr_plus.message import Group
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 
@@ -60,19 +62,19 @@ def test_nodes(hosts: str, options: dict[str, Any], ranks: Any, expected: Any) -
 
 
 @pytest.mark.parametrize(("rank", "place"), [(0, (0, 0)), (1, (1, 0)), (2, (0, 1)), (3, (1, 1))])
-def test_a_rank_knows_its_place_and_its_groups(rank: int, place: tuple[int, int]) -> None:
+def test_the_place_and_the_groups_of_a_rank(rank: int, place: tuple[int, int]) -> None:
     nodes = layout("abab", rank=rank)
     assert isinstance(nodes, Nodes)
     assert (nodes.node, nodes.index) == place == nodes.place(rank)
     node, index = place
     assert inner_groups(load(config()), tuple("abab"), Group("world", (0, 1, 2, 3), rank)) == {
-        "in": Group(f"world/node{node}", (node, node + 2), index),
-        "across": Group(f"world/across{index}", (2 * index, 2 * index + 1), node),
-        "back": Group(f"world/node{node}/back", (node, node + 2), index),
+        "intra": Group(f"world/node{node}", (node, node + 2), index),
+        "inter": Group(f"world/across{index}", (2 * index, 2 * index + 1), node),
+        "intra2": Group(f"world/node{node}/back", (node, node + 2), index),
     }
 
 
-def test_no_groups_where_they_are_of_no_use() -> None:
+def test_no_groups_on_one_node_without_the_stage_or_for_outsiders() -> None:
     assert not inner_groups(load(config()), ("a",) * 4, Group("world", (0, 1, 2, 3), 0))
     assert not inner_groups(load({}), tuple("aabb"), Group("world", (0, 1, 2, 3), 0))
     assert not inner_groups(load(config()), tuple("aabb"), Group("other", (0, 1, 2, 3), -1))
@@ -127,7 +129,7 @@ def text_of(options: str, rest: str = "  - select: {}\n  - dispatch: {}\n") -> s
         ),
     ],
 )
-def test_mistakes_are_refused_with_their_place(options: str, expected: str) -> None:
+def test_invalid_options_are_refused_with_their_place(options: str, expected: str) -> None:
     with pytest.raises(ConfigError) as refused:
         loads(text_of(options), "run.yaml")
     assert str(refused.value).startswith(f"run.yaml:{expected}")
@@ -141,7 +143,7 @@ def test_mistakes_are_refused_with_their_place(options: str, expected: str) -> N
         ("{inter: {compress: {codec: bf16}}}", "a codec needs the stage 'compress'"),
     ],
 )
-def test_rules_are_checked_too(rules: str, expected: str) -> None:
+def test_rules_are_checked(rules: str, expected: str) -> None:
     rest = "  - select: {}\n  - dispatch: {}\n"
     rule = f"rules:\n  - match: {{tag: x}}\n    hierarchical: {rules}\n"
     with pytest.raises(ConfigError, match=r"run\.yaml:10: rules") as refused:
@@ -149,7 +151,7 @@ def test_rules_are_checked_too(rules: str, expected: str) -> None:
     assert expected in str(refused.value)
 
 
-def test_other_backends_are_checked_too() -> None:
+def test_outside_backends_are_checked() -> None:
     checked = load(config(backends=["mpi", "gloo"], local={"backend": "mpi"}))
     with pytest.raises(ConfigError, match="backend 'mpi' is not in backends; known: gloo"):
         checked.with_backends(["gloo"])
@@ -161,7 +163,7 @@ def test_the_order_of_stages() -> None:
         load({"version": 1, "pipeline": stages})
 
 
-def test_options_survive_being_written_down() -> None:
+def test_options_round_trip_through_yaml() -> None:
     codec = {"codec": "topk", "ratio": 0.5, "error_feedback": {"decay": 0.5}}
     inter: dict[str, Any] = {"backend": "gloo", "compress": codec}
     first = load(config(nodes=[[0, 2], [1, 3]], kinds=["all_to_all_single"], inter=inter))
@@ -175,7 +177,7 @@ def test_options_survive_being_written_down() -> None:
     assert fingerprint(first) != fingerprint(load(config(nodes=[[0, 1], [2, 3]])))
 
 
-def test_it_is_there_only_if_asked_for() -> None:
+def test_the_stage_is_off_by_default() -> None:
     assert Config().options("hierarchical") is None
 
 
@@ -207,7 +209,7 @@ def test_explain_shows_the_steps() -> None:
     assert backends == ["mpi", "gloo"]
 
 
-def test_explain_knows_what_reaches_a_node_but_not_the_job() -> None:
+def test_explain_uses_a_backend_that_is_available_in_nodes_only() -> None:
     said = steps_of(backends=["gloo", "msccl"], local={"backend": "msccl"}, inter={"backend": "gloo"})
     assert [decision for operation, decision in said if "world/node0" in operation and "msccl" in decision]
 
@@ -227,14 +229,14 @@ def test_explain_knows_what_reaches_a_node_but_not_the_job() -> None:
         ),
         (
             {"inter": {"backend": "msccl"}, "backends": ["gloo", "msccl"]},
-            "backend msccl cannot do a step: group 'world/across' is on 2 hosts",
+            "backend msccl cannot do a step: group 'world/inter' is on 2 hosts",
         ),
         (
             {
                 "inter": {"backend": "msccl", "compress": {"codec": "int8_block"}},
                 "backends": ["gloo", "msccl"],
             },
-            "backend msccl cannot do a step: group 'world/across' is on 2 hosts",
+            "backend msccl cannot do a step: group 'world/inter' is on 2 hosts",
         ),
         (
             {
@@ -242,11 +244,11 @@ def test_explain_knows_what_reaches_a_node_but_not_the_job() -> None:
                 "backends": ["gloo", "msccl"],
                 "local": {"backend": "gloo"},
             },
-            "backend msccl cannot do a step: group 'world/across' is on 2 hosts",
+            "backend msccl cannot do a step: group 'world/inter' is on 2 hosts",
         ),
     ],
 )
-def test_explain_says_why_not(options: dict[str, Any], reason: str | None) -> None:
+def test_explain_prints_why_an_operation_stays_flat(options: dict[str, Any], reason: str | None) -> None:
     (operation, decision), *_ = steps_of(**options)
     if reason is None:
         assert decision.startswith("2 nodes")
@@ -255,7 +257,7 @@ def test_explain_says_why_not(options: dict[str, Any], reason: str | None) -> No
         assert "SUM" in operation
 
 
-def test_explain_says_why_a_codec_is_not_used() -> None:
+def test_explain_prints_why_a_codec_is_not_used() -> None:
     (_, decision), *_ = steps_of(inter={"compress": {"codec": "int8_block"}}, dtype="int32")
     assert "; codec int8_block not used between nodes: codec int8_block takes float32" in decision
     feedback = {"codec": "int8_block", "error_feedback": True}
@@ -265,7 +267,7 @@ def test_explain_says_why_a_codec_is_not_used() -> None:
     assert "not used" not in decision
 
 
-def test_what_a_codec_between_nodes_keeps_is_not_shared_in_buckets() -> None:
+def test_the_state_of_a_codec_between_nodes_is_not_shared_in_buckets() -> None:
     for feedback, fused in ((False, "fused with operations like it"), (True, "not fused: its codec keeps")):
         inter = {"compress": {"codec": "int8_block", "error_feedback": feedback}}
         found = mcr.explain(
@@ -288,7 +290,7 @@ def test_explain_of_other_operations_shows_nothing() -> None:
     assert all("in steps" not in decision for _, decision in steps_of(nbytes=0))
 
 
-def test_a_rule_that_names_a_backend_means_the_whole_operation() -> None:
+def test_a_rule_that_names_a_backend_keeps_the_operation_flat() -> None:
     rules = [{"match": {"tag": "flat"}, "backend": "gloo"}]
     found = mcr.explain(
         "all_reduce", "1MiB", ranks=4, nodes=2, tag="flat", config={**config(), "rules": rules}
@@ -305,15 +307,15 @@ def test_a_job_of_another_size_is_refused() -> None:
 
 
 class Slow(mcr.Work):
-    """Is done after so many seconds of waiting; keeps how long it was told to wait."""
+    """Complete after so many seconds of waiting; records the timeouts that were passed to `wait`."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self.told: list[float] = []
+        self.timeouts: list[float] = []
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
         assert isinstance(timeout, float)
-        self.told.append(timeout)
+        self.timeouts.append(timeout)
         time.sleep(min(timeout, self.seconds))
         if timeout < self.seconds:
             raise mcr.CommTimeout("late")
@@ -333,14 +335,14 @@ class Slow(mcr.Work):
 
 
 @pytest.mark.parametrize("timeout", [0.5, timedelta(seconds=0.5)])
-def test_a_wait_is_no_longer_than_it_was_told_to_be(timeout: float | timedelta) -> None:
+def test_the_timeout_of_a_wait_covers_all_steps(timeout: float | timedelta) -> None:
     step, agreed = Slow(0.4), Slow(0.3)
     work = _Steps([step], "all_reduce", nbytes=4, legs=True)
     work.agreed = agreed
     with pytest.raises(mcr.CommTimeout):
         work.wait(timeout)
-    assert agreed.told == [0.5]
-    assert step.told[0] <= 0.2
+    assert agreed.timeouts == [pytest.approx(0.5, abs=0.1)]
+    assert step.timeouts[0] <= 0.2
 
 
 # -- results ----------------------------------------------------------------------------------
@@ -377,14 +379,14 @@ def test_results(ranks: int, backends: list[str], options: dict[str, Any]) -> No
 
 
 @pytest.fixture(scope="module")
-def told() -> list[dict[str, str]]:
-    """What went wrong on four ranks with two nodes of two, by section."""
+def outcomes() -> list[dict[str, str]]:
+    """The failures on four ranks with two nodes of two, by section."""
     return [result.value for result in run_ranks(four_ranks, 4, via="torch", timeout=300)]
 
 
 @pytest.mark.parametrize("section", FOUR_RANKS)
-def test_on_four_ranks(told: list[dict[str, str]], section: str) -> None:
-    assert [each[section] for each in told] == [""] * 4
+def test_on_four_ranks(outcomes: list[dict[str, str]], section: str) -> None:
+    assert [each[section] for each in outcomes] == [""] * 4
 
 
 @pytest.mark.skipif(why_not() is not None, reason=f"two hosts: {why_not()}")

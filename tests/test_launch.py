@@ -21,15 +21,15 @@ import pytest
 from ranks import RanksFailed, run_ranks
 
 import mcr_plus as mcr
-from mcr_plus.c10d import HashStore
+from mcr_plus.core.c10d import HashStore
 from mcr_plus.errors import LaunchError
 from mcr_plus.launch import commands, launch, loopback, mpi_flavour, mpi_usable, scratch
 from mcr_plus.launch.channels import RankState
 from mcr_plus.launch.flavour import MpiLauncher, parse_version
 from mcr_plus.launch.job import Outcome, run_job
-from mcr_plus.launch.rendezvous import exchange, unused_part
 from mcr_plus.launch.run import explanation
-from mcr_plus.uncaught import description
+from mcr_plus.launch.uncaught import description
+from mcr_plus.rendezvous.store import exchange, unused_part
 
 PROGRAMS = str(Path(__file__).with_name("programs.py"))
 SHARED_MEMORY = Path("/dev/shm")
@@ -200,6 +200,33 @@ def test_failing_rank_ends_the_job_and_is_shown(
     assert all("Traceback" not in each for each in told[1:])
     assert gone(pids)
     assert leftovers(folder, run) == []
+
+
+@both
+def test_the_dump_of_a_fault_is_shown_once(start: Start, tmp_path: Path, via: str) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import faulthandler, os, signal, threading, time\n"
+        "faulthandler.enable()\n"
+        "for _ in range(30):\n"
+        "    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+        "def fall():\n"
+        "    os.kill(os.getpid(), signal.SIGSEGV)\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    fall()\n"
+        "time.sleep(60)\n"
+    )
+    run = start("-n", "2", "--via", via, str(program))
+    assert run.wait(END_LIMIT_S) == 1
+    dump, _, told = run.text().partition("mcr-plus: ")
+    assert dump.count("Current thread 0x") == 1
+    assert dump.count('program.py", line 8 in <module>') == 1
+    assert told.splitlines()[:3] == [
+        "rank 1 of 2 was killed by SIGSEGV:",
+        "  Fatal Python error: Segmentation fault (its dump is above)",
+        f'    File "{program}", line 6 in fall',
+    ]
+    assert "thread 0x" not in told
 
 
 @both
@@ -439,6 +466,34 @@ def test_output_that_nobody_reads_ends_the_job(folder: Path, via: str) -> None:
     assert told == ["mcr-plus: its output was closed; all ranks ended"]
 
 
+@both
+def test_output_and_errors_that_nobody_reads_end_the_job(folder: Path, via: str) -> None:
+    program = folder / "program.py"
+    program.write_text(
+        "import os, pathlib, sys, time\n"
+        "pathlib.Path(f'pid.{os.environ[\"RANK\"]}').write_text(str(os.getpid()))\n"
+        "while True:\n"
+        "    print('out', flush=True)\n"
+        "    print('err', file=sys.stderr, flush=True)\n"
+        "    time.sleep(0.01)\n"
+    )
+    command = [sys.executable, "-m", "mcr_plus.cli.main", "run", "-n", "2", "--via", via, str(program)]
+    env = os.environ | {"TMPDIR": str(folder)}
+    with subprocess.Popen(
+        command, env=env, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as job:
+        assert job.stdout is not None
+        try:
+            while len(found := list(folder.glob("pid.*"))) < 2 or not all(path.read_text() for path in found):
+                assert job.stdout.readline() in (b"out\n", b"err\n")
+            job.stdout.close()  # as `2>&1 | head` does
+            assert job.wait(END_LIMIT_S) == 128 + signal.SIGPIPE
+        finally:
+            job.kill()
+    assert gone({index: int(path.read_text()) for index, path in enumerate(found)})
+    assert not list(folder.glob("mcr-job-*"))
+
+
 def test_arguments_reach_the_program_as_they_are(start: Start) -> None:
     words = ["-n", "5", "--config", "a b", "*", "$HOME", "", "--", "-x"]
     run = start("-n", "1", PROGRAMS, "arguments", *words)
@@ -580,7 +635,7 @@ def fail_on_one() -> int:
 
 @both
 def test_run_ranks_gives_values_and_output_by_rank(via: str) -> None:
-    results = run_ranks(add, 2, args=[2, 3], via="mpi" if via == "mpi" else "torch")
+    results = run_ranks(add, 2, args=[2, 3], via="mpi" if via == "mpi" else "torch", teardown=True)
     assert [(r.rank, r.returncode, r.value) for r in results] == [(0, 0, {"sum": 5}), (1, 0, {"sum": 5})]
     assert {(r.stdout, r.stderr) for r in results} == {("out 2\n", "err 3\n")}
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tiers import STALE
 
 ROOT = Path(__file__).parent.parent
 LINKED = ("kernels", "fusion", "compression")
@@ -92,3 +93,7 @@ def test_no_personal_paths() -> None:
             continue
         found += [f"{path.relative_to(ROOT)}: {match}" for match in PERSONAL_PATH.findall(text)]
     assert found == []
+
+
+def test_long_tests_exist(request: pytest.FixtureRequest) -> None:
+    assert request.config.stash[STALE] == [], "tests/tiers.py names tests that do not exist"

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from ranks import Via, run_ranks
 
 import mcr_plus as mcr
-from mcr_plus import runtime
 from mcr_plus.dispatch import stage
 from mcr_plus.launch import mpi_usable
+from mcr_plus.runtime.process import job
 
 GLOO = {"version": 1, "backends": ["gloo"]}
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs MPI")
@@ -99,10 +99,10 @@ def test_jobs_that_have_ended() -> None:
         check([result.value for result in run_ranks(target, 2, args=[GLOO], via="torch")])
 
 
-def dropped() -> dict[str, object]:
+def dropped(rounds: int) -> dict[str, object]:
     """Runs on ranks: groups and wrapped models that the program drops, at another time on each rank."""
     comm = mcr.init({"version": 1, "pipeline": [{"select": {}}, {"dispatch": {"timeout": "20s"}}]})
-    running = runtime.job.runtime
+    running = job.runtime
     assert running is not None
     value = torch.ones(3)
     circles: list[list[object]] = []
@@ -136,7 +136,7 @@ def dropped() -> dict[str, object]:
     }
     for name, turn in turns.items():
         counts = []
-        for number in range(ROUNDS):
+        for number in range(rounds):
             turn()
             if (number + comm.rank) % 3 == 0:
                 gc.collect()
@@ -161,17 +161,18 @@ def dropped() -> dict[str, object]:
     found["closed"] = [name in [each.name for each in running.groups] for name in names]
     left = mcr.new_group([0, 1])
     left.barrier()
-    runtime.leave(left)  # each rank for itself, as torch's groups are
-    waiting = len(running._left)
+    running.leave(left)  # each rank for itself, as torch's groups are
+    waiting = len(running.idle_channels)
     comm.branch().barrier()
-    found["left"] = [waiting == ("mpi" in mcr.get_backends()), not running._left]
+    found["left"] = [waiting == ("mpi" in mcr.get_backends()), not running.idle_channels]
     mcr.finalize()
     return found
 
 
 @pytest.mark.parametrize("via", [pytest.param("mpi", marks=needs_mpi), "torch"])
-def test_dropped_groups_and_models(via: Via) -> None:
-    for rank, result in enumerate(run_ranks(dropped, 2, via=via)):
+@pytest.mark.parametrize("rounds", [ROUNDS, pytest.param(1000, marks=pytest.mark.slow)])
+def test_dropped_groups_and_models(via: Via, rounds: int) -> None:
+    for rank, result in enumerate(run_ranks(dropped, 2, args=[rounds], via=via, timeout=60 + 2 * rounds)):
         found = result.value
         assert found.pop("open") == [True, True]
         assert found.pop("closed") == [False, False]

@@ -175,9 +175,10 @@ def threads(via: str) -> dict[str, Any]:
     return found
 
 
-def _in_threads(groups: list[Group], backend: str, owners: set[int] = frozenset()) -> list[dict[str, int]]:  # type: ignore[assignment]
-    counts = [{"right": 0, "wrong": 0, "refused": 0} for _ in groups]
-    ready = threading.Barrier(len(groups))
+def _in_threads(groups: list[Group], backend: str, owners: set[int] = frozenset()) -> list[dict[str, Any]]:  # type: ignore[assignment]
+    counts: list[dict[str, Any]] = [{"right": 0, "wrong": 0, "refused": 0} for _ in groups]
+    # A group whose owner has ended is free for the next thread, so every thread stays until all are done.
+    ready, done = threading.Barrier(len(groups)), threading.Barrier(len(groups))
 
     def work(index: int) -> None:
         group = groups[index]
@@ -190,9 +191,13 @@ def _in_threads(groups: list[Group], backend: str, owners: set[int] = frozenset(
                 group.all_reduce(value, backend=backend)
             except (mcr.OrderMismatch, mcr.BackendError):
                 counts[index]["refused"] += 1
+            except Exception as error:
+                counts[index]["failed"] = str(error)
+                break
             else:
                 right = bool((value == group.size * (1000 * index + step)).all())
                 counts[index]["right" if right else "wrong"] += 1
+        done.wait()
 
     running = [threading.Thread(target=work, args=(index,)) for index in range(len(groups))]
     for thread in running:

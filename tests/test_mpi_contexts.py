@@ -13,7 +13,7 @@ from mismatches import outcome_of
 from ranks import own_rank, run_ranks
 
 import mcr_plus as mcr
-from mcr_plus.backends.mpi import MpiBackend
+from mcr_plus.backends.mpi.backend import MpiBackend
 from mcr_plus.launch import mpi_usable
 
 pytestmark = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
@@ -38,7 +38,7 @@ def _rooms(comm: mcr.Communicator) -> dict[str, int]:
 
 
 def _channels(comm: mcr.Communicator) -> dict[str, Any]:
-    lines = {opened.name: opened.runtime.lines for opened in comm._runtime.groups}
+    lines = {opened.name: opened.runtime.channels for opened in comm._runtime.groups}
     return {name: each["mpi"].channel for name, each in lines.items() if "mpi" in each}
 
 
@@ -64,14 +64,14 @@ def many_groups(groups: int) -> dict[str, Any]:
     first, *_, last = [group for group in made if group.size == comm.size]
     first.close()
     given_back = MpiBackend.contexts - before == rooms[first.opened.name]
-    mine = SIGNATURES if last.rank else SIGNATURES - 1  # those without one are told apart all the same
+    mine = SIGNATURES if last.rank else SIGNATURES - 1  # mismatches without one are detected, too
     told = outcome_of(lambda: _check(last, mine, 1))["error"]
     return {"contexts": contexts, "rooms": rooms, "given back": given_back, "told": told}
 
 
 @pytest.mark.parametrize(("ranks", "groups"), [(2, 12), (3, 4)])
 def test_communicators_are_bounded_in_a_process(ranks: int, groups: int) -> None:
-    results = run_ranks(many_groups, ranks, args=[groups], timeout=180)
+    results = run_ranks(many_groups, ranks, args=[groups], timeout=180, teardown=True)
     for result in results:
         found, rooms = result.value, result.value["rooms"]
         assert found["contexts"] <= sum(rooms.values()) <= 1024
@@ -83,7 +83,7 @@ def test_communicators_are_bounded_in_a_process(ranks: int, groups: int) -> None
 
 
 class _Short:
-    """A communicator that makes no others: it says so at once, or after all ranks have asked."""
+    """A communicator that cannot be duplicated: it fails at once, or after all ranks have called it."""
 
     def __init__(self, comm: Any, fails: str) -> None:
         self._comm, self._fails = comm, fails
@@ -131,7 +131,7 @@ def without_communicators(fails: str, ranks: list[int]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("fails", "ranks"), [("late", [0, 1]), ("late", [1]), ("at once", [0])])
-def test_no_rank_waits_for_one_that_has_no_communicators(fails: str, ranks: list[int]) -> None:
+def test_no_rank_waits_for_one_without_communicators(fails: str, ranks: list[int]) -> None:
     results = run_ranks(without_communicators, 2, args=[fails, ranks], check=False)
     for result in results:
         found = result.value
@@ -197,7 +197,7 @@ def one_after_another(seed: int) -> list[int]:
     long an operation that was let in waits for the one before it. Ranks come to each at different times.
     """
     stages = [{"compress": {"codec": "int8_block"}}, *ONLY_MPI["pipeline"]]
-    with mock.patch("mcr_plus.runtime.host_name", return_value=f"host{own_rank()}"):
+    with mock.patch("mcr_plus.runtime.init.host_name", return_value=f"host{own_rank()}"):
         comm = mcr.init({**ONLY_MPI, "pipeline": stages})
     program, own = random.Random(seed), random.Random(seed * 100 + comm.rank)
     for step in range(40):
@@ -219,7 +219,7 @@ def one_after_another(seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_operations_that_start_after_others_are_let_in_once(ranks: int) -> None:
+def test_operations_that_start_later_pass_the_gate_once(ranks: int) -> None:
     first, *others = run_ranks(one_after_another, ranks, args=[ranks], timeout=120)
     assert len(first.value) > 20
     assert all(other.value == first.value for other in others)

@@ -20,13 +20,14 @@ from command import mcr_plus
 from ranks import run_ranks
 
 import mcr_plus as mcr
-from mcr_plus.backends.msccl import catalog
-from mcr_plus.backends.msccl.generators import GENERATORS
-from mcr_plus.backends.msccl.lane import Lane
-from mcr_plus.backends.msccl.writer import write_algorithm
+from mcr_plus.backends.shm.queue import WorkQueue
+from mcr_plus.core.group import Group
+from mcr_plus.core.message import Signature
 from mcr_plus.errors import ConfigError
-from mcr_plus.interfaces import World
-from mcr_plus.message import Group, Signature
+from mcr_plus.msccl import catalog
+from mcr_plus.msccl.generators import GENERATORS
+from mcr_plus.msccl.writer import write_algorithm
+from mcr_plus.rendezvous.world import World
 
 COUNTS = (1, 5, 1031, 70_001)  # elements of a rank's block
 Check = Callable[[torch.Tensor, torch.Tensor, str], None]
@@ -76,7 +77,7 @@ class Case:
         self.check(found, wanted, self.what)
 
     def blocks(self, rank: int) -> torch.Tensor:
-        """What `rank` has for each."""
+        """The elements of `rank` for each rank."""
         return torch.cat([self.base + 100 * other + rank for other in self.ranks])
 
     def run(self) -> None:
@@ -219,7 +220,7 @@ def test_algorithms_from_files(tmp_path: Path) -> None:
         assert "backend 'msccl:' names no algorithm" in empty
 
 
-def test_algorithm_files_are_checked_before_anything_runs(tmp_path: Path) -> None:
+def test_algorithm_files_are_checked_at_init(tmp_path: Path) -> None:
     write_algorithm(samples.ring(2), tmp_path / "mine.xml")
     text = (tmp_path / "mine.xml").read_text()
     (tmp_path / "wrong").mkdir()
@@ -266,7 +267,7 @@ UNKNOWN = {  # what stands in the configuration: where it is refused
 
 
 @pytest.mark.parametrize("text", UNKNOWN)
-def test_names_that_no_operation_has_are_refused_before_anything_runs(tmp_path: Path, text: str) -> None:
+def test_unknown_algorithm_names_are_refused_at_load(tmp_path: Path, text: str) -> None:
     write_algorithm(samples.ring(2), tmp_path / "mine.xml")
     rules = "\n- {kind: all_gather, bytes: 0.., backend: 'msccl:mine'}"
     rules += "\n- {kind: all_reduce, bytes: 0.., backend: 'msccl:nope'}"
@@ -279,8 +280,8 @@ def test_names_that_no_operation_has_are_refused_before_anything_runs(tmp_path: 
         mcr.init(pipeline)
 
 
-def test_configurations_with_other_algorithms_are_others(tmp_path: Path) -> None:
-    from mcr_plus.config import fingerprint, load
+def test_algorithm_files_are_part_of_the_configuration_hash(tmp_path: Path) -> None:
+    from mcr_plus.config.reader import fingerprint, load
 
     write_algorithm(samples.ring(2), tmp_path / "mine.xml")
     given = {"version": 1, "algorithms": [str(tmp_path)]}
@@ -345,7 +346,7 @@ def test_large_asynchronous_operations(ranks: int) -> None:
 
 
 def interrupted() -> list[bool]:
-    """Rank 0 gives up waiting and lets go of its tensor while rank 1 is late; the operation still ends."""
+    """Rank 0 stops waiting and drops its tensor while rank 1 is late; the operation still completes."""
     comm = mcr.init({"version": 1, "backends": ["msccl"]})
     mcr.all_reduce(torch.ones(3_000_000))
     mcr.barrier()
@@ -389,14 +390,14 @@ def other_sizes(backend: str) -> str:
 
 
 @pytest.mark.parametrize("backend", ["msccl", "msccl:ring"])
-def test_other_sizes_are_told_and_never_summed(backend: str) -> None:
+def test_other_sizes_raise_and_are_never_summed(backend: str) -> None:
     for result in run_ranks(other_sizes, 2, args=[backend], via="torch", check=False):
         assert "float32[1000]" in str(result.value)
         assert "float32[400000]" in str(result.value)
 
 
 def other_order() -> str:
-    """The root of a tree waits for nobody, so nobody would hear what it has issued."""
+    """The root of a tree waits for no peer, so no peer would read the description of its operation."""
     stages = [{"select": {}}, {"dispatch": {"timeout": "20s"}}]
     comm = mcr.init({"version": 1, "backends": ["msccl"], "pipeline": stages})
     first, second = torch.zeros(100), torch.zeros(200)
@@ -411,7 +412,7 @@ def other_order() -> str:
     return "no error"
 
 
-def test_another_order_is_told_where_data_flow_one_way() -> None:
+def test_another_order_raises_where_data_flow_one_way() -> None:
     start = time.monotonic()
     root, other = run_ranks(other_order, 2, via="torch", check=False)
     assert "broadcast float32[200]" in str(other.value)
@@ -450,19 +451,19 @@ class _Interrupting:
         raise KeyboardInterrupt
 
 
-def test_what_an_interrupt_has_kept_from_beginning_is_not_gone_on_with() -> None:
-    lane, called = Lane(), []
+def test_an_operation_interrupted_before_its_start_is_not_continued() -> None:
+    queue, called = WorkQueue(), []
 
     def advance(*_: object) -> int:
         called.append("advance")
         return 1
 
-    free, lane._lock = lane._lock, _Interrupting(lane._lock)
-    start = lane.bind(lambda *_: 1, advance, None)
+    free, queue._lock = queue._lock, _Interrupting(queue._lock)
+    start = queue.bind(lambda *_: 1, advance, None)
     with pytest.raises(KeyboardInterrupt):
         start(1, 2, None)
-    lane._lock = free
-    lane.progress()
+    queue._lock = free
+    queue.progress()
     assert called == []
     assert free.acquire(False)
 
@@ -480,7 +481,7 @@ def late() -> str:
     return str(missed.value)
 
 
-def test_a_rank_that_is_late_is_told_with_its_last_operation() -> None:
+def test_a_late_rank_is_named_with_its_last_operation() -> None:
     results = run_ranks(late, 2, via="torch", check=False)
     assert "rank 1: last issued #7, process running" in str(results[0].value)
 
@@ -497,11 +498,11 @@ def codec_and_algorithm() -> tuple[str, str]:
     return str(log.records[0].codec), str(refused.value)
 
 
-def test_a_named_algorithm_is_for_the_operation_itself() -> None:
+def test_a_named_algorithm_excludes_a_codec() -> None:
     for result in run_ranks(codec_and_algorithm, 2, via="torch"):
         codec, refused = result.value
         assert codec == "None"
-        assert "a codec makes other operations of it, for which msccl:ring is not meant" in refused
+        assert "compression makes other operations of it, to which msccl:ring cannot be applied" in refused
 
 
 def another_library() -> str:
@@ -528,7 +529,7 @@ def explained_meanwhile(file: str) -> bool:
     return bool((value == 4).all())
 
 
-def test_explaining_leaves_the_jobs_algorithms_alone(tmp_path: Path) -> None:
+def test_explain_keeps_the_algorithms_of_the_job(tmp_path: Path) -> None:
     write_algorithm(samples.ring(2), tmp_path / "mine.xml")
     args = [str(tmp_path / "mine.xml")]
     assert all(result.value for result in run_ranks(explained_meanwhile, 2, args=args, via="torch"))
@@ -536,12 +537,12 @@ def test_explaining_leaves_the_jobs_algorithms_alone(tmp_path: Path) -> None:
 
 def without_memory(named: bool) -> list[Any]:
     """No room in /dev/shm: a job that has not asked for it goes on without."""
-    from mcr_plus.backends.msccl import arena
+    from mcr_plus.backends.shm import segment
 
     def create(nbytes: int) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device", "/dev/shm")
 
-    arena._create = create
+    segment._create = create
     try:
         comm = mcr.init({"version": 1, "backends": ["msccl", "gloo"]} if named else None)
     except mcr.BackendUnavailable as error:
@@ -581,7 +582,7 @@ def waiting_moves_everything() -> bool:
     return True
 
 
-def test_waiting_moves_everything() -> None:
+def test_waiting_progresses_everything() -> None:
     assert all(result.value for result in run_ranks(waiting_moves_everything, 3, via="torch"))
 
 
@@ -590,8 +591,8 @@ def _signature(**changes: Any) -> Signature:
     return plain.replace(**changes)
 
 
-def test_memory_is_for_the_channels_that_are_used(tmp_path: Path) -> None:
-    from mcr_plus.backends.msccl.backend import _shape
+def test_memory_is_allocated_for_used_channels_only(tmp_path: Path) -> None:
+    from mcr_plus.backends.shm.backend import _shape
 
     write_algorithm(replace(samples.ring(2), channels=256), tmp_path / "one.xml")
     write_algorithm(replace(samples.ring(3), channels=999_999_999_999_999_999), tmp_path / "all.xml")
@@ -605,14 +606,14 @@ def test_memory_is_for_the_channels_that_are_used(tmp_path: Path) -> None:
 
 
 def _reasons(hosts: str) -> Iterator[tuple[str, str]]:
-    from mcr_plus.backends.msccl.backend import MscclBackend
+    from mcr_plus.backends.shm.backend import MscclBackend
 
     world = World(0, len(hosts), tuple(hosts), 1.0)
     for ranks in ((0, 1), tuple(range(len(hosts)))):
         yield MscclBackend.serves(world), MscclBackend.reaches(world, Group("g", ranks, 0))
 
 
-def test_where_it_can_be() -> None:
+def test_jobs_and_groups_it_is_available_for() -> None:
     assert list(_reasons("aa")) == [("", "")] * 2
     (alone, _), _ = _reasons("ab")
     assert "every rank is on a host of its own" in alone
@@ -622,7 +623,7 @@ def test_where_it_can_be() -> None:
     assert "group 'g' is on 2 hosts" in everywhere[1]
 
 
-def test_explain_leaves_it_out_between_hosts() -> None:
+def test_explain_excludes_it_between_hosts() -> None:
     found = json.loads(mcr_plus("explain", "all_reduce", "1MiB", "--ranks", "4", "--json").stdout)
     assert found["backends"] == ["msccl"]
     found = json.loads(
@@ -632,7 +633,7 @@ def test_explain_leaves_it_out_between_hosts() -> None:
 
 
 def test_supports() -> None:
-    from mcr_plus.backends.msccl.backend import MscclBackend
+    from mcr_plus.backends.shm.backend import MscclBackend
 
     assert MscclBackend.supports(_signature()).level == "native"
     assert MscclBackend.supports(_signature(algorithm="ring")).level == "native"

@@ -17,12 +17,12 @@ import torch
 from ranks import run_ranks
 
 import mcr_plus as mcr
-from mcr_plus.backends.msccl.algorithm import Algorithm
-from mcr_plus.backends.msccl.catalog import COLLECTIVES
-from mcr_plus.backends.msccl.reader import read_algorithm
-from mcr_plus.backends.msccl.verifier import verify_all
+from mcr_plus.core.kinds import Kind, ReduceOp
 from mcr_plus.errors import AlgorithmError
-from mcr_plus.message import Kind, ReduceOp
+from mcr_plus.msccl.algorithm import Algorithm
+from mcr_plus.msccl.catalog import COLLECTIVES
+from mcr_plus.msccl.reader import read_algorithm
+from mcr_plus.msccl.verifier import verify_all
 
 FOLDER: Final = os.environ.get("MCR_ALGORITHM_FILES", "")
 MOST_RANKS: Final = 8
@@ -41,7 +41,7 @@ def values(rank: int, count: int, salt: int) -> np.ndarray:
 
 
 def expected_of(kind: Kind, parts: list[np.ndarray], rank: int, op: ReduceOp, root: int) -> np.ndarray | None:
-    """What a rank has in the end, in numpy; None where it has nothing."""
+    """The expected output of a rank, in numpy; None without one."""
     if kind in ("all_reduce", "reduce", "reduce_scatter"):
         whole: np.ndarray = np.sum(parts, axis=0) if op == "SUM" else np.max(parts, axis=0)
         if kind == "reduce_scatter":
@@ -86,7 +86,7 @@ def sizes_of(algorithm: Algorithm, width: int) -> list[int]:
 
 
 def runs(file: str) -> list[str]:
-    """What went wrong, and at the end how many calls were compared."""
+    """The failures, and at the end the number of compared calls."""
     algorithm = read_algorithm(Path(file))
     kind, name, root = KINDS[algorithm.collective], f"msccl:{Path(file).stem}", algorithm.root
     found, calls = [], 0

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from msccl_oracle import check
 
-from mcr_plus.backends.msccl.algorithm import Algorithm
-from mcr_plus.backends.msccl.generators import GENERATORS
-from mcr_plus.backends.msccl.reader import parse_algorithm
-from mcr_plus.backends.msccl.verifier import verify, verify_all
-from mcr_plus.backends.msccl.writer import algorithm_text
 from mcr_plus.errors import InvalidArgument
+from mcr_plus.msccl.algorithm import Algorithm
+from mcr_plus.msccl.generators import GENERATORS
+from mcr_plus.msccl.reader import parse_algorithm
+from mcr_plus.msccl.verifier import verify, verify_all
+from mcr_plus.msccl.writer import algorithm_text
 
 
 def variants(name: str, ranks: int) -> Iterator[dict[str, int]]:
@@ -32,7 +32,7 @@ def made(name: str, ranks: int, **options: int) -> Algorithm:
 
 
 @pytest.mark.parametrize("name", GENERATORS)
-def test_is_proved_for_any_number_of_ranks_in_both_places(name: str) -> None:
+def test_generated_algorithms_are_proved_in_place_and_out_of_place(name: str) -> None:
     for ranks in range(2, 17):
         for options in variants(name, ranks):
             algorithm = made(name, ranks, **options)
@@ -50,7 +50,7 @@ def test_computes_the_right_numbers_in_any_order(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", GENERATORS)
-def test_survives_its_file(name: str) -> None:
+def test_generated_algorithms_round_trip_through_files(name: str) -> None:
     algorithm = made(name, 5)
     text = algorithm_text(algorithm)
     assert algorithm_text(parse_algorithm(text, "it.xml")) == text
@@ -61,7 +61,7 @@ def chunks_sent(name: str, ranks: int, **options: int) -> int:
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16])
-def test_all_reduces_send_no_more_than_they_must(ranks: int) -> None:
+def test_all_reduces_send_the_least_bytes(ranks: int) -> None:
     names = [name for name in GENERATORS if name.startswith("all_reduce")]
     assert [chunks_sent(name, ranks) for name in names] == [2 * (ranks - 1)] * 4
 
@@ -76,7 +76,7 @@ def test_groups_leave_fewer_and_longer_messages_between_them() -> None:
     assert between == [[4]]
 
 
-def test_rounds_grow_as_the_documentation_says() -> None:
+def test_rounds_grow_as_documented() -> None:
     def rounds(name: str, ranks: int, **options: int) -> int:
         return verify(made(name, ranks, **options), in_place=True).rounds
 
@@ -88,7 +88,7 @@ def test_rounds_grow_as_the_documentation_says() -> None:
 
 
 @pytest.mark.parametrize("name", GENERATORS)
-def test_options_are_those_of_the_function(name: str) -> None:
+def test_options_are_the_arguments_of_the_function(name: str) -> None:
     parameters = list(inspect.signature(GENERATORS[name].make).parameters)
     assert parameters == ["ranks", *GENERATORS[name].options]
 
@@ -105,6 +105,6 @@ def test_options_are_those_of_the_function(name: str) -> None:
         ),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(name: str, arguments: Any, message: str) -> None:
+def test_invalid_arguments_are_refused(name: str, arguments: Any, message: str) -> None:
     with pytest.raises(InvalidArgument, match=f"^{message}$"):
         GENERATORS[name].make(**arguments)

@@ -13,17 +13,19 @@ import torch
 from fake_nccl import FakeStreams, Simulator
 
 from mcr_plus import registry
-from mcr_plus.backends.msccl import catalog, choice
-from mcr_plus.backends.msccl.backend import MscclBackend
-from mcr_plus.backends.msccl.library import MscclLibraryBackend
-from mcr_plus.backends.msccl.writer import write_algorithm
+from mcr_plus.backends import msccl as choice
 from mcr_plus.backends.nccl import NcclBackend
 from mcr_plus.backends.nccl.abi import Nccl
-from mcr_plus.c10d import HashStore
-from mcr_plus.config import load
+from mcr_plus.backends.nccl.msccl_library import MscclLibraryBackend
+from mcr_plus.backends.shm.backend import MscclBackend
+from mcr_plus.config.reader import load
+from mcr_plus.core.c10d import HashStore
+from mcr_plus.core.group import Group
+from mcr_plus.core.message import Message, Signature
 from mcr_plus.errors import BackendUnavailable, ConfigError
-from mcr_plus.interfaces import World
-from mcr_plus.message import Group, Message, Signature
+from mcr_plus.msccl import catalog
+from mcr_plus.msccl.writer import write_algorithm
+from mcr_plus.rendezvous.world import World
 from mcr_plus.selection.checks import use_algorithms
 
 SUM = Signature("all_reduce", torch.float32, (4,), 16, "world", 2, device="cuda", reduce_op="SUM")
@@ -81,7 +83,7 @@ def test_algorithms_in_two_folders(folder: Path) -> None:
         MscclLibraryBackend(World(0, 1, ("host",), 5.0), nccl=Nccl(Simulator().library()))
 
 
-def test_names_of_its_algorithms_cannot_be_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_algorithms_of_the_library_cannot_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     named = {"rules": [{"match": {"kind": "all_reduce"}, "backend": "msccl:nope"}]}
     with catalog.kept():
         with pytest.raises(ConfigError, match="unknown algorithm 'nope'"):

@@ -1,4 +1,4 @@
-"""The verifier: what it proves, what it says about what it refuses, and that no mutant gets past it."""
+"""The verifier: its proofs, its refusals with their texts, and mutants, all of which it refuses."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import pytest
 from msccl_mutants import mutants
 from msccl_oracle import Wrong, check
 
-from mcr_plus.backends.msccl import verifier
-from mcr_plus.backends.msccl.algorithm import Algorithm, Chunks, Collective, Program, Step, ThreadBlock
-from mcr_plus.backends.msccl.conditions import wanted
-from mcr_plus.backends.msccl.generators import GENERATORS
-from mcr_plus.backends.msccl.reader import parse_algorithm
-from mcr_plus.backends.msccl.simulator import Run
-from mcr_plus.backends.msccl.structure import structure_problems
-from mcr_plus.backends.msccl.verifier import Report, verify, verify_all
-from mcr_plus.backends.msccl.writer import algorithm_text
 from mcr_plus.errors import AlgorithmError, ConfigError, InvalidArgument
+from mcr_plus.msccl import verifier
+from mcr_plus.msccl.algorithm import Algorithm, Chunks, Collective, Program, Step, ThreadBlock
+from mcr_plus.msccl.generators import GENERATORS
+from mcr_plus.msccl.postconditions import wanted
+from mcr_plus.msccl.reader import parse_algorithm
+from mcr_plus.msccl.simulator import Run
+from mcr_plus.msccl.verifier import Report, verify, verify_all
+from mcr_plus.msccl.well_formed import structure_problems
+from mcr_plus.msccl.writer import algorithm_text
 
 # Files as they are found: attributes left out, a comment first, and references of steps that describe the
 # peer's buffer only. Offsets of -1 belong to nops.
@@ -138,7 +138,7 @@ def broadcast(*blocks: ThreadBlock, first: tuple[Step, ...] = ()) -> Algorithm:
     return made("broadcast", 1, (tb(1, -1, *(first or (send(i(0)),)), copy),), blocks, scratch=2)
 
 
-def test_messages_that_nobody_receives_or_sends() -> None:
+def test_messages_without_a_receiver_or_sender() -> None:
     assert refusal(broadcast()) == [
         "<it>: gpu[0].tb[0].step[0]: a message from rank 0 to rank 1 on channel 0 that nobody receives: "
         "1 sent, 0 received"
@@ -156,7 +156,7 @@ def test_messages_of_another_length() -> None:
     ]
 
 
-def test_a_read_of_what_was_never_written() -> None:
+def test_a_read_of_an_unwritten_chunk() -> None:
     algorithm = broadcast(tb(-1, 0, receive(s(0)), Step("cpy", s(1), o(0))))
     assert refusal(algorithm) == ["<it>: gpu[1].tb[0].step[1]: reads s[1], which has never been written"]
     # whatever it holds: only the root gives something
@@ -265,7 +265,7 @@ def test_a_message_to_another_rank_and_back_is_order() -> None:
     assert verify_all(made("allreduce", 1, first, second))
 
 
-def test_that_a_full_queue_holds_back_is_no_order() -> None:
+def test_a_full_queue_does_not_order_steps() -> None:
     # With one slot, the second send waits until the first message has left, and the message on channel 1
     # for that send: so its receipt comes last. With more slots it may not, and nothing shall rest on that.
     sender = (
@@ -288,7 +288,7 @@ def test_a_copy_onto_itself_does_not_race() -> None:
     assert len(verify_all(made("allgather", 2, rank(1), rank(0)))) == 2
 
 
-def test_in_place_is_another_question_than_out_of_place() -> None:
+def test_a_proof_out_of_place_does_not_cover_in_place() -> None:
     # sending the input and receiving into the output, in thread blocks of their own
     def rank(peer: int, after: tuple[int, int] | None) -> tuple[ThreadBlock, ...]:
         copy = tb(-1, -1, Step("cpy", i(1 - peer), o(1 - peer)))
@@ -324,7 +324,7 @@ def test_receiving_first_on_both_ranks() -> None:
     ]
 
 
-def test_a_dependency_that_closes_a_circle() -> None:
+def test_a_dependency_that_closes_a_cycle() -> None:
     early = Step("nop", i(0), i(0), 0, (1, 0), True)
     late = Step("nop", i(0), i(0), 0, (0, 0), True)
     algorithm = broadcast(tb(-1, 0, early, receive(o(0))), tb(-1, -1, late))
@@ -352,19 +352,19 @@ def test_as_many_messages_as_slots_may_be_ahead(slots: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["alltoallv", "custom", "send", "recv"])
-def test_kinds_whose_result_does_not_follow_from_their_name(kind: Collective) -> None:
+def test_collectives_without_a_defined_result_are_refused(kind: Collective) -> None:
     lines = refusal(made(kind, 1, (), ()))
     assert len(lines) == 1
     assert lines[0].startswith(f"<it>: algo.coll: not verified: what {kind!r} must compute does not follow")
 
 
-def test_no_more_than_twenty_problems_are_told() -> None:
+def test_at_most_twenty_problems_are_reported() -> None:
     lines = refusal(made("allgather", 60, (), ()))
     assert len(lines) == 21
     assert lines[-1] == "<it>: and 40 more"  # each rank has 30 of its 60 chunks
 
 
-def test_structure_is_checked_for_what_was_made_too() -> None:
+def test_structure_is_checked_without_a_file_too() -> None:
     lines = refusal(made("allreduce", 1, (tb(1, -1, send(i(1))),), (tb(5, -1),)))
     assert lines == [
         "<it>: gpu[0].tb[0].step[0].srcoff: 1, expected 0 to 0: the length of buffer 'i' is 1",
@@ -372,7 +372,7 @@ def test_structure_is_checked_for_what_was_made_too() -> None:
     ]
 
 
-def test_what_would_need_gigabytes_is_refused() -> None:
+def test_algorithms_that_need_gigabytes_are_refused() -> None:
     wide = made("allreduce", 4096, *[()] * 16)
     assert refusal(wide) == [
         "<it>: algo.nchunksperloop: 4096, expected at most 2048 for 16 ranks: the verifier follows 32768 "
@@ -416,19 +416,19 @@ def idle(*blocks: tuple[int, Step], scratch: int = 0) -> Algorithm:
     ],
     ids=["chunks", "steps", "clocks", "scratch"],
 )
-def test_what_would_take_minutes_or_gigabytes_is_refused(algorithm: Algorithm, what: str) -> None:
+def test_algorithms_beyond_the_limits_are_refused(algorithm: Algorithm, what: str) -> None:
     assert refusal(algorithm) == [f"<it>: algo: {what}"]
 
 
 @pytest.mark.parametrize(
     ("name", "ranks"), [("all_reduce_halving_doubling", 255), ("all_to_all_two_level", 110)]
 )
-def test_the_largest_of_our_own_are_within_the_limits(name: str, ranks: int) -> None:
-    """Of what `docs/msccl.md` names, that with the most chunks moved, and with the most clocks compared."""
+def test_the_largest_generated_algorithms_are_within_the_limits(name: str, ranks: int) -> None:
+    """The algorithms of `docs/msccl.md` with the most moved chunks, and with the most compared clocks."""
     assert list(structure_problems(GENERATORS[name].make(ranks))) == []
 
 
-def test_waiting_thread_blocks_are_looked_at_only_when_something_has_changed(
+def test_waiting_thread_blocks_are_checked_only_after_a_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looks = 0
@@ -449,7 +449,7 @@ def test_waiting_thread_blocks_are_looked_at_only_when_something_has_changed(
     assert looks <= 2 * 300
 
 
-def test_the_sum_of_all_ranks_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sum_of_all_ranks_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def counted(algorithm: Algorithm, rank: int, *, in_place: bool) -> dict[int, int]:
@@ -463,7 +463,7 @@ def test_the_sum_of_all_ranks_is_made_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert asked == [0, 0, 1, 2, 3, 4]
 
 
-def test_no_more_channels_than_can_be_had() -> None:
+def test_too_many_channels_are_refused() -> None:
     assert verify_all(replace(GENERATORS["all_reduce_ring"].make(2), channels=256))
     for channels in (0, 257, 999_999_999_999_999_999):
         assert refusal(made("allreduce", 1, (), (), channels=channels)) == [
@@ -471,7 +471,7 @@ def test_no_more_channels_than_can_be_had() -> None:
         ]
 
 
-def test_the_count_of_a_nop_means_nothing() -> None:
+def test_the_count_of_a_nop_is_ignored() -> None:
     ring_of_two = GENERATORS["all_reduce_ring"].make(2)
     block = ring_of_two.programs[0].blocks[0]
     idle_step = Step("nop", i(0), i(0), 999_999_999_999_999_999)
@@ -481,7 +481,7 @@ def test_the_count_of_a_nop_means_nothing() -> None:
     assert algorithm.largest_step == ring_of_two.largest_step == 1
 
 
-def test_an_algorithm_for_no_place_is_refused() -> None:
+def test_an_algorithm_for_no_call_is_refused() -> None:
     with pytest.raises(AlgorithmError, match=r"algo.inplace: 0, expected 1 here or in outofplace"):
         verify_all(replace(made("allreduce", 1, (), ()), in_place=False, out_of_place=False))
 
@@ -491,7 +491,7 @@ def test_queues_without_slots_are_refused() -> None:
         verify(made("allreduce", 1, (), ()), in_place=True, slots=0)
 
 
-def test_a_reduce_in_place_leaves_what_the_others_gave() -> None:
+def test_a_reduce_in_place_preserves_other_inputs() -> None:
     root = (tb(-1, 1, Step("rrc", i(0), o(0))),)
     assert verify_all(made("reduce", 1, root, (tb(0, -1, send(i(0))),), scratch=1))
     spoilt = (tb(0, -1, send(i(0)), Step("re", i(0), i(0))),)
@@ -515,7 +515,7 @@ ORDERS = 10
 
 @functools.cache
 def fates(name: str) -> Counter[tuple[str, str]]:
-    """How many mutants of a kind were refused by whom, or are harmless, counted once for each place."""
+    """Numbers of refused mutants of a kind by check, and of harmless ones, in place and out of place."""
     found: Counter[tuple[str, str]] = Counter()
     for mutant in mutants(GENERATORS[name].make(SPOILT[name])):
         text = algorithm_text(mutant.algorithm)
@@ -544,7 +544,7 @@ def test_mutants_are_refused_or_harmless(name: str) -> None:
     assert fates(name).total() > 100
 
 
-def test_what_became_of_all_mutants() -> None:
+def test_counts_of_refused_and_harmless_mutants() -> None:
     """Harmless are dependencies that other waiting implies, and what is overwritten or aliased."""
     total = sum((fates(name) for name in SPOILT), Counter())
     kinds = sorted({kind for kind, _ in total})

@@ -28,25 +28,17 @@ from mcr_plus.backends.nccl import NcclBackend, abi
 from mcr_plus.backends.nccl.abi import Nccl, NcclError
 from mcr_plus.backends.nccl.backend import NcclChannel
 from mcr_plus.backends.nccl.link import StreamPoll
-from mcr_plus.c10d import FileStore, HashStore
-from mcr_plus.dispatch.board import NoBoard
-from mcr_plus.dispatch.engine import Engine, GroupState
-from mcr_plus.dispatch.operation import Lane, Operation
-from mcr_plus.dispatch.peers import Peers
+from mcr_plus.core.c10d import FileStore, HashStore
+from mcr_plus.core.group import Group
+from mcr_plus.core.kinds import DTYPES, KINDS, REDUCIBLE, REDUCING, ROOTED, VECTOR, Kind
+from mcr_plus.core.message import Message, Signature
+from mcr_plus.dispatch.board.base import GroupBoard
+from mcr_plus.dispatch.engine import Engine
+from mcr_plus.dispatch.group_state import BackendChannel, GroupState
+from mcr_plus.dispatch.operation import Operation
 from mcr_plus.errors import BackendError, BackendUnavailable, CommTimeout, Unsupported
-from mcr_plus.interfaces import World
-from mcr_plus.message import (
-    DTYPES,
-    KINDS,
-    REDUCIBLE,
-    REDUCING,
-    ROOTED,
-    VECTOR,
-    Group,
-    Kind,
-    Message,
-    Signature,
-)
+from mcr_plus.rendezvous.processes import Peers
+from mcr_plus.rendezvous.world import World
 
 SIZE = 3
 
@@ -232,7 +224,7 @@ def test_complex_average(job: Job) -> None:
     expect(run(job, signed, make), [mean - 1j * mean] * SIZE)
 
 
-def test_reduce_leaves_the_others_alone(job: Job) -> None:
+def test_reduce_writes_on_the_root_only(job: Job) -> None:
     signed = signature("reduce")
 
     def make(rank: int) -> Message:
@@ -457,14 +449,14 @@ def test_an_error_in_a_chained_function_fails_its_operation(alone: tuple[Job, Nc
     assert other()
 
 
-def test_events_are_used_again(alone: tuple[Job, NcclChannel]) -> None:
+def test_events_are_reused(alone: tuple[Job, NcclChannel]) -> None:
     _, channel = alone
     for _ in range(5):
         assert all_reduce(channel)()
     assert len(channel._link._events) == 1
 
 
-def test_barrier_is_for_the_host(job: Job) -> None:
+def test_barrier_blocks_the_host(job: Job) -> None:
     channels = job.open()
     signed = signature("barrier")
     polls = [channel.bind(signed)(Message(signed)) for channel in channels[:2]]
@@ -547,7 +539,7 @@ def test_a_batch_is_launched_as_one(job: Job) -> None:
     np.testing.assert_array_equal(outs[1].numpy(), inputs(2)[1])
 
 
-def test_a_send_passes_a_collective(job: Job) -> None:
+def test_a_send_overtakes_a_collective(job: Job) -> None:
     channels = job.open()
     signed = signature("all_reduce")
     tensors = [torch.ones(4) for _ in range(SIZE)]
@@ -565,7 +557,7 @@ def test_a_send_passes_a_collective(job: Job) -> None:
 @pytest.mark.parametrize(
     ("peer", "tag", "text"), [(None, 0, "name the source"), (1, 5, "tag=5"), (0, 0, "the rank itself")]
 )
-def test_what_messages_cannot_do(job: Job, peer: int | None, tag: int, text: str) -> None:
+def test_unsupported_messages_are_refused(job: Job, peer: int | None, tag: int, text: str) -> None:
     channel = job.open()[0]
     with pytest.raises(Unsupported, match=text):
         irecv(channel, peer, torch.zeros(4), tag)
@@ -583,13 +575,14 @@ def test_messages_of_no_size(job: Job) -> None:
 
 def operation(channel: NcclChannel, signed: Signature) -> Operation:
     engine = Engine(Peers(0, ("host",), None, 1.0), wait="auto", oversubscribed=False)
-    state = GroupState(Group("world", (0,), 0), NoBoard())
+    state = GroupState(Group("world", (0,), 0), GroupBoard())
+    nobody: Any = None
     return Operation(
         signed,
         channel.bind(signed),
         engine,
         state,
-        Lane(),
+        BackendChannel(nobody, channel),
         channel=channel,
         on_stream=True,
         spins=1,
@@ -598,7 +591,7 @@ def operation(channel: NcclChannel, signed: Signature) -> Operation:
     )
 
 
-def test_an_error_code_becomes_an_error_with_nccls_words(alone: tuple[Job, NcclChannel]) -> None:
+def test_an_error_code_raises_with_the_text_of_nccl(alone: tuple[Job, NcclChannel]) -> None:
     job, channel = alone
     signed = signature("all_reduce", backend="nccl")
     issue = operation(channel, signed).bind()
@@ -635,23 +628,23 @@ def test_through_the_engine(alone: tuple[Job, NcclChannel]) -> None:
     np.testing.assert_array_equal(after.numpy(), np.ones(4))
 
 
-def test_an_error_in_the_background_is_seen_by_polls(job: Job) -> None:
+def test_a_background_error_is_raised_by_polls(job: Job) -> None:
     channels = job.open()
     poll = all_reduce(channels[0])  # the others never come
     assert not poll()
     job.simulator.comms[channels[0]._link.comm].state = 6
-    channels[0]._link._next_look = 0.0
+    channels[0]._link._next_check = 0.0
     poll()
     with pytest.raises(NcclError, match="error 6"):
         poll()
 
 
-def test_looks_for_background_errors_are_rare(job: Job) -> None:
+def test_checks_for_background_errors_are_rare(job: Job) -> None:
     channel = job.open()[0]
     poll = all_reduce(channel)
     poll()
     job.simulator.comms[channel._link.comm].state = 6
-    channel._link._next_look += 1000
+    channel._link._next_check += 1000
     assert not any(poll() for _ in range(1000))
 
 
@@ -728,7 +721,7 @@ def test_every_kind_is_supported_on_cuda(kind: Kind) -> None:
     assert support.how or support.level == "native"
 
 
-def test_cpu_tensors_are_not() -> None:
+def test_cpu_tensors_are_refused() -> None:
     support = NcclBackend.supports(signature("all_reduce", device="cpu"))
     assert not support
     assert "mpi and gloo" in support.how
@@ -772,7 +765,7 @@ def test_the_real_library() -> None:
 
 
 def on_gpu(rank: int, size: int, path: str) -> dict[str, list[float]]:
-    """What a rank gets from each operation."""
+    """The result of each operation on a rank."""
     torch.cuda.set_device(rank % torch.cuda.device_count())
     backend = NcclBackend(World(rank, size, ("host",) * size, 120.0, FileStore(path, size)))
     channel = backend.open(Group("world", tuple(range(size)), rank))

@@ -26,32 +26,43 @@ from ranks import own_rank, run_ranks
 
 import mcr_plus as mcr
 from mcr_plus import registry
+from mcr_plus.api.explain import explain
 from mcr_plus.backends import backend_class
-from mcr_plus.backends.mpi import MpiBackend
-from mcr_plus.backends.msccl import catalog
-from mcr_plus.backends.msccl.writer import write_algorithm
-from mcr_plus.config import SelectOptions, load
-from mcr_plus.dispatch.work import JointWork, Work
+from mcr_plus.backends.base import Channel, Poll, Start
+from mcr_plus.backends.mpi.backend import MpiBackend
+from mcr_plus.config.reader import load
+from mcr_plus.core.group import Group
+from mcr_plus.core.message import Message, Signature
+from mcr_plus.core.units import Range
+from mcr_plus.core.work import JointWork, Work
 from mcr_plus.errors import ConfigError
-from mcr_plus.explanation import explain
-from mcr_plus.interfaces import Channel, Context, Issue, Poll, Start, World
 from mcr_plus.launch import mpi_usable
-from mcr_plus.message import Group, Message, Signature
+from mcr_plus.msccl import catalog
+from mcr_plus.msccl.writer import write_algorithm
+from mcr_plus.pipeline.stage import Context, Issue
+from mcr_plus.pipeline.treatment import Treatment
+from mcr_plus.rendezvous.world import World
 from mcr_plus.selection import online
-from mcr_plus.selection.online import LAG, Learnt, Router, Trial, Turn, compare, refined_table
+from mcr_plus.selection.options import SelectOptions
+from mcr_plus.selection.refined_table import Learnt, refined_table
 from mcr_plus.selection.stage import SelectStage
-from mcr_plus.selection.table import Query, Table, TableKey, TableRule, load_table, parse_table
-from mcr_plus.selection.writing import table_text
-from mcr_plus.units import Range
+from mcr_plus.selection.trial import LAG, OnlineTrial
+from mcr_plus.tables.table import Query, Table, TableKey, TableRule, load_table, parse_table
+from mcr_plus.tables.writing import table_text
+from mcr_plus.trials import router
+from mcr_plus.trials.router import Router
+from mcr_plus.trials.trial import Turn, compare
 
 PLAIN = Signature("all_reduce", torch.float32, (4,), 16, "world", 2, reduce_op="SUM")
 
 # -- the trial --------------------------------------------------------------------------------------
 
-Agreed = Callable[[Trial], list[float]]
+Agreed = Callable[[OnlineTrial], list[float]]
 
 
-def play(trial: Trial, agreed: Agreed, calls: int, local: random.Random | None = None) -> Iterator[Turn]:
+def play(
+    trial: OnlineTrial, agreed: Agreed, calls: int, local: random.Random | None = None
+) -> Iterator[Turn]:
     """Make calls as a rank does, with `agreed` for what the ranks' exchange gives, and own times `local`."""
     shared: list[float] = []
     turns = trial.schedule()
@@ -73,7 +84,7 @@ def timed(seconds: Callable[[int, int], float], missing: float = 0.0, seed: int 
     """What ranks agree on if a call takes `seconds(candidate, candidate in charge)`; some are not known."""
     chance = random.Random(seed)
 
-    def agreed(trial: Trial) -> list[float]:
+    def agreed(trial: OnlineTrial) -> list[float]:
         half = len(trial.local) // 2
         numbers = [-inf] * (2 * half)
         for turn in trial.schedule().values():
@@ -104,14 +115,14 @@ TRIALS = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(TRIALS)
 @example(([0.5, 0.25], 0.75, 0.578125, 16, 1791))  # which takes all calls that it may
 def test_share_of_calls_that_go_to_rivals_is_bounded_and_ends(
     drawn: tuple[list[float], float, float, int, int],
 ) -> None:
     medians, sigma, missing, lag, seed = drawn
-    trial = Trial.of([str(index) for index in range(len(medians))], lag)
+    trial = OnlineTrial.of([str(index) for index in range(len(medians))], lag)
     agreed = timed(noisy(medians, sigma, seed), missing, seed)
     rivals = 0
     # The call after the last exchange is the one that finds the trial at its end.
@@ -122,7 +133,7 @@ def test_share_of_calls_that_go_to_rivals_is_bounded_and_ends(
     assert {turn.candidate for turn in play(trial, agreed, 100)} == {trial.chosen}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(TRIALS, st.integers(0, 1 << 30), st.integers(0, 1 << 30))
 def test_equal_agreed_numbers_mean_equal_choices_whatever_was_measured_locally(
     drawn: tuple[list[float], float, float, int, int], mine: int, theirs: int
@@ -130,23 +141,23 @@ def test_equal_agreed_numbers_mean_equal_choices_whatever_was_measured_locally(
     medians, sigma, missing, lag, seed = drawn
     traces = []
     for local in (random.Random(mine), random.Random(theirs), None):
-        trial = Trial.of([str(index) for index in range(len(medians))], lag)
+        trial = OnlineTrial.of([str(index) for index in range(len(medians))], lag)
         agreed = timed(noisy(medians, sigma, seed), missing, seed)
         traces.append(list(play(trial, agreed, bound(len(medians), lag) + 100, local)))
     assert traces[0] == traces[1] == traces[2]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(TRIALS, st.integers(0, 5))
 def test_a_trial_is_plain_data_and_goes_on_from_it(
     drawn: tuple[list[float], float, float, int, int], exchanges: int
 ) -> None:
     medians, sigma, _, lag, seed = drawn
-    first = Trial.of([str(index) for index in range(len(medians))], lag)
+    first = OnlineTrial.of([str(index) for index in range(len(medians))], lag)
     for _ in play(first, timed(noisy(medians, sigma, seed)), bound(len(medians), lag)):
         if first.exchanges == exchanges:
             break
-    second = Trial(**json.loads(json.dumps(asdict(first))))
+    second = OnlineTrial(**json.loads(json.dumps(asdict(first))))
     later = [timed(noisy(medians, sigma, seed + 1)) for _ in range(2)]
     assert list(play(first, later[0], 1000)) == list(play(second, later[1], 1000))
 
@@ -156,7 +167,7 @@ def test_the_fastest_wins_under_noise(best: int) -> None:
     medians = [1.0, 1.0, 1.0]
     medians[best] = 0.6
     for seed in range(100):
-        trial = Trial.of("abc")
+        trial = OnlineTrial.of("abc")
         for _ in play(trial, timed(noisy(medians, 0.2, seed), 0.1, seed), bound(3, LAG)):
             pass
         assert trial.frozen
@@ -164,14 +175,14 @@ def test_the_fastest_wins_under_noise(best: int) -> None:
 
 
 def test_what_is_hopeless_is_dropped_at_the_first_exchange() -> None:
-    trial = Trial.of("abc")
+    trial = OnlineTrial.of("abc")
     slow = [turn.candidate for turn in play(trial, timed(noisy([1, 9, 1.2], 0.1, 1)), 4000)].count(1)
     assert slow == 6  # three turns of two calls
     assert trial.chosen == 0
 
 
 def test_what_is_a_hundred_times_too_slow_is_left_at_the_first_exchange() -> None:
-    trial = Trial.of("ab")
+    trial = OnlineTrial.of("ab")
     trace = [turn.candidate for turn in play(trial, timed(noisy([100, 1], 0.3, 1)), 200)]
     assert trace[32 + 96 + 16 :] == [1] * (200 - 144)
     assert trial.frozen
@@ -180,7 +191,7 @@ def test_what_is_a_hundred_times_too_slow_is_left_at_the_first_exchange() -> Non
 def test_equals_stay_as_they_are() -> None:
     changed = 0
     for seed in range(100):
-        trial = Trial.of("ab")
+        trial = OnlineTrial.of("ab")
         for _ in play(trial, timed(noisy([1, 1], 0.2, seed)), bound(2, LAG)):
             pass
         assert trial.frozen
@@ -194,7 +205,7 @@ def test_what_is_fast_only_beside_another_is_left_again_for_good() -> None:
     def seconds(candidate: int, chosen: int) -> float:
         return {(0, 0): 10.0, (1, 0): 8.0, (1, 1): 12.0, (0, 1): 9.0}[candidate, chosen]
 
-    trial = Trial.of("ab")
+    trial = OnlineTrial.of("ab")
     charge = [trial.chosen for _ in play(trial, timed(seconds), bound(2, LAG))]
     changes = sum(one != other for one, other in pairwise(charge))
     assert changes == 2
@@ -204,7 +215,7 @@ def test_what_is_fast_only_beside_another_is_left_again_for_good() -> None:
 
 
 def test_a_late_time_of_an_earlier_round_is_not_counted() -> None:
-    trial = Trial.of("ab")
+    trial = OnlineTrial.of("ab")
     for _ in play(trial, timed(noisy([1, 1], 0.2, 0)), 32 + 96 + 16 + 1):
         pass
     assert trial.exchanges == 1
@@ -216,7 +227,7 @@ def test_a_late_time_of_an_earlier_round_is_not_counted() -> None:
 
 def test_every_place_of_a_period_meets_every_candidate() -> None:
     """A program that repeats itself every 2 to 32 calls must not time one candidate at one place only."""
-    trial = Trial.of("abc")
+    trial = OnlineTrial.of("abc")
     places: dict[tuple[int, int], set[int]] = {}
     for call, turn in enumerate(play(trial, timed(noisy([1, 1.01, 1.02], 0.9, 3)), 4000)):
         for period in (2, 4, 8):
@@ -259,9 +270,9 @@ class Library:
         self.log: list[str] = []
         self.shared: list[list[float]] = []
         self.refuses = False
-        monkeypatch.setattr(online, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(router, "perf_counter", lambda: self.now)
         chains = [self._chain(str(index), each) for index, each in enumerate(seconds)]
-        self.router = Router(Trial.of("01"), chains, self._share, one_clock=one_clock)
+        self.router = Router(OnlineTrial.of("01"), chains, self._share, one_clock=one_clock)
 
     def _chain(self, name: str, seconds: float) -> Issue:
         """Without the short way, as behind a stage from outside."""
@@ -275,7 +286,7 @@ class Library:
             self.log.append(name)
             return JointWork([], "all_reduce", nbytes=16).then(end)
 
-        return issue
+        return Issue(issue)
 
     def _share(self, values: torch.Tensor) -> Work:
         self.shared.append(values.tolist())
@@ -288,12 +299,11 @@ def test_calls_are_timed_from_the_call_to_the_end(
     monkeypatch: pytest.MonkeyPatch, one_clock: bool, short_way: bool
 ) -> None:
     library = Library(monkeypatch, [0.5, 0.0625], one_clock)
-    call = getattr(library.router.issue, "run") if short_way else library.router.issue  # noqa: B009
     for _ in range(32 + 96 + 16):
         if short_way:
-            call(Message(PLAIN))
+            library.router.issue.run(Message(PLAIN))
         else:
-            call(Message(PLAIN)).wait()
+            library.router.issue.start(Message(PLAIN)).wait()
     assert library.log.count("1") == 6
     (numbers,) = library.shared
     half = len(numbers) // 2
@@ -390,7 +400,7 @@ def lookup(table: Table | None, query: Query) -> str:
     return "local" if rule is None else rule.backend  # as `found_out` has it
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.one_of(st.none(), tables()),
     st.lists(st.tuples(queries(), CHOICES), min_size=1, max_size=6, unique_by=lambda pair: pair[0]),
@@ -427,14 +437,14 @@ def expected(base: Table | None, learnt: dict[Query, str], query: Query) -> str:
     return learnt[nearest]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(tables(), queries(), CHOICES)
 def test_refining_a_refined_table_adds_nothing_new(base: Table, query: Query, choice: str) -> None:
     once = refined_table(base, [found_out(query, choice)], {"ranks": ("2",)})
     assert refined_table(once, [found_out(query, choice)], {"ranks": ("2",)}).rules == once.rules
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(tables(), queries(), CHOICES)
 def test_refined_table_keeps_the_figures_and_joins_equal_neighbours(
     base: Table, query: Query, choice: str
@@ -522,7 +532,7 @@ def test_without_a_table_sizes_not_seen_keep_the_preference() -> None:
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 
 
-class Delayed:
+class Delayed(Channel):
     """MPI's channel, with something done before each operation."""
 
     def __init__(self, inner: Channel, before: Callable[[], object]) -> None:
@@ -676,7 +686,7 @@ def disagree(scenario: str) -> dict[str, Any]:
 
     for name in names:
         toy(name, spend(name))
-    setattr(online, "perf_counter", lambda: clock[0])  # noqa: B010 - mypy knows no such name to assign
+    setattr(router, "perf_counter", lambda: clock[0])  # noqa: B010 - mypy knows no such name to assign
     with alone() as folder:
         comm = join(names)
         total = comm.size * (comm.size + 1) // 2
@@ -752,7 +762,8 @@ def test_every_group_has_its_own_trials_and_rank_0_writes_those_of_its_own() -> 
 
 def bind_once(folder: str) -> dict[str, Any]:
     """Persistent operations: while the trial goes on, and after it."""
-    comm = join(["gloo", "mpi"], refined=str(Path(folder, "goes-away", "table.yaml")))
+    toy("slow", lambda: time.sleep(SLOW_S))
+    comm = join(["slow", "mpi"], refined=str(Path(folder, "goes-away", "table.yaml")))
     x = torch.zeros(2)
     early = mcr.persistent("all_reduce", x)
     with mcr.record() as log:
@@ -788,7 +799,7 @@ def test_persistent_operations_are_calls_like_others_or_stay_with_the_choice_of_
     assert first["used"] == second["used"]
     assert first["used"][-40:] == ["mpi"] * 40
     for value in (first, second):
-        assert not value["early"]  # gloo was in charge, which has no persistent operations
+        assert not value["early"]  # the slow library was in charge, which has no persistent operations
         assert value["late"]
     # A job that has done its work does not fail because this cannot be kept.
     assert "what online refinement has learnt is lost: " in results[0].stderr
@@ -858,6 +869,7 @@ def test_a_table_that_could_not_be_written_is_refused_at_the_start(tmp_path: Pat
         assert result.value.startswith(told)
 
 
+@Issue
 def chain(message: Message) -> Any:
     raise AssertionError("not issued here")
 
@@ -875,6 +887,9 @@ class Chains:
 
     def through(self, pipeline: object, signature: Signature) -> Any:
         return self(signature)
+
+    def treatment(self, signature: Signature) -> Treatment:
+        return Treatment(signature.compress)
 
     def note(self, text: str, details: object = None) -> None:
         self.notes.append(text)
@@ -919,7 +934,6 @@ def test_tuned_operations_look_like_any_other() -> None:
     following = Chains()
     issue = select(SelectOptions(online=True)).bind(PLAIN, following)
     assert issue is not chain
-    assert hasattr(issue, "run")  # the short way of synchronous operations
     assert [signature.backend for signature in following.bound] == ["mpi", "gloo", "mpi"]
     assert following.bound[2].kind == "all_reduce"  # the exchange
     assert following.notes == [f"{following.notes[0].partition(';')[0]}; online refinement: mpi against gloo"]

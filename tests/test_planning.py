@@ -13,8 +13,8 @@ from torch import nn
 
 import mcr_plus as mcr
 from mcr_plus.fusion.bucket import Cost, Entry
-from mcr_plus.hooks import wrap as wrapping
-from mcr_plus.hooks.planning import earliest
+from mcr_plus.training import wrap as wrapping
+from mcr_plus.training.bucket_plan import earliest
 
 TABLE = """\
 version: 1
@@ -81,7 +81,7 @@ def trained(table: str) -> dict[str, Any]:
     return {"buckets": buckets, "worst": worst}
 
 
-def test_what_a_table_says_decides_about_buckets(tmp_path: Path) -> None:
+def test_the_times_of_a_table_determine_buckets(tmp_path: Path) -> None:
     """Dear operations travel together, cheap ones as soon as they can."""
     sizes = {}
     for name, small, large in (("dear", 1e6, 1.001e6), ("cheap", 0.001, 1e6)):
@@ -99,7 +99,7 @@ def test_what_a_table_says_decides_about_buckets(tmp_path: Path) -> None:
 
 
 def without_figures() -> str:
-    """Runs on ranks: a pipeline whose costs nobody has measured."""
+    """Runs on ranks: a pipeline without measured costs."""
     stages: list[dict[str, Any]] = [{"fuse": {"plan": "exact"}}, {"select": {}}, {"dispatch": {}}]
     with mcr.init({"version": 1, "backends": ["gloo"], "pipeline": stages}):
         model = nn.Linear(3, 3)
@@ -110,7 +110,7 @@ def without_figures() -> str:
     return "nothing"
 
 
-def test_a_plan_needs_figures() -> None:
+def test_an_exact_plan_needs_a_table_with_times() -> None:
     for result in run_ranks(without_figures, 3, via="torch"):
         assert "plan: exact" in result.value
         assert "mcr-plus tune" in result.value

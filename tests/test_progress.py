@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +15,12 @@ import torch
 from ranks import run_ranks
 
 import mcr_plus as mcr
-from mcr_plus.dispatch.board import NoBoard
+from mcr_plus.dispatch.board.base import Failure, GroupBoard
+from mcr_plus.dispatch.closing import drain
 from mcr_plus.dispatch.engine import Engine
 from mcr_plus.dispatch.work import IssuedWork
 from mcr_plus.launch import mpi_usable
+from mcr_plus.rendezvous.processes import Peers
 
 pytestmark = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 
@@ -99,7 +102,7 @@ class Stub:
     def __init__(self, is_done: bool = True, look: Callable[[], object] = lambda: None) -> None:
         self.is_done = is_done
         self._look = look
-        self.state = SimpleNamespace(board=NoBoard())
+        self.state = SimpleNamespace(board=GroupBoard())
 
     @property
     def operation(self) -> Stub:
@@ -112,14 +115,14 @@ def test_the_end_does_not_mind_what_the_progress_thread_lets_go_of() -> None:
     engine = Engine(nobody, wait="auto", oversubscribed=False)
 
     def drive() -> None:
-        thread = threading.Thread(target=engine.drive)
+        thread = threading.Thread(target=engine.progress_once)
         thread.start()
         thread.join()
 
     works: list[Any] = [Stub(), Stub(look=drive), Stub(), Stub()]
-    engine._held.extend(works)
-    engine.drain([each.state for each in works])
-    assert not engine._held
+    engine.in_flight.extend(works)
+    drain(engine, [each.state for each in works])
+    assert not engine.in_flight
 
 
 def forked() -> list[int]:
@@ -138,3 +141,46 @@ def forked() -> list[int]:
 def test_a_forked_child_has_no_part_in_it() -> None:
     for result in run_ranks(forked, 2):
         assert result.value == [7]
+
+
+class Noted(GroupBoard):
+    """A board that notes why its rank has failed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.why: list[str] = []
+
+    def mark_failed(self, failure: Failure) -> None:
+        self.why.append(failure.text)
+
+
+def issued(engine: Engine, number: int, after: IssuedWork | None) -> IssuedWork:
+    """An operation of a group of its own, deferred if it follows another one."""
+    group: Any = SimpleNamespace(
+        board=Noted(), publish=lambda: None, fail=lambda error: None, unfinished=set()
+    )
+    channel: Any = SimpleNamespace(pending=deque())
+    operation: Any = SimpleNamespace(
+        engine=engine, state=group, backend_channel=channel, inline=True, backend="gloo",
+        signature=SimpleNamespace(backend="gloo", is_p2p=False),
+    )  # fmt: skip
+    work = IssuedWork(operation, SimpleNamespace(after=after, inputs=(), outputs=()), None, number)  # type: ignore[arg-type]
+    if after is not None:
+        channel.pending.append(work)
+        engine.blocked.append(channel)
+    return work
+
+
+def test_operations_that_follow_a_failed_one_fail_at_once_in_their_groups_too() -> None:
+    engine = Engine(Peers(0, ("host",), None, 1.0), wait="auto", oversubscribed=False)
+    first = issued(engine, 1, None)
+    second = issued(engine, 2, first)
+    third = issued(engine, 3, second)
+    other = issued(engine, 4, issued(engine, 5, None))
+    # The last of the chain is looked at before the one that it follows.
+    engine.blocked.sort(key=lambda channel: -channel.pending[0].sequence)
+    engine.fail(first, mcr.OrderMismatch("ranks differ"))
+    for work in (first, second, third):
+        assert isinstance(work.error, mcr.OrderMismatch)
+        assert work.operation.state.board.why == ["OrderMismatch: ranks differ"]  # type: ignore[attr-defined]
+    assert not other.is_done

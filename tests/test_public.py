@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import mcr_plus as mcr
-from mcr_plus import collectives
+from mcr_plus.api import collectives
 
 FUNCTIONS = [name for name in mcr.__all__ if hasattr(mcr.Communicator, name)]
 

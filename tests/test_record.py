@@ -12,7 +12,8 @@ import torch
 from ranks import run_ranks
 
 import mcr_plus as mcr
-from mcr_plus.observe.record import Log, Record, bus_factor, size_class
+from mcr_plus.api.record import Log, Record, size_class
+from mcr_plus.core.kinds import bus_factor
 
 
 def record_some(folder: str) -> dict[str, Any]:

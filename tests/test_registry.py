@@ -5,10 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mcr_plus import registry
+from mcr_plus.backends import backend_class
+from mcr_plus.backends.base import NATIVE, Availability, Backend, Support, complete_channel
+from mcr_plus.core.units import Range
 from mcr_plus.errors import Unsupported
 
 OWN = {
@@ -159,3 +163,65 @@ def test_reference_that_cannot_be_imported() -> None:
     registry.register("codecs", "gone", "no_such_package_anywhere:x")
     with pytest.raises(Unsupported, match=r"codec 'gone' \(no_such_package_anywhere:x\) cannot be loaded"):
         registry.get("codecs", "gone")
+
+
+class PlainBackend:
+    """A backend without our base class, and with few of the optional members."""
+
+    name = "plain"
+    on_stream = False
+    spins = 1
+    rings = True
+
+    def __init__(self, world: object) -> None:
+        self.world = world
+
+    @classmethod
+    def availability(cls) -> Availability:
+        return Availability(True, "2")
+
+    @classmethod
+    def supports(cls, signature: object) -> Support:
+        return NATIVE
+
+    def open(self, group: object) -> object:
+        return PlainChannel()
+
+    def progress(self) -> None:
+        pass
+
+    def close(self, clean: bool) -> None:
+        pass
+
+
+class PlainChannel:
+    __slots__ = ("released",)
+
+    def bind(self, signature: object) -> str:
+        return f"bound {signature}"
+
+    def close(self) -> None:
+        raise AssertionError("not closed here")
+
+    def release(self) -> None:
+        self.released = True
+
+
+def test_a_backend_of_the_same_shape_gets_the_defaults() -> None:
+    registry.register("backends", "plain", PlainBackend)
+    kind: Any = backend_class("plain")
+    backend: Any = kind("the world")
+    assert {PlainBackend, Backend} <= {*type(backend).__mro__}
+    assert backend.world == "the world"
+    assert (backend.rings, backend.needs_polls, backend.has_algorithms) == (True, False, True)
+    assert backend.availability().version == "2"
+    assert backend.reaches(None, None) == backend.serves(None) == backend.library_version() == ""
+    assert kind.sizes("ring") == Range(0)
+    channel: Any = complete_channel(backend.open(None))
+    assert channel.bind("x") == "bound x"
+    assert channel.closes_alone
+    assert not channel.outlives_library
+    assert channel.gate(None, 0) is channel.bind_persistent(None, None, 0) is None
+    inner = channel.release.__self__
+    channel.release()
+    assert inner.released

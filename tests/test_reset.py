@@ -10,13 +10,15 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from mismatches import outcome_of
 from ranks import Via, run_ranks
 
 import mcr_plus as mcr
-from mcr_plus import config as configuration
-from mcr_plus.backends import backend_class, mpi
-from mcr_plus.backends.mpi import MpiBackend
+from mcr_plus.backends import backend_class
+from mcr_plus.backends.mpi import backend as mpi
+from mcr_plus.backends.mpi.backend import MpiBackend
+from mcr_plus.config import reader as configuration
 from mcr_plus.dispatch.operation import Operation
 from mcr_plus.launch import mpi_usable
 
@@ -87,7 +89,7 @@ def carry_on(libraries: list[str]) -> dict[str, Any]:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_job_carries_on(via: Via, ranks: int) -> None:
     libraries = ["msccl", "mpi", "gloo"] if via == "mpi" else ["msccl", "gloo"]
-    for result in run_ranks(carry_on, ranks, args=[libraries], via=via, timeout=120):
+    for result in run_ranks(carry_on, ranks, args=[libraries], via=via, timeout=120, teardown=True):
         assert result.value["told"] == ["OrderMismatch"] * (2 * len(libraries))
         assert result.value["after the end"] == "NotInitialized"
         first, last = result.value["open"]
@@ -107,6 +109,36 @@ def alone() -> None:
 
 def test_a_job_of_one_rank_may_be_reset() -> None:
     run_ranks(alone, 1, via="torch")
+
+
+def remedies() -> list[str]:
+    """Runs on ranks: what an operation of a group that has failed says, by the ways to go on."""
+    world = mcr.init({"version": 1, "backends": ["gloo"], "pipeline": STAGES})
+    found = []
+    for group in (mcr.new_group([1, 0]), world.branch(), world):
+        assert _mistake(group, "gloo") == "OrderMismatch"
+        found.append(str(outcome_of(group.barrier)["text"]))
+    mcr.reset()
+    mcr.finalize()
+    dist.init_process_group("mcr", pg_options={"version": 1, "backends": ["gloo"], "pipeline": STAGES})
+    with pytest.raises(mcr.OrderMismatch):
+        dist.all_reduce(torch.ones(3 + dist.get_rank()))
+    found.append(str(outcome_of(dist.barrier)["text"]))
+    dist.destroy_process_group()
+    return found
+
+
+def test_an_operation_after_a_failure_says_how_to_go_on() -> None:
+    fresh = "mcr.reset() makes a fresh world"
+    expected = [
+        f"(close it on its ranks and make another with mcr.new_group, or {fresh}): operation #",
+        f"({fresh}): operation #",
+        f"({fresh}): operation #",
+        "(destroy the process group and make a new one): operation #",
+    ]
+    for result in run_ranks(remedies, 2, via="torch", timeout=90):
+        for told, wanted in zip(result.value, expected, strict=True):
+            assert wanted in told
 
 
 def truncated() -> dict[str, Any]:
@@ -178,7 +210,7 @@ def test_mpi_is_not_called_again_after_a_truncation() -> None:
 
 def _counted(group: mcr.Communicator, calls: list[str]) -> None:
     """Note every call by which an operation that `group` binds from here on goes to MPI."""
-    channel: Any = group.opened.runtime.lines["mpi"].channel
+    channel: Any = group.opened.runtime.channels["mpi"].channel
     bind, bind_persistent = channel.bind, channel.bind_persistent
 
     def counted(signature: Any) -> Any:
@@ -270,7 +302,7 @@ def resets(mistake: str) -> dict[str, Any]:
                 for _ in range(3):
                     assert group.rank < 0 or _sum(group, numel, backend="mpi") == _expected(group.size, numel)
         channels: list[Any] = [
-            each.runtime.lines["mpi"].channel for each in world._runtime.groups if each.runtime.lines
+            each.runtime.channels["mpi"].channel for each in world._runtime.groups if each.runtime.channels
         ]
         if number % 2:
             with left:  # by each rank for itself
@@ -283,7 +315,7 @@ def resets(mistake: str) -> dict[str, Any]:
         handles.append(another.py2f())
         another.Free()
         contexts.append(MpiBackend.contexts)
-        rooms.append(world.opened.runtime.lines["mpi"].channel._room)  # type: ignore[attr-defined]
+        rooms.append(world.opened.runtime.channels["mpi"].channel._room)  # type: ignore[attr-defined]
         gc.collect()
     mcr.finalize()
     return {"contexts": contexts, "rooms": rooms, "handles": handles, "signatures": signatures}
@@ -398,17 +430,18 @@ class _Forbidden:
         raise AssertionError(f"MPI has been called: {name}")
 
 
-def _forbid_mpi(world: mcr.Communicator, used: list[mcr.Communicator]) -> None:
-    def never() -> Any:
-        raise AssertionError("MPI has been asked for")
+def _never() -> Any:
+    raise AssertionError("MPI has been asked for")
 
-    mpi.load_mpi = never  # type: ignore[assignment]
+
+def _forbid_mpi(world: mcr.Communicator, used: list[mcr.Communicator]) -> None:
+    setattr(mpi, "load_mpi", _never)  # noqa: B010 (a module's own import)
     running = world._runtime
-    for backend in running._backends.values():
+    for backend in running.libraries.backends.values():
         if backend.name == "mpi":
             vars(backend).update(_comm=_Forbidden(), _probe=_Forbidden(), _own_probe=_Forbidden())
     for opened in running.groups:
-        channel: Any = opened.runtime.lines["mpi"].channel
+        channel: Any = opened.runtime.channels["mpi"].channel
         forbidden = dict.fromkeys(channel._contexts, _Forbidden())
         vars(channel).update(_comm=_Forbidden(), _messages=_Forbidden(), _contexts=forbidden)
         vars(channel).update(_requests=[_Forbidden()], _shared=_Forbidden(), _mpi=_Forbidden())
@@ -460,11 +493,11 @@ def switched_off(broken_on: list[int], hierarchical: bool) -> dict[str, Any]:
     del dropped
     gc.collect()
     fresh = mcr.new_group(everybody)
-    found["libraries"] = list(fresh.opened.runtime.lines)
+    found["libraries"] = list(fresh.opened.runtime.channels)
     found["sum"] = _sum(fresh, 5) == _expected(size, 5)
     assert not hierarchical or len(fresh.opened.parts) > 1
-    found["parts"] = sorted({name for part in fresh.opened.parts for name in part.runtime.lines})
-    found["branch"] = list(fresh.branch().opened.runtime.lines)
+    found["parts"] = sorted({name for part in fresh.opened.parts for name in part.runtime.channels})
+    found["branch"] = list(fresh.branch().opened.runtime.channels)
     found["named"] = outcome_of(lambda: _sum(fresh, 3, backend="mpi"))
     whole = [rank for rank in everybody if rank not in broken_on]
     inside = mcr.new_group(whole or everybody)

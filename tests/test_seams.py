@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import re
 import subprocess
 import sys
@@ -18,11 +19,14 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 import mcr_plus as mcr
-from mcr_plus import c10d, registry
-from mcr_plus.config import NoOptions
-from mcr_plus.dispatch.work import Info, JointWork, Work
-from mcr_plus.interfaces import Context, Issue, Next
-from mcr_plus.message import Message, Signature
+from mcr_plus import registry
+from mcr_plus.config.options import NoOptions
+from mcr_plus.config.reader import load
+from mcr_plus.core import c10d
+from mcr_plus.core.message import Message, Signature
+from mcr_plus.core.work import Info, JointWork, Work
+from mcr_plus.pipeline.stage import Context, Issue, Next
+from mcr_plus.pipeline.state import StateTensor
 
 # -- fusion's shape: holds two messages, issues one ---------------------------------------------------
 
@@ -90,7 +94,7 @@ class PairStage:
     def __init__(self, options: NoOptions, context: Context) -> None:
         self._open: list[Pair] = []
 
-    def bind(self, signature: Signature, next: Next) -> Issue:
+    def bind(self, signature: Signature, next: Next) -> Issue | Callable[[Message], Work]:
         if signature.kind != "all_reduce" or not signature.async_op:
             return next(signature)
         assert signature.nbytes is not None
@@ -112,7 +116,7 @@ class PairStage:
                 pair.clear()
             return HeldWork(current)
 
-        return issue
+        return issue  # a plain callable is an issue's start
 
     def flush(self) -> None:
         for pair in self._open:
@@ -186,7 +190,7 @@ class TwoStepStage:
             ended = second(Message(gather, (part,), (value,), after=begun))
             return JointWork([begun, ended], signature.kind, nbytes=nbytes, tag=signature.tag)
 
-        return issue
+        return Issue(issue)
 
 
 def one_becomes_two() -> dict[str, Any]:
@@ -224,23 +228,27 @@ def test_stage_may_rewrite_an_op_into_two_on_two_libraries() -> None:
 
 # -- MSCCL's shape: an outside package brings a backend with algorithms ------------------------------
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "adding-a-backend.md"
+DOCUMENTS = Path(__file__).parent.parent / "docs"
 
 
-def outside() -> str:
-    """The backend that the documentation shows."""
-    block = r"^```python\n(# toystore\.py\n.*?)^```$"
-    (found,) = re.findall(block, DOCUMENT.read_text(), re.DOTALL | re.MULTILINE)
+def documented(page: str, module: str) -> str:
+    """The module that a page of the documentation shows."""
+    block = rf"^```python\n(# {module}\.py\n.*?)^```$"
+    (found,) = re.findall(block, (DOCUMENTS / page).read_text(), re.DOTALL | re.MULTILINE)
     return str(found)
 
 
 def _install_outside(folder: Path) -> None:
-    """What pip leaves behind for a package with an entry point."""
-    (folder / "toystore.py").write_text(outside())
-    info = folder / "toystore-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toystore\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[mcr_plus.backends]\ntoystore = toystore:StoreBackend\n")
+    """Write what pip leaves behind for packages with entry points: the backend and the stage of the docs."""
+    for module, page, entry in (
+        ("toystore", "adding-a-backend.md", "[mcr_plus.backends]\ntoystore = toystore:StoreBackend\n"),
+        ("chunk", "adding-a-stage.md", "[mcr_plus.stages]\nchunk = chunk:ChunkStage\n"),
+    ):
+        (folder / f"{module}.py").write_text(documented(page, module))
+        info = folder / f"{module}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(entry)
 
 
 def use_outside_backend(folder: str) -> dict[str, Any]:
@@ -264,6 +272,132 @@ def test_outside_package_brings_a_backend_with_algorithms(tmp_path: Path) -> Non
     for result in run_ranks(use_outside_backend, 2, args=[str(tmp_path)]):
         assert result.value["values"] == [[1.0, 3.0, 5.0]] * 4
         assert result.value["backends"] == ["toystore", "toystore:all", "toystore:star", "mpi"]
+
+
+def use_outside_stage(folder: str) -> dict[str, Any]:
+    sys.path.insert(0, folder)
+    following = [{"compress": {"codec": "none"}}, {"select": {}}, {"dispatch": {}}]
+    pipeline = [{"chunk": {"size": "4KiB"}}, *following]
+    rules = [{"match": {"tag": "fine"}, "chunk": {"size": "1KiB"}}]
+    comm = mcr.init({"version": 1, "backends": ["gloo"], "pipeline": pipeline, "rules": rules})
+    values, counts = {}, {}
+    calls: list[tuple[str, int, dict[str, Any]]] = [
+        ("small", 1000, {}),
+        ("large", 3000, {}),
+        ("fine", 3000, {"tag": "fine"}),
+        ("compressed", 3000, {"compress": "bf16"}),
+        ("asynchronous", 3000, {"async_op": True}),
+    ]
+    for name, numel, options in calls:
+        value = torch.arange(float(numel)) % 7 + comm.rank
+        with mcr.record() as log:
+            work = mcr.all_reduce(value, **options)
+            if work is not None:
+                work.wait()
+        values[name], counts[name] = value.tolist(), len(log.records)
+    mcr.finalize()
+    with pytest.raises(mcr.ConfigError, match=r"sise.*size"):
+        load({"version": 1, "pipeline": [{"chunk": {"sise": "4KiB"}}, *following]})
+    with pytest.raises(mcr.ConfigError, match=r"size.*many"):
+        load({"version": 1, "pipeline": [{"chunk": {"size": "many"}}, *following]})
+    found = mcr.explain("all_reduce", 12000, ranks=2, config={"version": 1, "pipeline": pipeline})
+    decisions = [step["decision"] for step in found["steps"] if step["stage"] == "chunk"]
+    return {"values": values, "counts": counts, "decisions": decisions}
+
+
+def test_outside_package_brings_a_stage(tmp_path: Path) -> None:
+    _install_outside(tmp_path)
+    for result in run_ranks(use_outside_stage, 2, args=[str(tmp_path)], via="torch"):
+        found = result.value
+        assert found["counts"] == {"small": 1, "large": 3, "fine": 12, "compressed": 3, "asynchronous": 3}
+        for value in found["values"].values():
+            assert value == [2.0 * (index % 7) + 1.0 for index in range(len(value))]
+        assert found["decisions"] == ["in 3 chunks of up to 4096 bytes"]
+
+
+class MeanStage:
+    """Keeps, by tag, the sum of the values that this rank has passed, and how many calls there were."""
+
+    Options = NoOptions
+
+    def __init__(self, options: NoOptions, context: Context) -> None:
+        self.sums: dict[str, torch.Tensor] = {}
+        self.calls = 0
+        self._kept: dict[str, Any] = {}
+
+    def bind(self, signature: Signature, next: Next) -> Issue:
+        bound, tag = next(signature), signature.tag
+        if tag is None or signature.kind != "all_reduce":
+            return bound
+        earlier = self._kept.pop(f"sum {tag}", None)
+        self.sums[tag] = torch.zeros(2) if earlier is None else earlier["sum"].clone()
+
+        def start(message: Message) -> Work:
+            self.sums[tag] += message.inputs[0]
+            self.calls += 1
+            return bound.start(message)
+
+        return Issue(start)
+
+    def state(self) -> dict[str, Any]:
+        sums = {f"sum {tag}": [StateTensor("sum", "own", value)] for tag, value in self.sums.items()}
+        return {**sums, "calls": self.calls}
+
+    def load_state(self, kept: dict[str, Any]) -> None:
+        self._kept = kept
+        self.calls += kept.pop("calls", 0)
+
+
+def keep_state_outside(folder: str) -> dict[str, Any]:
+    """Two jobs: the second goes on where the first has saved, with one of its two operations."""
+    registry.register("stages", "mean", MeanStage)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mcr_plus").addHandler(handler)
+    comm = _init("mean", backends=["gloo"])
+    for step in range(3):
+        for tag, factor in (("a", 1.0), ("b", 100.0)):
+            mcr.all_reduce(torch.tensor([factor * comm.rank, step + comm.rank]), tag=tag)
+    pair = mcr.new_group([1, 0])
+    pair.all_reduce(torch.tensor([7.0, comm.rank]), tag="c")
+    saved = mcr.state_dict()
+    path = Path(folder, f"state{comm.rank}")
+    torch.save(saved, path)
+    mcr.finalize()
+    comm = _init("mean", backends=["gloo"])
+    mcr.load_state_dict(torch.load(path))
+    mcr.all_reduce(torch.tensor([10.0 * comm.rank, 0.0]), tag="a")
+    pair = mcr.new_group([1, 0])
+    again = mcr.state_dict()
+    for wrong in ({"mean": 3}, {"mean": {"world": 3}}, 3):
+        with pytest.raises(mcr.InvalidArgument, match=r"mcr\.state_dict"):
+            mcr.load_state_dict({**saved, "stages": wrong})
+    mcr.finalize()
+
+    def plain(state: dict[str, Any]) -> dict[str, Any]:
+        return {
+            group: {
+                name: value if isinstance(value, int) else value["sum"].tolist()
+                for name, value in sorted(entries.items())
+            }
+            for group, entries in state["stages"]["mean"].items()
+        }
+
+    return {"saved": plain(saved), "again": plain(again), "lines": lines}
+
+
+def test_outside_stage_takes_part_in_saved_state(tmp_path: Path) -> None:
+    results = [result.value for result in run_ranks(keep_state_outside, 2, args=[str(tmp_path)], via="torch")]
+    for value in results:
+        # Of ranks 0 and 1, which have passed rank * factor and step + rank in three calls, the mean.
+        world = {"calls": 6, "sum a": [1.5, 4.5], "sum b": [150.0, 4.5]}
+        assert value["saved"] == {"world": world, "group1": {"calls": 1, "sum c": [7.0, 0.5]}}
+        world = {"calls": 7, "sum a": [6.5, 4.5], "sum b": [150.0, 4.5]}
+        assert value["again"] == {"world": world, "group1": {"calls": 1, "sum c": [7.0, 0.5]}}
+    assert any(
+        "2 of the operations that were loaded were never issued" in line for line in results[0]["lines"]
+    )
 
 
 def test_doctor_lists_an_outside_backend(tmp_path: Path) -> None:

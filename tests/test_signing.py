@@ -25,12 +25,12 @@ from ranks import Via, own_rank, run_ranks
 
 import mcr_plus as mcr
 import mcr_plus.horovod as hvd
-from mcr_plus.c10d import HashStore, PrefixStore, Store, TCPStore, put
-from mcr_plus.dispatch.board import StoreBoard
+from mcr_plus.core.c10d import HashStore, PrefixStore, Store, TCPStore, put
+from mcr_plus.dispatch.board.store import StoreBoard
 from mcr_plus.errors import LaunchError
 from mcr_plus.launch import mpi_usable
-from mcr_plus.launch.rendezvous import signed_part
-from mcr_plus.launch.signing import Offer, SignedStore, address_of, read_offer, seal, unseal
+from mcr_plus.rendezvous.signing import Offer, SignedStore, address_of, read_offer, seal, unseal
+from mcr_plus.rendezvous.store import signed_part
 
 GLOO = {"version": 1, "backends": ["gloo"], "pipeline": [{"select": {}}, {"dispatch": {"timeout": "20s"}}]}
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
@@ -228,7 +228,7 @@ def test_a_stranger_is_not_believed_in_programs_for_horovod(tmp_path: Path) -> N
 def _on_several_hosts(library: str) -> mcr.Communicator:
     """A job whose ranks take each other for ranks of other hosts, so that their board lies in the store."""
     host = f"host{own_rank()}"
-    with mock.patch("mcr_plus.runtime.host_name", return_value=host):
+    with mock.patch("mcr_plus.runtime.init.host_name", return_value=host):
         comm = mcr.init({**GLOO, "backends": [library]}, timeout=60.0)
     assert isinstance(comm.opened.state.board, StoreBoard)
     return comm
@@ -276,7 +276,7 @@ def without_a_store(library: str, port: int, server: int, folder: str) -> None:
     """Runs on ranks: the process that holds the store ends while all is well."""
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ.update(store)
-    with mock.patch("mcr_plus.environment._by_our_mpi", return_value=False):
+    with mock.patch("mcr_plus.core.environment._by_our_mpi", return_value=False):
         comm = _on_several_hosts(library)
     other = mcr.new_group([0, 1])
 
@@ -299,7 +299,7 @@ def without_a_store(library: str, port: int, server: int, folder: str) -> None:
     found["group"] = outcome_of(lambda: mcr.new_group([1, 0]))
     found["new"] = outcome_of(lambda: reduce(comm, 4))
     if comm.rank == 0:
-        with mock.patch("mcr_plus.dispatch.engine._UNSEEN", 2.0):
+        with mock.patch("mcr_plus.dispatch.watchdog._UNSEEN", 2.0):
             found["alone"] = outcome_of(lambda: reduce(other, 3))
     found["reset"] = outcome_of(mcr.reset)
     Path(f"{folder}/{comm.rank}").write_text(json.dumps(found))
@@ -417,7 +417,7 @@ def by_host_name(port: int, local_size: int, elsewhere: int) -> dict[str, Any]:
     }
     os.environ.update(place | {"TORCHELASTIC_USE_AGENT_STORE": "False"})
     where = "elsewhere" if own_rank() == elsewhere else "here"
-    with mock.patch("mcr_plus.launch.signing._processes", return_value=where):
+    with mock.patch("mcr_plus.rendezvous.signing._processes", return_value=where):
         found = outcome_of(lambda: mcr.init(GLOO, timeout=30.0))
         if found["error"] is None:
             found["bits"] = 8 * len(mcr.world()._runtime.world.secret)
@@ -463,12 +463,13 @@ UNDER_TORCHRUN = """
 import os
 import torch.distributed as dist
 import mcr_plus as mcr
+from mcr_plus.runtime.init import current
 dist.init_process_group("mcr")
 dist.barrier()
-bits = [8 * len(mcr.runtime.current().world.secret)]
+bits = [8 * len(current().world.secret)]
 dist.destroy_process_group()
 with mcr.init(backends=["gloo"]) as comm:
-    bits.append(8 * len(mcr.runtime.current().world.secret))
+    bits.append(8 * len(current().world.secret))
     line = f"{os.environ['MASTER_ADDR']} {bits[0]} {bits[1]}\\n"
     os.write(1, line.encode())  # at once: print writes the pieces apart where Python does not buffer
 """

@@ -12,11 +12,13 @@ from mismatches import outcome_of
 from ranks import Via, own_rank, run_ranks
 
 import mcr_plus as mcr
-from mcr_plus.c10d import HashStore
-from mcr_plus.dispatch.board import _FEW, _TEXT_PLACES, _TEXT_SETS, SharedBoard, StoreBoard, pad
-from mcr_plus.group_store import GroupStore
+from mcr_plus.core.c10d import HashStore
+from mcr_plus.core.group import Group
+from mcr_plus.dispatch.board.base import pad
+from mcr_plus.dispatch.board.shared import SharedBoard
+from mcr_plus.dispatch.board.store import _FEW, _TEXT_PLACES, _TEXT_SETS, StoreBoard
 from mcr_plus.launch import mpi_usable
-from mcr_plus.message import Group
+from mcr_plus.rendezvous.group_store import GroupStore
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 EARLY = 10  # groups after which every key is there that stays
@@ -47,7 +49,7 @@ def _use(group: mcr.Communicator, step: int) -> None:
 def groups(hosts: bool, rounds: int) -> dict[str, Any]:
     """Runs on ranks: groups that end in every way, on one host or as on several."""
     host = f"host{own_rank()}" if hosts else "host"
-    with mock.patch("mcr_plus.runtime.host_name", return_value=host):
+    with mock.patch("mcr_plus.runtime.init.host_name", return_value=host):
         comm = mcr.init(SETTINGS)
     everybody = list(range(comm.size))
     assert isinstance(comm.opened.state.board, StoreBoard if hosts else SharedBoard)

@@ -18,11 +18,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from mcr_plus.core.kinds import KINDS
+from mcr_plus.core.units import MAX_INTEGER, Range, format_span, parse_range, parse_size, size_words
 from mcr_plus.errors import ConfigError
-from mcr_plus.message import KINDS
-from mcr_plus.selection.fingerprint import FACTS
-from mcr_plus.selection.table import Table, TableKey, TableRule, contradiction, load_table, parse_table
-from mcr_plus.selection.writing import (
+from mcr_plus.tables.fingerprint import FACTS
+from mcr_plus.tables.table import Table, TableKey, TableRule, contradiction, load_table, parse_table
+from mcr_plus.tables.writing import (
     key_items,
     microseconds,
     rounded,
@@ -30,7 +31,6 @@ from mcr_plus.selection.writing import (
     size_name,
     table_text,
 )
-from mcr_plus.units import MAX_INTEGER, Range, format_span, parse_range, parse_size, size_words
 
 # What YAML takes for something else than the text it is, or for more than one.
 MISREAD = (
@@ -108,7 +108,7 @@ def as_read(table: Table) -> Table:
 
 
 @given(tables(), st.lists(texts, max_size=2))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_what_is_written_is_read_back(table: Table, comment: list[str]) -> None:
     printable = [line for line in comment if line.replace("\n", "").isprintable()]
     text = table_text(table, comment=printable)
@@ -241,8 +241,8 @@ def test_a_saved_table_loads_and_has_the_mode_of_any_other_file(tmp_path: Path, 
 
 def test_the_locale_does_not_matter(tmp_path: Path) -> None:
     program = (
-        "import sys; from mcr_plus.selection.table import load_table, parse_table\n"
-        "from mcr_plus.selection.writing import save_table\n"
+        "import sys; from mcr_plus.tables.table import load_table, parse_table\n"
+        "from mcr_plus.tables.writing import save_table\n"
         "save_table(load_table(sys.argv[1]), sys.argv[2], comment=['\\xb5s'])\n"
     )
     old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"

@@ -15,12 +15,14 @@ import torch.distributed as dist
 import torch_jobs as jobs
 from ranks import run_ranks
 
-from mcr_plus.torch_work import joint
+from mcr_plus.torch_backend.work import joint
 
 
 @pytest.fixture(scope="module")
 def told() -> list[dict[str, str]]:
-    return [result.value for result in run_ranks(jobs.every_section, 2, via="torch", timeout=240)]
+    return [
+        result.value for result in run_ranks(jobs.every_section, 2, via="torch", timeout=240, teardown=True)
+    ]
 
 
 @pytest.mark.parametrize("section", list(jobs.SECTIONS))
@@ -58,7 +60,7 @@ def test_parts_one_after_the_other() -> None:
 
 
 def test_started_by_mpi() -> None:
-    for result in run_ranks(jobs.started_by_mpi, 2, via="mpi"):
+    for result in run_ranks(jobs.started_by_mpi, 2, via="mpi", teardown=True):
         assert result.value == [[1.0] * 3, ["msccl", "mpi", "gloo"]] * 2
 
 
@@ -101,7 +103,10 @@ def python(program: str, **environment: str) -> str:
     return run.stdout.strip() or run.stderr
 
 
-KNOWN = "print('mcr' in torch.distributed.Backend.backend_list, 'mcr_plus.communicator' in sys.modules)"
+KNOWN = (
+    "print('mcr' in torch.distributed.Backend.backend_list, "
+    "'mcr_plus.communicator.communicator' in sys.modules)"
+)
 
 
 @pytest.mark.parametrize(

@@ -11,42 +11,47 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from pathlib import Path
 from typing import Any
 
 import msccl_samples as samples
 import pytest
 from command import mcr_plus
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
 from test_cli import mcr_plus_process
 
 import mcr_plus as mcr
 from mcr_plus import registry
+from mcr_plus.backends.base import Channel, Poll, Start
 from mcr_plus.backends.gloo import GlooBackend
-from mcr_plus.backends.msccl.writer import write_algorithm
+from mcr_plus.cli.output import rule_count
 from mcr_plus.cli.tune import _left_out
-from mcr_plus.environment import cores
+from mcr_plus.core.environment import cores
+from mcr_plus.core.group import Group
+from mcr_plus.core.kinds import Kind
+from mcr_plus.core.message import Message, Signature
+from mcr_plus.core.units import Range, size_words
 from mcr_plus.errors import ConfigError, Unsupported
-from mcr_plus.interfaces import Channel, Poll, Start
 from mcr_plus.launch import mpi_flavour, mpi_usable
-from mcr_plus.message import Group, Message, Signature
-from mcr_plus.selection.table import Query, load_table, parse_table
-from mcr_plus.selection.writing import table_text
+from mcr_plus.msccl.writer import write_algorithm
+from mcr_plus.tables.statistics import Timing, bus_bandwidth, confidence_rank
+from mcr_plus.tables.table import Query, load_table, parse_table
+from mcr_plus.tables.writing import table_text
 from mcr_plus.tuning.algorithms import check_sizes
-from mcr_plus.tuning.derive import choose, crossover, derive, justified
+from mcr_plus.tuning.build_table import build_table, choose, crossover, justified
 from mcr_plus.tuning.load import busy_words, scatter_words, used_share
 from mcr_plus.tuning.measure import Effort, Meter
-from mcr_plus.tuning.operations import KINDS, Cell, Kind, Subject, whole_size
-from mcr_plus.tuning.plan import Request, Task, impossible, next_task, stages
+from mcr_plus.tuning.measurements import MeasurementFile, Sample, median_of_repeats
+from mcr_plus.tuning.operations import KINDS, BenchCase, OpUnderTest, whole_size
+from mcr_plus.tuning.pace import Pace, left_out_sizes, sampling_seconds
+from mcr_plus.tuning.plan import Request, Task, coverage, impossible, next_task, rough_grid
 from mcr_plus.tuning.plot import plot_rows, plot_tuning
-from mcr_plus.tuning.points import Point, PointFile, settled
-from mcr_plus.tuning.statistics import Timing, bus_bandwidth, confidence_rank
-from mcr_plus.tuning.worker import Job, _meter
-from mcr_plus.units import Range, size_words
+from mcr_plus.tuning.worker import Job, _meter, progress_line
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 HERE = {"torch": ("2.13",), "ranks": ("2",)}
@@ -103,118 +108,242 @@ def test_bus_bandwidth(kind: str, factor: float) -> None:
 REQUEST = Request(("all_reduce", "send"), 8, 1 << 20, 2, ("a", "b"))
 
 
-def play(request: Request, time_of: dict[str, Any], limit: int = 10_000) -> list[Point]:
+def play(request: Request, time_of: dict[str, Any], limit: int = 10_000) -> list[Sample]:
     """Follow the plan to its end, with invented times."""
-    points: list[Point] = []
+    samples: list[Sample] = []
     for _ in range(limit):
-        task = next_task(request, points)
+        task = next_task(request, samples)
         if task is None:
-            return points
-        for way, us in time_of.items():
-            if way in request.ways_of(task.cell):
-                points.append(Point(task.cell, way, task.overlap, timing(us(task.cell))))
+            return samples
+        for candidate, us in time_of.items():
+            if candidate in request.candidates_for(task.case):
+                samples.append(Sample(task.case, candidate, task.overlap, timing(us(task.case))))
     raise AssertionError("the plan does not end")
 
 
 def alpha_beta(alpha: float, beta: float) -> Any:
-    return lambda cell: alpha + beta * cell.nbytes
+    return lambda case: alpha + beta * case.nbytes
 
 
 def test_all_sizes_come_before_any_refinement_and_rough_ones_first() -> None:
-    points: list[Point] = []
+    samples: list[Sample] = []
     seen: list[Task] = []
-    while (task := next_task(REQUEST, points)) is not None:
+    while (task := next_task(REQUEST, samples)) is not None:
         seen.append(task)
-        points += [Point(task.cell, way, task.overlap, timing(us)) for way, us in (("a", 1.0), ("b", 2.0))]
-    assert len(seen) == len(set(seen)) == stages(REQUEST)
+        samples += [
+            Sample(task.case, candidate, task.overlap, timing(us))
+            for candidate, us in (("a", 1.0), ("b", 2.0))
+        ]
+    assert len(seen) == len(set(seen)) == 18 * 4  # 18 powers, all_reduce in three manners
+    assert coverage(REQUEST, samples) == (18 * 3, 18 * 3)  # whole times of async operations decide nothing
     powers = {1 << exponent for exponent in range(3, 21)}
-    assert {task.cell.nbytes for task in seen} == powers
-    assert {(t.cell.async_op, t.overlap) for t in seen if t.cell.kind == "all_reduce"} == {
+    assert {task.case.nbytes for task in seen} == powers
+    assert {(t.case.async_op, t.overlap) for t in seen if t.case.kind == "all_reduce"} == {
         (False, False), (True, False), (True, True)
     }  # fmt: skip
-    assert {(t.cell.async_op, t.overlap) for t in seen if t.cell.kind == "send"} == {(False, False)}
+    assert {(t.case.async_op, t.overlap) for t in seen if t.case.kind == "send"} == {(False, False)}
     rough = {8, 128, 2048, 32768, 524288, 1 << 20}
-    assert [t.cell.nbytes for t in seen[:9]] == [1 << 20] * 3 + [8] * 3 + [2048] * 3
+    assert [t.case.nbytes for t in seen[:9]] == [8] * 3 + [1 << 20] * 3 + [2048] * 3
     first = seen[: 3 * len(rough)]
-    assert all((task.cell.async_op, task.overlap) != (True, False) for task in seen[: -len(powers)])
-    assert {task.cell.nbytes for task in first} == rough
+    assert all((task.case.async_op, task.overlap) != (True, False) for task in seen[: -len(powers)])
+    assert {task.case.nbytes for task in first} == rough
+
+
+WIDE = replace(REQUEST, largest=64 << 20)
+
+
+def with_budget(
+    budget: float, takes: Callable[[Task], float], monkeypatch: pytest.MonkeyPatch, samples: list[Sample]
+) -> tuple[Pace, float]:
+    """A run of WIDE on a clock of its own, which adds to `samples`; its pace, and its seconds in all."""
+    now = 0.0
+    monkeypatch.setattr("mcr_plus.tuning.pace.time.monotonic", lambda: now)
+    pace = Pace(WIDE, 0.1, budget)
+    while (task := pace.next_task(samples)) is not None:
+        now += takes(task)
+        pace.took(task, takes(task))
+        samples += [
+            Sample(task.case, candidate, task.overlap, timing(us))
+            for candidate, us in (("a", 1.0), ("b", 2.0))
+        ]
+    return pace, now
+
+
+@pytest.mark.parametrize("slow", [1, 3, 10])  # how busy the machine is
+def test_a_small_budget_covers_the_range_of_sizes_for_all_operations(
+    slow: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest size would take it whole: ten seconds for each of three operations on the free machine."""
+    samples: list[Sample] = []
+
+    def takes(task: Task) -> float:
+        return slow * (0.1 + task.case.nbytes * 10 / (64 << 20))
+
+    pace, took = with_budget(20.0 * slow, takes, monkeypatch, samples)
+    assert took <= 20.0 * slow + max(takes(Task(sample.case)) for sample in samples)
+    by_kind = {
+        (each.case.kind, each.overlap): {
+            sample.case.nbytes
+            for sample in samples
+            if (sample.case.kind, sample.overlap) == (each.case.kind, each.overlap)
+        }
+        for each in samples
+        if (each.case.async_op, each.overlap) != (True, False)
+    }
+    assert len(by_kind) == 2 + 1  # all_reduce's exposed times among them
+    for sizes in by_kind.values():
+        assert {8, 128, 2048, 32768, 524288, 8 << 20} <= sizes
+    found = left_out_sizes(WIDE, samples, pace.expected)
+    assert [each[0] for each in found] == [64 << 20]
+    _, left, every, seconds = found[0]
+    assert 2 <= left <= every == 3
+    assert seconds == pytest.approx(left * takes(Task(BenchCase("send", 64 << 20))), rel=0.6)
+
+
+def test_runs_with_small_budgets_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each measures something, however long it takes."""
+    samples: list[Sample] = []
+    runs = 0
+    while next_task(WIDE, samples) is not None:
+        before = len(samples)
+        with_budget(1.0, lambda task: 0.1 + task.case.nbytes / (1 << 20), monkeypatch, samples)
+        assert len(samples) > before
+        runs += 1
+    assert runs > 4
+
+
+def test_a_continued_run_skips_tasks_longer_than_its_budget() -> None:
+    tasks = chain.from_iterable(tasks for size, tasks in rough_grid(WIDE).items() if size < 1 << 20)
+    samples = [
+        Sample(task.case, candidate, task.overlap, timing(1.0)) for task in tasks for candidate in ("a", "b")
+    ]
+    for budget, size in ((1000.0, 64 << 20), (10.0, 8 << 20), (0.001, 64 << 20)):
+        task = Pace(WIDE, 0.1, budget).next_task(samples)
+        assert task is not None
+        assert task.case.nbytes == size
+
+
+def test_expected_times_follow_the_nearest_size() -> None:
+    pace = Pace(WIDE, 0.1, None)
+    small, large = Task(BenchCase("send", 8)), Task(BenchCase("send", 64 << 20))
+    assert pace.left == math.inf
+    free = pace.expected(small), pace.expected(large)
+    assert 10 * free[0] < free[1]
+    pace.took(small, 3 * free[0])
+    assert (pace.expected(small), pace.expected(large)) == pytest.approx([3 * each for each in free])
+    pace.took(large, 20 * free[1])
+    assert (pace.expected(small), pace.expected(large)) == pytest.approx((3 * free[0], 20 * free[1]))
+    assert pace.expected(Task(BenchCase("send", 32 << 20))) > 5 * free[1]
+
+
+def test_a_small_budget_samples_for_a_shorter_time() -> None:
+    """7 first sizes of three tasks each: half of the budget is for their samples."""
+    assert sampling_seconds(WIDE, [], None, 0.6) == 0.6
+    assert sampling_seconds(WIDE, [], 180.0, 0.6) == 0.6
+    assert sampling_seconds(WIDE, [], 10.0, 0.6) == pytest.approx(10 / 21 / 2)
+    assert sampling_seconds(WIDE, [], 0.1, 0.6) == 0.05
+    done = [
+        Sample(task.case, "a", task.overlap, timing(1.0))
+        for tasks in rough_grid(WIDE).values()
+        for task in tasks
+    ]
+    assert sampling_seconds(WIDE, done[:18], 1.0, 0.6) == pytest.approx(1 / 3 / 2)
+    assert sampling_seconds(WIDE, done, 0.1, 0.6) == 0.6
+
+
+def test_the_line_of_progress_names_its_unit() -> None:
+    assert progress_line("bench", "send 8 B", "sizes", 3, 16) == "bench: send 8 B; 3 of 16 sizes"
+    assert progress_line("tuning", "send 8 B", "combinations", 16, 16, 2).endswith(
+        "; 16 of 16 combinations, and 2 further measurements"
+    )
+
+
+def test_rules_for_the_built_in_preference_are_counted_apart() -> None:
+    kept = "- {kind: send, bytes: 8B..1KiB, backend: mpi}"
+    left = "- {kind: send, bytes: 0..8B, backend: built-in}\n- {kind: send, bytes: 1KiB.., backend: built-in}"
+    text = "version: 1\nrules:\n"
+    assert (
+        rule_count(parse_table(f"{text}{kept}\n{left}")) == "3 rules, 2 of them for the built-in preference"
+    )
+    assert rule_count(parse_table(text + kept.replace("8B..1KiB", "0.."))) == "1 rule"
 
 
 def test_the_place_where_the_winner_changes_is_found() -> None:
     # 1 + n/1000 against 100 + n/10000: equal at 110,000 bytes
     request = Request(("all_reduce",), 8, 1 << 20, 2, ("a", "b"), asynchronous=False)
-    ways = {"a": alpha_beta(1.0, 1e-3), "b": alpha_beta(100.0, 1e-4)}
-    points = play(request, ways)
-    odd = sorted({p.cell.nbytes for p in points if p.cell.nbytes & (p.cell.nbytes - 1)})
+    candidates = {"a": alpha_beta(1.0, 1e-3), "b": alpha_beta(100.0, 1e-4)}
+    samples = play(request, candidates)
+    odd = sorted({p.case.nbytes for p in samples if p.case.nbytes & (p.case.nbytes - 1)})
     assert odd
     assert all(65536 < size < 131072 for size in odd)
-    table = derive(request, points, HERE, 1)
+    table = build_table(request, samples, HERE, 1)
     assert [rule.backend for rule in table.rules] == ["a", "b", "built-in"]
     assert table.rules[1].lo == pytest.approx(110_000, rel=0.02)
 
 
 def test_a_rule_against_the_medians_has_a_reason() -> None:
     """`a` is surely 5 % faster at one size, `b` perhaps 25 % at the other: less than a change must save."""
-    points = [
-        Point(Cell("all_reduce", size), way, False, Timing(us, us, us, us - scatter, us + scatter, 9))
-        for size, way, us, scatter in (
+    samples = [
+        Sample(BenchCase("all_reduce", size), candidate, False, Timing(us, us, us, us - scatter, us + scatter,
+        9)) for size, candidate, us, scatter in (
             (1024, "a", 20.0, 0.0), (1024, "b", 21.0, 0.0), (2048, "a", 50.0, 30.0), (2048, "b", 40.0, 30.0)
         )
     ]  # fmt: skip
     request = Request(("all_reduce",), 1024, 2048, 2, ("a", "b"), asynchronous=False)
-    rule, rest = derive(request, points, HERE, 1).rules
+    rule, rest = build_table(request, samples, HERE, 1).rules
     assert (rule.backend, rest.backend) == ("a", "built-in")
     assert "scatter" in rule.reason
     assert rest.reason == ""
-    plain = [replace(point, timing=timing(1.0)) if point.way == "a" else point for point in points]
-    assert [rule.reason for rule in derive(request, plain, HERE, 1).rules] == ["", ""]
+    plain = [replace(sample, timing=timing(1.0)) if sample.candidate == "a" else sample for sample in samples]
+    assert [rule.reason for rule in build_table(request, plain, HERE, 1).rules] == ["", ""]
 
 
 def test_a_disturbed_size_is_measured_again_and_the_median_counts() -> None:
     request = Request(("all_reduce",), 8, 1 << 12, 2, ("a",), asynchronous=False)
     visits: dict[int, int] = {}
 
-    def disturbed(cell: Cell) -> float:
-        visits[cell.nbytes] = visits.get(cell.nbytes, 0) + 1
-        if cell.nbytes == 64:
+    def disturbed(case: BenchCase) -> float:
+        visits[case.nbytes] = visits.get(case.nbytes, 0) + 1
+        if case.nbytes == 64:
             return 50.0 if visits[64] < 3 else 1.5  # twice by chance
-        return {1024: 90.0, 256: 4.0}.get(cell.nbytes, 1.0 + cell.nbytes / 1000)  # once and for all
+        return {1024: 90.0, 256: 4.0}.get(case.nbytes, 1.0 + case.nbytes / 1000)  # once and for all
 
-    points = play(request, {"a": disturbed})
+    samples = play(request, {"a": disturbed})
     assert {size: count for size, count in visits.items() if count > 1} == {64: 4, 256: 5, 1024: 5}
-    measured = derive(request, points, HERE, 1).rules[0].measured["a"]
+    measured = build_table(request, samples, HERE, 1).rules[0].measured["a"]
     assert measured[64] == 1.5
     assert measured[256] == 4.0  # odd, but it may be so
     assert 1024 not in measured  # 30 times the time of 2048 bytes
-    assert impossible(request, points) == ["all_reduce 1 KiB by a"]
+    assert impossible(request, samples) == ["all_reduce 1 KiB by a"]
 
 
-def test_a_time_that_cannot_be_is_measured_again_before_anything_else() -> None:
+def test_an_impossible_time_is_measured_again_first() -> None:
     request = Request(("all_reduce", "broadcast"), 8, 1 << 15, 2, ("a",))
     tasks: list[Task] = []
-    points: list[Point] = []
-    while len(tasks) < 14 and (task := next_task(request, points)) is not None:
+    samples: list[Sample] = []
+    while len(tasks) < 14 and (task := next_task(request, samples)) is not None:
         tasks.append(task)
-        waited = task.cell == Cell("all_reduce", 8)
-        us = 0.05 if task.overlap and task.cell.nbytes > 8 else 9000.0 if waited else 30.0
-        points.append(Point(task.cell, "a", task.overlap, timing(us)))
-    places = [index for index, task in enumerate(tasks) if task.cell == Cell("all_reduce", 8)]
-    assert places == list(range(places[0], places[0] + 5))
+        waited = task.case == BenchCase("all_reduce", 8)
+        us = 0.05 if task.overlap and task.case.nbytes > 8 else 9000.0 if waited else 30.0
+        samples.append(Sample(task.case, "a", task.overlap, timing(us)))
+    places = [index for index, task in enumerate(tasks) if task.case == BenchCase("all_reduce", 8)]
+    at = tasks.index(Task(BenchCase("all_reduce", 1 << 15)))  # only now is it known that it cannot be
+    assert places == [0, *range(at + 1, at + 5)]
     again = [task for task, count in Counter(tasks).items() if count > 1]
-    assert again == [Task(Cell("all_reduce", 8))]  # and not what is exposed, which need not grow
+    assert again == [Task(BenchCase("all_reduce", 8))]  # and not what is exposed, which need not grow
 
 
-def test_rules_are_for_what_was_measured() -> None:
+def test_rules_cover_only_sizes_near_measured_ones() -> None:
     """Nothing beyond, nothing between sizes far apart; without a size the largest measured one counts."""
     request = Request(("all_reduce", "all_gather", "barrier"), 8, 1 << 26, 2, ("a", "b"), asynchronous=False)
     sizes: dict[Kind, list[int]] = {
         "all_reduce": [8, 256, 1 << 20, 1 << 22], "all_gather": [1 << 16], "barrier": [0]
     }  # fmt: skip
-    points = [
-        Point(Cell(kind, size), way, False, timing(us))
-        for kind, found in sizes.items() for size in found for way, us in (("a", 2.0), ("b", 1.0))
+    samples = [
+        Sample(BenchCase(kind, size), candidate, False, timing(us))
+        for kind, found in sizes.items() for size in found for candidate, us in (("a", 2.0), ("b", 1.0))
     ]  # fmt: skip
-    table = derive(request, points, HERE, 1)
+    table = build_table(request, samples, HERE, 1)
     assert [(rule.key.kind, rule.span(), rule.backend) for rule in table.rules] == [
         ("all_reduce", "0..512", "b"), ("all_reduce", "512B..512KiB", "built-in"),
         ("all_reduce", "512KiB..8MiB", "b"), ("all_reduce", "8MiB..", "built-in"),
@@ -236,19 +365,19 @@ def test_rules_are_for_what_was_measured() -> None:
         ([0.0], [], 300.0, ["300 times per second"]),
     ],
 )
-def test_a_machine_that_is_busy_or_figures_that_scatter_are_named(
+def test_warnings_of_a_busy_machine_and_of_scatter(
     shares: list[float], spreads: list[float], switches: float, said: list[str]
 ) -> None:
-    points = [
-        Point(Cell("all_reduce", 8), "a", False, Timing(10, 10, 10, 10 - 10 * each, 10 + 10 * each, 9))
+    samples = [
+        Sample(BenchCase("all_reduce", 8), "a", False, Timing(10, 10, 10, 10 - 10 * each, 10 + 10 * each, 9))
         for each in spreads
     ]
-    words = [*busy_words(shares), *scatter_words(points, switches)]
+    words = [*busy_words(shares), *scatter_words(samples, switches)]
     assert len(words) == len(said)
     assert all(expected in word for expected, word in zip(said, words, strict=True))
 
 
-def test_used_share_sees_a_process_that_computes() -> None:
+def test_used_share_counts_a_process_that_computes() -> None:
     spinning = subprocess.Popen([sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=-1)
     try:
         assert spinning.stdout is not None
@@ -263,8 +392,8 @@ def test_used_share_sees_a_process_that_computes() -> None:
 
 def test_a_size_without_a_clear_winner_is_measured_three_times() -> None:
     request = Request(("all_reduce",), 8, 1 << 10, 2, ("a", "b"), asynchronous=False)
-    points = play(request, {"a": lambda cell: 10.0, "b": lambda cell: 10.2 if cell.nbytes == 64 else 14.0})
-    assert Counter(p.cell.nbytes for p in points if p.way == "b") == {
+    samples = play(request, {"a": lambda case: 10.0, "b": lambda case: 10.2 if case.nbytes == 64 else 14.0})
+    assert Counter(p.case.nbytes for p in samples if p.candidate == "b") == {
         size: 3 if size == 64 else 1 for size in (8, 16, 32, 64, 128, 256, 512, 1024)
     }
 
@@ -274,61 +403,61 @@ def test_a_size_without_a_clear_winner_is_measured_three_times() -> None:
     [([5.0], 5.0), ([5.0, 3.0], 3.0), ([5.0, 3.0, 4.0], 4.0), ([9.0, 1.0, 8.0, 2.0], 2.0), ([3.0, 3.0], 3.0)],
 )
 def test_the_median_of_repeated_measurements_counts(times: list[float], expected: float) -> None:
-    points = [Point(Cell("all_reduce", 8, "float32"), "a", False, timing(us)) for us in times]
-    other = Point(Cell("all_reduce", 16, "float32"), "a", False, timing(1.0))
-    first, second = settled([other, *points])
+    samples = [Sample(BenchCase("all_reduce", 8, "float32"), "a", False, timing(us)) for us in times]
+    other = Sample(BenchCase("all_reduce", 16, "float32"), "a", False, timing(1.0))
+    first, second = median_of_repeats([other, *samples])
     assert first is other
     assert second.timing is not None
     assert second.timing.p50 == expected
 
 
-def test_a_library_that_comes_later_is_measured_and_one_that_goes_is_forgotten() -> None:
-    """Whatever an earlier run compared: the table is about the libraries of this one, and complete."""
+def test_a_new_library_is_measured_and_a_removed_one_is_ignored() -> None:
+    """The table has the libraries of this run, and is complete, whatever earlier runs have compared."""
     both = Request(("all_reduce",), 8, 64, 2, ("a", "b"))
-    alone = replace(both, ways=("a",))
-    points = play(alone, {"a": alpha_beta(1.0, 0.0)})
-    assert next_task(alone, points) is None
-    again = next_task(both, points)
+    alone = replace(both, libraries=("a",))
+    samples = play(alone, {"a": alpha_beta(1.0, 0.0)})
+    assert next_task(alone, samples) is None
+    again = next_task(both, samples)
     assert again is not None
-    assert again.cell.nbytes == 64
-    points = play(both, {"a": alpha_beta(2.0, 0.0), "b": alpha_beta(1.0, 0.0)})
-    assert {rule.backend for rule in derive(both, points, HERE, 1).rules} == {"b", "built-in"}
-    table = derive(alone, points, HERE, 1)
+    assert again.case.nbytes == 8
+    samples = play(both, {"a": alpha_beta(2.0, 0.0), "b": alpha_beta(1.0, 0.0)})
+    assert {rule.backend for rule in build_table(both, samples, HERE, 1).rules} == {"b", "built-in"}
+    table = build_table(alone, samples, HERE, 1)
     assert {rule.backend for rule in table.rules} == {"a", "built-in"}
-    assert {way for rule in table.rules for way in rule.measured} == {"a"}
+    assert {candidate for rule in table.rules for candidate in rule.measured} == {"a"}
     whole = replace(both, asynchronous=False)
-    assert {rule.key.async_op for rule in derive(whole, points, HERE, 1).rules} == {None}
+    assert {rule.key.async_op for rule in build_table(whole, samples, HERE, 1).rules} == {None}
 
 
 def test_kinds_of_earlier_runs_stay_in_the_table() -> None:
-    cells = [Cell("all_reduce", 8), Cell("broadcast", 8), Cell("broadcast", 8, "int8")]
-    points = [Point(cell, "a", False, timing(1.0)) for cell in cells]
-    table = derive(Request(("all_reduce",), 8, 8, 2, ("a",)), points, HERE, 1)
+    cases = [BenchCase("all_reduce", 8), BenchCase("broadcast", 8), BenchCase("broadcast", 8, "int8")]
+    samples = [Sample(case, "a", False, timing(1.0)) for case in cases]
+    table = build_table(Request(("all_reduce",), 8, 8, 2, ("a",)), samples, HERE, 1)
     assert [(rule.key.kind, rule.key.dtype) for rule in table.rules] == [
         ("broadcast", "int8"), ("broadcast", "int8"), ("all_reduce", None), ("all_reduce", None),
         ("broadcast", None), ("broadcast", None),
     ]  # fmt: skip
 
 
-def test_a_way_that_is_always_wrong_ends_nothing_but_its_own_rules() -> None:
+def test_a_candidate_that_is_always_wrong_gets_no_rules() -> None:
     request = Request(("all_reduce", "reduce"), 8, 8, 2, ("a",), asynchronous=False)
-    right = Point(Cell("all_reduce", 8), "a", False, timing(1.0))
-    wrong = Point(Cell("reduce", 8), "a", False, None, "wrong result on rank 1")
+    right = Sample(BenchCase("all_reduce", 8), "a", False, timing(1.0))
+    wrong = Sample(BenchCase("reduce", 8), "a", False, None, "wrong result on rank 1")
     assert next_task(request, [right, wrong]) is None
-    assert {rule.key.kind for rule in derive(request, [right, wrong], HERE, 1).rules} == {"all_reduce"}
+    assert {rule.key.kind for rule in build_table(request, [right, wrong], HERE, 1).rules} == {"all_reduce"}
     with pytest.raises(Unsupported, match="reduce on a: wrong result on rank 1"):
-        derive(request, [wrong], HERE, 1)
+        build_table(request, [wrong], HERE, 1)
 
 
-def test_a_way_once_wrong_stays_left_out() -> None:
-    cell = Cell("all_reduce", 8, "float32")
-    right, wrong = Point(cell, "a", False, timing(1.0)), Point(cell, "a", False, None, "wrong result")
-    assert settled([right, wrong, right]) == [wrong]
+def test_a_candidate_once_wrong_stays_excluded() -> None:
+    case = BenchCase("all_reduce", 8, "float32")
+    right, wrong = Sample(case, "a", False, timing(1.0)), Sample(case, "a", False, None, "wrong result")
+    assert median_of_repeats([right, wrong, right]) == [wrong]
 
 
 def test_nothing_is_refined_where_winners_agree() -> None:
-    points = play(REQUEST, {"a": alpha_beta(1.0, 1e-3), "b": alpha_beta(2.0, 2e-3)})
-    assert {p.cell.nbytes for p in points} == {1 << exponent for exponent in range(3, 21)}
+    samples = play(REQUEST, {"a": alpha_beta(1.0, 1e-3), "b": alpha_beta(2.0, 2e-3)})
+    assert {p.case.nbytes for p in samples} == {1 << exponent for exponent in range(3, 21)}
 
 
 @pytest.mark.parametrize(
@@ -349,19 +478,19 @@ def test_whole_sizes(kind: str, nbytes: int, dtype: str, ranks: int, expected: i
 
 
 def best_by_force(times: list[dict[str, float]], price: float) -> float:
-    ways = sorted({way for each in times for way in each})
+    candidates = sorted({candidate for each in times for candidate in each})
     return min(
-        sum(math.log(each[way]) for each, way in zip(times, path, strict=True))
+        sum(math.log(each[candidate]) for each, candidate in zip(times, path, strict=True))
         + price * sum(a != b for a, b in pairwise(path))
-        for path in product(ways, repeat=len(times))
+        for path in product(candidates, repeat=len(times))
     )
 
 
 @given(st.lists(st.lists(st.floats(0.5, 2.0), min_size=3, max_size=3), min_size=1, max_size=6))
-def test_the_choice_is_the_cheapest_of_all(rows: list[list[float]]) -> None:
+def test_the_choice_has_the_least_cost(rows: list[list[float]]) -> None:
     times = [dict(zip("abc", row, strict=True)) for row in rows]
     chosen = choose(times)
-    cost = sum(math.log(each[way]) for each, way in zip(times, chosen, strict=True))
+    cost = sum(math.log(each[candidate]) for each, candidate in zip(times, chosen, strict=True))
     cost += math.log(1.05) * sum(a != b for a, b in pairwise(chosen))
     assert cost == pytest.approx(best_by_force(times, math.log(1.05)), abs=1e-9)
 
@@ -369,17 +498,17 @@ def test_the_choice_is_the_cheapest_of_all(rows: list[list[float]]) -> None:
 @given(st.lists(st.lists(st.floats(0.5, 2.0), min_size=2, max_size=2), min_size=1, max_size=20))
 def test_no_size_is_worse_than_the_price_of_two_changes(rows: list[list[float]]) -> None:
     times = [dict(zip("ab", row, strict=True)) for row in rows]
-    for each, way in zip(times, choose(times), strict=True):
-        assert each[way] <= min(each.values()) * 1.05**2 * (1 + 1e-9)
+    for each, candidate in zip(times, choose(times), strict=True):
+        assert each[candidate] <= min(each.values()) * 1.05**2 * (1 + 1e-9)
 
 
-def test_noise_makes_no_patchwork() -> None:
+def test_noise_causes_no_changes() -> None:
     draw = random.Random(3)
     times = [{"a": 1 + 0.005 * draw.random(), "b": 1 + 0.005 * draw.random()} for _ in range(20)]
     assert len(set(choose(times))) == 1
 
 
-def test_only_what_the_intervals_bear_out_counts_in_full() -> None:
+def test_only_significant_differences_count_in_full() -> None:
     apart = justified({"a": Timing(1, 1.0, 1, 0.9, 1.1, 9), "b": Timing(3, 3.0, 3, 2.2, 4.0, 9)})
     assert apart["a"] == 1.0
     assert apart["b"] == pytest.approx(2.0 * 3**0.2)
@@ -401,21 +530,22 @@ def test_a_crossover_lies_where_two_lines_meet() -> None:
     assert crossover(times, 16, 256, "a", "b") == 64
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_tables_are_whole_and_survive_a_file(data: st.DataObject) -> None:
-    """Whatever was measured: the table passes its own checks and chooses a way that was measured there."""
+    """For any samples the table passes its checks and chooses candidates that were measured."""
     request = Request(("all_reduce", "all_to_all", "send"), 8, 4096, 2, ("gloo", "mpi"), ("float32", "int8"))
-    points = []
+    samples = []
     for kind in request.kinds:
         for dtype, (async_op, overlap), exponent in product(
             request.dtypes, request.manners(kind), range(3, 13, 3)
         ):
-            for way in ("gloo", "mpi"):
+            for candidate in ("gloo", "mpi"):
                 us = data.draw(st.floats(1, 8))  # more would be left out
-                points.append(Point(Cell(kind, 1 << exponent, dtype, async_op), way, overlap, timing(us)))
-    points = [p for p in points if p.way == "mpi" or p.cell.kind != "send"]
-    table = derive(request, points, HERE, 1)
+                samples.append(
+                    Sample(BenchCase(kind, 1 << exponent, dtype, async_op), candidate, overlap, timing(us))
+                )
+    samples = [p for p in samples if p.candidate == "mpi" or p.case.kind != "send"]
+    table = build_table(request, samples, HERE, 1)
     again = parse_table(table_text(table), "t")
     assert [(r.backend, r.lo, r.hi, r.key) for r in again.rules] == [
         (r.backend, r.lo, r.hi, r.key) for r in table.rules
@@ -426,26 +556,25 @@ def test_tables_are_whole_and_survive_a_file(data: st.DataObject) -> None:
         assert rule.backend == "mpi"
 
 
-@settings(deadline=None)
 @given(st.data())
-def test_no_rule_holds_for_sizes_that_its_way_is_not_for(data: st.DataObject) -> None:
-    """Whatever was measured, also when a file was for other sizes: a way for every size around the ends."""
+def test_no_rule_covers_sizes_that_its_candidate_does_not_support(data: st.DataObject) -> None:
+    """For any samples, also of a file with a limited range: every size gets a candidate that supports it."""
     spans = {}
     for name in ("msccl:one", "msccl:two"):
         lo = data.draw(st.integers(0, 70_000))
         spans[name] = Range(lo, data.draw(st.none() | st.integers(lo + 1, 140_000)))
-    ways, algorithms = data.draw(st.sampled_from([("mpi", "gloo"), ("mpi",)])), tuple(spans)
+    candidates, algorithms = data.draw(st.sampled_from([("mpi", "gloo"), ("mpi",)])), tuple(spans)
     kinds: tuple[Kind, ...] = ("all_reduce", "all_gather")
     request = Request(
-        kinds, 8, 1 << 16, 2, ways, asynchronous=False,
+        kinds, 8, 1 << 16, 2, candidates, asynchronous=False,
         algorithms=dict.fromkeys(kinds, algorithms), spans=spans,
     )  # fmt: skip
-    points = []
+    samples = []
     for kind, exponent in product(kinds, data.draw(st.sets(st.integers(3, 16), min_size=1))):
-        for way in (*ways, *algorithms):
+        for candidate in (*candidates, *algorithms):
             us = data.draw(st.floats(1, 8))  # more would be left out
-            points.append(Point(Cell(kind, 1 << exponent), way, False, timing(us)))
-    table = parse_table(table_text(derive(request, points, HERE, 1)), "t")
+            samples.append(Sample(BenchCase(kind, 1 << exponent), candidate, False, timing(us)))
+    table = parse_table(table_text(build_table(request, samples, HERE, 1)), "t")
     edges = {0, 1 << 40, *(rule.lo for rule in table.rules)}
     edges |= {end for span in spans.values() for end in (span.lo, span.hi) if end is not None}
     for kind, size in product(kinds, sorted({max(edge + by, 0) for edge in edges for by in (-1, 0, 1)})):
@@ -453,7 +582,7 @@ def test_no_rule_holds_for_sizes_that_its_way_is_not_for(data: st.DataObject) ->
         assert rule is not None
         assert rule.backend not in spans or spans[rule.backend].covers(size)
         vector = table.lookup(Query(f"{kind}_v", None)) if kind == "all_gather" else None
-        assert vector is None or vector.backend in ways
+        assert vector is None or vector.backend in candidates
 
 
 def test_the_next_best_takes_over_where_an_algorithm_ends() -> None:
@@ -468,23 +597,23 @@ def test_the_next_best_takes_over_where_an_algorithm_ends() -> None:
         "gloo": alpha_beta(200, 1e-3),
         "msccl:mine": alpha_beta(1, 1e-4),
     }
-    points = play(request, times)
-    tried = {p.cell.nbytes for p in points if p.way == "msccl:mine"}
+    samples = play(request, times)
+    tried = {p.case.nbytes for p in samples if p.candidate == "msccl:mine"}
     assert (min(tried), max(tried)) == (104, 1 << 15)
-    rules = derive(request, points, HERE, 1).rules
+    rules = build_table(request, samples, HERE, 1).rules
     assert [(rule.backend, rule.lo, rule.hi) for rule in rules] == [
         ("mpi", 0, 100), ("msccl:mine", 100, 34_001), ("msccl", 34_001, 1 << 17),
         ("built-in", 1 << 17, None),
     ]  # fmt: skip
 
 
-def test_sizes_that_nothing_can_do_are_left_to_the_built_in_preference() -> None:
+def test_sizes_without_a_candidate_get_the_built_in_preference() -> None:
     spans = {"msccl:mine": Range(0, 10)}
     algorithms: dict[Kind, tuple[str, ...]] = {"all_reduce": ("msccl:mine",)}
     request = Request(("all_reduce", "send"), 8, 64, 2, ("mpi",), algorithms=algorithms, spans=spans)
-    cells: dict[Kind, str] = {"all_reduce": "msccl:mine", "send": "mpi"}
-    points = [Point(Cell(kind, 8), way, False, timing(1.0)) for kind, way in cells.items()]
-    rules = [rule for rule in derive(request, points, HERE, 1).rules if rule.key.kind == "all_reduce"]
+    cases: dict[Kind, str] = {"all_reduce": "msccl:mine", "send": "mpi"}
+    samples = [Sample(BenchCase(kind, 8), candidate, False, timing(1.0)) for kind, candidate in cases.items()]
+    rules = [rule for rule in build_table(request, samples, HERE, 1).rules if rule.key.kind == "all_reduce"]
     assert [(rule.backend, rule.hi) for rule in rules] == [
         ("msccl:mine", 10), ("built-in", None)
     ]  # fmt: skip
@@ -492,54 +621,56 @@ def test_sizes_that_nothing_can_do_are_left_to_the_built_in_preference() -> None
 
 def test_rules_of_asynchronous_operations_follow_the_exposed_time() -> None:
     request = Request(("all_reduce",), 8, 8, 2, ("mpi", "gloo"))
-    sync, later = Cell("all_reduce", 8), Cell("all_reduce", 8, async_op=True)
+    sync, later = BenchCase("all_reduce", 8), BenchCase("all_reduce", 8, async_op=True)
     times = [
         (sync, False, {"mpi": 1.0, "gloo": 9.0}),
         (later, False, {"mpi": 1.0, "gloo": 9.0}),
         (later, True, {"mpi": 1.0, "gloo": 0.1}),
     ]
-    points = [Point(c, way, o, timing(us)) for c, o, found in times for way, us in found.items()]
-    table = derive(request, points, HERE, 1)
+    samples = [
+        Sample(c, candidate, o, timing(us)) for c, o, found in times for candidate, us in found.items()
+    ]
+    table = build_table(request, samples, HERE, 1)
     for async_op, backend in ((False, "mpi"), (True, "gloo")):
         rule = table.lookup(Query("all_reduce", 8, async_op=async_op))
         assert rule is not None
         assert rule.backend == backend
-    without = derive(request, [p for p in points if not p.overlap], HERE, 1)
+    without = build_table(request, [p for p in samples if not p.overlap], HERE, 1)
     rule = without.lookup(Query("all_reduce", 8, async_op=True))
     assert rule is not None
     assert rule.backend == "mpi"
 
 
-def test_what_was_excluded_is_in_no_table() -> None:
+def test_excluded_candidates_are_in_no_table() -> None:
     request = Request(("all_reduce",), 8, 8, 2, ("mpi", "gloo"), asynchronous=False)
-    cell = Cell("all_reduce", 8)
-    points = [Point(cell, "mpi", False, None, "wrong"), Point(cell, "gloo", False, timing(5.0))]
-    table = derive(request, points, HERE, 1)
+    case = BenchCase("all_reduce", 8)
+    samples = [Sample(case, "mpi", False, None, "wrong"), Sample(case, "gloo", False, timing(5.0))]
+    table = build_table(request, samples, HERE, 1)
     assert [rule.backend for rule in table.rules] == ["gloo", "built-in"]
     assert "mpi" not in table.rules[0].measured
 
 
-# -- points on disk -------------------------------------------------------------------------------
+# -- samples on disk ------------------------------------------------------------------------------
 
-POINTS = [
-    Point(Cell("all_reduce", 8), "mpi", False, Timing.of([1.0, 2.0, 3.0])),
-    Point(Cell("send", 8, "int8"), "gloo", False, None, "wrong result on rank 1"),
+SAMPLES = [
+    Sample(BenchCase("all_reduce", 8), "mpi", False, Timing.of([1.0, 2.0, 3.0])),
+    Sample(BenchCase("send", 8, "int8"), "gloo", False, None, "wrong result on rank 1"),
 ]
 
 
-def test_points_are_found_again(tmp_path: Path) -> None:
+def test_samples_are_read_back(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
-    PointFile(path, HERE, fresh=False).add(POINTS)
-    assert PointFile(path, HERE, fresh=False).points == POINTS
-    assert PointFile(path, HERE, fresh=True).points == []
-    assert PointFile(path, HERE, fresh=False).points == []
+    MeasurementFile(path, HERE, fresh=False).add(SAMPLES)
+    assert MeasurementFile(path, HERE, fresh=False).samples == SAMPLES
+    assert MeasurementFile(path, HERE, fresh=True).samples == []
+    assert MeasurementFile(path, HERE, fresh=False).samples == []
 
 
-def test_a_line_cut_short_by_a_kill_is_forgotten(tmp_path: Path) -> None:
+def test_a_truncated_last_line_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
-    PointFile(path, HERE, fresh=False).add(POINTS)
+    MeasurementFile(path, HERE, fresh=False).add(SAMPLES)
     path.write_text(path.read_text()[:-30])
-    assert PointFile(path, HERE, fresh=False).points == POINTS[:1]
+    assert MeasurementFile(path, HERE, fresh=False).samples == SAMPLES[:1]
 
 
 @pytest.mark.parametrize(
@@ -556,7 +687,7 @@ def test_other_files_are_refused_and_kept(tmp_path: Path, text: str, what: str) 
     path = tmp_path / "m.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigError, match=re.escape(what)):
-        PointFile(path, HERE, fresh=False)
+        MeasurementFile(path, HERE, fresh=False)
     assert path.read_text() == text
 
 
@@ -598,7 +729,7 @@ class WrongBackend(GlooBackend):
 
 
 def measured(backends: list[str], kinds: list[str]) -> dict[str, Any]:
-    """Runs on ranks: every kind, sync and async and overlapped; which ways were timed and which left out."""
+    """Runs on ranks: times every kind, sync, async and overlapped; returns timed and excluded candidates."""
     registry.register("backends", "wrong", WrongBackend)
     comm = mcr.init(
         {"version": 1, "backends": backends, "pipeline": [{"select": {}}, {"dispatch": {"timeout": "20s"}}]}
@@ -610,10 +741,10 @@ def measured(backends: list[str], kinds: list[str]) -> dict[str, Any]:
         for async_op, overlap in ((False, False), (True, False), (True, True)):
             if kind == "send" and async_op:
                 continue
-            cell = Cell(kind, whole_size(kind, 120, "float32", comm.size), "float32", async_op)  # type: ignore[arg-type]
-            outcome = meter.measure(cell, [*backends, "tuned"], overlap=overlap)
+            case = BenchCase(kind, whole_size(kind, 120, "float32", comm.size), "float32", async_op)  # type: ignore[arg-type]
+            outcome = meter.measure(case, [*backends, "tuned"], overlap=overlap)
             found[f"{kind} {async_op} {overlap}"] = [
-                {way: time.p50 for way, time in outcome.timings.items()},
+                {candidate: time.p50 for candidate, time in outcome.timings.items()},
                 outcome.excluded,
             ]
     mcr.finalize()
@@ -634,7 +765,7 @@ def test_every_kind_can_be_measured_and_ranks_agree(via: Any, ranks: int) -> Non
 
 
 @needs_mpi
-def test_a_way_with_wrong_results_is_left_out() -> None:
+def test_a_candidate_with_wrong_results_is_excluded() -> None:
     kinds = ["all_reduce", "all_to_all"]
     for result in run_ranks(measured, 2, args=[["mpi", "wrong"], kinds], timeout=120):
         for timings, excluded in result.value.values():
@@ -646,11 +777,13 @@ def test_a_way_with_wrong_results_is_left_out() -> None:
 def verified(dtypes: list[str]) -> list[str]:
     """Runs on ranks: what verification finds wrong with torch's own gloo under mcr_plus, over dtypes."""
     with mcr.init(backends=["gloo"]) as comm:
-        cells = [
-            Cell(kind, whole_size(kind, 240, dtype, comm.size), dtype) for kind in KINDS for dtype in dtypes
+        cases = [
+            BenchCase(kind, whole_size(kind, 240, dtype, comm.size), dtype)
+            for kind in KINDS
+            for dtype in dtypes
         ]
-        found = [(cell, Subject(comm, cell).verify("gloo")) for cell in cells]
-        return [f"{cell}: {problem}" for cell, problem in found if problem is not None]
+        found = [(case, OpUnderTest(comm, case).verify("gloo")) for case in cases]
+        return [f"{case}: {problem}" for case, problem in found if problem is not None]
 
 
 def test_verification_accepts_right_results_of_all_dtypes() -> None:
@@ -677,22 +810,22 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def test_a_picture_says_what_the_table_says(figures: list[Any], tmp_path: Path) -> None:
-    def point(way: str, size: int, time: float, kind: Kind = "all_reduce", **manner: bool) -> Point:
-        cell = Cell(kind, size, "float32", manner.get("async_op", False))
+def test_a_plot_shows_the_choices_of_the_table(figures: list[Any], tmp_path: Path) -> None:
+    def sample(candidate: str, size: int, time: float, kind: Kind = "all_reduce", **manner: bool) -> Sample:
+        case = BenchCase(kind, size, "float32", manner.get("async_op", False))
         timing = Timing(time, time, time, time, time, 9)
-        return Point(cell, way, manner.get("async_op", False), timing)
+        return Sample(case, candidate, manner.get("async_op", False), timing)
 
     sizes = [8 << power for power in range(8)]
-    points = [point("a", size, 10.0 + (size > 100) * 50) for size in sizes]
-    points += [point("b", size, 20.0) for size in sizes]
-    points += [point("a", size, 7.0, async_op=True) for size in sizes]
-    points += [point("a", 64, 3.0, "broadcast"), point("b", 64, 2.0, "broadcast")]
+    samples = [sample("a", size, 10.0 + (size > 100) * 50) for size in sizes]
+    samples += [sample("b", size, 20.0) for size in sizes]
+    samples += [sample("a", size, 7.0, async_op=True) for size in sizes]
+    samples += [sample("a", 64, 3.0, "broadcast"), sample("b", 64, 2.0, "broadcast")]
     request = Request(("all_reduce", "broadcast"), 8, 1 << 10, 2, ("a", "b"))
-    table = derive(request, points, {"ranks": ("2",), "nodes": ("1",)}, 1)
+    table = build_table(request, samples, {"ranks": ("2",), "nodes": ("1",)}, 1)
     (change,) = {rule.lo for rule in table.rules if rule.backend == "b" and rule.key.kind == "all_reduce"}
     assert 64 < change <= 128
-    assert plot_tuning(table, points, tmp_path / "t.png") == 3
+    assert plot_tuning(table, samples, tmp_path / "t.png") == 3
     (figure,) = figures
     shown = {axis.get_title(): axis for axis in figure.axes if axis.get_visible()}
     assert list(shown) == ["all_reduce, sync", "all_reduce, async, exposed time", "broadcast, sync, 64 B"]
@@ -711,17 +844,19 @@ def test_a_picture_says_what_the_table_says(figures: list[Any], tmp_path: Path) 
     assert [text.get_text() for text in legend.get_texts()] == ["a", "b"]
 
 
-def test_nothing_of_a_picture_is_cut_off(figures: list[Any], tmp_path: Path) -> None:
-    ways = [f"msccl:some_long_algorithm_{number}" for number in range(12)]
+def test_no_text_of_a_plot_is_clipped(figures: list[Any], tmp_path: Path) -> None:
+    candidates = [f"msccl:some_long_algorithm_{number}" for number in range(12)]
     row = {"kind": "all_reduce", "ranks": 2, "dtype": "float32", "verified": True}
     times = {"p20_us": 1.0, "p50_us": 2.0, "p80_us": 3.0}
-    rows = [{**row, **times, "backend": way, "bytes": size} for way in ways for size in (8, 16)]
+    rows = [
+        {**row, **times, "backend": candidate, "bytes": size} for candidate in candidates for size in (8, 16)
+    ]
     assert plot_rows(rows, tmp_path / "b.png") == 1
     (figure,) = figures
     image = matplotlib_image(tmp_path / "b.png")
     edge = [*image[0], *image[-1], *image[:, 0], *image[:, -1]]
     assert all((pixel[:3] == 1).all() for pixel in edge)  # white all around
-    assert len(figure.legends[0].get_texts()) == len(ways)
+    assert len(figure.legends[0].get_texts()) == len(candidates)
 
 
 def matplotlib_image(path: Path) -> Any:
@@ -751,9 +886,14 @@ def test_tune_writes_a_table_and_goes_on_where_it_stopped(tmp_path: Path) -> Non
     assert (
         "with 1 of 16 combinations of operation, manner and size measured, none of all_to_all" in begun.stdout
     )
+    left = r"Left out for lack of time, .*: 8 B in 3 of 4 \(about \d+ s\), 64 B in all \(about \d+ s\)\.$"
+    assert re.search(left, begun.stdout, re.MULTILINE)
+    assert re.search(r"^The rest takes about \d+ s at the pace of this run: ", begun.stdout, re.MULTILINE)
     assert begun.stderr.count("The machine was busy") <= 1
     first = json_of(*words, "--budget", "1ms")
     assert not first["complete"]
+    assert first["combinations"] == {"measured": 2, "planned": 16}
+    assert first["seconds_left"] > 0
     assert table.is_file()
     second = json_of(*words)
     assert second["complete"]
@@ -763,15 +903,18 @@ def test_tune_writes_a_table_and_goes_on_where_it_stopped(tmp_path: Path) -> Non
     assert {rule["kind"] for rule in second["rules"]} == {"all_reduce", "all_to_all_v", "all_to_all"}
     config = tmp_path / "p.yaml"
     config.write_text("version: 1\npipeline:\n  - select: {table: t.yaml}\n  - dispatch: {}\n")
-    way = json_of("explain", "all_to_all", "32", "--config", str(config), "--json")
-    assert way["table_rule"].startswith(str(table))
-    assert way["expected_us"] > 0
+    candidate = json_of("explain", "all_to_all", "32", "--config", str(config), "--json")
+    assert candidate["table_rule"].startswith(str(table))
+    assert candidate["expected_us"] > 0
     again = mcr_plus_process(*[word for word in words if word != "--json"])
     assert again.returncode == 0, again.stderr
     assert "what wins where" in again.stdout
     assert "< 128 B" in again.stdout
     assert re.search(
-        rf"^{re.escape(str(table))}: \d+ rules? from \d+ measurements$", again.stderr, re.MULTILINE
+        rf"^{re.escape(str(table))}: {len(load_table(table).rules)} rules, \d+ of them for the built-in "
+        rf"preference; {len(second['points'])} measurements, each of one library$",
+        again.stderr,
+        re.MULTILINE,
     )
     assert f"{plot}: 4 panels, one for each operation and manner" in again.stderr
 
@@ -814,7 +957,7 @@ def test_bench_prints_rows_of_the_contract(tmp_path: Path) -> None:
     [
         (["tune", "-n", "2"], "Missing option"),
         (["tune", "-n", "1", "-o", "t.yaml"], "-n"),
-        (["tune", "-o", "t.yaml"], "how many ranks"),
+        (["tune", "-o", "t.yaml"], "the number of ranks is missing"),
         (["tune", "-n", "2", "-o", "no/such/folder/t.yaml"], "no such folder"),
         (["tune", "-n", "2", "-o", "t.yaml", "--kinds", "all_redcue"], "did you mean 'all_reduce'"),
         (["tune", "-n", "2", "-o", "t.yaml", "--backends", "mip"], "did you mean 'mpi'"),
@@ -833,7 +976,7 @@ def test_bench_prints_rows_of_the_contract(tmp_path: Path) -> None:
         (["tune", "-n", "2", "-o", "t.yaml", "--plot", "t.gif"], "known: .png, .svg, .pdf"),
         (["tune", "-n", "2", "-o", "."], "expected a file, got the folder"),
         (["tune", "-n", "2", "-o", "t.yaml", "--measurements", "t.yaml"], "expected another file"),
-        (["tune", "-n", "2", "-o", __file__], "was not written by mcr-plus tune, and would be lost"),
+        (["tune", "-n", "2", "-o", __file__], "was not written by mcr-plus tune and would be"),
         (["bench", "-n", "2", "--against", "horovod"], "known: torch"),
         (["bench", "-n", "2", "--dtype", "float32,float16"], "expected one type"),
         (["bench", "-n", "2", "--min", "²"], "expected a size"),
@@ -854,20 +997,20 @@ def test_bad_usage(words: list[str], what: str) -> None:
         (["-o", "t.yaml", "--plot"], "--plot"),
     ],
 )
-def test_a_fifo_is_no_place_for_results(tmp_path: Path, options: list[str], at: str) -> None:
+def test_a_fifo_is_refused_as_a_file_of_results(tmp_path: Path, options: list[str], at: str) -> None:
     fifo = tmp_path / "fifo.png"
     os.mkfifo(fifo)
-    # In a process of its own, with a limit: opening it would wait for whoever reads.
+    # In a separate process, with a time limit: opening a FIFO blocks until another process reads it.
     answer = mcr_plus_process("tune", "-n", "2", *options, str(fifo), cwd=tmp_path)
     assert answer.returncode == 2
     told = re.sub(r"[\s│]+", "", answer.stderr)
     assert f"Invalidvaluefor{at}" in told
     assert f"expectedaregularfile,got{fifo}" in told
     with pytest.raises(ConfigError, match="expected a regular file"):
-        PointFile(fifo, HERE, fresh=False)
+        MeasurementFile(fifo, HERE, fresh=False)
 
 
-def test_files_of_algorithms_are_compared_and_a_table_says_that_it_needs_them(tmp_path: Path) -> None:
+def test_algorithm_files_are_compared_and_named_in_the_table(tmp_path: Path) -> None:
     """One that is only for small sizes, one for other ranks, one for one root."""
     ring = samples.ring(2)
     for name, algorithm in {
@@ -879,7 +1022,7 @@ def test_files_of_algorithms_are_compared_and_a_table_says_that_it_needs_them(tm
     out = tmp_path / "t.yaml"
     useless = mcr_plus("tune", "-n", "2", "-o", out, "--backends", "gloo", "--algorithms", tmp_path)
     assert useless.returncode == 2
-    assert "nothing runs algorithm files" in re.sub(r"[\s│]+", " ", useless.stderr)
+    assert "algorithm files need the backend msccl" in re.sub(r"[\s│]+", " ", useless.stderr)
     answer = mcr_plus_process(
         "tune", "-n", "2", "-o", str(out), "--kinds", "all_reduce,broadcast", "--max", "4KiB", "--no-async",
         "--algorithms", str(tmp_path), "--backends", "gloo,msccl:small,msccl:chain", "--budget", "60s",
@@ -902,7 +1045,7 @@ def test_files_of_algorithms_are_compared_and_a_table_says_that_it_needs_them(tm
     assert mcr_plus("validate", pipeline).returncode == 0
 
 
-def test_sizes_that_nothing_compared_is_for_are_told_before_anything_is_measured() -> None:
+def test_sizes_without_a_candidate_are_refused_before_measuring() -> None:
     algorithms: dict[Kind, tuple[str, ...]] = {"all_reduce": ("msccl:one", "msccl:two")}
     request = Request(("all_reduce",), 8, 64, 2, (), algorithms=algorithms)
     for spans, missing in (
@@ -912,7 +1055,7 @@ def test_sizes_that_nothing_compared_is_for_are_told_before_anything_is_measured
     ):
         with pytest.raises(Unsupported, match=f"all_reduce: nothing in --backends is for {missing}"):
             check_sizes(replace(request, spans=spans))
-        check_sizes(replace(request, spans=spans, ways=("gloo",)))
+        check_sizes(replace(request, spans=spans, libraries=("gloo",)))
     check_sizes(replace(request, spans={"msccl:one": Range(0, 100), "msccl:two": Range(50)}))
 
 
@@ -922,7 +1065,7 @@ def test_algorithms_alone_are_refused_for_a_kind_that_has_a_vector_form() -> Non
     what = r"^all_to_all: nothing in --backends is for all_to_all_v, .* add a library: "
     with pytest.raises(Unsupported, match=what + "--backends msccl,msccl:direct,msccl:two_level$"):
         check_sizes(request)
-    check_sizes(replace(request, ways=("msccl",)))
+    check_sizes(replace(request, libraries=("msccl",)))
     check_sizes(replace(request, kinds=("all_reduce", "broadcast", "reduce")))
 
 
@@ -930,29 +1073,29 @@ def test_a_kind_whose_vector_form_no_library_did_has_no_rules() -> None:
     """Those of its algorithm would be for vector operations too, and send them where they are refused."""
     named: dict[Kind, tuple[str, ...]] = {"all_to_all": ("msccl:direct",)}
     request = Request(("all_to_all", "send"), 8, 64, 2, ("gloo",), asynchronous=False, algorithms=named)
-    failed = Point(Cell("all_to_all", 8), "gloo", False, None, "it failed")
-    points = [failed, Point(Cell("all_to_all", 8), "msccl:direct", False, timing(1.0))]
-    points.append(Point(Cell("send", 8), "gloo", False, timing(1.0)))
-    assert {rule.key.kind for rule in derive(request, points, HERE, 1).rules} == {"send"}
+    failed = Sample(BenchCase("all_to_all", 8), "gloo", False, None, "it failed")
+    samples = [failed, Sample(BenchCase("all_to_all", 8), "msccl:direct", False, timing(1.0))]
+    samples.append(Sample(BenchCase("send", 8), "gloo", False, timing(1.0)))
+    assert {rule.key.kind for rule in build_table(request, samples, HERE, 1).rules} == {"send"}
     with pytest.raises(Unsupported, match="nothing to choose from: all_to_all on gloo: it failed"):
-        derive(request, points[:2], HERE, 1)
-    points[0] = Point(Cell("all_to_all", 8), "gloo", False, timing(2.0))
-    rules = [(rule.key.kind, rule.backend) for rule in derive(request, points, HERE, 1).rules]
+        build_table(request, samples[:2], HERE, 1)
+    samples[0] = Sample(BenchCase("all_to_all", 8), "gloo", False, timing(2.0))
+    rules = [(rule.key.kind, rule.backend) for rule in build_table(request, samples, HERE, 1).rules]
     assert rules[:2] == [("all_to_all_v", "gloo"), ("all_to_all", "msccl:direct")]
 
 
-def test_what_was_left_out_is_said_once_for_each_reason() -> None:
-    points = [
-        Point(Cell("all_reduce", 8 << n), "a", False, None, f"{8 << n} B is too much") for n in range(4)
+def test_excluded_candidates_are_listed_once_per_reason() -> None:
+    samples = [
+        Sample(BenchCase("all_reduce", 8 << n), "a", False, None, f"{8 << n} B is too much") for n in range(4)
     ]
-    points += [Point(Cell("all_reduce", 8), "a", True, None, "another reason")]
-    assert _left_out(points) == [
+    samples += [Sample(BenchCase("all_reduce", 8), "a", True, None, "another reason")]
+    assert _left_out(samples) == [
         ("all_reduce", "a", "8 B to 64 B", "8 B is too much"),
         ("all_reduce", "a", "8 B", "another reason"),
     ]
 
 
-def test_a_library_that_is_not_here_is_refused_before_ranks_are_started() -> None:
+def test_an_unavailable_library_is_refused_before_ranks_start() -> None:
     if registry.BACKENDS["nccl"] and __import__("torch").cuda.is_available():
         pytest.skip("NCCL can be used here")
     answer = mcr_plus("tune", "-n", "2", "-o", "t.yaml", "--backends", "nccl")
@@ -962,7 +1105,7 @@ def test_a_library_that_is_not_here_is_refused_before_ranks_are_started() -> Non
 
 
 @needs_mpi
-def test_figures_from_elsewhere_are_a_line_not_a_traceback(tmp_path: Path) -> None:
+def test_measurements_of_another_machine_are_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "t.measurements.jsonl").write_text('{"version": 1, "fingerprint": {"cpu": ["Elbrus"]}}\n')
     answer = mcr_plus_process("tune", "-n", "2", "-o", str(tmp_path / "t.yaml"), "--kinds", "barrier")
     assert answer.returncode == 1
@@ -976,14 +1119,14 @@ def cores_of_threads() -> tuple[list[int], list[list[int]]]:
     """Runs on ranks: the cores of the thread that measures, and those of all others, while it is bound."""
     job = Job("bench", ("barrier",), 8, 8, backends=("gloo",))
     with mcr.init(backends=["gloo"]) as comm:
-        _meter(comm, job)
+        _meter(comm, job, Effort())
         own = threading.get_native_id()
         others = [int(name) for name in os.listdir("/proc/self/task") if int(name) != own]
         return sorted(os.sched_getaffinity(own)), [sorted(os.sched_getaffinity(each)) for each in others]
 
 
 @pytest.mark.skipif(cores() < 2, reason="needs two cores")
-def test_the_thread_that_measures_has_a_core_and_the_library_s_threads_all() -> None:
+def test_only_the_measuring_thread_is_pinned() -> None:
     (first, others), (second, _) = (
         result.value for result in run_ranks(cores_of_threads, 2, via="torch", timeout=60)
     )
@@ -993,5 +1136,5 @@ def test_the_thread_that_measures_has_a_core_and_the_library_s_threads_all() -> 
     assert all(each == sorted(os.sched_getaffinity(0)) for each in others)
 
 
-def test_points_are_json() -> None:
-    assert [Point.from_document(json.loads(json.dumps(p.document()))) for p in POINTS] == POINTS
+def test_samples_round_trip_through_json() -> None:
+    assert [Sample.from_document(json.loads(json.dumps(p.document()))) for p in SAMPLES] == SAMPLES

@@ -21,11 +21,11 @@ import torch
 from ranks import run_ranks
 
 import mcr_plus as mcr
-from mcr_plus.backends.msccl.ringing import give_way, may_yield, ring
-from mcr_plus.dispatch.bells import Bells
+from mcr_plus.backends.shm.wakeup import give_way, may_yield, ring
+from mcr_plus.core.environment import quota_cores
 from mcr_plus.dispatch.waiting import Pause, Waiting
-from mcr_plus.environment import quota_cores
 from mcr_plus.launch import mpi_usable
+from mcr_plus.rendezvous.bells import Bells
 
 LONG = 60.0  # seconds; nobody sleeps for so long here
 RANKS = (3, 4, 7)  # of the job, on one host
@@ -139,17 +139,17 @@ def test_ranks_that_sleep_are_not_taken_for_those_that_run(tmp_path: Path, bells
     found._cores, found.own_cores = 2, False
     found._loadavg = seen(tmp_path, "0.5 0.4 0.3 3/200 4711\n")
     for now in (100.0, 100.005, 100.01):
-        found.look(now, 0.0, 0.0)
+        found.check_load(now, 0.0, 0.0)
         assert found.calm
     for sleeper in bells[1:]:
         sleeper.arm((3,))
     assert bells[0].asleep() == 2
-    found.look(100.015, 0.0, 0.0)
-    found.look(100.02, 0.0, 0.0)  # 5 ms later: looks of ranks that yield lie a time slice apart
+    found.check_load(100.015, 0.0, 0.0)
+    found.check_load(100.02, 0.0, 0.0)  # 5 ms later: checks of ranks that yield lie a time slice apart
     assert not found.calm
     bells[0].ring()
     assert bells[0].asleep() == 0
-    found.look(101.0, 0.0, 0.0)
+    found.check_load(101.0, 0.0, 0.0)
     assert found.calm
 
 
@@ -171,7 +171,7 @@ def test_a_rank_without_the_core_does_not_take_the_file_for_slow(monkeypatch: py
     assert Waiting("auto")._loadavg == -1
 
 
-def test_a_yield_that_costs_the_core_is_the_last_before_a_look(bells: list[Bells]) -> None:
+def test_a_yield_that_costs_the_core_is_the_last_before_a_check(bells: list[Bells]) -> None:
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     other = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])  # on the same core
@@ -191,31 +191,31 @@ def test_a_yield_that_costs_the_core_is_the_last_before_a_look(bells: list[Bells
 
 def test_more_threads_than_cores_end_the_calm_for_a_while(tmp_path: Path) -> None:
     found = waiting()
-    found.look(100.0, 0.0, 0.0)
+    found.check_load(100.0, 0.0, 0.0)
     assert found.calm
     found._loadavg = seen(tmp_path, f"0.5 0.4 0.3 {found._cores + 1}/200 4711\n")
-    found.look(101.0, 0.0, 0.0)
+    found.check_load(101.0, 0.0, 0.0)
     assert found.calm  # it may be for a moment
-    found.look(102.0, 0.0, 0.0)
+    found.check_load(102.0, 0.0, 0.0)
     assert found.calm  # and for another one
-    found.look(102.001, 0.0, 0.0)
+    found.check_load(102.001, 0.0, 0.0)
     assert not found.calm
-    found.look(102.012, 0.0, 0.0)  # when that is forgotten, one look is enough
+    found.check_load(102.012, 0.0, 0.0)  # when that is forgotten, one check is enough
     assert not found.calm
     os.close(found._loadavg)
     found._loadavg = seen(tmp_path, f"0.5 0.4 0.3 {found._cores}/200 4711\n")
-    found.look(102.013, 0.0, 0.0)
+    found.check_load(102.013, 0.0, 0.0)
     assert not found.calm
-    found.look(103.0, 0.0, 0.0)
+    found.check_load(103.0, 0.0, 0.0)
     assert found.calm
     found.close()
 
 
 def test_a_core_that_is_lost_while_polling_ends_the_calm() -> None:
     found = waiting()
-    found.look(100.0, 0.001, 0.00099)
+    found.check_load(100.0, 0.001, 0.00099)
     assert found.calm
-    found.look(100.0, 0.002, 0.001)
+    found.check_load(100.0, 0.002, 0.001)
     assert not found.calm
 
 
@@ -223,12 +223,12 @@ def test_a_peer_that_waits_for_a_core_ends_the_calm(tmp_path: Path) -> None:
     found = waiting()
     descriptor = seen(tmp_path, "5000000 1000000 7\n")
     found._peers = {descriptor: (0.0, 0)}
-    found.look(100.0, 0.0, 0.0)
-    assert found.calm  # the first look has nothing to compare with
+    found.check_load(100.0, 0.0, 0.0)
+    assert found.calm  # the first check has nothing to compare with
     (tmp_path / "file").write_text("5000000 51000000 8\n")
-    found.look(100.1, 0.0, 0.0)
+    found.check_load(100.1, 0.0, 0.0)
     assert not found.calm
-    found.look(101.0, 0.0, 0.0)
+    found.check_load(101.0, 0.0, 0.0)
     assert found.calm
     found.close()
 
@@ -245,7 +245,7 @@ def test_what_is_asked_for_is_done_whatever_is_seen(bells: list[Bells]) -> None:
         assert Pause(found, True, True, RANKS).before(time.monotonic()) == sleeps
         assert not Pause(found, False, False, RANKS).before(time.monotonic())  # nobody would ring
     short = waiting(short=True, bells=bells[0])
-    short.look(100.0, 0.0, 0.0)
+    short.check_load(100.0, 0.0, 0.0)
     assert Pause(short, True, True, RANKS).before(time.monotonic())
 
 
@@ -254,8 +254,8 @@ def test_ranks_that_share_cores_are_no_other_work(tmp_path: Path, bells: list[Be
     for runnable, calm in ((1000, True), (1001, False)):
         os.close(found._loadavg) if found._loadavg >= 0 else None
         found._loadavg = seen(tmp_path, f"0.5 0.4 0.3 {runnable}/2000 4711\n")
-        found.look(100.0, 0.001, 0.0)
-        found.look(100.001, 0.001, 0.0)
+        found.check_load(100.0, 0.001, 0.0)
+        found.check_load(100.001, 0.001, 0.0)
         assert found.calm == calm
         assert may_yield(bells[0].table) == calm
     found.close()
@@ -356,15 +356,15 @@ def test_other_work_is_remembered_for_longer_the_longer_it_lasts() -> None:
     with mock.patch.object(waiting, "_too_many_run", return_value=True):
         spans, now = [], 100.0
         while now < 103.0:  # a wait now and then, in which other work is seen for long enough to count
-            waiting.look(now, 0.0, 0.0)
-            waiting.look(now + 1e-3, 0.0, 0.0)
+            waiting.check_load(now, 0.0, 0.0)
+            waiting.check_load(now + 1e-3, 0.0, 0.0)
             assert not waiting.calm
             spans.append(round(waiting._busy_until - (now + 1e-3), 3))
             now = waiting._busy_until + 1e-3
         assert spans[0] == 0.01
         assert spans == sorted(spans)
         assert spans[-1] == 0.3
-        waiting.look(now + 10.0, 0.0, 0.0)  # after a while without any, it begins anew
-        waiting.look(now + 10.001, 0.0, 0.0)
+        waiting.check_load(now + 10.0, 0.0, 0.0)  # after a while without any, it begins anew
+        waiting.check_load(now + 10.001, 0.0, 0.0)
         assert round(waiting._busy_until - (now + 10.001), 3) == 0.01
     waiting.close()

@@ -19,10 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import mcr_plus as mcr
-from mcr_plus import autograd, runtime
-from mcr_plus.c10d import PrefixStore
-from mcr_plus.hooks import wrap as wrapping
+from mcr_plus.api import autograd
+from mcr_plus.core.c10d import PrefixStore
 from mcr_plus.launch import mpi_usable
+from mcr_plus.runtime import init as runtime
+from mcr_plus.training import wrap as wrapping
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 STEPS = 50
@@ -275,7 +276,7 @@ def trained(name: str, comm: mcr.Communicator, way: str) -> Model:
 
 
 def compared(backend: str, names: list[str], ways: list[str], dtype: str = "float32") -> dict[str, float]:
-    """Runs on ranks: largest difference from DDP by case and way, relative to the largest value."""
+    """Runs on ranks: largest difference from DDP by case and entry, relative to the largest value."""
     found = {}
     torch.set_default_dtype(getattr(torch, dtype))
     with job(backend) as comm:
@@ -295,14 +296,14 @@ def compared(backend: str, names: list[str], ways: list[str], dtype: str = "floa
 
 
 @pytest.mark.parametrize("backend", [pytest.param("mpi", marks=needs_mpi), "gloo"])
-def test_training_is_that_of_ddp(backend: str) -> None:
-    """On two ranks a mean has no rounding that depends on the way it is computed: equal to the last bit."""
+def test_training_matches_ddp(backend: str) -> None:
+    """On two ranks the rounding of a mean does not depend on its computation: equal to the last bit."""
     via: Any = "mpi" if backend == "mpi" else "torch"
     for result in run_ranks(compared, 2, args=[backend, list(CASES), ["wrap"]], via=via, timeout=240):
         assert {name: worst for name, worst in result.value.items() if worst > 0} == {}
 
 
-def test_training_is_that_of_ddp_on_three_ranks() -> None:
+def test_training_matches_ddp_on_three_ranks() -> None:
     """DDP divides before it adds, we after: in double precision nothing of that is left after 50 steps."""
     names = ["plain", "unused", "batch norm", "accumulation", "tied"]
     args = ["gloo", names, ["wrap"], "float64"]
@@ -312,7 +313,7 @@ def test_training_is_that_of_ddp_on_three_ranks() -> None:
 
 
 @pytest.mark.parametrize("backend", [pytest.param("mpi", marks=needs_mpi), "gloo"])
-def test_the_other_entries_train_alike(backend: str) -> None:
+def test_hook_and_optimizer_train_like_wrap(backend: str) -> None:
     names = ["plain", "foreach", "tied", "clipping", "two types"]
     via: Any = "mpi" if backend == "mpi" else "torch"
     for result in run_ranks(compared, 2, args=[backend, names, ["horovod", "hook"]], via=via, timeout=240):
@@ -346,7 +347,7 @@ def inside() -> dict[str, Any]:
         found["records"] = [(record.tag, record.fused) for record in log.records]
         optimizer.step()
         copied, buffer = copy.deepcopy(model), io.BytesIO()
-        copied(torch.randn(4, 24)).backward()  # is not wrapped: would wait for nobody
+        copied(torch.randn(4, 24)).backward()  # not wrapped: communicates nothing
         torch.save(model, buffer)
         buffer.seek(0)
         loaded = torch.load(buffer, weights_only=False)
@@ -374,7 +375,7 @@ def test_gradients_are_views_into_buckets_in_the_order_of_the_first_pass() -> No
 
 
 class Breaking(Mlp):
-    """Raises in the middle of its backward pass when told to."""
+    """Raises in the middle of its backward pass on request."""
 
     broken = False
 
@@ -472,7 +473,7 @@ def refused() -> dict[str, str]:
     return found
 
 
-def test_what_is_refused_and_how() -> None:
+def test_invalid_models_and_optimizers_are_refused() -> None:
     for result in run_ranks(refused, 2, via="torch"):
         found = result.value
         assert "has other parameters; the first difference is 'layers.0.weight: [" in found["other shapes"]
@@ -504,7 +505,7 @@ def skipped() -> list[Any]:
         return [kept, alike]
 
 
-def test_parameters_of_a_rank_s_own_are_left_alone() -> None:
+def test_skipped_parameters_are_not_averaged() -> None:
     for result in run_ranks(skipped, 2, via="torch"):
         assert result.value == [True, [False, True]]
 
@@ -536,7 +537,7 @@ def beside_others(backend: str) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("backend", [pytest.param("mpi", marks=needs_mpi), "gloo"])
-def test_buckets_do_not_meet_the_program_s_operations(backend: str) -> None:
+def test_buckets_keep_the_order_of_the_program_s_operations(backend: str) -> None:
     """all: both ranks' gradients of the sum (2 each) times x, their mean; some: x where it is used."""
     via: Any = "mpi" if backend == "mpi" else "torch"
     for result in run_ranks(beside_others, 2, args=[backend], via=via):
@@ -566,7 +567,7 @@ def taken_over() -> dict[str, float]:
     return found
 
 
-def test_a_parameter_belongs_to_who_came_last() -> None:
+def test_a_parameter_belongs_to_its_latest_reducer() -> None:
     for result in run_ranks(taken_over, 2, via="torch"):
         assert result.value == {"optimizer twice": 0, "wrap and optimizer": 0, "optimizer and wrap": 0}
 
@@ -602,12 +603,12 @@ def forgotten() -> list[bool]:
         return [each() is not None for each in seen]
 
 
-def test_a_wrapped_model_can_be_forgotten() -> None:
+def test_a_wrapped_model_is_garbage_collected() -> None:
     for result in run_ranks(forgotten, 2, via="torch"):
         assert result.value == [False] * 3
 
 
-def test_alone_there_is_nothing_to_average() -> None:
+def test_one_rank_averages_nothing() -> None:
     with mcr.init():
         model = Mlp()
         model, optimizer = mcr.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -648,7 +649,7 @@ def encoded_job(codecs: list[dict[str, Any]]) -> list[tuple[bool, bool, float]]:
     return found
 
 
-def test_codecs_leave_parameters_alone_and_make_gradients_smaller() -> None:
+def test_codecs_apply_to_gradients_and_not_to_parameters() -> None:
     exempt = {"max_ndim": 1}
     codecs = [
         {"codec": "int8_block", "exempt": exempt},

@@ -30,9 +30,14 @@ from warm_client import LENGTH, SERVERS, read_by_imports
 
 _IMPORTS: Final = (
     *("pytest", "hypothesis", "torch.distributed.fsdp", "numba", "mpi4py"),
-    *("mcr_plus.runtime", "mcr_plus.collectives", "mcr_plus.torch_backend", "mcr_plus.state"),
-    *("mcr_plus.explanation", "mcr_plus.observe.record", "mcr_plus.hooks.wrap", "mcr_plus.hooks.ddp"),
-    *("mcr_plus.backends.gloo", "mcr_plus.backends.mpi", "mcr_plus.backends.msccl.backend"),
+    *(
+        "mcr_plus.runtime.init",
+        "mcr_plus.api.collectives",
+        "mcr_plus.torch_backend.process_group",
+        "mcr_plus.api.state",
+    ),
+    *("mcr_plus.api.explain", "mcr_plus.api.record", "mcr_plus.training.wrap", "mcr_plus.training.ddp"),
+    *("mcr_plus.backends.gloo", "mcr_plus.backends.mpi.backend", "mcr_plus.backends.shm.backend"),
     *("mcr_plus.compression.stage", "mcr_plus.fusion.stage", "mcr_plus.hierarchy.stage"),
 )
 _OUT_OF_THE_WAY: Final = 1000  # numbers of files that no rank is given
@@ -145,9 +150,9 @@ def _die_with_parent() -> None:
 
 def _compile() -> None:
     """Have the machine code that every job over shared memory begins with."""
-    from mcr_plus.backends.msccl import direct, executor, messages
+    from mcr_plus.backends.shm import collectives, interpreter, p2p
 
-    for module in (direct, executor, messages):
+    for module in (collectives, interpreter, p2p):
         module.prepare()
 
 

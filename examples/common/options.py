@@ -22,7 +22,7 @@ from rich.console import Console
 from training import COLUMNS, Job, compare, document, report, run
 from transformer import LanguageModel, ShapeT, parameters
 
-from mcr_plus.config import load
+from mcr_plus.config.reader import load
 from mcr_plus.errors import McrError
 from mcr_plus.tuning.plot import check_available
 

@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.nn.parallel import DistributedDataParallel
 
 import mcr_plus as mcr
-from mcr_plus import autograd
+from mcr_plus.api import autograd
 
 
 class Transport(libraries.Transport, Protocol):

@@ -21,8 +21,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from mcr_plus.observe.record import Log
-from mcr_plus.observe.table import CommunicationRow, table_text
+from mcr_plus.api.record import Log
+from mcr_plus.api.record_table import CommunicationRow, table_text
 
 STYLE: Any = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False, "title_justify": "left"}
 WINDOW = 10  # steps at the start and at the end whose mean loss is reported
@@ -87,7 +87,8 @@ def report_outcome(outcome: Outcome, facts: Sequence[tuple[str, str]], unit: str
     steps = len(outcome.losses)
     about = f"means of the first and the last {window(steps)} of {steps} steps"
     trained = f"{outcome.first:.4f} → {outcome.last:.4f}, {about}"
-    timed = f"{outcome.speed:,.0f} {unit}/s over {outcome.ranks} rank(s), median step"
+    ranks = f"{outcome.ranks} rank{'' if outcome.ranks == 1 else 's together'}"
+    timed = f"{outcome.speed:,.0f} {unit}/s on {ranks}, in the median of {steps} steps"
     console.print()
     for name, text in (("train loss", trained), *facts, ("speed", timed)):
         console.print(f"{name:14}{text}")
@@ -126,7 +127,8 @@ class Monitor:
         self.tenth = 0
         self.recent: deque[float] = deque(maxlen=WINDOW)
         status = TextColumn(
-            f"step {{task.fields[step]}}  rank 0's loss {{task.fields[loss]}}  {{task.fields[rate]}} {unit}/s"
+            f"step {{task.fields[step]}} at {{task.fields[rate]}} {unit}/s  "
+            "rank 0's loss {task.fields[loss]}"
         )
         columns = (TextColumn(title), BarColumn(), status, TimeElapsedColumn())
         self.bar = Progress(*columns, console=console, disable=not console.is_terminal)
@@ -145,5 +147,5 @@ class Monitor:
         self.bar.update(self.task, completed=fraction, step=step, loss=loss_text, rate=rate_text)
         if not self.console.is_terminal and int(10 * fraction) > self.tenth:
             self.tenth = int(10 * fraction)
-            place = f"{self.title}  {fraction:4.0%}  step {step}"
-            self.console.print(f"{place}  rank 0's loss {loss_text}  {rate_text} {self.unit}/s")
+            place = f"{self.title}  {fraction:4.0%}  step {step} at {rate_text} {self.unit}/s"
+            self.console.print(f"{place}  rank 0's loss {loss_text}")

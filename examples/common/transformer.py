@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mcr_plus.config import validate
-from mcr_plus.document import read_document
+from mcr_plus.config.document import read_document
+from mcr_plus.config.options import validate
 
 STD = 0.02
 WIDER = 4  # times as wide as the model is the middle of a feed-forward part

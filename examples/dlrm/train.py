@@ -38,11 +38,11 @@ from reporting import RECORDED, Monitor, Observer, known, write_json
 from rich.console import Console
 from transports import Transport, open_transport
 
+from mcr_plus.api.record import Log
+from mcr_plus.api.record_table import communication
+from mcr_plus.core.units import format_size
 from mcr_plus.errors import McrError
-from mcr_plus.observe.record import Log
-from mcr_plus.observe.table import communication
 from mcr_plus.tuning.load import busy_words, used_share
-from mcr_plus.units import format_size
 
 HERE = Path(__file__).parent
 SHORT = 60  # steps of a job that only tells how fast a library is
@@ -260,7 +260,8 @@ def _say_against_torch(job: Job, result: Result, config: Path | None, console: C
     theirs, ours = compare(short, ROUNDS, config, Console(file=StringIO()), ("torch", "mix"))
     lines = [
         "",
-        f"The same job in turns, {ROUNDS} rounds of {SHORT} steps: median samples/s (slowest–fastest round)",
+        f"Compared with torch.distributed: {SHORT} steps of the same job on each, {ROUNDS} times in turns",
+        "samples/s, the median of these runs (slowest–fastest)",
     ]
     for row in (theirs, ours):
         if row.missing is not None or row.speed_range is None:
@@ -269,7 +270,11 @@ def _say_against_torch(job: Job, result: Result, config: Path | None, console: C
         lines.append(f"  {row.transport:24}{row.speed:>8,.0f}  ({slowest:,.0f}–{fastest:,.0f})")
     same = speedup(ours) == "no difference"
     verdict = "no difference, for the ranges overlap" if same else f"{speedup(ours)} × as fast"
-    lines.append(f"  {ours.transport}: {verdict}. The speed further above is that of the longer run alone.")
+    lines.append(f"  {ours.transport}: {verdict}.")
+    lines.append(
+        f"Compare these two with each other alone: the {result.speed:,.0f} samples/s above are of "
+        f"{len(result.losses)} steps at another time."
+    )
     if busy_words([used]):
         lines.append(
             f"This host was busy ({used:.0%} of its processor time, before the rounds): figures scatter."

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from mcr_plus import registry
-from mcr_plus.interfaces import Backend, World
-from mcr_plus.message import KINDS, Group, Kind, Signature
-from mcr_plus.units import Range
+from mcr_plus.backends.base import Backend, complete
+from mcr_plus.core.group import Group
+from mcr_plus.core.kinds import KINDS, Kind
+from mcr_plus.core.message import Signature
+from mcr_plus.core.units import Range
+from mcr_plus.rendezvous.world import World
 
 PREFERENCE = ("nccl", "msccl", "mpi", "gloo")
 
 
 @dataclass(frozen=True)
 class BackendStatus:
-    """Whether a backend can run here; if not, why, and how to get it."""
+    """Whether a backend can run here; if not, the reason and a remedy."""
 
     name: str
     available: bool
@@ -27,7 +30,7 @@ class BackendStatus:
 
 @dataclass(frozen=True)
 class OperationRow:
-    """How one backend does one kind of operation, for one reduce op and dtype."""
+    """Support of one backend for one kind of operation, for one reduce op and dtype."""
 
     kind: Kind
     backend: str
@@ -36,39 +39,36 @@ class OperationRow:
 
 
 def backend_class(name: str) -> type[Backend]:
-    """The backend registered under `name`; raises `Unsupported` naming the known ones."""
-    return cast("type[Backend]", registry.get("backends", name))
+    """Return the backend registered under `name`; raises `Unsupported`, which names the known ones."""
+    return complete(cast("type[Any]", registry.get("backends", name)))
 
 
 def table_sizes(choice: str) -> Range:
-    """The bytes for which a table's rule may name a choice, `name` or `name:algorithm`."""
+    """Return the bytes for which a table's rule may name a choice, `name` or `name:algorithm`."""
     name, _, algorithm = choice.partition(":")
-    sizes = getattr(backend_class(name), "sizes", None) if algorithm else None
-    return Range(0) if sizes is None else cast("Range", sizes(algorithm))
+    return backend_class(name).sizes(algorithm) if algorithm else Range(0)
 
 
 def preferred_backends() -> list[str]:
-    """Every known backend, in the order of preference where nothing else decides; outside ones last."""
+    """Return all known backends in the built-in order of preference, those of other packages last."""
     names = registry.names("backends")
     ours = [name for name in PREFERENCE if name in names]
     return ours + [name for name in names if name not in ours]
 
 
-def reaching(names: Iterable[str], world: World, group: Group) -> list[str]:
-    """Those of the backends that can serve a group; see `Backend` for `reaches`."""
+def backends_for(names: Iterable[str], world: World, group: Group) -> list[str]:
+    """Return those of the named backends that are available for a group."""
     if group.size == 1:
         return [name for name in names if name == "local"]
-    found = []
-    for name in names:
-        reaches = getattr(backend_class(name), "reaches", None)
-        if name != "local" and (reaches is None or not reaches(world, group)):
-            found.append(name)
-    return found
+    return [name for name in names if name != "local" and not backend_class(name).reaches(world, group)]
 
 
-def supposed(wanted: Sequence[str] | None, world: World, group: Group) -> dict[str, type[Backend]]:
-    """The backends of a group of a job that is only supposed: those wanted, or all that are installed."""
-    names = reaching([*(wanted or preferred_backends()), "local"], world, group)
+def assumed_backends(wanted: Sequence[str] | None, world: World, group: Group) -> dict[str, type[Backend]]:
+    """Return the backends that a group of a job which does not run would have.
+
+    `wanted`: their names; None for all that are installed.
+    """
+    names = backends_for([*(wanted or preferred_backends()), "local"], world, group)
     return {
         name: backend_class(name)
         for name in dict.fromkeys(names)
@@ -77,7 +77,7 @@ def supposed(wanted: Sequence[str] | None, world: World, group: Group) -> dict[s
 
 
 def availability() -> list[BackendStatus]:
-    """Every known backend, found or not. Initialises no library."""
+    """Return the status of every known backend. Initialises no library."""
     rows = []
     for name in registry.names("backends"):
         found = backend_class(name).availability()
@@ -86,7 +86,7 @@ def availability() -> list[BackendStatus]:
 
 
 def operations_table() -> list[OperationRow]:
-    """Operation × backend, asked of the code that will do it (float32 and SUM where it matters)."""
+    """Return a row per operation and backend, from `supports` (float32 and SUM where it matters)."""
     rows = []
     for kind in KINDS:
         for name in registry.names("backends"):
@@ -98,7 +98,7 @@ def operations_table() -> list[OperationRow]:
 def _sample(kind: Kind, backend: str) -> Signature:
     import torch
 
-    from mcr_plus.message import REDUCING, ROOTED
+    from mcr_plus.core.kinds import REDUCING, ROOTED
 
     on_stream = backend_class(backend).on_stream
     return Signature(

@@ -1,7 +1,7 @@
 """gloo, through torch's ProcessGroupGloo built on the job's own store.
 
-The user's default process group is neither needed nor touched. gloo runs operations on its own threads;
-waiting ranks give way at once, because those threads need the cores.
+The default process group of the program is neither needed nor touched. gloo runs operations on its own
+threads; waiting ranks yield at once, because those threads need the cores.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from typing import Any, Final, Literal
 import torch
 import torch.distributed as dist
 
-from mcr_plus import c10d
-from mcr_plus.backends.fold import fold
+from mcr_plus.backends.base import NATIVE, Availability, Backend, Channel, Poll, Start, Support
+from mcr_plus.backends.emulation import local_reduce
+from mcr_plus.core import c10d
+from mcr_plus.core.group import Group
+from mcr_plus.core.kinds import REDUCING, ReduceOp, dtype_name
+from mcr_plus.core.message import Message, Signature
 from mcr_plus.errors import OrderMismatch, Unsupported
-from mcr_plus.interfaces import NATIVE, Availability, Channel, Poll, Start, Support, World
-from mcr_plus.launch.network import host_address
-from mcr_plus.message import REDUCING, Group, Message, ReduceOp, Signature, dtype_name
+from mcr_plus.rendezvous.network import host_address
+from mcr_plus.rendezvous.world import World
 
-# What gloo reduces itself; the rest is moved as bytes and folded by every rank in the same order.
+# Dtypes that gloo reduces; others are moved as bytes, and every rank reduces them in the same order.
 _REDUCES: Final = (
     torch.float64,
     torch.float16,
@@ -35,11 +38,11 @@ _REDUCES: Final = (
     torch.int32,
     torch.int64,
 )
-_SLACK: Final = timedelta(seconds=30)  # gloo's own timeout must not come before ours
+_SLACK: Final = timedelta(seconds=30)  # gloo's own timeout must not expire before ours
 
 _EMULATIONS: Final = {
-    "reduce_scatter": "all_to_all, then each rank folds its part",
-    "reduce_scatter_v": "all_to_all_v, then each rank folds its part",
+    "reduce_scatter": "all_to_all, then each rank reduces its part",
+    "reduce_scatter_v": "all_to_all_v, then each rank reduces its part",
     "all_gather_v": "all_to_all_v of the same tensor to all ranks",
     "gather_v": "all_to_all_v with nothing for ranks other than the root",
     "scatter_v": "all_to_all_v with nothing from ranks other than the root",
@@ -50,11 +53,12 @@ def _available() -> bool:
     return dist.is_available() and dist.is_gloo_available()
 
 
-class GlooBackend:
+class GlooBackend(Backend):
     """One device (loopback on a single host) shared by all groups of the job."""
 
     name = "gloo"
     on_stream = False
+    has_algorithms = False
     spins = 1
 
     def __init__(self, world: World) -> None:
@@ -66,7 +70,7 @@ class GlooBackend:
 
     @classmethod
     def library_version(cls) -> str:
-        """gloo has no version of its own: it is that of a torch."""
+        """The version of torch: gloo has none of its own."""
         return f"gloo of torch {torch.__version__.partition('+')[0]}"
 
     @classmethod
@@ -82,7 +86,7 @@ class GlooBackend:
 
     @classmethod
     def supports(cls, signature: Signature) -> Support:
-        """Everything on CPU tensors; what gloo lacks is built from all_to_all or all_gather."""
+        """All operations; those that gloo lacks are built from all_to_all or all_gather."""
         if signature.algorithm is not None:
             return Support("no", f"algorithm '{signature.algorithm}'; gloo has none to choose from")
         if signature.device != "cpu":
@@ -92,7 +96,7 @@ class GlooBackend:
             if _gloo_reduces(signature):
                 native = signature.reduce_op != "AVG"
                 return NATIVE if native else Support("emulated", "SUM, then divided by the number of ranks")
-            return Support("emulated", "all_gather, then each rank folds in rank order")
+            return Support("emulated", "all_gather, then each rank reduces in rank order")
         how = _EMULATIONS.get(kind)
         return Support("emulated", how) if how else NATIVE
 
@@ -113,19 +117,19 @@ class GlooBackend:
         return _GlooChannel(process_group, group, self._timeout, self._groups)
 
     def progress(self) -> None:
-        """gloo's threads need no help."""
+        """No-op: gloo has threads of its own."""
 
     def close(self, clean: bool) -> None:
         """See `Backend.close`.
 
-        Destroying a group joins its threads. With an operation stuck that would block until gloo's own
-        timeout, so then the groups are never destroyed, not even by the interpreter's end.
+        Destroying a group joins its threads. With a stuck operation that would block until gloo's own
+        timeout, so the groups are never destroyed then, not even at the end of the interpreter.
         """
         if not clean:
             self.abandon()
         self._groups.clear()
         self._device = None  # its thread and its files go with the last group
-        del self._world  # the end of the process needs this object, and nothing of a world that is gone
+        del self._world  # the end of the process uses this object, but not the closed world
 
     def abandon(self) -> None:
         """Never destroy the groups: also in a forked child, which does not have their threads."""
@@ -137,10 +141,10 @@ class GlooBackend:
         """Keep the end of the process from becoming an abort.
 
         A thread that still waits for a peer wakes up when the peer closes its connection. If the interpreter
-        is ending just then, the thread is ended inside C++ code, for which std::terminate aborts the process
-        (pytorch #190489). With another handler such a thread sleeps for the moment until the process is gone.
-        And gloo's own threads go on while C++ libraries destroy their globals, which now and then corrupts
-        the heap and makes the process spin for ever: so after the interpreter's end the process ends at once.
+        ends at that moment, the thread is killed inside C++ code, for which std::terminate aborts the process
+        (pytorch #190489). With another handler such a thread sleeps until the process ends. Also, gloo's own
+        threads continue while C++ libraries destroy their globals, which sometimes corrupts the heap and
+        makes the process spin for ever: so the process ends at once after the interpreter.
         """
         if _stuck:
             try:
@@ -149,7 +153,7 @@ class GlooBackend:
                 libc.fflush(None)
                 libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)  # called as _exit(status)
             except (OSError, AttributeError):
-                pass  # other C and C++ libraries: then an abort is possible
+                pass  # other C and C++ libraries: an abort is possible
 
 
 _stuck: list[Any] = []
@@ -178,17 +182,17 @@ _NATIVE_OP: Final[dict[str, Any]] = {
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as flat bytes: gloo moves every dtype this way."""
+    """Return the same memory as flat bytes, as gloo can move every dtype."""
     # Not reshape(-1): a contiguous tensor of one element may have any stride, which `view` refuses.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-class _GlooChannel:
+class _GlooChannel(Channel):
     def __init__(self, process_group: Any, group: Group, timeout: timedelta, open_ones: list[Any]) -> None:
-        # None once closed. Nothing else keeps gloo's group: it is destroyed by whoever lets go of it last.
+        # None once closed. No other object keeps gloo's group alive: the last reference destroys it.
         self._pg: Any = process_group
         self._open_ones = open_ones
-        self._running: set[object] = set()  # what has not been seen to end
+        self._running: set[object] = set()  # operations not known to be complete
         self._group = group
         self._timeout = timeout
         self._sent: dict[tuple[int | None, int], int] = {}  # messages so far, by peer and tag
@@ -198,15 +202,15 @@ class _GlooChannel:
         self._pg = None
 
     def release(self) -> None:
-        """Close it while other ranks may still use theirs: gloo destroys a group without asking them.
+        """Close it while other ranks may still use theirs: gloo destroys a group without them.
 
-        That waits for what is in flight, so with anything left the group stays until the job ends.
+        Destroying waits for pending operations, so with any left the group stays until the job ends.
         """
         if not self._running:
             self.close()
 
     def _poll(self, work: Any, finish: Callable[[], None] | None = None) -> Poll:
-        """Completion of a c10d work; `wait` on a finished one only raises its error."""
+        """Return the poll of a c10d work; `wait` on a finished one only raises its error."""
         running = self._running
         running.add(work)
 
@@ -233,7 +237,7 @@ class _GlooChannel:
 
     def _all_reduce(self, signature: Signature, op: ReduceOp) -> Start:
         if not _gloo_reduces(signature):
-            return self._gather_and_fold(signature, op, root=None)
+            return self._gather_and_reduce(signature, op, root=None)
         options = _opts(c10d.AllreduceOptions(), reduceOp=_NATIVE_OP[op], timeout=self._timeout)
         size = self._group.size
 
@@ -249,7 +253,7 @@ class _GlooChannel:
     def _reduce(self, signature: Signature, op: ReduceOp) -> Start:
         root = signature.root or 0
         if not _gloo_reduces(signature):
-            return self._gather_and_fold(signature, op, root)
+            return self._gather_and_reduce(signature, op, root)
         options = _opts(
             c10d.ReduceOptions(), reduceOp=_NATIVE_OP[op], rootRank=root, rootTensor=0, timeout=self._timeout
         )
@@ -257,7 +261,7 @@ class _GlooChannel:
 
         def start(message: Message) -> Poll:
             value = message.inputs[0]
-            # gloo uses the tensor of other ranks as scratch; ours keep their input.
+            # gloo uses the tensors of other ranks as scratch; our operations preserve their input.
             target = message.outputs[0] if is_root else value.clone()
             if is_root and target is not value:
                 target.copy_(value)
@@ -266,9 +270,9 @@ class _GlooChannel:
 
         return start
 
-    def _gather_and_fold(self, signature: Signature, op: ReduceOp, root: int | None) -> Start:
+    def _gather_and_reduce(self, signature: Signature, op: ReduceOp, root: int | None) -> Start:
         assert signature.dtype is not None
-        reduce_parts = fold(op, signature.dtype)
+        reduce_parts = local_reduce(op, signature.dtype)
         size = self._group.size
         wanted = root is None or root == self._group.rank
 
@@ -291,7 +295,7 @@ class _GlooChannel:
 
     def _reduce_scatter(self, signature: Signature, op: ReduceOp) -> Start:
         assert signature.dtype is not None
-        reduce_parts, size = fold(op, signature.dtype), self._group.size
+        reduce_parts, size = local_reduce(op, signature.dtype), self._group.size
 
         def start(message: Message) -> Poll:
             value, out = message.inputs[0], message.outputs[0]
@@ -303,7 +307,7 @@ class _GlooChannel:
 
     def _reduce_scatter_v(self, signature: Signature, op: ReduceOp) -> Start:
         assert signature.dtype is not None
-        reduce_parts, size, rank = fold(op, signature.dtype), self._group.size, self._group.rank
+        reduce_parts, size, rank = local_reduce(op, signature.dtype), self._group.size, self._group.rank
 
         def start(message: Message) -> Poll:
             value, out = message.inputs[0], message.outputs[0]
@@ -422,7 +426,7 @@ class _GlooChannel:
             value, peer, tag = message.inputs[0], message.peer, message.match_tag
             number = sent[peer, tag] = sent.get((peer, tag), 0) + 1
             send = self._pg.send
-            works = [send([_slip(signature, value, number)], peer, tag * _SLOTS)]
+            works = [send([_header(signature, value, number)], peer, tag * _SLOTS)]
             if value.numel():
                 works.append(send([_bytes(value)], peer, _slot(tag, number)))
             return _WatchedSend(works, running)
@@ -447,10 +451,10 @@ class _GlooChannel:
 
 
 class _Watchers:
-    """Threads that each block on one gloo work; idle ones are used again.
+    """Threads that each block on one gloo work; idle ones are reused.
 
-    gloo's sends and receives cannot be asked whether they are done, and a wait with a timeout closes the
-    connection when it expires. The data moves without these threads: they only notice.
+    gloo's sends and receives cannot be polled, and a wait with a timeout closes the connection when it
+    expires. The data moves without these threads, which only detect completion.
     """
 
     def __init__(self) -> None:
@@ -461,7 +465,7 @@ class _Watchers:
             inbox = self._idle.pop()
         except IndexError:
             inbox = SimpleQueue()
-            # A daemon: a work that never ends must not keep the process.
+            # A daemon, so that a work that never ends does not keep the process alive.
             Thread(target=self._work, args=(inbox,), name="mcr-gloo-watch", daemon=True).start()
         inbox.put(task)
 
@@ -475,7 +479,7 @@ _watchers = _Watchers()
 
 
 class _Watched:
-    """Poll of a send or receive. The watching thread is started by the first poll."""
+    """The poll of a send or receive. The first poll starts the watching thread."""
 
     def __init__(self, running: set[object]) -> None:
         self._state: Literal["new", "watched", "done"] = "new"
@@ -506,7 +510,7 @@ class _Watched:
 
 
 class _WatchedSend(_Watched):
-    """The slip that announces a message, and the message."""
+    """The poll of a message and of the header sent before it."""
 
     def __init__(self, works: list[Any], running: set[object]) -> None:
         super().__init__(running)
@@ -518,10 +522,10 @@ class _WatchedSend(_Watched):
 
 
 class _WatchedReceive(_Watched):
-    """Reads the slip first: gloo would take bytes of another dtype, and aborts if a message is too long."""
+    """Receives the header first: gloo accepts any dtype, and aborts if a message is too long."""
 
     source: int
-    arriving = False  # the slip has come
+    arriving = False  # the header has arrived
 
     def __init__(
         self, pg: Any, group: Group, signature: Signature, message: Message, running: set[object]
@@ -532,22 +536,22 @@ class _WatchedReceive(_Watched):
         self._signature = signature
         self._target = message.outputs[0]
         self._tag = message.match_tag
-        self._slip = torch.empty(_SLIP.size, dtype=torch.uint8)
-        slip, slot = [self._slip], self._tag * _SLOTS
+        self._header = torch.empty(_HEADER.size, dtype=torch.uint8)
+        header, slot = [self._header], self._tag * _SLOTS
         if message.peer is None:
-            self._work = pg.recv_anysource(slip, slot)
+            self._work = pg.recv_anysource(header, slot)
         else:
             self.source = message.peer
-            self._work = pg.recv(slip, message.peer, slot)
-        self()  # the message must come in even if nobody polls
+            self._work = pg.recv(header, message.peer, slot)
+        self()  # the message must be received even without polls
 
     def _finish(self) -> None:
-        pg, self._pg = self._pg, None  # a handle that the user keeps must not keep gloo's group
+        pg, self._pg = self._pg, None  # a handle kept by the program must not keep gloo's group alive
         self._work.wait()
         self.arriving = True
         if not hasattr(self, "source"):
             self.source = self._work._source_rank()
-        number, nbytes, dtype, text = _SLIP.unpack(self._slip.numpy().tobytes())
+        number, nbytes, dtype, text = _HEADER.unpack(self._header.numpy().tobytes())
         target, group = self._target, self._group
         if (nbytes, dtype) != (target.nbytes, _dtype_text(target)):
             raise OrderMismatch(
@@ -559,20 +563,20 @@ class _WatchedReceive(_Watched):
             pg.recv([_bytes(target)], self.source, _slot(self._tag, number)).wait()
 
 
-# A slip: number of the message between two ranks under a tag, bytes, dtype, description.
-_SLIP: Final = struct.Struct("<QQ16s192s")
-_SLOTS: Final = 2**7  # gloo's tags per tag of ours: one for slips, the others for messages in turn
+# A header: number of the message between two ranks under a tag, bytes, dtype, description.
+_HEADER: Final = struct.Struct("<QQ16s192s")
+_SLOTS: Final = 2**7  # gloo's tags per tag of ours: one for headers, the others for messages in turn
 
 
 def _slot(tag: int, number: int) -> int:
-    """Where message `number` goes: receives may learn of their messages in any order."""
+    """Return gloo's tag of message `number`; receives may read their headers in any order."""
     return tag * _SLOTS + 1 + number % (_SLOTS - 1)
 
 
-def _slip(signature: Signature, value: torch.Tensor, number: int) -> torch.Tensor:
+def _header(signature: Signature, value: torch.Tensor, number: int) -> torch.Tensor:
     text = signature.describe().encode()[:192]
     return torch.frombuffer(
-        bytearray(_SLIP.pack(number, value.nbytes, _dtype_text(value), text)), dtype=torch.uint8
+        bytearray(_HEADER.pack(number, value.nbytes, _dtype_text(value), text)), dtype=torch.uint8
     )
 
 

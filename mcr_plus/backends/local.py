@@ -6,14 +6,11 @@ from collections import defaultdict, deque
 
 import torch
 
+from mcr_plus.backends.base import NATIVE, Availability, Backend, Channel, Poll, Start, Support, done
+from mcr_plus.core.group import Group
+from mcr_plus.core.message import Message, Signature
 from mcr_plus.errors import Unsupported
-from mcr_plus.interfaces import NATIVE, Availability, Channel, Poll, Start, Support, World
-from mcr_plus.message import Group, Message, Signature
-
-
-def done() -> bool:
-    """A poll of something that is finished."""
-    return True
+from mcr_plus.rendezvous.world import World
 
 
 def _copy(message: Message) -> Poll:
@@ -27,8 +24,8 @@ def _nothing(message: Message) -> Poll:  # noqa: ARG001 - a Start
     return done
 
 
-class _Mailbox:
-    """Sends to oneself: matched by tag, in order."""
+class _MatchingQueue:
+    """Messages of the rank to itself, matched by tag, in order."""
 
     def __init__(self) -> None:
         self._sent: dict[int, deque[torch.Tensor]] = defaultdict(deque)
@@ -42,7 +39,7 @@ class _Mailbox:
 
 
 class _Receive:
-    """A receive being polled."""
+    """The poll of a receive."""
 
     source = 0
 
@@ -62,26 +59,27 @@ class _Receive:
         return True
 
 
-class _LocalChannel:
+class _LocalChannel(Channel):
     def __init__(self) -> None:
-        self._mailbox = _Mailbox()
+        self._messages = _MatchingQueue()
 
     def bind(self, signature: Signature) -> Start:
         if signature.kind == "send":
-            return self._mailbox.send
+            return self._messages.send
         if signature.kind == "recv":
-            return self._mailbox.receive
+            return self._messages.receive
         return _nothing if signature.kind == "barrier" else _copy
 
     def close(self) -> None:
         pass
 
 
-class LocalBackend:
-    """Groups of one rank; CPU and CUDA tensors alike (copies on the current stream)."""
+class LocalBackend(Backend):
+    """Groups of one rank, for CPU and CUDA tensors (copies on the current stream)."""
 
     name = "local"
     on_stream = False
+    has_algorithms = False
     spins = 1
 
     def __init__(self, world: World) -> None:
@@ -89,12 +87,12 @@ class LocalBackend:
 
     @classmethod
     def availability(cls) -> Availability:
-        """Always there."""
+        """Always available."""
         return Availability(True, torch.__version__)
 
     @classmethod
     def supports(cls, signature: Signature) -> Support:
-        """Everything, in groups of one rank."""
+        """All operations in groups of one rank."""
         if signature.algorithm is not None:
             return Support("no", f"algorithm '{signature.algorithm}'; local has none to choose from")
         if signature.ranks != 1:
@@ -108,7 +106,7 @@ class LocalBackend:
         return _LocalChannel()
 
     def progress(self) -> None:
-        """Nothing is ever in flight."""
+        """No-op: every operation is complete at once."""
 
     def close(self, clean: bool) -> None:
-        """Nothing to close."""
+        """No-op."""

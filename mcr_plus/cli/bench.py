@@ -1,4 +1,4 @@
-"""`mcr-plus bench`: time operations on every library, as the pipeline chooses, and on torch.distributed."""
+"""`mcr-plus bench`: time operations on every library, through the pipeline, and on torch.distributed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROW_KEYS = (
 
 
 def bench(
-    ranks: Annotated[int | None, typer.Option("-n", "--ranks", min=1, help="How many ranks.")] = None,
+    ranks: Annotated[int | None, typer.Option("-n", "--ranks", min=1, help="Number of ranks.")] = None,
     kinds: Annotated[str | None, typer.Option(help="Operations, such as all_reduce,all_to_all.")] = None,
     smallest: Annotated[str, typer.Option("--min", help="Smallest size.")] = "8",
     largest: Annotated[str, typer.Option("--max", help="Largest size.")] = "64MiB",
@@ -26,19 +26,19 @@ def bench(
     dtype: Annotated[str, typer.Option(help="Type of the elements.")] = "float32",
     config: Annotated[Path | None, typer.Option("--config", help="Pipeline YAML of `tuned`.")] = None,
     against: Annotated[str | None, typer.Option(help="`torch`: also time torch.distributed's gloo.")] = None,
-    passes: Annotated[int, typer.Option(min=1, help="Go through all sizes so often; medians count.")] = 1,
-    budget: Annotated[str | None, typer.Option(help="Stop after so long, such as 60s.")] = None,
+    passes: Annotated[int, typer.Option(min=1, help="Number of passes over all sizes; medians count.")] = 1,
+    budget: Annotated[str | None, typer.Option(help="Stop after this time, such as 60s.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw the curves, as .png, .svg or .pdf.")] = None,
-    bind: Annotated[bool, typer.Option("--bind/--no-bind", help="Keep each rank on a core.")] = True,
-    via: Annotated[ViaChoice, typer.Option(help="What starts the ranks.")] = ViaChoice.auto,
+    bind: Annotated[bool, typer.Option("--bind/--no-bind", help="Pin each rank to a core.")] = True,
+    via: Annotated[ViaChoice, typer.Option(help="Launcher of the ranks.")] = ViaChoice.auto,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Time operations turn by turn in one job, once verified; `tuned` is what the pipeline chooses."""
-    from mcr_plus.backends.msccl.catalog import kept
-    from mcr_plus.config import load
+    """Verify operations, then time them in turns in one job; `tuned` is the choice of the pipeline."""
+    from mcr_plus.config.reader import load
+    from mcr_plus.core.units import parse_duration
+    from mcr_plus.msccl.catalog import kept
     from mcr_plus.selection.checks import checked_tables, use_algorithms
     from mcr_plus.tuning.worker import Job
-    from mcr_plus.units import parse_duration
 
     low, high = measuring.sizes(smallest, largest)
     measuring.check_plot(plot)
@@ -48,7 +48,7 @@ def bench(
     with kept():
         use_algorithms(pipeline)
         checked_tables(pipeline)
-    chosen = measuring.backend_names(backends, pipeline, files="`algorithms:` of --config")
+    selected = measuring.backend_names(backends, pipeline, files="`algorithms:` of --config")
     dtypes = measuring.dtype_names(dtype, "--dtype")
     if len(dtypes) > 1:
         raise typer.BadParameter(f"expected one type, got {dtype}", param_hint="--dtype")
@@ -58,7 +58,7 @@ def bench(
         low,
         high,
         dtypes,
-        chosen or _configured(config),
+        selected or _configured(config),
         measuring.number(budget, parse_duration, "--budget"),
         progress=not as_json,
         bind=bind,
@@ -82,20 +82,20 @@ def bench(
     problems = {
         (row["backend"], row["kind"], row["problem"]) for row in answer["rows"] if not row["verified"]
     }
-    for way, kind, problem in sorted(problems):
-        typer.echo(f"left out: {way} on {kind}: {problem}", err=True)
+    for candidate, kind, problem in sorted(problems):
+        typer.echo(f"left out: {candidate} on {kind}: {problem}", err=True)
 
 
 def _configured(config: Path | None) -> tuple[str, ...] | None:
     if config is None:
         return None
-    from mcr_plus.config import load
+    from mcr_plus.config.reader import load
 
     return load(config).backends
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    from mcr_plus.units import size_words
+    from mcr_plus.core.units import size_words
 
     for kind in dict.fromkeys(row["kind"] for row in rows):
         shown = [

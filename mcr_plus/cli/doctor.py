@@ -1,4 +1,4 @@
-"""`mcr-plus doctor`: what can run here, what cannot, and how to get it."""
+"""`mcr-plus doctor`: the backends available here, and how to install the others."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    ops: Annotated[bool, typer.Option("--ops", help="Also show what each backend can do, and how.")] = False,
+    ops: Annotated[bool, typer.Option("--ops", help="Also show the operations of each backend.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Show the backends found here: version, or why not and how to get it."""
+    """Show the backends: the version, or the reason why one is unavailable and how to install it."""
     from mcr_plus.backends import availability, operations_table
 
     launcher, backends = mpi_flavour(), availability()

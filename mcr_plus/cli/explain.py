@@ -1,4 +1,4 @@
-"""`mcr-plus explain`: the way one operation would take through the pipeline, and why."""
+"""`mcr-plus explain`: the path of one operation through the pipeline, and the reasons for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import typer
 from mcr_plus.cli.output import print_json, print_result, print_table
 
 if TYPE_CHECKING:
-    from mcr_plus.explanation import Explanation
+    from mcr_plus.api.explain import Explanation
+
+_BOUNDS = {"at_most": "at most", "at_least": "at least"}
 
 
 def explain(
@@ -23,19 +25,20 @@ def explain(
     tag: Annotated[str | None, typer.Option(help="The operation's tag, for rules.")] = None,
     async_op: Annotated[bool, typer.Option("--async", help="An asynchronous operation.")] = False,
     param: Annotated[
-        str | None, typer.Option(metavar="NAME", help="All_reduce of this parameter's gradient, by mcr.wrap.")
+        str | None,
+        typer.Option(metavar="NAME", help="The all_reduce of this parameter's gradient by mcr.wrap."),
     ] = None,
     shape: Annotated[
-        str | None, typer.Option(metavar="N,N,…", help="Of the tensor, for codecs that need matrices.")
+        str | None, typer.Option(metavar="N,N,…", help="Shape of the tensor, for codecs that need matrices.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Show the way an operation of KIND and BYTES would take, and why."""
-    # imported here: torch takes seconds, and other commands do without it
-    from mcr_plus.config import DTYPE_NAMES
+    """Show the path of an operation of KIND and BYTES through the pipeline, and the reasons for it."""
+    # Imported here: torch takes seconds, and other commands do not need it.
+    from mcr_plus.api.explain import explained
+    from mcr_plus.config.names import DTYPE_NAMES
+    from mcr_plus.core.kinds import ALIASES, KINDS
     from mcr_plus.errors import InvalidArgument
-    from mcr_plus.explanation import explained
-    from mcr_plus.message import ALIASES, KINDS
 
     _check_known("kind", kind, (*KINDS, *ALIASES), "KIND")
     _check_known("dtype", dtype, DTYPE_NAMES, "--dtype")
@@ -48,20 +51,21 @@ def explain(
     if as_json:
         print_json(explanation.document)
     else:
-        _print_way(explanation)
+        _print_explanation(explanation)
 
 
-def _print_way(explanation: Explanation) -> None:
-    """The steps, and a table of the alternatives for each choice of a library."""
-    from mcr_plus.units import size_words
+def _print_explanation(explanation: Explanation) -> None:
+    """Print the steps, and a table of the alternatives for each choice of a library."""
+    from mcr_plus.core.units import size_words
 
-    way = explanation.document
-    what = f"{way['kind']} {size_words(way['bytes'])} {way['dtype']}"
-    where = f"{_several(way['ranks'], 'rank')} on {_several(way['nodes'], 'host')}"
-    manner = f"{', asynchronous' if way['async_op'] else ''}{', tag ' + way['tag'] if way['tag'] else ''}"
-    print(f"{what}, {where}{manner}\n")
-    exposed = False
-    for step, operation in zip(way["steps"], explanation.operations, strict=True):
+    document = explanation.document
+    what = f"{document['kind']} {size_words(document['bytes'])} {document['dtype']}"
+    where = f"{_several(document['ranks'], 'rank')} on {_several(document['nodes'], 'host')}"
+    manner = ", asynchronous" if document["async_op"] else ""
+    tag = f", tag {document['tag']}" if document["tag"] else ""
+    print(f"{what}, {where}{manner}{tag}\n")
+    exposed = bounds = False
+    for step, operation in zip(document["steps"], explanation.operations, strict=True):
         print(f"{step['stage']}: {operation.words}")
         print(f"  {step['decision']}")
         if step.get("rule"):
@@ -73,19 +77,25 @@ def _print_way(explanation: Explanation) -> None:
             print(f"  the table was measured elsewhere: {'; '.join(step['measured_elsewhere'])}")
             if step["strict"]:
                 print("  it is strict: such a job would be refused")
-        found = step.get("alternatives")
-        if found:
-            timed = operation.async_op and any(each["expected_us"] is not None for each in found.values())
+        alternatives = step.get("alternatives")
+        if alternatives:
+            rows = alternatives.values()
+            timed = operation.async_op and any(row["expected_us"] is not None for row in rows)
             exposed |= timed
+            bounds |= any(row["bound_us"] is not None for row in rows)
             expected = "expected, exposed" if timed else "expected"
-            print_table("", ("  choice", expected, "support", "why"), _alternatives(found))
+            print_table("", ("  choice", expected, "support", "why"), _alternatives(alternatives))
+    if bounds:
+        print(
+            "at most, at least: the time of the smallest or largest size measured; this size lies outside\n"
+        )
     if exposed:
-        print("exposed: what is left of the time beside a computation of the operation's own length\n")
-    print_result(f"=> {', '.join(way['backends'])}")
+        print("exposed: the time that remains beside a computation of the operation's own length\n")
+    print_result(f"=> {', '.join(document['backends'])}")
 
 
-def _alternatives(found: dict[str, dict[str, Any]]) -> list[tuple[str, str, str, str]]:
-    return [(f"  {name}", _expected(each), each["support"], each["why"]) for name, each in found.items()]
+def _alternatives(alternatives: dict[str, dict[str, Any]]) -> list[tuple[str, str, str, str]]:
+    return [(f"  {name}", _expected(row), row["support"], row["why"]) for name, row in alternatives.items()]
 
 
 def _several(number: int, what: str) -> str:
@@ -93,12 +103,14 @@ def _several(number: int, what: str) -> str:
 
 
 def _expected(alternative: dict[str, Any]) -> str:
-    from mcr_plus.selection.writing import microseconds
+    from mcr_plus.tables.writing import microseconds
 
-    time = alternative["expected_us"]
-    if time is None:
-        return "-"
-    return f"{microseconds(time)} µs{' (extrapolated)' if alternative['extrapolated'] else ''}"
+    time, figure = alternative["expected_us"], alternative["figure"]
+    if time is None or figure == "unknown":
+        return "-" if time is None else "unknown"
+    if figure in _BOUNDS:
+        return f"{_BOUNDS[figure]} {microseconds(alternative['bound_us'])} µs"
+    return f"{microseconds(time)} µs{' (extrapolated)' if figure == 'extrapolated' else ''}"
 
 
 def _check_known(what: str, value: str, known: tuple[str, ...], place: str) -> None:
@@ -110,7 +122,7 @@ def _check_known(what: str, value: str, known: tuple[str, ...], place: str) -> N
 
 def _shape(text: str) -> list[int]:
     try:
-        return [int(each) for each in text.split(",")]
+        return [int(size) for size in text.split(",")]
     except ValueError:
         raise typer.BadParameter(
             f"expected whole numbers such as 512,64, got {text!r}", param_hint="--shape"
@@ -118,7 +130,7 @@ def _shape(text: str) -> list[int]:
 
 
 def _size(text: str) -> int:
-    from mcr_plus.units import parse_size
+    from mcr_plus.core.units import parse_size
 
     try:
         return parse_size(int(text) if text.isdigit() else text)

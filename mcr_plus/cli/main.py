@@ -1,7 +1,7 @@
 """The `mcr-plus` command.
 
-Exit status: 0 it worked, 2 bad usage or configuration, 1 it failed. `--json` prints exactly one JSON
-document on stdout; errors go to stderr, one line each.
+Exit status: 0 success, 2 bad usage or configuration, 1 failure. `--json` prints exactly one JSON document on
+stdout; errors go to stderr, one line each.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BAD_USAGE = 2
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(doctor)
-app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(run)
+app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(validate)
 app.command()(explain)
 app.command()(tune)
@@ -41,8 +41,8 @@ app.add_typer(msccl, name="msccl")
 app.add_typer(trace, name="trace")
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"mcr-plus {version('mcr_plus')}")
         raise typer.Exit
 
@@ -51,11 +51,11 @@ def _print_version(wanted: bool) -> None:
 def _common(
     _version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True)] = False,
 ) -> None:
-    """Communication for distributed deep learning: start ranks, check configurations, see what runs where."""
+    """Communication for distributed deep learning: start ranks, check configurations, explain and tune."""
 
 
 def main() -> None:
-    """Run the command line; errors of ours are a line on stderr, not a traceback."""
+    """Run the command line; an `McrError` is printed on stderr as a line, not as a traceback."""
     try:
         app(prog_name="mcr-plus")
     except McrError as error:

@@ -1,4 +1,4 @@
-"""What `tune` and `bench` share: options, and how the ranks are started and their answer is read."""
+"""Common parts of `tune` and `bench`: options, starting the ranks, reading their answer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import typer
 
 from mcr_plus.cli.run import ViaChoice, choose_via
-from mcr_plus.environment import launch_environment
+from mcr_plus.core.environment import launch_environment
 from mcr_plus.errors import BackendUnavailable, unknown
 from mcr_plus.launch import launch
 
 if TYPE_CHECKING:
-    from mcr_plus.config import Config
+    from mcr_plus.config.schema import Config
     from mcr_plus.tuning.worker import Job
 
 T = TypeVar("T")
@@ -26,10 +26,10 @@ _INTERRUPTED = 128
 
 
 def answer_of(job: Job, ranks: int | None, via: ViaChoice) -> dict[str, Any] | None:
-    """Run the job on `ranks` ranks of this host and return what rank 0 found out.
+    """Run the job on `ranks` ranks of this host and return the answer of rank 0.
 
-    Without `ranks`, this process must be a rank that mpirun, torchrun or srun has started; then only rank 0
-    gets an answer, the others None. Exits as the job does if it fails.
+    Without `ranks`, this process must be a rank started by mpirun, torchrun or srun; rank 0 then returns the
+    answer and the others None. Exits with the job's status if the job fails.
     """
     with tempfile.TemporaryDirectory(prefix="mcr-measure-") as folder:
         job = replace(job, answer=str(Path(folder) / "answer.json"))
@@ -40,11 +40,9 @@ def answer_of(job: Job, ranks: int | None, via: ViaChoice) -> dict[str, Any] | N
         command = [sys.executable, "-m", "mcr_plus.tuning.worker", str(request)]
         status = launch(command, ranks, via=choose_via(via, job.backends))
         if status >= _INTERRUPTED and job.measurements:
-            typer.echo(
-                f"what was measured is in {job.measurements}; the same command goes on there", err=True
-            )
+            typer.echo(f"the samples so far are in {job.measurements}; the same command continues", err=True)
         if status != 0:
-            raise typer.Exit(status)  # the launcher has said why
+            raise typer.Exit(status)  # the launcher has printed the error
         return _read(job)
 
 
@@ -52,7 +50,7 @@ def _as_rank(job: Job) -> dict[str, Any] | None:
     place = launch_environment()
     if place.world_size == 1:
         raise typer.BadParameter(
-            "how many ranks? Inside a job that mpirun, torchrun or srun has started, it may be left out",
+            "the number of ranks is missing; it is optional only under mpirun, torchrun or srun",
             param_hint="-n",
         )
     from mcr_plus.tuning.worker import run
@@ -62,74 +60,79 @@ def _as_rank(job: Job) -> dict[str, Any] | None:
 
 
 def _read(job: Job) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(Path(job.answer).read_text())
-    return found
+    answer: dict[str, Any] = json.loads(Path(job.answer).read_text())
+    return answer
 
 
 def names(text: str | None, what: str, known: Sequence[str], option: str) -> tuple[str, ...] | None:
-    """The names in `a,b,c`, all known; usage error otherwise."""
+    """Return the names in `a,b,c`; unknown ones are a usage error."""
     if text is None:
         return None
-    chosen = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    for name in chosen:
+    listed = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    for name in listed:
         if name not in known:
             raise typer.BadParameter(unknown(what, name, known), param_hint=option)
-    if not chosen:
+    if not listed:
         raise typer.BadParameter(f"expected at least one of {', '.join(known)}", param_hint=option)
-    return chosen
+    return listed
 
 
 def kinds(text: str | None, default: Sequence[str]) -> tuple[Any, ...]:
-    """The kinds in `--kinds`, as calls or tables spell them."""
-    from mcr_plus.message import ALIASES
+    """Return the kinds in `--kinds`, as spelled in calls or tables."""
+    from mcr_plus.core.kinds import ALIASES
     from mcr_plus.tuning.operations import KINDS
 
-    chosen = names(text, "kind", (*KINDS, *ALIASES), "--kinds") or tuple(default)
-    return tuple(dict.fromkeys(ALIASES.get(name, name) for name in chosen))
+    listed = names(text, "kind", (*KINDS, *ALIASES), "--kinds") or tuple(default)
+    return tuple(dict.fromkeys(ALIASES.get(name, name) for name in listed))
 
 
 def backend_names(text: str | None, config: Config, files: str) -> tuple[str, ...] | None:
-    """The backends in `--backends`, or algorithms of theirs that `config` knows: `name:algorithm`.
+    """Return the backends in `--backends`, or their algorithms in `config`: `name:algorithm`.
 
-    Raises `ConfigError` for others, and for an algorithm file of `config` that is wrong. `files`: the option
-    that names such files.
+    `files`: the option that names algorithm files.
+
+    Raises:
+        ConfigError: an unknown algorithm, or a wrong algorithm file of `config`.
+        BackendUnavailable: a backend cannot be used here.
     """
     from mcr_plus import registry
     from mcr_plus.backends import backend_class
-    from mcr_plus.backends.msccl.catalog import kept
-    from mcr_plus.config import names_no_algorithm
+    from mcr_plus.config.names import names_no_algorithm
+    from mcr_plus.msccl.catalog import kept
     from mcr_plus.selection.checks import check_algorithm, use_algorithms
 
     if text is None:
         return None
-    chosen = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    choices = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     known = [name for name in registry.names("backends") if name != "local"]
-    libraries = names(",".join(each.partition(":")[0] for each in chosen), "backend", known, "--backends")
+    libraries = names(
+        ",".join(choice.partition(":")[0] for choice in choices), "backend", known, "--backends"
+    )
     for name in libraries or ():
-        found = backend_class(name).availability()
-        if not found.available:
+        status = backend_class(name).availability()
+        if not status.available:
             raise BackendUnavailable(
-                f"--backends: {name} cannot be used here: {found.reason}; {found.remedy}"
+                f"--backends: {name} cannot be used here: {status.reason}; {status.remedy}"
             )
     with kept():
         use_algorithms(config)
-        for choice in chosen:
+        for choice in choices:
             if names_no_algorithm(choice):
                 what = f"{choice!r} names no algorithm; expected name or name:algorithm"
                 raise typer.BadParameter(what, param_hint="--backends")
             check_algorithm(choice, "--backends", files=files)
-    return chosen
+    return choices
 
 
 def dtype_names(text: str, option: str = "--dtypes") -> tuple[str, ...]:
-    """The dtypes in `--dtypes`."""
-    from mcr_plus.config import DTYPE_NAMES
+    """Return the dtypes in `--dtypes`."""
+    from mcr_plus.config.names import DTYPE_NAMES
 
     return names(text, "dtype", DTYPE_NAMES, option) or ("float32",)
 
 
 def number(text: str | None, parse: Callable[[object], T], option: str) -> T | None:
-    """A size or a duration; usage error if it is none."""
+    """Parse a size or a duration; others are a usage error."""
     try:
         return None if text is None else parse(int(text) if text.isascii() and text.isdigit() else text)
     except ValueError as error:
@@ -137,8 +140,8 @@ def number(text: str | None, parse: Callable[[object], T], option: str) -> T | N
 
 
 def sizes(smallest: str, largest: str) -> tuple[int, int]:
-    """The ends of the sizes to measure."""
-    from mcr_plus.units import parse_size
+    """Return the smallest and the largest size to measure."""
+    from mcr_plus.core.units import parse_size
 
     low, high = number(smallest, parse_size, "--min"), number(largest, parse_size, "--max")
     assert low is not None
@@ -149,7 +152,7 @@ def sizes(smallest: str, largest: str) -> tuple[int, int]:
 
 
 def check_plot(path: Path | None) -> None:
-    """Refuse to measure for minutes and fail at the picture."""
+    """Refuse an unwritable plot before measuring for minutes."""
     if path is not None:
         from mcr_plus.tuning.plot import check_available
 

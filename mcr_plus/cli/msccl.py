@@ -1,4 +1,4 @@
-"""`mcr-plus msccl`: algorithm files verified, shown and generated."""
+"""`mcr-plus msccl`: verify, show and generate algorithm files."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import typer
 from mcr_plus.cli.output import print_json, print_table, print_written
 
 if TYPE_CHECKING:
-    from mcr_plus.backends.msccl.algorithm import Algorithm, Chunks, Step, ThreadBlock
-    from mcr_plus.backends.msccl.generators import Generator
-    from mcr_plus.backends.msccl.simulator import Run
+    from mcr_plus.msccl.algorithm import Algorithm, Chunks, Step, ThreadBlock
+    from mcr_plus.msccl.generators import Generator
+    from mcr_plus.msccl.simulator import Run
 
 app = typer.Typer(no_args_is_help=True, help="Verify, show and generate MSCCL algorithm files.")
 
@@ -22,7 +22,7 @@ _REFUSED = 1
 _PATH: dict[str, Any] = {"exists": True, "readable": True}
 _FILE: dict[str, Any] = {**_PATH, "dir_okay": False}
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-Slots = Annotated[int, typer.Option(min=1, help="Messages that a queue between two ranks holds.")]
+Slots = Annotated[int, typer.Option(min=1, help="Capacity of a queue between two ranks, in messages.")]
 
 
 @app.command()
@@ -34,7 +34,7 @@ def verify(
     slots: Slots = 2,
     as_json: AsJson = False,
 ) -> None:
-    """Prove that FILEs compute what they say, without deadlock or race; status 1 if one does not."""
+    """Prove that FILEs compute their collectives, without deadlock or race; status 1 if one does not."""
     chosen = [file for path in files for file in _inside(path)]
     answers = []
     for file in chosen:
@@ -48,7 +48,7 @@ def verify(
 
 
 def _inside(path: Path) -> list[Path]:
-    """The file, or those of the folder."""
+    """Return the file, or those of the folder."""
     found = sorted(path.glob("*.xml")) if path.is_dir() else [path]
     if not found:
         raise typer.BadParameter(f"no *.xml in the folder {path}", param_hint="FILE")
@@ -56,9 +56,9 @@ def _inside(path: Path) -> list[Path]:
 
 
 def _verified(file: Path, slots: int) -> dict[str, Any]:
-    from mcr_plus.backends.msccl.reader import read_algorithm
-    from mcr_plus.backends.msccl.verifier import verify_all
     from mcr_plus.errors import ConfigError
+    from mcr_plus.msccl.reader import read_algorithm
+    from mcr_plus.msccl.verifier import verify_all
 
     answer: dict[str, Any] = {"file": str(file), "verified": False}
     try:
@@ -71,7 +71,7 @@ def _verified(file: Path, slots: int) -> dict[str, Any]:
 
 
 def _print_answer(answer: dict[str, Any]) -> None:
-    """A line for each place on stdout, or what is wrong on stderr."""
+    """Print a line per proof on stdout, or the problems on stderr."""
     if not answer["verified"]:
         print(f"{answer['file']}: refused", flush=True)
         for problem in answer["problems"]:
@@ -93,9 +93,9 @@ def show(
     slots: Slots = 2,
     as_json: AsJson = False,
 ) -> None:
-    """Show what every rank of FILE does when, if all that can happen at once does."""
-    from mcr_plus.backends.msccl.reader import read_algorithm
-    from mcr_plus.backends.msccl.simulator import Run
+    """Show the steps of every rank of FILE by rounds, in which all runnable steps run at once."""
+    from mcr_plus.msccl.reader import read_algorithm
+    from mcr_plus.msccl.simulator import Run
 
     algorithm = read_algorithm(file)
     if rank is not None and rank >= algorithm.ranks:
@@ -119,9 +119,9 @@ def show(
 
 
 def _warn_of_refusal(algorithm: Algorithm, slots: int) -> None:
-    """Say what is shown is no algorithm that could be run."""
-    from mcr_plus.backends.msccl.verifier import verify_all
+    """Print a warning if the algorithm is refused."""
     from mcr_plus.errors import AlgorithmError
+    from mcr_plus.msccl.verifier import verify_all
 
     try:
         verify_all(algorithm, slots=slots)
@@ -132,7 +132,7 @@ def _warn_of_refusal(algorithm: Algorithm, slots: int) -> None:
 
 
 def _steps(algorithm: Algorithm, rank: int | None) -> list[tuple[tuple[int, int, int], ThreadBlock, Step]]:
-    """All steps that do more than wait, of one rank or of all."""
+    """Return all steps but `nop`, of one rank or of all."""
     return [
         ((number, index, at), block, step)
         for number, program in enumerate(algorithm.programs)
@@ -144,7 +144,7 @@ def _steps(algorithm: Algorithm, rank: int | None) -> list[tuple[tuple[int, int,
 
 
 def _rows(algorithm: Algorithm, run: Run, rank: int | None) -> list[list[str]]:
-    """A row for each round, and one at the end for steps that wait for ever."""
+    """Return a row per round, and a last one for steps that wait for ever."""
     width = algorithm.ranks if rank is None else len(algorithm.programs[rank].blocks)
     cells: dict[int, list[list[str]]] = {}
     for (number, index, at), block, step in _steps(algorithm, rank):
@@ -158,8 +158,8 @@ def _rows(algorithm: Algorithm, run: Run, rank: int | None) -> list[list[str]]:
 
 
 def _does(block: ThreadBlock, step: Step) -> str:
-    """A step in signs: `3 + i[2] → o[2] → 1` receives from 3, adds i[2], stores in o[2], sends to 1."""
-    from mcr_plus.backends.msccl.algorithm import READS, RECEIVES, SENDS, WRITES
+    """Return a step in symbols: `3 + i[2] → o[2] → 1` receives from 3, adds i[2], stores, sends to 1."""
+    from mcr_plus.msccl.algorithm import READS, RECEIVES, SENDS, WRITES
 
     source, target = _chunks(step.source, step.count), _chunks(step.target, step.count)
     if step.operation == "re":
@@ -213,17 +213,17 @@ def _plain(algorithm: Algorithm, run: Run, rank: int | None) -> dict[str, Any]:
 @app.command()
 def generate(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="The algorithm, see --list.")] = None,
-    ranks: Annotated[int | None, typer.Option("-n", "--ranks", min=2, help="How many ranks.")] = None,
-    group: Annotated[int | None, typer.Option(help="Ranks of a group, for those of two levels.")] = None,
-    root: Annotated[int | None, typer.Option(help="The root, for those that have one.")] = None,
+    ranks: Annotated[int | None, typer.Option("-n", "--ranks", min=2, help="Number of ranks.")] = None,
+    group: Annotated[int | None, typer.Option(help="Ranks of a group, for two-level algorithms.")] = None,
+    root: Annotated[int | None, typer.Option(help="The root, for rooted collectives.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="The file, else stdout.")] = None,
     list_all: Annotated[bool, typer.Option("--list", help="List the algorithms.")] = False,
 ) -> None:
-    """Write the algorithm NAME for a number of ranks, as MSCCL XML; it has been verified."""
-    from mcr_plus.backends.msccl.generators import GENERATORS
-    from mcr_plus.backends.msccl.verifier import verify_all
-    from mcr_plus.backends.msccl.writer import algorithm_text, write_algorithm
+    """Write the algorithm NAME for a number of ranks, as verified MSCCL XML."""
     from mcr_plus.errors import InvalidArgument, unknown
+    from mcr_plus.msccl.generators import GENERATORS
+    from mcr_plus.msccl.verifier import verify_all
+    from mcr_plus.msccl.writer import algorithm_text, write_algorithm
 
     if list_all:
         rows = [_listed(each, generator) for each, generator in GENERATORS.items()]

@@ -1,6 +1,6 @@
-"""How commands print: tables for people, aligned text for pipes, one JSON document for programs.
+"""Output of commands: tables on a terminal, aligned text in a pipe, or one JSON document.
 
-On a terminal there is colour, unless NO_COLOR is set.
+Terminals get colour, unless NO_COLOR is set.
 """
 
 from __future__ import annotations
@@ -8,10 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from mcr_plus.tables import table as tables
 
 Row = Sequence[str]
 
@@ -22,23 +26,32 @@ def print_json(document: object) -> None:
 
 
 def print_error(text: str) -> None:
-    """Print what went wrong on stderr, every line with our name before it."""
+    """Print an error on stderr, every line after `mcr-plus:`."""
     for line in text.splitlines():
         _print_line(Text.assemble(("mcr-plus:", "bold red"), f" {line}"), stderr=True)
 
 
 def print_written(path: Path, what: str) -> None:
-    """Say on stderr what a file that a command has written holds: stdout is for what was asked for."""
+    """Report a written file and its content on stderr; stdout is for results."""
     _print_line(Text.assemble((str(path), "bold"), f": {what}"), stderr=True)
 
 
+def rule_count(table: tables.Table) -> str:
+    """The number of rules of a tuning table: `3 rules, 2 of them for the built-in preference`."""
+    from mcr_plus.tables.table import BUILT_IN
+
+    count, defaults = len(table.rules), sum(rule.backend == BUILT_IN for rule in table.rules)
+    built_in = f", {defaults} of them for the built-in preference" if defaults else ""
+    return f"{count} rule{'' if count == 1 else 's'}{built_in}"
+
+
 def print_result(text: str) -> None:
-    """Print the line that an answer comes down to."""
+    """Print the line with the result, highlighted."""
     _print_line(Text(text, "bold green"))
 
 
 def _print_line(line: Text, *, stderr: bool = False) -> None:
-    """One line, however long: not wrapped, and without colour anywhere but on a terminal."""
+    """Print one line without wrapping, and with colour only on a terminal."""
     console = Console(stderr=stderr, highlight=False)
     if console.is_terminal:
         console.print(line, soft_wrap=True)
@@ -47,7 +60,7 @@ def _print_line(line: Text, *, stderr: bool = False) -> None:
 
 
 def print_table(title: str, columns: Row, rows: Sequence[Row]) -> None:
-    """Print a table: drawn on a terminal, plain columns two blanks apart anywhere else."""
+    """Print a table: with borders on a terminal, else as plain columns separated by two blanks."""
     console = Console()
     if console.is_terminal:
         console.print(_drawn(title, columns, rows))

@@ -28,21 +28,21 @@ def run(
     config: Annotated[
         Path | None, typer.Option("--config", help="Pipeline YAML, given to the ranks.")
     ] = None,
-    via: Annotated[ViaChoice, typer.Option(help="What starts the ranks.")] = ViaChoice.auto,
+    via: Annotated[ViaChoice, typer.Option(help="Launcher of the ranks.")] = ViaChoice.auto,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as in python -m.")] = False,
     tag_output: Annotated[bool, typer.Option("--tag-output", help=r"Begin each line with \[rank].")] = False,
 ) -> None:
-    """Run SCRIPT on -n ranks of this host; its options stand behind it."""
-    chosen = choose_via(via, _configured_backends(config))
+    """Run SCRIPT on -n ranks of this host; options after SCRIPT are its own."""
+    launcher = choose_via(via, _configured_backends(config))
     command = program(script, module=module) + (args or [])
-    raise typer.Exit(launch(command, ranks, via=chosen, config=config, tag_output=tag_output))
+    raise typer.Exit(launch(command, ranks, via=launcher, config=config, tag_output=tag_output))
 
 
 def choose_via(via: ViaChoice, backends: tuple[str, ...] | None) -> Via:
-    """`auto` is MPI where it is wanted (no backends named, or mpi among them) and can be had."""
+    """Resolve `auto`: MPI if it is available and `backends` is None or contains mpi."""
     if via is ViaChoice.auto:
-        wanted = backends is None or "mpi" in backends
-        return "mpi" if wanted and mpi_usable() else "torch"
+        uses_mpi = backends is None or "mpi" in backends
+        return "mpi" if uses_mpi and mpi_usable() else "torch"
     return "mpi" if via is ViaChoice.mpi else "torch"
 
 
@@ -58,9 +58,9 @@ def program(script: str, *, module: bool = False) -> list[str]:
 
 
 def _configured_backends(config: Path | None) -> tuple[str, ...] | None:
-    """The backends a configuration names, after checking it: better now than on every rank."""
+    """The backends in a configuration, which is checked here once instead of on every rank."""
     if config is None:
         return None
-    from mcr_plus.config import load
+    from mcr_plus.config.reader import load
 
     return load(config).backends

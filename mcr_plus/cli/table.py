@@ -1,4 +1,4 @@
-"""`mcr-plus table`: tuning tables merged, compared, shrunk, shown, and exchanged with other libraries."""
+"""`mcr-plus table`: merge, compare, shrink, show, import and export tuning tables."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mcr_plus.cli.output import print_error, print_json, print_table, print_written
+from mcr_plus.cli.output import print_error, print_json, print_table, print_written, rule_count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mcr_plus.selection.editing import Change
-    from mcr_plus.selection.table import Curves, Table
+    from mcr_plus.tables.editing import Change
+    from mcr_plus.tables.table import Curves, Table
 
 _FAILED = 1
 
@@ -39,7 +39,7 @@ class FormatChoice(str, Enum):
 
 
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="The file to write; else stdout.")]
-Backend = Annotated[str | None, typer.Option(help="The backend whose rules these are.")]
+Backend = Annotated[str | None, typer.Option(help="The backend of the rules.")]
 TableFile = Annotated[Path, typer.Argument(metavar="TABLE", help="A table file.")]
 
 
@@ -48,17 +48,17 @@ def merge(
     tables: Annotated[list[Path], typer.Argument(metavar="TABLE...", help="Table files.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="The table file to write.")] = ...,  # type: ignore[assignment]  # required
     prefer: Annotated[
-        PreferChoice | None, typer.Option(help="Whose rules count where two tables disagree.")
+        PreferChoice | None, typer.Option(help="The table that takes precedence in a conflict.")
     ] = None,
 ) -> None:
-    """Make one table of several, measured with other numbers of ranks or hosts for instance."""
-    from mcr_plus.selection.editing import merge as merge_tables
-    from mcr_plus.selection.table import load_table
-    from mcr_plus.selection.writing import save_table
+    """Merge several tables, for instance of different numbers of ranks or hosts."""
+    from mcr_plus.tables.editing import merge as merge_tables
+    from mcr_plus.tables.table import load_table
+    from mcr_plus.tables.writing import save_table
 
     merged = merge_tables([load_table(path) for path in tables], prefer=prefer.value if prefer else None)
     save_table(merged, output, comment=[f"merged: {', '.join(path.name for path in tables)}"])
-    print_written(output, _rules(merged))
+    print_written(output, rule_count(merged))
 
 
 @app.command()
@@ -67,9 +67,9 @@ def diff(
     second: Annotated[Path, typer.Argument(metavar="SECOND", help="Another one.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Show where SECOND chooses otherwise than FIRST; status 0 whether it does or not."""
-    from mcr_plus.selection.editing import diff as compare
-    from mcr_plus.selection.table import load_table
+    """Show the differences between the choices of FIRST and SECOND; the status is 0 in any case."""
+    from mcr_plus.tables.editing import diff as compare
+    from mcr_plus.tables.table import load_table
 
     changes = compare(load_table(first), load_table(second))
     if as_json:
@@ -78,29 +78,29 @@ def diff(
         columns = ("what", "bytes", "first", "second", "expected", "note")
         print_table(f"{first} → {second}", columns, [_row(change) for change in changes])
     else:
-        print(f"{first} and {second} choose alike")
+        print(f"{first} and {second} make the same choices")
 
 
 @app.command()
 def shrink(table: TableFile, output: Output = None) -> None:
-    """Write TABLE with fewer rules that choose alike."""
-    from mcr_plus.selection.editing import shrink as shrink_table
-    from mcr_plus.selection.table import load_table
+    """Write TABLE with fewer rules and the same choices."""
+    from mcr_plus.tables.editing import shrink as shrink_table
+    from mcr_plus.tables.table import load_table
 
     _write(shrink_table(load_table(table)), output)
 
 
 @app.command()
 def show(table: TableFile) -> None:
-    """Show the rules of TABLE, and the times they were made from."""
-    from mcr_plus.selection.table import load_table
+    """Show the rules of TABLE, and their measurements."""
+    from mcr_plus.tables.table import load_table
 
-    found = load_table(table)
-    if found.fingerprint:
-        facts = [(name, ", ".join(values)) for name, values in found.fingerprint.items()]
+    loaded = load_table(table)
+    if loaded.fingerprint:
+        facts = [(name, ", ".join(values)) for name, values in loaded.fingerprint.items()]
         print_table("measured with", ("fact", "value"), facts)
-    rows = [(str(rule.key), rule.span(), rule.backend, _times(rule.measured)) for rule in found.rules]
-    title = f"{table}{' (strict)' if found.strict else ''}"
+    rows = [(str(rule.key), rule.span(), rule.backend, _times(rule.measured)) for rule in loaded.rules]
+    title = f"{table}{' (strict)' if loaded.strict else ''}"
     print_table(title, ("operations", "bytes", "choice", "measured in µs"), rows)
 
 
@@ -111,22 +111,22 @@ def export(
     output: Output = None,
     backend: Backend = None,
 ) -> None:
-    """Write rules of TABLE for another library; what it cannot be told is on stderr, a line each.
+    """Write rules of TABLE for another library; stderr has a line for everything that is lost.
 
-    Status 1 if a rule is not, or not in full, among them; no file if none is.
+    Status 1 if a rule is not, or not fully, exported; no file is written if none is.
     """
-    from mcr_plus.document import write_text
-    from mcr_plus.selection.interchange import export as export_table
-    from mcr_plus.selection.interchange import is_empty
-    from mcr_plus.selection.interchange.exchange import facts_without_place
-    from mcr_plus.selection.table import load_table
+    from mcr_plus.config.document import write_text
+    from mcr_plus.tables.interchange import export as export_table
+    from mcr_plus.tables.interchange import is_empty
+    from mcr_plus.tables.interchange.exchange import facts_without_place
+    from mcr_plus.tables.table import load_table
 
     _check_backend(backend)
-    found = load_table(table)
-    text, lost = export_table(format.value, found, backend=backend)
+    loaded = load_table(table)
+    text, lost = export_table(format.value, loaded, backend=backend)
     if is_empty(text):
         print_error(
-            f"{table}: nothing can be exported as {format.value}: {_why_nothing(found, format, backend)}"
+            f"{table}: nothing can be exported as {format.value}: {_why_nothing(loaded, format, backend)}"
         )
         raise typer.Exit(_FAILED)
     _report("not exported", lost)
@@ -135,7 +135,7 @@ def export(
     else:
         write_text(output, text)
         print_written(output, f"{format.value} of {table}")
-    of_rules = len(lost) - sum(1 for _ in facts_without_place(found))
+    of_rules = len(lost) - sum(1 for _ in facts_without_place(loaded))
     if of_rules:
         lines = "line" if of_rules == 1 else f"{of_rules} lines"
         print_error(f"{table}: not all of its rules can be exported as {format.value}: see the {lines} above")
@@ -143,22 +143,22 @@ def export(
 
 
 def _why_nothing(table: Table, format: FormatChoice, backend: str | None) -> str:
-    """Sum up why a format can be told none of the rules of a table."""
-    from mcr_plus.selection.interchange import FORMATS
-    from mcr_plus.selection.table import BUILT_IN
+    """Sum up why a format can express none of the rules of a table."""
+    from mcr_plus.tables.interchange import FORMATS
+    from mcr_plus.tables.table import BUILT_IN
 
-    wanted = backend or FORMATS[format.value].backend
+    exported = backend or FORMATS[format.value].backend
     choices = [rule.backend.partition(":") for rule in table.rules]
-    others = [name for name, _, _ in choices if name not in (wanted, BUILT_IN)]
-    algorithms = [algorithm for name, _, algorithm in choices if name == wanted]
+    others = [name for name, _, _ in choices if name not in (exported, BUILT_IN)]
+    algorithms = [algorithm for name, _, algorithm in choices if name == exported]
     counts = {
         "that leave sizes to the built-in preference": sum(name == BUILT_IN for name, _, _ in choices),
-        f"for other backends than {wanted} ({', '.join(sorted(set(others)))})": len(others),
-        f"for {wanted} without an algorithm": algorithms.count(""),
-        f"for algorithms of {wanted} that it has no words for": sum(map(bool, algorithms)),
+        f"for other backends than {exported} ({', '.join(sorted(set(others)))})": len(others),
+        f"for {exported} without an algorithm": algorithms.count(""),
+        f"for algorithms of {exported} that the format cannot express": sum(map(bool, algorithms)),
     }
-    told = "; ".join(f"{count} {what}" for what, count in counts.items() if count)
-    return f"of {len(choices)} rule{'' if len(choices) == 1 else 's'}, {told}"
+    reasons = "; ".join(f"{count} {what}" for what, count in counts.items() if count)
+    return f"of {len(choices)} rule{'' if len(choices) == 1 else 's'}, {reasons}"
 
 
 @app.command("import")
@@ -168,10 +168,10 @@ def import_(
     output: Output = None,
     backend: Backend = None,
 ) -> None:
-    """Write the table that FILE stands for; what a table cannot say is on stderr, a line each."""
-    from mcr_plus.document import read_bytes
+    """Convert FILE to a table; stderr has a line for everything that is lost."""
+    from mcr_plus.config.document import read_bytes
     from mcr_plus.errors import ConfigError
-    from mcr_plus.selection.interchange import import_ as import_table
+    from mcr_plus.tables.interchange import import_ as import_table
 
     _check_backend(backend)
     try:
@@ -198,21 +198,17 @@ def _report(what: str, lost: Sequence[str]) -> None:
 
 
 def _write(table: Table, output: Path | None, comment: Sequence[str] = ()) -> None:
-    from mcr_plus.selection.writing import save_table, table_text
+    from mcr_plus.tables.writing import save_table, table_text
 
     if output is None:
         print(table_text(table, comment=comment), end="")
     else:
         save_table(table, output, comment=comment)
-        print_written(output, _rules(table))
-
-
-def _rules(table: Table) -> str:
-    return f"{len(table.rules)} rule{'' if len(table.rules) == 1 else 's'}"
+        print_written(output, rule_count(table))
 
 
 def _plain(change: Change) -> dict[str, Any]:
-    from mcr_plus.selection.writing import key_items
+    from mcr_plus.tables.writing import key_items
 
     if change.key is None:
         return {"fact": change.fact, "before": change.before, "after": change.after}
@@ -235,8 +231,8 @@ def _row(change: Change) -> tuple[str, str, str, str, str, str]:
 
 
 def _times(measured: Curves) -> str:
-    """Fastest and slowest time of every choice that was measured: `mpi 0.9 to 17, gloo 205 to 441`."""
-    from mcr_plus.selection.writing import microseconds
+    """Fastest and slowest time of every measured choice: `mpi 0.9 to 17, gloo 205 to 441`."""
+    from mcr_plus.tables.writing import microseconds
 
     parts = []
     for choice, curve in measured.items():

@@ -1,4 +1,4 @@
-"""`mcr-plus trace`: traces of recordings, put together."""
+"""`mcr-plus trace`: merge traces of recordings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ app = typer.Typer(no_args_is_help=True, help="Merge traces that `log.save()` wro
 
 @app.callback()
 def _commands() -> None:
-    """Keep `merge` a command of its own although there is no other."""
+    """Keep `merge` a subcommand, although it is the only one."""
 
 
 @app.command()
@@ -22,8 +22,8 @@ def merge(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="A trace of each rank.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="The trace to write.")] = ...,  # type: ignore[assignment]  # required
 ) -> None:
-    """Make one trace of those of several ranks, for Perfetto or chrome://tracing."""
-    from mcr_plus.observe.traces import merge_traces
+    """Merge the traces of several ranks, for Perfetto or chrome://tracing."""
+    from mcr_plus.api.traces import merge_traces
 
     events = merge_traces(files, output)
     print_written(output, f"{events} events of {len(files)} rank{'' if len(files) == 1 else 's'}")

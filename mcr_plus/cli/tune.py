@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mcr_plus.cli import measuring
-from mcr_plus.cli.output import print_json, print_table, print_written
+from mcr_plus.cli.output import print_json, print_table, print_written, rule_count
 from mcr_plus.cli.run import ViaChoice
 
-_CELL_S = 0.6  # for all ways of one operation and size; many of those fit into a budget
+_CELL_S = 0.6  # for all candidates of one operation and size; a budget covers many of these
 
 if TYPE_CHECKING:
-    from mcr_plus.selection.table import Table, TableRule
-    from mcr_plus.tuning.points import Point
+    from mcr_plus.tables.table import Table, TableRule
+    from mcr_plus.tuning.measurements import Sample
 
 
 def tune(
     output: Annotated[Path, typer.Option("-o", "--output", help="The table file to write.")] = ...,  # type: ignore[assignment]  # required
-    ranks: Annotated[int | None, typer.Option("-n", "--ranks", min=2, help="How many ranks.")] = None,
+    ranks: Annotated[int | None, typer.Option("-n", "--ranks", min=2, help="Number of ranks.")] = None,
     kinds: Annotated[str | None, typer.Option(help="Operations, such as all_reduce,all_to_all.")] = None,
     smallest: Annotated[str, typer.Option("--min", help="Smallest size.")] = "8",
     largest: Annotated[str, typer.Option("--max", help="Largest size.")] = "64MiB",
@@ -30,30 +30,30 @@ def tune(
     algorithms: Annotated[
         list[Path] | None, typer.Option(help="Algorithm file or folder, to compare too; may be repeated.")
     ] = None,
-    dtypes: Annotated[
-        str, typer.Option(help="Types; the first one's rules hold for all others.")
-    ] = "float32",
-    budget: Annotated[str | None, typer.Option(help="Stop after so long, such as 60s.")] = "180s",
+    dtypes: Annotated[str, typer.Option(help="Dtypes; rules of the first hold for all others.")] = "float32",
+    budget: Annotated[str | None, typer.Option(help="Stop after this time, such as 60s.")] = "180s",
     asynchronous: Annotated[bool, typer.Option("--async/--no-async", help="Measure async_op too.")] = True,
     overlap: Annotated[bool, typer.Option(help="Measure async_op beside a computation.")] = True,
-    measurements: Annotated[Path | None, typer.Option(help="Where figures are kept, to go on.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Forget the figures of earlier runs.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Have the table refuse other machines.")] = False,
+    measurements: Annotated[Path | None, typer.Option(help="File of samples, to continue from.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Discard the samples of earlier runs.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Write a table that refuses other machines.")
+    ] = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw the curves, as .png, .svg or .pdf.")] = None,
-    bind: Annotated[bool, typer.Option("--bind/--no-bind", help="Keep each rank on a core.")] = True,
-    via: Annotated[ViaChoice, typer.Option(help="What starts the ranks.")] = ViaChoice.auto,
+    bind: Annotated[bool, typer.Option("--bind/--no-bind", help="Pin each rank to a core.")] = True,
+    via: Annotated[ViaChoice, typer.Option(help="Launcher of the ranks.")] = ViaChoice.auto,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Measure and write a tuning table; run it again to go on where the budget ended.
+    """Measure and write a tuning table; run it again to continue after the end of the budget.
 
-    Inside a job that was started by mpirun, torchrun or srun, for instance over several hosts, leave out -n.
+    Omit -n inside a job that was started by mpirun, torchrun or srun, for instance on several hosts.
     """
-    from mcr_plus.config import load
-    from mcr_plus.selection.table import load_table
+    from mcr_plus.config.reader import load
+    from mcr_plus.core.units import parse_duration
+    from mcr_plus.tables.table import load_table
+    from mcr_plus.tuning.measurements import Sample
     from mcr_plus.tuning.operations import KINDS
-    from mcr_plus.tuning.points import Point
     from mcr_plus.tuning.worker import Job
-    from mcr_plus.units import parse_duration
 
     low, high = measuring.sizes(smallest, largest)
     measuring.check_plot(plot)
@@ -61,15 +61,15 @@ def tune(
     _check_output(output, figures)
     files = tuple(str(path.absolute()) for path in algorithms or ())
     pipeline = load({"version": 1, "algorithms": list(files)})
-    chosen = measuring.backend_names(backends, pipeline, files="--algorithms")
-    _check_files(files, chosen)
+    selected = measuring.backend_names(backends, pipeline, files="--algorithms")
+    _check_files(files, selected)
     job = Job(
         "tune",
         measuring.kinds(kinds, KINDS),
         low,
         high,
         measuring.dtype_names(dtypes),
-        chosen,
+        selected,
         measuring.number(budget, parse_duration, "--budget"),
         progress=not as_json,
         bind=bind,
@@ -85,24 +85,23 @@ def tune(
     answer = measuring.answer_of(job, ranks, via)
     if answer is None:
         return
-    table, points = load_table(output), [Point.from_document(each) for each in answer["points"]]
+    table, samples = load_table(output), [Sample.from_document(row) for row in answer["points"]]
     for line in (*answer["left_out"], *answer["late_warnings"]):
         typer.echo(line, err=True)
     if as_json:
-        print_json(_document(output, table, points, answer))
+        print_json(_document(output, table, samples, answer))
     else:
-        _print(table, points, answer)
-    rules = len(_decided(table))
-    print_written(output, f"{rules} rule{'' if rules == 1 else 's'} from {len(points)} measurements")
+        _print(table, samples, answer)
+    print_written(output, f"{rule_count(table)}; {len(samples)} measurements, each of one library")
     if plot is not None:
         from mcr_plus.tuning.plot import plot_tuning
 
-        panels = plot_tuning(table, points, plot)
+        panels = plot_tuning(table, samples, plot)
         print_written(plot, f"{panels} panel{'' if panels == 1 else 's'}, one for each operation and manner")
 
 
 def _check_output(output: Path, figures: Path) -> None:
-    """Refuse to measure for minutes and then have nowhere to write, or to write over somebody's own table."""
+    """Refuse unwritable outputs, and tables of other origin, before measuring for minutes."""
     from mcr_plus.tuning.worker import COMMENT
 
     if not output.parent.is_dir():
@@ -110,41 +109,45 @@ def _check_output(output: Path, figures: Path) -> None:
     for path, option in ((output, "-o"), (figures, "--measurements")):
         if path.is_dir() or not path.name:
             raise typer.BadParameter(f"expected a file, got the folder {path}", param_hint=option)
-        if path.exists() and not path.is_file():  # a FIFO may have nobody at its other end
+        if path.exists() and not path.is_file():  # opening a FIFO would block
             raise typer.BadParameter(f"expected a regular file, got {path}", param_hint=option)
     if figures.absolute() == output.absolute():
         raise typer.BadParameter("expected another file than that of the table", param_hint="--measurements")
     if output.exists() and COMMENT[0][:24] not in output.read_text(errors="replace"):
         raise typer.BadParameter(
-            f"{output} was not written by mcr-plus tune, and would be lost; name another", param_hint="-o"
+            f"{output} was not written by mcr-plus tune and would be overwritten; name another file",
+            param_hint="-o",
         )
 
 
 def _check_files(files: tuple[str, ...], backends: tuple[str, ...] | None) -> None:
-    """Refuse algorithm files beside backends of which none would run them all."""
+    """Refuse algorithm files if no backend could run all of them."""
     if files and backends is not None and all(name.partition(":")[0] != "msccl" for name in backends):
         raise typer.BadParameter(
-            "nothing runs algorithm files: msccl is not among --backends", param_hint="--algorithms"
+            "algorithm files need the backend msccl, which is not among --backends",
+            param_hint="--algorithms",
         )
 
 
-def _document(output: Path, table: Table, points: list[Point], answer: Mapping[str, Any]) -> dict[str, Any]:
-    from mcr_plus.selection.writing import key_items
+def _document(output: Path, table: Table, samples: list[Sample], answer: Mapping[str, Any]) -> dict[str, Any]:
+    from mcr_plus.tables.writing import key_items
 
     return {
         "table": str(output),
         "complete": answer["complete"],
+        "combinations": dict(zip(("measured", "planned"), answer["coverage"], strict=True)),
+        "seconds_left": round(answer["seconds_left"], 1),
         "algorithms": answer["algorithms"],
         "warnings": answer["warnings"],
         "fingerprint": {name: list(values) for name, values in table.fingerprint.items()},
         "rules": [
             {**key_items(rule.key), "bytes": rule.span(), "backend": rule.backend} for rule in table.rules
         ],
-        "points": [point.document() for point in points],
+        "points": [sample.document() for sample in samples],
     }
 
 
-def _print(table: Table, points: list[Point], answer: Mapping[str, Any]) -> None:
+def _print(table: Table, samples: list[Sample], answer: Mapping[str, Any]) -> None:
     rows: list[tuple[str, ...]] = []
     slower = False
     for rule in _decided(table):
@@ -157,14 +160,14 @@ def _print(table: Table, points: list[Point], answer: Mapping[str, Any]) -> None
     if rows and {row[2] for row in rows} == {"any"}:
         columns, rows = (*columns[:2], *columns[3:]), [(*row[:2], *row[3:]) for row in rows]
     print_table("what wins where", columns, rows)
-    wrong = _left_out(points)
+    wrong = _left_out(samples)
     if wrong:
         print_table("left out", ("operation", "backend", "sizes", "why"), wrong)
     if any(row[0].endswith("_v") for row in rows):
-        print("Sizes of uneven operations (_v) differ between ranks: the last rule is for all of them.")
+        print("Sizes of uneven operations (_v) differ between ranks: the last rule applies to all of them.")
     if slower:
         print("Below 1 ×: another was faster at a size of the range, not by enough for a rule of its own.")
-    print("Sizes that are not listed were not measured: there the built-in preference decides.")
+    print("Sizes that are not listed were not measured: the built-in preference applies to them.")
     if answer["algorithms"]:
         from mcr_plus.tuning.worker import NEEDED
 
@@ -174,26 +177,45 @@ def _print(table: Table, points: list[Point], answer: Mapping[str, Any]) -> None
 
 
 def _unfinished(answer: Mapping[str, Any]) -> str:
-    """How far the budget went, and how to go on."""
+    """Return a summary of a run that its budget ended, with the command to continue."""
     (done, planned), missing = answer["coverage"], answer["missing"]
+    then = "run the same command again to continue, or give it a longer --budget."
     if done >= planned:
-        far = "before what is in doubt was measured again"
-    else:
-        none = f", none of {', '.join(missing)}" if missing else ""
-        far = f"with {done} of {planned} combinations of operation, manner and size measured{none}"
-    return f"The budget ended {far}: run the same command again to go on, or give it a longer --budget."
+        return f"The budget ended before unclear sizes were measured again: {then}"
+    none = f", none of {', '.join(missing)}" if missing else ""
+    far = f"with {done} of {planned} combinations of operation, manner and size measured{none}"
+    rest = f"The rest takes about {_about(answer['seconds_left'])} at the pace of this run: {then}"
+    return "\n".join([f"The budget ended {far}.", *_left_out_sizes(answer["left_out_sizes"]), rest])
+
+
+def _left_out_sizes(missing: Sequence[tuple[int, int, int, float]]) -> list[str]:
+    """Return a line of the first sizes that lack operations, with the expected times."""
+    from mcr_plus.core.units import size_words
+
+    if not missing:
+        return []
+    sizes = [
+        f"{size_words(size)} in {'all' if lacking == total else f'{lacking} of {total}'} "
+        f"(about {_about(seconds)})"
+        for size, lacking, total, seconds in missing
+    ]
+    return [f"Left out for lack of time, by operations and manners: {', '.join(sizes)}."]
+
+
+def _about(seconds: float) -> str:
+    return f"{max(seconds, 1):.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def _decided(table: Table) -> list[TableRule]:
-    """The rules that name a library."""
-    from mcr_plus.selection.table import BUILT_IN
+    """Return the rules that name a library."""
+    from mcr_plus.tables.table import BUILT_IN
 
     return [rule for rule in table.rules if rule.backend != BUILT_IN]
 
 
 def _sizes(rule: TableRule) -> str:
-    """The sizes of a rule."""
-    from mcr_plus.units import size_words
+    """Return the sizes of a rule as text."""
+    from mcr_plus.core.units import size_words
 
     if rule.lo == 0 and rule.hi is None:
         return "any"
@@ -202,27 +224,27 @@ def _sizes(rule: TableRule) -> str:
     return f"< {size_words(rule.hi)}" if rule.lo == 0 else f"{size_words(rule.lo)} to {size_words(rule.hi)}"
 
 
-def _left_out(points: list[Point]) -> list[tuple[str, str, str, str]]:
-    """(operation, backend, sizes, why) of what was excluded, once for each reason but for its numbers."""
+def _left_out(samples: list[Sample]) -> list[tuple[str, str, str, str]]:
+    """Return (operation, backend, sizes, problem) of exclusions, once per problem up to its numbers."""
     sizes: dict[tuple[str, str, str], list[tuple[int, str]]] = {}
-    for point in points:
-        if point.problem is not None:
-            cell = (point.cell.kind, point.way, re.sub(r"\d+", "#", point.problem))
-            sizes.setdefault(cell, []).append((point.cell.nbytes, point.problem))
+    for sample in samples:
+        if sample.problem is not None:
+            reason = (sample.case.kind, sample.candidate, re.sub(r"\d+", "#", sample.problem))
+            sizes.setdefault(reason, []).append((sample.case.nbytes, sample.problem))
     return [
-        (kind, way, _from_to(min(found)[0], max(found)[0]), min(found)[1])
-        for (kind, way, _), found in sorted(sizes.items())
+        (kind, candidate, _from_to(min(problems)[0], max(problems)[0]), min(problems)[1])
+        for (kind, candidate, _), problems in sorted(sizes.items())
     ]
 
 
 def _from_to(least: int, most: int) -> str:
-    from mcr_plus.units import size_words
+    from mcr_plus.core.units import size_words
 
     return size_words(least) if least == most else f"{size_words(least)} to {size_words(most)}"
 
 
 def _factors(choice: str, measured: Any, low: int, high: int | None) -> list[float]:
-    """How many times as long the best of the others takes, at every size measured that a rule covers."""
+    """Return the slowdown of the best other candidate at every measured size that a rule covers."""
     return [
         min(curve[size] for name, curve in measured.items() if name != choice and size in curve)
         / measured[choice][size]

@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 import yaml
 
-from mcr_plus.cli.output import print_json
+from mcr_plus.cli.output import print_json, rule_count
 
 
 def validate(
     file: Annotated[Path, typer.Argument(help="A pipeline YAML file.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Check FILE, its tables and algorithms; print the pipeline it stands for, defaults filled in.
+    """Check FILE, its tables and algorithms, and print the resolved pipeline with defaults.
 
-    Of a tuning table, which FILE may be too, only what it is is printed.
+    FILE may also be a tuning table; then one line with its number of rules is printed.
     """
-    from mcr_plus.backends.msccl.catalog import kept
-    from mcr_plus.config import dump, is_table, load
-    from mcr_plus.document import Mistakes, read_document
-    from mcr_plus.selection.checks import checked_tables, use_algorithms
+    from mcr_plus.config.document import Mistakes, read_document
+    from mcr_plus.config.reader import dump, is_table, load
+    from mcr_plus.msccl.catalog import kept
+    from mcr_plus.selection.checks import checked_tables, named_tables, use_algorithms
+    from mcr_plus.tables.table import load_table
 
-    if is_table(read_document(file)):
+    document = read_document(file)
+    if is_table(document):
         _table(file, as_json)
         return
-    config = load(file)
     mistakes = Mistakes()
+    config = mistakes.kept(lambda: load(file), None)
+    if config is None:
+        for table in named_tables(document):
+            mistakes.kept(partial(load_table, table), None)
+        mistakes.tell()
+        return
     with kept():
         mistakes.kept(lambda: use_algorithms(config), None)
         mistakes.kept(lambda: checked_tables(config), [])
@@ -40,11 +48,11 @@ def validate(
 
 
 def _table(file: Path, as_json: bool) -> None:
-    from mcr_plus.selection.table import load_table
+    from mcr_plus.tables.table import load_table
 
-    rules = len(load_table(file).rules)
+    table = load_table(file)
     if as_json:
-        print_json({"table": str(file), "rules": rules})
+        print_json({"table": str(file), "rules": len(table.rules)})
         return
-    print(f"{file}: a tuning table of {rules} rule{'' if rules == 1 else 's'}, without mistakes")
-    print(f"A configuration names it: `select: {{table: {file}}}`; `mcr-plus table show {file}` shows it.")
+    print(f"{file}: a tuning table of {rule_count(table)}, without mistakes")
+    print(f"To use it: `select: {{table: {file}}}`; to show it: `mcr-plus table show {file}`.")

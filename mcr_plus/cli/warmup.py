@@ -25,7 +25,7 @@ def warmup(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Compile the kernels of shared memory and of the codecs, once; jobs then find them on disk."""
+    """Compile the kernels of shared memory and of the codecs once; jobs then load them from disk."""
     from mcr_plus.kernels import compiling
 
     tasks = _codecs(codec) if codec else {**_LIBRARIES, **_codecs(None)}
@@ -51,13 +51,15 @@ def warmup(
     if as_json:
         print_json({"folder": None if folder is None else str(folder), "kernels": rows})
     elif folder is None:
-        print("Jobs will compile them again: no folder for them can be written; name one in NUMBA_CACHE_DIR.")
+        print("Jobs will compile them again: no cache folder is writable; set one in NUMBA_CACHE_DIR.")
     else:
-        print(f"Jobs find them in {folder}; NUMBA_CACHE_DIR names another folder.")
+        print(f"Jobs load them from {folder}; NUMBA_CACHE_DIR selects another folder.")
 
 
 def _shared_memory() -> None:
-    from mcr_plus.backends.msccl import direct, executor, messages
+    from mcr_plus.backends.shm import collectives as direct
+    from mcr_plus.backends.shm import interpreter as executor
+    from mcr_plus.backends.shm import p2p as messages
     from mcr_plus.kernels.compiling import preparing
 
     for what, module in (("msccl", direct), ("msccl's algorithms", executor), ("msccl's messages", messages)):
@@ -68,13 +70,13 @@ def _shared_memory() -> None:
 def _reductions() -> None:
     import torch
 
-    from mcr_plus.backends.msccl.combining import combining
+    from mcr_plus.backends.shm.reduce_kernels import kernels_for
     from mcr_plus.kernels.compiling import preparing
 
     with preparing("reductions"):
         for dtype in (getattr(torch, name) for name in _REDUCED):
             for op in ("SUM", "AVG", "MAX") if dtype.is_floating_point else ("SUM", "MAX"):
-                combining(dtype, op)
+                kernels_for(dtype, op)
 
 
 def _buffers() -> None:
@@ -87,7 +89,7 @@ _LIBRARIES: Final = {"msccl": _shared_memory, "reductions": _reductions, "fused 
 
 
 def _codecs(names: list[str] | None) -> dict[str, Callable[[], None]]:
-    """Those of these names, or all."""
+    """The tasks of the codecs of these names, or of all."""
     from mcr_plus import registry
     from mcr_plus.errors import unknown
 

@@ -1,40 +1,30 @@
-"""An operation bound to one library for one signature: what the pipeline ends in."""
+"""An operation bound to one library for one signature: the end of the pipeline."""
 
 from __future__ import annotations
 
-from collections import deque
 from copy import copy
-from dataclasses import dataclass, field
 from threading import get_ident
 from time import perf_counter
 from typing import TYPE_CHECKING, NoReturn
 
-from mcr_plus.dispatch.board import pad
+from mcr_plus.core.work import Work
+from mcr_plus.dispatch.board.base import pad
 from mcr_plus.dispatch.waiting import FIRST_POLLS, GLANCE, SHORT_NAPS
-from mcr_plus.dispatch.work import IssuedWork, Work
+from mcr_plus.dispatch.work import IssuedWork
+from mcr_plus.pipeline.stage import Issue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mcr_plus.dispatch.engine import Engine, GroupState
+    from mcr_plus.backends.base import Channel, Gate, Persistent, Poll, Start
+    from mcr_plus.core.message import Message, Signature
+    from mcr_plus.dispatch.engine import Engine
+    from mcr_plus.dispatch.group_state import BackendChannel, GroupState
     from mcr_plus.dispatch.waiting import Waiting
-    from mcr_plus.interfaces import Channel, Gate, Issue, Persistent, Poll, Start
-    from mcr_plus.message import Message, Signature
-
-
-@dataclass(eq=False)
-class Lane:
-    """Operations of one group on one library that have been issued but not started, in program order.
-
-    An operation waits here for the data it depends on and for the check of its signature. Those behind
-    it wait too, because a library matches operations by their order.
-    """
-
-    pending: deque[IssuedWork] = field(default_factory=deque)
 
 
 class Operation:
-    """What a bound chain ends in. `issue` is its entry; everything it needs is resolved.
+    """The end of a bound chain: everything an issue needs is resolved.
 
     Attributes:
         inline: a synchronous host operation: only the calling thread polls it, so it needs no lock.
@@ -43,9 +33,9 @@ class Operation:
         burst: polls in each round of that loop; `glance` where waits are not calm.
         polled: the library moves only while it is polled. `rings`: it wakes peers itself when it has.
         channel: where the library's own persistent requests come from; None if no library is involved.
-        held: whether the next issue goes through the lane, to be compared or to pass the library's gate.
+        deferred: whether the next issue is queued, to be compared or to pass the library's gate.
         compared: whether the next issue compares signatures with the peers before it starts.
-        gate: what the library wants done before it is handed the operation; None if nothing.
+        gate: what the library requires before it is handed the operation; None if nothing.
     """
 
     def __init__(
@@ -54,7 +44,7 @@ class Operation:
         start: Start,
         engine: Engine,
         state: GroupState,
-        lane: Lane,
+        backend_channel: BackendChannel,
         *,
         channel: Channel | None,
         on_stream: bool,
@@ -70,7 +60,7 @@ class Operation:
         self.channel = channel
         self.engine = engine
         self.state = state
-        self.lane = lane
+        self.backend_channel = backend_channel
         self.on_stream = on_stream
         self.inline = not (signature.async_op or on_stream or signature.is_p2p)
         self.spins = range(spins)
@@ -85,15 +75,15 @@ class Operation:
         self.text = pad(signature.describe())
         self.compare_every = compare_every
         self.gate = _gate_of(channel, signature, self.digest)
-        self.held = self.compared = state.group.size > 1 and not signature.is_p2p
+        self.deferred = self.compared = state.group.size > 1 and not signature.is_p2p
         engine.bound.add(self)
         engine.refuse_if_off(self)
 
-    def admitted(self) -> None:
-        """Note that an operation may start: what its next issue has to go through."""
+    def update_checks(self) -> None:
+        """Set what the next issue has to pass, once an operation may start."""
         gate = self.gate
         self.compared = self.compare_every or (gate is not None and gate.again)
-        self.held = self.compared or (gate is not None and gate.every)
+        self.deferred = self.compared or (gate is not None and gate.every)
 
     def name(self, sequence: int) -> str:
         """For error messages: `all_reduce SUM float32[4] (#7 in group 'world')`."""
@@ -101,16 +91,9 @@ class Operation:
         return f"{self.signature.describe()} ({number} in group '{self.state.group.name}')"
 
     def bind(self) -> Issue:
-        """The callable that issues this operation.
-
-        It carries `operation`, and for synchronous ones `run`: the same as issuing and waiting, without a
-        handle while all goes well.
-        """
-        issue = self._bind_p2p() if self.signature.is_p2p else self._bind_collective()
-        issue.operation = self  # type: ignore[attr-defined]
-        if self.inline:
-            issue.run = self._bind_run(issue)  # type: ignore[attr-defined]
-        return issue
+        """How this operation is issued; a synchronous one also without a handle while all goes well."""
+        start = self._bind_p2p() if self.signature.is_p2p else self._bind_collective()
+        return Issue(start, self._bind_run(start) if self.inline else None, operation=self)
 
     def persistent(self, message: Message) -> tuple[Issue, Callable[[], None]] | None:
         """The same operation by the library's persistent request for the message's tensors, if it has one.
@@ -121,8 +104,9 @@ class Operation:
         """
         digest = self.digest ^ 1
         is_off = self.signature.backend in self.engine.off
-        binder = None if is_off else getattr(self.channel, "bind_persistent", None)
-        request: Persistent | None = binder and binder(self.signature, message, digest)
+        if is_off or self.channel is None:
+            return None
+        request = self.channel.bind_persistent(self.signature, message, digest)
         if request is None:
             return None
 
@@ -135,26 +119,26 @@ class Operation:
         twin.digest = digest
         twin.gate = _gate_of(self.channel, self.signature, digest)
         twin.text = pad(f"persistent {self.signature.describe()}")
-        twin.held = twin.compared = self.state.group.size > 1
+        twin.deferred = twin.compared = self.state.group.size > 1
         handled = copy(twin)
         handled.inline = False
         self.engine.bound.update((twin, handled))
         return handled.bind(), twin.bind_rerun(message, request)
 
-    def _bind_collective(self) -> Issue:
+    def _bind_collective(self) -> Callable[[Message], Work]:
         engine, state = self.engine, self.state
-        lock, counter, pending = engine.lock, state.board.counter, self.lane.pending
+        lock, counter, pending = engine.lock, state.board.counter, self.backend_channel.pending
         inline = self.inline
 
         def issue(message: Message) -> Work:
             if get_ident() != state.owner:
-                state.admit()
+                state.check_thread()
             with lock:
                 counter[0] = state.sequence = sequence = state.sequence + 1
                 work = IssuedWork(self, message, None, sequence)
                 if engine.recorders:
                     work.t_issue = perf_counter()
-                if self.held or pending or message.after is not None:
+                if self.deferred or pending or message.after is not None:
                     engine.defer(work)
                 else:
                     try:
@@ -164,18 +148,19 @@ class Operation:
                     except Exception as error:
                         engine.fail(work, error)
                 if not inline:
-                    engine.hold(work)
+                    engine.keep_alive(work)
             return work
 
         return issue
 
-    def _bind_run(self, issue: Issue) -> Callable[[Message], None]:
+    def _bind_run(self, issue: Callable[[Message], Work]) -> Callable[[Message], None]:
         state, start, counter = self.state, self.start, self.state.board.counter
-        first, more, waiting, asked, ring = self.first, self.more, *self._bells()
+        first, more, waiting, wanted, ring = self.first, self.more, *self._bells()
 
-        # No lock: `fast` is this thread only while no other thread uses the group and no lane waits.
+        # No lock: `fast_path_thread` is this thread only while no other thread uses the group and nothing is
+        # deferred in it.
         def run(message: Message) -> None:
-            if get_ident() != state.fast or self.held:
+            if get_ident() != state.fast_path_thread or self.deferred:
                 issue(message).wait()
                 return
             counter[0] = state.sequence = state.sequence + 1
@@ -184,24 +169,24 @@ class Operation:
                 poll = start(message)
                 for _ in first:
                     if poll():
-                        if asked[0]:
+                        if wanted[0]:
                             ring()
                         return
                 for _ in more if waiting.calm else ():
                     if poll():
-                        if asked[0]:
+                        if wanted[0]:
                             ring()
                         return
                 if not waiting.calm and self._nap(poll):
                     return
             except BaseException as error:
                 self._fail_run(message, poll, error)
-            self._finish_run(message, poll)
+            self._wait_run(message, poll)
 
         return run
 
     def _bells(self) -> tuple[Waiting, Sequence[int] | memoryview, Callable[[], None]]:
-        """How waits are, and how to see whether a peer asks to be rung: none does if the library rings."""
+        """The waiting state, and how to find out and ring if a peer waits: none does if the library rings."""
         waiting = self.engine.waiting
         if waiting.bells is None or not self.polled or self.rings:
             return waiting, (0,), self.engine.ring
@@ -209,13 +194,13 @@ class Operation:
 
     def bind_rerun(self, message: Message, request: Persistent) -> Callable[[], None]:
         """As `run` for one message and a persistent request, without even a call to start it."""
-        state, issue, counter = self.state, self.bind(), self.state.board.counter
-        first, more, waiting, asked, ring = self.first, self.more, *self._bells()
+        state, issue, counter = self.state, self.bind().start, self.state.board.counter
+        first, more, waiting, wanted, ring = self.first, self.more, *self._bells()
         begin, test = request.begin, request.test
 
         def run() -> None:
             nonlocal begin, test
-            if self.held or get_ident() != state.fast:
+            if self.deferred or get_ident() != state.fast_path_thread:
                 issue(message).wait()
                 begin, test = request.begin, request.test
                 return
@@ -224,26 +209,26 @@ class Operation:
                 begin()
                 for _ in first:
                     if test():
-                        if asked[0]:
+                        if wanted[0]:
                             ring()
                         return
                 for _ in more if waiting.calm else ():
                     if test():
-                        if asked[0]:
+                        if wanted[0]:
                             ring()
                         return
                 if not waiting.calm and self._nap(test):
                     return
             except BaseException as error:
                 self._fail_run(message, test, error)
-            self._finish_run(message, test)
+            self._wait_run(message, test)
 
         return run
 
     def _nap(self, poll: Poll) -> bool:
         """Sleep a few times until a peer rings, where waits are not calm; whether `poll` is done then.
 
-        What a longer wait looks after is left to `Engine.wait`. So is everything if there is more in flight.
+        Deadline and peers are left to `Engine.wait`. So is everything if there is more in flight.
         """
         engine, waiting = self.engine, self.engine.waiting
         if engine.occupied or not (self.polled and waiting.may_nap()):
@@ -253,7 +238,7 @@ class Operation:
             if poll():
                 break
             if not self.rings:
-                engine.ring()  # what this rank has polled may be what others wait for
+                engine.ring()  # this rank's polls may have moved what others wait for
             waiting.nap(self.rings)
             if poll():
                 break
@@ -263,7 +248,7 @@ class Operation:
             engine.ring()
         return True
 
-    def _finish_run(self, message: Message, poll: Poll | None) -> None:
+    def _wait_run(self, message: Message, poll: Poll | None) -> None:
         work = IssuedWork(self, message, poll, self.state.sequence)
         try:
             work.wait()
@@ -276,7 +261,7 @@ class Operation:
     def _keep(self, work: IssuedWork) -> None:
         """After an interrupt: the operation goes on, and the library still has the tensors."""
         with self.engine.lock:
-            self.engine.hold(work)
+            self.engine.keep_alive(work)
 
     def _fail_run(self, message: Message, poll: Poll | None, error: BaseException) -> NoReturn:
         work = IssuedWork(self, message, poll, self.state.sequence)
@@ -284,18 +269,19 @@ class Operation:
             self._keep(work)
             raise error
         self.engine.fail(work, error)
+        self.state.failure_raised = True
         raise work.error or error
 
-    def _bind_p2p(self) -> Issue:
-        # Send and receive are matched by peer and tag, not by order: they have no number, and bypass the
-        # lane. Not on a stream, which runs its operations in order: there they keep their place.
+    def _bind_p2p(self) -> Callable[[Message], Work]:
+        # Send and receive are matched by peer and tag, not by order: they have no number, and do not queue
+        # behind other operations. Not on a stream, which runs its operations in order: there they queue.
         engine, state = self.engine, self.state
-        pending = self.lane.pending if self.on_stream else ()
-        any_thread = not self.on_stream and engine.lets_threads_in(self.signature.backend)
+        pending = self.backend_channel.pending if self.on_stream else ()
+        any_thread = not self.on_stream and _allows_threads(engine, self.signature.backend)
 
         def issue(message: Message) -> Work:
             if get_ident() != state.owner:
-                state.admit(any_thread=any_thread)
+                state.check_thread(any_thread=any_thread)
             with engine.lock:
                 work = IssuedWork(self, message, None, 0)
                 if engine.recorders:
@@ -303,7 +289,7 @@ class Operation:
                 if pending or (self.on_stream and message.after is not None):
                     engine.defer(work)
                 elif message.after is not None:
-                    engine.defer_unordered(work)
+                    engine.unordered.append(work)
                 else:
                     try:
                         if message.prepare is not None:
@@ -311,13 +297,18 @@ class Operation:
                         work.poll = self.start(message)
                     except Exception as error:
                         engine.fail(work, error)
-                engine.hold(work)
+                engine.keep_alive(work)
             return work
 
         return issue
 
 
 def _gate_of(channel: Channel | None, signature: Signature, digest: int) -> Gate | None:
-    """What a library that has gates wants done before each operation, or the first, of a signature."""
-    gate = None if signature.is_p2p else getattr(channel, "gate", None)
-    return None if gate is None else gate(signature, digest)
+    """The library's gate for the operations of a signature, if it has one."""
+    return None if channel is None or signature.is_p2p else channel.gate(signature, digest)
+
+
+def _allows_threads(engine: Engine, name: str | None) -> bool:
+    """Whether a library may be called while another thread is inside it."""
+    backend = next((each for each in engine.backends if each.name == name), None)
+    return backend is None or not backend.refuses_threads()

@@ -2,62 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from threading import get_ident
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn
 
-from mcr_plus.backends.local import done
-from mcr_plus.config import DispatchOptions
-from mcr_plus.dispatch.engine import Engine, GroupState, refusing
-from mcr_plus.dispatch.operation import Lane, Operation
+from mcr_plus.backends.base import Poll, Start, done
+from mcr_plus.core.kinds import VECTOR
+from mcr_plus.core.message import Message, Signature
+from mcr_plus.dispatch.engine import Engine, refusing
+from mcr_plus.dispatch.group_state import BackendChannel, GroupState
+from mcr_plus.dispatch.operation import Operation
+from mcr_plus.dispatch.options import DispatchOptions
 from mcr_plus.dispatch.streams import stage_through_host
 from mcr_plus.errors import Unsupported
-from mcr_plus.interfaces import Backend, Channel, Context, Issue, Next, Poll, Start
-from mcr_plus.message import VECTOR, Message, Signature
-
-
-@dataclass(frozen=True)
-class Line:
-    """A library as one group uses it: the open channel, and the operations waiting to start on it."""
-
-    backend: Backend
-    channel: Channel
-    lane: Lane
-
-
-class Held(Protocol):
-    """Operations that a stage holds back."""
-
-    def send(self) -> Exception | None:
-        """Issue them, under the engine's lock; they are no longer in the list. Returns what went wrong."""
-        ...
-
-    def digests(self) -> Collection[int]:
-        """What peers would see of it if it were sent now, as one operation or several."""
-        ...
-
+from mcr_plus.pipeline.outbox import PendingBucket
+from mcr_plus.pipeline.stage import Context, Issue, Next, Stage
 
 SIGNATURES: Final = 4096
 """How many signatures a group remembers. Each takes some KiB."""
+_BURST: Final = 16  # polls in a row in a longer wait, of libraries that need them: large operations take many
 
 
 @dataclass(eq=False)
 class GroupRuntime:
-    """What stages work with that issue or hold back operations; a group that only explains has none.
+    """What the stages of a group share; a group that only explains has none.
 
-    `held`: what stages hold back, in the order in which it is to be sent. `restored`: what operations
-    had kept in an earlier job, by their names; `found`: what online refinement had found out in it.
-    `caches`: empty what is remembered of signatures, see `forget`. `bound`: how many have been bound since.
+    Attributes:
+        channels: by backend name.
+        operations: by signature.
+        pending: buckets that stages hold back, in the order in which they are to be sent.
+        restored: entries of a loaded state by stage, see `Stage.load_state`.
+        caches: functions that clear the stages' caches of signatures, see `forget`.
+        bound: number of signatures bound since.
     """
 
     engine: Engine
     state: GroupState
-    lines: Mapping[str, Line]
+    channels: Mapping[str, BackendChannel]
     operations: dict[Signature, Issue]
-    held: list[Held] = field(default_factory=list)
-    restored: dict[str, Any] = field(default_factory=dict)
-    found: dict[str, Any] = field(default_factory=dict)
+    pending: list[PendingBucket] = field(default_factory=list)
+    restored: dict[str, dict[str, Any]] = field(default_factory=dict)
     caches: list[Callable[[], None]] = field(default_factory=list)
     bound: int = 0
 
@@ -72,10 +57,10 @@ class GroupRuntime:
         self.bound += 1
 
     def forget(self) -> None:
-        """Forget what signatures are bound to. What comes again is bound and compared anew.
+        """Forget what signatures are bound to. A signature that comes again is bound and compared anew.
 
-        Whoever still has something bound, such as a persistent operation or a bucket that is held back, keeps
-        it. What codecs keep for operations and online refinement has found out is not forgotten.
+        Persistent operations and pending buckets keep what they are bound to. The state of codecs and the
+        results of online refinement are kept.
         """
         self.bound = 0
         for clear in self.caches:
@@ -83,27 +68,29 @@ class GroupRuntime:
         self.operations.clear()
 
     def forget_messages(self) -> None:
-        """Forget what sends and receives are bound to: they are compared with nobody, so each rank may."""
+        """Forget what sends and receives are bound to: ranks do not compare them, so each may on its own."""
         for signature in [each for each in self.operations if each.is_p2p]:
             del self.operations[signature]
 
-    def send_held(self, only: Held | None = None) -> None:
-        """Issue everything that is held back, or `only` this, all of it even if some fails.
+    def flush_pending(self, only: PendingBucket | None = None) -> None:
+        """Issue all pending buckets, or `only` this one; all of them even if some fail.
 
         Raises the first error; `OrderMismatch` in a thread that may not issue operations of the group.
         """
         if get_ident() != self.state.owner:
-            self.state.admit()  # before anything is taken out that could not be sent
+            self.state.check_thread()  # before a bucket is taken out that could not be sent
         with self.engine.lock:
-            held = self.held[:] if only is None else [only]
-            self.held[:] = [each for each in self.held if each not in held]
-            errors = [error for each in held if (error := each.send()) is not None]
+            sent = self.pending[:] if only is None else [only]
+            self.pending[:] = [each for each in self.pending if each not in sent]
+            errors = [error for each in sent if (error := each.send()) is not None]
         if errors:
             raise errors[0]
 
 
-class DispatchStage:
+class DispatchStage(Stage):
     """Binds a signature to a library call, with its deadline and its place in the order."""
+
+    Options = DispatchOptions
 
     def __init__(self, options: DispatchOptions, context: Context) -> None:
         self._options = options
@@ -120,20 +107,27 @@ class DispatchStage:
             raise Unsupported(
                 f"compress={signature.compress!r} on {signature.kind}: this pipeline has no compress stage"
             )
-        when = "at every call" if self._compares_every(signature) else "the first time"
-        next.note(f"deadline {self._options.timeout:g} s; {when}, ranks compare what they issue")
+        next.note(f"deadline {self._options.timeout:g} s; {self._when_compared(signature)}")
         runtime = self._runtime
         if runtime is None:
-            return _refuse
+            return Issue(_refuse)
         issue = runtime.operations.get(signature)
         if issue is None:
             issue = runtime.operations[signature] = self._bind(signature, runtime)
         return issue
 
-    def _compares_every(self, signature: Signature) -> bool:
-        """Whether every operation is compared: also where the library would pair those that differ.
+    def _when_compared(self, signature: Signature) -> str:
+        if self._compares_every(signature):
+            return "ranks compare what they issue at every call"
+        backend = self._backends.get(signature.backend or "")
+        apart = backend is not None and backend.keeps_apart
+        later = f"; later {signature.backend} keeps operations that differ apart" if apart else ""
+        return f"ranks compare what they issue the first time{later}"
 
-        It sees how much is encoded, and not of how many values that is.
+    def _compares_every(self, signature: Signature) -> bool:
+        """Whether every operation is compared: also where the library would pair operations that differ.
+
+        A library sees the encoded size, not the number of values.
         """
         if self._options.check == "every":
             return True
@@ -141,11 +135,11 @@ class DispatchStage:
         if backend is None or backend.on_stream:
             return False
         of_any_size = signature.encoding is not None and signature.kind in VECTOR
-        return of_any_size or not getattr(backend, "keeps_apart", False)
+        return of_any_size or not backend.keeps_apart
 
     def _bind(self, signature: Signature, runtime: GroupRuntime) -> Issue:
-        line = runtime.lines[signature.backend or ""]
-        backend = line.backend
+        channel = runtime.channels[signature.backend or ""]
+        backend = channel.backend
         if signature.device != "cpu" and not backend.on_stream and backend.name != "local":
             return stage_through_host(
                 signature, self._operation(signature.replace(device="cpu"), runtime).bind()
@@ -153,8 +147,8 @@ class DispatchStage:
         return self._operation(signature, runtime).bind()
 
     def _operation(self, signature: Signature, runtime: GroupRuntime) -> Operation:
-        line = runtime.lines[signature.backend or ""]
-        backend = line.backend
+        channel = runtime.channels[signature.backend or ""]
+        backend = channel.backend
         # Nothing to move: the operation keeps its number and its check, but needs no library.
         empty = signature.nbytes == 0 and not signature.is_p2p and signature.kind != "barrier"
         start: Start
@@ -163,20 +157,20 @@ class DispatchStage:
         elif (reason := runtime.engine.off.get(backend.name)) is not None:
             start = refusing(reason)
         else:
-            start = line.channel.bind(signature)
+            start = channel.channel.bind(signature)
         return Operation(
             signature,
             start,
             runtime.engine,
             runtime.state,
-            line.lane,
-            channel=None if empty else line.channel,
+            channel,
+            channel=None if empty else channel.channel,
             on_stream=backend.on_stream and not empty,
-            spins=runtime.engine.spins_for(backend.spins),
-            burst=runtime.engine.burst_for(backend),
+            spins=runtime.engine.waiting.spins_for(backend.spins),
+            burst=range(_BURST if backend.needs_polls else 1),
             timeout=self._options.timeout,
             compare_every=self._compares_every(signature),
-            rings=getattr(backend, "rings", False),
+            rings=backend.rings,
         )
 
 

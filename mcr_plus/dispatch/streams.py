@@ -1,4 +1,4 @@
-"""CUDA streams around operations: those that start late, and those that go through host memory.
+"""CUDA streams around operations that start late, and around those that are staged through host memory.
 
 Has not run on a GPU yet.
 """
@@ -10,15 +10,15 @@ from datetime import timedelta
 
 import torch
 
-from mcr_plus.dispatch.work import Info, Work
-from mcr_plus.interfaces import Issue
-from mcr_plus.message import Message, Signature
+from mcr_plus.core.message import Message, Signature
+from mcr_plus.core.work import Info, Work
+from mcr_plus.pipeline.stage import Issue
 
 
 class CallerStream:
-    """Where the caller's stream stood when it issued an operation, for one that starts later.
+    """The position of the caller's stream when it issued an operation that starts later.
 
-    As a context manager: what runs inside is ordered after that point, and after nothing later.
+    As a context manager: work inside is ordered after that position, and after nothing later.
     """
 
     __slots__ = ("_event", "_inside", "_stream")
@@ -38,9 +38,9 @@ class CallerStream:
 
 
 class _Arrival(Work):
-    """The inputs' copies in host memory, as something an operation can start after.
+    """The inputs' copies to host memory, as a handle that an operation can start after.
 
-    The copies begin once what the operation itself comes `after` is done.
+    The copies begin once `after`, the operation's own dependency, is done.
     """
 
     __slots__ = ("_after", "_copy", "_event")
@@ -122,10 +122,10 @@ def stage_through_host(signature: Signature, issue: Issue) -> Issue:
             streams[device] = torch.cuda.Stream(device)
         return streams[device]
 
-    def run(message: Message) -> Work:
+    def start(message: Message) -> Work:
         tensors = message.inputs + message.outputs
         if not tensors:
-            return issue(_on_host(message, host_signature, (), ()))
+            return issue(message.with_tensors((), (), host_signature))
         stream = copy_stream(tensors[0].device)
         produced = torch.cuda.Event()
         produced.record(torch.cuda.current_stream(tensors[0].device))
@@ -153,27 +153,13 @@ def stage_through_host(signature: Signature, issue: Issue) -> Issue:
                     tensor.record_stream(stream)
                 copied.record(stream)
 
-        host = _on_host(
-            message,
-            host_signature,
+        host = message.with_tensors(
             tuple(pinned[id(t)] for t in message.inputs),
             tuple(pinned[id(t)] for t in message.outputs),
+            host_signature,
+            after=_Arrival(message.after, copy_out),
+            prepare=None,
         )
-        host.after = _Arrival(message.after, copy_out)
-        host.prepare = None
         return _StagedWork(issue(host).then(copy_back), copied)
 
-    return run
-
-
-def _on_host(
-    message: Message,
-    signature: Signature,
-    inputs: tuple[torch.Tensor, ...],
-    outputs: tuple[torch.Tensor, ...],
-) -> Message:
-    """The same message for other tensors."""
-    rest = {
-        key: value for key, value in vars(message).items() if key not in ("signature", "inputs", "outputs")
-    }
-    return Message(signature, inputs, outputs, **rest)
+    return Issue(start)

@@ -1,22 +1,22 @@
-"""How a rank idles while it waits, decided per wait by what is seen on this host.
+"""How a rank idles while it waits, decided per wait by the load of this host.
 
-A rank that polls at full speed finds its peer's answer at once, and takes a core. As long as every rank has a
-core of its own nobody misses it. Beside other work the core may be the one that the peer needs: then whoever
-waits sleeps on its bell (`bells`), and the peer wakes it. The scheduler favours a rank that wakes over one
-that has been running, where one that yields goes to the end of the queue, behind whatever else runs there.
+A rank that polls at full speed finds its peer's answer at once, and takes a core, which is harmless as long
+as every rank has a core of its own. Beside other work the core may be the one that the peer needs: then a
+waiting rank sleeps on its bell (`bells`), and the peer wakes it. The scheduler favours a rank that wakes over
+one that has been running; one that yields goes to the end of the queue, behind the other work.
 
-What counts as other work, looked at only in waits that take longer than the first polls:
+Signs of other work, checked only in waits that take longer than the first polls:
 
 - more threads want to run than there are cores, or ranks if there are more of them (/proc/loadavg), at every
-  look for some time;
-- this thread has polled for some time of which it did not have the core for a good part: somebody else had
-  it, or the quota of the cgroup was used up;
-- where this process may not use all cores: a peer was kept waiting for one since the last look
+  check for some time;
+- this thread has polled for some time and was without the core for a good part of it: another thread had it,
+  or the quota of the cgroup was used up;
+- where this process may not use all cores: a peer was kept waiting for one since the last check
   (/proc/PID/schedstat).
 
-Each is remembered for a while. Where the cgroup's quota gives ranks less than a core each there is no need to
-look. Where there are more ranks than cores and nothing else, yielding is best: the core goes to a peer.
-All of it concerns this rank alone: how it waits, never what is done.
+Each is remembered for a while. Where the cgroup's quota gives ranks less than a core each, no check is
+needed. Where there are more ranks than cores and no other work, yielding is best: the core goes to a peer.
+All of this concerns how this rank waits, never what is done.
 """
 
 from __future__ import annotations
@@ -28,44 +28,46 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Literal
 
-from mcr_plus.environment import usable_cores
+from mcr_plus.core.environment import usable_cores
 
 if TYPE_CHECKING:
-    from mcr_plus.dispatch.bells import Bells
+    from mcr_plus.rendezvous.bells import Bells
 
 WaitPolicy = Literal["auto", "spin", "yield", "sleep"]
 
 FIRST_POLLS: Final = 20
-"""At full speed, whatever else goes on: a peer that is about to answer is faster than going to sleep."""
+"""Polls at full speed under any load: a peer that is about to answer is faster than going to sleep."""
 GLANCE: Final = 4
-"""The same of a library whose polls wait for a moment themselves."""
+"""The same for a library whose polls wait for a moment themselves."""
 SHORT_NAPS: Final = range(4)
-"""Naps before a wait is taken for a long one, with its deadline and its looks at peers."""
-_LOOK_EVERY: Final = 50e-6  # seconds between looks at the load in one wait
-_LOST: Final = 0.2  # of the time of polling: to have been without the core for so much is no accident
+"""Naps before the waiting loop takes over, with its deadline and its checks of peers."""
+_CHECK_EVERY: Final = 50e-6  # seconds between checks of the load in one wait
+_LOST: Final = 0.2  # share of the polling time without the core that is no accident
 _LEAST_LOST: Final = 200e-6  # seconds
 _BUSY_FOR: Final = 0.01  # seconds for which too many runnable threads are remembered at first
 _BUSY_LONGEST: Final = 0.3  # the same where they are found again and again
-_BUSY_AFTER: Final = 300e-6  # of seeing nothing else: threads that run for a moment are no other work
-_SEEN_WITHIN: Final = 2e-3  # seconds between two looks that see the same
-_LOST_FOR: Final = 10  # times as long as it was, a lost core is remembered
+_BUSY_AFTER: Final = 300e-6  # seconds of too many threads at every check: some run for a moment only
+_SEEN_WITHIN: Final = 2e-3  # seconds between two checks that count as consecutive
+_LOST_FOR: Final = 10  # a lost core is remembered for so many times as long as it was lost
 _KEPT_FOR: Final = 0.1  # seconds for which a peer's wait for a core is remembered
 _PEERS_EVERY: Final = 2e-3
-_SLOW_FILE: Final = 50e-6  # seconds of reading /proc/loadavg, where it is a file system of a container's
-_TRIES: Final = range(8)  # of reading it, of which this thread may have been without a core for some
+_SLOW_FILE: Final = 50e-6  # seconds of reading /proc/loadavg where a container emulates it
+_TRIES: Final = range(8)  # of reading it: during some, this thread may have been without a core
 _WATCHED: Final = 8  # peers
-_SPIN_FOR: Final = 2e-3  # seconds of polling for what is polled before a rank yields a core of its own
+_SPIN_FOR: Final = 2e-3  # seconds of polling a polled library before a rank yields a core of its own
 _YIELD_FOR: Final = 0.002  # seconds of yielding before a waiting rank begins to sleep
 _POLL_FOR: Final = 0.5  # the same for operations that advance only while they are polled
 _NAP: Final = 20e-6
 _LONG_NAP: Final = 200e-6
-_POLLED_NAP: Final = 50e-6  # on the bell, for what moves only while it is polled: peers ring for most of it
-_RUNG_NAP: Final = 1e-3  # where they ring for all of it
+_POLLED_NAP: Final = (
+    50e-6  # on the bell, for a library that moves only while polled: peers ring for most of it
+)
+_RUNG_NAP: Final = 1e-3  # where peers ring for all of it
 _LONGEST_NAP: Final = 2e-3
 
 
 class Waiting:
-    """What this process sees of the load of its host, and how it idles.
+    """The load of the host as this process sees it, and how it idles.
 
     Attributes:
         calm: whether a wait may poll at full speed for longer than `FIRST_POLLS`.
@@ -80,18 +82,21 @@ class Waiting:
         ranks: int = 1,
         bells: Bells | None = None,
         peers: Sequence[int] = (),
+        oversubscribed: bool = False,
     ) -> None:
-        """`short`: ranks may use less than a core each. `ranks`: of this host. `peers`: their processes."""
+        """`short`: ranks may use less than a core each. `ranks`: of this host. `peers`: their processes.
+
+        `oversubscribed`: they have fewer cores than they are, so that polling at full speed is kept short.
+        """
         self.policy = policy
+        self._oversubscribed = oversubscribed
         self.bells = bells
         self.calm = policy in ("spin", "yield") or (policy == "auto" and not short)
         self._never_calm = not self.calm
         self._busy_until = 0.0
-        self._busy_since = (
-            math.inf
-        )  # when too many threads were first seen, of the looks that saw nothing else
+        self._busy_since = math.inf  # the first of the latest checks that all found too many threads
         self._busy_began = 0.0
-        self._looked = 0.0
+        self._last_check = 0.0
         self._cores = os.cpu_count() or 1
         self._most = max(self._cores, ranks)  # threads that run where there is no other work
         self.own_cores = ranks <= self._cores
@@ -99,16 +104,16 @@ class Waiting:
         self._seen_within = _SEEN_WITHIN if self.own_cores else 10 * _SEEN_WITHIN
         self._busy_least = self._busy_for = _BUSY_FOR if self.own_cores else 5 * _BUSY_FOR
         self._loadavg = _opened("/proc/loadavg")
-        # Where ranks may use all cores, the number of threads says all.
+        # Where ranks may use all cores, the number of threads is enough.
         watched = peers[:_WATCHED] if len(usable_cores()) < self._cores else ()
         self._peers = {_opened(f"/proc/{pid}/schedstat"): (0.0, 0) for pid in watched}
         self._peers.pop(-1, None)
         self._peers_next = 0.0
-        if self._loadavg >= 0 and min(map(self._time_of_a_look, _TRIES)) > _SLOW_FILE:
+        if self._loadavg >= 0 and min(map(self._time_a_check, _TRIES)) > _SLOW_FILE:
             os.close(self._loadavg)
             self._loadavg = -1
 
-    def _time_of_a_look(self, _: int) -> float:
+    def _time_a_check(self, _: int) -> float:
         began = time.monotonic()
         self._too_many_run()
         return time.monotonic() - began
@@ -122,13 +127,21 @@ class Waiting:
         self._peers.clear()
 
     def abandon(self) -> None:
-        """In a forked child: the bells are its parent's, and so are their sleepers."""
+        """In a forked child: the bells belong to its parent."""
         self.bells = None
 
-    # -- what is seen ---------------------------------------------------------------------------------
+    def spins_for(self, backend_spins: int) -> int:
+        """Polls at full speed at the start of a wait, for a library that suggests `backend_spins`."""
+        if self.policy == "spin":
+            return 1 << 16
+        if self.policy == "sleep":
+            return 1
+        return min(backend_spins, 20) if self._oversubscribed else backend_spins
+
+    # -- load ----------------------------------------------------------------------------------------
 
     def may_nap(self) -> bool:
-        """Whether waits have lately been found not to be calm, and there are bells."""
+        """Whether waits have lately not been calm, and there are bells."""
         return bool(self.bells) and (time.monotonic() < self._busy_until or self._never_calm)
 
     def arm(self, ranks: tuple[int, ...]) -> None:
@@ -137,21 +150,21 @@ class Waiting:
         self.bells.arm(ranks)
 
     def nap(self, rings: bool) -> None:
-        """Sleep until a peer rings; `rings`: it does so for all of what is waited for."""
+        """Sleep until a peer rings; `rings`: the library rings for everything that a wait depends on."""
         assert self.bells is not None
         self.bells.sleep(_RUNG_NAP if rings else _POLLED_NAP)
 
-    def look(self, now: float, polled: float, had: float) -> None:
+    def check_load(self, now: float, polled: float, had: float) -> None:
         """Decide whether waits are calm, after `polled` seconds of polling, `had` of them with the core."""
         if self.policy != "auto" or self._never_calm:
-            self._tell()
+            self._publish()
             return
         lost = polled - had
         # Where ranks share cores, they lose them to each other.
         if lost > _LEAST_LOST and lost > _LOST * polled and self.own_cores:
             self._busy_until = max(self._busy_until, now + _LOST_FOR * lost)
-        anew = now - max(self._looked, self._busy_until) > self._seen_within
-        self._looked = now
+        anew = now - max(self._last_check, self._busy_until) > self._seen_within
+        self._last_check = now
         if not self._too_many_run():
             self._busy_since = math.inf
         elif anew or self._busy_since == math.inf:
@@ -163,13 +176,13 @@ class Waiting:
             if self._peers_are_kept_waiting(now):
                 self._busy_until = max(self._busy_until, now + _KEPT_FOR)
         self.calm = now >= self._busy_until
-        self._tell()
+        self._publish()
 
     def _remember(self, now: float) -> None:
-        """Remember other work: for longer, if it has been there since it was last remembered.
+        """Remember other work, for longer if it has been there since the last time.
 
-        A program that computes between its operations would otherwise find out anew at each of them, and
-        spend on it the time for which the scheduler would prefer it to that other work.
+        A program that computes between its operations would otherwise detect it anew in each of them, and
+        spend the time in which the scheduler prefers this rank to the other work.
         """
         if now - self._busy_until > _BUSY_LONGEST:  # for a while there was none
             self._busy_began, self._busy_for = now, self._busy_least
@@ -177,8 +190,8 @@ class Waiting:
             self._busy_for = min(2 * self._busy_for, _BUSY_LONGEST)
         self._busy_until = max(self._busy_until, now + self._busy_for)
 
-    def _tell(self) -> None:
-        """Tell compiled code, which stops yielding by itself until then if a yield has cost the core."""
+    def _publish(self) -> None:
+        """Publish `calm` to compiled code, which stops yielding until then if a yield has cost the core."""
         if self.bells is not None:
             self.bells.tell(self.calm)
 
@@ -192,7 +205,7 @@ class Waiting:
             return False
         if running > self._most:
             return True
-        # Where ranks share cores, those that sleep leave room in the count for other work.
+        # Where ranks share cores, sleeping ranks leave room in the count for other work.
         return not self.own_cores and bool(self.bells) and running > max(self._cores, self._awake())
 
     def _awake(self) -> int:
@@ -216,33 +229,30 @@ class Waiting:
 
 
 class Pause:
-    """What happens between two polls of one wait.
+    """The idling between two polls of one wait.
 
-    `polled`: the library moves only while it is polled. `rings`: and rings whenever it has moved something.
+    `polled`: the library moves only while it is polled. `rings`: it rings whenever it has moved something.
     `peers`: ranks of the job that may ring.
     """
 
-    __slots__ = ("_had", "_look_at", "_nap", "_peers", "_polled", "_since", "_waiting")
+    __slots__ = ("_had", "_nap", "_next_check", "_peers", "_polled", "_since", "_waiting")
 
     def __init__(self, waiting: Waiting, polled: bool, rings: bool, peers: tuple[int, ...]) -> None:
         self._waiting, self._polled, self._peers = waiting, polled, peers
-        self._look_at = 0.0
+        self._next_check = 0.0
         self._since = self._had = 0.0
         self._nap = _RUNG_NAP if rings else _POLLED_NAP
 
     def before(self, now: float) -> bool:
-        """Whether to sleep: then the caller looks at what it waits for once more, and calls `sleep`.
-
-        If not, it has idled for as long as it should.
-        """
+        """Whether to sleep: then the caller polls once more and calls `sleep`; otherwise it calls `idle`."""
         waiting = self._waiting
         if waiting.policy == "spin" or not self._polled:
             return False  # a library's own threads would count as other work
-        if now >= self._look_at:
-            self._look_at = now + _LOOK_EVERY
+        if now >= self._next_check:
+            self._next_check = now + _CHECK_EVERY
             had = time.thread_time()
             since = self._since or now
-            waiting.look(now, now - since, had - self._had if self._since else 0.0)
+            waiting.check_load(now, now - since, had - self._had if self._since else 0.0)
             self._since, self._had = now, had
         bells = waiting.bells
         if waiting.calm or not bells:
@@ -251,17 +261,17 @@ class Pause:
         return True
 
     def sleep(self, longest: float) -> None:
-        """Until a peer rings, for a while that grows with every call."""
+        """Sleep until a peer rings, for a time that grows with every call."""
         waiting = self._waiting
         assert waiting.bells is not None
-        if waiting.bells.wanted[0]:  # what this rank has polled may be what others wait for
+        if waiting.bells.wanted[0]:  # this rank's polls may have moved what others wait for
             waiting.bells.ring()
         waiting.bells.sleep(min(self._nap, longest))
         self._nap = min(2 * self._nap, _LONGEST_NAP)
         self._since = 0.0
 
     def idle(self, waited: float) -> None:
-        """Where nobody rings: yield, then nap."""
+        """Without bells: yield, then nap."""
         waiting = self._waiting
         policy = waiting.policy
         patience = _POLL_FOR if self._polled else _YIELD_FOR

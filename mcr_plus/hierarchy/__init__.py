@@ -1,1 +1,1 @@
-"""Collectives of several hosts in steps: inside the nodes, and between them."""
+"""Collectives of several hosts, decomposed into steps inside the nodes and between them."""

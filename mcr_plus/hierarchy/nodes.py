@@ -1,14 +1,15 @@
-"""Which ranks of a group share a node, and the groups inside it that steps run in: plans over plain numbers.
+"""Nodes of a group, and the groups inside it that the steps run in, computed from plain numbers.
 
-A group of N nodes with L ranks each has ranks (j, i): local index i on node j. A rank is in these groups:
+A group of N nodes with L ranks each has ranks (j, i): local index i on node j. A rank is a member of three
+groups:
 
-    in         the ranks of its node, for what comes first
-    across     the ranks with its local index, one on every node
-    back       the ranks of its node once more, for what comes last
+    intra      the ranks of its node, for the first step
+    inter      the ranks with its local index, one on every node
+    intra2     the ranks of its node again, for the last step
 
-`in` and `back` have the same ranks. They are two because a library starts the operations of a group in their
-order: in one group the next operation's first step would wait for this one's last step, and with it for the
-link between the nodes.
+`intra` and `intra2` have the same ranks. They are separate because a library starts the operations of a
+group in order: in a single group, the first step of the next operation would wait for the last step of this
+one, and so for the link between the nodes.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from mcr_plus.config import Config, HierarchicalOptions
+from mcr_plus.config.schema import Config
+from mcr_plus.core.group import Group
 from mcr_plus.errors import ConfigError
-from mcr_plus.message import Group
+from mcr_plus.hierarchy.options import HierarchicalOptions
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-Part = Literal["in", "across", "back"]
+Part = Literal["intra", "inter", "intra2"]
 
 
 @dataclass(frozen=True)
@@ -38,17 +40,26 @@ class Nodes:
 
     @property
     def count(self) -> int:
-        """How many nodes there are: N."""
+        """Number of nodes: N."""
         return len(self.ranks)
 
     @property
     def size(self) -> int:
-        """How many ranks a node has: L."""
+        """Number of ranks of a node: L."""
         return len(self.ranks[0])
 
-    def groups(self, part: str) -> Sequence[tuple[int, ...]]:
+    def groups(self, part: Part) -> Sequence[tuple[int, ...]]:
         """The group ranks of every group of a part."""
-        return list(zip(*self.ranks, strict=True)) if part == "across" else self.ranks
+        return list(zip(*self.ranks, strict=True)) if part == "inter" else self.ranks
+
+    def group_name(self, part: Part) -> str:
+        """The name of this process's group of a part; records and saved states of codecs use it."""
+        names = {
+            "intra": f"node{self.node}",
+            "inter": f"across{self.index}",
+            "intra2": f"node{self.node}/back",
+        }
+        return names[part]
 
     def place(self, rank: int) -> tuple[int, int]:
         """Node and local index of a group rank."""
@@ -56,10 +67,10 @@ class Nodes:
 
 
 def nodes_of(config: Config, hosts: Sequence[str], group: Group) -> Nodes | str:
-    """The nodes of a group, as its rank sees them; or why its operations take no steps.
+    """Return the nodes of a group, or the reason why its operations are not decomposed.
 
-    `hosts`: of all ranks of the job. Raises `ConfigError` if the configuration's nodes are not those of a
-    job of that many ranks.
+    `hosts`: the host names of all ranks of the job. Raises `ConfigError` if the configuration lists another
+    number of ranks.
     """
     options = check_nodes(config, len(hosts))
     if options is None:
@@ -81,7 +92,10 @@ def nodes_of(config: Config, hosts: Sequence[str], group: Group) -> Nodes | str:
 
 
 def check_nodes(config: Config, size: int) -> HierarchicalOptions | None:
-    """Return the stage's options; raises `ConfigError` unless its nodes are of a job of `size` ranks."""
+    """Return the options of the stage, None without one.
+
+    Raises `ConfigError` if the options list the ranks of nodes, and these are not `size` ranks.
+    """
     spec = next((spec for spec in config.pipeline if spec.name == "hierarchical"), None)
     if spec is None or not isinstance(spec.options, HierarchicalOptions):
         return None
@@ -94,21 +108,22 @@ def check_nodes(config: Config, size: int) -> HierarchicalOptions | None:
 
 
 def inner_groups(config: Config, hosts: Sequence[str], group: Group) -> Mapping[Part, Group]:
-    """The groups that this rank is in; none where operations take no steps, or this rank is no member."""
+    """Return the groups of this rank; none if operations are not decomposed or the rank is no member."""
     nodes = nodes_of(config, hosts, group)
     if isinstance(nodes, str) or group.rank < 0:
         return {}
-    node, index = nodes.ranks[nodes.node], nodes.index
-    across = tuple(members[index] for members in nodes.ranks)
-    return {
-        "in": _inner(group, f"node{nodes.node}", node, index),
-        "across": _inner(group, f"across{index}", across, nodes.node),
-        "back": _inner(group, f"node{nodes.node}/back", node, index),
+    intra, inter = nodes.ranks[nodes.node], tuple(members[nodes.index] for members in nodes.ranks)
+    places: dict[Part, tuple[tuple[int, ...], int]] = {
+        "intra": (intra, nodes.index),
+        "inter": (inter, nodes.node),
+        "intra2": (intra, nodes.index),
     }
-
-
-def _inner(group: Group, name: str, members: Sequence[int], rank: int) -> Group:
-    return Group(f"{group.name}/{name}", tuple(group.ranks[member] for member in members), rank)
+    return {
+        part: Group(
+            f"{group.name}/{nodes.group_name(part)}", tuple(group.ranks[each] for each in members), rank
+        )
+        for part, (members, rank) in places.items()
+    }
 
 
 def _node(options: HierarchicalOptions, hosts: Sequence[str], rank: int) -> Hashable:

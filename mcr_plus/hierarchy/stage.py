@@ -1,43 +1,61 @@
-"""hierarchical: an operation of several nodes as steps inside the nodes, and between them.
+"""hierarchical: decomposes an operation of several nodes into steps inside the nodes and between them.
 
     all_reduce    reduce_scatter in the node, all_reduce of each part between nodes, all_gather in the node
     broadcast     scatter in the root's node, broadcast of each part between nodes, all_gather in the node
     all_to_all    exchange between ranks of the same local index, then exchange in the node
 
-So every value crosses the link once for a node, not once for each of its ranks. The first is that of Horovod
-(hierarchical allreduce), Blink (Wang et al., MLSys 2020) and NCCL; the last that of DeepSpeed-MoE
+Every value crosses the link once per node, not once per rank. The all_reduce is that of Horovod
+(hierarchical allreduce), Blink (Wang et al., MLSys 2020) and NCCL, the all_to_all that of DeepSpeed-MoE
 (Rajbhandari et al., ICML 2022) and of MSCCL's two-step algorithm.
 
-Why this cannot deadlock: a step waits for the step before it of the same operation, and in its lane for the
-same step of operations before it (`in` and `back` are groups of their own). Both come earlier in the order of
-operations and steps, which is the same on all ranks, so there is no cycle; and any wait lets all advance.
+Why this cannot deadlock: a step waits for the previous step of the same operation, and in its queue for the
+same step of earlier operations (`intra` and `intra2` are separate groups). Both precede it in the order of
+operations and steps, which is the same on all ranks, so there is no cycle; and any wait advances all steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
-from mcr_plus.backends import backend_class, supposed
-from mcr_plus.compression.choice import NOT_CHOSEN, chosen, refusal
-from mcr_plus.compression.pool import Pool
-from mcr_plus.config import CompressOptions, DispatchOptions, HierarchicalOptions, codec_of, plain_options
-from mcr_plus.hierarchy.nodes import Nodes, inner_groups, nodes_of
-from mcr_plus.hierarchy.ways import AllReduce, AllToAll, Broadcast, Way
-from mcr_plus.interfaces import Context, Issue, Next
-from mcr_plus.message import Group, Signature, frozen
-from mcr_plus.pipeline import Pipeline
-from mcr_plus.units import format_size
+from mcr_plus.backends import assumed_backends, backend_class
+from mcr_plus.compression.buffers import Pool
+from mcr_plus.compression.options import CompressOptions, codec_of
+from mcr_plus.compression.policy import NOT_CHOSEN, is_stateful, refusal, resolve_options
+from mcr_plus.config.options import plain_options
+from mcr_plus.core.group import Group
+from mcr_plus.core.message import Signature, frozen
+from mcr_plus.core.units import format_size
+from mcr_plus.dispatch.options import DispatchOptions
+from mcr_plus.hierarchy.decompose import (
+    Decomposition,
+    HierarchicalAllReduce,
+    HierarchicalAllToAll,
+    HierarchicalBroadcast,
+)
+from mcr_plus.hierarchy.nodes import Nodes, Part, inner_groups, nodes_of
+from mcr_plus.hierarchy.options import HierarchicalOptions
+from mcr_plus.hierarchy.policy import codec_between
+from mcr_plus.pipeline.pipeline import Pipeline
+from mcr_plus.pipeline.stage import Context, Issue, Next, Stage
+from mcr_plus.pipeline.treatment import Treatment
 
-_WAYS: dict[str, type[Way]] = {"all_reduce": AllReduce, "all_to_all": AllToAll, "broadcast": Broadcast}
+_DECOMPOSITIONS: dict[str, type[Decomposition]] = {
+    "all_reduce": HierarchicalAllReduce,
+    "all_to_all": HierarchicalAllToAll,
+    "broadcast": HierarchicalBroadcast,
+}
 
 
-class HierarchicalStage:
-    """Takes operations through the nodes; what it leaves alone goes the flat way, and `explain` says why.
+class HierarchicalStage(Stage):
+    """Decomposes operations by nodes; the others stay flat, and `explain` prints the reason.
 
-    An operation for which the call or a rule names a backend goes there as it is. Steps in a node are never
-    compressed. The step between nodes gets the codec of the call, of `inter`, or that which the compress
-    stage has for it.
+    An operation is not decomposed if the call or a rule names a backend for it. Steps in a node are never
+    compressed. The step between nodes gets the codec of the call, else that of `inter`, else that which the
+    compress stage chooses for it.
     """
+
+    Options = HierarchicalOptions
 
     def __init__(self, options: HierarchicalOptions, context: Context) -> None:
         self._options = options
@@ -46,44 +64,50 @@ class HierarchicalStage:
         self._nodes = nodes_of(context.config, context.world.hosts, context.group)
         self._parts = _pipelines(context)
         dispatch = context.config.options("dispatch")
-        self._always_tell = isinstance(dispatch, DispatchOptions) and dispatch.check == "every"
+        self._always_announce = isinstance(dispatch, DispatchOptions) and dispatch.check == "every"
         self._explains = context.runtime is None
         self._pool = Pool()
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the buffers that this stage keeps."""
+        """Bytes of the buffers of this stage."""
         return self._pool.nbytes
 
     def bind(self, signature: Signature, next: Next) -> Issue:
-        """Bind to the steps, or to the operation itself."""
+        """Bind the steps, or the operation itself if it is not decomposed."""
         flat = signature.replace(compress=False) if signature.compress == NOT_CHOSEN else signature
         if signature.kind not in self._options.kinds or not signature.nbytes:
             return next(flat)
-        way = self._way(signature)
-        if isinstance(way, str):
-            next.note(f"not in steps: {way}")
+        steps = self._decomposition(signature)
+        if isinstance(steps, str):
+            next.note(f"not in steps: {steps}")
             return next(flat)
-        remark = f"; {way.remark}" if way.remark else ""
-        next.note(f"{way.nodes.count} nodes of {way.nodes.size} ranks: {way.says}{remark}")
-        way.bind(lambda part, wanted: next.through(self._parts[part], wanted), next)
-        return way.issue if self._explains else way.told(next, always=self._always_tell)
+        remark = f"; {steps.remark}" if steps.remark else ""
+        next.note(f"{steps.nodes.count} nodes of {steps.nodes.size} ranks: {steps.summary}{remark}")
+        steps.bind(lambda part, step: next.through(self._parts[part], step), next)
+        return Issue(steps.start) if self._explains else steps.announced(next, always=self._always_announce)
 
-    def _way(self, signature: Signature) -> Way | str:
-        """The steps of an operation; or why it goes the flat way."""
+    def treatment(self, signature: Signature, rest: Callable[[Signature], Treatment]) -> Treatment:
+        """Return the treatment by later stages, with the state of a codec between nodes."""
+        treatment, between = rest(signature), codec_between(self._options)
+        keeps = between is not None and is_stateful(codec_of(between), between)
+        return replace(treatment, keeps=True) if keeps else treatment
+
+    def _decomposition(self, signature: Signature) -> Decomposition | str:
+        """Return the steps of an operation, or the reason why it stays flat."""
         if isinstance(self._nodes, str):
             return self._nodes
         if (reason := self._refusal(signature, self._nodes)) is not None:
             return reason
-        way = _WAYS[signature.kind](signature, self._nodes, self._pool)
+        steps = _DECOMPOSITIONS[signature.kind](signature, self._nodes, self._pool)
         local, inter = self._options.local.backend, self._options.inter.backend
-        for part, step in way.steps.items():
-            named = {"backend": inter} if part == "across" else {"backend": local, "compress": False}
-            way.steps[part] = step.replace(**named)
-        return self._encode(way) or self._lacking(way) or way
+        for part, step in steps.steps.items():
+            named = {"backend": inter} if part == "inter" else {"backend": local, "compress": False}
+            steps.steps[part] = step.replace(**named)
+        return self._choose_codec(steps) or self._unsupported(steps) or steps
 
     def _refusal(self, signature: Signature, nodes: Nodes) -> str | None:
-        """Why an operation is not for steps."""
+        """Return the reason why an operation is not decomposed, None if it is."""
         assert signature.nbytes is not None
         assert signature.dtype is not None
         if signature.backend is not None:
@@ -94,54 +118,57 @@ class HierarchicalStage:
             return f"fewer elements than the {nodes.size} ranks of a node"
         return None
 
-    def _encode(self, way: Way) -> str | None:
-        """Settle the codec of the step between nodes; or say why the operation must go the flat way."""
-        own, across = self._options.inter.compress, way.steps["across"]
-        by_call = way.signature.compress not in (None, NOT_CHOSEN)
+    def _choose_codec(self, steps: Decomposition) -> str | None:
+        """Set the codec of the step between nodes; returns the reason if the operation must stay flat."""
+        own, inter = self._options.inter.compress, steps.steps["inter"]
+        by_call = steps.signature.compress not in (None, NOT_CHOSEN)
         if own is not None and not by_call:
-            why_not = None if own.codec == "none" else refusal(codec_of(own), own, across)
+            why_not = None if own.codec == "none" else refusal(codec_of(own), own, inter)
             used = own.codec != "none" and why_not is None
             if why_not is not None:
-                way.remark = f"codec {own.codec} not used between nodes: {why_not}"
-            way.steps["across"] = across.replace(compress=frozen(plain_options(own)) if used else False)
+                steps.remark = f"codec {own.codec} not used between nodes: {why_not}"
+            steps.steps["inter"] = inter.replace(compress=frozen(plain_options(own)) if used else False)
         else:
-            compress = way.signature.compress if by_call or way.signature.compress is None else False
-            way.steps["across"] = across = across.replace(compress=compress)
-            whole, part = (chosen(self._config, each) for each in (way.signature, across))
-            if whole is not None and _takes(whole, way.signature) and not _takes(whole, across):
+            compress = steps.signature.compress if by_call or steps.signature.compress is None else False
+            steps.steps["inter"] = inter = inter.replace(compress=compress)
+            whole, part = (resolve_options(self._config, each) for each in (steps.signature, inter))
+            if whole is not None and _takes(whole, steps.signature) and not _takes(whole, inter):
                 return f"codec {whole.codec} takes it as a whole, but not its parts"
-            used = part is not None and _takes(part, across)
+            used = part is not None and _takes(part, inter)
         if used:
-            way.encode()
+            steps.prepare_for_codec()
         return None
 
-    def _lacking(self, way: Way) -> str | None:
-        """What a backend that the configuration names cannot do."""
-        for part, step in way.steps.items():
+    def _unsupported(self, steps: Decomposition) -> str | None:
+        """Return the reason why a backend that the configuration names cannot do its step, None if it can."""
+        for part, step in steps.steps.items():
             if step.backend is None:
                 continue
             name, _, algorithm = step.backend.partition(":")
-            if why := self._unreached(name, part, way.nodes):
+            if why := self._unavailable(name, part, steps.nodes):
                 return f"backend {name} cannot do a step: {why}"
-            if part == "across" and step.compress:
+            if part == "inter" and step.compress:
                 if algorithm:
-                    return f"backend {step.backend}: a codec makes other operations of the step"
+                    return (
+                        f"backend {step.backend}: compression decomposes the step, "
+                        "so a named algorithm cannot be applied to it"
+                    )
                 continue
             support = backend_class(name).supports(step.replace(backend=name, algorithm=algorithm or None))
             if not support:
                 return f"backend {step.backend} cannot do {step.kind}: {support.how}"
         return None
 
-    def _unreached(self, name: str, part: str, nodes: Nodes) -> str:
-        """Why a backend does not reach the groups of a step, of whatever node, so that all ranks agree."""
-        reaches = getattr(backend_class(name), "reaches", None)
-        if reaches is None:
-            return ""
+    def _unavailable(self, name: str, part: Part, nodes: Nodes) -> str:
+        """Return the reason why a backend is unavailable for the groups of a step, '' if it is not.
+
+        All groups of the part are checked, not only that of this rank, so that all ranks agree.
+        """
         group, world = self._context.group, self._context.world
         for members in nodes.groups(part):
             inner = Group(f"{group.name}/{part}", tuple(group.ranks[each] for each in members), 0)
-            if reason := reaches(world, inner):
-                return str(reason)
+            if reason := backend_class(name).reaches(world, inner):
+                return reason
         return ""
 
 
@@ -150,13 +177,13 @@ def _takes(options: CompressOptions, signature: Signature) -> bool:
 
 
 def _pipelines(context: Context) -> Mapping[str, Pipeline]:
-    """The pipelines of the groups that steps run in; without a job they only explain."""
+    """Return the pipelines of the groups of the steps; without a job they only serve `explain`."""
     if context.parts:
         explains = context.runtime is None
         return {part: each.explaining if explains else each for part, each in context.parts.items()}
     groups = inner_groups(context.config, context.world.hosts, context.group)
     below, world = context.config.below("hierarchical"), context.world
     return {
-        part: Pipeline(Context(below, world, group, supposed(below.backends, world, group)))
+        part: Pipeline(Context(below, world, group, assumed_backends(below.backends, world, group)))
         for part, group in groups.items()
     }

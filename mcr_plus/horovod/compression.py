@@ -1,4 +1,4 @@
-"""How tensors travel: Horovod's `Compression`, over the codecs."""
+"""Horovod's `Compression`, on top of the pipeline's codecs."""
 
 from __future__ import annotations
 
@@ -11,52 +11,53 @@ from mcr_plus.errors import InvalidArgument
 
 
 class Compressor:
-    """Changes a tensor before it is reduced, and back. Programs may bring their own.
+    """Converts a tensor before it is reduced, and back. Programs may pass their own.
 
-    Those here leave it to a codec of the pipeline; `compress` and `decompress` show what it does.
+    The compressors of this module select a codec of the pipeline; their `compress` and `decompress` do the
+    same conversion on one tensor.
     """
 
     codec: ClassVar[str] = ""  # as JSON, a name or a mapping
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """What travels, and what `decompress` needs."""
+        """Return the tensor to send, and the context for `decompress`."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:  # noqa: ARG004 - Horovod's signature
-        """What arrives."""
+        """Return the received tensor in its original form."""
         return tensor
 
 
 class NoneCompressor(Compressor):
-    """As the pipeline's configuration says: by default, as it is."""
+    """The codec of the pipeline's configuration: by default none."""
 
 
 class FP16Compressor(Compressor):
-    """float16 between ranks: the codec `fp16`."""
+    """Sends float16: the codec `fp16`."""
 
     codec = '"fp16"'
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Wide floats become narrow; other tensors stay as they are."""
+        """Convert float32 and float64; other tensors are returned unchanged."""
         return _narrowed(tensor, torch.float16)
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """The dtype from before."""
+        """Convert back to the original dtype."""
         return tensor.to(ctx)
 
 
 class BF16Compressor(FP16Compressor):
-    """bfloat16 between ranks: the codec `bf16`."""
+    """Sends bfloat16: the codec `bf16`."""
 
     codec = '"bf16"'
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Wide floats become narrow; other tensors stay as they are."""
+        """Convert float32 and float64; other tensors are returned unchanged."""
         return _narrowed(tensor, torch.bfloat16)
 
 
@@ -66,7 +67,7 @@ def _narrowed(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
 
 
 class Compression:
-    """What to pass as `compression`."""
+    """Values for the argument `compression`."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
@@ -74,9 +75,10 @@ class Compression:
 
     @staticmethod
     def codec(name: str, **options: object) -> type[Compressor]:
-        """A codec of the pipeline by its name, with its options: `Compression.codec("topk", ratio=0.01)`.
+        """A codec of the pipeline by name, with its options: `Compression.codec("topk", ratio=0.01)`.
 
-        Also of what becomes of its losses: `error_feedback=True`. Each named tensor then travels by itself.
+        Options of error feedback are accepted, too: `error_feedback=True`. Each named tensor is then sent by
+        itself.
         """
         if not isinstance(name, str):
             raise InvalidArgument(f"name: expected a codec's name, got {name!r}")
@@ -85,9 +87,9 @@ class Compression:
 
 
 def codec_of(compression: Any) -> str | None:
-    """The codec of a compressor, as JSON; None for a program's own, which changes tensors itself."""
+    """The codec of a compressor, as JSON; None for a program's own, which converts tensors itself."""
     if isinstance(compression, type) and issubclass(compression, Compressor):
-        # A subclass of one of ours that changes tensors itself is the program's own.
+        # A program's subclass of `Compressor` with its own `compress` converts tensors itself.
         if compression.codec or compression.compress is Compressor.compress:
             return compression.codec
         return None

@@ -1,4 +1,4 @@
-"""Whole states and objects from one rank to all, or from all to all."""
+"""Broadcast and all_gather of whole states and pickled objects."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mcr_plus.communicator import Communicator
+from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.errors import BackendError, InvalidArgument
 from mcr_plus.horovod.request import HorovodInternalError
 from mcr_plus.horovod.starting import gather_async, send_async, synchronize
@@ -19,14 +19,14 @@ def broadcast_parameters(
     root_rank: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Copy tensors of rank `root_rank` into those of all, in place.
+    """Copy tensors of rank `root_rank` into those of all ranks, in place.
 
     `params`: a `state_dict()`, `named_parameters()`, `parameters()`, or a list of tensors.
     """
     if isinstance(params, Mapping):
         items = [(str(name), params[name]) for name in sorted(params)]
     elif isinstance(params, Iterable) and not isinstance(params, (torch.Tensor, str)):
-        items = [each if isinstance(each, tuple) else (str(n), each) for n, each in enumerate(params)]
+        items = [item if isinstance(item, tuple) else (str(n), item) for n, item in enumerate(params)]
     else:
         raise InvalidArgument(f"params: expected a mapping or a list, got {type(params).__name__}")
     for name, tensor in items:
@@ -41,12 +41,12 @@ def broadcast_parameters(
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The object of rank `root_rank`, on every rank. Pickled: between the ranks of one's own job only."""
+    """Return the object of rank `root_rank` on every rank; pickled, for trusted jobs only."""
     comm = negotiator_of(process_set).comm
     if root_rank not in comm.ranks:
         raise InvalidArgument(f"root_rank: expected one of the ranks {list(comm.ranks)}, got {root_rank!r}")
     is_root = comm.ranks[comm.rank] == root_rank
-    # Only the root has rows to gather, so no rank needs to be told how many.
+    # A gather in which only the root has rows needs no exchange of the size first.
     payload = comm.pickled(obj) if is_root else torch.empty(0, dtype=torch.uint8)
     title = None if name is None else f"broadcast_object.{name}"
     received = synchronize(gather_async([payload], title, process_set, many=False))
@@ -56,7 +56,7 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Every rank's object, in rank order. Pickled: between the ranks of one's own job only."""
+    """Return every rank's object, in rank order. Pickled, for trusted jobs only."""
     comm = negotiator_of(process_set).comm
     payload = comm.pickled(obj)
     length = torch.tensor([payload.numel()])
@@ -76,11 +76,11 @@ def _unpickled(comm: Communicator, payload: torch.Tensor, rank: int) -> Any:
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int = 0, model: torch.nn.Module | None = None
 ) -> None:
-    """Give every rank the optimizer state and options of rank `root_rank`.
+    """Broadcast the optimizer state and options of rank `root_rank`.
 
-    Where an optimizer has no state yet, parameters without a gradient get one of zeros, as in Horovod, save
-    sparse ones: those of `SparseAdam`, and of `model`'s sparse embeddings. Raises `InvalidArgument` (a
-    `ValueError`) for L-BFGS.
+    If an optimizer has no state, parameters without a gradient get one of zeros, as in Horovod, except sparse
+    ones: those of `SparseAdam`, and of `model`'s sparse embeddings. Raises `InvalidArgument` (a `ValueError`)
+    for L-BFGS.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InvalidArgument("optimizer: the state of torch.optim.LBFGS cannot be broadcast")
@@ -104,7 +104,7 @@ def broadcast_optimizer_state(
 def _sparse_of(model: torch.nn.Module | None) -> set[int]:
     embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     modules = [] if model is None else list(model.modules())
-    return {id(each.weight) for each in modules if isinstance(each, embeddings) and each.sparse}
+    return {id(module.weight) for module in modules if isinstance(module, embeddings) and module.sparse}
 
 
 def _fill_gradients(optimizer: torch.optim.Optimizer, sparse: set[int]) -> None:
@@ -114,32 +114,32 @@ def _fill_gradients(optimizer: torch.optim.Optimizer, sparse: set[int]) -> None:
                 param.grad = torch.zeros_like(param)
 
 
-class _Place:
-    """Where a tensor was in a state."""
+class _Placeholder:
+    """Shape, dtype and device of a tensor in a state."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.dtype, self.device = tuple(tensor.shape), tensor.dtype, tensor.device.type
 
 
 def _outline(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The state with places instead of tensors, which are collected."""
+    """The state with placeholders for its tensors, which are appended to `tensors`."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
-        return _Place(value)
+        return _Placeholder(value)
     if isinstance(value, dict):
-        return {key: _outline(each, tensors) for key, each in value.items()}
+        return {key: _outline(item, tensors) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_outline(each, tensors) for each in value)
+        return type(value)(_outline(item, tensors) for item in value)
     return value
 
 
 def _rebuilt(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The state with new tensors in their places, which are collected."""
-    if isinstance(value, _Place):
+    """The state with new tensors for its placeholders; they are appended to `tensors`."""
+    if isinstance(value, _Placeholder):
         tensors.append(torch.empty(value.shape, dtype=value.dtype, device=value.device))
         return tensors[-1]
     if isinstance(value, dict):
-        return {key: _rebuilt(each, tensors) for key, each in value.items()}
+        return {key: _rebuilt(item, tensors) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_rebuilt(each, tensors) for each in value)
+        return type(value)(_rebuilt(item, tensors) for item in value)
     return value

@@ -1,7 +1,7 @@
-"""Horovod's operations as functions that gradients flow back through.
+"""Horovod's operations as differentiable functions.
 
-A backward operation has the name of its forward operation and `.grad`, so ranks may differ in the order in
-which they come to them as far as the operations before let them.
+A backward operation has the name of its forward operation plus `.grad`, so ranks may issue backward
+operations in different orders.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class Reduction:
-    """How values are reduced, forth and back."""
+    """Options of a reduction and of its backward operation."""
 
     op: HorovodReduceOp
     before: float = 1.0
@@ -32,7 +32,7 @@ class Reduction:
     compression: Any = Compression.none
 
     def check_linear(self) -> None:
-        """Raise `Unsupported` for what has no gradient."""
+        """Raise `Unsupported` for reduce ops without a gradient."""
         if self.op not in (Average, Sum):
             raise Unsupported(
                 f"op: {self.op.name.capitalize()} has no gradient here; only Average and Sum do"
@@ -45,7 +45,7 @@ def _applied(function: type[Function], *arguments: object) -> Any:
 
 
 def _needed(tensors: Any) -> bool:
-    """Whether gradients may be asked for; lists are checked later."""
+    """Whether a gradient may be needed; lists are checked later."""
     return torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in tensors)
 
 
@@ -57,20 +57,27 @@ def _named(name: str | None, kind: str, process_set: ProcessSet) -> str:
 
 
 def reduced(
-    tensors: Tensors, name: str | None, way: Reduction, process_set: ProcessSet, *, many: bool
+    tensors: Tensors, name: str | None, reduction: Reduction, process_set: ProcessSet, *, many: bool
 ) -> list[torch.Tensor]:
     """See `mcr_plus.horovod.allreduce`."""
     if not _needed(tensors):
-        return _reduce(tensors, name, way, process_set, many)
-    found = _named(name, "allreduce", process_set)
-    return list(_applied(_Reduce, found, way, process_set, many, *tensors))
+        return _reduce(tensors, name, reduction, process_set, many)
+    given_name = _named(name, "allreduce", process_set)
+    return list(_applied(_Reduce, given_name, reduction, process_set, many, *tensors))
 
 
 def _reduce(
-    tensors: Tensors, name: str | None, way: Reduction, process_set: ProcessSet, many: bool
+    tensors: Tensors, name: str | None, reduction: Reduction, process_set: ProcessSet, many: bool
 ) -> list[torch.Tensor]:
     handle = starting.reduce_async(
-        tensors, name, way.op, way.before, way.after, process_set, compression=way.compression, many=many
+        tensors,
+        name,
+        reduction.op,
+        reduction.before,
+        reduction.after,
+        process_set,
+        compression=reduction.compression,
+        many=many,
     )
     outputs = starting.synchronize(handle)
     return outputs if many else [outputs]
@@ -79,16 +86,16 @@ def _reduce(
 class _Reduce(Function):
     @staticmethod
     def forward(
-        ctx: Any, name: str, way: Reduction, process_set: ProcessSet, many: bool, *tensors: torch.Tensor
+        ctx: Any, name: str, reduction: Reduction, process_set: ProcessSet, many: bool, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.call = name, way, process_set, many
-        return tuple(_reduce(tensors, name, way, process_set, many))
+        ctx.call = name, reduction, process_set, many
+        return tuple(_reduce(tensors, name, reduction, process_set, many))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        name, way, process_set, many = ctx.call
-        way.check_linear()
-        back = reduced(list(grads), f"{name}.grad", way, process_set, many=many)
+        name, reduction, process_set, many = ctx.call
+        reduction.check_linear()
+        back = reduced(list(grads), f"{name}.grad", reduction, process_set, many=many)
         return None, None, None, None, *back
 
 
@@ -101,14 +108,14 @@ def gathered(
     """See `mcr_plus.horovod.allgather`."""
     if not _needed(tensors):
         return _gather(tensors, name, process_set, many)[0]
-    found = _named(name, "allgather", process_set)
-    return list(_applied(_Gather, found, process_set, many, *tensors))
+    given_name = _named(name, "allgather", process_set)
+    return list(_applied(_Gather, given_name, process_set, many, *tensors))
 
 
 def _gather(
     tensors: Tensors, name: str | None, process_set: ProcessSet, many: bool
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """What was gathered, and where this rank's rows begin in each."""
+    """The gathered tensors, and the index of this rank's first row in each."""
     handle = starting.gather_async(tensors, name, process_set, many=many)
     outputs = starting.synchronize(handle)
     return (outputs if many else [outputs]), handle.offsets
@@ -128,8 +135,8 @@ class _Gather(Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         name, process_set, many = ctx.call
         back = reduced(list(grads), f"{name}.grad", Reduction(Average), process_set, many=many)
-        mine = [each.narrow(0, *part) for each, part in zip(back, ctx.parts, strict=True)]
-        return None, None, None, *mine
+        own = [grad.narrow(0, *part) for grad, part in zip(back, ctx.parts, strict=True)]
+        return None, None, None, *own
 
 
 # -- broadcast ------------------------------------------------------------------------------------------
@@ -139,8 +146,8 @@ def sent(tensor: torch.Tensor, root: int, name: str | None, process_set: Process
     """See `mcr_plus.horovod.broadcast`."""
     if not _needed([tensor]):
         return _send(tensor, root, name, process_set)
-    found = _named(name, "broadcast", process_set)
-    return _applied(_Send, tensor, root, found, process_set)  # type: ignore[no-any-return]
+    given_name = _named(name, "broadcast", process_set)
+    return _applied(_Send, tensor, root, given_name, process_set)  # type: ignore[no-any-return]
 
 
 def _send(tensor: torch.Tensor, root: int, name: str | None, process_set: ProcessSet) -> torch.Tensor:
@@ -171,15 +178,15 @@ class _Send(Function):
 def exchanged(
     tensor: torch.Tensor, splits: Any, name: str | None, process_set: ProcessSet
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `mcr_plus.horovod.alltoall`; always with how many rows came from each rank."""
+    """See `mcr_plus.horovod.alltoall`; always returns the number of rows from each rank, too."""
     if splits is None and isinstance(tensor, torch.Tensor) and tensor.ndim:
         ranks = negotiator_of(process_set).comm.size
         if len(tensor) % ranks == 0:
             splits = [len(tensor) // ranks] * ranks
     if not _needed([tensor]):
         return _exchange(tensor, splits, name, process_set)
-    found = _named(name, "alltoall", process_set)
-    return _applied(_Exchange, tensor, splits, found, process_set)  # type: ignore[no-any-return]
+    given_name = _named(name, "alltoall", process_set)
+    return _applied(_Exchange, tensor, splits, given_name, process_set)  # type: ignore[no-any-return]
 
 
 def _exchange(
@@ -203,7 +210,7 @@ class _Exchange(Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         received, name, process_set = ctx.call
         back, _ = exchanged(grads[0], received, f"{name}.grad", process_set)
-        if len(back) < ctx.rows:  # rows at the end that went nowhere
+        if len(back) < ctx.rows:  # rows at the end were not sent
             back = torch.cat([back, back.new_zeros(ctx.rows - len(back), *back.shape[1:])])
         return back, None, None, None
 
@@ -212,20 +219,27 @@ class _Exchange(Function):
 
 
 def scattered(
-    tensors: Tensors, name: str | None, way: Reduction, process_set: ProcessSet, *, many: bool
+    tensors: Tensors, name: str | None, reduction: Reduction, process_set: ProcessSet, *, many: bool
 ) -> list[torch.Tensor]:
     """See `mcr_plus.horovod.reducescatter`."""
     if not _needed(tensors):
-        return _scatter(tensors, name, way, process_set, many)
-    found = _named(name, "reducescatter", process_set)
-    return list(_applied(_Scatter, found, way, process_set, many, *tensors))
+        return _scatter(tensors, name, reduction, process_set, many)
+    given_name = _named(name, "reducescatter", process_set)
+    return list(_applied(_Scatter, given_name, reduction, process_set, many, *tensors))
 
 
 def _scatter(
-    tensors: Tensors, name: str | None, way: Reduction, process_set: ProcessSet, many: bool
+    tensors: Tensors, name: str | None, reduction: Reduction, process_set: ProcessSet, many: bool
 ) -> list[torch.Tensor]:
     handle = starting.scatter_async(
-        tensors, name, way.op, way.before, way.after, process_set, compression=way.compression, many=many
+        tensors,
+        name,
+        reduction.op,
+        reduction.before,
+        reduction.after,
+        process_set,
+        compression=reduction.compression,
+        many=many,
     )
     outputs = starting.synchronize(handle)
     return outputs if many else [outputs]
@@ -234,17 +248,17 @@ def _scatter(
 class _Scatter(Function):
     @staticmethod
     def forward(
-        ctx: Any, name: str, way: Reduction, process_set: ProcessSet, many: bool, *tensors: torch.Tensor
+        ctx: Any, name: str, reduction: Reduction, process_set: ProcessSet, many: bool, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.call = name, way, process_set, many
-        return tuple(_scatter(tensors, name, way, process_set, many))
+        ctx.call = name, reduction, process_set, many
+        return tuple(_scatter(tensors, name, reduction, process_set, many))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        name, way, process_set, many = ctx.call
-        way.check_linear()
+        name, reduction, process_set, many = ctx.call
+        reduction.check_linear()
         ranks = negotiator_of(process_set).comm.size
-        factor = way.before * way.after * (ranks if way.op == Sum else 1)
+        factor = reduction.before * reduction.after * (ranks if reduction.op == Sum else 1)
         scaled = [grad if factor == 1.0 else grad * factor for grad in grads]
         back = gathered(scaled, f"{name}.grad", process_set, many=many)
         return None, None, None, None, *back

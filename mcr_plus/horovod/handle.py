@@ -1,4 +1,4 @@
-"""Handles of operations, from the call to the result."""
+"""Handles of operations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mcr_plus.dispatch.work import Work
+from mcr_plus.core.work import Work
 from mcr_plus.errors import BackendError, CommTimeout, McrError, OrderMismatch
 from mcr_plus.horovod.request import HorovodInternalError, Request
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class Handle:
-    """A started operation: see `synchronize` and `poll`. Called, it is synchronized.
+    """A started operation: see `synchronize` and `poll`. A call of the handle synchronizes it.
 
-    It waits for the other ranks' requests of its name (`launched` is False), then for its `works`; then
-    `finish` makes the result of what has arrived.
+    The handle waits for the other ranks' requests of its name (`launched` is False), then for its `works`;
+    then `finish` returns the result.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Handle:
         in_place: bool = False,
         result: Callable[[Any], Any] | None = None,
     ) -> None:
-        """`result` makes the caller's result of the operation's."""
+        """`result` converts the operation's result into the caller's."""
         self.negotiator = negotiator
         self.request = request
         self.tensors = tensors
@@ -39,7 +39,7 @@ class Handle:
         self.launched = False
         self.works: list[Work] = []
         self.finish: Callable[[], Any] = lambda: None
-        self.offsets: list[int] = []  # of this rank's rows in what an allgather makes
+        self.offsets: list[int] = []  # of this rank's rows in the outputs of an allgather
         self._result = result
         self._value: Any = None
         self._done = False
@@ -51,27 +51,27 @@ class Handle:
         return sum(0 if tensor.is_sparse else tensor.nbytes for tensor in self.tensors)
 
     def start(self, works: list[Work], finish: Callable[[], Any]) -> None:
-        """Its operations have been issued."""
+        """Set the issued operations."""
         self.launched, self.works, self.finish = True, works, finish
 
     def fail(self, error: BaseException) -> None:
-        """It will not take place."""
+        """Complete the handle with an error."""
         self.launched = self._done = True
         self._error = error
         self._release()
 
     @property
     def is_done(self) -> bool:
-        """Whether it has a result or an error."""
+        """Whether the handle has a result or an error."""
         return self._done
 
-    def look(self) -> None:
-        """See whether what is in flight has arrived."""
+    def update(self) -> None:
+        """Complete the handle if its operations are complete; does not wait."""
         if not self._done and self.launched and all(work.is_completed() for work in self.works):
-            self.settle()
+            self.complete()
 
-    def settle(self) -> None:
-        """Wait for what was issued, and make the result. What goes wrong is kept for `value`."""
+    def complete(self) -> None:
+        """Wait for the issued operations and compute the result. An error is recurring for `value`."""
         if self._done:
             return
         try:
@@ -92,14 +92,14 @@ class Handle:
         self.finish = lambda: None
 
     def value(self) -> Any:
-        """The result; raises what went wrong."""
+        """Return the result, or raise the operation's error."""
         if self._error is not None:
             raise self._error
         return self._value
 
     def __call__(self) -> Any:
-        """The result, as of `synchronize`."""
-        return self.negotiator.parley.synchronize(self)
+        """Return the result, as `synchronize` does."""
+        return self.negotiator.negotiations.synchronize(self)
 
     def __repr__(self) -> str:
         return f"<Handle of {self.request.kind} '{self.request.name}'>"

@@ -1,6 +1,7 @@
-"""From what ranks have agreed on to operations of a communicator, in an order that all ranks share.
+"""Issues agreed operations on a communicator, in the same order on all ranks.
 
-Everything here is decided by the requests of all ranks, so that all ranks issue the same. Nothing here waits.
+All decisions depend on the requests of all ranks alone, so all ranks issue the same operations. Nothing in
+this module waits.
 """
 
 from __future__ import annotations
@@ -11,45 +12,50 @@ from typing import Any, Final
 
 import torch
 
-from mcr_plus.communicator import Communicator, Compress
-from mcr_plus.config import CompressOptions
-from mcr_plus.dispatch.work import Work
+from mcr_plus.communicator.calls import Compress
+from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.compression.options import CompressOptions
+from mcr_plus.core.kinds import ReduceOp
+from mcr_plus.core.work import Work
 from mcr_plus.errors import McrError
 from mcr_plus.horovod.handle import Handle
 from mcr_plus.horovod.negotiation import Agreed
-from mcr_plus.horovod.reducing import Average, neutral, scale_, way_of
+from mcr_plus.horovod.reducing import Average, issued_op, neutral, scale_
 from mcr_plus.horovod.request import HorovodInternalError, Request
-from mcr_plus.message import ReduceOp
 
-_CASTS: Final = ("", '"fp16"', '"bf16"')  # codecs that do to a bucket what they do to its members
+_CASTS: Final = (
+    "",
+    '"fp16"',
+    '"bf16"',
+)  # elementwise codecs: the same result for a bucket as for its members
 
 
 def launch(comm: Communicator, agreed: Sequence[Agreed]) -> None:
-    """Issue operations in their order; allreduces that are ready together travel together."""
+    """Issue operations in their order; allreduces that are ready together are fused."""
     reductions = _Reductions(comm)
-    for each in agreed:
-        if each.problem:
-            if each.handle is not None:
-                each.handle.fail(HorovodInternalError(each.problem))
+    for operation in agreed:
+        if operation.problem:
+            if operation.handle is not None:
+                operation.handle.fail(HorovodInternalError(operation.problem))
             continue
-        kind = next(iter(each.requests.values())).kind
-        if any(request.kind == "sparse" for request in each.requests.values()):
+        kind = next(iter(operation.requests.values())).kind
+        if any(request.kind == "sparse" for request in operation.requests.values()):
             kind = "sparse"
         try:
             if kind == "allreduce":
-                reductions.add(each)
+                reductions.add(operation)
             else:
-                _OTHERS[kind](comm, each)
+                _OTHERS[kind](comm, operation)
         except McrError as error:  # on all ranks alike, before anything is sent
-            if each.handle is not None:
-                each.handle.fail(error)
+            if operation.handle is not None:
+                operation.handle.fail(error)
     reductions.issue()
 
 
 def rows_of(rows: int, ranks: int) -> list[int]:
-    """How many rows of a reducescatter each rank gets: the first ones one more if it does not come out."""
-    each, more = divmod(rows, ranks)
-    return [each + (rank < more) for rank in range(ranks)]
+    """Rows of a reducescatter for each rank; the first ranks get the remainder, one row each."""
+    quotient, remainder = divmod(rows, ranks)
+    return [quotient + (rank < remainder) for rank in range(ranks)]
 
 
 # -- allreduce ------------------------------------------------------------------------------------------
@@ -57,12 +63,12 @@ def rows_of(rows: int, ranks: int) -> list[int]:
 
 @dataclass
 class _Bucket:
-    """Tensors that go out as one call."""
+    """Tensors that are sent by one call."""
 
     op: ReduceOp
     compress: Compress
     tag: str | None
-    name: str = ""  # of the only member, where a codec must not see others beside it
+    name: str = ""  # of the only member, if a codec must encode it separately
     tensors: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -74,16 +80,18 @@ class _Reductions:
         options = comm.stage_options("compress")
         plain = not isinstance(options, CompressOptions) or options.codec == "none"
         ruled = any(
-            isinstance(each.options, CompressOptions) for rule in comm.config.rules for each in rule.overrides
+            isinstance(override.options, CompressOptions)
+            for rule in comm.config.rules
+            for override in rule.overrides
         )
         self._together = plain and not ruled
         self._buckets: dict[tuple[Any, ...], _Bucket] = {}
         self._handles: list[tuple[Handle, list[tuple[Any, ...]], Callable[[], Any]]] = []
 
     def add(self, agreed: Agreed) -> None:
-        """Put an operation's tensors into buckets; on a rank without one, what changes nothing.
+        """Put an operation's tensors into buckets; a rank without the operation adds neutral elements.
 
-        A gradient that no rank has is zero, whatever the op.
+        A gradient that no rank has is zero for every op.
         """
         request = next(iter(agreed.requests.values()))
         handle = agreed.handle
@@ -99,13 +107,13 @@ class _Reductions:
                 else tensor.detach().clone(memory_format=torch.contiguous_format)
                 for tensor in handle.tensors
             ]
-        somebody = any(not each.absent for each in agreed.requests.values())
-        if handle is not None and handle.request.absent and somebody:
+        has_values = any(not other.absent for other in agreed.requests.values())
+        if handle is not None and handle.request.absent and has_values:
             for output in outputs:
                 output.copy_(neutral(request.op, tuple(output.shape), output.dtype, request.device))
         keys, factors = [], []
         for index, output in enumerate(outputs):
-            op, before, after = way_of(
+            op, before, after = issued_op(
                 request.op, output.dtype, request.before, request.after, self._comm.size
             )
             if handle is not None:
@@ -134,17 +142,17 @@ class _Reductions:
         return key
 
     def issue(self) -> None:
-        """Start them."""
-        works: dict[tuple[Any, ...], Work | McrError] = {}
+        """Issue the buckets, and start the handles."""
+        results: dict[tuple[Any, ...], Work | McrError] = {}
         for key, bucket in self._buckets.items():
-            works[key] = self._attempt(bucket)
+            results[key] = self._attempt(bucket)
         for handle, keys, finish in self._handles:
-            mine = [works[key] for key in dict.fromkeys(keys)]
-            failure = next((each for each in mine if isinstance(each, McrError)), None)
+            own = [results[key] for key in dict.fromkeys(keys)]
+            failure = next((result for result in own if isinstance(result, McrError)), None)
             if failure is not None:
                 handle.fail(failure)
             else:
-                handle.start([each for each in mine if isinstance(each, Work)], finish)
+                handle.start([result for result in own if isinstance(result, Work)], finish)
 
     def _attempt(self, bucket: _Bucket) -> Work | McrError:
         try:
@@ -166,7 +174,7 @@ class _Reductions:
         return work
 
 
-# -- the others: each rank that has not joined has a handle ---------------------------------------------
+# -- other kinds: each rank that has not joined has a handle --------------------------------------------
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -204,7 +212,7 @@ def _gathered(comm: Communicator, tensor: torch.Tensor, sizes: list[int]) -> tup
 
 
 def _sparse(comm: Communicator, agreed: Agreed) -> None:
-    """Entries of all ranks, one after the other; those of an index are summed."""
+    """Gather the entries of all ranks, and sum those of equal indices."""
     request = next(request for request in agreed.requests.values() if request.kind == "sparse")
     handle, shape, dtype = agreed.handle, request.shapes[0], request.types[0]
     counts = [
@@ -216,8 +224,8 @@ def _sparse(comm: Communicator, agreed: Agreed) -> None:
     indices = torch.empty(0, dims, dtype=torch.int64, device=device)
     values = torch.empty(0, *shape[dims:], dtype=dtype, device=device)
     if handle is not None and handle.request.kind == "sparse":
-        mine = handle.tensors[0]
-        indices, values = mine.indices().t().contiguous(), mine.values()
+        own = handle.tensors[0]
+        indices, values = own.indices().t().contiguous(), own.values()
     work_i, all_indices = _gathered(comm, indices, counts)
     work_v, all_values = _gathered(comm, values, counts)
     if handle is None:
@@ -226,14 +234,14 @@ def _sparse(comm: Communicator, agreed: Agreed) -> None:
     def finish() -> list[torch.Tensor]:
         if request.op == Average:
             scale_(all_values, 1.0 / comm.size)
-        found = torch.sparse_coo_tensor(all_indices.t(), all_values, shape, check_invariants=True)
-        return [found.coalesce()]
+        total = torch.sparse_coo_tensor(all_indices.t(), all_values, shape, check_invariants=True)
+        return [total.coalesce()]
 
     handle.start([work_i, work_v], finish)
 
 
 def _broadcast(comm: Communicator, agreed: Agreed) -> None:
-    """Tensors of a dtype travel as one; bits as they are."""
+    """Broadcast the tensors of a dtype as one operation, uncompressed."""
     handle = agreed.handle
     assert handle is not None
     root = handle.request.root
@@ -281,7 +289,7 @@ def _reducescatter(comm: Communicator, agreed: Agreed) -> None:
     request = handle.request
     works, outputs, factors = [], [], []
     for tensor in handle.tensors:
-        op, before, after = way_of(request.op, tensor.dtype, request.before, request.after, comm.size)
+        op, before, after = issued_op(request.op, tensor.dtype, request.before, request.after, comm.size)
         source = tensor.detach()
         if before != 1.0:
             source = source.clone()

@@ -1,13 +1,13 @@
-"""Which operations take place, in an order of their own: ranks announce them by name, in any order.
+"""Negotiation of the order of operations: ranks announce them by name, in any order.
 
-Communicators want the same operations in the same order from all ranks; Horovod's programs name theirs and
-start them as gradients become ready. Between the two stand rounds: an all_gather of what each rank has to
-announce. All ranks see all announcements, so all come to the same conclusions: a name that every rank has
-announced is launched, in the order in which names became complete; requests that do not fit are an error on
-all ranks, before anything is sent, and the job goes on.
+A communicator needs the same operations in the same order from all ranks; Horovod's programs name their
+operations and start them as gradients become ready. The two are connected by rounds: each round is an
+all_gather of every rank's announcements. All ranks see all announcements and so make the same decisions: a
+name that every rank has announced is launched, in the order in which names become complete. Requests that do
+not match raise an error on all ranks, before anything is sent, and the job continues.
 
-Rounds need no thread: a rank contributes when it starts an operation, polls or waits. One that has nothing to
-announce contributes only while it waits for an operation that others have not announced.
+Rounds need no thread: a rank contributes when it starts an operation, polls or waits. A rank without
+announcements contributes only while it waits for an operation that others have not announced.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import Any, Final
 
 import torch
 
-from mcr_plus.communicator import Communicator
-from mcr_plus.dispatch.work import Work
+from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.core.work import Work
 from mcr_plus.errors import InvalidArgument, McrError
 from mcr_plus.horovod.handle import Handle
 from mcr_plus.horovod.request import HorovodInternalError, Request, disagreement
 
-_ROW: Final = 1024  # bytes that a rank contributes to a round; longer ones take a second all_gather
-_LENGTH: Final = 4  # bytes of a row that say how long its text is
+_ROW: Final = 1024  # bytes that a rank contributes to a round; longer texts need a second all_gather
+_LENGTH: Final = 4  # bytes of the length of the text in a row
 _KNOWN: Final = 4096  # requests that are abbreviated
-_CYCLE_S: Final = 1e-3  # between rounds, so that small operations gather
+_CYCLE_S: Final = 1e-3  # between rounds, so that small operations share a round
 _AT_ONCE: Final = 4 << 20  # bytes of waiting operations that start a round earlier
 _NAP_S: Final = 50e-6
 _TAG: Final = "horovod.negotiation"
@@ -38,9 +38,10 @@ _TAG: Final = "horovod.negotiation"
 
 @dataclass(frozen=True)
 class Agreed:
-    """An operation of which all ranks know: `handle` is None on a rank that has joined.
+    """An operation that all ranks have announced; `handle` is None on a rank that has joined.
 
-    `requests`: by rank of the job, without those of ranks that have joined. `problem`: why it is not done.
+    `requests`: by rank of the job, without ranks that have joined. `problem`: the error text if the requests
+    do not match, else empty.
     """
 
     name: str
@@ -51,7 +52,7 @@ class Agreed:
 
 @dataclass
 class _Row:
-    """What one rank contributed to a round."""
+    """One rank's contribution to a round."""
 
     joined: bool
     leaving: bool
@@ -63,9 +64,12 @@ class Negotiator:
     """The rounds of one process set."""
 
     def __init__(
-        self, parley: Parley, comm: Communicator, launch: Callable[[Negotiator, Sequence[Agreed]], None]
+        self,
+        negotiations: Negotiations,
+        comm: Communicator,
+        launch: Callable[[Negotiator, Sequence[Agreed]], None],
     ) -> None:
-        self.parley = parley
+        self.negotiations = negotiations
         self.comm = comm
         self.joined = False  # this rank has called `join`
         self.last_joined = -1
@@ -92,7 +96,7 @@ class Negotiator:
     # -- starting operations --------------------------------------------------------------------------
 
     def auto_name(self, kind: str) -> str:
-        """A name for an operation without: its number, equal on ranks that issue such ones alike."""
+        """A name for an unnamed operation: its number among the unnamed ones of its kind."""
         number = self._counts[kind] = self._counts.get(kind, 0) + 1
         return f"{kind}.noname.{self._era}.{number}"
 
@@ -104,17 +108,18 @@ class Negotiator:
             raise HorovodInternalError(f"Horovod has been shut down by rank {self.closed_by}")
         if name in self._open:
             raise InvalidArgument(
-                f"name: an operation named '{name}' has been started and not yet taken place; names of "
-                "operations that are under way together must differ"
+                f"name: an operation named '{name}' is pending already; names of pending "
+                "operations must differ"
             )
 
     def enqueue(self, handle: Handle) -> Handle:
-        """Have an operation announced.
+        """Queue an operation for announcement.
 
-        It is not launched here, so that a second one of its name right behind is noticed wherever others are.
+        It is never launched here, so that a second operation of its name raises an error, independent of the
+        progress of other ranks.
         """
-        with self.parley.lock:
-            self.parley.progress()
+        with self.negotiations.lock:
+            self.negotiations.progress()
             self._open[handle.request.name] = handle
             self._queue.append(handle)
             if self._round is None and self._due() and self.error is None:
@@ -122,7 +127,7 @@ class Negotiator:
         return handle
 
     def _attempt(self, function: Callable[..., bool], *arguments: Any) -> bool:
-        """Call it; an error of the communicator ends negotiations. Whether there is news."""
+        """Call `function`; an error of the communicator ends the negotiation, and counts as news."""
         try:
             return function(*arguments)
         except McrError as error:
@@ -133,12 +138,12 @@ class Negotiator:
 
     @property
     def concerned(self) -> bool:
-        """Whether this rank has something to hear: it takes part in rounds while it waits."""
-        return bool(self._open) or self._round is not None or self.joined or self.parley.leaving
+        """Whether this rank depends on further rounds, and so takes part in them while it waits."""
+        return bool(self._open) or self._round is not None or self.joined or self.negotiations.leaving
 
     @property
     def round(self) -> Work | None:
-        """The round that this rank has contributed to and not yet read."""
+        """The round to which this rank has contributed and which it has not read."""
         return self._round
 
     def _due(self) -> bool:
@@ -148,22 +153,22 @@ class Negotiator:
         return late or sum(handle.nbytes for handle in self._queue) >= _AT_ONCE
 
     def step(self, *, insist: bool, waiting: str = "") -> bool:
-        """Contribute to a round if there is reason to, and read it if it is complete; whether it was.
+        """Read a complete round, and contribute to the next if one is due; returns whether a round was read.
 
-        `insist`: contribute even without an announcement. `waiting`: what this rank waits for, and will
-        start nothing before.
+        `insist`: contribute even without an announcement. `waiting`: the operation that this rank waits for;
+        it starts no other until then.
         """
         if self.error is not None:
             return False
         read = self._attempt(self._read)
         if (read and waiting) or self.error is not None:
-            return read  # what was waited for may be there
+            return read  # the operation may have been launched
         if self._round is None and not self.left and (insist or self._due()):
             read |= self._attempt(self._post, waiting)
         return read
 
     def break_off(self, error: BaseException) -> None:
-        """Rounds are no longer possible: nothing that is open will take place."""
+        """End the negotiation after an error, and fail all pending operations."""
         self.error = error
         self._round = None
         self._fail_open(f"{error}", error)
@@ -177,10 +182,10 @@ class Negotiator:
         self._queue.clear()
 
     def _post(self, waiting: str) -> bool:
-        header: list[Any] = [int(self.joined), int(self.parley.leaving), waiting]
+        header: list[Any] = [int(self.joined), int(self.negotiations.leaving), waiting]
         numbers, lines = [], []
         for handle in self._queue:
-            number = self._known.get(handle.request.text) if handle.request.kept else None
+            number = self._known.get(handle.request.text) if handle.request.recurring else None
             if number is None:
                 lines.append(handle.request.text)
             else:
@@ -203,15 +208,15 @@ class Negotiator:
         self._flush()
 
     def _read(self) -> bool:
-        """Take the round's conclusions if it is complete."""
+        """Evaluate the round if it is complete; returns whether it was."""
         work = self._round
         if work is None or not work.is_completed():
             return False
-        work.wait()  # raises what went wrong
+        work.wait()  # raises the operation's error
         self._round = None
-        every = bytes(self._rows.numpy().data)
-        width = len(every) // self.comm.size
-        rows = [every[index * width : (index + 1) * width] for index in range(self.comm.size)]
+        content = bytes(self._rows.numpy().data)
+        width = len(content) // self.comm.size
+        rows = [content[index * width : (index + 1) * width] for index in range(self.comm.size)]
         lengths = [int.from_bytes(row[:_LENGTH], "little") for row in rows]
         longest = _LENGTH + max(lengths)
         if longest > width:
@@ -223,17 +228,17 @@ class Negotiator:
     def _parsed(self, text: bytes) -> _Row:
         header, *lines = text.decode().split("\n")
         joined, leaving, waiting, numbers = json.loads(header)
-        row = _Row(bool(joined), bool(leaving), waiting, [self._known_requests[each] for each in numbers])
+        row = _Row(bool(joined), bool(leaving), waiting, [self._known_requests[number] for number in numbers])
         for line in lines:
             request = Request.read(line)
-            if request.kept and line not in self._known and len(self._known) < _KNOWN:
+            if request.recurring and line not in self._known and len(self._known) < _KNOWN:
                 self._known[line] = len(self._known)
                 self._known_requests.append(request)
             row.requests.append(request)
         return row
 
     def _conclude(self, texts: Sequence[bytes]) -> None:
-        """What all ranks conclude from a round, alike."""
+        """Evaluate a round, in the same way on all ranks."""
         self._number += 1
         rows = dict(zip(self.comm.ranks, map(self._parsed, texts), strict=True))
         for rank, row in rows.items():
@@ -254,9 +259,9 @@ class Negotiator:
             self._stalled({rank: row.waiting for rank, row in rows.items()})
 
     def _complete(self, joined: set[int]) -> list[Agreed]:
-        """The names that nobody has yet to announce, in the order in which they were first heard of."""
+        """The names that all ranks have announced, in the order of their first announcement."""
         everyone = set(self.comm.ranks)
-        found = []
+        agreed = []
         for name in [name for name, by in self._announced.items() if by.keys() | joined >= everyone]:
             by = self._announced.pop(name)
             requests = {rank: by[rank] for rank in self.comm.ranks if rank in by}
@@ -265,8 +270,8 @@ class Negotiator:
             if len(requests) < len(everyone) and not problem and kinds - {"allreduce", "sparse", "barrier"}:
                 gone = sorted(everyone - requests.keys())
                 problem = f"{min(kinds)} '{name}': ranks {gone} have joined, which allows only allreduce"
-            found.append(Agreed(name, self._open.pop(name, None), requests, problem))
-        return found
+            agreed.append(Agreed(name, self._open.pop(name, None), requests, problem))
+        return agreed
 
     def _all_joined(self) -> None:
         self.joined = False
@@ -284,23 +289,25 @@ class Negotiator:
         self._fail_open(f"Horovod has been shut down by rank {leaving[0]}")
 
     def missing(self, name: str) -> str:
-        """The ranks that have not announced an operation, as far as this rank has heard, in words."""
+        """A text with the ranks that have not announced an operation, by the rounds read so far."""
         heard = {*self._announced.get(name, ()), *self._joined_since, self.comm.ranks[self.comm.rank]}
         ranks = [rank for rank in self.comm.ranks if rank not in heard]
         return f"ranks {ranks}" if ranks else "all ranks"
 
     def _stalled(self, waiting: Mapping[int, str]) -> None:
-        """Every rank waits for something that another would have to start: none ever will."""
-        told = "; ".join(
+        """Fail all pending operations: every rank waits for an operation that another has not started."""
+        started = "; ".join(
             f"'{name}' has been started by ranks {list(by)} only" for name, by in self._announced.items()
         )
         waits = ", ".join(f"rank {rank} for '{name}'" for rank, name in waiting.items())
         self._announced.clear()
-        self._fail_open(f"all ranks wait for operations that others have not started: {told} ({waits} waits)")
+        self._fail_open(
+            f"all ranks wait for operations that others have not started: {started} ({waits} waits)"
+        )
 
 
-class Parley:
-    """The negotiations of this process, of all process sets that it belongs to."""
+class Negotiations:
+    """The negotiations of this process: one for each process set to which it belongs."""
 
     def __init__(self, timeout: float) -> None:
         self.lock = RLock()
@@ -309,15 +316,15 @@ class Parley:
         self._timeout = timeout
 
     def progress(self, insistent: Negotiator | None = None, waiting: str = "") -> bool:
-        """Let every negotiation advance; returns at once. Whether a round was read.
+        """Advance every negotiation, without waiting; returns whether a round was read.
 
-        `insistent`: the one that an operation is missed from, see `Negotiator.step`.
+        `insistent`: the negotiator of the operation that this rank waits for, see `Negotiator.step`.
         """
         read = False
-        for each in list(self.negotiators):
-            mine = each is insistent
-            insist = mine or (bool(waiting) and each.concerned)
-            read |= each.step(insist=insist, waiting=waiting if mine else "")
+        for negotiator in list(self.negotiators):
+            is_awaited = negotiator is insistent
+            insist = is_awaited or (bool(waiting) and negotiator.concerned)
+            read |= negotiator.step(insist=insist, waiting=waiting if is_awaited else "")
         return read
 
     def wait(self, negotiator: Negotiator, until: Callable[[], bool], waiting: str) -> None:
@@ -336,7 +343,7 @@ class Parley:
                     raise HorovodInternalError(
                         f"'{waiting}': not started by {missing} within {self._timeout:g} s"
                     )
-                open_rounds = [each for each in self.negotiators if each.round is not None]
+                open_rounds = [other for other in self.negotiators if other.round is not None]
                 if len(open_rounds) == 1 and negotiator in open_rounds:
                     self._await(negotiator)
                 elif not read:
@@ -353,17 +360,17 @@ class Parley:
             negotiator.break_off(error)
 
     def synchronize(self, handle: Handle) -> Any:
-        """Wait for an operation; its result, or raises what went wrong."""
+        """Wait for an operation; returns its result or raises its error."""
         if not handle.launched:
             self.wait(handle.negotiator, lambda: handle.launched, handle.request.name)
-        handle.settle()
+        handle.complete()
         return handle.value()
 
     def poll(self, handle: Handle) -> bool:
-        """Whether an operation was done when this rank last looked; then look again."""
+        """Return whether the operation was complete at the last poll, then drive progress."""
         if handle.launched:
             done = handle.is_done
-            handle.look()
+            handle.update()
             return done
         with self.lock:
             self.progress(handle.negotiator)
@@ -371,9 +378,9 @@ class Parley:
 
 
 def _buffers(width: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A row, and room for those of all ranks."""
+    """A row, and a buffer for the rows of all ranks."""
     return torch.zeros(width, dtype=torch.uint8), torch.zeros(ranks * width, dtype=torch.uint8)
 
 
 def _nothing() -> None:
-    """There is no stage that holds operations back."""
+    """The `flush` of a pipeline without fusion."""

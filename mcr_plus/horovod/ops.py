@@ -1,4 +1,4 @@
-"""Horovod's operations: by name, synchronous or as handles, in place or not, alone or in groups."""
+"""Horovod's operations: synchronous or with handles, in place or not, single or grouped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from mcr_plus.horovod import gradients
 from mcr_plus.horovod.compression import Compression
 from mcr_plus.horovod.handle import Handle
-from mcr_plus.horovod.reducing import Average, chosen_op
+from mcr_plus.horovod.reducing import Average, reduce_op_of
 from mcr_plus.horovod.request import Request
 from mcr_plus.horovod.starting import gather_async, reduce_async, scatter_async, send_async, synchronize
 from mcr_plus.horovod.world import ProcessSet, current, global_process_set, negotiator_of
@@ -30,9 +30,9 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Start an allreduce; the result is a new tensor, `tensor` stays as it is."""
-    chosen = chosen_op(op, average)
-    return reduce_async([tensor], name, chosen, prescale_factor, postscale_factor, process_set)
+    """Start an allreduce; the result is a new tensor, and `tensor` is not changed."""
+    reduce_op = reduce_op_of(op, average)
+    return reduce_async([tensor], name, reduce_op, prescale_factor, postscale_factor, process_set)
 
 
 def allreduce(
@@ -45,14 +45,14 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Reduce over ranks, into a new tensor; gradients flow back through it.
+    """Reduce over ranks, into a new tensor; differentiable.
 
-    Any shape, the same on all ranks. `op` is Average by default; an average of integers is their sum divided
-    and rounded towards zero. `prescale_factor`, `postscale_factor` multiply before and after. A sparse tensor
-    gives a sparse one, its entries gathered.
+    Any shape, the same on all ranks. `op` is Average by default; an average of integers is their sum, divided
+    and rounded towards zero. `prescale_factor`, `postscale_factor` multiply before and after. The entries of
+    sparse tensors are gathered, and the result is sparse.
     """
-    way = gradients.Reduction(chosen_op(op, average), prescale_factor, postscale_factor, compression)
-    return gradients.reduced([tensor], name, way, process_set, many=False)[0]
+    reduction = gradients.Reduction(reduce_op_of(op, average), prescale_factor, postscale_factor, compression)
+    return gradients.reduced([tensor], name, reduction, process_set, many=False)[0]
 
 
 def allreduce_async_(
@@ -65,8 +65,10 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start an allreduce in place."""
-    chosen = chosen_op(op, average)
-    return reduce_async([tensor], name, chosen, prescale_factor, postscale_factor, process_set, in_place=True)
+    reduce_op = reduce_op_of(op, average)
+    return reduce_async(
+        [tensor], name, reduce_op, prescale_factor, postscale_factor, process_set, in_place=True
+    )
 
 
 def allreduce_(
@@ -93,8 +95,8 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start allreduces that are one operation, of one name; the result is a list of new tensors."""
-    chosen = chosen_op(op, average)
-    return reduce_async(tensors, name, chosen, prescale_factor, postscale_factor, process_set, many=True)
+    reduce_op = reduce_op_of(op, average)
+    return reduce_async(tensors, name, reduce_op, prescale_factor, postscale_factor, process_set, many=True)
 
 
 def grouped_allreduce(
@@ -107,9 +109,9 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """`allreduce` of several tensors as one operation; gradients flow back."""
-    way = gradients.Reduction(chosen_op(op, average), prescale_factor, postscale_factor, compression)
-    return gradients.reduced(tensors, name, way, process_set, many=True)
+    """`allreduce` of several tensors as one operation; differentiable."""
+    reduction = gradients.Reduction(reduce_op_of(op, average), prescale_factor, postscale_factor, compression)
+    return gradients.reduced(tensors, name, reduction, process_set, many=True)
 
 
 def grouped_allreduce_async_(
@@ -122,9 +124,9 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start allreduces that are one operation, in place."""
-    chosen = chosen_op(op, average)
+    reduce_op = reduce_op_of(op, average)
     return reduce_async(
-        tensors, name, chosen, prescale_factor, postscale_factor, process_set, many=True, in_place=True
+        tensors, name, reduce_op, prescale_factor, postscale_factor, process_set, many=True, in_place=True
     )
 
 
@@ -157,7 +159,7 @@ def allgather_async(
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """The ranks' tensors one after the other along dim 0, in which they may differ; gradients flow back."""
+    """Concatenate the ranks' tensors along dim 0, in which their sizes may differ; differentiable."""
     return gradients.gathered([tensor], name, process_set, many=False)[0]
 
 
@@ -171,7 +173,7 @@ def grouped_allgather_async(
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
-    """`allgather` of several tensors as one operation; gradients flow back."""
+    """`allgather` of several tensors as one operation; differentiable."""
     return gradients.gathered(tensors, name, process_set, many=True)
 
 
@@ -191,7 +193,7 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """The tensor of rank `root_rank` (of the whole job), as a new one; gradients flow back to it."""
+    """Return a copy of the tensor of rank `root_rank` (of the whole job); differentiable."""
     return gradients.sent(tensor, root_rank, name, process_set)
 
 
@@ -221,10 +223,10 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send rows of `tensor` to each rank and receive theirs, in rank order; gradients flow back.
+    """Send rows of `tensor` to each rank and receive rows from each, in rank order; differentiable.
 
-    `splits[r]` rows go to rank r, equally many without. Returns what was received and, if `splits` was given,
-    how many rows came from each rank.
+    `splits[r]` rows go to rank r; None for equal numbers. Returns the received rows and, if `splits` was
+    given, the number of rows from each rank.
     """
     output, received = gradients.exchanged(tensor, splits, name, process_set)
     return output if splits is None else (output, received)
@@ -240,7 +242,7 @@ def reducescatter_async(
 ) -> Handle:
     """Start a reducescatter."""
     return scatter_async(
-        [tensor], name, chosen_op(op), prescale_factor, postscale_factor, process_set,
+        [tensor], name, reduce_op_of(op), prescale_factor, postscale_factor, process_set,
         compression=Compression.none, many=False,
     )  # fmt: skip
 
@@ -254,12 +256,12 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Reduce over ranks and keep this rank's rows; gradients flow back.
+    """Reduce over ranks and keep this rank's rows; differentiable.
 
-    Rows are dealt out in rank order; where they do not divide, the first ranks get one more.
+    Rows are distributed in rank order; the first ranks get the remainder, one row each.
     """
-    way = gradients.Reduction(chosen_op(op), prescale_factor, postscale_factor, compression)
-    return gradients.scattered([tensor], name, way, process_set, many=False)[0]
+    reduction = gradients.Reduction(reduce_op_of(op), prescale_factor, postscale_factor, compression)
+    return gradients.scattered([tensor], name, reduction, process_set, many=False)[0]
 
 
 def grouped_reducescatter_async(
@@ -272,7 +274,7 @@ def grouped_reducescatter_async(
 ) -> Handle:
     """Start reducescatters that are one operation; the result is a list."""
     return scatter_async(
-        tensors, name, chosen_op(op), prescale_factor, postscale_factor, process_set,
+        tensors, name, reduce_op_of(op), prescale_factor, postscale_factor, process_set,
         compression=Compression.none, many=True,
     )  # fmt: skip
 
@@ -286,9 +288,9 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """`reducescatter` of several tensors as one operation; gradients flow back."""
-    way = gradients.Reduction(chosen_op(op), prescale_factor, postscale_factor, compression)
-    return gradients.scattered(tensors, name, way, process_set, many=True)
+    """`reducescatter` of several tensors as one operation; differentiable."""
+    reduction = gradients.Reduction(reduce_op_of(op), prescale_factor, postscale_factor, compression)
+    return gradients.scattered(tensors, name, reduction, process_set, many=True)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -299,14 +301,14 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     synchronize(negotiator.enqueue(Handle(negotiator, Request(name, "barrier"), [])))
 
 
-def join(device: int = -1) -> int:  # noqa: ARG001 - the tensors' own is used
-    """Say that this rank has no more data, and return once all ranks have; returns the last one's rank.
+def join(device: int = -1) -> int:  # noqa: ARG001 - the tensors' own device is used
+    """Announce that this rank has no more data, and wait until all ranks have; returns the last one's rank.
 
-    Until then it takes part in the other ranks' allreduces with what changes no result: zeros in sums and
-    averages (which still divide by all ranks). Other operations of the whole job are an error there.
+    Until then this rank takes part in the other ranks' allreduces with neutral elements: zeros in sums and
+    averages (which still divide by all ranks). Other operations of the whole job raise an error meanwhile.
     """
     everyone = current().everyone
     everyone.check_name("join")
     everyone.joined = True
-    everyone.parley.wait(everyone, lambda: not everyone.joined, "join")
+    everyone.negotiations.wait(everyone, lambda: not everyone.joined, "join")
     return everyone.last_joined

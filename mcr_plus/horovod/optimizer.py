@@ -1,4 +1,4 @@
-"""Horovod's `DistributedOptimizer`: gradients are reduced as they become ready, and awaited at `step()`."""
+"""Horovod's `DistributedOptimizer`: reduces gradients as they become ready, and waits in `step()`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, Final, TypeVar
 import torch
 
 from mcr_plus.errors import InvalidArgument
-from mcr_plus.hooks.reducer import TAG
 from mcr_plus.horovod.compression import Compression
 from mcr_plus.horovod.handle import Handle
-from mcr_plus.horovod.reducing import Average, HorovodReduceOp, Sum, chosen_op
+from mcr_plus.horovod.reducing import Average, HorovodReduceOp, Sum, reduce_op_of
 from mcr_plus.horovod.starting import reduce_async, synchronize
 from mcr_plus.horovod.world import ProcessSet, global_process_set
+from mcr_plus.training.reducer import TAG
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 Param = torch.Tensor
@@ -29,7 +29,7 @@ _SLOW: Final = (
 
 
 class _Gradients:
-    """The gradients of one optimizer's parameters on their way."""
+    """The gradients of one optimizer's parameters while they are reduced."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class _Gradients:
         self._sparse_as_dense = sparse_as_dense
         self._process_set = process_set
         self._count = _count(optimizer)
-        self._units = units  # what is reduced as one operation
+        self._units = units  # parameters whose gradients are reduced as one operation
         self._unit_of = {param: unit for unit in units for param in unit}
         self._left: dict[Param, int] = {}  # backward passes until a gradient is complete
         self._handles: dict[tuple[Param, ...], Handle] = {}
@@ -65,7 +65,7 @@ class _Gradients:
 
     @property
     def busy(self) -> bool:
-        """Whether a backward pass has begun that was not synchronized."""
+        """Whether a backward pass has not been synchronized."""
         return bool(self._handles) or any(left != self.passes for left in self._left.values())
 
     @property
@@ -74,13 +74,13 @@ class _Gradients:
         return bool(self._handles)
 
     def attach(self) -> None:
-        """Hear of every gradient."""
+        """Install the hooks on all parameters."""
         for param in self._unit_of:
             if param.requires_grad:
                 self._hooks.append(param.register_post_accumulate_grad_hook(self._ready))
 
     def detach(self) -> None:
-        """Hear of nothing any more."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -97,7 +97,7 @@ class _Gradients:
                 "accumulates gradients"
             )
         self._left[param] -= 1
-        if not any(self._left[each] for each in unit):
+        if not any(self._left[member] for member in unit):
             self._start(unit)
 
     def _start(self, unit: tuple[Param, ...]) -> None:
@@ -112,7 +112,7 @@ class _Gradients:
 
     def _gradient(self, param: Param) -> torch.Tensor:
         if param.grad is None:
-            # Other ranks may have one: of a branch that this rank's model did not take.
+            # Other ranks may have a gradient, from a branch that this rank's model did not take.
             param.grad = torch.zeros_like(param)
         if param.grad.is_sparse and self._sparse_as_dense:
             self._dense[param] = param.grad.to_dense()
@@ -124,14 +124,14 @@ class _Gradients:
         return param.grad
 
     def synchronize(self) -> None:
-        """Have all gradients reduced."""
+        """Reduce the remaining gradients, and wait for all."""
         self.synchronized = True
         if not self._process_set.included():
             return
         try:
             for unit in self._units:
-                wanted = any(param.requires_grad or param.grad is not None for param in unit)
-                if unit not in self._handles and wanted:
+                trained = any(param.requires_grad or param.grad is not None for param in unit)
+                if unit not in self._handles and trained:
                     self._start(unit)
             for unit, handle in self._handles.items():
                 self._take(unit, synchronize(handle))
@@ -151,7 +151,7 @@ class _Gradients:
     def before_step(
         self, _optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """What `step` does first; a closure's gradients are reduced each time it was run."""
+        """Hook before `step`: waits for the gradients, and wraps a closure to reduce after each run."""
         if _count(self._optimizer) != self._count:
             raise InvalidArgument(
                 "optimizer: its parameters have changed since hvd.DistributedOptimizer; call it again"
@@ -177,7 +177,7 @@ class _Gradients:
 
 
 class _Distributed(torch.optim.Optimizer):
-    """What an optimizer can do beside its own, once it is distributed."""
+    """Methods that a distributed optimizer has in addition to its own."""
 
     _plain: type[torch.optim.Optimizer]
     _gradients: _Gradients
@@ -187,12 +187,12 @@ class _Distributed(torch.optim.Optimizer):
         return self._gradients.names
 
     def synchronize(self) -> None:
-        """Wait until all gradients are reduced, before `step()`: to clip them, say."""
+        """Wait until all gradients are reduced, before `step()`, for instance to clip them."""
         self._gradients.synchronize()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """`step()` inside takes the gradients as they are: after `synchronize()`."""
+        """Inside the context `step()` does not synchronize: for use after `synchronize()`."""
         before, self._gradients.waits = self._gradients.waits, False
         try:
             yield
@@ -200,7 +200,7 @@ class _Distributed(torch.optim.Optimizer):
             self._gradients.waits = before
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Have gradients accumulated over so many backward passes."""
+        """Accumulate gradients over `passes` backward passes."""
         self._gradients.passes = _positive(passes)
         self._gradients.begin()
 
@@ -214,7 +214,7 @@ class _Distributed(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy, or what a pickle gives, is an optimizer as it was before: hooks belong to this process.
+        # Copies and pickles are plain optimizers: hooks belong to this process.
         return _blank, (self._plain,), self.__getstate__()
 
 
@@ -230,27 +230,27 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> OptimizerT:
-    """Have gradients reduced over ranks as they become ready; `step()` waits for them. Returns `optimizer`.
+    """Reduce gradients over ranks as they become ready; `step()` waits for them. Returns `optimizer`.
 
     Args:
         optimizer: gets the methods `synchronize`, `skip_synchronize` and `set_backward_passes_per_step`.
         named_parameters: as of the model, all of the optimizer's; the names must be equal on all ranks.
         compression: `hvd.Compression.none`, `.fp16`, `.bf16`, `.codec(…)`, or a program's own.
-        backward_passes_per_step: how many backward passes are accumulated, as their sum.
+        backward_passes_per_step: the number of backward passes that are accumulated, as their sum.
         op: Average or Sum (or Min, Max, Product, which take the gradients of the ranks that have one).
         gradient_predivide_factor: divides before the sum, multiplies after it; with Average only.
-        num_groups: the older word for `groups`.
-        groups: gradients that are reduced as one operation: how many groups to make, or lists of parameters.
-        sparse_as_dense: sparse gradients travel as dense ones.
-        process_set: whose ranks take part; on others the optimizer works alone.
+        num_groups: deprecated, use `groups`.
+        groups: gradients that are reduced as one operation: the number of groups, or lists of parameters.
+        sparse_as_dense: sparse gradients are sent as dense ones.
+        process_set: the ranks that take part; on others the optimizer is not distributed.
 
     Raises:
         InvalidArgument: a `ValueError`: names that are missing, twice or not in pairs; options out of range.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidArgument(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    chosen = chosen_op(op)
-    if gradient_predivide_factor != 1.0 and chosen != Average:
+    reduce_op = reduce_op_of(op)
+    if gradient_predivide_factor != 1.0 and reduce_op != Average:
         raise InvalidArgument("gradient_predivide_factor: works with op=Average only")
     if not gradient_predivide_factor > 0:
         raise InvalidArgument(
@@ -262,20 +262,20 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     passes = _positive(backward_passes_per_step)
     names = _names(optimizer, named_parameters)
     units = _units(optimizer, groups)
-    if chosen not in (Average, Sum):  # a gradient that is missing is not zero there, and says so by itself
+    if reduce_op not in (Average, Sum):  # a missing gradient is not zero there, so each has its own request
         units = [(param,) for unit in units for param in unit]
     before: Any = optimizer
     if isinstance(optimizer, _Distributed):
         before._gradients.detach()
         before.__class__ = before._plain
     gradients = _Gradients(
-        optimizer, names, compression=compression, passes=passes, op=chosen,
+        optimizer, names, compression=compression, passes=passes, op=reduce_op,
         predivide=gradient_predivide_factor, sparse_as_dense=sparse_as_dense, process_set=process_set,
         units=units,
     )  # fmt: skip
     if process_set.included():
         gradients.attach()
-    # The same object: whatever has been told of it, such as a scheduler of the learning rate, stays right.
+    # The same object with another class: references to it, such as a learning-rate scheduler's, stay valid.
     plain: type = before.__class__
     before.__class__ = type(plain.__name__, (_Distributed, plain), {"_plain": plain})
     before._gradients = gradients
@@ -283,7 +283,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
 
 def _blank(kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """An optimizer before its state, as pickles begin one."""
+    """An uninitialised optimizer, for unpickling."""
     return kind.__new__(kind)
 
 
@@ -300,7 +300,7 @@ def _count(optimizer: torch.optim.Optimizer) -> int:
 def _names(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]] | None
 ) -> dict[Param, str]:
-    """A name of each parameter, its own."""
+    """A unique name for each parameter."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if named is None:
         return {
@@ -328,7 +328,7 @@ def _names(
 
 
 def _units(optimizer: torch.optim.Optimizer, groups: Groups) -> list[tuple[Param, ...]]:
-    """The parameters that have gradients, by what is reduced together, equal on ranks with equal models."""
+    """The parameters, grouped by operation, in the same way on all ranks with equal models."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if groups is None or (isinstance(groups, int) and groups == 0):
         return [(param,) for param in params]
@@ -344,7 +344,7 @@ def _units(optimizer: torch.optim.Optimizer, groups: Groups) -> list[tuple[Param
             units.append(tuple(trained[start:end]))
             start = end
         return units
-    if not isinstance(groups, (list, tuple)) or not all(isinstance(each, (list, tuple)) for each in groups):
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(group, (list, tuple)) for group in groups):
         raise InvalidArgument("groups: expected a number from 0 or lists of parameters")
     seen: set[Param] = set()
     for param in (param for group in groups for param in group):
@@ -353,6 +353,6 @@ def _units(optimizer: torch.optim.Optimizer, groups: Groups) -> list[tuple[Param
         if param in seen:
             raise InvalidArgument("groups: a parameter is in them more than once")
         seen.add(param)
-    mine = set(trained)
-    named = [tuple(param for param in group if param in mine) for group in groups]
+    trained_set = set(trained)
+    named = [tuple(param for param in group if param in trained_set) for group in groups]
     return [unit for unit in named if unit] + [(param,) for param in trained if param not in seen]

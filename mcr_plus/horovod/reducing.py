@@ -1,4 +1,4 @@
-"""Horovod's reduce ops, and what they come down to."""
+"""Horovod's reduce ops, in terms of mcr_plus's."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Final
 
 import torch
 
+from mcr_plus.core.kinds import ReduceOp as Op
 from mcr_plus.errors import InvalidArgument, Unsupported
-from mcr_plus.message import ReduceOp as Op
 
 
 class HorovodReduceOp(IntEnum):
-    """How tensors are combined. Equal to Horovod's numbers."""
+    """Reduce ops, with Horovod's numbers."""
 
     AVERAGE = 0
     SUM = 1
@@ -33,10 +33,10 @@ Product: Final = HorovodReduceOp.PRODUCT
 _NAMES: Final[dict[int, Op]] = {Sum: "SUM", Min: "MIN", Max: "MAX", Product: "PRODUCT"}
 
 
-def chosen_op(op: int | None, average: bool | None = None) -> HorovodReduceOp:
-    """The reduce op that `op`, or the older `average`, means; `Average` if neither is given.
+def reduce_op_of(op: int | None, average: bool | None = None) -> HorovodReduceOp:
+    """The reduce op of the arguments `op` and `average` (deprecated); `Average` if neither is given.
 
-    Raises `InvalidArgument` (a `ValueError`) for both together or an unknown one, `Unsupported` for `Adasum`.
+    Raises `InvalidArgument` (a `ValueError`) if both are given or one is unknown, `Unsupported` for `Adasum`.
     """
     if op is not None and average is not None:
         raise InvalidArgument("op, average: expected one of them; op replaces average")
@@ -44,20 +44,22 @@ def chosen_op(op: int | None, average: bool | None = None) -> HorovodReduceOp:
         warnings.warn("average is deprecated; pass op=Average or op=Sum", DeprecationWarning, stacklevel=4)
         return Average if average else Sum
     try:
-        found = Average if op is None else HorovodReduceOp(op)
+        reduce_op = Average if op is None else HorovodReduceOp(op)
     except ValueError:
-        known = ", ".join(each.name.capitalize() for each in HorovodReduceOp if each is not Adasum)
+        known = ", ".join(member.name.capitalize() for member in HorovodReduceOp if member is not Adasum)
         raise InvalidArgument(f"op: unknown reduce op {op!r}; known: {known}") from None
-    if found is Adasum:
+    if reduce_op is Adasum:
         raise Unsupported("op: Adasum is not implemented; use Average or Sum")
-    return found
+    return reduce_op
 
 
-def way_of(op: int, dtype: torch.dtype, before: float, after: float, ranks: int) -> tuple[Op, float, float]:
-    """The op that goes out, and the factors before and after it.
+def issued_op(
+    op: int, dtype: torch.dtype, before: float, after: float, ranks: int
+) -> tuple[Op, float, float]:
+    """The op to issue, and the factors to multiply with before and after it.
 
-    An average of floats is the library's unless factors are given. One of integers is their sum, divided and
-    rounded towards zero.
+    An average of floats is the library's own unless factors are given. An average of integers is their sum,
+    divided and rounded towards zero.
     """
     if op != Average:
         return _NAMES[op], before, after
@@ -81,7 +83,7 @@ def scale_(tensor: torch.Tensor, factor: float) -> None:
 
 
 def neutral(op: int, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """What a rank contributes that has nothing: it changes no result."""
+    """The neutral element of `op`, as the contribution of a rank without a tensor."""
     if op == Product:
         return torch.ones(shape, dtype=dtype, device=device)
     if op not in (Min, Max):

@@ -1,4 +1,4 @@
-"""What a rank announces before an operation: plain data that ranks compare."""
+"""The request that a rank announces before an operation, and its comparison between ranks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, Final
 
 import torch
 
+from mcr_plus.core.kinds import dtype_name
 from mcr_plus.errors import McrError
 from mcr_plus.horovod.reducing import HorovodReduceOp
-from mcr_plus.message import dtype_name
 
 
 class HorovodInternalError(McrError):
-    """An operation failed: ranks disagreed about it, a rank is gone, or the library gave up."""
+    """An operation failed: its requests differ between ranks, a rank has exited, or a library failed."""
 
 
 Shape = tuple[int, ...]
@@ -24,13 +24,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Request:
-    """An operation as one rank wants it. Those of one name, one from each rank, become an operation.
+    """One rank's request for an operation. Requests of one name, one per rank, form an operation.
 
-    `shapes`, `dtypes`: of its tensors, of which a grouped operation has several. `numbers`: what its kind
-    needs beside them and may differ between ranks: the rows for each rank of an alltoall, the number of
-    entries of a sparse allreduce; or must not, of a process set. `codec`: a codec as JSON, or nothing.
-    `absent`: this rank has no gradient; it takes whatever form the others' have. `problem`: why this rank
-    cannot take part.
+    `shapes`, `dtypes`: of its tensors, of which a grouped operation has several. `numbers`: further data of
+    the kind: the rows for each rank of an alltoall and the number of entries of a sparse allreduce, which may
+    differ between ranks; the ranks of a process set, which may not. `codec`: a codec as JSON, or the empty
+    string. `absent`: this rank has no gradient, and adapts to the other ranks' requests. `problem`: the error
+    that keeps this rank from taking part.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Request:
     codec: str = ""
     tag: str | None = None
     absent: bool = False
-    kept: bool = False  # the name will come again, so ranks may abbreviate it
+    recurring: bool = False  # the name may recur, so ranks abbreviate the request by a number
     problem: str = ""
 
     @cached_property
@@ -56,7 +56,7 @@ class Request:
 
     @classmethod
     def read(cls, line: str) -> Request:
-        """The request that `text` was of."""
+        """The request of a `text`."""
         values: list[Any] = json.loads(line)
         values[2] = tuple(values[2])
         values[3] = tuple(tuple(shape) for shape in values[3])
@@ -66,8 +66,8 @@ class Request:
     @cached_property
     def compress(self) -> str | dict[str, object] | None:
         """The codec as a call's `compress`."""
-        found: str | dict[str, object] | None = json.loads(self.codec) if self.codec else None
-        return found
+        compress: str | dict[str, object] | None = json.loads(self.codec) if self.codec else None
+        return compress
 
     @cached_property
     def types(self) -> tuple[torch.dtype, ...]:
@@ -76,7 +76,7 @@ class Request:
 
 
 def described(tensors: list[torch.Tensor]) -> dict[str, Any]:
-    """The fields of a request that tensors give."""
+    """The fields of a request that describe its tensors."""
     return {
         "dtypes": tuple(dtype_name(tensor.dtype) for tensor in tensors),
         "shapes": tuple(tuple(tensor.shape) for tensor in tensors),
@@ -84,7 +84,7 @@ def described(tensors: list[torch.Tensor]) -> dict[str, Any]:
     }
 
 
-# What must be equal on all ranks beside the kind, the number of tensors and their dtypes and devices.
+# Fields that must be equal on all ranks, besides the kind, the number of tensors, their dtypes and devices.
 _SHAPES: Final = {
     "allreduce": "shapes", "sparse": "shapes", "broadcast": "shapes", "reducescatter": "shapes",
     "allgather": "rows", "alltoall": "rows",
@@ -104,7 +104,7 @@ _WORDS: Final = {
 
 
 def disagreement(requests: Mapping[int, Request]) -> str:
-    """Why these requests, by rank, are not one operation; empty if they are."""
+    """The error text for requests, by rank, that do not match; empty if they do."""
     for rank, request in requests.items():
         if request.problem:
             return f"{request.kind} '{request.name}': rank {rank} cannot take part: {request.problem}"
@@ -120,27 +120,26 @@ def disagreement(requests: Mapping[int, Request]) -> str:
 
 
 def _differing(a: Request, b: Request) -> list[tuple[str, object, object]]:
-    """What differs that must not: the first is the one to show."""
+    """The mismatched properties as (name, value of a, value of b)."""
     kinds = {a.kind, b.kind}
     if len(kinds) > 1 and not (b.absent and kinds == {"allreduce", "sparse"}):
         return [("the operation", a.kind, b.kind)]
     if len(a.shapes) != len(b.shapes):
         return [("the number of tensors", len(a.shapes), len(b.shapes))]
-    found: list[tuple[str, object, object]] = []
+    differences: list[tuple[str, object, object]] = []
     if a.device != b.device:
-        found.append(("the device", a.device, b.device))
+        differences.append(("the device", a.device, b.device))
     rows = _SHAPES.get(a.kind) == "rows"
-    for index, (mine, theirs) in enumerate(zip(a.shapes, b.shapes, strict=True)):
+    for index, (one, other) in enumerate(zip(a.shapes, b.shapes, strict=True)):
         at = f" of tensor {index}" if len(a.shapes) > 1 else ""
         if a.dtypes[index] != b.dtypes[index]:
-            found.append((f"the dtype{at}", a.dtypes[index], b.dtypes[index]))
-        if len(mine) != len(theirs) or (mine[1:] != theirs[1:] if rows else mine != theirs):
+            differences.append((f"the dtype{at}", a.dtypes[index], b.dtypes[index]))
+        if len(one) != len(other) or (one[1:] != other[1:] if rows else one != other):
             beyond = " beyond the first dimension" if rows else ""
-            found.append((f"the shape{at}{beyond}", list(mine), list(theirs)))
+            differences.append((f"the shape{at}{beyond}", list(one), list(other)))
     for field in _FIELDS.get(a.kind, ()):
-        mine_is, theirs_is = getattr(a, field), getattr(b, field)
-        if mine_is != theirs_is:
-            if field == "op":
-                mine_is, theirs_is = (HorovodReduceOp(op).name.capitalize() for op in (mine_is, theirs_is))
-            found.append((_WORDS[field], mine_is, theirs_is))
-    return found
+        values = getattr(a, field), getattr(b, field)
+        if values[0] != values[1]:
+            shown = [HorovodReduceOp(op).name.capitalize() for op in values] if field == "op" else values
+            differences.append((_WORDS[field], shown[0], shown[1]))
+    return differences

@@ -1,4 +1,4 @@
-"""Starting operations: from arguments to a request under a name."""
+"""Start of operations: from arguments to a named request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mcr_plus.errors import InvalidArgument
 from mcr_plus.horovod.compression import Compression, codec_of
 from mcr_plus.horovod.handle import Handle
 from mcr_plus.horovod.negotiation import Negotiator
-from mcr_plus.horovod.reducing import Average, Sum, chosen_op
+from mcr_plus.horovod.reducing import Average, Sum, reduce_op_of
 from mcr_plus.horovod.request import Request, described
 from mcr_plus.horovod.world import ProcessSet, current, global_process_set, negotiator_of
 
@@ -29,26 +29,26 @@ def _start(
     result: Callable[[Any], Any] | None = None,
     many: bool = False,
 ) -> Handle:
-    """Announce an operation. `fill` makes what its request has beside name, kind and tensors.
+    """Announce an operation. `fill` returns the fields of its request other than name, kind and tensors.
 
-    A mistake in the arguments is an error here and, so that no rank waits for this one, on the others.
+    A mistake in the arguments raises here and, through the request, on the other ranks, so that none waits.
     """
     negotiator = negotiator_of(process_set)
     if name is not None and not isinstance(name, str):
         raise InvalidArgument(f"name: expected a string or None, got {name!r}")
-    kept = name is not None
+    is_named = name is not None
     name = negotiator.auto_name(kind) if name is None else name
     negotiator.check_name(name)
     try:
         values = _checked(tensors)
-        request = Request(name, kind, kept=kept, **{**described(values), **fill(negotiator)})
+        request = Request(name, kind, recurring=is_named, **{**described(values), **fill(negotiator)})
     except (ValueError, RuntimeError) as error:
         negotiator.enqueue(Handle(negotiator, Request(name, kind, problem=str(error)), []))
         raise
 
     def finish(outputs: Any) -> Any:
-        found = outputs if many else outputs[0]
-        return found if result is None else result(found)
+        value = outputs if many else outputs[0]
+        return value if result is None else result(value)
 
     return negotiator.enqueue(Handle(negotiator, request, values, in_place=in_place, result=finish))
 
@@ -75,14 +75,15 @@ def _rows(tensors: Tensors, what: str) -> None:
 def synchronize(handle: Handle) -> Any:
     """Wait for an operation and return its result: a tensor, or a list of a grouped one.
 
-    Raises `HorovodInternalError` if ranks disagree about it, or have left; the job goes on after the former.
+    Raises `HorovodInternalError` if the ranks' requests do not match, after which the job continues, or if a
+    rank has left.
     """
-    return current().parley.synchronize(handle)
+    return current().negotiations.synchronize(handle)
 
 
 def poll(handle: Handle) -> bool:
-    """Whether an operation is done, so that `synchronize` would not wait."""
-    return current().parley.poll(handle)
+    """Whether an operation is complete, so that `synchronize` would not wait."""
+    return current().negotiations.poll(handle)
 
 
 def reduce_async(
@@ -105,7 +106,7 @@ def reduce_async(
     codec = codec_of(compression)
     result: Callable[[Any], Any] | None = None
     if codec is None:
-        # The program's own: what it makes of the tensors is reduced and changed back.
+        # A program's own compressor: its output is reduced and decompressed.
         given = list(tensors)
         pairs = [compression.compress(tensor) for tensor in given]
         tensors = [packed for packed, _ in pairs]
@@ -135,18 +136,20 @@ def sparse_allreduce_async(
     op: int = Average,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Start an allreduce of a COO tensor: entries are gathered and those of an index summed, or averaged.
+    """Start an allreduce of a COO tensor: entries are gathered, and equal indices summed or averaged.
 
-    The handle may be called for the result, a coalesced COO tensor.
+    A call of the handle returns the result, a coalesced COO tensor.
     """
-    chosen = chosen_op(op)
+    reduce_op = reduce_op_of(op)
     if not isinstance(tensor, torch.Tensor) or not tensor.is_sparse:
         raise InvalidArgument("tensor: expected a sparse COO tensor")
-    if chosen not in (Average, Sum):
-        raise InvalidArgument(f"op: {chosen.name.capitalize()} of sparse tensors; expected Average or Sum")
+    if reduce_op not in (Average, Sum):
+        raise InvalidArgument(f"op: {reduce_op.name.capitalize()} of sparse tensors; expected Average or Sum")
     entries = tensor.detach().coalesce()
     numbers = (entries.values().shape[0], entries.sparse_dim())
-    return _start(process_set, "sparse", name, [entries], lambda _: {"op": int(chosen), "numbers": numbers})
+    return _start(
+        process_set, "sparse", name, [entries], lambda _: {"op": int(reduce_op), "numbers": numbers}
+    )
 
 
 def gather_async(
@@ -193,7 +196,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Start an alltoall; the result is as of `alltoall`."""
+    """Start an alltoall, with the result of `alltoall`."""
 
     def fill(negotiator: Negotiator) -> dict[str, Any]:
         _rows([tensor], "alltoall")

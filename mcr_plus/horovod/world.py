@@ -1,4 +1,4 @@
-"""The life of a job in Horovod's words, and its process sets."""
+"""Horovod's `init`, `shutdown`, ranks and process sets."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from typing import Any, Final
 
 import torch
 
-from mcr_plus import runtime
+from mcr_plus.api.record import Log, recording
 from mcr_plus.backends import backend_class
-from mcr_plus.communicator import Communicator
-from mcr_plus.config import DispatchOptions
+from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.dispatch.options import DispatchOptions
 from mcr_plus.errors import InvalidArgument, McrError, NotInitialized
 from mcr_plus.horovod.handle import Handle
 from mcr_plus.horovod.launching import launch
-from mcr_plus.horovod.negotiation import Agreed, Negotiator, Parley
+from mcr_plus.horovod.negotiation import Agreed, Negotiations, Negotiator
 from mcr_plus.horovod.request import HorovodInternalError, Request
-from mcr_plus.observe.record import Log, recording
-from mcr_plus.runtime import Source
+from mcr_plus.runtime import init as runtime
+from mcr_plus.runtime.init import Source
+from mcr_plus.runtime.process import job
 
 
 class NotReady(NotInitialized, ValueError):
@@ -29,11 +30,11 @@ class NotReady(NotInitialized, ValueError):
 
 
 class ProcessSet:
-    """Ranks of the job that run operations together; see `add_process_set`.
+    """A subset of the job's ranks; see `add_process_set`.
 
     Attributes:
         ranks: of the whole job, ascending.
-        process_set_id: a number equal on all ranks; None before the set is added and after it was removed.
+        process_set_id: a number, equal on all ranks; None before the set is added and after it is removed.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -46,11 +47,11 @@ class ProcessSet:
         self.process_set_id: int | None = None
 
     def size(self) -> int | None:
-        """How many ranks it has; None while it is not part of the job."""
+        """The number of ranks; None if the set is not part of the job."""
         return None if self.process_set_id is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """This process's rank in the set, -1 if it is not in it; None while it is not part of the job."""
+        """This process's rank in the set, or -1; None if the set is not part of the job."""
         if self.process_set_id is None:
             return None
         return self.ranks.index(rank()) if self.included() else -1
@@ -69,11 +70,11 @@ global_process_set: Final = ProcessSet([])
 
 @dataclass
 class _World:
-    """What `init` makes."""
+    """The state that `init` creates."""
 
     comm: Communicator
     own: bool  # `init` joined the job, so `shutdown` leaves it
-    parley: Parley
+    negotiations: Negotiations
     everyone: Negotiator
     negotiators: dict[int, Negotiator] = field(default_factory=dict)  # by the number of the set
     groups: dict[int, Communicator] = field(default_factory=dict)
@@ -94,12 +95,12 @@ def init(
     backends: Sequence[str] | None = None,
     timeout: float | timedelta | None = None,
 ) -> None:
-    """Join the job, unless that has been done; collective.
+    """Join the job, if this process has not joined it; collective.
 
-    `process_sets` are added at once; `"dynamic"` says that some will be later, which is always allowed.
-    `comm` may name all ranks, as a list or as a communicator of mpi4py; parts of a job are process sets here.
-    `config`, `backends`, `timeout`: see `mcr_plus.init`, which may have been called before; the job is then
-    the program's to leave.
+    `process_sets` are added at once; `"dynamic"`, to add some later, is accepted and always in effect.
+    `comm` must contain all ranks, as a list or as a communicator of mpi4py; use process sets for subsets.
+    `config`, `backends`, `timeout`: see `mcr_plus.init`. If the program has called that before, `shutdown`
+    does not leave the job.
     """
     global _world, _hooked
     if is_initialized():
@@ -113,19 +114,21 @@ def init(
             runtime.finalize()
         raise
     options = world.stage_options("dispatch")
-    parley = Parley(options.timeout if isinstance(options, DispatchOptions) else 300.0)
-    everyone = Negotiator(parley, world.branch(), _launch)
-    parley.negotiators.append(everyone)
-    _world = _World(world, own, parley, everyone, {0: everyone}, sets={0: global_process_set})
+    negotiations = Negotiations(options.timeout if isinstance(options, DispatchOptions) else 300.0)
+    everyone = Negotiator(negotiations, world.branch(), _launch)
+    negotiations.negotiators.append(everyone)
+    _world = _World(world, own, negotiations, everyone, {0: everyone}, sets={0: global_process_set})
     global_process_set.ranks = list(world.ranks)
     global_process_set.process_set_id = 0
     if not _hooked:
         _hooked = True
         atexit.register(_at_exit)
-    for each in process_sets if isinstance(process_sets, Sequence) and process_sets != "dynamic" else ():
-        if isinstance(each, str):
-            raise InvalidArgument(f"process_sets: expected a list of process sets or 'dynamic', got {each!r}")
-        add_process_set(each)
+    for added in process_sets if isinstance(process_sets, Sequence) and process_sets != "dynamic" else ():
+        if isinstance(added, str):
+            raise InvalidArgument(
+                f"process_sets: expected a list of process sets or 'dynamic', got {added!r}"
+            )
+        add_process_set(added)
 
 
 def _check_comm(comm: Any, ranks: int) -> None:
@@ -140,14 +143,14 @@ def _check_comm(comm: Any, ranks: int) -> None:
 
 
 def _at_exit() -> None:
-    """Leave in good order, unless this process ends because of an error."""
-    if is_initialized() and not runtime.job.crashed:
+    """Shut down, unless the process exits because of an error."""
+    if is_initialized() and not job.crashed:
         with contextlib.suppress(McrError):
             shutdown()
 
 
 def shutdown() -> None:
-    """Leave the job, once all ranks do. Operations that other ranks have started and not finished fail there.
+    """Leave the job; collective. Operations that are still pending on other ranks fail.
 
     Does nothing before `init`.
     """
@@ -157,10 +160,10 @@ def shutdown() -> None:
         _world = None
         return
     stop_timeline()
-    world.parley.leaving = True
+    world.negotiations.leaving = True
     try:
-        for each in world.parley.negotiators:
-            world.parley.wait(each, lambda each=each: each.left or each.error is not None, "shutdown")  # type: ignore[misc]
+        for one in world.negotiations.negotiators:
+            world.negotiations.wait(one, lambda one=one: one.left or one.error is not None, "shutdown")  # type: ignore[misc]
     finally:
         _world = None
         for process_set in world.sets.values():
@@ -173,12 +176,12 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether `init` has been called, and `shutdown` not since."""
+    """Whether `init` has been called, and `shutdown` has not been called since."""
     return _world is not None and runtime.is_initialized()
 
 
 def current() -> _World:
-    """What `init` made."""
+    """The state that `init` created; raises `NotReady` before `init`."""
     if _world is None or not runtime.is_initialized():
         raise NotReady("Horovod has not been initialized; call hvd.init() first")
     return _world
@@ -204,17 +207,17 @@ def _hosts() -> tuple[str, ...]:
 
 def _local_ranks() -> list[int]:
     hosts = _hosts()
-    return [each for each, host in enumerate(hosts) if host == hosts[rank()]]
+    return [number for number, host in enumerate(hosts) if host == hosts[rank()]]
 
 
 def _across() -> list[str]:
-    """The hosts that have a rank with this one's local rank."""
+    """The hosts that have this process's local rank."""
     hosts = _hosts()
     return [host for host in dict.fromkeys(hosts) if hosts.count(host) > local_rank()]
 
 
 def local_rank() -> int:
-    """This process's rank among those of its host."""
+    """This process's rank among the ranks of its host."""
     return _local_ranks().index(rank())
 
 
@@ -224,12 +227,12 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """This host's number among those that have a rank of this local rank."""
+    """The index of this host among the hosts that have this local rank."""
     return _across().index(_hosts()[rank()])
 
 
 def cross_size() -> int:
-    """Number of hosts that have a rank of this local rank."""
+    """Number of hosts that have this local rank."""
     return len(_across())
 
 
@@ -239,21 +242,21 @@ def is_homogeneous() -> bool:
     return len({hosts.count(host) for host in hosts}) == 1
 
 
-# -- what is there --------------------------------------------------------------------------------------
+# -- available libraries --------------------------------------------------------------------------------
 
 
 def mpi_built() -> bool:
-    """Whether MPI can be used from here."""
+    """Whether the backend mpi is available."""
     return backend_class("mpi").availability().available
 
 
 def gloo_built() -> bool:
-    """Whether gloo can be used from here."""
+    """Whether the backend gloo is available."""
     return backend_class("gloo").availability().available
 
 
 def nccl_built() -> int:
-    """The version of NCCL, such as 22005; 0 where it cannot be used."""
+    """The version of NCCL, such as 22005; 0 if it is not available."""
     if not backend_class("nccl").availability().available or not torch.cuda.is_available():
         return 0
     from torch.cuda import nccl
@@ -274,12 +277,12 @@ def rocm_built() -> bool:
 
 
 def ddl_built() -> bool:
-    """False: there is no DDL."""
+    """Return False: DDL is not supported."""
     return False
 
 
 def ccl_built() -> bool:
-    """False: there is no oneCCL."""
+    """Return False: oneCCL is not supported."""
     return False
 
 
@@ -308,9 +311,9 @@ def mpi_threads_supported() -> bool:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: ARG001 - there are none
-    """Record operations until `stop_timeline`, which writes those of rank 0 to `file_path` (Chrome's format).
+    """Record operations until `stop_timeline`, which writes rank 0's to `file_path` (Chrome's format).
 
-    An earlier recording ends, and is written.
+    Ends and writes a recording in progress.
     """
     world = current()
     stop_timeline()
@@ -320,7 +323,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: 
 
 
 def stop_timeline() -> None:
-    """End a recording; nothing without one."""
+    """End and write the recording, if there is one."""
     world = current()
     if world.timeline is None:
         return
@@ -335,35 +338,35 @@ def stop_timeline() -> None:
 
 
 def negotiator_of(process_set: ProcessSet) -> Negotiator:
-    """Where operations of a set are negotiated; raises `InvalidArgument` on a rank that is not in it."""
+    """The negotiator of a set; raises `InvalidArgument` on a rank that is not in the set."""
     world = current()
     number = process_set.process_set_id
     if number is None:
         raise InvalidArgument(f"process_set: {process_set} is not part of the job; see hvd.add_process_set")
-    found = world.negotiators.get(number)
-    if found is None:
+    negotiator = world.negotiators.get(number)
+    if negotiator is None:
         raise InvalidArgument(f"process_set: rank {world.comm.rank} is not in {process_set}")
-    return found
+    return negotiator
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Make a group of ranks; collective over the whole job. Returns the set, ready for use.
+    """Add a process set to the job; collective over the whole job. Returns the set, ready for use.
 
     Raises `InvalidArgument` (a `ValueError`) if there is a set of these ranks already.
     """
-    mine = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    number = _together("add_process_set", mine.ranks)
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    number = _together("add_process_set", added.ranks)
     if number is None:
-        raise InvalidArgument(f"process_set: there is one of ranks {mine.ranks} already")
-    mine.process_set_id = number
-    current().sets[number] = mine
-    return mine
+        raise InvalidArgument(f"process_set: there is one of ranks {added.ranks} already")
+    added.process_set_id = number
+    current().sets[number] = added
+    return added
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Take a process set down; collective over the whole job. Whether there was one to remove.
+    """Remove a process set; collective over the whole job. Returns whether there was one to remove.
 
-    The set of all ranks stays.
+    The set of all ranks cannot be removed.
     """
     number = process_set.process_set_id
     if number is None or number == 0:
@@ -373,26 +376,26 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def _together(kind: str, numbers: list[int]) -> int | None:
-    """Have all ranks of the job change the process sets, at one place among their operations."""
+    """Change the process sets on all ranks of the job, at the same place among their operations."""
     everyone = current().everyone
     name = everyone.auto_name(kind)
     everyone.check_name(name)
     handle = Handle(everyone, Request(name, kind, numbers=tuple(numbers)), [])
-    result: int | None = everyone.parley.synchronize(everyone.enqueue(handle))
+    result: int | None = everyone.negotiations.synchronize(everyone.enqueue(handle))
     return result
 
 
 def _launch(negotiator: Negotiator, agreed: Sequence[Agreed]) -> None:
-    """Operations, and changes of the process sets between them."""
+    """Launch operations, and run changes of the process sets between them."""
     run: list[Agreed] = []
-    for each in agreed:
-        change = _CHANGES.get(next(iter(each.requests.values())).kind)
-        if change is None or each.problem:
-            run.append(each)
+    for operation in agreed:
+        change = _CHANGES.get(next(iter(operation.requests.values())).kind)
+        if change is None or operation.problem:
+            run.append(operation)
             continue
         launch(negotiator.comm, run)
         run = []
-        handle = each.handle
+        handle = operation.handle
         assert handle is not None
         try:
             number = change(list(handle.request.numbers))
@@ -405,7 +408,7 @@ def _launch(negotiator: Negotiator, agreed: Sequence[Agreed]) -> None:
 
 def _add(ranks: list[int]) -> int | None:
     world = current()
-    if any(ranks == each.ranks for number, each in world.sets.items()):
+    if any(ranks == existing.ranks for existing in world.sets.values()):
         return None
     group = runtime.new_group(ranks)
     world.added += 1
@@ -413,8 +416,8 @@ def _add(ranks: list[int]) -> int | None:
     world.groups[number] = group
     world.sets[number] = ProcessSet(ranks)
     if group.rank >= 0:
-        world.negotiators[number] = Negotiator(world.parley, group, _launch)
-        world.parley.negotiators.append(world.negotiators[number])
+        world.negotiators[number] = Negotiator(world.negotiations, group, _launch)
+        world.negotiations.negotiators.append(world.negotiators[number])
     return number
 
 
@@ -426,7 +429,7 @@ def _remove(numbers: list[int]) -> int | None:
     group = world.groups.pop(number)
     negotiator = world.negotiators.pop(number, None)
     if negotiator is not None:
-        world.parley.negotiators.remove(negotiator)
+        world.negotiations.negotiators.remove(negotiator)
         negotiator.break_off(HorovodInternalError("its process set has been removed"))
     group.close()
     return number

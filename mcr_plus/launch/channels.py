@@ -9,7 +9,7 @@ import selectors
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,10 +19,11 @@ Purpose = Literal["out", "err", "status", "error"]
 Sink = Callable[[int, Stream, bytes], None]
 
 _CHUNK = 65536
-_REMEMBERED_LINES = 60
+_REMEMBERED_LINES = 500  # more than a dump of faulthandler with some threads has
 _SHOWN_LINES = 20
 _PATIENCE_S = 10.0  # how long a rank may take to end after an exception before that is shown all the same
 _TRACEBACK = "Traceback (most recent call last)"
+_DUMP = "Fatal Python error: "  # of faulthandler, after a fault of the processor or an abort
 _TORCH_TAG = re.compile(r"^\[rank\d+\]: ")  # torch.distributed puts it before each line of a traceback
 _ABORT = re.compile(r"Abort\((-?\d+)\) on node \d+ ")
 _RUNNER_FRAMES = re.compile(r'  File "(?:<frozen runpy>|.*[/\\](?:runpy|mpi4py[/\\]\w+)\.py)", line \d+')
@@ -37,7 +38,7 @@ class RankState:
     code: int | None = None  # exit status, or minus the signal that killed it
     ended: float = 0.0
     raised: float | None = None  # when the last traceback began
-    report: Mapping[str, Any] | None = None  # of an uncaught exception, see `mcr_plus.uncaught`
+    report: Mapping[str, Any] | None = None  # of an uncaught exception, see `mcr_plus.launch.uncaught`
     shown: bool = False  # the report
     aborted: int | None = None  # what MPICH's MPI_Abort said: it kills before the rank can exit
     errors: deque[bytes] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_LINES))
@@ -69,13 +70,19 @@ class RankState:
         return f"was killed by {signal_name(-self.end)}"
 
     def last_words(self) -> list[str]:
-        """The exception or the traceback the rank ended with, or else its last lines on stderr."""
+        """The exception or the traceback the rank ended with, or else its last lines on stderr.
+
+        Of a dump of faulthandler, which is long and on stderr already, what happened and where.
+        """
         if self.report is not None:
             return self._reported()
         lines = [_TORCH_TAG.sub("", line.decode(errors="replace").rstrip("\n")) for line in self.errors]
         lines = [line for line in lines if not _ABORT.match(line)]
-        starts = [index for index, line in enumerate(lines) if line.startswith(_TRACEBACK)]
-        return _without_runner(lines[starts[-1] :]) if starts else lines[-_SHOWN_LINES:]
+        starts = [index for index, line in enumerate(lines) if line.startswith((_TRACEBACK, _DUMP))]
+        if not starts:
+            return lines[-_SHOWN_LINES:]
+        words = lines[starts[-1] :]
+        return _summary(words) if words[0].startswith(_DUMP) else _without_runner(words)
 
     def exception(self) -> list[str]:
         """The last words without the frames of a traceback."""
@@ -234,6 +241,13 @@ class Channels:
         state.pid, state.code = report["pid"], report["code"]
         if state.code is not None:
             state.ended = report["time"]
+
+
+def _summary(dump: Sequence[str]) -> list[str]:
+    """The error of a dump of faulthandler and the innermost frame of the thread that had it."""
+    current = (index for index, line in enumerate(dump) if line.startswith("Current thread"))
+    at = next(current, len(dump)) + 1
+    return [f"{dump[0]} (its dump is above)", *(line for line in dump[at : at + 1] if line.startswith("  "))]
 
 
 def _without_runner(lines: list[str]) -> list[str]:

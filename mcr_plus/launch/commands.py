@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from mcr_plus.environment import LOOPBACK
+from mcr_plus.core.environment import LOOPBACK
 from mcr_plus.launch.flavour import MpiLauncher
 from mcr_plus.launch.scratch import JOB_VARIABLE, Scratch
 

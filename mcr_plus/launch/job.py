@@ -15,11 +15,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
+from mcr_plus.core.deadline import Deadline
 from mcr_plus.errors import LaunchError
 from mcr_plus.launch import commands, loopback, scratch
 from mcr_plus.launch.channels import Channels, RankState, Sink
 from mcr_plus.launch.flavour import mpi_flavour
-from mcr_plus.launch.shared_memory import MPICH_RANK, lacking_shared_memory
+from mcr_plus.rendezvous.shared_memory import MPICH_RANK, lacking_shared_memory
 
 Via = Literal["mpi", "torch"]
 
@@ -141,7 +142,7 @@ class _Job:
         timeout: float | None,
     ) -> None:
         self._words, self._env, self._channels, self._folders = words, env, channels, folders
-        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._deadline = Deadline(timeout)
         self._interrupted: int | None = None
         self._timed_out = False
         self._log_path = folders.root / "launcher.log"
@@ -196,7 +197,7 @@ class _Job:
             self._channels.pump(_POLL_S)
 
     def _must_end(self) -> bool:
-        if self._deadline is not None and time.monotonic() > self._deadline:
+        if self._deadline.passed():
             self._timed_out = True
         failed = any(state.failed for state in self._channels.states)
         return failed or self._timed_out or self._interrupted is not None
@@ -213,8 +214,8 @@ class _Job:
         driver.wait()
 
     def _wait(self, driver: subprocess.Popen[bytes], seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while driver.poll() is None and time.monotonic() < deadline:
+        deadline = Deadline(seconds)
+        while driver.poll() is None and not deadline.passed():
             self._channels.pump(_POLL_S)
 
     def _log(self) -> tuple[str, ...]:

@@ -7,9 +7,9 @@ import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, Any, BinaryIO
 
-from mcr_plus.environment import whole_tracebacks
+from mcr_plus.core.environment import whole_tracebacks
 from mcr_plus.errors import LaunchError
 from mcr_plus.launch.channels import RankState, Stream, signal_name
 from mcr_plus.launch.job import Outcome, Via, run_job
@@ -52,7 +52,7 @@ def launch(
 
 
 def _print_error(line: str) -> None:
-    """Print a line on stderr, with our name in colour on a terminal."""
+    """Print a line on stderr, if somebody reads it, with our name in colour on a terminal."""
     if sys.stderr.isatty():
         from rich.console import Console  # not needed where all goes well
         from rich.text import Text
@@ -61,7 +61,17 @@ def _print_error(line: str) -> None:
         text.highlight_regex("^mcr-plus:", "bold red")
         Console(stderr=True).print(text, soft_wrap=True)
     else:
-        print(line, file=sys.stderr, flush=True)
+        try:
+            print(line, file=sys.stderr, flush=True)
+        except BrokenPipeError:  # `mcr-plus run … 2>&1 | head`
+            _discard(sys.stderr)
+
+
+def _discard(stream: IO[Any]) -> None:
+    """Drop what is written to a stream that nobody reads, or Python would fail to flush it at its end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 class _Printer:
@@ -78,6 +88,7 @@ class _Printer:
             target.write(f"[{rank}] ".encode() + line if self._tagged else line)
             target.flush()
         except BrokenPipeError:  # `mcr-plus run … | head`
+            _discard(target)
             self._stop()
 
     def _stop(self) -> None:

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from mcr_plus.core.deadline import Deadline
+
 JOB_VARIABLE = "MCR_JOB_ID"
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -89,8 +91,8 @@ def processes_of(job: str) -> list[int]:
 
 def kill_job(job: str) -> None:
     """SIGKILL every process of a job and wait until none is left."""
-    deadline = time.monotonic() + _KILL_DEADLINE_S
-    while (pids := processes_of(job)) and time.monotonic() < deadline:
+    deadline = Deadline(_KILL_DEADLINE_S)
+    while (pids := processes_of(job)) and not deadline.passed():
         for pid in pids:
             _kill(pid)
         time.sleep(0.01)

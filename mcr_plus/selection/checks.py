@@ -1,21 +1,20 @@
-"""What can be said of a configuration's tables and algorithms before anything runs."""
+"""Checks of a configuration's tables and algorithms before anything runs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Final
+from pathlib import Path
 
 from mcr_plus import registry
 from mcr_plus.backends import backend_class
-from mcr_plus.config import Config, HierarchicalOptions
-from mcr_plus.document import Mistakes
+from mcr_plus.config.document import Document, Mistakes
+from mcr_plus.config.schema import Config
 from mcr_plus.errors import ConfigError
-from mcr_plus.selection.online import check_target
-from mcr_plus.selection.table import BUILT_IN, Table, load_table
-
-_WITHOUT_ALGORITHMS: Final = frozenset({"gloo", "local", "mpi", "nccl"})
-"""Ours; an outside backend may have some that only its `supports` knows of, when they are used."""
+from mcr_plus.hierarchy.options import HierarchicalOptions
+from mcr_plus.selection.options import SelectOptions
+from mcr_plus.selection.refined_table import check_target
+from mcr_plus.tables.table import BUILT_IN, Table, load_table
 
 
 def checked_tables(config: Config) -> list[Table]:
@@ -33,6 +32,17 @@ def checked_tables(config: Config) -> list[Table]:
             mistakes.kept(partial(check_algorithm, rule.backend, rule.place), None)
     mistakes.tell()
     return tables
+
+
+def named_tables(document: Document) -> Iterator[Path]:
+    """The files of tables that a configuration names, whatever is wrong with the rest of it."""
+    for part in ("pipeline", "rules"):
+        entries = document.data.get(part)
+        for entry in entries if isinstance(entries, list) else ():
+            select = entry.get("select") if isinstance(entry, dict) else None
+            text = select.get("table") if isinstance(select, dict) else None
+            if isinstance(text, str) and (document.folder / text).is_file():
+                yield document.folder / text
 
 
 def _check_backends(table: Table, config: Config) -> None:
@@ -60,7 +70,7 @@ def use_algorithms(config: Config) -> None:
     Raises `ConfigError` for what is wrong in one, and for an algorithm that the configuration names and
     that there is for no operation.
     """
-    from mcr_plus.backends.msccl.catalog import use
+    from mcr_plus.msccl.catalog import use
 
     use(path for ref in config.algorithms for path in ref.resolve())
     for choice, place in _choices(config):
@@ -75,14 +85,14 @@ def check_algorithm(choice: str, place: str, files: str = "`algorithms:` of the 
     name, _, algorithm = choice.partition(":")
     if not algorithm:
         return
-    unknown_algorithm = getattr(backend_class(name), "unknown_algorithm", None)
-    if unknown_algorithm is None and name in _WITHOUT_ALGORITHMS:
-        others = ", ".join(sorted({*registry.names("backends")} - _WITHOUT_ALGORITHMS))
+    backend = backend_class(name)
+    if not backend.has_algorithms:
+        others = ", ".join(each for each in registry.names("backends") if backend_class(each).has_algorithms)
         raise ConfigError(
             f"{place}: backend {choice!r}: {name} has no algorithms to choose from; expected {name!r} alone, "
             f"or a backend that has some: {others}"
         )
-    if unknown_algorithm is not None and (reason := unknown_algorithm(algorithm)):
+    if reason := backend.unknown_algorithm(algorithm):
         raise ConfigError(
             f"{place}: backend {choice!r}: {reason}; if it is a file's, add the file to {files}"
         )
@@ -104,6 +114,7 @@ def _choices(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def check_targets(config: Config) -> None:
-    """Raise `ConfigError` if what online refinement will learn could not be written here."""
-    for options in config.select_options:
-        check_target(options)
+    """Raise `ConfigError` if the table of online refinement could not be written here."""
+    for options in config.all_options:
+        if isinstance(options, SelectOptions):
+            check_target(options)

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-from mcr_plus import registry
+from mcr_plus import registry, tables
 from mcr_plus.backends import backend_class
-from mcr_plus.config import SelectOptions, names_no_algorithm
+from mcr_plus.backends.base import Support
+from mcr_plus.config.names import names_no_algorithm
+from mcr_plus.core.kinds import VECTOR, dtype_name
+from mcr_plus.core.message import Signature
+from mcr_plus.core.units import size_words
 from mcr_plus.errors import InvalidArgument, Unsupported
-from mcr_plus.interfaces import Context, Issue, Next, Support, World
-from mcr_plus.message import VECTOR, Signature, dtype_name
-from mcr_plus.selection.cost import CostModel, Estimate
-from mcr_plus.selection.fingerprint import differences, fingerprint_here
-from mcr_plus.selection.online import Refinement, save_refined, tunable
-from mcr_plus.selection.table import BUILT_IN, CLEAR, Query, Table, TableRule, load_table
-from mcr_plus.units import size_words
+from mcr_plus.pipeline.stage import Context, Issue, Next, Stage
+from mcr_plus.rendezvous.world import World
+from mcr_plus.selection.online import Refinement, tunable
+from mcr_plus.selection.options import SelectOptions
+from mcr_plus.selection.refined_table import save_refined
+from mcr_plus.tables.cost import CostModel, Estimate
+from mcr_plus.tables.fingerprint import differences, fingerprint_here
+from mcr_plus.tables.table import BUILT_IN, CLEAR, Query, Table, TableRule, load_table
 
 # Inside a host shared memory wins, and then MPI. Between hosts MPI wins small messages and gloo large ones,
 # from about 64 KiB on. Measured with Open MPI 5.0 and gloo of torch 2.13 on two x86 cores; `tune` finds your
 # own.
 _CROSSOVER: Final = 64 * 1024
-_TABLES: Final = Path(__file__).with_name("tables")
+_TABLES: Final = Path(tables.__file__).with_name("builtin")
 _BUILT_IN: Final = {"Open MPI": "openmpi_2ranks_1host.yaml", "MPICH": "mpich_2ranks_1host.yaml"}
 
 
@@ -42,13 +47,15 @@ def _loaded(path: Path, digest: str) -> Table:  # noqa: ARG001 - a changed file 
     return load_table(path)
 
 
-class SelectStage:
+class SelectStage(Stage):
     """Chooses by, in this order: the caller or a rule, the tuning table, the built-in preference.
 
     A named backend that cannot do the operation is an error, whether the caller, a rule or the job's own
     table names it. The built-in table and preference fall back along the configuration's `backends`, and say
     so. With `online`, what a table or the preference chose is measured against the others while the job runs.
     """
+
+    Options = SelectOptions
 
     def __init__(self, options: SelectOptions, context: Context) -> None:
         self._options = options
@@ -91,9 +98,18 @@ class SelectStage:
         save_refined([stage._refinement for stage in stages if stage._refinement is not None])
 
     @property
-    def found(self) -> dict[str, Any]:
-        """What online refinement has found out; equal on all ranks of the group."""
+    def needs_finish(self) -> bool:
+        """Whether online refinement has results to write down."""
+        return bool(self.state())
+
+    def state(self) -> dict[str, Any]:
+        """The results of online refinement; plain data, equal on all ranks of the group."""
         return {} if self._refinement is None else self._refinement.state
+
+    def load_state(self, kept: MutableMapping[str, Any]) -> None:
+        """Take over results of an earlier job for the operations that are bound from now on."""
+        if self._refinement is not None:
+            self._refinement.earlier = kept
 
     # -- choosing ---------------------------------------------------------------------------------
 
@@ -189,10 +205,10 @@ class SelectStage:
         known = self._context.backends
         if name not in known:
             kind = backend_class(name)
-            found, reaches = kind.availability(), getattr(kind, "reaches", None)
+            found = kind.availability()
             if not found.available:
                 missing = f"is not part of this job ({found.reason}; {found.remedy})"
-            elif reaches is not None and (reason := reaches(self._context.world, self._context.group)):
+            elif reason := kind.reaches(self._context.world, self._context.group):
                 missing = f"is not there: {reason}"
             else:
                 missing = "is not part of this job"
@@ -215,7 +231,7 @@ class SelectStage:
         names = list(dict.fromkeys([chosen, *self._context.backends, *measured]))
         return {
             "table_rule": None if rule is None else rule.place,
-            "expected_us": None if own is None else round(own.us, 3),
+            "expected_us": _rounded(None if own is None else own.us),
             "alternatives": {name: self._alternative(name, chosen, own, signature) for name in names},
             **self._origin(),
         }
@@ -242,8 +258,10 @@ class SelectStage:
         return {
             "support": support.level,
             "how": support.how,
-            "expected_us": None if estimate is None else round(estimate.us, 3),
+            "expected_us": _rounded(None if estimate is None else estimate.us),
             "extrapolated": None if estimate is None else estimate.extrapolated,
+            "figure": None if estimate is None else estimate.figure,
+            "bound_us": _rounded(None if estimate is None else estimate.bound_us),
             "why": "chosen" if name == chosen else self._why_not(name, support, own, estimate, signature),
         }
 
@@ -268,6 +286,8 @@ class SelectStage:
             return "not measured"
         if own is None:
             return "the table names another, which was not measured"
+        if not (own.comparable and other.comparable):
+            return f"not measured at this size; {rule.place} decides"
         if max(own.us / other.us, other.us / own.us) < CLEAR:
             return "expected to take as long"
         if other.us > own.us:
@@ -286,6 +306,10 @@ def _all_the_same(rule: TableRule, name: str) -> str:
         longer = f"{_factor(advantage)} × as long"
         return f" at this size, but to take {longer} on average over the sizes of the rule, {rule.span()}"
     return f"; {rule.place} chooses otherwise and states no `reason`"
+
+
+def _rounded(us: float | None) -> float | None:
+    return None if us is None else round(us, 3)
 
 
 def _factor(ratio: float) -> str:

@@ -1,4 +1,4 @@
-"""Whether a machine is quiet enough to measure on, and whether what was measured scatters."""
+"""Warnings about a machine that is too busy to measure on, and about figures that scatter."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
-from mcr_plus.tuning.points import Point
+from mcr_plus.tuning.measurements import Sample
 
 _SAMPLE_S: Final = 0.3
 _BUSY: Final = 0.15  # of the processors' time; a quiet machine's own services take a few percent
 _SWITCHES: Final = 20.0  # times per second that a rank loses its core; quiet machines have one or two
 _WIDE: Final = 0.25  # half of a 95 % interval, relative to the median
-_OFTEN: Final = 0.2  # of the points
+_OFTEN: Final = 0.2  # of the samples
 
 
 def used_share() -> float:
-    """The share of this host's processor time in use while the caller sleeps; 0 if Linux does not say."""
+    """Return the share of this host's processor time in use while the caller sleeps; 0 if it is unknown."""
     before = _ticks()
     time.sleep(_SAMPLE_S)
     used, total = (after - start for after, start in zip(_ticks(), before, strict=True))
@@ -25,7 +25,7 @@ def used_share() -> float:
 
 
 def _ticks() -> tuple[int, int]:
-    """(used, all) clock ticks of all processors since the machine was started."""
+    """Return (used, all) clock ticks of all processors since the machine was started."""
     try:
         words = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
     except OSError:
@@ -35,7 +35,7 @@ def _ticks() -> tuple[int, int]:
 
 
 def busy_words(shares: Sequence[float]) -> list[str]:
-    """What is to be said before a measurement; `shares` are those of `used_share`, by rank."""
+    """Return warnings before a measurement; `shares` are those of `used_share`, by rank."""
     worst = max(range(len(shares)), key=lambda rank: shares[rank])
     if shares[worst] < _BUSY:
         return []
@@ -45,9 +45,9 @@ def busy_words(shares: Sequence[float]) -> list[str]:
     ]
 
 
-def scatter_words(points: Iterable[Point], switches: float) -> list[str]:
-    """What is to be said after it; `switches`: how often per second the worst rank lost its core."""
-    timed = [point.timing for point in points if point.timing is not None]
+def scatter_words(samples: Iterable[Sample], switches: float) -> list[str]:
+    """Return warnings after a measurement; `switches`: how often per second the worst rank lost its core."""
+    timed = [sample.timing for sample in samples if sample.timing is not None]
     wide = sum(timing.spread > _WIDE for timing in timed)
     words = []
     if timed and wide > _OFTEN * len(timed):

@@ -1,14 +1,12 @@
-"""Timing of all ways of doing one operation, in turns, until the answer is clear.
+"""Times all candidates for one operation, in turns, until the winner is clear.
 
-Each turn begins together on all ranks (a barrier), runs one way a number of times, and counts as one
-sample: the time of the slowest rank. Ways take turns in an order drawn anew each time, so that a machine
-that slows down slows all of them, and none always runs behind the same other one. What is decided here (when
-to stop, which way is too slow to go on with) follows from numbers that were exchanged, so all ranks decide
-alike.
+A turn begins with a barrier and runs one candidate a number of times; its result is the time per call of the
+slowest rank. The order of candidates is drawn anew in each round, so that a machine that slows down affects
+all of them, and none always follows the same other one. Decisions (when to stop, which candidate is too slow
+to continue) depend on numbers that were exchanged, so all ranks decide alike.
 
-With overlap, an asynchronous operation is started, a computation of about the operation's length runs,
-and then the operation is waited for: what counts is the time beyond the computation's own, the exposed
-time.
+With overlap, a rank starts an asynchronous operation, computes for about the operation's length, and then
+waits for the operation. The result is the exposed time: the time beyond that of the computation.
 """
 
 from __future__ import annotations
@@ -21,24 +19,24 @@ from typing import Final, cast
 
 import torch
 
-from mcr_plus.communicator import Communicator
-from mcr_plus.dispatch.work import Work
+from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.core.work import Work
 from mcr_plus.errors import McrError, Unsupported
-from mcr_plus.tuning.operations import Call, Cell, Subject
-from mcr_plus.tuning.statistics import Timing
+from mcr_plus.tables.statistics import Timing
+from mcr_plus.tuning.operations import BenchCase, Call, OpUnderTest
 
 _TURN_US: Final = 300.0  # a turn lasts at least this long: timer and barrier are then noise
 _CALLS: Final = 1024  # at most, in one turn
-_HOPELESS: Final = 8.0  # times as slow as the best: not worth many samples
-_LEAST_US: Final = 0.05  # what is exposed less than this cannot be told from nothing
+_HOPELESS: Final = 8.0  # times as slow as the best: not worth many turns
+_LEAST_US: Final = 0.05  # less exposed time than this is within the resolution
 _COMPUTE_US: Final = (5.0, 5000.0)
 
 
 @dataclass(frozen=True)
 class Effort:
-    """When to stop measuring a cell: after `seconds`, `most` turns, or once medians are known to `precision`.
+    """When to stop measuring a case: after `seconds`, `most` turns, or once medians are known to `precision`.
 
-    At least `least` turns are taken before precision counts, and one in any case.
+    At least `least` turns run before precision counts, and one in any case.
     """
 
     least: int = 9
@@ -49,17 +47,17 @@ class Effort:
 
 @dataclass
 class Outcome:
-    """What was measured of one cell: timings by way, and why a way has none."""
+    """The result for one case: timings by candidate, and the reason why a candidate has none."""
 
     timings: dict[str, Timing] = field(default_factory=dict)
     excluded: dict[str, str] = field(default_factory=dict)
 
 
 class Meter:
-    """Measures cells on the ranks of `control`; collective throughout.
+    """Measures cases on the ranks of `control`; collective throughout.
 
-    `control` is for what the measurement itself has to say; what is measured runs on a communicator that
-    `open_group` makes of the same ranks, and on another one after an operation has failed.
+    `control` carries the messages of the meter itself. The candidates run on a communicator that `open_group`
+    makes of the same ranks, and on a new one after an operation has failed.
     """
 
     def __init__(self, open_group: Callable[[], Communicator], control: Communicator, effort: Effort) -> None:
@@ -67,33 +65,33 @@ class Meter:
         self._comm = open_group()
         self._random = random.Random(0)  # all ranks draw the same orders
 
-    def measure(self, cell: Cell, ways: Sequence[str], *, overlap: bool = False) -> Outcome:
-        """Verify all ways, then time those that are right."""
+    def measure(self, case: BenchCase, candidates: Sequence[str], *, overlap: bool = False) -> Outcome:
+        """Verify all candidates, then time those with right results."""
         outcome = Outcome()
-        for way in ways:
-            problem = self._problem(Subject(self._comm, cell), way)
+        for candidate in candidates:
+            problem = self._problem(OpUnderTest(self._comm, case), candidate)
             if problem is not None:
-                outcome.excluded[way] = problem
-        subject = Subject(self._comm, cell)
-        right = [way for way in ways if way not in outcome.excluded]
+                outcome.excluded[candidate] = problem
+        op = OpUnderTest(self._comm, case)
+        right = [candidate for candidate in candidates if candidate not in outcome.excluded]
         if overlap:
-            self._time_overlapped(subject, right, outcome)
+            self._time_overlapped(op, right, outcome)
         else:
-            self._time({way: subject.call(way) for way in right}, outcome)
+            self._time({candidate: op.call(candidate) for candidate in right}, outcome)
         return outcome
 
-    def _problem(self, subject: Subject, way: str) -> str | None:
-        """What is wrong with a way on any rank; a refusal is an answer too."""
+    def _problem(self, op: OpUnderTest, candidate: str) -> str | None:
+        """Return the problem of a candidate on any rank (a wrong result, `Unsupported`); else None."""
         broken = False
         try:
-            mine = subject.verify(way)
+            mine = op.verify(candidate)
         except McrError as error:
             mine = f"{type(error).__name__}: {error}"
             broken = not isinstance(error, Unsupported)
-        told: list[tuple[str | None, bool]] = self._control.all_gather_object((mine, broken))
-        if any(each for _, each in told):
+        problems: list[tuple[str | None, bool]] = self._control.all_gather_object((mine, broken))
+        if any(each for _, each in problems):
             self._comm = self._open_group()
-        return next((text for text, _ in told if text is not None), None)
+        return next((text for text, _ in problems if text is not None), None)
 
     # -- timing -----------------------------------------------------------------------------------
 
@@ -103,59 +101,61 @@ class Meter:
         for call in calls.values():
             call()
         first = self._turns(dict.fromkeys(calls, 1), calls)
-        self._sample({way: _repeats(us) for way, us in first.items()}, calls, outcome)
+        self._sample({candidate: _repeats(us) for candidate, us in first.items()}, calls, outcome)
 
-    def _time_overlapped(self, subject: Subject, ways: Sequence[str], outcome: Outcome) -> None:
-        starts = {way: subject.start(way) for way in ways}
-        alone: dict[str, Call] = {way: _waited(start) for way, start in starts.items()}
+    def _time_overlapped(self, op: OpUnderTest, candidates: Sequence[str], outcome: Outcome) -> None:
+        starts = {candidate: op.start(candidate) for candidate in candidates}
+        alone: dict[str, Call] = {candidate: _waited(start) for candidate, start in starts.items()}
         if not alone:
             return
         for call in alone.values():
             call()
         once = self._turns(dict.fromkeys(alone, 3), alone)
         compute, us = self._computation(min(once.values()))
-        calls: dict[str, Call] = {way: _overlapped(start, compute) for way, start in starts.items()}
+        calls: dict[str, Call] = {
+            candidate: _overlapped(start, compute) for candidate, start in starts.items()
+        }
         calls[""] = compute
-        repeats = {way: _repeats(us + once.get(way, 0.0)) for way in calls}
-        samples = self._collect(repeats, calls)
-        busy = Timing.of(samples.pop("")).p50
-        for way, values in samples.items():
-            outcome.timings[way] = Timing.of([max(value - busy, _LEAST_US) for value in values])
+        repeats = {candidate: _repeats(us + once.get(candidate, 0.0)) for candidate in calls}
+        times = self._collect(repeats, calls)
+        busy = Timing.of(times.pop("")).p50
+        for candidate, values in times.items():
+            outcome.timings[candidate] = Timing.of([max(value - busy, _LEAST_US) for value in values])
 
     def _sample(self, repeats: Mapping[str, int], calls: Mapping[str, Call], outcome: Outcome) -> None:
-        for way, values in self._collect(repeats, calls).items():
-            outcome.timings[way] = Timing.of(values)
+        for candidate, values in self._collect(repeats, calls).items():
+            outcome.timings[candidate] = Timing.of(values)
 
     def _collect(self, repeats: Mapping[str, int], calls: Mapping[str, Call]) -> dict[str, list[float]]:
-        """Turns until all that can still win are known well enough; samples in microseconds by way."""
+        """Run turns until all promising candidates are known precisely; returns microseconds by candidate."""
         effort = self._effort
-        samples: dict[str, list[float]] = {way: [] for way in calls}
+        times: dict[str, list[float]] = {candidate: [] for candidate in calls}
         going = list(calls)
         began, elapsed = time.perf_counter(), 0.0
         for turn in range(effort.most):
             order = going.copy()
-            self._random.shuffle(order)  # whoever follows a slow way pays for it: not always the same one
-            mine = [self._turn(calls[way], repeats[way]) for way in order]
+            self._random.shuffle(order)  # a candidate pays for following a slow one: not always the same
+            mine = [self._turn(calls[candidate], repeats[candidate]) for candidate in order]
             *agreed, elapsed = self._slowest([*mine, time.perf_counter() - began])
-            for way, us in zip(order, agreed, strict=True):
-                samples[way].append(us)
+            for candidate, us in zip(order, agreed, strict=True):
+                times[candidate].append(us)
             if turn + 1 >= 3:
-                best = min(Timing.of(samples[way]).p50 for way in going if way)
-                going = [w for w in going if not w or Timing.of(samples[w]).p50 < _HOPELESS * best]
-            if elapsed > effort.seconds or (turn + 1 >= effort.least and self._known(samples, going)):
+                best = min(Timing.of(times[candidate]).p50 for candidate in going if candidate)
+                going = [w for w in going if not w or Timing.of(times[w]).p50 < _HOPELESS * best]
+            if elapsed > effort.seconds or (turn + 1 >= effort.least and self._known(times, going)):
                 break
-        return samples
+        return times
 
-    def _known(self, samples: Mapping[str, Sequence[float]], going: Sequence[str]) -> bool:
-        return all(Timing.of(samples[way]).spread <= self._effort.precision for way in going)
+    def _known(self, times: Mapping[str, Sequence[float]], going: Sequence[str]) -> bool:
+        return all(Timing.of(times[candidate]).spread <= self._effort.precision for candidate in going)
 
     def _turns(self, repeats: Mapping[str, int], calls: Mapping[str, Call]) -> dict[str, float]:
         return dict(zip(calls, self._slowest([self._turn(calls[w], repeats[w]) for w in calls]), strict=True))
 
     def _turn(self, call: Call, repeats: int) -> float:
-        """Microseconds per call on this rank."""
+        """Return the microseconds per call on this rank."""
         if repeats > 1:
-            call()  # what ran before has left caches and threads in some state
+            call()  # the previous turn has left caches and threads in another state
         self._control.barrier()
         began = time.perf_counter()
         for _ in range(repeats):
@@ -168,7 +168,7 @@ class Meter:
         return [float(value) for value in values]
 
     def _computation(self, us: float) -> tuple[Call, float]:
-        """Work for this rank's core that takes about `us`, the same number of steps on all ranks."""
+        """Return a computation of about `us` microseconds, the same on all ranks, and its microseconds."""
         values, factor = torch.zeros(2048), torch.ones(2048)
 
         def step() -> None:

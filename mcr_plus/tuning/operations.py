@@ -1,6 +1,6 @@
-"""One operation of one size as something that can be run, timed and verified.
+"""One operation of one size that can be run, timed and verified.
 
-A `Subject` owns the tensors of one cell (kind, bytes, dtype) on this rank; all ways of doing the
+An `OpUnderTest` owns the tensors of one case (kind, bytes, dtype) on this rank; all candidates of doing the
 operation work on the same tensors, so that none of them has a warmer cache. Timed calls move zeros: they
 stay zeros however often they are summed. Verification moves small integers that differ by rank and place,
 for which every dtype is exact, and compares with what NumPy makes of them in 64-bit integers.
@@ -10,30 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mcr_plus.communicator import Communicator
-from mcr_plus.dispatch.work import Work
-from mcr_plus.message import DTYPES, dtype_name
-from mcr_plus.selection.table import SHARED
+from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.core.kinds import DTYPES, PLAIN, REDUCING, SHARED, Kind, collective, dtype_name
+from mcr_plus.core.work import Work
 
-Kind = Literal[
-    "all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter",
-    "send", "barrier",
-]  # fmt: skip
-KINDS: Final[tuple[Kind, ...]] = (
-    "all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter",
-    "send", "barrier",
-)  # fmt: skip
+KINDS: Final[tuple[Kind, ...]] = tuple(kind for kind in PLAIN if kind != "recv")
 """`send` stands for a message there and back between neighbours; half of that is its time."""
 DTYPE_BY_NAME: Final = {dtype_name(dtype): dtype for dtype in DTYPES}
 
 TUNED: Final = "tuned"
-"""The way that names no backend: the pipeline decides."""
+"""The candidate without a backend: the pipeline decides."""
 TORCH: Final = "torch"
 """torch.distributed with its default process group, for comparison."""
 
@@ -43,8 +35,8 @@ _MODULUS: Final = 5
 
 
 @dataclass(frozen=True)
-class Cell:
-    """What is measured: `kind` of `nbytes` of `dtype` (a name), synchronous or not."""
+class BenchCase:
+    """One case to measure: `kind` of `nbytes` of `dtype` (a name), synchronous or not."""
 
     kind: Kind
     nbytes: int
@@ -53,51 +45,45 @@ class Cell:
 
 
 def whole_size(kind: str, nbytes: int, dtype: str, ranks: int) -> int:
-    """The closest size at or below `nbytes` that the operation can have: whole elements, equal parts."""
+    """Return the closest size at or below `nbytes` with whole elements and equal parts."""
     if kind == "barrier":
         return 0
     unit = DTYPE_BY_NAME[dtype].itemsize * (ranks if kind in SHARED else 1)
     return max(unit, nbytes // unit * unit)
 
 
-class Subject:
-    """The tensors of a cell on this rank, and the calls that work on them."""
+class OpUnderTest:
+    """The tensors of a case on this rank, and the calls that work on them."""
 
-    def __init__(self, comm: Communicator, cell: Cell) -> None:
-        self._comm, self._cell = comm, cell
-        self._dtype = DTYPE_BY_NAME[cell.dtype]
-        self._count = cell.nbytes // self._dtype.itemsize
-        part = self._count // comm.size if cell.kind in SHARED else self._count
-        lengths = {
-            "all_gather": (part, self._count),
-            "gather": (part, self._count),
-            "reduce_scatter": (self._count, part),
-            "scatter": (self._count, part),
-        }
-        given, gotten = lengths.get(cell.kind, (self._count, self._count))
+    def __init__(self, comm: Communicator, case: BenchCase) -> None:
+        self._comm, self._case = comm, case
+        self._dtype = DTYPE_BY_NAME[case.dtype]
+        self._count = case.nbytes // self._dtype.itemsize
+        part = self._count // comm.size if case.kind in SHARED else self._count
+        row = collective(case.kind)
+        given, gotten = (max(1, parts) * part for parts in row.parts(comm.size))
         self.source = torch.zeros(given, dtype=self._dtype)
-        in_place = cell.kind in ("all_reduce", "broadcast", "reduce")
-        self.target = self.source if in_place else torch.zeros(gotten, dtype=self._dtype)
+        self.target = self.source if row.in_place else torch.zeros(gotten, dtype=self._dtype)
 
-    # -- ways of doing it -------------------------------------------------------------------------
+    # -- calls ------------------------------------------------------------------------------------
 
-    def call(self, way: str) -> Call:
-        """The operation by `way`: a backend's name, `name:algorithm`, `tuned` or `torch`.
+    def call(self, candidate: str) -> Call:
+        """Return a call of the operation by `candidate`: a backend, `backend:algorithm`, `tuned` or `torch`.
 
-        Waits for what it has started, if it is asynchronous.
+        The call waits for an asynchronous operation.
         """
-        start = self.start(way)
-        if self._cell.kind == "send" or not self._cell.async_op:
+        start = self.start(candidate)
+        if self._case.kind == "send" or not self._case.async_op:
             return start
         return lambda: cast("Work", start()).wait()
 
-    def start(self, way: str) -> Call:
-        """As `call`, without waiting: an asynchronous operation returns its handle."""
-        if way == TORCH:
+    def start(self, candidate: str) -> Call:
+        """As `call`, without waiting: the call of an asynchronous operation returns its handle."""
+        if candidate == TORCH:
             return self._torch()
-        backend = None if way == TUNED else way
-        options: dict[str, Any] = {"backend": backend, "async_op": self._cell.async_op}
-        comm, source, target, kind = self._comm, self.source, self.target, self._cell.kind
+        backend = None if candidate == TUNED else candidate
+        options: dict[str, Any] = {"backend": backend, "async_op": self._case.async_op}
+        comm, source, target, kind = self._comm, self.source, self.target, self._case.kind
 
         def parts(tensor: torch.Tensor) -> list[torch.Tensor] | None:
             return list(tensor.view(comm.size, -1).unbind()) if comm.rank == 0 else None
@@ -125,7 +111,7 @@ class Subject:
         return calls[kind]()
 
     def _ping_pong(self, send: Callable[[int], object], recv: Callable[[int], object]) -> Call:
-        """There and back with the neighbour; a last rank without one has nothing to do."""
+        """Return an exchange with the neighbour, there and back; a no-op on a last rank without one."""
         rank = self._comm.rank
         peer = rank ^ 1
         if peer >= self._comm.size:
@@ -136,10 +122,10 @@ class Subject:
     def _torch(self) -> Call:
         import torch.distributed as dist
 
-        source, target, kind, size = self.source, self.target, self._cell.kind, self._comm.size
-        asynchronous = self._cell.async_op
+        source, target, kind, size = self.source, self.target, self._case.kind, self._comm.size
+        asynchronous = self._case.async_op
         root = self._comm.rank == 0
-        # Newer versions of torch have another name for each of the two, and warn of these.
+        # Newer versions of torch have another name for both, and warn about these.
         all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
         if kind == "send":
@@ -161,14 +147,14 @@ class Subject:
             return lambda: dist.gather(source, parts, 0, async_op=asynchronous)
         return lambda: dist.scatter(target, parts, 0, async_op=asynchronous)
 
-    # -- is it right? -----------------------------------------------------------------------------
+    # -- verification -----------------------------------------------------------------------------
 
-    def verify(self, way: str) -> str | None:
-        """Run the operation once on known values; what is wrong with the result, None if nothing is.
+    def verify(self, candidate: str) -> str | None:
+        """Run the operation once on known values; returns the problem of a wrong result, else None.
 
-        Collective. Leaves zeros behind. What the library raises is not caught.
+        Collective. The tensors are zeros afterwards. Errors of the library propagate.
         """
-        call, mine = self.call(way), self._comm.rank
+        call, mine = self.call(candidate), self._comm.rank
         self.source.copy_(torch.from_numpy(self._values(mine, self.source.numel())))
         if self.target is not self.source:
             self.target.fill_(3)
@@ -191,11 +177,11 @@ class Subject:
         return (np.arange(length, dtype=np.int64) * 7 + rank * 3 + np.arange(length) // 11) % modulus
 
     def _expected(self) -> _Integers | None:
-        """What this rank must hold in `target`; None where nothing is defined."""
-        kind, rank, size = self._cell.kind, self._comm.rank, self._comm.size
+        """Return the values that `target` must have on this rank; None if they are undefined."""
+        kind, rank, size = self._case.kind, self._comm.rank, self._comm.size
         given = [self._values(other, self.source.numel()) for other in range(size)]
         mine = slice(rank * self.target.numel(), (rank + 1) * self.target.numel())
-        if kind in ("all_reduce", "reduce", "reduce_scatter"):
+        if kind in REDUCING:
             total = np.minimum(sum(given), 1) if self._dtype is torch.bool else np.sum(given, axis=0)
             if kind == "reduce_scatter":
                 return np.asarray(total)[mine]

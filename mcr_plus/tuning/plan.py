@@ -1,11 +1,13 @@
-"""What to measure next: everything roughly, every size, what is in doubt again, and where winners change.
+"""The order of measurements: a coarse grid, all sizes, unclear ones again, and sizes where the winner
+changes.
 
-What decides about nothing comes last: whole times of asynchronous operations whose exposed time is measured.
+Whole times of asynchronous operations whose exposed time is measured come last, since no rule uses them.
 
-Pure: what was measured comes in, the next cell goes out, so that a run can stop and go on anywhere and always
-has a table to show. Sizes of one stage are gone through over all kinds: the largest, the smallest, then the
-middles of what lies between, so that a small budget measures a few sizes over the whole range. A time that
-cannot be is measured again at once.
+The functions are pure: samples come in and the next task goes out, so that a run can stop and continue
+anywhere and always has a table. The sizes of one stage are measured over all kinds in the order smallest,
+largest, then the middles between, so that a small budget covers the whole range. Of the first sizes, those
+come first for which the budget has time in all kinds, and no task is started that does not fit into the
+budget. An impossible time is measured again at once.
 """
 
 from __future__ import annotations
@@ -17,115 +19,142 @@ from itertools import chain, pairwise
 from math import inf, sqrt
 from typing import Final
 
-from mcr_plus.tuning.operations import Cell, Kind, whole_size
-from mcr_plus.tuning.points import Point, settled
-from mcr_plus.tuning.statistics import Timing
-from mcr_plus.units import Range, size_words
+from mcr_plus.core.kinds import Kind
+from mcr_plus.core.units import Range, size_words
+from mcr_plus.tables.statistics import Timing
+from mcr_plus.tuning.measurements import Sample, median_of_repeats
+from mcr_plus.tuning.operations import BenchCase, whole_size
 
-_COARSE: Final = 4  # of so many powers of two the first stage takes one
-_DOUBT: Final = 1.5  # a size that takes so many times as long as a larger one was disturbed, most likely
-_NONSENSE: Final = 8  # one that takes so many times as long as a larger one says nothing at all
-_DISTURBED: Final = 5  # so often at most is it measured: the median counts
-_CONTESTED: Final = 3  # so often at most is a size measured at which no way has clearly won
-_CLOSE: Final = 1.3  # two sizes with different winners that are closer than this are not divided further
-_TIE: Final = 1.03  # to win by less than this does not matter
+_SHARE: Final = 0.5  # of the rest of a budget, for one size over all kinds
+_COARSE: Final = 4  # the first stage measures every fourth power of two
+_DOUBT: Final = 1.5  # times as long as a larger size: most likely disturbed
+_NONSENSE: Final = 8  # times as long as a larger size: useless
+_DISTURBED: Final = 5  # limit of measurements of a disturbed size: the median counts
+_CONTESTED: Final = 3  # limit of measurements of a size without a clear winner
+_CLOSE: Final = 1.3  # ratio of sizes with different winners below which none is measured between them
+_TIE: Final = 1.03  # a smaller ratio of times is a tie
 
 
 @dataclass(frozen=True)
 class Task:
-    """A cell to measure, and the manner: `overlap` beside a computation."""
+    """A case to measure; `overlap`: its exposed time beside a computation."""
 
-    cell: Cell
+    case: BenchCase
     overlap: bool = False
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a table shall be about. Sizes in bytes, both ends included.
+    """The operations that a table shall cover. Sizes in bytes, both ends included.
 
-    `ways`: the libraries to compare; `algorithms`: further ways of a kind, `library:algorithm`; `spans`: the
-    sizes that a way is for, all where it is not named.
+    `libraries`: candidates for all kinds; `algorithms`: further candidates of a kind, `library:algorithm`;
+    `spans`: the sizes that a candidate supports, where it does not support all.
     """
 
     kinds: tuple[Kind, ...]
     smallest: int
     largest: int
     ranks: int
-    ways: tuple[str, ...]
+    libraries: tuple[str, ...]
     dtypes: tuple[str, ...] = ("float32",)
     asynchronous: bool = True
     overlap: bool = True
     algorithms: Mapping[Kind, tuple[str, ...]] = field(default_factory=dict)
     spans: Mapping[str, Range] = field(default_factory=dict)
 
-    def ways_of(self, cell: Cell) -> tuple[str, ...]:
-        """All that is compared for a kind, at a size."""
-        ways = (*self.ways, *self.algorithms.get(cell.kind, ()))
-        return tuple(way for way in ways if self.serves(way, cell.nbytes))
+    def candidates_for(self, case: BenchCase) -> tuple[str, ...]:
+        """Return the candidates for a case."""
+        candidates = (*self.libraries, *self.algorithms.get(case.kind, ()))
+        return tuple(candidate for candidate in candidates if self.supports(candidate, case.nbytes))
 
-    def serves(self, way: str, nbytes: int) -> bool:
-        """Whether a way is for operations of a size."""
-        return way not in self.spans or self.spans[way].covers(nbytes)
+    def supports(self, candidate: str, nbytes: int) -> bool:
+        """Whether a candidate supports operations of a size."""
+        return candidate not in self.spans or self.spans[candidate].covers(nbytes)
 
     def manners(self, kind: Kind) -> list[tuple[bool, bool]]:
-        """(async_op, overlap) of the manners that decide about a kind; messages have one."""
+        """Return (async_op, overlap) of the manners that the rules of a kind use; messages have one."""
         if kind == "send" or not self.asynchronous:
             return [(False, False)]
         return [(False, False), (True, self.overlap)]
 
     def further(self, kind: Kind) -> list[tuple[bool, bool]]:
-        """(async_op, overlap) of what is measured to be known, and decides about nothing."""
+        """Return (async_op, overlap) of the manners that are measured although no rule uses them."""
         return [(True, False)] if (True, True) in self.manners(kind) else []
 
-    def relevant(self, points: Iterable[Point]) -> list[Point]:
-        """Of points from earlier runs, those of our libraries and manners; of all kinds and sizes."""
+    def relevant(self, samples: Iterable[Sample]) -> list[Sample]:
+        """Return the samples of this request's candidates and manners, of all kinds and sizes."""
         return [
-            point
-            for point in points
-            if point.way in self.ways_of(point.cell)
-            and (point.cell.async_op, point.overlap)
-            in (*self.manners(point.cell.kind), *self.further(point.cell.kind))
+            sample
+            for sample in samples
+            if sample.candidate in self.candidates_for(sample.case)
+            and (sample.case.async_op, sample.overlap)
+            in (*self.manners(sample.case.kind), *self.further(sample.case.kind))
         ]
 
 
-def next_task(request: Request, points: Sequence[Point], *, further: bool = True) -> Task | None:
-    """The first task that has not been done, or must be again; None if there is none.
+def next_task(
+    request: Request,
+    samples: Sequence[Sample],
+    *,
+    further: bool = True,
+    left: float = inf,
+    expected: Callable[[Task], float] = lambda _: 0.0,
+) -> Task | None:
+    """Return the first task that has not been done, or must be repeated; None if there is none.
 
-    Without `further`, of those that decide about something: None if the table is complete.
+    Without `further`, only tasks that rules use count: None if the table is complete. `left`: seconds of the
+    budget; tasks that are `expected` to take longer are skipped.
     """
-    points = request.relevant(points)
-    counts = Counter((Task(point.cell, point.overlap), point.way) for point in points)
-    # A library that an earlier run did not have leaves its sizes to be measured, by all in turns.
-    done = {task: min(counts[task, way] for way in request.ways_of(task.cell)) for task, _ in counts}
-    absurd = (task for task in _absurd(request, points) if done[task] < _DISTURBED)
-    fresh = (task for task in _grid(request) if not done.get(task))
-    again = (task for task, most in _doubtful(request, points) if done[task] < most)
-    between = (task for task in _refinements(request, points) if not done.get(task))
+    samples = request.relevant(samples)
+    counts = Counter((Task(sample.case, sample.overlap), sample.candidate) for sample in samples)
+    # If an earlier run lacked a library, all candidates are measured again at its sizes, in turns.
+    done = {
+        task: min(counts[task, candidate] for candidate in request.candidates_for(task.case))
+        for task, _ in counts
+    }
+    absurd = (task for task in _absurd(request, samples) if done[task] < _DISTURBED)
+    fresh = (task for task in _grid(request, done, left, expected) if not done.get(task))
+    again = (task for task, most in _doubtful(request, samples) if done[task] < most)
+    between = (task for task in _refinements(request, samples) if not done.get(task))
     last = (task for task in _further(request) if further and not done.get(task))
-    return next(chain(absurd, fresh, again, between, last), None)
+    return next((t for t in chain(absurd, fresh, again, between, last) if expected(t) <= left), None)
 
 
-def stages(request: Request) -> int:
-    """How many tasks there are before winners are looked at, for a progress bar."""
-    return len({*_grid(request), *_further(request)})
+def coverage(request: Request, samples: Iterable[Sample]) -> tuple[int, int]:
+    """Return (measured, all) combinations of operation, manner and size that every table has."""
+    planned = set(whole_grid(request))
+    return len(planned & {Task(sample.case, sample.overlap) for sample in samples}), len(planned)
 
 
-def coverage(request: Request, points: Iterable[Point]) -> tuple[int, int]:
-    """(measured, all) of the combinations of operation, manner and size that every table has."""
-    planned = {*_grid(request)}
-    return len(planned & {Task(point.cell, point.overlap) for point in points}), len(planned)
+def whole_grid(request: Request) -> list[Task]:
+    """Return the tasks that every table has."""
+    tasks = (_of_size(request, size, request.manners) for size in _powers(request))
+    return list(dict.fromkeys(chain.from_iterable(tasks)))
 
 
-def _grid(request: Request) -> Iterator[Task]:
-    sizes = _powers(request)
-    for chosen in (sorted({*sizes[::_COARSE], sizes[-1]}), sizes):
-        for size in _spread(chosen):
+def rough_grid(request: Request) -> dict[int, list[Task]]:
+    """Return the tasks of the first sizes that every table has, by size in ascending order."""
+    return {size: list(_of_size(request, size, request.manners)) for size in _rough_sizes(request)}
+
+
+def _grid(
+    request: Request, done: Mapping[Task, int], left: float, expected: Callable[[Task], float]
+) -> Iterator[Task]:
+    rough = rough_grid(request)
+    costs = {size: sum(expected(t) for t in tasks if not done.get(t)) for size, tasks in rough.items()}
+    for sizes in ([size for size in rough if costs[size] <= _SHARE * left], list(rough), _powers(request)):
+        for size in _spread(sizes):
             yield from _of_size(request, size, request.manners)
 
 
+def _rough_sizes(request: Request) -> list[int]:
+    sizes = _powers(request)
+    return sorted({*sizes[::_COARSE], sizes[-1]})
+
+
 def _spread(sizes: Sequence[int]) -> list[int]:
-    """The largest, the smallest, and then the middles of what lies between."""
-    order, between = [sizes[-1], sizes[0]], deque([(0, len(sizes) - 1)])
+    """Return the smallest size, the largest, and then the middles between neighbours."""
+    order, between = [*sizes[:1], *sizes[-1:]], deque([(0, len(sizes) - 1)])
     while between:
         low, high = between.popleft()
         middle = (low + high) // 2
@@ -147,9 +176,9 @@ def _of_size(
         for dtype in request.dtypes:
             nbytes = whole_size(kind, size, dtype, request.ranks)
             for async_op, overlap in manners(kind):
-                cell = Cell(kind, nbytes, dtype, async_op)
-                if request.ways_of(cell):
-                    yield Task(cell, overlap)
+                case = BenchCase(kind, nbytes, dtype, async_op)
+                if request.candidates_for(case):
+                    yield Task(case, overlap)
 
 
 def _powers(request: Request) -> list[int]:
@@ -161,61 +190,63 @@ def _powers(request: Request) -> list[int]:
     return sizes or [request.largest]
 
 
-def _curves(request: Request, points: Sequence[Point]) -> Iterator[tuple[Task, dict[int, dict[str, Timing]]]]:
-    """What was measured of each operation, by size; the task's own size means nothing."""
-    apart: dict[Task, list[Point]] = {}
-    for point in points:
-        apart.setdefault(Task(replace(point.cell, nbytes=0), point.overlap), []).append(point)
+def _curves(
+    request: Request, samples: Sequence[Sample]
+) -> Iterator[tuple[Task, dict[int, dict[str, Timing]]]]:
+    """Yield the timings of each operation by size; the size of the task itself is 0."""
+    apart: dict[Task, list[Sample]] = {}
+    for sample in samples:
+        apart.setdefault(Task(replace(sample.case, nbytes=0), sample.overlap), []).append(sample)
     for kind in request.kinds:
         for dtype in request.dtypes:
             for async_op, overlap in request.manners(kind):
-                like = Task(Cell(kind, 0, dtype, async_op), overlap)
-                yield like, by_size(apart.get(like, ()), like.cell, overlap)
+                like = Task(BenchCase(kind, 0, dtype, async_op), overlap)
+                yield like, by_size(apart.get(like, ()), like.case, overlap)
 
 
-def _doubtful(request: Request, points: Sequence[Point]) -> Iterator[tuple[Task, int]]:
-    """What is worth measuring again, and how often in all at most."""
-    for like, found in _curves(request, points):
+def _doubtful(request: Request, samples: Sequence[Sample]) -> Iterator[tuple[Task, int]]:
+    """Yield disturbed and contested tasks, and the limit of their measurements."""
+    for like, found in _curves(request, samples):
         sizes = sorted(found)
         for low, high in pairwise(sizes):
             if _disturbed(found[low], found[high]):
-                yield Task(replace(like.cell, nbytes=low), like.overlap), _DISTURBED
+                yield Task(replace(like.case, nbytes=low), like.overlap), _DISTURBED
         for size in sizes:
             if _contested(found[size]):
-                yield Task(replace(like.cell, nbytes=size), like.overlap), _CONTESTED
+                yield Task(replace(like.case, nbytes=size), like.overlap), _CONTESTED
 
 
-def _absurd(request: Request, points: Sequence[Point]) -> Iterator[Task]:
-    """Of the operation that was measured last, so that there never is another."""
-    if not points or points[-1].overlap:  # what is exposed need not grow with the size
+def _absurd(request: Request, samples: Sequence[Sample]) -> Iterator[Task]:
+    """Yield impossible times of the latest operation; those of earlier ones have been repeated already."""
+    if not samples or samples[-1].overlap:  # exposed time need not grow with the size
         return
-    cell = points[-1].cell
-    if cell.kind not in request.kinds or cell.dtype not in request.dtypes:
+    case = samples[-1].case
+    if case.kind not in request.kinds or case.dtype not in request.dtypes:
         return
-    alike = [each for each in points if replace(each.cell, nbytes=0) == replace(cell, nbytes=0)]
-    for size in nonsense(by_size(alike, cell, overlap=False)):
-        yield Task(replace(cell, nbytes=size))
+    alike = [each for each in samples if replace(each.case, nbytes=0) == replace(case, nbytes=0)]
+    for size in nonsense(by_size(alike, case, overlap=False)):
+        yield Task(replace(case, nbytes=size))
 
 
 def nonsense(found: Mapping[int, Mapping[str, Timing]]) -> dict[int, list[str]]:
-    """The ways, by size, that took many times as long as at a larger size; for whole times, not exposed."""
+    """Return candidates by size that took many times as long as at a larger size; for whole times only."""
     least: dict[str, float] = {}
     odd: dict[int, list[str]] = {}
     for size in sorted(found, reverse=True):
-        for way, timing in found[size].items():
-            if timing.p50 > _NONSENSE * least.get(way, inf):
-                odd.setdefault(size, []).append(way)
-            least[way] = min(timing.p50, least.get(way, inf))
+        for candidate, timing in found[size].items():
+            if timing.p50 > _NONSENSE * least.get(candidate, inf):
+                odd.setdefault(size, []).append(candidate)
+            least[candidate] = min(timing.p50, least.get(candidate, inf))
     return odd
 
 
-def impossible(request: Request, points: Sequence[Point]) -> list[str]:
-    """What `nonsense` finds of each operation, as `all_reduce 8 B by mpi`."""
+def impossible(request: Request, samples: Sequence[Sample]) -> list[str]:
+    """Return the results of `nonsense` for each operation, as `all_reduce 8 B by mpi`."""
     return [
-        f"{like.cell.kind}{' async' if like.cell.async_op else ''} {size_words(size)} by {', '.join(ways)}"
-        for like, found in _curves(request, request.relevant(points))
+        f"{like.case.kind}{' async' if like.case.async_op else ''} {size_words(size)} by {', '.join(names)}"
+        for like, found in _curves(request, request.relevant(samples))
         if not like.overlap
-        for size, ways in sorted(nonsense(found).items())
+        for size, names in sorted(nonsense(found).items())
     ]
 
 
@@ -224,37 +255,40 @@ def _contested(timings: Mapping[str, Timing]) -> bool:
 
 
 def _disturbed(smaller: Mapping[str, Timing], larger: Mapping[str, Timing]) -> bool:
-    return any(smaller[way].p50 > _DOUBT * larger[way].p50 for way in smaller.keys() & larger.keys())
+    return any(
+        smaller[candidate].p50 > _DOUBT * larger[candidate].p50
+        for candidate in smaller.keys() & larger.keys()
+    )
 
 
-def _refinements(request: Request, points: Sequence[Point]) -> Iterator[Task]:
-    """Sizes between neighbours with different winners."""
-    for like, found in _curves(request, points):
+def _refinements(request: Request, samples: Sequence[Sample]) -> Iterator[Task]:
+    """Yield tasks at sizes between neighbours with different winners."""
+    for like, found in _curves(request, samples):
         for low, high in pairwise(sorted(found)):
-            middle = whole_size(like.cell.kind, round(sqrt(low * high)), like.cell.dtype, request.ranks)
-            cell = replace(like.cell, nbytes=middle)
+            middle = whole_size(like.case.kind, round(sqrt(low * high)), like.case.dtype, request.ranks)
+            case = replace(like.case, nbytes=middle)
             apart = low < middle < high and high / low > _CLOSE and _differ(found[low], found[high])
-            if apart and request.ways_of(cell):
-                yield Task(cell, like.overlap)
+            if apart and request.candidates_for(case):
+                yield Task(case, like.overlap)
 
 
-def by_size(points: Sequence[Point], like: Cell, overlap: bool) -> dict[int, dict[str, Timing]]:
-    """Timings by size and way, of the cells that differ from `like` in size only."""
+def by_size(samples: Sequence[Sample], like: BenchCase, overlap: bool) -> dict[int, dict[str, Timing]]:
+    """Return timings by size and candidate of the cases that differ from `like` in size only."""
     found: dict[int, dict[str, Timing]] = {}
-    for point in settled(points):
-        cell = point.cell
-        alike = (cell.kind, cell.dtype, cell.async_op) == (like.kind, like.dtype, like.async_op)
-        if alike and point.overlap == overlap and point.timing is not None:
-            found.setdefault(cell.nbytes, {})[point.way] = point.timing
+    for sample in median_of_repeats(samples):
+        case = sample.case
+        alike = (case.kind, case.dtype, case.async_op) == (like.kind, like.dtype, like.async_op)
+        if alike and sample.overlap == overlap and sample.timing is not None:
+            found.setdefault(case.nbytes, {})[sample.candidate] = sample.timing
     return found
 
 
 def _differ(one: Mapping[str, Timing], other: Mapping[str, Timing]) -> bool:
-    """Whether no way may be (nearly) the best at both sizes."""
+    """Whether no candidate is possibly (nearly) the best at both sizes."""
     return not _good(one) & _good(other)
 
 
 def _good(timings: Mapping[str, Timing]) -> set[str]:
-    """The ways that have not been shown to be slower than the best by more than matters."""
+    """Return the candidates that are not significantly slower than the best."""
     best = min(timings.values(), key=lambda timing: timing.p50)
-    return {way for way, timing in timings.items() if timing.low <= _TIE * best.high}
+    return {candidate for candidate, timing in timings.items() if timing.low <= _TIE * best.high}

@@ -1,4 +1,4 @@
-"""Pictures of what was measured: time by size, one panel per operation, and above it the choice."""
+"""Plots of measurements: time by size, one panel per operation, and the choice above it."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from math import ceil, log2
 from pathlib import Path
 from typing import Any, Final
 
+from mcr_plus.api.record_plot import COLOURS, ENDINGS
+from mcr_plus.core.units import size_words
 from mcr_plus.errors import BackendUnavailable, ConfigError
-from mcr_plus.observe.plot import COLOURS, ENDINGS
-from mcr_plus.selection.table import BUILT_IN, Query, Table
+from mcr_plus.tables.table import BUILT_IN, Query, Table
+from mcr_plus.tuning.measurements import Sample, median_of_repeats
 from mcr_plus.tuning.operations import TORCH, TUNED
-from mcr_plus.tuning.points import Point, settled
-from mcr_plus.units import size_words
 
-# Colour, marker and width differ, so that curves that lie on each other can be told apart.
+# Colour, marker and width differ, so that overlapping curves can be distinguished.
 _MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X")
 _WIDTHS: Final = (3.2, 2.4, 1.7, 1.2)
-_NARROW: Final = 0.17  # of a panel's width: a shorter stretch has no room for the choice's name
+_NARROW: Final = 0.17  # of a panel's width: a shorter range has no room for the name of the choice
 _STRIP: Final = 0.07  # of a panel's height
 _MANNERS: Final = ((False, False, "sync"), (True, False, "async"), (True, True, "async, exposed time"))
 
 Figures = tuple[float, float, float]
 """(low, median, high) microseconds."""
 Curves = Mapping[str, Mapping[int, Figures]]
-"""By size, for each way."""
+"""Figures by candidate and size."""
 
 
 @dataclass(frozen=True)
 class _Panel:
-    """`chosen`: what the table names, as (from this size on, way), by size."""
+    """One plot; `chosen`: the choices of the table as (first size, candidate), by size."""
 
     title: str
     curves: Curves
@@ -43,7 +43,7 @@ class _Panel:
 
 
 def check_available(path: Path) -> None:
-    """Raise before anything is measured if no picture can be drawn to `path`."""
+    """Raise if no plot can be drawn to `path`; called before anything is measured."""
     if path.suffix.lower() not in ENDINGS:
         raise ConfigError(f"--plot: {path}: unknown ending {path.suffix!r}; known: {', '.join(ENDINGS)}")
     if not path.absolute().parent.is_dir():
@@ -52,23 +52,23 @@ def check_available(path: Path) -> None:
         raise BackendUnavailable("--plot needs matplotlib; pip install 'mcr_plus[plot]' brings it")
 
 
-def plot_tuning(table: Table, points: Sequence[Point], path: Path) -> int:
-    """Draw every operation's curves with 95 % intervals, and what the table chooses.
+def plot_tuning(table: Table, samples: Sequence[Sample], path: Path) -> int:
+    """Draw the curves of every operation with 95 % intervals, and the choices of the table.
 
     Returns the number of panels.
     """
     ranks = next((int(v) for v in table.fingerprint.get("ranks", ()) if v.isdigit()), 2)
     nodes = next((int(v) for v in table.fingerprint.get("nodes", ()) if v.isdigit()), 1)
-    operations = dict.fromkeys((point.cell.kind, point.cell.dtype) for point in points)
+    operations = dict.fromkeys((sample.case.kind, sample.case.dtype) for sample in samples)
     several = len({dtype for kind, dtype in operations if kind != "barrier"}) > 1
-    exposed = any(point.overlap for point in points)
+    exposed = any(sample.overlap for sample in samples)
     rows: list[list[_Panel]] = []
     for kind, dtype in operations:
         row: list[_Panel] = []
         for async_op, overlap, manner in _MANNERS:
             if async_op != overlap and exposed:
-                continue  # the choice follows the exposed time: two panels would say two things
-            curves = _curves(points, kind, dtype, async_op, overlap)
+                continue  # the choice follows the exposed time; whole times would contradict it
+            curves = _curves(samples, kind, dtype, async_op, overlap)
             if not curves:
                 continue
             title = f"{kind}{f' {dtype}' if several else ''}{'' if kind == 'send' else f', {manner}'}"
@@ -82,7 +82,7 @@ def plot_tuning(table: Table, points: Sequence[Point], path: Path) -> int:
 
 
 def plot_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> int:
-    """Draw the rows of `mcr-plus bench`, with their 20th and 80th percentiles; return how many panels."""
+    """Draw the rows of `mcr-plus bench`, with the 20th and 80th percentiles; return the number of panels."""
     curves: dict[str, dict[str, dict[int, Figures]]] = {}
     for row in rows:
         if row["verified"]:
@@ -93,33 +93,37 @@ def plot_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> int:
     return _draw(panels, path, f"{where}: p50, and p20 to p80")
 
 
-def _curves(points: Sequence[Point], kind: str, dtype: str, async_op: bool, overlap: bool) -> Curves:
+def _curves(samples: Sequence[Sample], kind: str, dtype: str, async_op: bool, overlap: bool) -> Curves:
     curves: dict[str, dict[int, Figures]] = {}
-    for point in settled(points):
-        cell = point.cell
-        alike = (cell.kind, cell.dtype, cell.async_op, point.overlap) == (kind, dtype, async_op, overlap)
-        if alike and point.timing is not None:
-            timing = point.timing
-            curves.setdefault(point.way, {})[point.cell.nbytes] = (timing.low, timing.p50, timing.high)
+    for sample in median_of_repeats(samples):
+        case = sample.case
+        alike = (case.kind, case.dtype, case.async_op, sample.overlap) == (kind, dtype, async_op, overlap)
+        if alike and sample.timing is not None:
+            timing = sample.timing
+            curves.setdefault(sample.candidate, {})[sample.case.nbytes] = (
+                timing.low,
+                timing.p50,
+                timing.high,
+            )
     return curves
 
 
 def _chosen(table: Table, query: Query) -> list[tuple[int, str]]:
-    """Where the table's choice changes, as its rules say, which is between the sizes that were measured."""
+    """Return the sizes at which the choice of the table changes; they lie between measured ones."""
     ends = {end for rule in table.rules if rule.key.kind == query.kind for end in (rule.lo, rule.hi or 0)} | {
         0
     }
     found: list[tuple[int, str]] = []
     for size in sorted(ends):
         rule = table.lookup(query._replace(nbytes=size))
-        way = BUILT_IN if rule is None else rule.backend
-        if not found or found[-1][1] != way:
-            found.append((size, way))
+        candidate = BUILT_IN if rule is None else rule.backend
+        if not found or found[-1][1] != candidate:
+            found.append((size, candidate))
     return found
 
 
 def _draw(rows: Sequence[Sequence[_Panel]], path: Path, subtitle: str) -> int:
-    """A row of `rows` is one operation; its panels stand side by side."""
+    """Draw panels to `path`. A row of `rows` is one operation, with its panels side by side."""
     if not rows:
         raise ConfigError(f"--plot: {path}: nothing to draw; no operation was measured with a right result")
     from matplotlib.figure import Figure
@@ -129,8 +133,8 @@ def _draw(rows: Sequence[Sequence[_Panel]], path: Path, subtitle: str) -> int:
     columns, lines = beside * wide, ceil(len(rows) / beside)
     figure = Figure(figsize=(max(6.0, 4.4 * columns), 3.3 * lines + 1.0), layout="constrained")
     axes = figure.subplots(lines, columns, squeeze=False)
-    ways = list(dict.fromkeys(way for row in rows for panel in row for way in panel.curves))
-    styles = {way: _style(way, index) for index, way in enumerate(ways)}
+    candidates = list(dict.fromkeys(candidate for row in rows for panel in row for candidate in panel.curves))
+    styles = {candidate: _style(candidate, index) for index, candidate in enumerate(candidates)}
     handles: dict[str, Any] = {}
     for index in range(lines * beside):
         row = rows[index] if index < len(rows) else ()
@@ -140,29 +144,31 @@ def _draw(rows: Sequence[Sequence[_Panel]], path: Path, subtitle: str) -> int:
                 handles = _panel(axis, row[place], styles) | handles
             else:
                 axis.set_visible(False)
-    if any(len(panel.sizes) > 1 for row in rows for panel in row):  # others name the ways below them
+    if any(
+        len(panel.sizes) > 1 for row in rows for panel in row
+    ):  # panels of one size name the candidates on their axis
         figure.legend(
-            [handles[way] for way in ways], ways, loc="outside lower center",
-            ncols=min(len(ways), 2 * columns + 1), frameon=False, handlelength=4,
+            [handles[candidate] for candidate in candidates], candidates, loc="outside lower center",
+            ncols=min(len(candidates), 2 * columns + 1), frameon=False, handlelength=4,
         )  # fmt: skip
     figure.suptitle(f"Time by message size, {subtitle}", fontsize=11)
     figure.savefig(path, dpi=130, bbox_inches="tight")
     return sum(len(row) for row in rows)
 
 
-def _style(way: str, index: int) -> dict[str, Any]:
+def _style(candidate: str, index: int) -> dict[str, Any]:
     style = {
-        "color": "#000000" if way == TUNED else COLOURS[index % len(COLOURS)],
+        "color": "#000000" if candidate == TUNED else COLOURS[index % len(COLOURS)],
         "marker": _MARKERS[index % len(_MARKERS)],
         "lw": _WIDTHS[min(index, len(_WIDTHS) - 1)],
-        "linestyle": {TUNED: "--", TORCH: ":"}.get(way, "-"),
+        "linestyle": {TUNED: "--", TORCH: ":"}.get(candidate, "-"),
         "ms": 5,
     }
-    return {**style, "mfc": "white"} if way in (TUNED, TORCH) else style
+    return {**style, "mfc": "white"} if candidate in (TUNED, TORCH) else style
 
 
 def _panel(axis: Any, panel: _Panel, styles: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Draw one operation; return what the legend shows of each way."""
+    """Draw one operation; return the handles of the legend by candidate."""
     sizes = panel.sizes
     axis.set_ylabel("µs")
     axis.set_yscale("log")
@@ -182,13 +188,13 @@ def _panel(axis: Any, panel: _Panel, styles: Mapping[str, Mapping[str, Any]]) ->
 
 
 def _lines(axis: Any, panel: _Panel, styles: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Times along the sizes, and in a strip above them what the table chooses."""
+    """Draw times along the sizes, and the choices of the table in a strip above them."""
     handles: dict[str, Any] = {}
-    for way, curve in panel.curves.items():
+    for candidate, curve in panel.curves.items():
         own = sorted(curve)
         low, middle, high = zip(*(curve[size] for size in own), strict=True)
-        handles[way] = axis.plot(own, middle, **styles[way])[0]
-        axis.fill_between(own, low, high, color=styles[way]["color"], alpha=0.13, lw=0)
+        handles[candidate] = axis.plot(own, middle, **styles[candidate])[0]
+        axis.fill_between(own, low, high, color=styles[candidate]["color"], alpha=0.13, lw=0)
     sizes = panel.sizes
     axis.set_xscale("log", base=2)
     axis.set_xlabel("size", fontsize=8)
@@ -201,7 +207,7 @@ def _lines(axis: Any, panel: _Panel, styles: Mapping[str, Mapping[str, Any]]) ->
 
 
 def _strip(axis: Any, chosen: Sequence[tuple[int, str]], styles: Mapping[str, Mapping[str, Any]]) -> None:
-    """The choice along the sizes, from and to the bytes that the table's rules say."""
+    """Draw the choices along the sizes, with the limits of the rules."""
     if not chosen:
         return
     from matplotlib.patches import Rectangle
@@ -209,19 +215,24 @@ def _strip(axis: Any, chosen: Sequence[tuple[int, str]], styles: Mapping[str, Ma
     low, high = axis.get_xlim()
     bottom, top = axis.get_ylim()
     axis.set_ylim(bottom, top * (top / bottom) ** (1.3 * _STRIP))
-    for index, (start, way) in enumerate(chosen):
+    for index, (start, candidate) in enumerate(chosen):
         end = chosen[index + 1][0] if index + 1 < len(chosen) else high
         left, right = max(start, low), min(end, high)
-        if way not in styles or left >= right:
+        if candidate not in styles or left >= right:
             continue
         place, length = (log2(each / low) / log2(high / low) for each in (left, low * right / left))
         box = Rectangle(
-            (place, 1 - _STRIP), length, _STRIP, transform=axis.transAxes, color=styles[way]["color"], lw=0
+            (place, 1 - _STRIP),
+            length,
+            _STRIP,
+            transform=axis.transAxes,
+            color=styles[candidate]["color"],
+            lw=0,
         )
         axis.add_patch(box)
         if length >= _NARROW:
             axis.text(
-                place + length / 2, 1 - _STRIP / 2, way, transform=axis.transAxes, fontsize=7,
+                place + length / 2, 1 - _STRIP / 2, candidate, transform=axis.transAxes, fontsize=7,
                 ha="center", va="center", color="white", fontweight="bold",
             )  # fmt: skip
         if start > low:
@@ -233,15 +244,17 @@ def _strip(axis: Any, chosen: Sequence[tuple[int, str]], styles: Mapping[str, Ma
 
 
 def _dots(axis: Any, panel: _Panel, styles: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """One size alone, or an operation without data: the ways side by side, the chosen one by name."""
+    """Draw a single size, or an operation without data: candidates side by side, the choice labelled."""
     handles: dict[str, Any] = {}
     (size,) = panel.sizes
-    choice = next((way for start, way in reversed(panel.chosen) if start <= size), None)
-    for place, (way, curve) in enumerate(panel.curves.items()):
+    choice = next((candidate for start, candidate in reversed(panel.chosen) if start <= size), None)
+    for place, (candidate, curve) in enumerate(panel.curves.items()):
         low, middle, high = curve[size]
         error = [[middle - low], [high - middle]]
-        handles[way] = axis.errorbar(place, middle, error, **{**styles[way], "ms": 8, "capsize": 4})
-    names = [f"{way}\n(chosen)" if way == choice else way for way in panel.curves]
+        handles[candidate] = axis.errorbar(
+            place, middle, error, **{**styles[candidate], "ms": 8, "capsize": 4}
+        )
+    names = [f"{candidate}\n(chosen)" if candidate == choice else candidate for candidate in panel.curves]
     axis.set_xticks(range(len(names)), names)
     axis.set_xlim(-0.6, len(names) - 0.4)
     return handles

@@ -1,7 +1,7 @@
 """A rank of a tuning or benchmark job: `python -m mcr_plus.tuning.worker REQUEST.json`.
 
-`mcr-plus tune` and `mcr-plus bench` write the request, start the ranks and read the answer of rank 0. In
-a job that was started otherwise (mpirun over several hosts) the commands are ranks themselves.
+`mcr-plus tune` and `mcr-plus bench` write the request, start the ranks and read the answer of rank 0. Inside
+an existing job (mpirun over several hosts) the commands themselves are ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,25 +20,27 @@ from typing import Any, Final
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import mcr_plus as mcr
-from mcr_plus import runtime
-from mcr_plus.c10d import HashStore, PrefixStore
-from mcr_plus.communicator import Communicator
-from mcr_plus.config import backend_name
+from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.config.names import backend_name
+from mcr_plus.core.c10d import HashStore, PrefixStore
+from mcr_plus.core.kinds import Kind
 from mcr_plus.errors import Unsupported
-from mcr_plus.interfaces import World
-from mcr_plus.selection.fingerprint import fingerprint_here
-from mcr_plus.selection.writing import save_table
+from mcr_plus.rendezvous.world import World
+from mcr_plus.runtime import init as runtime
+from mcr_plus.tables.fingerprint import fingerprint_here
+from mcr_plus.tables.statistics import algorithm_bandwidth, bus_bandwidth
+from mcr_plus.tables.writing import save_table
 from mcr_plus.tuning.algorithms import check_sizes, compared, left_out, needed, spans
-from mcr_plus.tuning.derive import derive
+from mcr_plus.tuning.build_table import build_table
 from mcr_plus.tuning.load import busy_words, scatter_words, used_share
 from mcr_plus.tuning.measure import Effort, Meter, Outcome
-from mcr_plus.tuning.operations import TORCH, TUNED, Cell, Kind, whole_size
-from mcr_plus.tuning.plan import Request, Task, coverage, impossible, next_task, stages
-from mcr_plus.tuning.points import Point, PointFile, settled
-from mcr_plus.tuning.statistics import algorithm_bandwidth, bus_bandwidth
+from mcr_plus.tuning.measurements import MeasurementFile, Sample, median_of_repeats
+from mcr_plus.tuning.operations import TORCH, TUNED, BenchCase, whole_size
+from mcr_plus.tuning.pace import Pace, left_out_sizes, sampling_seconds, unmeasured
+from mcr_plus.tuning.plan import Request, Task, coverage, impossible, next_task, whole_grid
 
 COMMENT: Final = (
     "Measured by mcr-plus tune; times are median microseconds of the slowest rank. Those of rules with",
@@ -49,18 +51,19 @@ REACHES: Final = (
     "Rules reach from half of the smallest size measured to twice the largest one; what is left to the",
     "built-in preference (backend: built-in) was not measured.",
 )
+_COMBINATIONS: Final = "combinations of operation, manner and size"
 _LINE_EVERY: Final = 10.0  # seconds
 _INCOMPLETE: Final = "Not complete: the budget ended before every size was measured; tune again to go on."
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a tuning or benchmark job shall do; plain data. Sizes in bytes, durations in seconds.
+    """Parameters of a tuning or benchmark job; plain data. Sizes in bytes, durations in seconds.
 
-    `output`: the table file (tune). `answer`: where rank 0 writes what the command prints. `backends`:
+    `output`: the table file (tune). `answer`: the file for the results that the command prints. `backends`:
     those to compare, or algorithms of theirs (`msccl:ring`), None for all. `algorithms`: files of them.
-    `bind`: each rank keeps to a core of its own while measuring. `config`, `against_torch`, `passes`
-    (over all sizes): for bench alone.
+    `bind`: pin each rank to a core of its own while it measures. `config`, `against_torch`, `passes` (over
+    all sizes): for bench alone.
     """
 
     what: str
@@ -87,14 +90,14 @@ class Job:
 
     @classmethod
     def read(cls, path: str) -> Job:
-        """The request in a file."""
+        """Read a request from a file."""
         data = json.loads(Path(path).read_text())
         lists = {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
         return cls(**{**data, **lists})
 
 
 def run(job: Job) -> None:
-    """Be one rank of the job."""
+    """Run one rank of the job."""
     torch.set_num_threads(1)
     config: Any = job.config
     if config is None:
@@ -106,10 +109,10 @@ def run(job: Job) -> None:
 
 
 class _Core:
-    """A core that this thread keeps to: ranks must not meet on one after a library's threads have run.
+    """Pins this thread to a core, so that no two ranks share one after a library's threads have run.
 
-    Those threads stay free: they come into being while the core is let go. Nothing is bound where ranks share
-    cores, or where one is alone on its host.
+    Libraries create their threads inside `unpinned`, so these are not pinned. Nothing is pinned where ranks
+    share cores, or where a rank is alone on its host.
     """
 
     def __init__(self, world: World, *, wanted: bool) -> None:
@@ -120,8 +123,8 @@ class _Core:
         self._own = {sorted(self._all)[share * mine.index(world.rank)]} if bound else self._all
 
     @contextmanager
-    def let_go(self) -> Iterator[None]:
-        """Not bound within, bound after."""
+    def unpinned(self) -> Iterator[None]:
+        """Release the thread in this block, and pin it again afterwards."""
         os.sched_setaffinity(0, self._all)
         try:
             yield
@@ -129,27 +132,27 @@ class _Core:
             os.sched_setaffinity(0, self._own)
 
 
-def _meter(comm: Communicator, job: Job) -> Meter:
+def _meter(comm: Communicator, job: Job, effort: Effort) -> Meter:
     core = _Core(runtime.current().world, wanted=job.bind)
 
     def open_group() -> Communicator:
-        with core.let_go():
+        with core.unpinned():
             group = mcr.new_group(list(comm.ranks))
             for name in _libraries(job) or mcr.get_backends():
-                with suppress(Unsupported):  # some start their threads with the first operation
+                with suppress(Unsupported):  # some libraries start their threads with the first operation
                     group.barrier(backend=name)
             return group
 
-    return Meter(open_group, open_group(), Effort(**job.effort))
+    return Meter(open_group, open_group(), effort)
 
 
 def _libraries(job: Job) -> list[str] | None:
-    """The backends to start, None for all."""
-    names = [str(backend_name(way)) for way in job.backends or ()]
+    """Return the backends to start, None for all."""
+    names = [str(backend_name(candidate)) for candidate in job.backends or ()]
     return list(dict.fromkeys(names)) or None
 
 
-def _ways(job: Job) -> list[str]:
+def _candidates(job: Job) -> list[str]:
     return list(job.backends or mcr.get_backends())
 
 
@@ -158,46 +161,51 @@ def _ways(job: Job) -> list[str]:
 
 def _tune(job: Job, comm: Communicator) -> None:
     world = runtime.current().world
-    ways = _ways(job)
+    candidates = _candidates(job)
     request = Request(
         job.kinds,
         job.smallest,
         job.largest,
         comm.size,
-        tuple(way for way in ways if ":" not in way),
+        tuple(candidate for candidate in candidates if ":" not in candidate),
         job.dtypes,
         job.asynchronous,
         job.overlap,
-        {kind: compared(ways, kind, comm.size) for kind in job.kinds},
+        {kind: compared(candidates, kind, comm.size) for kind in job.kinds},
     )
     request = replace(request, spans=spans(request.algorithms))
     check_sizes(request)
     here = _fingerprint(world)
-    kept = PointFile(Path(job.measurements), here, fresh=job.fresh) if comm.rank == 0 else None
-    points: list[Point] = list(kept.points) if kept is not None else []
-    meter = _meter(comm, job)
-    comm.barrier()  # a rank that comes late would be seen as load
+    kept = MeasurementFile(Path(job.measurements), here, fresh=job.fresh) if comm.rank == 0 else None
+    samples: list[Sample] = list(kept.samples) if kept is not None else []
+    effort = _effort(comm, request, samples, job)
+    meter = _meter(comm, job, effort)
+    comm.barrier()  # ranks that still start up would count as load
     warnings = busy_words(comm.all_gather_object(used_share()))
     if comm.rank == 0:
         print("\n".join(warnings), file=sys.stderr, end="\n" if warnings else "", flush=True)
     began, lost = time.monotonic(), _core_losses()
-    spent = False
-    with _progress(job, comm.rank, f"tuning {', '.join(ways)}", stages(request)) as advance:
-        while (task := _agreed_task(comm, request, points, spent)) is not None:
-            outcome = meter.measure(task.cell, request.ways_of(task.cell), overlap=task.overlap)
-            new = _points(task, outcome)
-            points += new
+    pace = Pace(request, effort.seconds, job.budget)
+    further = 0
+    with _progress(job, comm.rank, f"tuning {', '.join(candidates)}", _COMBINATIONS) as advance:
+        while (task := _agreed_task(comm, samples, pace)) is not None:
+            started, before = time.monotonic(), coverage(request, samples)
+            outcome = meter.measure(task.case, request.candidates_for(task.case), overlap=task.overlap)
+            new = _samples(task, outcome)
+            samples += new
             if kept is not None:
                 kept.add(new)
-            spent = job.budget is not None and time.monotonic() - began > job.budget
-            advance(_describe(task.cell))
+            pace.took(task, time.monotonic() - started)
+            after = coverage(request, samples)
+            further += after == before
+            advance(_describe(task.case), *after, further)
     rates = comm.all_gather_object((_core_losses() - lost) / max(time.monotonic() - began, 1e-3))
     if comm.rank == 0:
-        table = replace(derive(request, points, here, len(set(world.hosts))), strict=job.strict)
-        left = next_task(request, points, further=False)
+        table = replace(build_table(request, samples, here, len(set(world.hosts))), strict=job.strict)
+        left = next_task(request, samples, further=False)
         files = needed(table, job.algorithms)
-        late = scatter_words(settled(request.relevant(points)), max(rates))
-        if odd := impossible(request, points):
+        late = scatter_words(median_of_repeats(request.relevant(samples)), max(rates))
+        if odd := impossible(request, samples):
             late.append(f"Left out, since larger sizes took far less time: {'; '.join(odd)}.")
         comment = [*COMMENT, *REACHES, *warnings, *late]
         if files:
@@ -205,36 +213,50 @@ def _tune(job: Job, comm: Communicator) -> None:
         if left is not None:
             comment.append(_INCOMPLETE)
         save_table(table, job.output, comment=comment)
-        used = [point.document() for point in request.relevant(points)]
-        told = left_out(request, job.algorithms)
+        used = [sample.document() for sample in request.relevant(samples)]
+        left_out_files = left_out(request, job.algorithms)
+        remaining = unmeasured(whole_grid(request), samples)
         answer = {
             "points": used,
             "complete": left is None,
             "algorithms": files,
-            "left_out": told,
+            "left_out": left_out_files,
             "warnings": [*warnings, *late],
             "late_warnings": late,  # not printed yet
-            "coverage": coverage(request, points),
-            "missing": [kind for kind in job.kinds if kind not in {point["kind"] for point in used}],
+            "coverage": coverage(request, samples),
+            "seconds_left": sum(map(pace.expected, remaining)),
+            "left_out_sizes": left_out_sizes(request, samples, pace.expected),
+            "missing": [kind for kind in job.kinds if kind not in {sample["kind"] for sample in used}],
         }
         Path(job.answer).write_text(json.dumps(answer))
 
 
 def _core_losses() -> int:
-    """How often this thread has lost its core although it could have gone on."""
+    """Return the number of involuntary context switches of this thread."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
 
 
-def _agreed_task(comm: Communicator, request: Request, points: list[Point], spent: bool) -> Task | None:
-    """Rank 0 says what comes next: it alone has the points of earlier runs, and its clock counts."""
-    task = None if spent else next_task(request, points) if comm.rank == 0 else None
+def _effort(comm: Communicator, request: Request, samples: Sequence[Sample], job: Job) -> Effort:
+    """Return when to stop sampling; rank 0 decides, since it alone has the samples of earlier runs."""
+    effort = Effort(**job.effort)
+    seconds = sampling_seconds(request, samples, job.budget, effort.seconds) if comm.rank == 0 else None
+    return replace(effort, seconds=comm.broadcast_object(seconds, comm.ranks[0]))
+
+
+def _agreed_task(comm: Communicator, samples: Sequence[Sample], pace: Pace) -> Task | None:
+    """Return the next task; rank 0 decides, by its clock and since it alone has the earlier samples."""
+    task = pace.next_task(samples) if comm.rank == 0 else None
     found: Task | None = comm.broadcast_object(task, comm.ranks[0])
     return found
 
 
-def _points(task: Task, outcome: Outcome) -> list[Point]:
-    timed = [Point(task.cell, way, task.overlap, timing) for way, timing in outcome.timings.items()]
-    return timed + [Point(task.cell, way, task.overlap, None, why) for way, why in outcome.excluded.items()]
+def _samples(task: Task, outcome: Outcome) -> list[Sample]:
+    timed = [
+        Sample(task.case, candidate, task.overlap, timing) for candidate, timing in outcome.timings.items()
+    ]
+    return timed + [
+        Sample(task.case, candidate, task.overlap, None, why) for candidate, why in outcome.excluded.items()
+    ]
 
 
 def _fingerprint(world: World) -> dict[str, tuple[str, ...]]:
@@ -248,102 +270,110 @@ def _fingerprint(world: World) -> dict[str, tuple[str, ...]]:
 
 
 def _bench(job: Job, comm: Communicator) -> None:
-    ways = [*_ways(job), TUNED]
+    candidates = [*_candidates(job), TUNED]
     if job.against_torch:
         import torch.distributed as dist
 
         store = PrefixStore("bench", runtime.current().world.store or HashStore())
         dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
-        ways.append(TORCH)
-    meter = _meter(comm, job)
-    cells = _cells(job, comm.size)
-    points: list[Point] = []
+        candidates.append(TORCH)
+    meter = _meter(comm, job, Effort(**job.effort))
+    cases = _cases(job, comm.size)
+    samples: list[Sample] = []
     began = time.monotonic()
-    with _progress(job, comm.rank, f"timing {', '.join(ways)}", job.passes * len(cells)) as advance:
-        for cell in cells * job.passes:
+    total = job.passes * len(cases)
+    with _progress(job, comm.rank, f"timing {', '.join(candidates)}", "timings of a size") as advance:
+        for done, case in enumerate(cases * job.passes, 1):
             spent = job.budget is not None and time.monotonic() - began > job.budget
             if comm.broadcast_object(spent, comm.ranks[0]):
                 break
-            points += _points(Task(cell), meter.measure(cell, ways))
-            advance(_describe(cell))
+            samples += _samples(Task(case), meter.measure(case, candidates))
+            advance(_describe(case), done, total)
     if job.against_torch:
         import torch.distributed as dist
 
         dist.destroy_process_group()
     if comm.rank == 0:
-        rows = [_row(point, comm.size) for point in settled(points)]
+        rows = [_row(sample, comm.size) for sample in median_of_repeats(samples)]
         Path(job.answer).write_text(json.dumps({"rows": rows}))
 
 
-def _cells(job: Job, ranks: int) -> list[Cell]:
+def _cases(job: Job, ranks: int) -> list[BenchCase]:
     dtype, sizes = job.dtypes[0], [job.smallest]
     while 2 * sizes[-1] <= job.largest:
         sizes.append(2 * sizes[-1])
-    cells = [Cell(kind, whole_size(kind, size, dtype, ranks), dtype) for kind in job.kinds for size in sizes]
-    return list(dict.fromkeys(cells))
+    cases = [
+        BenchCase(kind, whole_size(kind, size, dtype, ranks), dtype) for kind in job.kinds for size in sizes
+    ]
+    return list(dict.fromkeys(cases))
 
 
-def _row(point: Point, ranks: int) -> dict[str, Any]:
-    cell, timing = point.cell, point.timing
+def _row(sample: Sample, ranks: int) -> dict[str, Any]:
+    case, timing = sample.case, sample.timing
     figures: dict[str, Any] = dict.fromkeys(("p20_us", "p50_us", "p80_us", "algbw_GBps", "busbw_GBps"))
     if timing is not None:
         figures = {
             "p20_us": timing.p20,
             "p50_us": timing.p50,
             "p80_us": timing.p80,
-            "algbw_GBps": algorithm_bandwidth(cell.nbytes, timing.p50),
-            "busbw_GBps": bus_bandwidth(cell.kind, cell.nbytes, timing.p50, ranks),
+            "algbw_GBps": algorithm_bandwidth(case.nbytes, timing.p50),
+            "busbw_GBps": bus_bandwidth(case.kind, case.nbytes, timing.p50, ranks),
         }
     about = {
-        "kind": cell.kind,
-        "backend": point.way,
-        "bytes": cell.nbytes,
+        "kind": case.kind,
+        "backend": sample.candidate,
+        "bytes": case.nbytes,
         "ranks": ranks,
-        "dtype": cell.dtype,
+        "dtype": case.dtype,
     }
-    return {**about, **figures, "verified": timing is not None, "problem": point.problem}
+    return {**about, **figures, "verified": timing is not None, "problem": sample.problem}
 
 
 # -- progress -------------------------------------------------------------------------------------
 
 
-def _describe(cell: Cell) -> str:
-    return f"{cell.kind} {cell.nbytes} B{' async' if cell.async_op else ''}"
+def _describe(case: BenchCase) -> str:
+    return f"{case.kind} {case.nbytes} B{' async' if case.async_op else ''}"
 
 
-def _lines(title: str, total: int) -> Callable[[str], None]:
-    done, told = 0, time.monotonic()
+def progress_line(title: str, what: str, unit: str, done: int, total: int, further: int = 0) -> str:
+    """Return a line of progress: `done` of `total` items named `unit`, and `further` ones beside them."""
+    more = f", and {further} further measurement{'' if further == 1 else 's'}" if further else ""
+    return f"{title}: {what}; {done} of {total} {unit}{more}"
 
-    def advance(what: str) -> None:
-        nonlocal done, told
-        done += 1
-        if time.monotonic() - told > _LINE_EVERY:
-            told = time.monotonic()
-            print(f"{title}: {what}, {done} of {max(total, done)}", file=sys.stderr, flush=True)
+
+def _lines(title: str, unit: str) -> Callable[..., None]:
+    printed = time.monotonic()
+
+    def advance(what: str, done: int, total: int, further: int = 0) -> None:
+        nonlocal printed
+        if time.monotonic() - printed > _LINE_EVERY:
+            printed = time.monotonic()
+            print(progress_line(title, what, unit, done, total, further), file=sys.stderr, flush=True)
 
     return advance
 
 
 @contextmanager
-def _progress(job: Job, rank: int, title: str, total: int) -> Iterator[Any]:
-    """A bar on rank 0's terminal, or now and then a line where there is none; a call advances it."""
+def _progress(job: Job, rank: int, title: str, unit: str) -> Iterator[Callable[..., None]]:
+    """Yield a function that shows progress: a bar on rank 0's terminal, or lines where there is none."""
     console = Console()
     if rank != 0 or not job.progress:
-        yield lambda _: None
+        yield lambda *_: None
         return
     if not console.is_terminal:
-        yield _lines(title, total)
+        yield _lines(title, unit)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
-        shown = bar.add_task(title, total=total)
+        shown = bar.add_task(title, total=None)
 
-        def advance(what: str) -> None:
-            done = bar.tasks[0].completed + 1
-            bar.update(shown, advance=1, total=max(total, done), description=f"{title}: {what}")
+        def advance(what: str, done: int, total: int, further: int = 0) -> None:
+            words = progress_line(title, what, unit, done, total, further)
+            bar.update(shown, completed=done, total=total, description=words)
 
         yield advance
 
 
 if __name__ == "__main__":
-    run(Job.read(sys.argv[1]))  # `mcr-plus run` tells what it raises, once for all ranks
+    run(Job.read(sys.argv[1]))  # `mcr-plus run` prints the errors of all ranks, merged

@@ -46,10 +46,10 @@ def prepared(backend: str) -> Any:
         if "gloo" in names:
             names.add(backend)
     if backend == "mcr" or os.environ.get("MCR_MASQUERADE"):
-        import mcr_plus.torch_backend  # noqa: F401
-        from mcr_plus.backends.msccl import direct, executor, messages
+        import mcr_plus.torch_backend.process_group  # noqa: F401
+        from mcr_plus.backends.shm import collectives, interpreter, p2p
 
-        for module in (direct, executor, messages):
+        for module in (collectives, interpreter, p2p):
             module.prepare()
 
     class Suite(tests.TestDistBackend, tests.DistributedTest._DistTestBase):  # type: ignore[misc]

@@ -1,6 +1,6 @@
 """The NCCL C ABI by ctypes: types, constants, and one loaded library.
 
-Declared is what NCCL has had since 2.10, and optionally error texts (2.13) and non-blocking communicators
+It declares the functions of NCCL 2.10, and optionally error texts (2.13) and non-blocking communicators
 (2.14), so that forks of older versions load too. Has not run on a GPU yet.
 """
 
@@ -45,7 +45,7 @@ class UniqueId(ctypes.Structure):
 
 
 class Config(ctypes.Structure):
-    """`ncclConfig_t` as of 2.14. Later versions read no more of it than its `size` and `version` say."""
+    """`ncclConfig_t` as of 2.14. Later versions read only as much of it as `size` and `version` state."""
 
     _fields_ = (("size", c_size_t), ("magic", c_uint), ("version", c_uint), ("blocking", c_int))
 
@@ -82,7 +82,7 @@ _TEXTS: Final = ("ncclGetErrorString", "ncclGetLastError")
 
 
 class NcclError(RuntimeError):
-    """What NCCL said. The dispatcher makes a `BackendError` of it that names the operation."""
+    """An error of NCCL. The dispatcher wraps it in a `BackendError` that names the operation."""
 
     def __init__(self, text: str, code: int) -> None:
         super().__init__(text)
@@ -120,11 +120,11 @@ class Nccl:
 
     @property
     def version_text(self) -> str:
-        """As people write it: `2.30.3`."""
+        """The version as text: `2.30.3`."""
         return ".".join(map(str, self.version))
 
     def error(self, code: int, doing: str, comm: int = 0) -> NcclError:
-        """The error for a result code, with the library's own words."""
+        """Return the error for a result code, with the text of the library."""
         text = self._functions["ncclGetErrorString"](code).decode(errors="replace")
         last = self._functions["ncclGetLastError"]
         detail = last(comm).decode(errors="replace").strip() if last is not None else ""
@@ -134,12 +134,12 @@ class Nccl:
         )
 
     def check(self, code: int, doing: str, comm: int = 0) -> None:
-        """Raise unless `code` says that all is well or under way."""
+        """Raise unless `code` is success or in progress."""
         if code not in (SUCCESS, IN_PROGRESS):
             raise self.error(code, doing, comm)
 
     def unique_id(self) -> bytes:
-        """A new identity of a communicator, for one rank to make and the others to learn."""
+        """Return a new id of a communicator; one rank creates it for all."""
         identity = UniqueId()
         self.check(self._functions["ncclGetUniqueId"](ctypes.byref(identity)), "making a unique id")
         return bytes(identity)
@@ -147,7 +147,7 @@ class Nccl:
     def init_rank(self, size: int, identity: bytes, rank: int) -> int:
         """Begin to join a communicator on the current device and return its handle.
 
-        Non-blocking where the library can: then `async_error` tells when it is ready.
+        Non-blocking if the library supports it; `async_error` then returns success when it is ready.
         """
         comm = c_void_p()
         arguments = (ctypes.byref(comm), size, UniqueId.from_buffer_copy(identity), rank)
@@ -160,13 +160,13 @@ class Nccl:
         return comm.value or 0
 
     def async_error(self, comm: int) -> int:
-        """The state of a communicator: success, in progress, or what went wrong in the background."""
+        """Return the state of a communicator: success, in progress, or the code of a background error."""
         state = c_int()
         code: int = self._functions["ncclCommGetAsyncError"](comm, ctypes.byref(state))
         return code or state.value
 
     def finalize(self, comm: int) -> None:
-        """Begin to end a communicator; `destroy` it once `async_error` says success."""
+        """Begin to finalize a communicator; `destroy` it once `async_error` returns success."""
         if self.nonblocking:
             self.check(self._functions["ncclCommFinalize"](comm), "finalizing a communicator", comm)
 
@@ -175,11 +175,11 @@ class Nccl:
         self.check(self._functions["ncclCommDestroy"](comm), "destroying a communicator")
 
     def abort(self, comm: int) -> None:
-        """End a communicator and whatever of it is still running."""
+        """Abort a communicator and its running operations."""
         self._functions["ncclCommAbort"](comm)
 
     def grouped(self, calls: Sequence[Call], comm: int, stream: int) -> int:
-        """Make several calls as one operation, which no call of them can block alone."""
+        """Make several calls as one operation, so that no single call can block it."""
         code: int = self._functions["ncclGroupStart"]()
         if code != SUCCESS:
             return code
@@ -202,7 +202,7 @@ def _declare(library: Any, name: str, types: tuple[Any, ...]) -> Any:
 
 
 def library_path() -> str | None:
-    """The library to use: the one torch has loaded, else the wheel beside torch; None if neither is there.
+    """Return the library that torch has loaded, else the wheel beside torch; None if neither exists.
 
     Two NCCL libraries in one process would each keep their own state and GPU memory.
     """
@@ -222,9 +222,9 @@ def _loaded_library() -> str | None:
 
 @cache
 def load(path: str | None = None) -> Nccl:
-    """Load `path`, else what `library_path` finds, else what the system's loader finds.
+    """Load `path`, else the result of `library_path`, else the library of the system's loader.
 
-    Raises `BackendUnavailable` saying what was tried.
+    Raises `BackendUnavailable`, which names the error.
     """
     chosen = path or library_path() or "libnccl.so.2"
     try:
@@ -235,4 +235,4 @@ def load(path: str | None = None) -> Nccl:
         ) from error
 
 
-REMEDY: Final = "pip install nvidia-nccl-cu12 (or -cu13, as torch.version.cuda says) brings one"
+REMEDY: Final = "pip install nvidia-nccl-cu12 (or -cu13, see torch.version.cuda) installs one"

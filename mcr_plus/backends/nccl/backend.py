@@ -1,8 +1,8 @@
 """The operations of mcr_plus as NCCL calls.
 
 A group has one communicator for its collectives and one for each direction in which two of its ranks send,
-made when first used: a send then never waits behind a collective or behind a receive. NCCL knows no tags
-and no receives from anyone. Has not run on a GPU yet.
+made when first used, so that a send never waits for a collective or a receive. NCCL has neither tags nor
+receives from any source. Has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import ClassVar, Final, NamedTuple
 
 import torch
 
+from mcr_plus.backends.base import NATIVE, Availability, Backend, Channel, Poll, Start, Support
 from mcr_plus.backends.nccl.abi import (
     DATATYPES,
     INVALID_USAGE,
@@ -28,10 +29,12 @@ from mcr_plus.backends.nccl.abi import (
     load,
 )
 from mcr_plus.backends.nccl.link import CudaStreams, Link, Streams
-from mcr_plus.environment import default_variable
+from mcr_plus.core.environment import default_variable
+from mcr_plus.core.group import Group
+from mcr_plus.core.kinds import REDUCING, dtype_name
+from mcr_plus.core.message import Message, Signature
 from mcr_plus.errors import BackendError, BackendUnavailable, Unsupported
-from mcr_plus.interfaces import NATIVE, Availability, Channel, Poll, Start, Support, World
-from mcr_plus.message import REDUCING, Group, Message, Signature, dtype_name
+from mcr_plus.rendezvous.world import World
 
 _EMULATIONS: Final = {
     "all_to_all": "grouped ncclSend and ncclRecv",
@@ -50,7 +53,7 @@ _ABORT_PATIENCE: Final = 10.0
 
 
 class _Reduction(NamedTuple):
-    """How NCCL reduces: its datatype and op, and how many of its elements make one of ours."""
+    """A reduction in NCCL: its datatype and op, and the number of its elements per element of the tensor."""
 
     datatype: int
     op: int
@@ -59,7 +62,7 @@ class _Reduction(NamedTuple):
 
 
 def _reduction(signature: Signature) -> _Reduction | None:
-    """What NCCL does for the signature's reduce op and dtype, None if it cannot."""
+    """Return NCCL's reduction for the reduce op and dtype of a signature, None without one."""
     op, dtype = signature.reduce_op or "", signature.dtype
     if dtype is torch.bool and op in _BOOL_OPS:
         return _Reduction(
@@ -77,14 +80,16 @@ def _known_reductions() -> str:
     return f"{', '.join(OPS)} on {names}; SUM and AVG on complex; all but BXOR on bool"
 
 
-class NcclBackend:
-    """NCCL on the CUDA device that is current when a group is made; ranks of a group use different devices.
+class NcclBackend(Backend):
+    """NCCL on the CUDA device that is current when a group is created; ranks of a group use different
+    devices.
 
     `library` is the path of another library with NCCL's ABI, for subclasses.
     """
 
     name = "nccl"
     on_stream = True
+    has_algorithms = False
     spins = 1
     library: ClassVar[str | None] = None
 
@@ -93,7 +98,7 @@ class NcclBackend:
     ) -> None:
         self._world = world
         if world.single_host:
-            # NCCL would listen on every host's network; a single host needs none.
+            # By default NCCL listens on the network; a single host does not need it.
             default_variable("NCCL_SOCKET_IFNAME", "lo")
         self._nccl = nccl or load(self.library)
         self._streams = streams
@@ -106,7 +111,7 @@ class NcclBackend:
 
     @classmethod
     def availability(cls) -> Availability:
-        """Needs a CUDA device and an NCCL library; asks the driver's management library, not CUDA."""
+        """Available with a CUDA device and an NCCL library; queries the driver's NVML, not CUDA."""
         if torch.cuda.device_count() == 0:
             built = torch.version.cuda is not None
             return Availability(
@@ -123,7 +128,7 @@ class NcclBackend:
 
     @classmethod
     def supports(cls, signature: Signature) -> Support:
-        """Everything on CUDA tensors except reductions that NCCL lacks."""
+        """All operations on CUDA tensors except reductions that NCCL lacks."""
         if signature.algorithm is not None:
             return Support("no", f"algorithm '{signature.algorithm}'; nccl has none to choose from")
         how = _EMULATIONS.get(signature.kind)
@@ -142,11 +147,11 @@ class NcclBackend:
         return Support("emulated", how) if how else Support("native", reduction.how)
 
     def open(self, group: Group) -> Channel:
-        """See `Backend.open`. Waits for the group's ranks, as long as the world's timeout.
+        """See `Backend.open`. Waits for the group's ranks, at most for the world's timeout.
 
         Raises:
-            BackendError: NCCL refused.
-            CommTimeout: not all ranks came in time.
+            BackendError: NCCL failed.
+            CommTimeout: not all ranks joined in time.
         """
         if self._world.store is None and group.size > 1:
             raise Unsupported("backend nccl needs the store of a running job")
@@ -170,16 +175,16 @@ class NcclBackend:
             return ""
         return (
             ". If ranks share a GPU: give each its own (torch.cuda.set_device before mcr.init), or set "
-            f"NCCL_MULTI_RANK_GPU_ENABLE=1, which NCCL knows from 2.30 on (this is {self._nccl.version_text})"
+            f"NCCL_MULTI_RANK_GPU_ENABLE=1, which needs NCCL 2.30 (this is {self._nccl.version_text})"
         )
 
     def progress(self) -> None:
-        """Launches what had to wait while NCCL was connecting; the rest needs no host."""
+        """Launches operations that were queued while NCCL was connecting; others need no host."""
         for channel in self._channels:
             channel.progress()
 
     def close(self, clean: bool) -> None:
-        """See `Backend.close`. Aborting may itself be stuck, so it gets a thread and a limited time."""
+        """See `Backend.close`. An abort may block, so it runs in a thread with a time limit."""
         channels = list(self._channels)
         if clean:
             for channel in channels:
@@ -209,7 +214,7 @@ def _whole(tensor: torch.Tensor, peer: int) -> _Part:
 
 
 def _parts(tensor: torch.Tensor, size: int, counts: Sequence[int] | None) -> list[_Part]:
-    """The consecutive parts of a tensor, one per rank: equal, or of `counts` elements."""
+    """Return the consecutive parts of a tensor, one per rank: equal, or of `counts` elements."""
     counts = [tensor.numel() // size] * size if counts is None else counts
     parts, address = [], tensor.data_ptr()
     for peer, count in enumerate(counts):
@@ -218,7 +223,7 @@ def _parts(tensor: torch.Tensor, size: int, counts: Sequence[int] | None) -> lis
     return parts
 
 
-class NcclChannel:
+class NcclChannel(Channel):
     """One group's communicators."""
 
     def __init__(
@@ -231,9 +236,9 @@ class NcclChannel:
         closing: Callable[[NcclChannel], None],
         library: str,
     ) -> None:
-        """`drive`: lets all channels advance. `closing`: is told when this one is closed.
+        """`drive`: progresses all channels. `closing`: called when this channel is closed.
 
-        `library`: the backend's name; another one may open the same groups over the same store.
+        `library`: the name of the backend; another backend may open the same groups over the same store.
         """
         self._nccl = nccl
         self._streams = streams
@@ -251,7 +256,7 @@ class NcclChannel:
     # -- communicators ----------------------------------------------------------------------------
 
     def _join(self, key: str, ranks: tuple[int, ...]) -> Link:
-        """A link to the group ranks `ranks`, of which the first makes the unique id."""
+        """Return a link between the group ranks `ranks`; the first of them creates the unique id."""
         own = ranks.index(self._group.rank)
         among = "" if key == "all" else f" for messages {key}"
         return Link(
@@ -287,7 +292,7 @@ class NcclChannel:
         return link
 
     def _links(self) -> list[Link]:
-        # In an order that is the same on both ends of every link, so that ranks never wait in a circle.
+        # The order is the same at both ends of every link, so that waits of ranks form no cycle.
         return [self._link, *(self._directions[pair] for pair in sorted(self._directions))]
 
     def connect(self) -> None:
@@ -295,16 +300,16 @@ class NcclChannel:
         self._link.connect()
 
     def progress(self) -> None:
-        """Launch what has waited."""
+        """Launch queued operations."""
         for link in (self._link, *self._directions.values()):
             if not link.is_idle:
                 link.advance()
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Sends and receives started inside are launched at its end, those of one direction as one.
+        """Launch the sends and receives of this block at its end, those of one direction as one.
 
-        Do not wait for them inside.
+        The block must not wait for them.
         """
         self._batching = True
         for link in self._directions.values():
@@ -326,7 +331,7 @@ class NcclChannel:
             link.destroy()
 
     def abort(self) -> None:
-        """End everything at once, stuck or not."""
+        """Abort all links at once."""
         for link in self._links():
             link.abort()
 
@@ -422,11 +427,9 @@ class NcclChannel:
     def _peer(self, message: Message) -> int:
         others = "backends mpi and gloo can"
         if message.peer is None:
-            raise Unsupported(
-                f"backend nccl cannot receive from whoever sends first: name the source; {others}"
-            )
+            raise Unsupported(f"backend nccl cannot receive from any source: name the source; {others}")
         if message.match_tag != 0:
-            raise Unsupported(f"backend nccl knows no match tags, got tag={message.match_tag}; {others}")
+            raise Unsupported(f"backend nccl has no match tags, got tag={message.match_tag}; {others}")
         if message.peer == self._group.rank:
             raise Unsupported("backend nccl cannot send to the rank itself: copy the tensor")
         return message.peer
@@ -434,7 +437,7 @@ class NcclChannel:
     # -- emulated ---------------------------------------------------------------------------------
 
     def _moved(self, sends: Sequence[_Part], receives: Sequence[_Part]) -> Call:
-        """Sends and receives of bytes as one operation; empty parts are left out, on both sides alike."""
+        """Return sends and receives of bytes as one operation; both sides leave out empty parts."""
         nccl = self._nccl
         calls: list[Call] = [
             partial(nccl.send, p.address, p.nbytes, UINT8, p.peer) for p in sends if p.nbytes
@@ -511,7 +514,7 @@ class NcclChannel:
                 partial(
                     reduce,
                     address,
-                    out.data_ptr() if root == rank else 0,  # only the root's is written
+                    out.data_ptr() if root == rank else 0,  # only the root writes its output
                     counts[root] * how.width,
                     how.datatype,
                     how.op,

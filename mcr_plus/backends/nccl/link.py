@@ -1,8 +1,8 @@
-"""One NCCL communicator with its stream, and the operations on their way through it.
+"""One NCCL communicator with its stream, and its queue of operations.
 
-An operation waits for what the caller's stream has been given so far, runs on the communicator's own
-stream, and ends in an event. NCCL may first have to connect to peers; it does so in the background, and the
-communicator takes no calls meanwhile, so operations stand in line here. Has not run on a GPU yet.
+An operation waits for the work enqueued so far on the caller's stream, runs on the communicator's own stream,
+and ends in an event. NCCL may first have to connect to peers; it does so in the background, and the
+communicator accepts no calls meanwhile, so operations are queued here. Has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -19,59 +19,59 @@ import torch
 from mcr_plus.backends.nccl.abi import IN_PROGRESS, Call, Nccl, NcclError
 from mcr_plus.errors import CommTimeout, Unsupported
 
-_LOOK_EVERY: Final = 0.01  # seconds between looks for errors that NCCL met in the background
-_ASK_EVERY: Final = 0.005  # seconds between questions to the store
+_CHECK_EVERY: Final = 0.01  # seconds between checks for background errors of NCCL
+_POLL_STORE_EVERY: Final = 0.005  # seconds between polls of the store
 _NAP: Final = 100e-6
 
 
 class Event(Protocol):
-    """A place in a stream (`torch.cuda.Event`)."""
+    """An event of a stream (`torch.cuda.Event`)."""
 
     def record(self, stream: Any) -> None:
-        """Mark what `stream` has been given so far."""
+        """Record the event at the end of the work enqueued on `stream`."""
         ...
 
     def query(self) -> bool:
-        """Whether the stream has got there."""
+        """Whether the stream has reached the event."""
         ...
 
 
 class Streams(Protocol):
-    """What links use of CUDA, on one device."""
+    """The CUDA functions that links use, on one device."""
 
     device: int
 
     def create(self) -> Any:
-        """A new stream."""
+        """Return a new stream."""
         ...
 
     def current(self) -> Any:
-        """The calling thread's stream."""
+        """Return the current stream of the calling thread."""
         ...
 
     def event(self) -> Event:
-        """A new event."""
+        """Return a new event."""
         ...
 
     def under(self, stream: Any) -> AbstractContextManager[object]:
-        """Make `stream` the calling thread's."""
+        """Make `stream` the current one of the calling thread in a block."""
         ...
 
     def selected(self) -> AbstractContextManager[object]:
-        """Make the device the calling thread's."""
+        """Make the device the current one of the calling thread in a block."""
         ...
 
     def keep(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Do not reuse the memory of `tensor` before `stream` is through with it."""
+        """Keep the memory of `tensor` until `stream` has finished the work enqueued so far."""
         ...
 
     def scratch(self) -> torch.Tensor:
-        """One zero on the device."""
+        """Return a tensor with one zero on the device."""
         ...
 
 
 class CudaStreams:
-    """`Streams` of the device that is the current one now."""
+    """`Streams` of the device that is current at construction."""
 
     def __init__(self) -> None:
         self.device: int = torch.cuda.current_device()
@@ -99,11 +99,11 @@ class CudaStreams:
 
 
 class Link:
-    """A communicator of `size` ranks, this one being `rank`.
+    """A communicator of `size` ranks, in which this process is `rank`.
 
-    `identity` returns the communicator's unique id, or None as long as it is not known; it is asked until
-    it is. `drive` makes progress on all links of the process: whoever waits calls it, because a peer may be
-    waiting on another link. `name` is for messages. After an error everything on the link fails with it.
+    `identity` returns the communicator's unique id, or None while it is unknown; it is called until it
+    returns one. `drive` progresses all links of the process: a wait calls it, because a peer may wait on
+    another link. `name` is part of error texts. After an error all operations on the link fail with it.
     """
 
     def __init__(
@@ -126,14 +126,14 @@ class Link:
         self.comm = 0
         self.error: NcclError | None = None
         self.stream = streams.create()
-        self.lock = threading.RLock()  # taken without waiting by whoever drives progress
+        self.lock = threading.RLock()  # `advance` only tries to acquire it
         self._size = size
         self._rank = rank
         self._identity = identity
-        self._next_question = 0.0
-        self._next_look = 0.0
-        self._busy = True  # NCCL takes no calls: connecting, or launching in the background
-        self._line: deque[list[StreamPoll]] = deque()
+        self._next_poll = 0.0
+        self._next_check = 0.0
+        self._busy = True  # NCCL accepts no calls: it connects, or launches in the background
+        self._queue: deque[list[StreamPoll]] = deque()
         self._launching: list[StreamPoll] = []
         self._batch: list[StreamPoll] | None = None
         self._events: list[Event] = []
@@ -141,7 +141,7 @@ class Link:
     # -- issuing ----------------------------------------------------------------------------------
 
     def submit(self, call: Call, *tensors: torch.Tensor, on_host: bool = False) -> StreamPoll:
-        """Put an operation in line, to come after what the current stream has been given so far."""
+        """Queue an operation that follows the work enqueued so far on the current stream."""
         for tensor in tensors:
             if tensor.get_device() != self.streams.device:
                 raise Unsupported(
@@ -153,56 +153,56 @@ class Link:
         if self._batch is not None:
             self._batch.append(poll)
         else:
-            self._line.append([poll])
+            self._queue.append([poll])
             self.advance()
         return poll
 
     def gather(self) -> None:
-        """Begin a batch: what is submitted from now on is launched as one."""
+        """Begin a batch: operations submitted from now on are launched as one."""
         self._batch = []
 
     def release(self) -> None:
         """End a batch."""
         batch, self._batch = self._batch, None
         if batch:
-            self._line.append(batch)
+            self._queue.append(batch)
             self.advance()
 
     def mark(self) -> Event:
-        """An event at the end of the current stream."""
+        """Return an event recorded on the current stream."""
         event = self.take_event()
         event.record(self.streams.current())
         return event
 
     def take_event(self) -> Event:
-        """An event nobody uses."""
+        """Return an unused event."""
         return self._events.pop() if self._events else self.streams.event()
 
     def give_event(self, event: Event) -> None:
-        """Take back an event that nobody will query. Streams that wait for it keep what they saw."""
+        """Recycle an event that will not be queried again. Streams that wait for it are not affected."""
         self._events.append(event)
 
     # -- progress ---------------------------------------------------------------------------------
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything submitted has been handed to the stream."""
-        return not self._busy and not self._line
+        """Whether all submitted operations are enqueued on the stream."""
+        return not self._busy and not self._queue
 
     def advance(self) -> None:
-        """Hand over what NCCL will take; never waits, and leaves errors to those who poll."""
+        """Launch queued operations as far as NCCL accepts them; never blocks, and leaves errors to polls."""
         if self.error is not None or not self.lock.acquire(blocking=False):
             return
         try:
-            while self._ready() and self._line:
-                self._launch(self._line.popleft())
+            while self._ready() and self._queue:
+                self._launch(self._queue.popleft())
         except NcclError as error:
             self.error = error
         finally:
             self.lock.release()
 
     def _ready(self) -> bool:
-        """Whether NCCL takes calls now."""
+        """Whether NCCL accepts calls now."""
         if not self._busy:
             return True
         if not self.comm and not self._join():
@@ -217,9 +217,9 @@ class Link:
 
     def _join(self) -> bool:
         now = time.monotonic()
-        if now < self._next_question:
+        if now < self._next_poll:
             return False
-        self._next_question = now + _ASK_EVERY
+        self._next_poll = now + _POLL_STORE_EVERY
         identity = self._identity()
         if identity is None:
             return False
@@ -248,10 +248,10 @@ class Link:
             poll.launched()
 
     def watch(self) -> None:
-        """While an operation runs: has NCCL met an error in the background?"""
+        """Check for a background error of NCCL while an operation runs."""
         now = time.monotonic()
-        if now >= self._next_look:
-            self._next_look = now + _LOOK_EVERY
+        if now >= self._next_check:
+            self._next_check = now + _CHECK_EVERY
             state = self.nccl.async_error(self.comm)
             try:
                 self.nccl.check(state, f"running on the {self.name}", self.comm)
@@ -263,7 +263,7 @@ class Link:
 
         Raises:
             NcclError: NCCL refused.
-            CommTimeout: not all ranks have come in time.
+            CommTimeout: not all ranks have joined in time.
         """
         deadline = time.monotonic() + self.timeout
         while not self.is_idle:
@@ -274,19 +274,19 @@ class Link:
                 raise CommTimeout(
                     f"backend nccl: the {self.name} was not ready after {self.timeout:g} s on rank "
                     f"{self._rank} of {self._size}; some rank has not come "
-                    "or cannot be reached (NCCL_DEBUG=INFO tells more)"
+                    "or cannot be reached (NCCL_DEBUG=INFO prints more)"
                 )
             time.sleep(_NAP)
 
-    # -- the end ----------------------------------------------------------------------------------
+    # -- closing ----------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Begin to leave in good order."""
+        """Begin to finalize the communicator."""
         if self.comm and self.error is None and self.is_idle:
             self.nccl.finalize(self.comm)
 
     def destroy(self) -> None:
-        """Leave; after `finish`. What does not end in time, or has failed, is aborted."""
+        """Destroy the communicator after `finish`; it is aborted if it has failed or is not done in time."""
         deadline = time.monotonic() + self.timeout
         if not self.comm:
             return
@@ -299,7 +299,7 @@ class Link:
         self.nccl.destroy(comm)
 
     def abort(self) -> None:
-        """Leave at once, whatever is in flight."""
+        """Abort the communicator, whatever is in flight."""
         comm, self.comm = self.comm, 0
         self.error = self.error or NcclError(f"the {self.name} was aborted", 0)
         if comm:
@@ -307,9 +307,9 @@ class Link:
 
 
 class StreamPoll:
-    """Completion of one operation: a query of the event that follows it.
+    """The poll of one operation: a query of the event that follows it.
 
-    `on_host`: the operation is for the host, which therefore waits for it (barrier).
+    `on_host`: the host waits for the operation, not a stream (barrier).
     """
 
     __slots__ = ("_begin", "_done", "_end", "_error", "_functions", "_link", "_on_host", "call")
@@ -325,7 +325,7 @@ class StreamPoll:
         self._on_host = on_host
 
     def __call__(self) -> bool:
-        """Whether the operation is done; raises what NCCL says went wrong."""
+        """Return whether the operation is done; raises NCCL's error."""
         if self._done:
             return True
         link = self._link
@@ -346,11 +346,11 @@ class StreamPoll:
 
     @property
     def ready(self) -> bool:
-        """Whether `order_current_stream` returns at once. Until then, poll: that leaves time for others."""
+        """Whether `order_current_stream` returns at once. Poll until then, so that others can progress."""
         return self._done or (self._end is not None and not self._on_host)
 
     def order_current_stream(self) -> None:
-        """Make the current stream wait for the operation; waits itself while it is not `ready`."""
+        """Make the current stream wait for the operation; blocks until it is `ready`."""
         if not self.ready:
             self._wait_until_ready()
         if not self._done:
@@ -370,8 +370,8 @@ class StreamPoll:
     def chain(self, function: Callable[[], None]) -> None:
         """Run `function` under the link's stream, at once or as soon as the operation is launched.
 
-        What it launches comes after the operation and after what the current stream has been given. It must
-        not wait for anything.
+        Its kernels follow the operation and the work enqueued so far on the current stream. It must not
+        block.
         """
         link = self._link
         arrived = link.mark()
@@ -385,12 +385,12 @@ class StreamPoll:
             self._end.record(link.stream)
 
     def arrange(self, stream: Any) -> None:
-        """Make `stream` wait for the operation's data. For the link."""
+        """Make `stream` wait for the operation's data. Called by the link."""
         stream.wait_event(self._begin)
         self._link.give_event(self._begin)
 
     def launched(self) -> None:
-        """Run what was to follow and mark the end. For the link."""
+        """Run the chained functions and record the end. Called by the link."""
         link = self._link
         try:
             for arrived, function in self._functions:

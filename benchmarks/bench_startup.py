@@ -1,0 +1,157 @@
+"""What a job costs before it computes: import, `mcr.init`, the first all_reduce.
+
+    python benchmarks/bench_startup.py [--rounds 9] [--beside CHECKOUT] [--cold 1]
+
+Every round starts fresh processes of each kind in turn: one process, two ranks by `mcr-plus run`, two ranks
+in the environment that torchrun gives. Each of them times its own steps; ranks wait for each other before
+`init`, so that the start of another process is not counted. *import* is `import mcr_plus` and the modules of
+`mcr.init`, after `import torch`; *first* is the first all_reduce, of 4 values; *second*, of 1 MiB. Of two
+ranks the slower one counts. One round before the others is not counted: it compiles the kernels that numba's
+cache lacks. `--cold N`: N more rounds with an empty cache.
+
+`--beside`: another checkout, measured in turns with this one. The report goes to
+benchmarks/results/startup_<hardware>_<yyyymm>.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from datetime import date
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path(__file__).parent / "results"
+STEPS: Final = ("torch", "import", "init", "first", "second")
+WAYS: Final = {"one process": 1, "mcr-plus run -n 2": 2, "torchrun's environment, 2 ranks": 2}
+LIMIT_S: Final = 300
+
+
+def rank(folder: Path, size: int) -> None:
+    """On a rank: time the steps, and write them to a file."""
+    clock = time.perf_counter
+    times = [clock()]
+    import torch
+
+    times.append(clock())
+    import mcr_plus as mcr
+
+    mcr.init  # noqa: B018 - what it needs is imported when it is first asked for
+    times.append(clock())
+    folder.joinpath(f"ready{os.getpid()}").touch()
+    while len(list(folder.glob("ready*"))) < size:
+        time.sleep(0.001)
+    waited = clock() - times[-1]
+    comm = mcr.init()
+    times.append(clock() - waited)
+    for numel in (4, 1 << 18):
+        mcr.all_reduce(torch.ones(numel))
+        times.append(clock() - waited)
+    steps = [1e3 * (after - before) for before, after in pairwise(times)]
+    folder.joinpath(f"rank{comm.rank}").write_text(json.dumps(steps))
+    mcr.finalize()
+
+
+def start(way: str, tree: Path, cache: str | None = None) -> dict[str, float]:
+    """One job; milliseconds of each step on the slower rank, and `all` from the outside."""
+    environment = {name: text for name, text in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment["PYTHONPATH"] = str(tree)
+    if cache is not None:
+        environment["NUMBA_CACHE_DIR"] = cache
+    with tempfile.TemporaryDirectory(prefix="mcr-startup-") as name:
+        words = [str(Path(__file__).resolve()), "--rank", name, str(WAYS[way])]
+        began = time.perf_counter()
+        if way.startswith("mcr-plus"):
+            line = [sys.executable, "-m", "mcr_plus.cli.main", "run", "-n", "2", *words]
+            jobs = [subprocess.Popen(line, env=environment, cwd=tree)]
+        else:
+            if WAYS[way] > 1:
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", 0))
+                    port = str(probe.getsockname()[1])
+                environment |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            ranks = [{"RANK": str(each), "LOCAL_RANK": str(each)} for each in range(WAYS[way])]
+            line = [sys.executable, *words]
+            own = ranks if WAYS[way] > 1 else [{}]
+            jobs = [subprocess.Popen(line, env={**environment, **each}, cwd=tree) for each in own]
+        for job in jobs:
+            if job.wait(LIMIT_S):
+                raise SystemExit(f"{way} in {tree}: exit code {job.returncode}")
+        whole = 1e3 * (time.perf_counter() - began)
+        steps = [json.loads(path.read_text()) for path in Path(name).glob("rank*")]
+    slowest = map(max, zip(*steps, strict=True))
+    return {**dict(zip(STEPS, slowest, strict=True)), "all": whole}
+
+
+def row(tree: Path, way: str, rounds: list[dict[str, float]]) -> str:
+    cells = []
+    for step in (*STEPS, "all"):
+        values = [each[step] for each in rounds]
+        low, median, high = (
+            statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+        )
+        cells.append(f"{median:.0f} ({low:.0f} to {high:.0f})")
+    return f"| {'this one' if tree == ROOT else tree.name} | {way} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--beside", type=Path)
+    parser.add_argument("--cold", type=int, default=0)
+    options = parser.parse_args()
+    trees = [ROOT] if options.beside is None else [options.beside.resolve(), ROOT]
+    times: dict[tuple[Path, str], list[dict[str, float]]] = defaultdict(list)
+    for turn in range(options.rounds + 1):
+        for way in WAYS:
+            for tree in trees:
+                found = start(way, tree)
+                if turn:
+                    times[tree, way].append(found)
+    for _ in range(options.cold):
+        for tree in trees:
+            with tempfile.TemporaryDirectory(prefix="mcr-kernels-") as cache:
+                times[tree, "mcr-plus run -n 2, no kernels yet"].append(
+                    start("mcr-plus run -n 2", tree, cache)
+                )
+
+    import torch
+
+    from mcr_plus.core.environment import cores
+    from mcr_plus.tables.fingerprint import cpu_name
+
+    lines = [
+        f"# Starting a job ({date.today():%Y-%m-%d})",
+        "",
+        f"`{shlex.join(['python', 'benchmarks/bench_startup.py', *sys.argv[1:]])}`, on {cpu_name()}, "
+        f"{cores()} cores, Python {platform.python_version()}, torch {torch.__version__}. Milliseconds, "
+        f"median and quartiles of {options.rounds} rounds; *all* is the whole job from the outside.",
+        "",
+        f"| checkout | job | {' | '.join((*STEPS, 'all'))} |",
+        f"|---|---|{'--:|' * (len(STEPS) + 1)}",
+        *(row(tree, way, rounds) for (tree, way), rounds in times.items()),
+    ]
+    print("\n".join(lines))
+    target = RESULTS / f"startup_{platform.machine().split('_')[0]}-{cores()}core_{date.today():%Y%m}.md"
+    target.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        rank(Path(sys.argv[2]), int(sys.argv[3]))
+    else:
+        main()

@@ -1,0 +1,86 @@
+"""Buffers for payloads and sums, reused: fresh pages cost more than encoding into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Lock
+from typing import Final
+
+import torch
+
+_KEPT: Final = 512 << 20
+"""Bytes that are kept for reuse; tensors released beyond them are freed."""
+
+
+class Pool:
+    """Lends flat tensors; on the host it keeps released ones for reuse. Thread-safe.
+
+    On a GPU torch's own allocator does the same, with respect to streams.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._free: dict[int, list[torch.Tensor]] = {}
+        self._lock = Lock()
+
+    def lease(self, device: torch.device) -> Lease:
+        """A lease for one call, whose tensors are released together."""
+        return Lease(self, device)
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """An uninitialised flat uint8 tensor of at least `nbytes` bytes."""
+        size = _size_class(nbytes)
+        with self._lock:
+            free = self._free.get(size)
+            if free:
+                self.nbytes -= size
+                return free.pop()
+        return torch.empty(size, dtype=torch.uint8)
+
+    def put(self, space: torch.Tensor) -> None:
+        """Take back a tensor of `take`."""
+        size = space.numel()
+        with self._lock:
+            if self.nbytes + size <= _KEPT:
+                self.nbytes += size
+                self._free.setdefault(size, []).append(space)
+
+
+class Lease:
+    """The tensors of one call of an operation; `release` once nothing uses them any more."""
+
+    def __init__(self, pool: Pool, device: torch.device) -> None:
+        self._pool = pool
+        self._device = device
+        self._spaces: list[torch.Tensor] = []
+
+    def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat uninitialised tensor; begins at a multiple of 64 bytes."""
+        if self._device.type != "cpu":
+            return torch.empty(numel, dtype=dtype, device=self._device)
+        space = self._pool.take(numel * dtype.itemsize)
+        self._spaces.append(space)
+        return space[: numel * dtype.itemsize].view(dtype)
+
+    def release(self) -> None:
+        """Give all tensors back to the pool."""
+        for space in self._spaces:
+            self._pool.put(space)
+        self._spaces.clear()
+
+    def release_after(self, function: Callable[[], None]) -> Callable[[], None]:
+        """A function that calls another one and releases the tensors."""
+
+        def run() -> None:
+            function()
+            self.release()
+
+        return run
+
+
+def _size_class(nbytes: int) -> int:
+    """The next of eight sizes between powers of two, so that at most an eighth is wasted."""
+    if nbytes <= 512:
+        return 512
+    step = 1 << max((nbytes - 1).bit_length() - 4, 6)
+    return -(-nbytes // step) * step

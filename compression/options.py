@@ -1,0 +1,166 @@
+"""Options of the stage `compress`, and the codec that they name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny
+
+from mcr_plus import registry
+from mcr_plus.config.document import Document, Keys, Mistakes, mapping_at
+from mcr_plus.config.options import Bytes, NoOptions, StageOptions, as_tuple, declared_options, validate
+from mcr_plus.core.units import parse_count
+from mcr_plus.errors import short, unknown
+
+if TYPE_CHECKING:
+    from mcr_plus.compression.codec import Codec
+
+
+class ErrorFeedbackOptions(StageOptions):
+    """Options of `error_feedback`. `decay`: what a residual is multiplied with before it is used again."""
+
+    decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+class MomentumOptions(StageOptions):
+    """Options of `momentum_correction`. `momentum`: the one that the optimizer would have used."""
+
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+
+
+class ExemptOptions(StageOptions):
+    """What travels uncompressed although there is a codec.
+
+    `params`: globs of names of parameters. `max_ndim`: parameters of at most so many dimensions, such as
+    biases and norms with 1. `below`: operations, and gradients of parameters, of fewer bytes.
+    """
+
+    params: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = ()
+    max_ndim: Annotated[int, Field(ge=0)] | None = None
+    below: Bytes = 0
+
+    def covers(self, param: str, ndim: int, nbytes: int) -> bool:
+        """Whether the gradient of a parameter is exempt."""
+        named = any(fnmatchcase(param, glob) for glob in self.params)
+        return named or nbytes < self.below or (self.max_ndim is not None and ndim <= self.max_ndim)
+
+
+def _switch(value: object) -> object:
+    """Options of a wrapper, of which `true` means the default and `false` none."""
+    if value is None or isinstance(value, (bool, Mapping, BaseModel)):
+        return {} if value is True else None if value is False else value
+    raise ValueError(f"expected true, false or a mapping of options, got {short(value)}")
+
+
+class CompressOptions(StageOptions):
+    """Options of `compress`: a codec by name; the codec's own options stand beside it in the file.
+
+    `error_feedback`, `ef21`, `momentum_correction`: how the compression error is fed back, at most one of
+    them. `warmup`: calls of an operation that travel uncompressed before the first that does not.
+    `exempt`: what always travels uncompressed. `never_slower`: measure on a few calls what the codec
+    gains, and do without where it loses. `audit_every`: compare the ranks' results at every so many
+    calls.
+    """
+
+    codec: str = "none"
+    codec_options: SerializeAsAny[BaseModel] | None = None
+    error_feedback: Annotated[ErrorFeedbackOptions | None, BeforeValidator(_switch)] = None
+    ef21: bool = False
+    momentum_correction: Annotated[MomentumOptions | None, BeforeValidator(_switch)] = None
+    warmup: Annotated[int, BeforeValidator(parse_count), Field(ge=0)] = 0
+    exempt: ExemptOptions | None = None
+    never_slower: bool = False
+    audit_every: Annotated[int, Field(gt=0)] | None = None
+
+    @classmethod
+    def read(cls, document: Document, keys: Keys, base: Mapping[str, Any]) -> CompressOptions:
+        """See `StageOptions.read`: the codec's own options stand beside those of the stage."""
+        return checked_compression(mapping_at(document, keys), document, keys, base)
+
+    def plain(self, *, units: bool = False) -> dict[str, Any]:
+        """See `StageOptions.plain`: only what differs from the default, beside the codec's options."""
+        data = super().plain(units=units)
+        for name in WRAPPERS:
+            if data[name] == type(self).model_fields[name].default:
+                del data[name]
+        return data | (data.pop("codec_options") or {})
+
+    @property
+    def feedback(self) -> str | None:
+        """The wrapper that feeds the compression error back; None without one."""
+        named = ("error_feedback", "ef21", "momentum_correction")
+        return next((name for name in named if getattr(self, name)), None)
+
+
+FEEDBACKS = ("error_feedback", "ef21", "momentum_correction")
+
+
+WRAPPERS = tuple(name for name in CompressOptions.model_fields if name not in ("codec", "codec_options"))
+
+
+def codec_names() -> tuple[str, ...]:
+    """Return the names that `compress: {codec: ...}` takes, sorted; `none` among them."""
+    return tuple(sorted({"none", *registry.names("codecs")}))
+
+
+def _impossible(options: CompressOptions) -> str | None:
+    """The reason why these options of `compress` exclude each other, None if they do not."""
+    named = [name for name in FEEDBACKS if getattr(options, name)]
+    if len(named) > 1:
+        return f"{' and '.join(named)} exclude each other; expected one of them"
+    if named and options.codec == "none":
+        return f"{named[0]} without a codec; expected a codec beside it"
+    if options.momentum_correction and (options.warmup or options.never_slower):
+        other = "warmup" if options.warmup else "never_slower"
+        return f"momentum_correction and {other} exclude each other: without it, calls have another scale"
+    if options.ef21:
+        traits = codec_of(options).traits
+        if traits.additive and not traits.elementwise:
+            return f"ef21 with codec {options.codec!r}, whose sums the library makes; expected error_feedback"
+    if options.ef21 and options.never_slower:
+        return "ef21 and never_slower exclude each other: ef21 cannot leave out calls"
+    if options.momentum_correction:
+        traits = codec_of(options).traits
+        if traits.additive or not traits.sparse:
+            return f"momentum_correction with codec {options.codec!r}; known: topk, which sends the largest"
+    return None
+
+
+def codec_of(options: CompressOptions) -> Codec:
+    """A new codec object, with the options given beside its name."""
+    factory: Any = registry.get("codecs", options.codec)
+    return cast("Codec", factory(options.codec_options or factory.Options()))
+
+
+def checked_compression(
+    written: Mapping[str, Any], document: Document, keys: Keys, base: Mapping[str, Any]
+) -> CompressOptions:
+    """Check the options of a codec and those of the stage, which stand beside each other.
+
+    `written`: what is at `keys` of `document`, over `base`. Raises `ConfigError` with every mistake.
+    """
+    data = {**base, **written}
+    codec = data.get("codec", "none")
+    if not isinstance(codec, str) or codec not in codec_names():
+        raise document.error((*keys, "codec"), unknown("codec", codec, codec_names()))
+    if codec != base.get("codec", codec):
+        # Another codec: neither the options of the first one nor its error feedback apply to it.
+        kept = {key: base[key] for key in WRAPPERS if key in base and key not in FEEDBACKS}
+        data = {**kept, **written}
+    own = {key: value for key, value in data.items() if key in WRAPPERS}
+    rest = {key: value for key, value in data.items() if key not in ("codec", *WRAPPERS)}
+    none = codec == "none"
+    model = NoOptions if none else declared_options("codecs", codec, document, (*keys, "codec"))
+    mistakes = Mistakes()
+    beside = ("codec", *WRAPPERS)
+    options = mistakes.kept(lambda: validate(model, rest, document, keys, beside=beside), None)
+    wrappers = mistakes.kept(lambda: validate(CompressOptions, own, document, keys), CompressOptions())
+    mistakes.tell()
+    checked = wrappers.model_copy(
+        update={"codec": codec, "codec_options": options if model.model_fields else None}
+    )
+    if (reason := _impossible(checked)) is not None:
+        raise document.error(keys, reason)
+    return checked

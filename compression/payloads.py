@@ -1,0 +1,240 @@
+"""Moving payloads: one operation of the library, or two where the length of payloads is not known beforehand.
+
+An exchange moves the payloads of one kind of operation, `all_gather` or `all_to_all` and so on. Payloads of a
+known length travel in slots of one library call. Those of other lengths are written one behind another; their
+lengths go first, and the payloads follow by the vector form of the kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Final
+
+import torch
+
+from mcr_plus.compression.buffers import Lease
+from mcr_plus.compression.codec import PayloadCodec
+from mcr_plus.core.kinds import KINDS, REDUCING, Kind, collective, plain_kind
+from mcr_plus.core.message import Message, Signature
+from mcr_plus.core.work import Work
+from mcr_plus.errors import BackendError
+from mcr_plus.pipeline.stage import Issue, Next
+
+Write = Callable[[int, torch.Tensor], int]
+"""Encode part `index` into a wire; returns its length in elements, 0 if no rank needs it."""
+
+MOVED: Final = tuple(kind for kind in KINDS if kind not in REDUCING and kind != "barrier")
+"""Kinds whose values arrive as they were sent."""
+
+
+@dataclass
+class Sent:
+    """Payloads in flight: handles in order, and the tensors that hold them once the last is complete."""
+
+    works: list[Work]
+    received: torch.Tensor | list[torch.Tensor]
+
+
+class PayloadExchange:
+    """Moves payloads by operations of `kind`, bound once.
+
+    `signature`: of the operation that is compressed. `numel`: values in a part, where all are alike;
+    None for a vector kind, whose sizes come with the message.
+    """
+
+    def __init__(
+        self, kind: str, signature: Signature, numel: int | None, codec: PayloadCodec, rank: int, next: Next
+    ) -> None:
+        row = collective(kind)
+        root = signature.root if row.rooted else None
+        on_root = root is None or root == rank
+        ranks = self._ranks = signature.ranks
+        self._sends, self._receives = row.parts(ranks, root=on_root)
+        self._in_place = kind == "broadcast"
+        self._codec, self._numel = codec, numel
+        self._fixed = codec.traits.fixed_rate
+        like = signature.replace(reduce_op=None, root=root, parts=None, key=None)
+        many = max(row.parts(ranks))
+        each = ranks if row.sends == "each" and not row.rooted else 1  # parts in a signature's shape
+        self._lengths: tuple[Signature, Issue] | None = None
+        if numel is not None and self._fixed:
+            slot = self._slot = codec.wire_numel(numel)
+            shape = (slot * each,)
+            nbytes = slot * many * codec.wire_dtype.itemsize
+            wanted = like.replace(kind=kind, dtype=codec.wire_dtype, shape=shape, nbytes=nbytes)
+        else:
+            wanted = like.replace(kind=_vector(kind), dtype=codec.wire_dtype, shape=(), nbytes=None)
+        if not self._fixed:
+            lengths = like.replace(
+                kind="all_gather" if kind == "broadcast" else plain_kind(kind),
+                dtype=torch.int64,
+                shape=(each,),
+                nbytes=8 * (ranks if kind == "broadcast" else many),
+                root=None if kind == "broadcast" else root,
+            )
+            self._lengths = lengths, next(lengths)
+            if kind == "broadcast":
+                wanted = wanted.replace(root=None)
+        self._wanted = wanted
+        self._issue = next(wanted)
+        self._rank, self._root = rank, root
+
+    def send(
+        self,
+        write: Write,
+        lease: Lease,
+        rest: Mapping[str, Any],
+        *,
+        before: Callable[[], None] | None = None,
+        after: Work | None = None,
+        given: Sequence[int] = (),
+        taken: Sequence[int] = (),
+    ) -> Sent:
+        """Start a call: once `after` is complete, `before`, then `write` for every part, then the library.
+
+        `rest`: the other fields of the messages. `given`, `taken`: values in each part that is sent and
+        received, for vector kinds; on ranks that send or receive none, empty.
+        """
+        if not self._fixed:
+            return self._send_unknown(write, lease, rest, before, after, given, taken)
+        if self._numel is None:
+            return self._send_counts(write, lease, rest, before, after, given, taken)
+        slot, dtype = self._slot, self._codec.wire_dtype
+        sent = lease.tensor(max(self._sends, self._in_place) * slot, dtype)
+        target = sent if self._in_place else lease.tensor(self._receives * slot, dtype)
+
+        def prepare() -> None:
+            if before is not None:
+                before()
+            for index in range(self._sends):
+                write(index, sent[index * slot : (index + 1) * slot])
+
+        message = Message(
+            self._wanted,
+            (sent,) if self._sends or self._in_place else (),
+            (target,) if self._receives else (),
+            **rest,
+            after=after,
+            prepare=prepare,
+        )
+        return Sent([self._issue(message)], target.view(-1, slot) if self._receives else [])
+
+    def _send_counts(
+        self,
+        write: Write,
+        lease: Lease,
+        rest: Mapping[str, Any],
+        before: Callable[[], None] | None,
+        after: Work | None,
+        given: Sequence[int],
+        taken: Sequence[int],
+    ) -> Sent:
+        codec = self._codec
+        sizes = [codec.wire_numel(numel) if numel else 0 for numel in given]
+        places = [codec.wire_numel(numel) if numel else 0 for numel in taken]
+        sent, target = lease.tensor(sum(sizes), codec.wire_dtype), lease.tensor(sum(places), codec.wire_dtype)
+        slots, received = _split(sent, sizes), _split(target, places)
+
+        def prepare() -> None:
+            if before is not None:
+                before()
+            for index, wire in enumerate(slots):
+                if wire.numel():
+                    write(index, wire)
+
+        message = Message(
+            self._wanted,
+            (sent,) if self._sends else (),
+            (target,) if self._receives else (),
+            input_counts=tuple(sizes) if self._sends > 1 else None,
+            output_counts=tuple(places) if self._receives > 1 else None,
+            **rest,
+            after=after,
+            prepare=prepare,
+        )
+        return Sent([self._issue(message)], received)
+
+    def _send_unknown(
+        self,
+        write: Write,
+        lease: Lease,
+        rest: Mapping[str, Any],
+        before: Callable[[], None] | None,
+        after: Work | None,
+        given: Sequence[int],
+        taken: Sequence[int],
+    ) -> Sent:
+        codec, lengths = self._codec, self._lengths
+        assert lengths is not None
+        sizes = [codec.wire_numel(numel) for numel in self._sizes(given, self._sends)]
+        places = [codec.wire_numel(numel) for numel in self._sizes(taken, self._receives)]
+        dtype = codec.wire_dtype
+        sent, target = lease.tensor(sum(sizes), dtype), lease.tensor(sum(places), dtype)
+        # A broadcast is an all_gather to which only the root contributes.
+        one_of_all = self._in_place
+        lengths_sent = torch.zeros(1 if one_of_all else self._sends, dtype=torch.int64, device=sent.device)
+        lengths_received = torch.zeros(
+            self._ranks if one_of_all else self._receives, dtype=torch.int64, device=sent.device
+        )
+        received: list[torch.Tensor] = []
+
+        def encode() -> None:
+            if before is not None:
+                before()
+            at = 0
+            for index in range(self._sends):
+                written = write(index, sent[at:])
+                lengths_sent[index] = written
+                at += written
+
+        signature, issue = lengths
+        rest_of_lengths = {key: value for key, value in rest.items() if key not in ("codec", "origin")}
+        first = issue(
+            Message(
+                signature,
+                (lengths_sent,) if self._sends or one_of_all else (),
+                (lengths_received,) if lengths_received.numel() else (),
+                **rest_of_lengths,
+                after=after,
+                prepare=encode,
+            )
+        )
+        message = Message(self._wanted, (), (), **rest, after=first, counts_known=False)
+
+        def fill() -> None:
+            counts, expected = lengths_sent.tolist(), lengths_received.tolist()
+            if (
+                any(not 0 <= length <= target.numel() for length in expected)
+                or sum(expected) > target.numel()
+            ):
+                raise BackendError(
+                    f"codec {codec.name}: payloads of {expected} bytes; too long for the values"
+                )
+            if self._sends or one_of_all:
+                message.inputs = (sent[: sum(counts)],)
+            if lengths_received.numel():
+                message.outputs = (target[: sum(expected)],)
+            message.input_counts = tuple(counts) if self._sends > 1 else None
+            message.output_counts = tuple(expected) if lengths_received.numel() > 1 else None
+            parts = _split(target, expected)
+            received.extend([parts[self._root or 0]] if one_of_all else parts)
+
+        message.prepare = fill
+        return Sent([first, self._issue(message)], received)
+
+    def _sizes(self, numels: Sequence[int], parts: int) -> list[int]:
+        """Values in each part."""
+        return list(numels) if self._numel is None else [self._numel] * parts
+
+
+def _vector(kind: str) -> Kind:
+    """The form of a kind whose sizes differ between ranks."""
+    plain = "all_gather" if kind == "broadcast" else plain_kind(kind)
+    return f"{plain}_v"  # type: ignore[return-value]  # those that have one
+
+
+def _split(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    ends = list(accumulate(sizes))
+    return [flat[end - size : end] for end, size in zip(ends, sizes, strict=True)]

@@ -1,0 +1,102 @@
+"""Which compression an operation gets, for code that must know before the compress stage binds it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+from mcr_plus.compression.codec import Codec
+from mcr_plus.compression.options import CompressOptions, codec_of
+from mcr_plus.config.options import stage_options
+from mcr_plus.config.schema import Config, Rule
+from mcr_plus.core.kinds import REDUCING, VECTOR, dtype_name
+from mcr_plus.core.message import Signature, thawed
+from mcr_plus.errors import ConfigError, InvalidArgument
+
+NOT_CHOSEN = (("codec", "none"),)
+"""`compress` of a bucket whose operations have no codec: `hierarchical` may use its own."""
+
+_SUMS = ("SUM", "AVG")
+_FED_BACK = {
+    "error_feedback": ("all_reduce", "reduce", "reduce_scatter"),
+    "ef21": ("all_reduce",),
+    "momentum_correction": ("all_reduce",),
+}
+
+
+def options_from_call(signature: Signature) -> CompressOptions:
+    """The options of a call's `compress=`, checked as those of a configuration; raises `InvalidArgument`."""
+    wanted = signature.compress
+    data: dict[str, Any] = (
+        thawed(wanted) if isinstance(wanted, tuple) else {"codec": "none" if wanted is False else wanted}
+    )
+    if "codec" not in data:
+        raise InvalidArgument(f"{signature.kind}: compress={data}: no codec; expected the key 'codec'")
+    try:
+        return cast("CompressOptions", stage_options("compress", data, name=signature.kind))
+    except ConfigError as error:
+        raise InvalidArgument(str(error)) from None
+
+
+def resolve_options(config: Config, signature: Signature) -> CompressOptions | None:
+    """The options for an operation: of the call, a rule, or the stage; None if nothing is compressed."""
+    stage = config.options("compress")
+    if stage is None:
+        return None
+    if signature.compress is not None:
+        options = options_from_call(signature)
+    else:
+        dtype, ranks = dtype_name(signature.dtype), signature.ranks
+        rule = config.rule_for(signature.kind, signature.nbytes, dtype, signature.tag, ranks=ranks)
+        options = cast("CompressOptions", config.options("compress", rule))
+    return None if options.codec == "none" else options
+
+
+def refusal(codec: Codec, options: CompressOptions, signature: Signature) -> str | None:
+    """The reason why an operation cannot be compressed; None if it can."""
+    traits, kind = codec.traits, signature.kind
+    if signature.dtype not in traits.dtypes:
+        return f"codec {codec.name} takes {', '.join(map(dtype_name, traits.dtypes))}"
+    if traits.kinds is not None and kind not in traits.kinds:
+        return f"codec {codec.name} is for {', '.join(sorted(traits.kinds))}"
+    if signature.is_p2p and not traits.fixed_rate:
+        return f"payloads of codec {codec.name} differ in length, which a receiver must know beforehand"
+    if kind in REDUCING and signature.reduce_op not in _SUMS:
+        return f"codec {codec.name} allows the reduce ops {', '.join(_SUMS)}"
+    feedback = options.feedback
+    if feedback is not None:
+        if kind not in _FED_BACK[feedback]:
+            return f"{feedback} is for {', '.join(_FED_BACK[feedback])}"
+        if signature.key is None and signature.tag is None:
+            return f"{feedback} must know which tensor it is, call by call; expected tag="
+    return None if kind in VECTOR else codec.refusal(signature.parts or (signature.shape,))
+
+
+def is_stateful(codec: Codec, options: CompressOptions) -> bool:
+    """Whether the result of a call depends on earlier calls of the same operation."""
+    return options.feedback is not None or (codec.traits.additive and not codec.traits.elementwise)
+
+
+def gradient_compression(
+    config: Config, param: str, nbytes: int, dtype: str, tag: str, ranks: int
+) -> tuple[Rule | None, CompressOptions | None]:
+    """Return the rule for the gradient of a parameter, and the compression that it is to get.
+
+    A rule with a `param` glob goes by the gradient's own size; one without is for the bucket, whose size is
+    not known yet and counts as large. Compression is None without the stage.
+    """
+    sizes = (None if rule.match.param is None else nbytes for rule in config.rules)
+    covering = (
+        rule
+        for rule, size in zip(config.rules, sizes, strict=True)
+        if rule.match.covers("all_reduce", size, dtype, tag, param, ranks)
+    )
+    rule = next(covering, None)
+    options = config.options("compress", rule)
+    return rule, options if isinstance(options, CompressOptions) else None
+
+
+def largest_alignment(config: Config) -> int:
+    """Return the values in a block of any codec that the configuration names: tensors begin with a block."""
+    codecs = [options for options in config.all_options if isinstance(options, CompressOptions)]
+    return math.lcm(*(codec_of(each).traits.alignment for each in codecs if each.codec != "none"))

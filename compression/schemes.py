@@ -1,0 +1,448 @@
+"""How an operation is made of a codec's payloads: the schemes, chosen by the codec's traits.
+
+    Native           elementwise codecs: the same operation on encoded values
+    AdditiveRounds   other additive codecs: native all_reduces of the codec's rounds
+    Relay            values that arrive as they were sent: encode, move, decode
+    TwoShot          reductions: parts to the rank that sums them in float32; the sums, encoded again, back
+    GatherReduce     reductions in one shot: every rank, or the root, gathers all payloads and adds them up;
+                     for sparse codecs, and where it sends no more
+
+All ranks decode the same bytes, including the rank that sums a part and the root of a broadcast, so that
+their results are equal bit for bit. A rank's own part of a sum is not encoded.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, Final
+
+import torch
+
+from mcr_plus.compression.buffers import Lease, Pool
+from mcr_plus.compression.codec import Codec, PayloadCodec
+from mcr_plus.compression.payloads import MOVED, PayloadExchange
+from mcr_plus.compression.state import CompressorState
+from mcr_plus.core.kinds import VECTOR, collective, dtype_name
+from mcr_plus.core.message import Message, Signature
+from mcr_plus.core.work import JointWork, Work
+from mcr_plus.pipeline.stage import Issue, Next
+
+MakeState = Callable[[torch.device, int], CompressorState]
+"""Returns the operation's state for a device and a number of values, which the first call determines."""
+
+_BACK: Final = {"all_reduce": "all_gather", "reduce": "gather"}  # how sums are distributed
+_OWN: Final = ("inputs", "outputs", "signature", "prepare", "after", "input_counts", "output_counts")
+
+
+class Scheme(ABC):
+    """An operation composed of others: the codec, and the operation as the program issued it."""
+
+    def __init__(
+        self, codec: Codec, signature: Signature, rank: int, make_state: MakeState, pool: Pool
+    ) -> None:
+        self.codec, self.signature, self.rank = codec, signature, rank
+        self.ranks = signature.ranks
+        self.scale = 1 / signature.ranks if signature.reduce_op == "AVG" else 1.0
+        self._make_state, self._pool = make_state, pool
+        self._state: CompressorState | None = None
+
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """What the operation is made of, for `explain`."""
+
+    @abstractmethod
+    def bind(self, next: Next) -> Issue:
+        """Bind the operations that it is made of."""
+
+    # -- for subclasses ---------------------------------------------------------------------------
+
+    @property
+    def payloads(self) -> PayloadCodec:
+        """The codec, for schemes of payloads."""
+        assert isinstance(self.codec, PayloadCodec)
+        return self.codec
+
+    @property
+    def numel(self) -> int:
+        """Values in the payload of the operation, by the convention of `Signature.nbytes`."""
+        assert self.signature.nbytes is not None
+        assert self.signature.dtype is not None
+        return self.signature.nbytes // self.signature.dtype.itemsize
+
+    def exchange(self, kind: str, numel: int | None, next: Next) -> PayloadExchange:
+        """Bind the operations of `kind` that move payloads of `numel` values."""
+        return PayloadExchange(kind, self.signature, numel, self.payloads, self.rank, next)
+
+    def state(self, like: torch.Tensor, numel: int) -> CompressorState:
+        """The state of the operation; of `numel` values on the device of `like` if this call is the first."""
+        if self._state is None:
+            self._state = self._make_state(like.device, numel)
+        return self._state
+
+    def begin(self, message: Message) -> tuple[Lease, dict[str, Any]]:
+        """Buffers for a call, and the fields of its messages other than tensors."""
+        rest = {key: value for key, value in vars(message).items() if key not in _OWN}
+        rest.setdefault(
+            "origin", message.own_bytes() if self.signature.nbytes is None else self.signature.nbytes
+        )
+        rest["codec"] = self.codec.name
+        if self.signature.kind in VECTOR:
+            rest["values"] = message.flows(self.rank)
+        return self._pool.lease(torch.device(self.signature.device)), rest
+
+    def following(self, message: Message, state: CompressorState) -> Work | None:
+        """The operations that must be complete before a call begins, None if it may begin at once.
+
+        A call whose state depends on the result of the one before it waits for that, on all ranks alike.
+        """
+        last = state.last if state.one_at_a_time else None
+        if last is None or message.after is None:
+            return message.after or last
+        return JointWork([message.after, last], self.signature.kind, nbytes=0)
+
+    def handle(self, works: Sequence[Work], rest: Mapping[str, Any]) -> Work:
+        """One handle for the operations of a call."""
+        if self._state is not None and self._state.one_at_a_time:
+            self._state.last = works[-1]
+        if len(works) == 1:
+            return works[0]
+        kind, tag, codec = self.signature.kind, self.signature.tag, self.codec
+        legs = isinstance(codec, PayloadCodec)  # other codecs' rounds move different things
+        return JointWork(works, kind, nbytes=rest["origin"], tag=tag, codec=codec.name, legs=legs)
+
+
+class Native(Scheme):
+    """Elementwise codecs: the same operation on encoded values."""
+
+    @property
+    def description(self) -> str:  # noqa: D102
+        return f"{dtype_name(self.signature.dtype)} travels as {dtype_name(self.payloads.wire_dtype)}"
+
+    def bind(self, next: Next) -> Issue:  # noqa: D102
+        codec, signature = self.payloads, self.signature
+        dtype = codec.wire_dtype
+        assert signature.dtype is not None
+        nbytes = signature.nbytes
+        if nbytes is not None:
+            nbytes = nbytes // signature.dtype.itemsize * dtype.itemsize
+        self._inner = signature.replace(dtype=dtype, nbytes=nbytes, parts=None, key=None)
+        if signature.reduce_op == "AVG":
+            # The mean is taken before the sum: fp16 would overflow at a fraction of the range otherwise.
+            self._inner = self._inner.replace(reduce_op="SUM")
+        self._issue = next(self._inner)
+        return Issue(self.start)
+
+    def start(self, message: Message) -> Work:  # noqa: D102
+        lease, rest = self.begin(message)
+        dtype, scale = self.payloads.wire_dtype, self.scale
+        spaces = {id(t): lease.tensor(t.numel(), dtype) for t in (*message.inputs, *message.outputs)}
+        first = (*message.inputs, *message.outputs)[0]
+        state = self.state(first, first.numel())
+        earlier = message.prepare
+
+        def encode() -> None:
+            if earlier is not None:
+                earlier()
+            for tensor in message_inputs:
+                state.encode(tensor.view(-1), 0, spaces[id(tensor)], scale)
+
+        def decode() -> None:
+            for tensor in message_outputs:
+                state.decode(spaces[id(tensor)], 0, tensor.view(-1))
+
+        message_inputs, message_outputs = message.inputs, message.outputs
+        encoded = Message(
+            self._inner,
+            tuple(spaces[id(tensor)] for tensor in message.inputs),
+            tuple(spaces[id(tensor)] for tensor in message.outputs),
+            **rest,
+            **{k: v for k in ("input_counts", "output_counts") if (v := getattr(message, k)) is not None},
+            after=self.following(message, state),
+            prepare=encode,
+        )
+        return self.handle([self._issue(encoded).then(lease.release_after(decode))], rest)
+
+
+class AdditiveRounds(Scheme):
+    """Additive codecs that are not elementwise: native all_reduces of their `rounds`."""
+
+    @property
+    def description(self) -> str:  # noqa: D102
+        rounds = self.codec.rounds(self._shapes, self.ranks)
+        return "all_reduce of " + " and ".join(f"{each.numel} × {dtype_name(each.dtype)}" for each in rounds)
+
+    def bind(self, next: Next) -> Issue:  # noqa: D102
+        signature, rounds = self.signature, self.codec.rounds(self._shapes, self.ranks)
+        self._rounds = rounds
+        like = signature.replace(parts=None, key=None)
+        self._signatures = [
+            like.replace(
+                dtype=each.dtype,
+                shape=(each.numel,),
+                nbytes=each.numel * each.dtype.itemsize,
+                reduce_op=each.op,
+            )
+            for each in rounds
+        ]
+        self._issues = [next(wanted) for wanted in self._signatures]
+        return Issue(self.start)
+
+    @property
+    def _shapes(self) -> Sequence[tuple[int, ...]]:
+        return self.signature.parts or (self.signature.shape,)
+
+    def start(self, message: Message) -> Work:  # noqa: D102
+        lease, rest = self.begin(message)
+        values = message.outputs[0].view(-1)
+        if message.inputs[0] is not message.outputs[0]:
+            values.copy_(message.inputs[0].view(-1))
+        wires = [lease.tensor(each.numel, each.dtype) for each in self._rounds]
+        state = self.state(values, values.numel())
+        state.one_at_a_time = True
+        earlier = message.prepare
+        program: Iterator[None] = iter(())
+
+        def begin() -> None:
+            nonlocal program
+            if earlier is not None:
+                earlier()
+            left = state.begin_exchange(values)
+            program = self.codec.exchange(values, self._shapes, wires, self.ranks, left)
+            next(program)
+
+        def go_on() -> None:
+            next(program)
+
+        def end() -> None:
+            next(program, None)
+            if self.scale != 1.0:
+                values.mul_(self.scale)
+
+        works: list[Work] = []
+        after, prepare = self.following(message, state), begin
+        for signature, issue, wire in zip(self._signatures, self._issues, wires, strict=True):
+            step = Message(signature, (wire,), (wire,), **rest, after=after, prepare=prepare)
+            works.append(issue(step))
+            after, prepare = works[-1], go_on
+        works[-1].then(lease.release_after(end))
+        return self.handle(works, rest)
+
+
+class Relay(Scheme):
+    """Kinds whose values arrive as they were sent."""
+
+    @property
+    def description(self) -> str:  # noqa: D102
+        return "encoded, moved, decoded"
+
+    def bind(self, next: Next) -> Issue:  # noqa: D102
+        kind, vector = self.signature.kind, self.signature.kind in VECTOR
+        parts = self.ranks if collective(kind).is_shared else 1
+        self._exchange = self.exchange(kind, None if vector else self.numel // parts, next)
+        return Issue(self.start)
+
+    def start(self, message: Message) -> Work:  # noqa: D102
+        lease, rest = self.begin(message)
+        sources, given = _parts(message.inputs, message.input_counts, self._many(message.inputs, sends=True))
+        targets, taken = _parts(message.outputs, message.output_counts, self._many(message.outputs))
+        state = self.state((*message.inputs, *message.outputs)[0], 0)
+
+        def write(index: int, wire: torch.Tensor) -> int:
+            return state.encode(sources[index], 0, wire)
+
+        sent = self._exchange.send(
+            write, lease, rest, before=message.prepare, after=message.after, given=given, taken=taken
+        )
+
+        def decode() -> None:
+            for wire, target in zip(sent.received, targets, strict=True):
+                state.decode(wire, 0, target)
+
+        sent.works[-1].then(lease.release_after(decode))
+        return self.handle(sent.works, rest)
+
+    def _many(self, tensors: Sequence[torch.Tensor], *, sends: bool = False) -> int:
+        """The number of equal parts of a rank's input or output."""
+        row = collective(self.signature.kind)
+        parts = row.sends if sends else row.receives
+        return self.ranks if tensors and parts == "each" else 1
+
+
+class TwoShot(Scheme):
+    """Reductions by codecs whose payloads cannot be summed: each rank sums a part, and sums are sent back."""
+
+    @property
+    def description(self) -> str:  # noqa: D102
+        text = "all_to_all of encoded parts, summed in float32"
+        back = _BACK.get(self.signature.kind)
+        return text if back is None else f"{text}, encoded again, {back}"
+
+    def bind(self, next: Next) -> Issue:  # noqa: D102
+        signature, codec = self.signature, self.payloads
+        self._back: PayloadExchange | None = None
+        if signature.kind == "reduce_scatter_v":
+            self._chunk = None
+        elif signature.kind == "reduce_scatter":
+            self._chunk = self.numel // self.ranks
+        else:
+            alignment = codec.traits.alignment
+            self._chunk = -(-self.numel // (self.ranks * alignment)) * alignment
+        self._out = self.exchange(
+            "all_to_all" if self._chunk is not None else "all_to_all_v", self._chunk, next
+        )
+        if signature.kind in _BACK:
+            self._back = self.exchange(_BACK[signature.kind], self._chunk, next)
+        return Issue(self.start)
+
+    def start(self, message: Message) -> Work:  # noqa: D102
+        lease, rest = self.begin(message)
+        values, me, scale, codec = message.inputs[0].view(-1), self.rank, self.scale, self.payloads
+        counts = self._counts(message, values.numel())
+        begins = [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
+        state = self.state(values, values.numel())
+        mine = values[begins[me] : begins[me] + counts[me]]
+        total = lease.tensor(counts[me], torch.float32)
+
+        def write(index: int, wire: torch.Tensor) -> int:
+            if index == me or not counts[index]:
+                return 0
+            at = begins[index]
+            return state.encode(values[at : at + counts[index]], at, wire)
+
+        out = self._out.send(
+            write,
+            lease,
+            rest,
+            before=message.prepare,
+            after=self.following(message, state),
+            given=counts,
+            taken=[counts[me]] * self.ranks,
+        )
+        if self._back is None:
+            target = message.outputs[0].view(-1)
+
+            def add() -> None:
+                state.begin_sum(mine, begins[me], total, scale)
+                for rank, wire in enumerate(out.received):
+                    if rank != me:
+                        codec.decode_accumulate(wire, total, scale)
+                target.copy_(total)
+
+            out.works[-1].then(lease.release_after(add))
+            return self.handle(out.works, rest)
+
+        def encode_sum(_: int, wire: torch.Tensor) -> int:
+            state.begin_sum(mine, begins[me], total, scale)
+            return state.reduce(out.received, total, wire, skip=me, scale=scale)
+
+        back = self._back.send(encode_sum, lease, rest, after=out.works[-1])
+        result = message.outputs[0].view(-1)
+
+        def decode() -> None:
+            for wire, at, count in zip(back.received, begins, counts, strict=False):
+                if count:
+                    state.decode(wire, at, result[at : at + count])
+
+        back.works[-1].then(lease.release_after(decode))
+        return self.handle([*out.works, *back.works], rest)
+
+    def _counts(self, message: Message, numel: int) -> Sequence[int]:
+        """The number of values that each rank sums."""
+        chunk = self._chunk
+        if chunk is None:
+            assert message.input_counts is not None
+            return message.input_counts
+        return [max(0, min(chunk, numel - rank * chunk)) for rank in range(self.ranks)]
+
+
+class GatherReduce(Scheme):
+    """all_reduce and reduce of whole payloads: all of them to everyone, or to the root."""
+
+    @property
+    def description(self) -> str:  # noqa: D102
+        return f"{_BACK[self.signature.kind]} of payloads, added up in the order of the ranks"
+
+    def bind(self, next: Next) -> Issue:  # noqa: D102
+        self._exchange = self.exchange(_BACK[self.signature.kind], self.numel, next)
+        return Issue(self.start)
+
+    def start(self, message: Message) -> Work:  # noqa: D102
+        lease, rest = self.begin(message)
+        values, out = message.inputs[0].view(-1), message.outputs[0].view(-1)
+        state = self.state(values, values.numel())
+
+        def write(_: int, wire: torch.Tensor) -> int:
+            return state.encode(values, 0, wire)
+
+        after = self.following(message, state)
+        sent = self._exchange.send(write, lease, rest, before=message.prepare, after=after)
+        total = out if out.dtype is torch.float32 else lease.tensor(out.numel(), torch.float32)
+
+        def add() -> None:
+            if out.numel():  # none on ranks that are not the root
+                state.sum_payloads(sent.received, total, out, self.scale)
+
+        sent.works[-1].then(lease.release_after(add))
+        return self.handle(sent.works, rest)
+
+
+def scheme_of(codec: Codec, signature: Signature) -> type[Scheme]:
+    """The scheme for an operation that the codec does not refuse."""
+    traits = codec.traits
+    if traits.additive:
+        return Native if traits.elementwise else AdditiveRounds
+    if signature.kind in MOVED:
+        return Relay
+    # Two ranks send as much in one shot as in two, wait once and not twice, and encode no sum.
+    one_shot = traits.sparse or signature.ranks == 2
+    return GatherReduce if one_shot and signature.kind in _BACK else TwoShot
+
+
+def payload_bytes(codec: Codec, signature: Signature) -> int | None:
+    """Bytes of the payload of all values of an operation; at most, if the codec's rate is not fixed.
+
+    None for vector kinds.
+    """
+    if signature.nbytes is None or signature.dtype is None:
+        return None
+    if isinstance(codec, PayloadCodec):
+        return codec.wire_nbytes(signature.nbytes // signature.dtype.itemsize)
+    rounds = codec.rounds(signature.parts or (signature.shape,), signature.ranks)
+    return sum(each.numel * each.dtype.itemsize for each in rounds)
+
+
+def wire_bytes(codec: Codec, signature: Signature) -> int | None:
+    """Bytes that a rank passes to libraries for one call, by the convention of `Signature.nbytes`.
+
+    None for vector kinds.
+    """
+    if signature.nbytes is None or signature.dtype is None:
+        return None
+    numel, ranks = signature.nbytes // signature.dtype.itemsize, signature.ranks
+    chosen = scheme_of(codec, signature)
+    if chosen is AdditiveRounds:
+        return payload_bytes(codec, signature)
+    assert isinstance(codec, PayloadCodec)
+    if chosen is TwoShot:
+        alignment = 1 if signature.kind == "reduce_scatter" else codec.traits.alignment
+        chunk = -(-numel // (ranks * alignment)) * alignment
+        return codec.wire_nbytes(chunk) * ranks * (1 if signature.kind == "reduce_scatter" else 2)
+    if chosen is GatherReduce:
+        return codec.wire_nbytes(numel) * ranks
+    row = collective(signature.kind)
+    parts = ranks if row.is_shared and not row.reduces else 1
+    return codec.wire_nbytes(numel // parts) * parts
+
+
+def _parts(
+    tensors: Sequence[torch.Tensor], counts: Sequence[int] | None, many: int
+) -> tuple[list[torch.Tensor], list[int]]:
+    """The parts of a rank's input or output, and the number of values of each."""
+    if not tensors:
+        return [], []
+    flat = tensors[0].view(-1)
+    sizes = list(counts) if counts else [flat.numel() // many] * many
+    return list(flat.split(sizes)), sizes

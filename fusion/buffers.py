@@ -1,0 +1,152 @@
+"""Buffers for several operations of a kind that are sent as one, and the copies in and out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+
+import torch
+
+from mcr_plus.core.kinds import collective
+
+
+@dataclass
+class BufferBudget:
+    """Bytes of the allocated buffers, and the limit above which used ones are freed."""
+
+    limit: int
+    nbytes: int = 0
+
+
+class Layout:
+    """The memory layout of a bucket of operations of a kind on `ranks` ranks, with a pool of its buffers.
+
+    `input_parts`, `output_parts`: parts of a rank's input and output. `in_place`: both are the same memory.
+    `alignment`: every member begins at a multiple of so many elements, after zeros. `budget`: counts the
+    bytes of all allocated buffers, those of other layouts included, and bounds the pool.
+    """
+
+    def __init__(
+        self, kind: str, ranks: int, dtype: torch.dtype, budget: BufferBudget, alignment: int = 1
+    ) -> None:
+        self.alignment = alignment
+        row = collective(kind)
+        self.input_parts, self.output_parts = row.parts(ranks)
+        self.in_place = row.in_place
+        self.kind, self.dtype = kind, dtype
+        self._budget = budget
+        self._buffers: list[BucketBuffer] = []
+
+    @property
+    def share(self) -> float:
+        """Memory of a bucket relative to its payload, which is the larger of its input and output."""
+        return (
+            1.0
+            if self.in_place
+            else (self.input_parts + self.output_parts) / max(self.input_parts, self.output_parts)
+        )
+
+    def shape(self, numel: int) -> tuple[int]:
+        """The shape in the signature of one operation on `numel` elements in each part."""
+        return (numel * (self.output_parts if self.kind == "reduce_scatter" else self.input_parts),)
+
+    def numel(self, numel: int) -> int:
+        """The payload of one operation on `numel` elements in each part, in elements."""
+        return numel * max(self.input_parts, self.output_parts)
+
+    def steps(self, numels: Sequence[int]) -> Sequence[int]:
+        """Elements from the beginning of each member to the beginning of the next."""
+        alignment = self.alignment
+        return numels if alignment == 1 else [-(-numel // alignment) * alignment for numel in numels]
+
+    def take(self, numel: int, device: torch.device) -> BucketBuffer:
+        """Return a buffer for `numel` elements in each part: a large enough one of the pool, or a new one."""
+        for index, buffer in enumerate(self._buffers):
+            if buffer.numel >= numel:
+                return self._buffers.pop(index)
+        for buffer in self._buffers:  # too small: freed
+            self._budget.nbytes -= buffer.nbytes
+        self._buffers.clear()
+        buffer = BucketBuffer(self, 1 << (numel - 1).bit_length(), device)
+        self._budget.nbytes += buffer.nbytes
+        return buffer
+
+    def views(self, buffer: BucketBuffer, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The input and output of an operation on `numel` elements in each part; one tensor if in place."""
+        source = buffer.source[: self.input_parts * numel]
+        return source, source if self.in_place else buffer.target[: self.output_parts * numel]
+
+    def give_back(self, buffer: BucketBuffer) -> None:
+        """Return a buffer to the pool, or free it if the budget is exceeded."""
+        if self._budget.nbytes <= self._budget.limit:
+            self._buffers.append(buffer)
+        else:
+            self._budget.nbytes -= buffer.nbytes
+
+
+class BucketBuffer:
+    """Flat input and output of one bucket; the same tensor if the operation works in place."""
+
+    __slots__ = ("nbytes", "numel", "source", "target")
+
+    def __init__(self, layout: Layout, numel: int, device: torch.device) -> None:
+        self.numel = numel
+        self.source = torch.empty(layout.input_parts * numel, dtype=layout.dtype, device=device)
+        self.target = self.source
+        self.nbytes = self.source.nbytes
+        if not layout.in_place:
+            self.target = torch.empty(layout.output_parts * numel, dtype=layout.dtype, device=device)
+            self.nbytes += self.target.nbytes
+
+
+@cache
+def _pack() -> ModuleType:
+    """The copies on the host. Imported on first use, because the module loads a compiler."""
+    from mcr_plus.kernels import pack
+
+    pack.prepare()
+    return pack
+
+
+def prepare(device: str) -> None:
+    """Compile the kernels of `join` and `split`, before an operation's deadline begins."""
+    if device == "cpu":
+        _pack()
+
+
+def join(
+    tensors: Sequence[torch.Tensor], numels: Sequence[int], out: torch.Tensor, rows: int, steps: Sequence[int]
+) -> None:
+    """Concatenate part r of every tensor, of `numels` elements each, into part r of `out`.
+
+    `steps`: elements from the beginning of each tensor to the beginning of the next; gaps are zeroed.
+    """
+    if out.is_cpu:
+        _pack().gather(tensors, numels, out, rows, steps)
+        return
+    parts = [tensor.view(rows, -1) for tensor in tensors]
+    if steps is not numels:
+        gaps = [step - numel for step, numel in zip(steps, numels, strict=True)]
+        parts = [torch.nn.functional.pad(part, (0, gap)) for part, gap in zip(parts, gaps, strict=True)]
+    torch.cat(parts, 1, out=out.view(rows, -1))
+
+
+def split(
+    whole: torch.Tensor,
+    numels: Sequence[int],
+    outputs: Sequence[torch.Tensor],
+    rows: int,
+    steps: Sequence[int],
+) -> None:
+    """The reverse of `join`."""
+    if whole.is_cpu:
+        _pack().scatter(whole, numels, outputs, rows, steps)
+        return
+    parts = [tensor.view(rows, -1) for tensor in outputs]
+    if steps is numels:
+        torch.split_with_sizes_copy(whole.view(rows, -1), list(numels), 1, out=parts)
+        return
+    for part, padded in zip(parts, whole.view(rows, -1).split(list(steps), 1), strict=True):
+        part.copy_(padded[:, : part.shape[1]])

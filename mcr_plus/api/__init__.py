@@ -1,0 +1,1 @@
+"""The functions that a program calls: collectives, autograd, records, explanations, state."""

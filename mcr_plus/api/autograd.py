@@ -1,0 +1,277 @@
+"""Collectives that gradients flow back through.
+
+    from mcr_plus import autograd
+
+    rows = autograd.all_to_all_single(x, received, sent, tag="dispatch")
+    loss(experts(rows)).backward()  # the gradient of x takes the same way back
+
+Every function takes a tensor of any dtype and returns another of the same; gradients are those of
+floating-point and complex ones. Neither inputs nor gradients are changed in place, and an input may be
+changed as soon as the function has returned. `group`, `backend`, `compress` and `tag` are as of
+`mcr_plus.api.collectives`, for the way back too, and so are the errors that every operation can raise.
+
+A backward pass communicates where its forward pass did, so all ranks of the group must run both: a rank whose
+input needs no gradient, or that does not use what it received, leaves its peers waiting.
+
+Each backward operation is one of these functions again, so gradients of gradients work too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch.autograd import Function
+
+from mcr_plus.communicator.calls import CallOptions, Unpack, check_options
+from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.errors import InvalidArgument
+from mcr_plus.runtime.init import member_of
+
+__all__ = ["all_gather", "all_reduce", "all_to_all_single", "reduce_scatter", "replicate"]
+
+
+def all_to_all_single(
+    input: torch.Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    *,
+    group: Communicator | None = None,
+    **options: Unpack[CallOptions],
+) -> torch.Tensor:
+    """Send part r of `input` to rank r; returns the parts that the ranks sent here, in rank order.
+
+    `input` has shape [n, ...] and the result [m, ...]. Parts are runs of dim 0: `input_split_sizes[r]` rows
+    go to rank r (n in all) and `output_split_sizes[r]` rows come from it (m in all), 0 included. Without
+    split sizes parts are equal, m = n, and n must divide by the number of ranks. Every rank passes both
+    or none does.
+
+    Backward is the same exchange with the splits swapped: row gradients return to where the rows came
+    from. As in expert parallelism (Lepikhin et al. 2020, arXiv 2006.16668).
+
+    Raises:
+        InvalidArgument: `input` has no dimension or is no torch tensor, split sizes do not sum to dim 0, only
+            one of them is given, or dim 0 does not divide.
+
+    Example:
+        ```python
+        x = torch.ones(4, 3, requires_grad=True)
+        y = autograd.all_to_all_single(x)  # shape [4, 3]: two rows of each rank
+        (y * mcr.get_rank()).sum().backward()
+        assert x.grad[:, 0].tolist() == [0.0, 0.0, 1.0, 1.0]
+        ```
+    """
+    _check_rows(input)
+    if (output_split_sizes is None) != (input_split_sizes is None):
+        raise InvalidArgument("output_split_sizes, input_split_sizes: expected both or neither")
+    received, sent = _sizes(output_split_sizes, "output"), _sizes(input_split_sizes, "input")
+    return _applied(_AllToAll, input, _Route(member_of(group), options), received, sent)
+
+
+def replicate(
+    x: torch.Tensor,
+    *,
+    group: Communicator | None = None,
+    **options: Unpack[CallOptions],
+) -> torch.Tensor:
+    """Return `x` as it is; backward sums its gradient over the ranks.
+
+    Any shape, the same on all ranks. Put it where a tensor that is equal on all ranks enters computations
+    that differ between them, each of which contributes to its gradient. This is f of Megatron-LM (Shoeybi
+    et al. 2019, arXiv 1909.08053), the conjugate of `all_reduce`.
+
+    Raises:
+        NotInitialized: there is no job, or the group is closed.
+
+    Example:
+        ```python
+        x = torch.ones(2, requires_grad=True)
+        (autograd.replicate(x) * (1 + mcr.get_rank())).sum().backward()
+        assert x.grad.tolist() == [3.0, 3.0]  # 1 + 2
+        ```
+    """
+    return _applied(_Replicate, x, _Route(member_of(group), options))
+
+
+def all_reduce(
+    x: torch.Tensor,
+    *,
+    group: Communicator | None = None,
+    **options: Unpack[CallOptions],
+) -> torch.Tensor:
+    """Return the sum of `x` over the ranks; backward hands the gradient through as it is.
+
+    Any shape, the same on all ranks. The gradient is right if what follows is the same on all ranks, so that
+    every rank has the gradient of the one loss already. This is g of Megatron-LM (Shoeybi et al. 2019, arXiv
+    1909.08053), the conjugate of `replicate`.
+
+    Raises:
+        NotInitialized: there is no job, or the group is closed.
+
+    Example:
+        ```python
+        x = torch.ones(2, requires_grad=True)
+        y = autograd.all_reduce(x)
+        y.sum().backward()
+        assert y.tolist() == [2.0, 2.0]
+        assert x.grad.tolist() == [1.0, 1.0]
+        ```
+    """
+    return _applied(_AllReduce, x, _Route(member_of(group), options))
+
+
+def all_gather(
+    x: torch.Tensor,
+    *,
+    group: Communicator | None = None,
+    **options: Unpack[CallOptions],
+) -> torch.Tensor:
+    """Return every rank's `x` of shape [n, ...], one after the other along dim 0: [ranks * n, ...].
+
+    Shapes are equal on all ranks. Backward is `reduce_scatter`: the gradient of this rank's part, summed over
+    the ranks that have used it, for a loss that is the sum of all ranks' losses. As in sequence parallelism
+    (Korthikanti et al. 2022, arXiv 2205.05198).
+
+    Raises:
+        InvalidArgument: `x` has no dimension or is no torch tensor.
+
+    Example:
+        ```python
+        x = torch.ones(1, 3, requires_grad=True)
+        y = autograd.all_gather(x)
+        y.sum().backward()
+        assert list(y.shape) == [2, 3]
+        assert x.grad.tolist() == [[2.0, 2.0, 2.0]]  # used on two ranks
+        ```
+    """
+    _check_rows(x)
+    return _applied(_AllGather, x, _Route(member_of(group), options))
+
+
+def reduce_scatter(
+    x: torch.Tensor,
+    *,
+    group: Communicator | None = None,
+    **options: Unpack[CallOptions],
+) -> torch.Tensor:
+    """Sum `x` of shape [ranks * n, ...] over the ranks; rank r gets part r along dim 0: [n, ...].
+
+    Shapes are equal on all ranks. Backward is `all_gather`: every rank's gradient of its part, put together,
+    for a loss that is the sum of all ranks' losses. As in sequence parallelism (Korthikanti et al. 2022,
+    arXiv 2205.05198).
+
+    Raises:
+        InvalidArgument: `x` has no dimension or is no torch tensor, or dim 0 does not divide by the ranks.
+
+    Example:
+        ```python
+        x = torch.ones(4, requires_grad=True)
+        y = autograd.reduce_scatter(x)
+        (y * mcr.get_rank()).sum().backward()
+        assert y.tolist() == [2.0, 2.0]
+        assert x.grad.tolist() == [0.0, 0.0, 1.0, 1.0]
+        ```
+    """
+    _check_rows(x)
+    comm = member_of(group)
+    if len(x) % comm.size:
+        raise InvalidArgument(f"x: dim 0 is {len(x)}, which does not divide by {comm.size} ranks")
+    return _applied(_ReduceScatter, x, _Route(comm, options))
+
+
+@dataclass(frozen=True)
+class _Route:
+    """The group and the options of a call, for its forward and its backward pass."""
+
+    comm: Communicator
+    options: CallOptions
+
+    def __post_init__(self) -> None:
+        check_options("all_reduce", None, self.options)
+
+
+def _applied(function: type[Function], *arguments: object) -> torch.Tensor:
+    apply = cast("Callable[..., torch.Tensor]", function.apply)
+    return apply(*arguments)
+
+
+def _check_rows(x: torch.Tensor) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise InvalidArgument(f"expected a torch.Tensor, got {type(x).__name__}")
+    if not x.ndim:
+        raise InvalidArgument("expected a tensor of at least one dimension, got one of none")
+
+
+def _sizes(sizes: Sequence[int] | None, name: str) -> list[int] | None:
+    if sizes is None:
+        return None
+    if any(size < 0 for size in sizes):
+        raise InvalidArgument(f"{name}_split_sizes: expected integers from 0, got {list(sizes)}")
+    return list(sizes)
+
+
+class _AllToAll(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, route: _Route, received: list[int] | None, sent: list[int] | None
+    ) -> torch.Tensor:
+        ctx.route, ctx.received, ctx.sent = route, received, sent
+        output = x.new_empty(len(x) if received is None else sum(received), *x.shape[1:])
+        route.comm.all_to_all_single(output, x, received, sent, **route.options)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _applied(_AllToAll, grads[0], ctx.route, ctx.sent, ctx.received), None, None, None
+
+
+class _Replicate(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, route: _Route) -> torch.Tensor:
+        ctx.route = route
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _applied(_AllReduce, grads[0], ctx.route), None
+
+
+class _AllReduce(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, route: _Route) -> torch.Tensor:
+        ctx.route = route
+        output = x.clone(memory_format=torch.contiguous_format)
+        route.comm.all_reduce(output, **route.options)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _applied(_Replicate, grads[0], ctx.route), None
+
+
+class _AllGather(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, route: _Route) -> torch.Tensor:
+        ctx.route = route
+        output = x.new_empty(route.comm.size * len(x), *x.shape[1:])
+        route.comm.all_gather_into_tensor(output, x, **route.options)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _applied(_ReduceScatter, grads[0], ctx.route), None
+
+
+class _ReduceScatter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, route: _Route) -> torch.Tensor:
+        ctx.route = route
+        output = x.new_empty(len(x) // route.comm.size, *x.shape[1:])
+        route.comm.reduce_scatter_tensor(output, x, **route.options)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _applied(_AllGather, grads[0], ctx.route), None

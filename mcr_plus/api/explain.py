@@ -1,0 +1,245 @@
+"""The path of an operation through the pipeline and the reasons for it, without running the operation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcr_plus.backends import assumed_backends
+from mcr_plus.compression.policy import gradient_compression
+from mcr_plus.config.reader import load
+from mcr_plus.config.schema import Config
+from mcr_plus.core.group import Group
+from mcr_plus.core.kinds import ALIASES, DTYPES, KINDS, REDUCING, ROOTED, VECTOR, dtype_name
+from mcr_plus.core.message import Signature, thawed
+from mcr_plus.core.units import parse_size
+from mcr_plus.errors import InvalidArgument
+from mcr_plus.launch import mpi_flavour
+from mcr_plus.msccl.catalog import kept
+from mcr_plus.pipeline.pipeline import Note, Pipeline
+from mcr_plus.pipeline.stage import Context
+from mcr_plus.rendezvous.world import World
+from mcr_plus.selection.checks import use_algorithms
+from mcr_plus.training.policy import key_of, policy_for
+from mcr_plus.training.reducer import TAG
+
+
+def explain(
+    kind: str,
+    nbytes: int | str,
+    *,
+    dtype: str = "float32",
+    ranks: int = 2,
+    config: str | Path | Mapping[str, Any] | None = None,
+    tag: str | None = None,
+    device: str = "cpu",
+    nodes: int = 1,
+    async_op: bool = False,
+    param: str | None = None,
+    shape: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    """Bind a hypothetical operation and return the decision of each stage.
+
+    Returns a mapping with `kind`, `bytes`, `dtype`, `ranks`, `nodes`, `async_op`, `tag`, `param`,
+    `steps` (one per decision: `stage`, `operation`, `decision`, `rule`), `backends` (those that run parts of
+    the operation), and, for the first choice of a library, `table_rule` (`file:line`), `expected_us` (None
+    where nothing was measured) and `alternatives` (per choice: `support`, `how`, `expected_us`,
+    `extrapolated`, `figure`, `bound_us`, `why` it was chosen or not). Steps in which a library is chosen have
+    the last three too, and if the table was measured on another machine `measured_elsewhere` (the
+    differences) and `strict`. A stage that does not apply has no step. Expected times of asynchronous
+    operations are exposed times: the time that remains beside a computation of the operation's own length.
+
+    `figure` is the quality of an expected time: "measured", "extrapolated", "at_most" below the smallest
+    size measured, "at_least" beyond the largest if no slope is known, "unknown" if that bound is of other
+    numbers of ranks or nodes. `bound_us` is the time measured for a bound, else None.
+
+    `nbytes` may be a text such as `1MiB`. `shape` is the shape of the tensor, for codecs that need matrices.
+    With `param`, the name of a parameter, the operation is the all_reduce of its gradient in a bucket of its
+    own, as `mcr.wrap` sends it, and the first step, `stage` "gradients", holds the configuration's decision
+    for that gradient.
+
+    Ranks are spread evenly over `nodes` hosts. Needs no job, and sends nothing.
+
+    Raises:
+        ConfigError: the configuration is wrong.
+        InvalidArgument: the operation, dtype, size or shape is unknown or does not fit.
+        Unsupported: no backend can run the operation.
+
+    Example:
+        ```python
+        explanation = mcr.explain("all_reduce", "1MiB", ranks=2, config={"version": 1, "backends": ["gloo"]})
+        assert explanation["backends"] == ["gloo"]
+        ```
+    """
+    options: dict[str, Any] = {"tag": tag, "device": device, "nodes": nodes, "async_op": async_op}
+    return explained(
+        kind, nbytes, dtype=dtype, ranks=ranks, config=config, param=param, shape=shape, **options
+    ).document
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The document that `explain` returns, and a readable form of the operation of each of its steps."""
+
+    document: dict[str, Any]
+    operations: Sequence[Operation]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """The operation of one step: its description, and whether it is asynchronous."""
+
+    words: str
+    async_op: bool
+
+
+@kept()  # a job may be running, with algorithm files of its own
+def explained(
+    kind: str,
+    nbytes: int | str,
+    *,
+    dtype: str = "float32",
+    ranks: int = 2,
+    config: str | Path | Mapping[str, Any] | None = None,
+    tag: str | None = None,
+    device: str = "cpu",
+    nodes: int = 1,
+    async_op: bool = False,
+    param: str | None = None,
+    shape: Sequence[int] | None = None,
+) -> Explanation:
+    """As `explain`, with a readable form of the operations."""
+    checked = load(config)
+    use_algorithms(checked)
+    if isinstance(nbytes, str):
+        try:
+            nbytes = parse_size(nbytes)
+        except ValueError as error:
+            raise InvalidArgument(f"bytes: {error}") from None
+    signature = _signature(kind, nbytes, dtype, ranks, tag, device)
+    signature = signature.replace(async_op=async_op or signature.is_p2p)  # a send is an isend and a wait
+    if shape is not None:
+        signature = _shaped(signature, shape)
+    gradient_steps: list[dict[str, Any]] = []
+    if param is not None:
+        signature, gradient_steps = _gradient(checked, signature, param, tag)
+    if not 1 <= nodes <= ranks:
+        raise InvalidArgument(f"nodes: expected 1 to {ranks}, the number of ranks, got {nodes}")
+    hosts = tuple(f"node{rank * nodes // ranks}" for rank in range(ranks))
+    world = World(0, ranks, hosts, 300.0, libraries=_libraries())
+    group = Group("world", tuple(range(ranks)), 0)
+    context = Context(checked, world, group, assumed_backends(checked.backends, world, group))
+    notes = Pipeline(context).bind(signature).notes
+    steps = [*gradient_steps, *map(_step, notes)]
+    operations = [Operation(step["operation"], signature.async_op) for step in gradient_steps]
+    operations += [Operation(_words(note.signature), note.signature.async_op) for note in notes]
+    choice = next((step for step in steps if "alternatives" in step), {})
+    document = {
+        "kind": signature.kind,
+        "bytes": nbytes,
+        "dtype": dtype,
+        "ranks": ranks,
+        "nodes": nodes,
+        "async_op": signature.async_op,
+        "tag": signature.tag,
+        "param": param,
+        "steps": steps,
+        "backends": list(dict.fromkeys(step.pop("backend") for step in steps if "backend" in step)),
+        **{name: choice.get(name) for name in ("table_rule", "expected_us", "alternatives")},
+    }
+    return Explanation(document, operations)
+
+
+def _words(signature: Signature) -> str:
+    """A readable form of the operation, without the fields that other lines of the explanation show."""
+    plain = signature.replace(
+        tag=None, key=None, encoding=None, backend=None, algorithm=None, compress=None, async_op=False,
+        call=None,
+    )  # fmt: skip
+    codec = "" if signature.encoding is None else f", encoded by {signature.encoding.partition(':')[0]}"
+    inside = "" if signature.group == "world" else f", in group {signature.group}"
+    return f"{plain.describe()}{codec}{inside}"
+
+
+def _step(note: Note) -> dict[str, Any]:
+    group = note.signature.group
+    inside = "" if group == "world" else f" in {group}"
+    step = {
+        "stage": note.stage,
+        "operation": note.signature.replace(call=None).describe() + inside,
+        "decision": note.text,
+        "rule": note.place,
+        **note.details(),
+    }
+    return step | {"backend": note.signature.choice} if note.stage == "dispatch" else step
+
+
+def _shaped(signature: Signature, shape: Sequence[int]) -> Signature:
+    """The operation on a tensor of this shape."""
+    if signature.kind in VECTOR:
+        raise InvalidArgument(f"shape: sizes of {signature.kind} differ between ranks; expected none")
+    if math.prod(shape) != math.prod(signature.shape):
+        raise InvalidArgument(f"shape: {tuple(shape)} is not {math.prod(signature.shape)} elements")
+    return signature.replace(shape=tuple(shape), parts=(tuple(shape),))
+
+
+def _gradient(
+    config: Config, signature: Signature, param: str, tag: str | None
+) -> tuple[Signature, list[dict[str, Any]]]:
+    """The signature of the all_reduce of a gradient, and the step with the configuration's decision."""
+    if signature.kind != "all_reduce" or tag is not None:
+        raise InvalidArgument("param: gradients are all_reduces with a tag of their own")
+    nbytes, dtype = signature.nbytes or 0, dtype_name(signature.dtype)
+    policy = policy_for(config, param, signature.shape, nbytes, signature.dtype, TAG, signature.ranks)
+    rule, _ = gradient_compression(config, param, nbytes, dtype, TAG, signature.ranks)
+    decision = "as its bucket" if policy.compress is None else "uncompressed, in a bucket of such gradients"
+    if isinstance(policy.compress, tuple):
+        decision = f"codec {thawed(policy.compress)['codec']}, in a bucket of such gradients"
+    if policy.backend is not None:
+        decision = f"{decision}; backend {policy.backend}"
+    signature = signature.replace(
+        reduce_op="AVG", tag=TAG, parts=(signature.shape,), key=key_of([param]), compress=policy.compress,
+        backend=policy.backend, async_op=True,
+    )  # fmt: skip
+    step = {"stage": "gradients", "operation": f"{param} {list(signature.shape)}", "decision": decision}
+    return signature, [{**step, "rule": None if rule is None else rule.place}]
+
+
+def _libraries() -> dict[str, str]:
+    """The MPI that a job started here would use, by its launcher: MPI itself can be loaded only in a job."""
+    launcher = mpi_flavour()
+    return {} if launcher is None else {"mpi": launcher.library}
+
+
+def _signature(kind: str, nbytes: int, dtype: str, ranks: int, tag: str | None, device: str) -> Signature:
+    name = ALIASES.get(kind, kind)
+    if name not in KINDS:
+        raise InvalidArgument(f"kind: unknown operation {kind!r}; known: {', '.join((*KINDS, *ALIASES))}")
+    known = {dtype_name(torch_dtype): torch_dtype for torch_dtype in DTYPES}
+    if dtype not in known:
+        raise InvalidArgument(f"dtype: unknown {dtype!r}; known: {', '.join(known)}")
+    if nbytes < 0 or ranks < 1:
+        raise InvalidArgument(f"bytes and ranks: expected at least 0 and 1, got {nbytes} and {ranks}")
+    torch_dtype: torch.dtype = known[dtype]
+    if nbytes % torch_dtype.itemsize:
+        raise InvalidArgument(
+            f"bytes: {nbytes} is not a whole number of {dtype} ({torch_dtype.itemsize} bytes)"
+        )
+    vector = name in VECTOR
+    return Signature(
+        kind=name,
+        dtype=None if name == "barrier" else torch_dtype,
+        shape=() if vector or name == "barrier" else (nbytes // torch_dtype.itemsize,),
+        nbytes=None if vector else nbytes,
+        group="world",
+        ranks=ranks,
+        device=device,
+        reduce_op="SUM" if name in REDUCING else None,
+        root=0 if name in ROOTED else None,
+        tag=tag,
+    )

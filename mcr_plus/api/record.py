@@ -1,0 +1,249 @@
+"""Recording of operations, without any synchronisation of its own."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mcr_plus.core.environment import host_name
+from mcr_plus.core.kinds import bus_factor
+
+if TYPE_CHECKING:
+    from mcr_plus.dispatch.engine import Engine
+    from mcr_plus.dispatch.work import IssuedWork
+
+
+@dataclass(frozen=True)
+class Record:
+    """One operation. Times are `time.perf_counter()` seconds.
+
+    `t_done` is when completion was noticed: at the wait, or earlier if another call drove progress. For
+    operations on a CUDA stream that is the host's next poll. `bytes` and `wire_bytes` are this rank's own if
+    sizes differ between ranks. `waited` is the part of the time, in seconds, that a thread spent in a wait:
+    the exposed cost of the operation; the rest was overlapped with other work.
+    """
+
+    sequence: int
+    kind: str
+    tag: str | None
+    group: str
+    backend: str
+    codec: str | None
+    bytes: int
+    wire_bytes: int
+    fused: int
+    t_issue: float
+    t_done: float
+    waited: float
+    ranks: int
+    error: str | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a summary; `size_class` is the smallest power of two ≥ the operations' bytes."""
+
+    kind: str
+    backend: str
+    size_class: int
+    count: int
+    bytes: int
+    p50_us: float
+    p95_us: float
+    algbw_GBps: float  # noqa: N815 - the field's unit
+    busbw_GBps: float  # noqa: N815
+    ranks: int
+    codec: str | None = None
+    wire_bytes: int = 0
+
+    @property
+    def p50(self) -> float:
+        """Median time in seconds."""
+        return self.p50_us / 1e6
+
+    @property
+    def p95(self) -> float:
+        """95th percentile of the times in seconds."""
+        return self.p95_us / 1e6
+
+    @property
+    def algbw(self) -> float:
+        """`algbw_GBps`."""
+        return self.algbw_GBps
+
+    @property
+    def busbw(self) -> float:
+        """`busbw_GBps`."""
+        return self.busbw_GBps
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in (*(field.name for field in fields(self)), "p50", "p95", "algbw", "busbw"):
+            raise KeyError(name)
+        return getattr(self, name)
+
+
+def size_class(nbytes: int) -> int:
+    """The smallest power of two that is at least `nbytes`; 0 for none."""
+    return 0 if nbytes == 0 else 1 << (nbytes - 1).bit_length()
+
+
+class Log:
+    """Records in the order in which completion was noticed.
+
+    `print(log)` shows times and waits by kind, tag and backend.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.records: list[Record] = []
+        self._rank = rank
+        self._began = time.perf_counter()
+        self._ended: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Duration of the recording, up to now if it has not ended."""
+        return (time.perf_counter() if self._ended is None else self._ended) - self._began
+
+    def stop(self) -> None:
+        """Note the end of recording."""
+        self._ended = time.perf_counter()
+
+    def __str__(self) -> str:
+        """The table of this rank's operations."""
+        from mcr_plus.api.record_table import communication, table_text  # it imports this module
+
+        seconds = self.seconds
+        title = f"Communication of rank {self._rank} in {seconds:.3g} s"
+        good = [record for record in self.records if record.error is None]
+        failed = len(self.records) - len(good)
+        if failed:
+            title += f", without {failed} operation{'' if failed == 1 else 's'} that failed"
+        return table_text(title, communication(good, seconds)) if good else f"{title}: nothing was recorded"
+
+    def plot(self, path: str | Path) -> None:
+        """Draw a timeline of this rank's operations, as .png, .svg or .pdf.
+
+        Raises:
+            Unsupported: matplotlib is not installed.
+            InvalidArgument: another ending, a missing folder, or an empty log.
+        """
+        from mcr_plus.api.record_plot import plot_records
+
+        plot_records(self.records, f"Communication of rank {self._rank}", Path(path))
+
+    def add(self, work: IssuedWork) -> None:
+        """Append a finished operation. Called by the engine."""
+        info = work.info
+        issued = info.t_issue
+        if not issued:
+            return  # issued before recording began
+        self.records.append(
+            Record(
+                sequence=info.sequence,
+                kind=info.kind,
+                tag=info.tag,
+                group=info.group,
+                backend=info.backend,
+                codec=info.codec,
+                bytes=info.bytes,
+                wire_bytes=info.wire_bytes,
+                fused=info.fused,
+                t_issue=issued,
+                t_done=info.t_done or issued,
+                waited=max(0.0, (info.t_done or issued) - work.t_wait),
+                ranks=work.operation.signature.ranks,
+                error=None if work.error is None else str(work.error),
+            )
+        )
+
+    def summary(self) -> list[Row]:
+        """One row per kind, backend, size class, ranks and codec, sorted; failed operations are left out.
+
+        Bandwidths are bytes over the summed time of the row, busbw by the formulas of nccl-tests.
+        """
+        groups: dict[_Key, list[Record]] = defaultdict(list)
+        for record in self.records:
+            if record.error is None:
+                size = size_class(record.bytes)
+                key = (record.kind, record.backend, size, record.ranks, record.codec or "")
+                groups[key].append(record)
+        return [_row(key, records) for key, records in sorted(groups.items())]
+
+    def save(self, path: str | Path) -> None:
+        """Write a trace that Perfetto and chrome://tracing read: one row per group and backend.
+
+        `mcr-plus trace merge` merges the traces of several ranks.
+        """
+        lanes = sorted({(record.group, record.backend) for record in self.records})
+        events: list[dict[str, Any]] = [
+            {
+                "ph": "M",
+                "name": "process_name",
+                "pid": self._rank,
+                "tid": 0,
+                "args": {"name": f"rank {self._rank}"},
+            }
+        ]
+        for index, (group, backend) in enumerate(lanes):
+            name = {"name": f"{group} {backend}"}
+            events.append({"ph": "M", "name": "thread_name", "pid": self._rank, "tid": index, "args": name})
+        for record in self.records:
+            events.extend(_events(record, self._rank, lanes.index((record.group, record.backend))))
+        epoch = time.time() - time.perf_counter()
+        about = {"rank": self._rank, "host": host_name(), "epoch_us": epoch * 1e6}
+        document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+        Path(path).write_text(json.dumps(document))
+
+
+def _events(record: Record, pid: int, tid: int) -> Iterator[dict[str, Any]]:
+    # Asynchronous events ("b"/"e"): operations of one row overlap.
+    unique = f"{pid}/{record.group}#{record.sequence}@{record.t_issue}"  # also in a merged trace
+    common = {"cat": "communication", "id": unique, "pid": pid}
+    name = record.kind if record.tag is None else f"{record.kind} {record.tag}"
+    yield {**common, "ph": "b", "name": name, "tid": tid, "ts": record.t_issue * 1e6, "args": asdict(record)}
+    yield {**common, "ph": "e", "name": name, "tid": tid, "ts": record.t_done * 1e6}
+
+
+_Key = tuple[str, str, int, int, str]
+"""Kind, backend, size class, ranks, codec or the empty string."""
+
+
+def _row(key: _Key, records: Sequence[Record]) -> Row:
+    kind, backend, size, ranks, codec = key
+    seconds = np.array([record.t_done - record.t_issue for record in records])
+    total = sum(record.bytes for record in records)
+    algbw = total / max(float(seconds.sum()), 1e-12) / 1e9
+    return Row(
+        kind=kind,
+        backend=backend,
+        size_class=size,
+        count=len(records),
+        bytes=total,
+        p50_us=float(np.percentile(seconds, 50)) * 1e6,
+        p95_us=float(np.percentile(seconds, 95)) * 1e6,
+        algbw_GBps=algbw,
+        busbw_GBps=algbw * bus_factor(kind, ranks),
+        ranks=ranks,
+        codec=codec or None,
+        wire_bytes=sum(record.wire_bytes for record in records),
+    )
+
+
+@contextmanager
+def recording(engine: Engine, rank: int) -> Iterator[Log]:
+    """Record every operation that is issued and noticed as complete inside the block. Blocks may nest."""
+    log = Log(rank)
+    engine.record_to((*engine.recorders, log.add))
+    try:
+        yield log
+    finally:
+        log.stop()
+        engine.record_to(tuple(recorder for recorder in engine.recorders if recorder != log.add))

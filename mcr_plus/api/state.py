@@ -1,0 +1,127 @@
+"""The state of stages, such as residuals of codecs, saved and loaded by any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+
+from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.errors import InvalidArgument
+from mcr_plus.pipeline.state import StateTensor, holds_tensors
+from mcr_plus.runtime.init import current
+from mcr_plus.runtime.runtime import Runtime
+
+_VERSION: Final = 1
+_KEYS: Final = {"compress": "codecs", "select": "tuner"}  # of stages; others are found under "stages"
+
+
+def state_dict() -> dict[str, Any]:
+    """The state that the pipeline keeps between calls. Collective over all ranks.
+
+    `codecs`: group → operation → name → tensor, residuals and the like. `tuner`: group → operation → the
+    results of online refinement (`select: {online: true}`), for jobs in which the same operations have the
+    same candidates. `stages`: stage → group → the state of other stages. Every rank gets the same, as CPU
+    tensors, so that one rank can save it. Of tensors that differ between ranks, such as residuals, it holds
+    the mean, which is all that the next steps depend on: so it is as large as one rank's share and fits any
+    number of ranks. Nothing may be in flight.
+
+    Raises:
+        NotInitialized: there is no job.
+
+    Example:
+        ```python
+        saved = mcr.state_dict()  # on every rank; `torch.save` on one
+        mcr.load_state_dict(saved)
+        ```
+    """
+    runtime = current()
+    mine: dict[str, dict[str, dict[str, Any]]] = {}  # stage → group → entry
+    for group, stages in runtime.restored.items():
+        for stage, entries in stages.items():
+            if entries:
+                mine.setdefault(stage, {})[group] = dict(entries)
+    for comm in runtime.communicators:
+        for (stage, entry), value in sorted(comm.pipeline.state().items()) if comm.rank >= 0 else ():
+            mine.setdefault(stage, {}).setdefault(comm.name, {})[entry] = _merged(comm, value)
+    everything: dict[str, dict[str, Any]] = {stage: {} for stage in _KEYS}
+    for theirs in runtime.communicator.all_gather_object(mine) if _differ(runtime) else [mine]:
+        for stage, groups in theirs.items():
+            everything.setdefault(stage, {}).update(groups)  # equal on all members of a group
+    known = {key: everything.pop(stage) for stage, key in _KEYS.items()}
+    return {"version": _VERSION, **known, "stages": everything}
+
+
+def _differ(runtime: Runtime) -> bool:
+    """Whether ranks have different groups; one that is left over on some ranks alone counts on all."""
+    differ = any(each.group.size != runtime.world.size for each in runtime.groups)
+    return any(runtime.communicator.all_gather_object(differ))
+
+
+def load_state_dict(state: Mapping[str, Any]) -> None:
+    """Load what `state_dict` returned, on every rank; for groups and operations that come later too.
+
+    The state of an operation is found by its kind, dtype, shape, tag and codec, and by the parameters of a
+    bucket; what no operation asks for is left alone. Results of online refinement hold for operations that
+    are issued for the first time from now on.
+
+    Args:
+        state: what `state_dict` returned, in this job or another; its tensors are read, not kept.
+
+    Raises:
+        InvalidArgument: `state` is anything else.
+
+    Example:
+        ```python
+        mcr.load_state_dict(mcr.state_dict())
+        ```
+    """
+    if not isinstance(state, Mapping) or not _is_valid(state):
+        raise InvalidArgument("state: expected what mcr.state_dict() returned")
+    runtime = current()
+    named = {stage: state.get(key, {}) for stage, key in _KEYS.items()}
+    for stage, groups in {**named, **state.get("stages", {})}.items():
+        for group, entries in groups.items():
+            runtime.restored.setdefault(group, {}).setdefault(stage, {}).update(entries)
+    for comm in runtime.communicators:
+        if comm.rank >= 0:
+            comm.pipeline.load_state()
+
+
+def _is_valid(state: Mapping[str, Any]) -> bool:
+    def is_choice(entry: object) -> bool:
+        return isinstance(entry, Mapping) and "choice" in entry
+
+    def is_group(entries: object) -> bool:
+        return isinstance(entries, Mapping)
+
+    return (
+        state.get("version") == _VERSION
+        and _all_are(state.get("codecs"), lambda group: _all_are(group, holds_tensors))
+        and _all_are(state.get("tuner", {}), lambda group: _all_are(group, is_choice))
+        and _all_are(state.get("stages", {}), lambda stage: _all_are(stage, is_group))
+    )
+
+
+def _all_are(values: object, check: Callable[[object], bool]) -> bool:
+    return isinstance(values, Mapping) and all(map(check, values.values()))
+
+
+def _merged(comm: Communicator, value: Any) -> Any:
+    """An entry of a stage's state as all ranks together have it."""
+    if isinstance(value, list) and all(isinstance(each, StateTensor) for each in value):
+        return {each.name: _shared(comm, each) for each in value}
+    return value
+
+
+def _shared(comm: Communicator, state: StateTensor) -> torch.Tensor:
+    tensor = state.tensor.detach().clone()
+    if state.role == "own":
+        comm.all_reduce(tensor, "AVG", compress=False)
+    elif state.role == "shard":
+        counts = comm.all_gather_object(tensor.numel())
+        parts = [torch.empty(count, dtype=tensor.dtype, device=tensor.device) for count in counts]
+        comm.all_gather_v(parts, tensor, compress=False)
+        tensor = torch.cat(parts)
+    return tensor.cpu()

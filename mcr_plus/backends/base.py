@@ -1,0 +1,299 @@
+"""The interface between dispatch and communication libraries: `Backend`, `Channel` and their types."""
+
+# ruff: noqa: B027 (empty methods are defaults)
+
+from __future__ import annotations
+
+from abc import ABC, ABCMeta, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol, cast
+
+from mcr_plus.core.group import Group
+from mcr_plus.core.kinds import Kind
+from mcr_plus.core.message import Message, Signature
+from mcr_plus.core.units import Range
+from mcr_plus.rendezvous.world import World
+
+Poll = Callable[[], bool]
+"""Returns whether a started operation is done; drives its library's progress; raises its error."""
+
+
+class StreamPoll(Protocol):
+    """The poll of an operation on a CUDA stream.
+
+    `ready` is true once the operation is enqueued on its stream; before, its library still needs the host.
+    The other two methods may be called once it is ready, and never block.
+    """
+
+    @property
+    def ready(self) -> bool:
+        """Whether the stream has the operation."""
+        ...
+
+    def __call__(self) -> bool:
+        """See `Poll`."""
+        ...
+
+    def order_current_stream(self) -> None:
+        """Make the current stream wait for the operation."""
+        ...
+
+    def chain(self, function: Callable[[], None]) -> None:
+        """Run `function` under the operation's stream; the operation then includes its kernels."""
+        ...
+
+
+Start = Callable[[Message], Poll]
+"""Hand an operation to a library; returns at once."""
+
+
+class Persistent(Protocol):
+    """A library's persistent request: its start and its poll. The first start may replace both."""
+
+    begin: Callable[[], object]
+    test: Poll
+
+
+class Gate(Protocol):
+    """A collective step of a library before it starts an operation.
+
+    Called when all ranks have issued the operation, in the order of their group; returns a poll that is true
+    once the operation may start, or None if it may start at once. The poll raises `OperationsDiffer` if ranks
+    have issued different operations. `every`: each operation of the signature has to pass; `again`: the next
+    one has to pass, and ranks compare it. Both may change while an operation passes.
+    """
+
+    every: bool
+    again: bool
+
+    def __call__(self, message: Message) -> Poll | None:
+        """Begin."""
+        ...
+
+
+@dataclass(frozen=True)
+class Support:
+    """Support of a backend for an operation.
+
+    `native`: one call of the library. `emulated`: composed of other calls, which `how` names. `no`:
+    unsupported; `how` names the reason and the supported alternatives.
+    """
+
+    level: Literal["native", "emulated", "no"]
+    how: str = ""
+
+    def __bool__(self) -> bool:
+        return self.level != "no"
+
+
+NATIVE = Support("native")
+
+
+@dataclass(frozen=True)
+class Availability:
+    """Whether a backend can run here; if not, the reason and a remedy."""
+
+    available: bool
+    version: str = ""
+    reason: str = ""
+    remedy: str = ""
+
+
+class Channel(ABC):
+    """One group of ranks inside one library. Its operations start in the same order on all ranks.
+
+    Attributes:
+        closes_alone: it has a `release`, which closes this rank's part while other ranks use theirs.
+        outlives_library: it has a `give_up`: it may stay open when its library is closed, and be closed
+        later. ballots: a vote of the ranks of one host on a number before an operation, see
+        `SharedBoard.cast`. Set
+            before the first `bind` for one channel of a group that has `takes_ballots`; else None.
+        takes_ballots: the channel uses `ballots`.
+    """
+
+    closes_alone: bool = False
+    outlives_library: bool = False
+    takes_ballots: bool = False
+    ballots: Callable[[int], Poll] | None = None
+
+    def __init_subclass__(cls) -> None:
+        """Set `closes_alone` and `outlives_library` by the methods of the class."""
+        cls.closes_alone = cls.release is not Channel.release
+        cls.outlives_library = cls.give_up is not Channel.give_up
+
+    @abstractmethod
+    def bind(self, signature: Signature) -> Start:
+        """Resolve everything about `signature`; raises `Unsupported` if `supports` denies it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the library's group: once, in the same order on all ranks, with nothing in flight."""
+
+    def release(self) -> None:
+        """Close this rank's part, see `closes_alone`; nothing happens while something is in flight."""
+
+    def give_up(self) -> None:
+        """Free reserved resources: the channel may never be closed."""
+
+    def gate(self, signature: Signature, digest: int) -> Gate | None:  # noqa: ARG002
+        """Return the collective step before operations of a signature; None without one."""
+        return None
+
+    def bind_persistent(self, signature: Signature, message: Message, digest: int) -> Persistent | None:  # noqa: ARG002
+        """Return a persistent request on the tensors of a message; None if the library has none for it."""
+        return None
+
+
+class Backend(ABC):
+    """One communication library in one job. Constructed with the `World`, on all ranks alike.
+
+    Attributes:
+        name: as in configurations.
+        on_stream: operations run on a CUDA stream and polls are event queries.
+        spins: number of polls at full speed before a waiting rank yields.
+        needs_polls: operations advance only while they are polled, so a waiting rank continues to poll
+            instead of sleeping.
+        rings: the backend itself rings the bells of `World` whenever a poll has made progress for which a
+            peer may wait.
+        keeps_apart: operations of different signatures are never matched with each other in the library, in
+            whatever order ranks issue them. If it is false, ranks compare every operation before it starts,
+            and not only the first of a signature; not so on a stream.
+        has_algorithms: whether configurations may name algorithms of it.
+    """
+
+    name: str
+    on_stream: bool
+    spins: int
+    needs_polls: ClassVar[bool] = False
+    rings: ClassVar[bool] = False
+    keeps_apart: ClassVar[bool] = False
+    has_algorithms: ClassVar[bool] = True
+
+    def __init__(self, world: World) -> None:
+        """Initialise the library; collective over the job's ranks only if that is."""
+
+    # -- of the library, before it is initialised -----------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def availability(cls) -> Availability:
+        """Return whether the library is installed; does not initialise it."""
+
+    @classmethod
+    @abstractmethod
+    def supports(cls, signature: Signature) -> Support:
+        """Return the support for a signature; a function of it alone, so equal on all ranks.
+
+        `signature.algorithm` is None or an algorithm of the backend; for an unknown name, return a "no" that
+        lists the known ones.
+        """
+
+    @classmethod
+    def serves(cls, world: World) -> str:  # noqa: ARG003
+        """Return the reason why the backend cannot be used in this job, or '' if it can."""
+        return ""
+
+    @classmethod
+    def reaches(cls, world: World, group: Group) -> str:  # noqa: ARG003
+        """Return the reason why it cannot be used for a group of the job, or ''; the same on all ranks."""
+        return ""
+
+    @classmethod
+    def library_version(cls) -> str:
+        """Return the library in use, such as `Open MPI 5.0.11`, or ''."""
+        return ""
+
+    @classmethod
+    def algorithms(cls, kind: Kind, ranks: int) -> list[str]:  # noqa: ARG003
+        """Return the algorithms of a kind that `tune` should compare."""
+        return []
+
+    @classmethod
+    def sizes(cls, algorithm: str) -> Range:  # noqa: ARG003
+        """Return the bytes for which a table's rule may name an algorithm."""
+        return Range(0)
+
+    @classmethod
+    def unknown_algorithm(cls, name: str) -> str:  # noqa: ARG003
+        """Return an error text if no operation has an algorithm of this name, or '' if one may have."""
+        return ""
+
+    @classmethod
+    def descriptors(cls, size: int) -> int:  # noqa: ARG003
+        """Return the number of file descriptors of a group of `size` ranks in each of its processes."""
+        return 0
+
+    # -- in a job -------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def open(self, group: Group) -> Channel:
+        """Create the library's group; collective over the group's ranks."""
+
+    @abstractmethod
+    def progress(self) -> None:
+        """Let the library advance everything in flight."""
+
+    @abstractmethod
+    def close(self, clean: bool) -> None:
+        """Close the library. If `clean` is False, operations may be stuck, and nothing may block."""
+
+    def refuses_threads(self) -> str:
+        """Return the reason why it cannot be called from two threads at once, or '' if it can."""
+        return ""
+
+    @classmethod
+    def breaks(cls, error: BaseException) -> str:  # noqa: ARG003
+        """Return the reason why it is unusable in this process after one of its errors, or ''."""
+        return ""
+
+    # -- at the end of a process ----------------------------------------------------------------------
+
+    def before_exit(self) -> None:
+        """Called at the end of every process that has used it."""
+
+    def finalize(self) -> None:
+        """Called after `before_exit` if all ranks end their processes."""
+
+    def abandon(self) -> None:
+        """Called in a forked child, which does not have the library's threads."""
+
+
+def complete(kind: type[Any]) -> type[Backend]:
+    """Return a class of backends with the defaults of `Backend` for missing members."""
+    if issubclass(kind, Backend):
+        return kind
+    if kind not in _completed:
+        _completed[kind] = ABCMeta(kind.__name__, (kind, Backend), {"__module__": kind.__module__})
+    return cast("type[Backend]", _completed[kind])
+
+
+_completed: dict[type[Any], type[Any]] = {}
+
+
+def complete_channel(channel: Any) -> Channel:
+    """Return a channel with the defaults of `Channel` for missing members."""
+    return channel if isinstance(channel, Channel) else _Completed(channel)
+
+
+class _Completed(Channel):
+    """Wraps a channel of a class that is no `Channel`."""
+
+    def __init__(self, channel: Any) -> None:
+        self._channel = channel
+        self.closes_alone = hasattr(channel, "release")
+        self.outlives_library = hasattr(channel, "give_up")
+        for name in ("release", "give_up", "gate", "bind_persistent"):
+            if hasattr(channel, name):
+                setattr(self, name, getattr(channel, name))
+
+    def bind(self, signature: Signature) -> Start:
+        return cast("Start", self._channel.bind(signature))
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+def done() -> bool:
+    """The poll of a finished operation."""
+    return True

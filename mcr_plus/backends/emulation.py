@@ -1,0 +1,57 @@
+"""Local reductions, for libraries that move data but cannot reduce it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+
+import torch
+
+from mcr_plus.core.kinds import ReduceOp
+
+LocalReduce = Callable[[torch.Tensor, torch.Tensor], None]
+"""Reduce `parts` over dim 0 into `out`: parts [ranks, n], out [n], same dtype, contiguous."""
+
+_HALVES = (torch.float16, torch.bfloat16)
+_LOGIC: dict[str, ReduceOp] = {"SUM": "BOR", "MAX": "BOR", "PRODUCT": "BAND", "MIN": "BAND"}
+_BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
+
+
+def local_reduce(op: ReduceOp, dtype: torch.dtype) -> LocalReduce:
+    """Return the reduction over ranks, in rank order on every rank, so that all ranks get the same bits.
+
+    float16 and bfloat16 are summed and multiplied in float32 and rounded once.
+    """
+    if dtype is torch.bool:
+        op = _LOGIC.get(op, op)
+    if op in _BITWISE:
+        return _bitwise(_BITWISE[op])
+    if op in ("MIN", "MAX"):
+        return _extreme(torch.amin if op == "MIN" else torch.amax)
+    return _arithmetic(op, torch.float32 if dtype in _HALVES else dtype)
+
+
+def _bitwise(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> LocalReduce:
+    def run(parts: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(reduce(function, parts.unbind(0)))
+
+    return run
+
+
+def _extreme(function: Callable[..., torch.Tensor]) -> LocalReduce:
+    def run(parts: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(function(parts, dim=0))
+
+    return run
+
+
+def _arithmetic(op: ReduceOp, wide: torch.dtype) -> LocalReduce:
+    def run(parts: torch.Tensor, out: torch.Tensor) -> None:
+        total = parts[0].to(wide, copy=True)
+        for part in parts[1:]:
+            total = total.mul_(part) if op == "PRODUCT" else total.add_(part)
+        if op == "AVG":
+            total /= len(parts)
+        out.copy_(total)
+
+    return run

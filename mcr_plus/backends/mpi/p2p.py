@@ -1,0 +1,191 @@
+"""Matching of MPI messages: a receive is posted after its message has been probed.
+
+A library does not distinguish dtypes, and Open MPI 5.0.11 writes a message that is too long past the end of
+the buffer before it reports the truncation. So a receive is posted only when a message has arrived with the
+right size and dtype, which is part of the tag.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+from mcr_plus.core.group import Group
+from mcr_plus.core.kinds import DTYPES, dtype_name
+from mcr_plus.core.message import Signature
+from mcr_plus.errors import OrderMismatch, Unsupported
+
+_CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
+_BITS: Final = 4  # of a tag, for the dtype
+_PROBE_OTHERS_EVERY: Final = 256  # polls without a message before probing for other dtypes
+_AT_ONCE: Final = 16  # tags that one call of `progress` matches
+
+
+class Receive:
+    """The poll of a receive; `source` is set once its message has arrived."""
+
+    source: int
+
+    def __init__(
+        self,
+        queue: MatchingQueue,
+        signature: Signature,
+        peer: int | None,
+        tag: int,
+        target: torch.Tensor,
+        spec: Any,
+    ) -> None:
+        self._queue = queue
+        self.signature = signature
+        self.peer = peer
+        self.tag = tag
+        self.target = target
+        self.spec = spec
+        self.number = 0  # order of posting
+        self.polls = 0
+        self.request: Any = None
+        self.error: Exception | None = None
+
+    @property
+    def arriving(self) -> bool:
+        """Whether its message has begun to arrive."""
+        return self.request is not None
+
+    def __call__(self) -> bool:
+        """Poll; raises `OrderMismatch` for a message of another dtype or size, and errors of the library."""
+        if self.request is None:
+            if self.error is None:
+                self._queue.match(self.tag)
+            if self.error is not None:
+                raise self.error
+            if self.request is None:
+                return False
+        return bool(self.request.Test())
+
+
+class MatchingQueue:
+    """Receives of one MPI communicator, from which nothing else receives. Not thread-safe.
+
+    A message goes to the receive posted first among those it fits by source and tag, as in MPI.
+    """
+
+    def __init__(self, mpi: Any, comm: Any, group: Group, busy: set[MatchingQueue]) -> None:
+        """`busy`: a set that contains this object while receives wait in it."""
+        self._busy = busy
+        self._mpi = mpi
+        self._comm = comm
+        self._group = group
+        self._status = mpi.Status()
+        self._tag_limit = (comm.Get_attr(mpi.TAG_UB) + 1) >> _BITS
+        self._waiting: dict[int, dict[int | None, deque[Receive]]] = {}  # by tag and peer
+        self._posted = 0
+
+    def tag(self, dtype: torch.dtype, match_tag: int) -> int:
+        """Return the MPI tag for tensors of `dtype`; raises `Unsupported` if MPI has no such tag."""
+        if match_tag >= self._tag_limit:
+            raise Unsupported(f"tag: this MPI library takes tags below {self._tag_limit}, got {match_tag}")
+        return match_tag << _BITS | _CODES[dtype]
+
+    def post(self, receive: Receive) -> Receive:
+        """Queue a receive; returns it."""
+        self._posted += 1
+        receive.number = self._posted
+        self._waiting.setdefault(receive.tag, {}).setdefault(receive.peer, deque()).append(receive)
+        self._busy.add(self)
+        self.match(receive.tag)
+        return receive
+
+    def progress(self) -> None:
+        """Receive arrived messages, so that a sender does not wait for a poll of its receiver."""
+        for tag in list(self._waiting)[:_AT_ONCE]:
+            self.match(tag)
+            if (queues := self._waiting.pop(tag, None)) is not None:
+                self._waiting[tag] = queues  # last: the next call starts with others
+
+    def match(self, tag: int) -> None:
+        """Post the receives under `tag` whose messages have arrived."""
+        queues = self._waiting.get(tag)
+        if queues is None:
+            return
+        for peer, queue in list(queues.items()):
+            while queue and self._is_matched(queue[0], queues):
+                queue.popleft()
+            if not queue:
+                del queues[peer]
+        if not queues:
+            del self._waiting[tag]
+            if not self._waiting:
+                self._busy.discard(self)
+
+    def _sources(self, receive: Receive, queues: dict[int | None, deque[Receive]]) -> Sequence[int]:
+        """Return the sources of which this receive may take a message: none with an earlier receive."""
+        if len(queues) == 1:
+            return (self._mpi.ANY_SOURCE if receive.peer is None else receive.peer,)
+        earlier = {peer for peer, queue in queues.items() if queue and queue[0].number < receive.number}
+        if receive.peer is not None:
+            return () if None in earlier else (receive.peer,)
+        return [rank for rank in range(self._group.size) if rank not in earlier]
+
+    def _is_matched(self, receive: Receive, queues: dict[int | None, deque[Receive]]) -> bool:
+        """Whether a receive leaves the queue; its own poll raises its error, since any poll may match it."""
+        try:
+            return self._match_one(receive, self._sources(receive, queues))
+        except Exception as error:
+            receive.error = error
+            return True
+
+    def _match_one(self, receive: Receive, sources: Sequence[int]) -> bool:
+        """Whether the message has arrived: the receive then is posted, or has failed."""
+        assert receive.signature.dtype is not None
+        tag = self.tag(receive.signature.dtype, receive.tag)
+        receive.polls += 1
+        for source in sources:
+            if self._accept(receive, source, tag):
+                return True
+        if receive.polls % _PROBE_OTHERS_EVERY:
+            return False
+        for source in sources:
+            for dtype, code in _CODES.items():
+                other = receive.tag << _BITS | code
+                if other != tag and self._comm.Iprobe(source, other, self._status):
+                    return self._other_dtype(receive, source, tag, dtype)
+        return False
+
+    def _accept(self, receive: Receive, source: int, tag: int) -> bool:
+        status = self._status
+        if not self._comm.Iprobe(source, tag, status):
+            return False
+        receive.source = status.Get_source()
+        # In elements: the bytes of a large message may not fit MPI's counts.
+        count = status.Get_count(receive.spec[1])
+        if count == receive.target.numel():
+            receive.request = self._comm.Irecv(receive.spec, receive.source, tag)
+        else:
+            assert receive.signature.dtype is not None
+            self._refuse(receive, receive.source, receive.signature.dtype, count)
+        return True
+
+    def _other_dtype(self, receive: Receive, source: int, tag: int, dtype: torch.dtype) -> bool:
+        """Handle a message of another dtype; one of the right dtype sent earlier has arrived, too."""
+        sender = self._status.Get_source()
+        count = self._status.Get_count(self._mpi.BYTE) // dtype.itemsize
+        if not self._accept(receive, source, tag):
+            self._refuse(receive, sender, dtype, count)
+        return True
+
+    def _refuse(self, receive: Receive, sender: int, dtype: torch.dtype, count: int) -> None:
+        receive.error = mismatch(self._group, receive.signature, receive.tag, sender, dtype, count)
+
+
+def mismatch(
+    group: Group, wanted: Signature, tag: int, sender: int, dtype: torch.dtype, count: int
+) -> OrderMismatch:
+    """Return the error of a receive of `wanted` whose message has `count` elements of `dtype`."""
+    return OrderMismatch(
+        f"message with tag {tag} in group '{group.name}': rank {sender} issued send "
+        f"{dtype_name(dtype)}[{count}] ({count * dtype.itemsize} bytes); rank {group.rank} issued "
+        f"{wanted.describe()} ({wanted.nbytes} bytes)"
+    )

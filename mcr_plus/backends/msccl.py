@@ -1,0 +1,24 @@
+"""The backend `msccl`: shared memory, or the GPU library that MCR_MSCCL_LIBRARY names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mcr_plus.core.environment import msccl_library
+
+if TYPE_CHECKING:
+    from mcr_plus.backends.base import Backend
+
+
+def chosen() -> type[Backend]:
+    """Return the class of the backend in this process."""
+    if msccl_library() is None:
+        from mcr_plus.backends.shm.backend import MscclBackend
+
+        return MscclBackend
+    from mcr_plus.backends.nccl.msccl_library import MscclLibraryBackend
+
+    return MscclLibraryBackend
+
+
+backend = chosen()

@@ -1,1 +1,0 @@
-"""MSCCL: algorithm files, verified before they run, over shared memory on one host."""

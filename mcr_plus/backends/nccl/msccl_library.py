@@ -1,0 +1,52 @@
+"""The backend `msccl` on GPUs: a library with NCCL's C ABI that runs algorithm files itself.
+
+Examples are MSCCL's executor for NCCL, and RCCL. The library's own scheduler picks the algorithms from the
+folder in MSCCL_ALGO_DIR. Has not run on a GPU, nor with any such library.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from mcr_plus.backends.base import Support
+from mcr_plus.backends.nccl import NcclBackend
+from mcr_plus.backends.nccl.abi import load
+from mcr_plus.core.environment import default_variable, msccl_library
+from mcr_plus.errors import ConfigError
+from mcr_plus.msccl import catalog
+
+if TYPE_CHECKING:
+    from mcr_plus.core.message import Signature
+    from mcr_plus.rendezvous.world import World
+
+_FOLDER: Final = "MSCCL_ALGO_DIR"
+
+
+class MscclLibraryBackend(NcclBackend):
+    """The library that MCR_MSCCL_LIBRARY names, with the configuration's algorithm files."""
+
+    name = "msccl"
+    has_algorithms = True
+    library: ClassVar[str | None] = msccl_library()
+
+    def __init__(self, world: World, **options: Any) -> None:
+        folders = sorted({str(path.parent.resolve()) for path in catalog.paths()})
+        if len(folders) > 1:
+            raise ConfigError(
+                f"algorithms: backend msccl passes one folder to {self.library}, not {', '.join(folders)}"
+            )
+        if folders:
+            default_variable(_FOLDER, folders[0])
+        super().__init__(world, **options)
+
+    @classmethod
+    def library_version(cls) -> str:
+        """The version of NCCL that the library reports."""
+        return f"{cls.library}, NCCL {load(cls.library).version_text}"
+
+    @classmethod
+    def supports(cls, signature: Signature) -> Support:
+        """As NCCL; algorithms cannot be named, since the library picks them."""
+        if signature.algorithm is not None:
+            return Support("no", f"algorithm '{signature.algorithm}'; {cls.library} picks its own")
+        return super().supports(signature)

@@ -1,0 +1,351 @@
+"""The backend `msccl`: the ranks of one host, through memory that they share."""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Final
+
+from mcr_plus.backends.base import NATIVE, Availability, Backend, Channel, Support
+from mcr_plus.backends.shm import collectives, interpreter, p2p
+from mcr_plus.backends.shm.collectives import DirectCollectives
+from mcr_plus.backends.shm.interpreter import Interpreter
+from mcr_plus.backends.shm.p2p import PointToPoint
+from mcr_plus.backends.shm.queue import Run, WorkQueue, done_at_once
+from mcr_plus.backends.shm.reduce_kernels import ReduceKernels, kernels_for
+from mcr_plus.backends.shm.segment import Segment, Shape, open_segment
+from mcr_plus.core.kinds import IN_PLACE, REDUCING, VECTOR, Kind
+from mcr_plus.errors import AlgorithmError, OperationsDiffer, OrderMismatch
+from mcr_plus.kernels.compiling import preparing
+from mcr_plus.msccl import catalog
+
+if TYPE_CHECKING:
+    from mcr_plus.backends.base import Poll, Start
+    from mcr_plus.core.group import Group
+    from mcr_plus.core.message import Message, Signature
+    from mcr_plus.core.units import Range
+    from mcr_plus.rendezvous.world import World
+
+_KINDS: Final[dict[Kind, int]] = {
+    "barrier": collectives.BARRIER,
+    "all_reduce": collectives.ALL_REDUCE,
+    "all_gather": collectives.ALL_GATHER,
+    "all_to_all": collectives.ALL_TO_ALL,
+    "reduce_scatter": collectives.REDUCE_SCATTER,
+    "broadcast": collectives.BROADCAST,
+    "reduce": collectives.REDUCE,
+    "gather": collectives.GATHER,
+    "scatter": collectives.SCATTER,
+    "all_to_all_v": collectives.EXCHANGE,
+    "scatter_v": collectives.EXCHANGE,
+    "all_gather_v": collectives.SHARE,
+    "gather_v": collectives.SHARE,
+    "reduce_scatter_v": collectives.REDUCE_SCATTER_V,
+}
+_SHARED_MEMORY: Final = Path("/dev/shm")
+_MOST_RANKS: Final = 128  # the memory grows with their square
+# Bytes of a slot. Ranks wait for each other at each slice; on busy cores each wait costs a time slice of
+# another process. Larger slots make that rarer; slots beyond 2 MiB do not fit the caches.
+_AREA: Final = 2 << 20
+_IN_THREAD: Final = 768 << 10  # bytes above which asynchronous operations run in the thread
+_SPINS: Final = 20  # in a poll, which then takes as long as one of MPI; the engine sets the number of polls
+_YIELDS: Final = 4
+_AREAS: Final = 24 << 20  # bytes for all ranks
+_MESSAGES: Final = 1  # channel of sends and receives; those of algorithms follow
+_DEPTH: Final = 4
+_SLOT: Final = 128 << 10
+_SLOTS: Final = 16 << 20  # bytes for all queues
+_LEAST_SLOT: Final = 256  # bytes
+_PATIENCE_S: Final = 0.25  # before a mismatch is reported without the description of the peer's operation
+
+
+class MscclBackend(Backend):
+    """Collectives and messages over shared memory, for groups of ranks on one host."""
+
+    name = "msccl"
+    on_stream = False
+    needs_polls = True
+    keeps_apart = True  # every slot has the tag of its operation
+    rings = True
+    spins = 40  # each may take 5 µs; the engine checks for other work after the last
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._channels: list[_Channel] = []
+        with preparing("msccl"):
+            collectives.prepare()
+
+    @classmethod
+    def availability(cls) -> Availability:
+        """Available with Linux's shared memory."""
+        if not _SHARED_MEMORY.is_dir():
+            return Availability(False, reason=f"no {_SHARED_MEMORY} on {sys.platform}", remedy="use Linux")
+        return Availability(True, cls.library_version())
+
+    @classmethod
+    def library_version(cls) -> str:
+        """The version of this package."""
+        return f"mcr_plus {metadata.version('mcr_plus')}"
+
+    @classmethod
+    def serves(cls, world: World) -> str:
+        """See `Backend`: some ranks must share a host."""
+        if world.size > 1 and len(set(world.hosts)) == world.size:
+            return "every rank is on a host of its own, and hosts share no memory"
+        return ""
+
+    @classmethod
+    def reaches(cls, world: World, group: Group) -> str:
+        """See `Backend`: all ranks must share a host."""
+        hosts = len({world.hosts[rank] for rank in group.ranks})
+        if hosts > 1:
+            return f"group '{group.name}' is on {hosts} hosts, which share no memory"
+        if group.size > _MOST_RANKS:
+            return f"group '{group.name}' has {group.size} ranks; msccl serves up to {_MOST_RANKS}"
+        return ""
+
+    @classmethod
+    def algorithms(cls, kind: Kind, ranks: int) -> list[str]:
+        """See `Backend`."""
+        return catalog.candidates(kind, ranks)
+
+    @classmethod
+    def unknown_algorithm(cls, name: str) -> str:
+        """See `Backend`."""
+        return catalog.nowhere(name)
+
+    @classmethod
+    def sizes(cls, algorithm: str) -> Range:
+        """See `Backend`."""
+        return catalog.sizes(algorithm)
+
+    @classmethod
+    def supports(cls, signature: Signature) -> Support:
+        """All operations."""
+        if signature.algorithm is not None:
+            why = catalog.refusal(signature) or _too_large(signature)
+            if why:
+                return Support("no", why)
+        if signature.device != "cpu":
+            return Support("emulated", "staged through host memory")
+        return NATIVE
+
+    @classmethod
+    def descriptors(cls, size: int) -> int:  # noqa: ARG003 - a Backend
+        """See `Backend`: the shared memory."""
+        return 1
+
+    def open(self, group: Group) -> Channel:
+        """See `Backend.open`."""
+        bells = self._world.bells
+        table = 0 if bells is None else bells.table
+        store = self._world.store_of(group)
+        segment = open_segment(store, group, _shape(group.size), self._world.timeout, table)
+        channel = _Channel(segment, group, self._channels, self._world)
+        self._channels.append(channel)
+        return channel
+
+    def progress(self) -> None:
+        """See `Backend`."""
+        for channel in self._channels:
+            channel.progress()
+
+    def refuses_threads(self) -> str:
+        """See `Backend`: a work queue admits one thread, and the engine's lock protects messages."""
+        return ""
+
+    def close(self, clean: bool) -> None:  # noqa: ARG002 - a Backend
+        """See `Backend.close`."""
+        for channel in self._channels:
+            channel.end()
+
+
+def _too_large(signature: Signature) -> str:
+    """Return why an algorithm is too large for so many ranks (for the verifier or the memory), or ''."""
+    try:
+        most, slot = catalog.algorithm_of(signature).largest_step, _shape(signature.ranks).slot
+    except AlgorithmError as error:
+        return str(error)
+    if most * 64 <= slot:
+        return ""
+    return (
+        f"algorithm '{signature.algorithm}' has steps of {most} chunks, too many for {signature.ranks} ranks"
+    )
+
+
+def _shape(ranks: int) -> Shape:
+    unit = 64 * ranks
+    channels = _MESSAGES + catalog.channels(ranks)
+    slots = ranks * (ranks - 1) * channels * _DEPTH
+    return Shape(
+        ranks,
+        channels=channels,
+        depth=_DEPTH,
+        slot=max(_LEAST_SLOT, min(_SLOT, _SLOTS // slots)) // 64 * 64,
+        area=min(_AREA, _AREAS // (2 * ranks)) // unit * unit,
+    )
+
+
+class _Channel(Channel):
+    def __init__(self, segment: Segment, group: Group, open_ones: list[_Channel], world: World) -> None:
+        self._closed = False
+        self._open_ones = open_ones
+        self._segment = segment
+        self._group = group
+        self._queue = WorkQueue(None if world.bells is None else world.bells.ring_own)
+        # Do not yield when each rank has its own core: the scheduler would give it to an unrelated process
+        # for milliseconds.
+        self._yields = _YIELDS if world.oversubscribed else 0
+        self._collectives = DirectCollectives(segment, spins=_SPINS, yields=self._yields)
+        self._p2p = PointToPoint(segment, group, yields=self._yields)
+
+    def bind(self, signature: Signature) -> Start:
+        if signature.kind in ("send", "recv"):
+            with preparing("msccl's messages"):
+                p2p.prepare()
+            bind = self._p2p.bind_send if signature.kind == "send" else self._p2p.bind_receive
+            return bind(signature)
+        width = 1 if signature.dtype is None else signature.dtype.itemsize
+        kernels = ReduceKernels()
+        if signature.kind in REDUCING:
+            assert signature.dtype is not None
+            assert signature.reduce_op is not None
+            kernels = kernels_for(signature.dtype, signature.reduce_op)
+            width //= kernels.parts
+        if signature.kind in VECTOR:
+            return self._bind_uneven(signature, width, kernels)
+        count = (signature.nbytes or 0) // width
+        if signature.kind not in IN_PLACE:
+            count //= signature.ranks
+        if signature.algorithm is not None:
+            return self._bind_algorithm(signature, count, width, kernels)
+        # One state for all calls: the queue begins an operation only when the one before it is done.
+        state = self._collectives.bind(
+            _KINDS[signature.kind], count, width, kernels, signature.root or 0, tag=signature.digest()
+        )
+        # Smaller operations are done before the thread has woken up.
+        in_thread = signature.async_op and (signature.nbytes or 0) > _IN_THREAD
+        begin = self._queue.bind(collectives.begin, collectives.advance, state, in_thread=in_thread)
+        if signature.kind == "barrier":
+            return lambda message: begin(0, 0, None)  # noqa: ARG005 - a Start
+
+        def start(message: Message) -> Poll:
+            target = message.outputs[0].data_ptr() if message.outputs else 0
+            source = message.inputs[0].data_ptr() if message.inputs else target
+            return begin(source, target, (message.inputs, message.outputs))
+
+        return start
+
+    def _bind_algorithm(self, signature: Signature, count: int, width: int, kernels: ReduceKernels) -> Start:
+        algorithm = catalog.algorithm_of(signature)
+        with preparing("msccl's algorithms"):
+            interpreter.prepare()
+        program = Interpreter(self._segment, algorithm, skip=_MESSAGES, spins=_SPINS, yields=self._yields)
+        queue, begins = self._queue, dict[bool, Run]()
+        in_thread = signature.async_op and (signature.nbytes or 0) > self._segment.shape.slot
+        stand_in = int(signature.kind == "broadcast")  # its only buffer is an output
+        tag, offset, group = signature.digest(), program.offset(count * width), self._group
+
+        def bound(in_place: bool) -> Run:
+            state = program.bind(count, width, kernels, in_place=in_place, tag=tag)
+            begin = queue.bind(interpreter.begin, interpreter.advance, state, in_thread=in_thread)
+
+            def run(source: int, target: int, keep: object) -> Poll:
+                poll = begin(source, target, keep)
+                return poll if poll is done_at_once else _Stepping(poll, state, signature, group)
+
+            return run
+
+        def start(message: Message) -> Poll:
+            target = message.outputs[0].data_ptr() if message.outputs else 0
+            source = message.inputs[0].data_ptr() if message.inputs else stand_in * target
+            in_place = source - target == offset
+            begin = begins.get(in_place)
+            if begin is None:
+                begin = begins[in_place] = bound(in_place)
+            return begin(source, target, (message.inputs, message.outputs))
+
+        return start
+
+    def _bind_uneven(self, signature: Signature, width: int, kernels: ReduceKernels) -> Start:
+        tag, async_op = signature.digest(), signature.async_op
+        pattern = self._collectives.bind(_KINDS[signature.kind], 0, width, kernels, tag=tag)
+        parts = kernels.parts
+        group, queue, of_sizes = self._group, self._queue, self._collectives.of_sizes
+
+        def start(message: Message) -> Poll:
+            sent, expected = message.flows(group.rank)
+            if parts > 1:
+                sent, expected = [parts * each for each in sent], [parts * each for each in expected]
+            state = of_sizes(pattern, sent, expected)
+            target = message.outputs[0].data_ptr() if message.outputs else 0
+            source = message.inputs[0].data_ptr() if message.inputs else target
+            large = async_op and width * max(sum(sent), sum(expected)) > _IN_THREAD
+            begin = queue.bind(collectives.begin, collectives.advance, state, in_thread=large)
+            poll = begin(source, target, (message.inputs, message.outputs))
+            return _Uneven(poll, state, message, group, parts)
+
+        return start
+
+    def progress(self) -> None:
+        """Progress pending operations."""
+        if not self._closed:
+            self._queue.progress()
+            self._p2p.progress()
+
+    def end(self) -> None:
+        """Stop. Pending operations keep their memory, since the process is about to end."""
+        self._closed = True
+        self._queue.close()
+
+    def close(self) -> None:
+        self._open_ones.remove(self)
+        self.end()
+        self._segment.close()
+
+    release = close  # other ranks may still use theirs: their mapping is their own
+
+
+class _Stepping:
+    """The poll of an algorithm; raises `OrderMismatch` if a peer has issued another operation."""
+
+    def __init__(self, poll: Poll, state: Any, signature: Signature, group: Group) -> None:
+        self._poll, self._state, self._signature, self._group = poll, state, signature, group
+        self._since: float | None = None
+
+    def __call__(self) -> bool:
+        if self._poll():
+            return True
+        if (rank := interpreter.mismatched_peer(self._state)) is not None:
+            now = monotonic()
+            if self._since is None:
+                self._since = now  # the peer's description may follow, for a better error
+            elif now - self._since > _PATIENCE_S:
+                raise OrderMismatch(
+                    f"{self._signature.describe()} in group '{self._group.name}': rank "
+                    f"{self._group.ranks[rank]} has issued another operation in its place"
+                )
+        return False
+
+
+class _Uneven:
+    """The poll of an operation with uneven sizes; raises if ranks disagree on them."""
+
+    def __init__(self, poll: Poll, state: Any, message: Message, group: Group, parts: int) -> None:
+        self._poll, self._state, self._message, self._group = poll, state, message, group
+        self._parts = parts  # values of the kernels per element
+
+    def __call__(self) -> bool:
+        if not self._poll():
+            return False
+        if (found := collectives.mismatch(self._state)) is not None:
+            rank, given = found
+            group, expected = self._group, self._message.flows(self._group.rank)[1]
+            raise OperationsDiffer(
+                f"rank {rank} sends {given // self._parts} elements to rank {group.rank}, which expects "
+                f"{expected[rank]}",
+                explained=True,
+            )
+        return True

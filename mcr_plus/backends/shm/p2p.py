@@ -1,0 +1,617 @@
+"""Sends and receives between the ranks of a segment, through one queue from each rank to each other.
+
+A message fills a number of slots: a header and the first of its data, then the rest in whole slots. The
+sender fills slots and the receiver empties them at the same time, so that a large message streams.
+
+The message at the head of a queue goes to the first posted receive that matches it. If none does while
+receives wait for messages behind it, it is an unexpected message and is copied to memory of the receiver; if
+no receive waits for that sender, it stays in the queue, and blocks its sender.
+
+`advance` is compiled: it moves slots of all queues in turns, returns to Python for decisions (an unexpected
+message has arrived, a message is complete), and otherwise after a moment without progress, so that it never
+blocks on a dead peer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+import numba
+import numpy as np
+
+from mcr_plus.backends.mpi.p2p import mismatch
+from mcr_plus.backends.shm.atomics import copy, load_acquire, pause, store_release
+from mcr_plus.backends.shm.segment import LINE
+from mcr_plus.backends.shm.wakeup import give_way, may_yield, ring
+from mcr_plus.core.kinds import DTYPES
+from mcr_plus.kernels.cpu import compiled
+
+if TYPE_CHECKING:
+    import torch
+
+    from mcr_plus.backends.base import Poll, Start
+    from mcr_plus.backends.shm.segment import Segment
+    from mcr_plus.core.group import Group
+    from mcr_plus.core.message import Message, Signature
+
+_types: Any = numba.types  # partly annotated, which type checkers report here
+
+_CHANNEL: Final = 0  # of the queues; algorithms use the others
+_CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
+_HEADER: Final = 64  # bytes: tag, code of the dtype, bytes of data
+_AT_ONCE: Final = 16  # returns of `advance` to Python in one poll, so that deadlines are checked
+
+# Words of the state: constants, then two rows per rank, of the queue to it and the queue from it.
+_ROWS: Final = 0
+_DEPTH: Final = 1
+_SLOT: Final = 2  # bytes
+_GLANCES: Final = 3  # checks of all queues in a call without progress
+_SPINS: Final = 4  # further checks after progress, before yielding and after
+_YIELDS: Final = 5
+_NEXT: Final = 6  # row to begin with, in turns
+_BELLS: Final = 7
+_HEAD: Final = 8
+
+# Words of a row.
+_MODE: Final = 0
+_FILLED: Final = 1  # addresses of the queue's counters and slots
+_EMPTIED: Final = 2
+_SLOTS: Final = 3
+_OWN: Final = 4  # slots filled or emptied by this rank, and known to be emptied or filled by the other
+_SEEN: Final = 5
+_TAG: Final = 6  # of the current message
+_CODE: Final = 7
+_BYTES: Final = 8
+_ADDRESS: Final = 9  # of its data; 0: the data is discarded
+_AT: Final = 10  # bytes moved, -1 before the header
+_DUE_TAG: Final = 11  # of the message that is accepted without returning to Python
+_DUE_CODE: Final = 12  # -1: none
+_DUE_BYTES: Final = 13
+_DUE_ADDRESS: Final = 14
+_ROW: Final = 15
+
+# Modes.
+_IDLE: Final = 0
+_PUSHES: Final = 1
+_WATCHES: Final = 2  # for the next message
+_PULLS: Final = 3
+
+# What `advance` returns when it is not a row.
+_NOTHING: Final = -1
+
+
+@compiled
+def _push(state, row):  # type: ignore[no-untyped-def]
+    """Fill a slot if one is free; returns whether one was."""
+    depth, slot, own, at = state[_DEPTH], state[_SLOT], state[row + _OWN], state[row + _AT]
+    if own - state[row + _SEEN] >= depth:
+        state[row + _SEEN] = load_acquire(state[row + _EMPTIED])
+        if own - state[row + _SEEN] >= depth:
+            return False
+    place = state[row + _SLOTS] + own % depth * slot
+    room = slot
+    if at < 0:
+        for word in range(3):
+            store_release(place + 8 * word, state[row + _TAG + word])
+        at = 0
+        place += _HEADER
+        room -= _HEADER
+    part = min(room, state[row + _BYTES] - at)
+    if part > 0:
+        copy(place, state[row + _ADDRESS] + at, part)
+    state[row + _AT] = at + part
+    state[row + _OWN] = own + 1
+    store_release(state[row + _FILLED], own + 1)
+    if at + part == state[row + _BYTES]:
+        state[row + _MODE] = _IDLE
+    return True
+
+
+@compiled
+def _filled(state, row):  # type: ignore[no-untyped-def]
+    """Whether the next slot is filled."""
+    if state[row + _SEEN] == state[row + _OWN]:
+        state[row + _SEEN] = load_acquire(state[row + _FILLED])
+    return state[row + _SEEN] != state[row + _OWN]
+
+
+@compiled
+def _pull(state, row):  # type: ignore[no-untyped-def]
+    """Empty a slot if one is filled; returns whether one was."""
+    if not _filled(state, row):
+        return False
+    slot, own, at = state[_SLOT], state[row + _OWN], state[row + _AT]
+    place = state[row + _SLOTS] + own % state[_DEPTH] * slot
+    room = slot
+    if at < 0:
+        at = 0
+        place += _HEADER
+        room -= _HEADER
+    part = min(room, state[row + _BYTES] - at)
+    if part > 0 and state[row + _ADDRESS] != 0:
+        copy(state[row + _ADDRESS] + at, place, part)
+    state[row + _AT] = at + part
+    state[row + _OWN] = own + 1
+    store_release(state[row + _EMPTIED], own + 1)
+    if at + part == state[row + _BYTES]:
+        state[row + _MODE] = _IDLE
+    return True
+
+
+@compiled
+def _pull_on(state, row):  # type: ignore[no-untyped-def]
+    """Empty all filled slots of a message; returns whether it is complete."""
+    while state[row + _MODE] == _PULLS and _pull(state, row):
+        pass
+    ring(state[_BELLS])
+    return state[row + _MODE] == _IDLE
+
+
+@compiled
+def _look(state, row):  # type: ignore[no-untyped-def]
+    """Whether a message has arrived; the one that is due is accepted."""
+    if not _filled(state, row):
+        return False
+    place = state[row + _SLOTS] + state[row + _OWN] % state[_DEPTH] * state[_SLOT]
+    fits = True
+    for word in range(3):
+        value = load_acquire(place + 8 * word)
+        state[row + _TAG + word] = value
+        if state[row + _DUE_TAG + word] != value:
+            fits = False
+    if fits:
+        state[row + _ADDRESS] = state[row + _DUE_ADDRESS]
+        state[row + _AT] = -1
+        state[row + _MODE] = _PULLS
+    state[row + _DUE_CODE] = -1
+    return True
+
+
+@compiled
+def _turn(state):  # type: ignore[no-untyped-def]
+    """Move a slot of each queue; returns a row for Python, -1 after progress, -2 without."""
+    rows, index = state[_ROWS], state[_NEXT]
+    result = -2
+    for _ in range(rows):
+        row = _HEAD + index * _ROW
+        this, index = index, (index + 1) % rows
+        mode = state[row + _MODE]
+        if mode == _WATCHES and _look(state, row):
+            result = -1
+            mode = state[row + _MODE]
+            if mode == _WATCHES:
+                state[_NEXT] = index
+                return this
+        moved = False
+        if mode == _PULLS:
+            moved = _pull(state, row)
+        elif mode == _PUSHES:
+            moved = _push(state, row)
+        if moved:
+            result = -1
+            if state[row + _MODE] == _IDLE:
+                state[_NEXT] = index
+                return this
+    return result
+
+
+@compiled
+def advance(state, patient):  # type: ignore[no-untyped-def]
+    """Move slots as far as possible, and wait a moment for more if `patient`.
+
+    Returns a row that Python should handle, or `_NOTHING`.
+    """
+    spins = yields = 0
+    most, moved = state[_GLANCES], False
+    while True:
+        found = _turn(state)
+        if found != -2:
+            ring(state[_BELLS])
+        if found >= 0:
+            return found
+        if found == -1:
+            spins, moved, most = 0, True, state[_SPINS]
+        elif not patient:
+            break
+        elif spins < most:
+            spins += 1
+            pause()
+        elif moved and yields < state[_YIELDS] and may_yield(state[_BELLS]):
+            yields += 1
+            give_way(state[_BELLS])
+        else:
+            break
+    return _NOTHING
+
+
+@compiled
+def send(state, row, tag, code, nbytes, address):  # type: ignore[no-untyped-def]
+    """Begin a send on an idle row; returns whether it is done."""
+    state[row + _TAG], state[row + _CODE], state[row + _BYTES] = tag, code, nbytes
+    state[row + _ADDRESS], state[row + _AT] = address, -1
+    state[row + _MODE] = _PUSHES
+    while state[row + _MODE] == _PUSHES and _push(state, row):
+        pass
+    ring(state[_BELLS])
+    return state[row + _MODE] == _IDLE
+
+
+@compiled
+def expect(state, row, tag, code, nbytes, address):  # type: ignore[no-untyped-def]
+    """Accept the next message on an idle row if it is this one; returns whether it is complete."""
+    state[row + _DUE_TAG], state[row + _DUE_CODE], state[row + _DUE_BYTES] = tag, code, nbytes
+    state[row + _DUE_ADDRESS] = address
+    state[row + _MODE] = _WATCHES
+    _look(state, row)
+    return _pull_on(state, row)
+
+
+@compiled
+def accept(state, row, address):  # type: ignore[no-untyped-def]
+    """Begin to receive the message that `advance` has found; returns whether it is complete."""
+    state[row + _ADDRESS], state[row + _AT] = address, -1
+    state[row + _MODE] = _PULLS
+    return _pull_on(state, row)
+
+
+@cache
+def prepare() -> None:
+    """Compile the functions, or load them from disk: some seconds, during which no peer should wait."""
+    words, integer = _types.int64[::1], _types.int64
+    advance.compile((words, integer))
+    send.compile((words, *[integer] * 5))
+    expect.compile((words, *[integer] * 5))
+    accept.compile((words, integer, integer))
+
+
+def _done() -> bool:
+    return True
+
+
+class _Send:
+    """The poll of a send that was not done at once."""
+
+    done = False
+    error: Exception | None = None  # sends do not fail
+
+    def __init__(
+        self, p2p: PointToPoint, tensor: torch.Tensor, arguments: tuple[int, int, int, int, int]
+    ) -> None:
+        self.p2p, self.tensor, self.arguments = p2p, tensor, arguments
+
+    def __call__(self) -> bool:
+        return self.done or self.p2p.drive(self)
+
+
+class _Receive:
+    """The poll of a receive; `source` is set once its message has arrived."""
+
+    done = False
+    error: Exception | None = None
+    number = 0  # order of posting among waiting receives
+    source: int
+
+    def __init__(
+        self, p2p: PointToPoint, signature: Signature, peer: int | None, tag: int, target: torch.Tensor
+    ) -> None:
+        self.p2p, self.signature = p2p, signature
+        self.peer, self.tag, self.target = peer, tag, target
+
+    def __call__(self) -> bool:
+        """Poll; raises `OrderMismatch` for a message of another dtype or size."""
+        return self.done or self.p2p.drive(self)
+
+
+class _Unexpected:
+    """An unexpected message in memory of this process, and a receive posted for it while it arrives."""
+
+    __slots__ = ("code", "complete", "data", "number", "receive", "source", "tag")
+
+    def __init__(self, source: int, tag: int, code: int, nbytes: int, number: int) -> None:
+        self.source, self.tag, self.code, self.number = source, tag, code, number
+        self.data: Any = np.empty(nbytes, np.uint8)
+        self.complete = False
+        self.receive: _Receive | None = None
+
+
+class PointToPoint:
+    """The sends and receives of one rank of two or more on a segment; one object per segment. Not
+    thread-safe.
+
+    A message goes to the receive posted first among those it fits by source and tag, as in MPI; one of
+    another dtype or size is discarded and fails that receive. Messages from one rank to another with the
+    same tag stay in order. A message of a rank to itself is copied at once.
+
+    `glances`: number of checks of a poll without progress before it returns; `spins` and `yields`: further
+    checks after progress, before yielding the core and after.
+    """
+
+    def __init__(
+        self, segment: Segment, group: Group, *, glances: int = 10, spins: int = 200, yields: int = 4
+    ) -> None:
+        shape = segment.shape
+        self._segment, self._group = segment, group
+        state: Any = np.zeros(_HEAD + 2 * shape.ranks * _ROW, np.int64)
+        state[:_NEXT] = 2 * shape.ranks, shape.depth, shape.slot, glances, spins, yields
+        state[_BELLS] = segment.bells
+        self._state = state
+        self._words = memoryview(state)  # reads and writes single words in half the time
+        for peer in range(shape.ranks):
+            if peer != group.rank:
+                self._describe(_row(peer, False), group.rank, peer)
+                self._describe(_row(peer, True), peer, group.rank)
+        self._sends: list[deque[_Send]] = [deque() for _ in range(shape.ranks)]  # the first has begun
+        self._due: list[_Receive | None] = [None] * shape.ranks  # by source: accepted if its message is next
+        self._waiting: dict[tuple[int | None, int], deque[_Receive]] = {}  # all others, by source and tag
+        self._wanted = [0] * shape.ranks  # receives, due or waiting, of each source
+        self._wanted_of_any = 0
+        self._unexpected: dict[tuple[int, int], deque[_Unexpected]] = {}  # by source and tag
+        # The destination of the message that leaves a queue, by source; None: it is discarded.
+        self._coming: list[_Receive | _Unexpected | None] = [None] * shape.ranks
+        self._in_flight = 0  # sends, receives, and messages that are copied as unexpected or discarded
+        self._posted = self._unexpected_count = 0
+
+    def _describe(self, row: int, source: int, target: int) -> None:
+        shape, base = self._segment.shape, self._segment.base
+        number = shape.queue(source, target, _CHANNEL)
+        counters = base + shape.queues + 2 * number * LINE
+        slots = base + shape.slots + number * shape.depth * shape.slot
+        self._state[row + _FILLED : row + _SLOTS + 1] = counters, counters + LINE, slots
+        self._state[row + _DUE_CODE] = -1
+
+    # -- starting ---------------------------------------------------------------------------------
+
+    def bind_send(self, signature: Signature) -> Start:
+        """Return the start of sends of a signature.
+
+        A send is done when all bytes are in the queue: at once for a small message and a free slot.
+        """
+        code, nbytes = _described(signature)
+        state, sends, me = self._state, self._sends, self._group.rank
+
+        def start(message: Message) -> Poll:
+            peer, tensor = message.peer, message.inputs[0]
+            assert peer is not None
+            if peer == me:
+                self._send_to_self(message.match_tag, code, nbytes, tensor.data_ptr())
+                return _done
+            arguments = _row(peer, False), message.match_tag, code, nbytes, tensor.data_ptr()
+            queue = sends[peer]
+            if not queue and send(state, *arguments):
+                return _done
+            poll = _Send(self, tensor, arguments)
+            queue.append(poll)
+            self._in_flight += 1
+            return poll
+
+        return start
+
+    def bind_receive(self, signature: Signature) -> Start:
+        """Return the start of receives of a signature.
+
+        The poll raises `OrderMismatch` if the message has another dtype or size. Its `source`, a group rank,
+        is set once the message has arrived.
+        """
+        code, nbytes = _described(signature)
+        me, words, coming, due = self._group.rank, self._words, self._coming, self._due
+
+        def start(message: Message) -> Poll:
+            peer, tag, target = message.peer, message.match_tag, message.outputs[0]
+            receive = _Receive(self, signature, peer, tag, target)
+            early = self._take_unexpected(peer, tag) if self._unexpected else None
+            if early is not None:
+                self._in_flight += 1
+                if early.complete:
+                    self._deliver(early, receive)
+                else:
+                    early.receive = receive
+                return receive
+            if peer is None or peer == me or self._is_wanted(peer):
+                self._wait(receive)
+                return receive
+            row = _row(peer, True)
+            if words[row + _MODE] == _PULLS:
+                self._wait(receive)
+            elif expect(self._state, row, tag, code, nbytes, target.data_ptr()):
+                receive.source, receive.done = peer, True
+            else:
+                self._in_flight += 1
+                if words[row + _MODE] == _PULLS:
+                    coming[peer] = receive
+                else:
+                    self._wanted[peer] += 1
+                    due[peer] = receive
+            return receive
+
+        return start
+
+    def _is_wanted(self, source: int) -> bool:
+        """Whether a receive is due from `source`, or waits for a message that may come from it."""
+        return bool(self._wanted[source] or self._wanted_of_any)
+
+    def _wait(self, receive: _Receive) -> None:
+        """Queue a receive for its message."""
+        peer, words = receive.peer, self._words
+        self._in_flight += 1
+        self._posted += 1
+        receive.number = self._posted
+        self._waiting.setdefault((peer, receive.tag), deque()).append(receive)
+        if peer is None:
+            self._wanted_of_any += 1
+        else:
+            self._wanted[peer] += 1
+        for source in range(self._group.size) if peer is None else (peer,):
+            row = _row(source, True)
+            if words[row + _MODE] == _IDLE and source != self._group.rank:
+                words[row + _MODE] = _WATCHES
+
+    def _send_to_self(self, tag: int, code: int, nbytes: int, address: int) -> None:
+        early = self._new_unexpected(self._group.rank, tag, code, nbytes)
+        ctypes.memmove(early.data.ctypes.data, address, nbytes)
+        early.complete = True
+        receive = self._match(early.source, tag)
+        if receive is None:
+            self._unexpected.setdefault((early.source, tag), deque()).append(early)
+        else:
+            self._deliver(early, receive)
+
+    # -- moving -----------------------------------------------------------------------------------
+
+    def progress(self) -> None:
+        """Progress pending messages, at no cost without any. Polls raise their errors."""
+        if self._in_flight:
+            for _ in range(_AT_ONCE):
+                index = advance(self._state, 0)
+                if index < 0:
+                    return
+                self._handle(index)
+
+    def drive(self, wanted: _Send | _Receive) -> bool:
+        """Progress pending messages, and wait a moment for `wanted`; returns whether it is done.
+
+        Raises:
+            OrderMismatch: the message for `wanted` has another dtype or size.
+        """
+        for _ in range(_AT_ONCE):
+            if wanted.error is not None:
+                raise wanted.error
+            index = advance(self._state, 1)
+            if index < 0:
+                break
+            self._handle(index)
+            if wanted.done:
+                return True
+        return False
+
+    def _handle(self, index: int) -> None:
+        """Handle a row that `advance` has returned."""
+        peer, incoming = divmod(index, 2)
+        if not incoming:
+            self._sent(peer)
+        elif self._words[_row(peer, True) + _MODE] == _WATCHES:
+            self._arrived(peer)
+        else:
+            self._taken(peer)
+
+    def _sent(self, peer: int) -> None:
+        """Complete a send, and begin the next ones."""
+        queue = self._sends[peer]
+        while True:
+            queue.popleft().done = True
+            self._in_flight -= 1
+            if not queue or not send(self._state, *queue[0].arguments):
+                return
+
+    def _arrived(self, source: int) -> None:
+        """Match the message at the head of a queue, which was not due."""
+        row, words = _row(source, True), self._words
+        tag, code, nbytes = words[row + _TAG : row + _BYTES + 1]
+        due = self._due[source]
+        if due is not None:  # it was posted before all receives that wait for this source
+            self._due[source] = None
+            self._waiting.setdefault((source, due.tag), deque()).appendleft(due)
+        receive = self._match(source, tag)
+        if receive is not None:
+            fits = self._fits(receive, source, code, nbytes)
+            self._coming[source] = receive if fits else None
+            self._in_flight += not fits
+            address = receive.target.data_ptr() if fits else 0
+        elif self._is_wanted(source):
+            early = self._new_unexpected(source, tag, code, nbytes)
+            self._unexpected.setdefault((source, tag), deque()).append(early)
+            self._coming[source] = early
+            self._in_flight += 1
+            address = early.data.ctypes.data
+        else:
+            words[row + _MODE] = _IDLE
+            return
+        if accept(self._state, row, address):
+            self._taken(source)
+
+    def _taken(self, source: int) -> None:
+        """Complete a message that has left its queue."""
+        came, due = self._coming[source], self._due[source]
+        if due is not None:
+            came, self._due[source] = due, None
+            self._wanted[source] -= 1
+        self._coming[source] = None
+        self._in_flight -= 1
+        if self._is_wanted(source):
+            self._words[_row(source, True) + _MODE] = _WATCHES
+        if isinstance(came, _Receive):
+            came.source, came.done = source, True
+        elif came is not None:
+            came.complete = True
+            if came.receive is not None:
+                self._deliver(came, came.receive)
+
+    # -- matching ---------------------------------------------------------------------------------
+
+    def _match(self, source: int, tag: int) -> _Receive | None:
+        """Remove and return the first posted receive that matches, None without one."""
+        found = None
+        keys: tuple[tuple[int | None, int], ...] = ((source, tag), (None, tag))
+        for key in keys:
+            queue = self._waiting.get(key)
+            if queue is not None and (found is None or queue[0].number < found.number):
+                found = queue[0]
+        if found is not None:
+            key = (found.peer, tag)
+            self._waiting[key].popleft()
+            if not self._waiting[key]:
+                del self._waiting[key]
+            if found.peer is None:
+                self._wanted_of_any -= 1
+            else:
+                self._wanted[found.peer] -= 1
+        return found
+
+    def _new_unexpected(self, source: int, tag: int, code: int, nbytes: int) -> _Unexpected:
+        self._unexpected_count += 1
+        return _Unexpected(source, tag, code, nbytes, self._unexpected_count)
+
+    def _take_unexpected(self, peer: int | None, tag: int) -> _Unexpected | None:
+        """Remove and return the first unexpected message that matches a receive, None without one."""
+        sources = range(self._group.size) if peer is None else (peer,)
+        queues = [self._unexpected[source, tag] for source in sources if (source, tag) in self._unexpected]
+        if not queues:
+            return None
+        first = min((queue[0] for queue in queues), key=lambda early: early.number)
+        queue = self._unexpected[first.source, tag]
+        queue.popleft()
+        if not queue:
+            del self._unexpected[first.source, tag]
+        return first
+
+    def _deliver(self, early: _Unexpected, receive: _Receive) -> None:
+        if self._fits(receive, early.source, early.code, early.data.nbytes):
+            ctypes.memmove(receive.target.data_ptr(), early.data.ctypes.data, early.data.nbytes)
+            self._in_flight -= 1
+            receive.source, receive.done = early.source, True
+
+    def _fits(self, receive: _Receive, source: int, code: int, nbytes: int) -> bool:
+        """Whether a message has the dtype and size of the receive; if not, the receive fails."""
+        signature = receive.signature
+        if signature.dtype is DTYPES[code] and signature.nbytes == nbytes:
+            return True
+        receive.source = source
+        receive.error = mismatch(
+            self._group, signature, receive.tag, source, DTYPES[code], nbytes // DTYPES[code].itemsize
+        )
+        self._in_flight -= 1
+        return False
+
+
+def _row(peer: int, incoming: bool) -> int:
+    """Return the first word of the row of a queue."""
+    return _HEAD + (2 * peer + incoming) * _ROW
+
+
+def _described(signature: Signature) -> tuple[int, int]:
+    """Return the code of the dtype and the bytes of a signature's tensors."""
+    assert signature.dtype is not None
+    assert signature.nbytes is not None
+    return _CODES[signature.dtype], signature.nbytes

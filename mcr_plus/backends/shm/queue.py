@@ -1,0 +1,161 @@
+"""The work queue of a segment: runs its operations in the order in which they were started."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from threading import RLock, Semaphore, Thread
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from mcr_plus.backends.base import Poll
+
+Begin = Callable[[Any, int, int], int]
+"""`collectives.begin` or `interpreter.begin`: state, addresses of source and target → 1 if done."""
+Advance = Callable[[Any, int], int]
+"""`collectives.advance` or `interpreter.advance`: state, whether to wait a moment → 1 if done."""
+
+_NAP_S: Final = 50e-6  # of the thread without progress, to leave the cores to computation
+
+Run = Callable[[int, int, object], "Poll"]
+"""Start an operation: addresses of source and target, and an object to keep alive until it is done."""
+
+
+def done_at_once() -> bool:
+    """The poll of an operation that was done when it started."""
+    return True
+
+
+class _Operation:
+    """The poll of an operation that was not done at once."""
+
+    __slots__ = ("advance", "arguments", "begin", "begun", "done", "keep", "queue")
+
+    def __init__(
+        self, queue: WorkQueue, begin: Begin, advance: Advance, arguments: tuple[Any, int, int], keep: object
+    ) -> None:
+        self.queue, self.begin, self.advance, self.arguments = queue, begin, advance, arguments
+        self.begun = self.done = False
+        # Keeps the memory alive until the operation is done, even if its wait has been interrupted.
+        self.keep = keep
+
+    def __call__(self) -> bool:
+        return self.done or self.queue.drive(self)
+
+    def run(self, patient: int) -> bool:
+        """Advance as far as possible; returns True when complete. `patient`: wait a moment for peers."""
+        if self.begun:
+            self.done = bool(self.advance(self.arguments[0], patient))
+        else:
+            self.begun = True
+            self.done = bool(self.begin(*self.arguments))
+        return self.done
+
+
+class WorkQueue:
+    """Runs operations described by `DirectCollectives.bind` and `Interpreter.bind`.
+
+    Any poll advances the operations. A thread of the queue advances those that should run while the program
+    computes: the compiled code needs no GIL. Only one thread advances at a time; polls of others return.
+
+    A poll never blocks on a missing peer: it returns False, and the engine detects that the peer is dead.
+    """
+
+    def __init__(self, on_idle: Callable[[], None] | None = None) -> None:
+        """`on_idle`: called by the queue's thread when no operation is left."""
+        self._running: deque[_Operation] = deque()
+        self._on_idle = on_idle
+        self._closing = False
+        # Held by the advancing thread. RLock, so that an interrupted thread can find out whether it holds it.
+        self._lock: Any = RLock()
+        self._worker: Thread | None = None
+        self._wanted = Semaphore(0)
+
+    def bind(self, begin: Begin, advance: Advance, state: Any, *, in_thread: bool = False) -> Run:
+        """Return a function that starts an operation; it begins if the queue is empty, and never blocks.
+
+        `in_thread`: the queue's thread runs it. Only one thread at a time may start operations.
+        """
+        running, lock = self._running, self._lock
+        acquire, release, has_it = lock.acquire, lock.release, lock._is_owned
+
+        def begun(source: int, target: int, keep: object) -> Poll:
+            operation = _Operation(self, begin, advance, (state, source, target), keep)
+            operation.begun = True
+            running.append(operation)
+            return operation
+
+        def start(source: int, target: int, keep: object) -> Poll:
+            tried = False
+            try:
+                if not running and acquire(False):
+                    tried = True  # no interrupt occurs between this and the call
+                    if begin(state, source, target):
+                        return done_at_once
+                    return begun(source, target, keep)
+            except BaseException:  # an interrupt: peers depend on an operation that may have begun
+                if tried and not running:
+                    begun(source, target, keep)
+                raise
+            finally:
+                if has_it():
+                    release()
+            operation = _Operation(self, begin, advance, (state, source, target), keep)
+            running.append(operation)
+            return operation
+
+        def start_in_thread(source: int, target: int, keep: object) -> Poll:
+            operation = _Operation(self, begin, advance, (state, source, target), keep)
+            running.append(operation)
+            self._wake()
+            return operation
+
+        return start_in_thread if in_thread else start
+
+    def drive(self, wanted: _Operation) -> bool:
+        """Advance the first operation, then the following ones; returns whether `wanted` is done."""
+        self._advance(1)
+        return wanted.done
+
+    def progress(self) -> None:
+        """Advance pending operations without waiting for peers."""
+        if self._running:
+            self._advance(0)
+
+    def close(self) -> None:
+        """End the thread, even with pending operations."""
+        self._closing = True
+        if self._worker is not None:
+            self._wanted.release()
+            self._worker.join()
+            self._worker = None
+
+    def _advance(self, patient: int) -> bool:
+        """Advance operations unless another thread does; returns True if none is left."""
+        running, lock = self._running, self._lock
+        try:
+            if not lock.acquire(False):
+                return False
+            while running:
+                if not running[0].run(patient):
+                    return False
+                running.popleft()
+            return True
+        finally:
+            if lock._is_owned():
+                lock.release()
+
+    def _wake(self) -> None:
+        self._wanted.release()
+        if self._worker is None:
+            self._worker = Thread(target=self._work, name="mcr-msccl", daemon=True)
+            self._worker.start()
+
+    def _work(self) -> None:
+        while not self._closing:
+            self._wanted.acquire()
+            while not self._closing and not self._advance(1):
+                time.sleep(_NAP_S)
+            if self._on_idle is not None:
+                self._on_idle()

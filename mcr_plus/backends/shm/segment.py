@@ -1,0 +1,291 @@
+"""Shared memory of the ranks of a group on one host, and its layout.
+
+One rank creates a file in /dev/shm, all map it, and it is unlinked as soon as they have: from then on no
+crash leaves anything behind. The next job removes the file of a job that was killed before that point. The
+blocks are reserved when the file is created, so that a full /dev/shm is an error then and not a SIGBUS in the
+middle of an operation.
+
+    lines        one per rank: the counters of `collectives`
+    queues       one line per end and queue: number of filled slots, with their tags; number of emptied ones
+    areas        of `collectives`: a ring of slots per rank
+    slots        of the queues, for every (source, target, channel)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from mcr_plus.errors import BackendUnavailable, LaunchError, McrError
+
+if TYPE_CHECKING:
+    from mcr_plus.core.c10d import Store
+    from mcr_plus.core.group import Group
+
+LINE: Final = 128
+"""Bytes between counters of different writers: two cache lines, because cores fetch them in pairs."""
+_PAGE: Final = 4096
+_FOLDER: Final = Path("/dev/shm")
+_NAME: Final = re.compile(r"mcr-msccl-(\d+)-(\d+)-(\d+)-(\d+)-\d+$")  # user, PID namespace, pid, start time
+_FAILED: Final = "failed: "
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a segment; equal on all ranks.
+
+    Attributes:
+        ranks: number of ranks of the group.
+        channels: queues from one rank to another.
+        depth: slots of a queue, 2 to 7: with one, rings deadlock; all tags share a cache line.
+        slot: bytes of a queue's slot, a multiple of 64.
+        ring: slots of a rank's area in `collectives`, 2 to 5: all tags share a cache line.
+        area: bytes of such a slot, a multiple of 64 × ranks.
+    """
+
+    ranks: int
+    channels: int = 1
+    depth: int = 4
+    slot: int = 128 << 10
+    ring: int = 2
+    area: int = 768 << 10
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.depth <= 7 or not 2 <= self.ring <= 5:
+            raise ValueError(f"expected depth 2 to 7 and ring 2 to 5, got {self.depth} and {self.ring}")
+        if self.slot % 64 or self.area % (64 * self.ranks):
+            raise ValueError(f"slot={self.slot} and area={self.area} must be multiples of 64, area per rank")
+
+    @property
+    def lines(self) -> int:
+        """Offset of the ranks' lines."""
+        return 0
+
+    @property
+    def queues(self) -> int:
+        """Offset of the queues' counters."""
+        return self.lines + self.ranks * LINE
+
+    @property
+    def areas(self) -> int:
+        """Offset of the ranks' areas."""
+        return _aligned(self.queues + 2 * LINE * self._count)
+
+    @property
+    def slots(self) -> int:
+        """Offset of the queues' slots."""
+        return _aligned(self.areas + self.ranks * self.ring * self.area)
+
+    @property
+    def nbytes(self) -> int:
+        """Total bytes."""
+        return _aligned(self.slots + self._count * self.depth * self.slot)
+
+    @property
+    def _count(self) -> int:
+        return self.ranks * (self.ranks - 1) * self.channels
+
+    def queue(self, source: int, target: int, channel: int) -> int:
+        """Return the number of a queue."""
+        return (source * (self.ranks - 1) + target - (target > source)) * self.channels + channel
+
+
+class Segment:
+    """The mapped memory. `base` is its address in this process.
+
+    `bells`: `Bells.table` of the job, 0 without bells.
+    """
+
+    def __init__(self, shape: Shape, rank: int, memory: mmap.mmap, bells: int = 0) -> None:
+        self.shape, self.rank, self.bells = shape, rank, bells
+        self._memory = memory
+        self._anchor = ctypes.c_char.from_buffer(memory)
+        self.base = ctypes.addressof(self._anchor)
+
+    def close(self) -> None:
+        """Unmap it. No compiled code may use it any more."""
+        if self.base:
+            self.base = 0
+            del self._anchor
+            self._memory.close()
+
+
+def open_segment(store: Store, group: Group, shape: Shape, timeout: float, bells: int = 0) -> Segment:
+    """Create and map the segment of `group`; collective over its ranks, which must share a host.
+
+    Raises:
+        BackendUnavailable: a rank has failed; raised on all ranks, with the failure of that rank.
+        LaunchError: ranks have not joined within `timeout` seconds, or the store does not answer.
+    """
+    opening = _Opening(store, group, shape.nbytes, timeout)
+    try:
+        opening.take_part()
+        if problem := opening.meet():
+            raise BackendUnavailable(
+                f"backend msccl: {shape.nbytes >> 20} MiB of shared memory could not be had: {problem}; "
+                "enlarge /dev/shm (docker run --shm-size) or use another backend"
+            )
+        return Segment(shape, group.rank, opening.memory_taken(), bells)
+    except McrError:
+        raise
+    except RuntimeError as error:
+        raise LaunchError(
+            f"group '{group.name}': memory of backend msccl: the job's store does not answer: {error}"
+        ) from error
+    finally:
+        opening.end()
+
+
+class _Opening:
+    """Opens the same memory on all ranks: the first creates and publishes it, and all confirm."""
+
+    def __init__(self, store: Store, group: Group, nbytes: int, timeout: float) -> None:
+        self._memory: mmap.mmap | None = None
+        self._store, self._group, self._nbytes, self._timeout = store, group, nbytes, timeout
+        self._path: Path | None = None
+        self._began = time.monotonic()
+        key = f"msccl/{group.name}"
+        self._file, self._problem = f"{key}/file", f"{key}/problem"
+        self._seen = {rank: f"{key}/seen/{rank}" for rank in range(group.size)}
+
+    def take_part(self) -> None:
+        """Create or map the memory, and publish a failure of this rank."""
+        rank, problem = self._group.rank, ""
+        try:
+            if rank == 0:
+                remove_stale()
+                self._path, self._memory = _create(self._nbytes)
+            else:
+                self._wait({0: self._file})
+                self._map_theirs(self._store.get(self._file).decode())
+        # Errors other than OSError: a size that no file or address can have.
+        except (OSError, OverflowError, ValueError) as error:
+            reason, place = getattr(error, "strerror", None) or error, getattr(error, "filename", None)
+            problem = f"rank {rank}: {reason} ({place or _FOLDER})"
+            self._store.set(self._problem, problem)
+        if rank == 0:
+            self._store.set(self._file, f"{_FAILED}{problem}" if problem else f"{self._nbytes} {self._path}")
+        self._store.set(self._seen[rank], "1")
+
+    def _map_theirs(self, published: str) -> None:
+        if published.startswith(_FAILED):
+            return
+        size, _, name = published.partition(" ")
+        self._path = Path(name)
+        if int(size) != self._nbytes:
+            raise OSError(0, f"wants {self._nbytes} bytes where rank 0 has made {size}", name)
+        self._memory = _map(self._path, self._nbytes)
+
+    def meet(self) -> str:
+        """Wait for all ranks; returns the failure of one of them, or ''."""
+        self._wait(self._seen)
+        if self._store.check([self._problem]):
+            return self._store.get(self._problem).decode()
+        return ""
+
+    def _wait(self, keys: Mapping[int, str]) -> None:
+        """Wait for keys of ranks; raises `LaunchError`, which names the missing ranks."""
+        try:
+            self._store.wait(list(keys.values()), timedelta(seconds=self._timeout))
+        except RuntimeError as error:
+            missing = [rank for rank, key in keys.items() if not self._store.check([key])]
+            if missing:
+                raise LaunchError(
+                    f"group '{self._group.name}': memory of backend msccl was not open after "
+                    f"{time.monotonic() - self._began:.1f} s: ranks {missing} have not come"
+                ) from error
+
+    def memory_taken(self) -> mmap.mmap:
+        """Return the memory, which the caller then owns."""
+        memory, self._memory = self._memory, None
+        assert memory is not None
+        return memory
+
+    def end(self) -> None:
+        """Unlink the file, and unmap memory that was not taken."""
+        if self._memory is not None:
+            self._memory.close()
+        if self._path is not None:  # by the first rank that gets here: the creator may have died
+            self._path.unlink(missing_ok=True)
+        else:  # or it died before it could publish the path
+            with contextlib.suppress(OSError):
+                remove_stale()
+
+
+def remove_stale() -> None:
+    """Remove files of this user whose creator died before it could unlink them."""
+    for path, pid, start in _files():
+        if _start_of(pid) != start:
+            path.unlink(missing_ok=True)
+
+
+def _create(nbytes: int) -> tuple[Path, mmap.mmap]:
+    pid = os.getpid()
+    stem = f"mcr-msccl-{os.getuid()}-{_namespace()}-{pid}-{_start_of(pid)}"
+    path = _FOLDER / f"{stem}-{time.monotonic_ns()}"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+        return path, mmap.mmap(descriptor, nbytes)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _map(path: Path, nbytes: int) -> mmap.mmap:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        return mmap.mmap(descriptor, nbytes)
+    except ValueError as error:  # shorter: not created by a rank of this job
+        raise OSError(0, str(error), str(path)) from error
+    finally:
+        os.close(descriptor)
+
+
+def _files() -> Iterator[tuple[Path, int, int]]:
+    """Yield the files of this user and PID namespace, with pid and start time of their creators."""
+    if not _FOLDER.is_dir():
+        return
+    for path in _FOLDER.iterdir():
+        found = _NAME.match(path.name)
+        if found is None:
+            continue
+        user, namespace, pid, start = map(int, found.groups())
+        try:
+            ours = user == os.getuid() == path.lstat().st_uid
+        except OSError:
+            continue
+        if ours and namespace == _namespace():
+            yield path, pid, start
+
+
+def _start_of(pid: int) -> int:
+    """Return the start time of a process in clock ticks since boot; 0 if it does not exist."""
+    try:
+        # The name, in parentheses, may contain spaces; the 22nd field is the 20th after it.
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
+    except (OSError, IndexError):
+        return 0
+
+
+def _namespace() -> int:
+    """Return the PID namespace: a container may share /dev/shm with others that have other pids."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _PAGE) * _PAGE

@@ -1,0 +1,1 @@
+"""A group of ranks: its operations, their arguments and tensors, and what is bound once for many calls."""

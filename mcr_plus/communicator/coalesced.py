@@ -1,0 +1,74 @@
+"""Coalesced calls: many tensors, few operations, one handle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from mcr_plus.communicator.calls import Call, CallOptions, check_options
+from mcr_plus.communicator.tensors import check_apart, is_plain, plain
+from mcr_plus.core.kinds import Kind, ReduceOp
+from mcr_plus.core.work import JointWork, Work
+from mcr_plus.errors import McrError
+
+if TYPE_CHECKING:
+    from mcr_plus.communicator.operations import Operations
+    from mcr_plus.core.message import Extras
+
+
+def coalesced(
+    comm: Operations,
+    kind: Kind,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    async_op: bool,
+    options: CallOptions,
+    op: ReduceOp | None = None,
+) -> Work | None:
+    """Issue `kind` for each input and its output, small ones of a dtype packed into one operation.
+
+    `outputs` are the inputs themselves for operations in place. What cannot be done raises before anything
+    is sent.
+    """
+    check_options(kind, op, options)
+    strided = [index for index, output in enumerate(outputs) if not is_plain(output)]
+    for index in strided:
+        check_apart(outputs[index])
+    targets = outputs if not strided else [plain(output) for output in outputs]
+    sources = targets if inputs is outputs else [plain(value) for value in inputs]
+    parts = comm.coalescer.parts(kind, sources, targets, comm.block_sizes(sources, options.get("compress")))
+    ready = []
+    try:
+        for part in parts:
+            source, target = part.source, part.target
+            larger, smaller = (target, source) if kind == "all_gather" else (source, target)
+            extras: Extras = {"fused": len(part.numels), "whole": True}
+            call = Call(
+                kind, (source,), (target,), smaller.shape, larger.numel(), reduce_op=op, extras=extras,
+                called=part.call,
+            )  # fmt: skip
+            ready.append(comm.prepared(call, True, options))
+    except McrError:  # refused: nothing has been sent
+        for part in parts:
+            part.release()
+        raise
+    works = [each.start() for each in ready]
+    for work, part in zip(works, parts, strict=True):
+        work.then(part.finish)
+    nbytes = sum(tensor.nbytes for tensor in (outputs if kind == "all_gather" else inputs))
+    joint = JointWork(works, f"{kind}_coalesced", nbytes=nbytes, tag=options.get("tag"))
+    for part in parts:
+        joint.then(part.release)
+    if strided:
+        joint.then(lambda: _assign_all([(outputs[index], targets[index]) for index in strided]))
+    if async_op:
+        return joint
+    joint.wait()
+    return None
+
+
+def _assign_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for tensor, value in pairs:
+        tensor.copy_(value)

@@ -1,0 +1,380 @@
+"""A group of ranks with a pipeline of its own: every operation starts here."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from mcr_plus.communicator import calls
+from mcr_plus.communicator.calls import BUILDERS, Call, CallOptions, Compress, Unpack
+from mcr_plus.communicator.operations import Operations
+from mcr_plus.communicator.operations import P2POp as P2POp
+from mcr_plus.communicator.persistent import PersistentOp, bind_persistent, check_persistent
+from mcr_plus.communicator.prepared import Prepared, prepare
+from mcr_plus.core.group import Group
+from mcr_plus.core.kinds import REDUCE_OPS, REDUCING, Kind, ReduceOp, check_reducible
+from mcr_plus.core.message import Extras, Signature, frozen
+from mcr_plus.core.work import Work
+from mcr_plus.dispatch.stage import SIGNATURES
+from mcr_plus.errors import BackendError, InvalidArgument, Unsupported
+from mcr_plus.fusion.coalesce import Coalescer
+from mcr_plus.pipeline.pipeline import Bound, Pipeline
+from mcr_plus.rendezvous.signing import seal, unseal
+
+if TYPE_CHECKING:
+    from mcr_plus.dispatch.group_state import GroupState
+    from mcr_plus.pipeline.stage import Issue, Stage
+    from mcr_plus.runtime.groups import OpenGroup
+    from mcr_plus.runtime.runtime import Runtime
+
+_OPTIONS = CallOptions.__annotations__.keys()
+_PLANS = 4 * SIGNATURES  # several to a signature: different arguments may mean the same operation
+
+
+class Plan(NamedTuple):
+    """A signature and its bound chain, found by the arguments of a call."""
+
+    signature: Signature
+    issue: Issue
+
+
+class Communicator(Operations):
+    """A group of ranks, its compiled pipeline and its plans.
+
+    Every rank of the group must issue the same operations in the same order, from one thread (autograd's
+    threads may issue while their caller waits). As in `torch.distributed`, ranks in arguments (`src`, `dst`)
+    are ranks of the whole job, also in sub-groups; lists have one entry per member in group order.
+
+    Common keywords: `async_op=True` returns a `Work`, and the tensors must not be touched before its
+    `wait`; `backend` names a library; `compress` is None (the pipeline decides), False (off), a codec's
+    name or a mapping with `codec` and its options; `tag` is a free name that rules and logs show.
+
+    Tensors may be torch tensors or anything with DLPack (NumPy, CuPy), strided in any way, of any size.
+    An operation that no library supports raises `Unsupported` on every rank, before anything is sent.
+    """
+
+    def __init__(self, runtime: Runtime, opened: OpenGroup) -> None:
+        self._runtime = runtime
+        self.opened = opened
+        self.config = opened.config  # of this group's pipeline
+        self._group: Group = opened.group
+        self._pipeline: Pipeline = opened.pipeline
+        self._state: GroupState = opened.state
+        self._chains = opened.chains
+        self._messages = opened.messages
+        self._plans = opened.plans
+        self._splits = 0
+        self.coalescer = Coalescer(self.size)
+        self._alignments: dict[Any, int] = {}  # by codec and dtype
+
+    # -- identity ---------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The group's name, equal on all its ranks."""
+        return self._group.name
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group; -1 if it is not a member."""
+        return self._group.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the group."""
+        return self._group.size
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members' ranks in the whole job, in group order."""
+        return self._group.ranks
+
+    def __repr__(self) -> str:
+        return f"<Communicator '{self.name}' rank {self.rank} of {self.size}>"
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if exception[0] is None:
+            self.close()
+        else:
+            self._runtime.leave(self, clean=False)
+
+    def close(self) -> None:
+        """Close the group and release its resources; collective over the group.
+
+        Operations in flight are waited for, and their first error is raised when the group is closed. After
+        that every use of the group raises `NotInitialized`; closing it again does nothing. The group of all
+        ranks is the job: closing it is `mcr.finalize()`. `with mcr.new_group(ranks) as group:` closes the
+        group at the end of the block; after an exception it waits for nobody.
+
+        A group that the program drops without this is closed when all its ranks have dropped it and come
+        to another `new_group`, `split` or `branch`, at the latest by `mcr.finalize()`.
+        """
+        self._runtime.close_together(self.opened)
+
+    def take_over(self) -> None:
+        """Make the calling thread the one that issues this group's operations.
+
+        A group is used by the thread that created it, because operations issued by two threads have no
+        order that ranks could share. Call this from another thread once the first has stopped using it.
+        """
+        self.opened.take_over()
+
+    def flush(self) -> None:
+        """Send the buckets that the fuse stage holds back; called by every rank of the group at one place."""
+        self._check_open()
+        self._pipeline.flush()
+
+    def branch(self) -> Communicator:
+        """Another communicator of the same ranks, for operations in an order of their own; collective."""
+        self._check_open()
+        self._splits += 1
+        self._runtime.agree(self, None, "branch", lambda _: [self.size] * self.size)
+        return self._runtime.open_group(f"{self.name}/{self._splits}", self.ranks, checked=True)
+
+    def progress(self) -> None:
+        """Let everything in flight advance, for libraries that need the host; returns at once."""
+        engine = self._runtime.engine
+        with engine.lock:
+            engine.progress()
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The stages of the pipeline that have been built, variants by rules included."""
+        return self._pipeline.stages
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The stages that operations of this group flow through."""
+        return self._pipeline
+
+    def stage_options(self, name: str) -> Any:
+        """The options of a stage of the pipeline; None if it is not there."""
+        return self.config.options(name)
+
+    def expected_us(
+        self,
+        kind: Kind,
+        dtype: torch.dtype,
+        numel: int,
+        *,
+        op: ReduceOp | None = None,
+        device: str = "cpu",
+        tag: str | None = None,
+    ) -> float | None:
+        """Microseconds that a synchronous operation should take by the tuning table; None if unknown.
+
+        `numel`: its payload in elements, as in `Signature.nbytes`. Sends nothing.
+        """
+        signature = Signature(
+            kind, dtype, (numel,), numel * dtype.itemsize, self.name, self.size, device, op, None, tag
+        )
+        return self._pipeline.expected_us(signature)
+
+    def send_bucket(
+        self,
+        values: torch.Tensor,
+        op: ReduceOp,
+        *,
+        members: int,
+        parts: tuple[tuple[int, ...], ...] | None = None,
+        key: str | None = None,
+        **options: Unpack[CallOptions],
+    ) -> Work:
+        """Start an all_reduce of a bucket that holds `members` tensors already, so the fuse stage leaves it.
+
+        `values`: contiguous; in place. `parts`, `key`: see `Signature`. For hooks; the same as `all_reduce`
+        otherwise.
+        """
+        extras: Extras = {"fused": members, "whole": True}
+        call = Call(
+            "all_reduce", (values,), (values,), values.shape, values.numel(), reduce_op=op, extras=extras,
+            parts=parts, key=key,
+        )  # fmt: skip
+        return self.prepared(call, True, options).start()
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers that are kept for this group's operations, to use them again."""
+        return self._pipeline.buffer_bytes + self.coalescer.buffer_bytes
+
+    @property
+    def closed(self) -> bool:
+        """Whether the group has been closed, in this process."""
+        return self._state.closed
+
+    @property
+    def state(self) -> GroupState:
+        """The state of the group in this process."""
+        return self._state
+
+    @property
+    def issued(self) -> int:
+        """How many operations this rank has issued in the group."""
+        return self._state.sequence
+
+    def block_sizes(self, tensors: Sequence[torch.Tensor], compress: Compress) -> dict[torch.dtype, int]:
+        """Elements of a block of the codec that `tensors` may get, by dtype."""
+        if self.config.options("compress") is None or compress is False:
+            return {}
+        codec = frozen(compress) if isinstance(compress, Mapping) else compress
+        blocks = {}
+        for dtype in {tensor.dtype for tensor in tensors}:
+            key = (codec, dtype)
+            if key not in self._alignments:
+                like = Signature("all_reduce", dtype, (), None, self.name, self.size, compress=codec)
+                self._alignments[key] = self._pipeline.treatment(like).alignment
+            blocks[dtype] = self._alignments[key]
+        return blocks
+
+    # -- objects ----------------------------------------------------------------------------------
+
+    def broadcast_object(self, obj: Any, src: int) -> Any:
+        """The object of rank `src`, on every rank. Pickled: between the ranks of one's own job only."""
+        root = calls.group_rank(self._group, src, "src")
+        is_source = root == self.rank
+        payload = self.pickled(obj) if is_source else torch.empty(0, dtype=torch.uint8)
+        length = torch.tensor([payload.numel()])
+        self.broadcast(length, src, compress=False)
+        # In powers of two: a new size would be a new signature, to be bound and compared.
+        room = torch.empty(1 << (int(length) - 1).bit_length(), dtype=torch.uint8)
+        room[: payload.numel()] = payload
+        self.broadcast(room, src, compress=False)
+        return obj if is_source else self.unpickled(room[: int(length)], root)
+
+    def all_gather_object(self, obj: Any, *, tag: str | None = None) -> list[Any]:
+        """Every rank's object, in rank order. Pickled: between the ranks of one's own job only."""
+        payload = self.pickled(obj)
+        lengths = torch.empty(self.size, dtype=torch.int64)
+        self.all_gather_into_tensor(lengths, torch.tensor([payload.numel()]), compress=False, tag=tag)
+        parts = [torch.empty(int(length), dtype=torch.uint8) for length in lengths]
+        self.all_gather_v(parts, payload, compress=False, tag=tag)
+        return [self.unpickled(part, rank) for rank, part in enumerate(parts)]
+
+    def pickled(self, obj: Any) -> torch.Tensor:
+        """An object as it travels: bytes (uint8, on the CPU), signed as this rank's in this group."""
+        written = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
+        sealed = seal(self._runtime.world.secret, f"{self.name}/{self.rank}", written)
+        return torch.frombuffer(bytearray(sealed), dtype=torch.uint8)
+
+    def unpickled(self, payload: torch.Tensor, rank: int) -> Any:
+        """The object that `pickled` was given on `rank`, counted in the group.
+
+        Raises `BackendError` if that rank has not signed it: unpickling runs code of the object's author.
+        """
+        sealed = payload.numpy().tobytes()
+        found = unseal(self._runtime.world.secret, f"{self.name}/{rank}", sealed)
+        if found is None:
+            raise BackendError(
+                f"the object of rank {rank} in group '{self.name}' was not signed by it, and is not unpickled"
+            )
+        return pickle.loads(found)
+
+    # -- groups and persistent operations ---------------------------------------------------------
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """Partition the group: ranks with equal `color`, ordered by `key`, then rank. Collective.
+
+        Returns the new communicator, or None where `color` is None.
+        """
+        self._check_open()
+        self._splits += 1
+
+        def sizes(choices: Sequence[tuple[int | None, int]]) -> list[int]:
+            ranks = Counter(chosen for chosen, _ in choices if chosen is not None)
+            return [0 if chosen is None else ranks[chosen] for chosen, _ in choices]
+
+        choices = self._runtime.agree(self, (color, key), "split", sizes)
+        if color is None:
+            return None
+        members = sorted((k, index) for index, (c, k) in enumerate(choices) if c == color)
+        ranks = tuple(self.ranks[index] for _, index in members)
+        return self._runtime.open_group(f"{self.name}.{self._splits}.{color!r}", ranks, checked=True)
+
+    def persistent(self, kind: str, *tensors: Any, **options: Any) -> PersistentOp:
+        """Bind an operation to its tensors once: `op()` runs it, `op.start()` returns a `Work`.
+
+        Collective, and so is every call of the result. `kind` is the name of an operation with fixed sizes;
+        what follows are its own arguments. The tensors must be contiguous and stay where they are. A
+        `Work` must be waited for before the next start.
+        """
+        check_persistent(kind, tensors, options)
+        names = CallOptions.__annotations__
+        own = {name: options.pop(name) for name in options.keys() - names}
+        call = BUILDERS[kind](self._group, *tensors, **own)
+        known: CallOptions = options  # type: ignore[assignment]
+        now, later = (self.prepared(call, async_op, known) for async_op in (False, True))
+        return bind_persistent(now, later, self)
+
+    # -- issuing ----------------------------------------------------------------------------------
+
+    def prepared(self, call: Call, async_op: bool, options: CallOptions) -> Prepared:
+        """Bind a call and lay out its tensors; nothing of it is issued.
+
+        Raises `Unsupported` where no library of the group can run it, `InvalidArgument` and `TypeError` for
+        options that do not exist.
+        """
+        like, backend, tag = call.like, options.get("backend"), options.get("tag")
+        compress = options.get("compress")
+        if isinstance(compress, Mapping) or not options.keys() <= _OPTIONS:
+            calls.check_options(call.kind, call.reduce_op, options)
+        codec = frozen(compress) if isinstance(compress, Mapping) else compress
+        dtype, device = (None, "cpu") if like is None else (like.dtype, like.device.type)
+        key = (
+            call.kind, dtype, tuple(call.shape), call.numel, device, call.reduce_op, call.root, async_op,
+            backend, codec, tag, call.parts, call.key, call.called,
+        )  # fmt: skip
+        try:
+            plan = self._plans.get(key)
+        except TypeError:  # unhashable, so none of the values that an option may have
+            calls.check_options(call.kind, call.reduce_op, options)
+            raise
+        if plan is None:
+            calls.check_options(call.kind, call.reduce_op, options)
+            nbytes = None if call.numel is None else call.numel * (0 if dtype is None else dtype.itemsize)
+            signature = Signature(
+                call.kind, dtype, tuple(call.shape), nbytes, self.name, self.size, device,
+                calls.reduce_op_name(call.reduce_op), call.root, tag, backend, codec, async_op, None,
+                call.parts, call.key, None, call.called,
+            )  # fmt: skip
+            issue = self._chain(signature).issue
+            if len(self._plans) >= _PLANS:  # each rank by itself: plans are made anew of the same chains
+                self._plans.clear()
+            plan = self._plans[key] = Plan(signature, issue)
+        return prepare(call, plan.signature, plan.issue)
+
+    def _chain(self, signature: Signature) -> Bound:
+        known = self._messages if signature.is_p2p else self._chains
+        chain = known.get(signature)
+        if chain is None:
+            self._check_open()
+            self._validate(signature)
+            if not signature.is_p2p:
+                self.opened.runtime.count()
+            elif len(known) >= SIGNATURES:
+                known.clear()
+                self._plans.clear()
+                self.opened.runtime.forget_messages()
+            chain = known[signature] = self._pipeline.bind(signature)
+        return chain
+
+    def _check_open(self) -> None:
+        if self.closed:
+            self.state.check_thread()  # raises: there is nothing left to bind to
+
+    def _validate(self, signature: Signature) -> None:
+        if self.rank < 0:
+            raise Unsupported(
+                f"this rank is not a member of group '{self.name}' (ranks {list(self.ranks)}); "
+                "only members may use it"
+            )
+        if signature.kind in REDUCING and signature.dtype is not None:
+            if signature.reduce_op is None:
+                raise InvalidArgument(f"op: unknown reduce op None; known: {', '.join(REDUCE_OPS)}")
+            check_reducible(signature.reduce_op, signature.dtype)

@@ -1,0 +1,395 @@
+"""The operations of a group, one method for each; `mcr_plus.<name>` documents them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mcr_plus.communicator import calls
+from mcr_plus.communicator.calls import BUILDERS, Call, CallOptions, Compress, MessageOptions, Unpack
+from mcr_plus.communicator.coalesced import coalesced
+from mcr_plus.communicator.prepared import Prepared, repeated
+from mcr_plus.communicator.tensors import as_tensor
+from mcr_plus.core.kinds import ReduceOp
+from mcr_plus.core.work import Work
+from mcr_plus.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from mcr_plus.communicator.communicator import Communicator
+    from mcr_plus.core.group import Group
+    from mcr_plus.fusion.coalesce import Coalescer
+
+
+class P2POp:
+    """One send or receive of a batch: `P2POp(mcr.isend, tensor, peer, group=None, tag=0)`."""
+
+    def __init__(
+        self,
+        op: Callable[..., Any],
+        tensor: torch.Tensor,
+        peer: int,
+        group: Communicator | None = None,
+        tag: int = 0,
+    ) -> None:
+        self.op = op
+        self.tensor = tensor
+        self.peer = peer
+        self.group = group
+        self.tag = tag
+
+
+class Operations(ABC):
+    """Collectives, sends and receives of a group: checks of arguments, and a fast path of repeated calls."""
+
+    coalescer: Coalescer
+    _group: Group
+    _plans: dict[Any, Any]  # bound operations by the arguments of calls: chains here, `Plan` in `prepared`
+
+    @abstractmethod
+    def prepared(self, call: Call, async_op: bool, options: CallOptions) -> Prepared:
+        """Bind a call and lay out its tensors; nothing of it is issued."""
+
+    @abstractmethod
+    def block_sizes(self, tensors: Sequence[torch.Tensor], compress: Compress) -> dict[torch.dtype, int]:
+        """Elements of a block of the codec that `tensors` may get, by dtype."""
+
+    # -- collectives ------------------------------------------------------------------------------
+
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOp = "SUM",
+        async_op: bool = False,
+        *,
+        backend: str | None = None,
+        compress: Compress = None,
+        tag: str | None = None,
+    ) -> Work | None:
+        """Reduce `tensor` (any shape) over all ranks, in place; all ranks get the same bits."""
+        # The most frequent operation is spelled out; `_call` does the same for all kinds.
+        key = run = None
+        try:
+            key = (
+                tensor.dtype, tensor.shape, tensor.device, tensor.is_contiguous(), op, async_op, backend,
+                compress, tag, tensor.requires_grad, tensor.is_neg(),
+            )  # fmt: skip
+            run = self._plans.get(key)
+        except (TypeError, AttributeError):
+            key = None
+        if run is None:
+            options: CallOptions = {"backend": backend, "compress": compress, "tag": tag}
+            return self._first("all_reduce", (tensor,), (op,), async_op, options, key)
+        return run(tensor)  # type: ignore[no-any-return]
+
+    def broadcast(
+        self, tensor: torch.Tensor, src: int, async_op: bool = False, **options: Unpack[CallOptions]
+    ) -> Work | None:
+        """Copy `tensor` of rank `src` into that of every rank."""
+        return self._call("broadcast", (tensor,), (src,), async_op, options)
+
+    def reduce(
+        self,
+        tensor: torch.Tensor,
+        dst: int,
+        op: ReduceOp = "SUM",
+        async_op: bool = False,
+        **options: Unpack[CallOptions],
+    ) -> Work | None:
+        """Reduce `tensor` over all ranks into that of rank `dst`; the others keep theirs."""
+        return self._call("reduce", (tensor,), (dst, op), async_op, options)
+
+    def all_gather_into_tensor(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        async_op: bool = False,
+        **options: Unpack[CallOptions],
+    ) -> Work | None:
+        """Gather every rank's `input` of n elements into `output` of size × n elements, in rank order."""
+        return self._call("all_gather_into_tensor", (output, input), (), async_op, options)
+
+    def all_gather(
+        self,
+        tensor_list: Sequence[torch.Tensor],
+        tensor: torch.Tensor,
+        async_op: bool = False,
+        **options: Unpack[CallOptions],
+    ) -> Work | None:
+        """Gather every rank's `tensor` into `tensor_list`, all of the same size."""
+        return self._issue(calls.all_gather(self._group, tensor_list, tensor), async_op, options)
+
+    def all_gather_v(
+        self,
+        tensor_list: Sequence[torch.Tensor],
+        tensor: torch.Tensor,
+        async_op: bool = False,
+        **options: Unpack[CallOptions],
+    ) -> Work | None:
+        """As `all_gather`, with sizes that differ along dim 0; `tensor_list[r]` fits rank r's tensor."""
+        return self._issue(calls.all_gather_v(self._group, tensor_list, tensor), async_op, options)
+
+    def reduce_scatter_tensor(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        op: ReduceOp = "SUM",
+        async_op: bool = False,
+        **options: Unpack[CallOptions],
+    ) -> Work | None:
+        """Reduce `input` of size × n elements over ranks; rank r gets part r in `output` of n elements."""
+        return self._call("reduce_scatter_tensor", (output, input), (op,), async_op, options)
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input_list: Sequence[torch.Tensor],
+        op: ReduceOp = "SUM",
+        async_op: bool = False,
+        **options: Unpack[CallOptions],
+    ) -> Work | None:
+        """Reduce `input_list[r]` over ranks into `output` of rank r, all of the same size."""
+        return self._issue(calls.reduce_scatter(self._group, output, input_list, op), async_op, options)
+
+    def reduce_scatter_v(
+        self,
+        output: torch.Tensor,
+        input_list: Sequence[torch.Tensor],
+        op: ReduceOp = "SUM",
+        async_op: bool = False,
+        **options: Unpack[CallOptions],
+    ) -> Work | None:
+        """As `reduce_scatter`, with sizes that differ along dim 0; `input_list[r]` fits rank r's output."""
+        return self._issue(calls.reduce_scatter_v(self._group, output, input_list, op), async_op, options)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        async_op: bool = False,
+        **options: Unpack[CallOptions],
+    ) -> Work | None:
+        """Send part r of `input` to rank r and receive its part for this rank into `output`, in rank order.
+
+        Parts are equal, or given by split sizes: rows along dim 0 per rank, which must sum to dim 0.
+        Every rank passes split sizes, or none does.
+        """
+        if output_split_sizes is None and input_split_sizes is None:
+            return self._call("all_to_all_single", (output, input), (), async_op, options)
+        call = calls.all_to_all_single(self._group, output, input, output_split_sizes, input_split_sizes)
+        return self._issue(call, async_op, options)
+
+    def all_to_all(
+        self,
+        output_list: Sequence[torch.Tensor],
+        input_list: Sequence[torch.Tensor],
+        async_op: bool = False,
+        **options: Unpack[CallOptions],
+    ) -> Work | None:
+        """Send `input_list[r]` to rank r and receive from it into `output_list[r]`; sizes may differ."""
+        return self._issue(calls.all_to_all(self._group, output_list, input_list), async_op, options)
+
+    def gather(
+        self,
+        tensor: torch.Tensor,
+        gather_list: Sequence[torch.Tensor] | None = None,
+        dst: int = 0,
+        async_op: bool = False,
+        **options: Unpack[CallOptions],
+    ) -> Work | None:
+        """Gather the ranks' tensors, all of one size, into `gather_list` of rank `dst` (None elsewhere)."""
+        return self._issue(calls.gather(self._group, tensor, gather_list, dst), async_op, options)
+
+    def gather_v(
+        self,
+        tensor: torch.Tensor,
+        gather_list: Sequence[torch.Tensor] | None = None,
+        dst: int = 0,
+        async_op: bool = False,
+        **options: Unpack[CallOptions],
+    ) -> Work | None:
+        """As `gather`, with sizes that differ along dim 0."""
+        return self._issue(calls.gather_v(self._group, tensor, gather_list, dst), async_op, options)
+
+    def scatter(
+        self,
+        tensor: torch.Tensor,
+        scatter_list: Sequence[torch.Tensor] | None = None,
+        src: int = 0,
+        async_op: bool = False,
+        **options: Unpack[CallOptions],
+    ) -> Work | None:
+        """Send `scatter_list[r]` of rank `src` (None elsewhere), all of one size, into `tensor` of rank r."""
+        return self._issue(calls.scatter(self._group, tensor, scatter_list, src), async_op, options)
+
+    def scatter_v(
+        self,
+        tensor: torch.Tensor,
+        scatter_list: Sequence[torch.Tensor] | None = None,
+        src: int = 0,
+        async_op: bool = False,
+        **options: Unpack[CallOptions],
+    ) -> Work | None:
+        """As `scatter`, with sizes that differ along dim 0."""
+        return self._issue(calls.scatter_v(self._group, tensor, scatter_list, src), async_op, options)
+
+    def barrier(
+        self, async_op: bool = False, *, backend: str | None = None, tag: str | None = None
+    ) -> Work | None:
+        """Return once every rank has called it."""
+        return self._call("barrier", (), (), async_op, {"backend": backend, "tag": tag})
+
+    # -- coalesced --------------------------------------------------------------------------------
+
+    def all_reduce_coalesced(
+        self,
+        tensors: Sequence[torch.Tensor],
+        op: ReduceOp = "SUM",
+        async_op: bool = False,
+        **options: Unpack[CallOptions],
+    ) -> Work | None:
+        """`all_reduce` of each tensor, each listed once; small ones of a dtype travel as one. One handle."""
+        values = [as_tensor(tensor, "tensor") for tensor in calls.sequence_of(tensors, "tensors")]
+        return coalesced(self, "all_reduce", values, values, async_op, options, op)
+
+    def all_gather_coalesced(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        async_op: bool = False,
+        **options: Unpack[CallOptions],
+    ) -> Work | None:
+        """`all_gather_into_tensor` of each pair; small ones of a dtype travel as one. One handle."""
+        each = [calls.all_gather_into_tensor(self._group, *pair) for pair in calls.pairs(outputs, inputs)]
+        sources, targets = [call.inputs[0] for call in each], [call.outputs[0] for call in each]
+        return coalesced(self, "all_gather", sources, targets, async_op, options)
+
+    def reduce_scatter_coalesced(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        op: ReduceOp = "SUM",
+        async_op: bool = False,
+        **options: Unpack[CallOptions],
+    ) -> Work | None:
+        """`reduce_scatter_tensor` of each pair; small ones of a dtype travel as one. One handle."""
+        each = [calls.reduce_scatter_tensor(self._group, *pair) for pair in calls.pairs(outputs, inputs)]
+        sources, targets = [call.inputs[0] for call in each], [call.outputs[0] for call in each]
+        return coalesced(self, "reduce_scatter", sources, targets, async_op, options, op)
+
+    # -- point to point ---------------------------------------------------------------------------
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int = 0, **options: Unpack[MessageOptions]) -> None:
+        """Send `tensor` to rank `dst`; returns when it may be changed again."""
+        self.isend(tensor, dst, tag, **options).wait()
+
+    def recv(
+        self,
+        tensor: torch.Tensor,
+        src: int | None = None,
+        tag: int = 0,
+        **options: Unpack[MessageOptions],
+    ) -> None:
+        """Receive into `tensor` from rank `src`, or from the first rank that sends with this `tag`."""
+        self.irecv(tensor, src, tag, **options).wait()
+
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0, **options: Unpack[MessageOptions]) -> Work:
+        """Start a send. `tag` must equal the receiver's; `label` is the name that rules and logs show."""
+        return self._call("isend", (tensor,), (dst, tag), True, _labelled(options))  # type: ignore[return-value]
+
+    def irecv(
+        self,
+        tensor: torch.Tensor,
+        src: int | None = None,
+        tag: int = 0,
+        **options: Unpack[MessageOptions],
+    ) -> Work:
+        """Start a receive; `Work.source_rank()` returns the sender."""
+        return self._call("irecv", (tensor,), (src, tag), True, _labelled(options))  # type: ignore[return-value]
+
+    def batch_isend_irecv(self, p2p_ops: Sequence[P2POp]) -> list[Work]:
+        """Start all sends and receives of a batch, in any order that peers may also use."""
+        ready = []
+        for index, operation in enumerate(calls.sequence_of(p2p_ops, "p2p_ops")):
+            if not isinstance(operation, P2POp):
+                raise InvalidArgument(f"p2p_ops[{index}]: expected a P2POp, got {type(operation).__name__}")
+            name = getattr(operation.op, "__name__", "")
+            if name not in ("isend", "irecv"):
+                raise InvalidArgument(
+                    f"p2p_ops[{index}].op: expected mcr.isend or mcr.irecv, got {operation.op!r}"
+                )
+            if not (operation.group is None or isinstance(operation.group, Operations)):
+                raise InvalidArgument(
+                    f"p2p_ops[{index}].group: expected a Communicator or None, got {operation.group!r}"
+                )
+            comm = operation.group or self
+            call = BUILDERS[name](comm._group, operation.tensor, operation.peer, operation.tag)
+            ready.append(comm.prepared(call, True, {}))
+        return [each.start() for each in ready]
+
+    # -- issuing ----------------------------------------------------------------------------------
+
+    def _call(
+        self,
+        name: str,
+        tensors: tuple[torch.Tensor, ...],
+        own: tuple[Any, ...],
+        async_op: bool,
+        options: CallOptions,
+    ) -> Work | None:
+        """Issue an operation on single tensors; a call like an earlier one runs what that one has bound.
+
+        `name`: the method. `own`: its arguments after the tensors.
+        """
+        key = run = None
+        try:
+            facts = [fact for tensor in tensors for fact in _facts(tensor)]
+            key = (name, own, async_op, *options.items(), *facts)
+            run = self._plans.get(key)
+        except (TypeError, AttributeError):  # an unhashable option, or no tensor of torch
+            key = None
+        if run is None:
+            return self._first(name, tensors, own, async_op, options, key)
+        return run(*tensors)  # type: ignore[no-any-return]
+
+    def _first(
+        self,
+        name: str,
+        tensors: tuple[torch.Tensor, ...],
+        own: tuple[Any, ...],
+        async_op: bool,
+        options: CallOptions,
+        key: tuple[Any, ...] | None,
+    ) -> Work | None:
+        """Check, bind and issue an operation, and keep the bound form by `key` where calls may repeat it."""
+        call = BUILDERS[name](self._group, *tensors, *own)
+        ready = self.prepared(call, async_op, options)
+        if key is not None:
+            run = repeated(ready, tensors, async_op)
+            if run is not None:
+                self._plans[key] = run
+        return ready.start() if async_op else ready.run()
+
+    def _issue(self, call: Call, async_op: bool, options: CallOptions) -> Work | None:
+        ready = self.prepared(call, async_op, options)
+        return ready.start() if async_op else ready.run()
+
+
+def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Properties of a tensor that a bound operation depends on."""
+    return (
+        tensor.dtype, tensor.shape, tensor.device, tensor.is_contiguous(), tensor.requires_grad,
+        tensor.is_neg(),
+    )  # fmt: skip
+
+
+def _labelled(options: MessageOptions) -> CallOptions:
+    """The options of a message as those of a call: its name is the tag that rules match."""
+    renamed: dict[str, Any] = dict(options)
+    if "label" in renamed:
+        renamed["tag"] = renamed.pop("label")
+    return renamed  # type: ignore[return-value]

@@ -1,0 +1,143 @@
+"""Operations bound to a chain and laid out in memory: issued once, in a batch, or again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from mcr_plus.communicator.tensors import check_apart, is_plain, overlap, pack, pack_space, plain, plain_like
+from mcr_plus.communicator.tensors import unpack as unpack_into
+from mcr_plus.core.kinds import IN_PLACE
+from mcr_plus.core.message import Message
+
+if TYPE_CHECKING:
+    from mcr_plus.communicator.calls import Call
+    from mcr_plus.core.message import Extras, Signature
+    from mcr_plus.core.work import Work
+    from mcr_plus.pipeline.stage import Issue
+
+Tensors = tuple[torch.Tensor, ...]
+CopyOut = Callable[[], None]
+
+
+class Prepared(NamedTuple):
+    """An operation that is ready to be issued.
+
+    `copy_out` puts the results where they belong, once the operation is done; None if they are there.
+    """
+
+    issue: Issue
+    message: Message
+    copy_out: CopyOut | None
+
+    def start(self) -> Work:
+        """Issue it; returns a handle whose `wait` also copies the results out."""
+        work = self.issue.start(self.message)
+        if self.copy_out is not None:
+            work.then(self.copy_out)
+        return work
+
+    def run(self) -> None:
+        """Issue it, and return once its results are where they belong."""
+        if self.copy_out is None:
+            self.issue.run(self.message)
+        else:
+            self.start().wait()
+
+
+def prepare(call: Call, signature: Signature, issue: Issue) -> Prepared:
+    """Lay out the tensors of a call: flat and contiguous, lists as one tensor, views where that is possible.
+
+    Raises `InvalidArgument` if results are to be written where elements share memory.
+    """
+    inputs, outputs, copy_out = _laid_out(call.inputs, call.outputs, call.packed, call.kind in IN_PLACE)
+    extras: Extras = call.extras or {}
+    return Prepared(issue, Message(signature, inputs, outputs, **extras), copy_out)
+
+
+def _laid_out(
+    inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], packed: bool, in_place: bool
+) -> tuple[Tensors, Tensors, CopyOut | None]:
+    if in_place and inputs[0] is outputs[0]:
+        value = inputs[0]
+        if is_plain(value):
+            return (value,), (value,), None
+        check_apart(value)
+        copy = plain(value)
+        return (copy,), (copy,), lambda: _assign(value, copy)
+    source = pack(inputs) if packed and len(inputs) > 1 else plain(inputs[0]) if inputs else None
+    target, copied = _target(outputs, packed)
+    if source is not None and target is not None and overlap(source, target):
+        source = source.clone()
+    copy_out = None
+    if copied and target is not None:
+        for output in outputs:
+            check_apart(output)
+        flat = target.view(-1)
+        copy_out = lambda: unpack_into(flat, outputs)  # noqa: E731 - a named function would be no clearer
+    return (() if source is None else (source,)), (() if target is None else (target,)), copy_out
+
+
+def _target(outputs: Sequence[torch.Tensor], packed: bool) -> tuple[torch.Tensor | None, bool]:
+    """One tensor to write to, and whether its values are to be copied to `outputs` afterwards."""
+    if not outputs:
+        return None, False
+    if packed and len(outputs) > 1:
+        return pack_space(outputs)
+    target = plain_like(outputs[0])
+    return target, target is not outputs[0]
+
+
+def _assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    tensor.copy_(value)
+
+
+def repeated(ready: Prepared, tensors: Tensors, async_op: bool) -> Callable[..., Work | None] | None:
+    """A function that issues the same operation for other tensors of the same dtype, shape and layout.
+
+    It takes them as `tensors` were passed, and returns a handle if `async_op`. None where calls need the
+    slow path: results that are copied out, tensors that are not contiguous, or of complex dtypes (a lazily
+    conjugated one looks like any other).
+    """
+    issue, message, copy_out = ready
+    if copy_out is not None or not all(is_plain(each) and not each.is_complex() for each in tensors):
+        return None
+    signature, extras = message.signature, message.extras
+    inputs, outputs = message.inputs, message.outputs
+    # A synchronous call without a handle, where the chain has such a form.
+    go: Callable[[Message], Any] = issue.start if async_op else issue.run
+    if len(tensors) == 2:
+        same = outputs[0] is tensors[0] and inputs[0] is tensors[1]
+        return _two(ready, go, tensors) if same else None
+    if not tensors:
+        return lambda: go(Message(signature))
+    (tensor,) = tensors
+    reads, writes = ((len(part) > 0 and part[0] is tensor) for part in (inputs, outputs))
+    if reads and writes:
+        if async_op and issue.start_in_place is not None:
+            return issue.start_in_place
+
+        def in_place(x: torch.Tensor) -> Work | None:
+            both = (x,)
+            return go(Message(signature, both, both))  # type: ignore[no-any-return]
+
+        return in_place
+    if reads:
+        return lambda x: go(Message(signature, (x,), outputs, **extras))
+    return (lambda x: go(Message(signature, (), (x,), **extras))) if writes else None
+
+
+def _two(ready: Prepared, go: Callable[[Message], Any], tensors: Tensors) -> Callable[..., Work | None]:
+    """See `repeated`: an output and an input, which may overlap in one call and not in the next."""
+    signature = ready.message.signature
+    written, read = (tensor.nbytes for tensor in tensors)
+
+    def from_one_to_other(target: torch.Tensor, source: torch.Tensor) -> Work | None:
+        to, since = target.data_ptr(), source.data_ptr()
+        if to < since + read and since < to + written:
+            source = source.clone()
+        return go(Message(signature, (source,), (target,)))  # type: ignore[no-any-return]
+
+    return from_one_to_other

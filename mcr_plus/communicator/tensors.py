@@ -1,0 +1,116 @@
+"""Tensors as users pass them, made fit for a library: flat, contiguous, without a copy where possible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from mcr_plus.core.kinds import DTYPES, dtype_name
+from mcr_plus.errors import InvalidArgument, Unsupported
+
+
+def as_tensor(value: Any, name: str) -> torch.Tensor:
+    """A torch tensor on the memory of `value`: a tensor itself, or anything with DLPack; never a copy.
+
+    Raises `InvalidArgument` for anything else, `Unsupported` for layouts and dtypes that cannot travel.
+    """
+    tensor = value if isinstance(value, torch.Tensor) else _from_dlpack(value, name)
+    if tensor.layout is not torch.strided:
+        raise Unsupported(f"{name}: layout {tensor.layout}; only strided (dense) tensors travel")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise Unsupported(f"{name}: device {tensor.device}; known: cpu, cuda")
+    if tensor.dtype not in DTYPES:
+        known = ", ".join(map(dtype_name, DTYPES))
+        raise Unsupported(f"{name}: dtype {dtype_name(tensor.dtype)}; known: {known}")
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def _from_dlpack(value: Any, name: str) -> torch.Tensor:
+    if not hasattr(value, "__dlpack__"):
+        raise InvalidArgument(
+            f"{name}: expected a tensor or an array with DLPack, got {type(value).__name__}"
+        )
+    flags = getattr(value, "flags", None)
+    if flags is not None and getattr(flags, "writeable", True) is False:
+        raise InvalidArgument(f"{name}: the array is read-only; pass a writeable one")
+    try:
+        return from_dlpack(value)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise InvalidArgument(
+            f"{name}: {type(value).__name__} cannot be shared through DLPack: {error}"
+        ) from error
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's memory, read in order, is its value."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or a contiguous copy without lazy conjugation."""
+    return (
+        tensor
+        if is_plain(tensor)
+        else tensor.clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
+    )
+
+
+def plain_like(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or an uninitialised contiguous one to be copied back from."""
+    return tensor if is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def check_apart(tensor: torch.Tensor) -> None:
+    """Raise `InvalidArgument` unless each element has a place of its own, so that results can be written."""
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise InvalidArgument(
+            f"a tensor of shape {list(tensor.shape)} is to be written, but its elements share memory "
+            f"(strides {list(tensor.stride())}, as from expand); pass a copy: tensor.contiguous()"
+        )
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two contiguous tensors share memory."""
+    start_a, start_b = a.data_ptr(), b.data_ptr()
+    return (
+        start_a < start_b + b.numel() * b.element_size() and start_b < start_a + a.numel() * a.element_size()
+    )
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """One flat view over tensors that lie next to each other in memory; None if they do not."""
+    first = tensors[0]
+    at = first.data_ptr()
+    for tensor in tensors:
+        if not is_plain(tensor) or tensor.data_ptr() != at or tensor.dtype != first.dtype:
+            return None
+        at += tensor.numel() * tensor.element_size()
+    total = sum(tensor.numel() for tensor in tensors)
+    storage = first.untyped_storage()
+    if at - storage.data_ptr() > storage.nbytes():
+        return None  # neighbours by chance: separate allocations
+    return first.as_strided((total,), (1,))
+
+
+def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tensors' values in one flat tensor: a view if they are neighbours, else a copy."""
+    view = joined(tensors)
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if view is None else view
+
+
+def pack_space(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, bool]:
+    """Flat space for the tensors' values, and whether it must be copied out with `unpack` afterwards."""
+    view = joined(tensors)
+    if view is not None:
+        return view, False
+    total = sum(tensor.numel() for tensor in tensors)
+    return torch.empty(total, dtype=tensors[0].dtype, device=tensors[0].device), True
+
+
+def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy consecutive parts of `flat` into `tensors`."""
+    for part, tensor in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True):
+        tensor.copy_(part.view(tensor.shape))

@@ -1,0 +1,1 @@
+"""Configurations: documents with places, the schema, and how files are read."""

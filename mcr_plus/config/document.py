@@ -1,0 +1,229 @@
+"""YAML documents that remember their lines: the only reader of YAML.
+
+    read_document("run.yaml")        a Document: plain data, and the line of every entry
+    dict_document({"version": 1})    the same from a mapping of the program
+    document.error(keys, what)       a ConfigError that begins with `file:line: path:`
+
+A document is plain data: one mapping without tags, anchors, aliases or keys written twice. What lets a
+short file mean something large, hidden or executable is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mcr_plus.core.collector import collector_paused
+from mcr_plus.errors import ConfigError, short, unknown
+
+MAX_FILE_BYTES = 1 << 20
+MAX_DEPTH = 32
+
+Keys = tuple[str | int, ...]
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+@dataclass(frozen=True)
+class Document:
+    """Plain data (dict, list, str, int, float, bool, None) and where each part of it was written.
+
+    `folder` is what relative paths in the document are relative to.
+    """
+
+    data: dict[str, Any]
+    name: str
+    folder: Path
+    lines: Mapping[Keys, int] | None = None
+
+    def place(self, keys: Keys) -> str:
+        """Return `file:line` of the entry at `keys`, or of the closest one around it; `<dict>` for a dict."""
+        if self.lines is None:
+            return self.name
+        while keys and keys not in self.lines:
+            keys = keys[:-1]
+        return f"{self.name}:{self.lines.get(keys, 1)}"
+
+    def error(self, keys: Keys, what: str) -> ConfigError:
+        """Return an error that begins with the place of the entry at `keys`."""
+        return self.errors([(keys, what)])
+
+    def errors(self, found: Iterable[tuple[Keys, str]]) -> ConfigError:
+        """Return an error of a line for each of several entries and what is wrong with it."""
+        return ConfigError(
+            "\n".join(f"{self.place(keys)}: {path_text(keys)}: {what}" for keys, what in found)
+        )
+
+
+class Mistakes:
+    """Collects what is wrong with the parts of a document, so that all of it is told at once."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._lines)
+
+    def kept(self, read: Callable[[], T], otherwise: U) -> T | U:
+        """Return what `read` does; `otherwise` where it raises a `ConfigError`, which is kept."""
+        try:
+            return read()
+        except ConfigError as error:
+            self._lines += str(error).splitlines()
+            return otherwise
+
+    def tell(self) -> None:
+        """Raise a `ConfigError` of a line for every mistake, if there are any: by files, then by lines."""
+        if not self._lines:
+            return
+        lines = list(dict.fromkeys(self._lines))
+        files = list(dict.fromkeys(_file_and_line(line)[0] for line in lines))
+
+        def place(line: str) -> tuple[int, int]:
+            file, number = _file_and_line(line)
+            return files.index(file), number
+
+        raise ConfigError("\n".join(sorted(lines, key=place)))
+
+
+def _file_and_line(mistake: str) -> tuple[str, int]:
+    """The file that a mistake names and the line in it; no file and 0 for one without a line."""
+    found = re.match(r"(.+?):(\d+): ", mistake)
+    return (found[1], int(found[2])) if found else ("", 0)
+
+
+def path_text(keys: Keys) -> str:
+    """Write the way to an entry as errors do: `pipeline[1].compress.codec`."""
+    text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
+    return text.removeprefix(".") or "document"
+
+
+def read_document(path: str | Path, *, versioned: bool = True) -> Document:
+    """Read a YAML file of at most 1 MiB; raises `ConfigError` for everything that is not plain data.
+
+    `versioned`: it must have a key `version`; see `parse_document`.
+    """
+    name, path = str(path), Path(path)
+    return parse_document(_read_text(path, name), name, path.parent, versioned=versioned)
+
+
+def read_bytes(path: Path, place: str, *, most: int = MAX_FILE_BYTES) -> bytes:
+    """Return the content of a regular file of at most `most` bytes, which are whole MiB.
+
+    Raises `ConfigError`, which begins with `place`, otherwise: a FIFO may have no writer, a device no end.
+    Where `place` is the file itself, it is not named again.
+    """
+    name = "" if place == str(path) else f" {str(path)!r}"
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # or it waits for a writer
+        with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise ConfigError(f"{place}: cannot read{name}: not a regular file")
+            content = file.read(most + 1)
+    except (OSError, ValueError) as error:  # ValueError: a name with a null byte in it
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{place}: cannot read{name}: {reason}") from None
+    if len(content) > most:
+        raise ConfigError(f"{place}:{name or ' the file'} is larger than {most >> 20} MiB")
+    return content
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a regular file; raises `ConfigError` if that cannot be done: a FIFO may have no reader."""
+    try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path}: cannot write: not a regular file")
+        path.write_text(text)
+    except (OSError, ValueError) as error:  # ValueError: a name with a null byte in it
+        raise ConfigError(f"{path}: cannot write: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _read_text(path: Path, place: str) -> str:
+    try:
+        return read_bytes(path, place).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{place}: not UTF-8 at byte {error.start}; expected YAML text") from None
+
+
+def parse_document(text: str, name: str, folder: Path, *, versioned: bool = True) -> Document:
+    """Parse YAML text: one document, a mapping at the root, no tags, anchors, aliases or duplicate keys.
+
+    `versioned`: the mapping must have a key `version`. A file without it is meant for something else, and no
+    error quotes from it.
+    """
+    from mcr_plus.config.parsing import parse_mapping  # PyYAML is for those who have a file
+
+    lines: dict[Keys, int] = {}
+    document = Document({}, name, folder, lines)
+    with collector_paused():
+        return replace(document, data=parse_mapping(text, document, lines, versioned=versioned))
+
+
+def dict_document(data: Mapping[str, Any], name: str = "<dict>", folder: Path | None = None) -> Document:
+    """Copy a mapping into plain data; raises `ConfigError` for what a YAML file could not hold."""
+    place = Document({}, name, folder or Path())
+    copied = _copy(data, (), place)
+    if not isinstance(copied, dict):
+        raise place.error((), f"expected a mapping at the root, got {short(data)}")
+    return replace(place, data=copied)
+
+
+def _copy(value: object, keys: Keys, document: Document) -> Any:
+    if len(keys) > MAX_DEPTH:
+        raise document.error(keys[:2], f"nested more than {MAX_DEPTH} levels deep, or holds itself")
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise document.error(keys, f"expected a name as key, got {short(key)}")
+        return {key: _copy(item, (*keys, key), document) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_copy(item, (*keys, i), document) for i, item in enumerate(value)]
+    if isinstance(value, Path):
+        return str(value)
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    raise document.error(keys, f"expected plain data, got {short(value)}")
+
+
+# --- Questions every document is asked ------------------------------------------------------------------
+
+
+def mapping_at(document: Document, keys: Keys) -> dict[str, Any]:
+    """Return the mapping at `keys`; nothing written there (null) is an empty one."""
+    value: Any = document.data
+    for key in keys:
+        value = value[key]
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise document.error(keys, f"expected a mapping, got {short(value)}")
+    return value
+
+
+def list_at(document: Document, key: str) -> list[Any] | None:
+    """Return the list under a key of the root, None if there is none; anything else is refused."""
+    value = document.data.get(key)
+    if value is not None and not isinstance(value, list):
+        raise document.error((key,), f"expected a list, got {short(value)}")
+    return value
+
+
+def check_keys(document: Document, keys: Keys, known: Sequence[str]) -> None:
+    """Refuse a mapping that has other keys than the known ones, all of them at once."""
+    others = [key for key in mapping_at(document, keys) if key not in known]
+    if others:
+        raise document.errors([((*keys, key), unknown("key", key, known)) for key in others])
+
+
+def check_version(version: object, document: Document) -> None:
+    """Refuse a document whose `version` is not the one that this release reads."""
+    if version is None:
+        raise document.error(("version",), "missing; expected version: 1")
+    if isinstance(version, bool) or not isinstance(version, int) or version != 1:
+        raise document.error(("version",), f"unknown version {short(version)}; known: 1")

@@ -1,0 +1,374 @@
+"""Configuration: what a job's pipeline file may say, checked before the first operation.
+
+    load("run.yaml")            a Config: frozen, checked, every name in it known
+    config.rule_for(...)        the first of its rules that matches an operation
+    fingerprint(config)         what ranks compare at start: equal on all, or they would choose differently
+
+`document.py` reads the YAML, `environment.py` the environment.
+
+A mistake in a file is a `ConfigError` whose text is `file:line: path: what, what was expected, what is
+known`, a line for each if there are several, for example
+
+    run.yaml:7: pipeline[1].compress.codec: unknown codec 'int9'; known: bf16, fp16, none
+
+and `<dict>` stands for `file:line` when the configuration is a dict.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import (
+    BaseModel,
+)
+
+from mcr_plus import registry
+from mcr_plus.config.document import (
+    Document,
+    Keys,
+    Mistakes,
+    check_keys,
+    check_version,
+    dict_document,
+    list_at,
+    mapping_at,
+    parse_document,
+    path_text,
+    read_document,
+)
+from mcr_plus.config.names import (
+    backend_name,
+    check_backend,
+    read_backends,
+)
+from mcr_plus.config.options import (
+    NoOptions,
+    declared_options,
+    options_by_content,
+    plain_options,
+    problem,
+    read_options,
+    validate,
+)
+from mcr_plus.config.schema import (
+    AlgorithmsRef,
+    Config,
+    Match,
+    Override,
+    Rule,
+    StageSpec,
+    default_pipeline,
+)
+from mcr_plus.core import environment
+from mcr_plus.errors import short, unknown
+
+if TYPE_CHECKING:
+    pass
+
+
+# --- Options of stages ----------------------------------------------------------------------------------
+
+
+# --- The configuration ----------------------------------------------------------------------------------
+
+
+def load(source: str | Path | Mapping[str, Any] | None) -> Config:
+    """Return a configuration from the path of a YAML file or from a dict of the same shape.
+
+    None reads the file that MCR_CONFIG names, and gives the default when it names none. Relative table
+    paths are relative to the file's folder, or to the working directory for a dict. Raises `ConfigError`.
+    """
+    if source is None:
+        source = environment.config_file() or {}
+    if isinstance(source, Mapping):
+        return _config(dict_document(source))
+    return _config(read_document(source))
+
+
+def loads(text: str, name: str = "<text>") -> Config:
+    """Return a configuration from YAML text; `name` stands for the file in errors and gives its folder."""
+    return _config(parse_document(text, name, Path(name).parent))
+
+
+def dump(config: Config, *, units: bool = False) -> dict[str, Any]:
+    """Return a configuration as plain, JSON-able data; `load(dump(config)) == config`.
+
+    `units`: sizes and durations as people write them.
+    """
+    return _dump(config, partial(plain_options, units=units))
+
+
+def fingerprint(config: Config) -> str:
+    """Return a SHA-256 in hex that is equal for configurations that decide alike.
+
+    Tables and algorithms count by their content, not by their path. Raises `ConfigError` when one cannot be
+    read.
+    """
+    data = _dump(config, options_by_content)
+    data["algorithms"] = [each.digests() for each in config.algorithms]
+    content = json.dumps(data, sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _dump(config: Config, write: Callable[[BaseModel], dict[str, Any]]) -> dict[str, Any]:
+    data: dict[str, Any] = {"version": config.version}
+    if config.backends is not None:
+        data["backends"] = list(config.backends)
+    if config.algorithms:
+        data["algorithms"] = [each.text for each in config.algorithms]
+    data["pipeline"] = [{s.name: write(s.options)} for s in config.pipeline]
+    data["rules"] = [_dump_rule(rule, write) for rule in config.rules]
+    return data
+
+
+def _dump_rule(rule: Rule, write: Callable[[BaseModel], dict[str, Any]]) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "match": {name: value for name, value in write(rule.match).items() if value is not None}
+    }
+    if rule.backend is not None:
+        data["backend"] = rule.backend
+    for override in rule.overrides:
+        options = write(override.options)
+        data[override.stage] = {key: options[key] for key in override.named}
+    return data
+
+
+def _config(document: Document) -> Config:
+    if is_table(document):
+        what = "this is a tuning table; expected a configuration, which names it by `select: {table: FILE}`"
+        raise document.error((), what)
+    mistakes = Mistakes()
+    known = ("version", "backends", "algorithms", "pipeline", "rules")
+    mistakes.kept(lambda: check_keys(document, (), known), None)
+    mistakes.kept(lambda: _check_version(document), None)
+    backends = mistakes.kept(lambda: read_backends(document), None)
+    pipeline, sound = _pipeline(document, mistakes)
+    for index, spec in enumerate(pipeline if sound else ()):
+        keys = ("pipeline", index, spec.name)
+        mistakes.kept(partial(_check_beside, spec.options, document, keys, pipeline, backends), None)
+    rules = _rules(document, pipeline, sound, backends, mistakes)
+    algorithms = mistakes.kept(lambda: _algorithms(document), ())
+    config = Config(1, backends, pipeline, rules, algorithms, document.name)
+    if len(mistakes):  # whoever reads the files of the configuration later does not come to it
+        for ref in config.tables:
+            mistakes.kept(ref.digest, None)
+        for files in algorithms:
+            mistakes.kept(files.digests, None)
+    mistakes.tell()
+    return config
+
+
+def is_table(document: Document) -> bool:
+    """Whether a document is a tuning table, where a configuration may have been expected."""
+    rules = document.data.get("rules")
+    of_table = isinstance(rules, list) and any(
+        isinstance(rule, dict) and "kind" in rule and "match" not in rule for rule in rules
+    )
+    return "pipeline" not in document.data and ("fingerprint" in document.data or of_table)
+
+
+def _algorithms(document: Document) -> tuple[AlgorithmsRef, ...]:
+    paths = list_at(document, "algorithms")
+    for index, path in enumerate(paths or ()):
+        if not isinstance(path, str) or not path or "\0" in path:
+            what = f"expected the path of an algorithm file or of a folder of them, got {short(path)}"
+            raise document.error(("algorithms", index), what)
+    return tuple(
+        AlgorithmsRef(path, document.folder, f"{document.place(keys)}: {path_text(keys)}")
+        for path, keys in ((path, ("algorithms", index)) for index, path in enumerate(paths or ()))
+    )
+
+
+def _check_beside(
+    options: BaseModel,
+    document: Document,
+    keys: Keys,
+    pipeline: tuple[StageSpec, ...],
+    backends: tuple[str, ...] | None,
+) -> None:
+    """Refuse options that do not go with the rest of the configuration."""
+    if (found := problem(options, [spec.name for spec in pipeline], backends)) is not None:
+        inside, what = found
+        raise document.error((*keys, *inside), what)
+
+
+def _check_version(document: Document) -> None:
+    version = document.data.get("version", None if document.lines is not None else 1)
+    check_version(version, document)
+
+
+def _pipeline(document: Document, mistakes: Mistakes) -> tuple[tuple[StageSpec, ...], bool]:
+    """The stages, and whether they are without mistakes; a stage with one is there without its options."""
+    before = len(mistakes)
+    names = mistakes.kept(lambda: _stage_names(document, mistakes), [])
+    if names is None:
+        return default_pipeline(), True
+    found = []
+    for index, name in enumerate(names):
+        if name is not None:
+            keys = ("pipeline", index, name)
+            found.append(mistakes.kept(partial(_stage, name, document, keys), StageSpec(name, NoOptions())))
+    if None not in names and names:
+        mistakes.kept(lambda: _check_order([spec.name for spec in found], document), None)
+    return tuple(found), len(mistakes) == before
+
+
+def _stage_names(document: Document, mistakes: Mistakes) -> list[str | None] | None:
+    """The name of every stage, None where it is none; None altogether without a pipeline."""
+    items = list_at(document, "pipeline")
+    if items is None:
+        return None
+    if not items:
+        raise document.error(("pipeline",), "empty pipeline; expected at least select and dispatch")
+    return [mistakes.kept(partial(_stage_name, document, index), None) for index in range(len(items))]
+
+
+def _stage(name: str, document: Document, keys: Keys) -> StageSpec:
+    return StageSpec(name, read_options(name, document, keys), document.place(keys))
+
+
+def _stage_name(document: Document, index: int) -> str:
+    keys = ("pipeline", index)
+    item = document.data["pipeline"][index]
+    if not isinstance(item, dict) or len(item) != 1:
+        what = "expected one stage with its options, such as `select: {}`"
+        raise document.error(keys, f"{what}, got {short(item)}")
+    name = next(iter(item))
+    known = registry.names("stages")
+    if name not in known:
+        raise document.error((*keys, name), unknown("stage", name, known))
+    return str(name)
+
+
+def _check_order(names: Sequence[str], document: Document) -> None:
+    for index, name in enumerate(names):
+        keys = ("pipeline", index, name)
+        if name in names[:index]:
+            first = names.index(name)
+            what = f"cyclic pipeline: stage {name!r} is already pipeline[{first}]"
+            raise document.error(keys, f"{what}; expected each stage once")
+        late = next((n for n in names[:index] if _rank(n) > _rank(name)), None)
+        if late is not None:
+            what = f"stage {name!r} stands after {late!r}"
+            raise document.error(keys, f"{what}; expected the order {', '.join(registry.STAGE_ORDER)}")
+    for required in ("select", "dispatch"):
+        if required not in names:
+            raise document.error(("pipeline",), f"no stage {required!r}; add '- {required}: {{}}'")
+    if names[-1] != "dispatch":
+        what = f"stage {names[-1]!r} stands after 'dispatch'; expected dispatch last"
+        raise document.error(("pipeline", len(names) - 1, names[-1]), what)
+
+
+def _rank(stage: str) -> float:
+    """Order our stages among themselves; NaN, neither before nor after, for an outside one."""
+    return registry.STAGE_ORDER.index(stage) if stage in registry.STAGE_ORDER else math.nan
+
+
+def _rules(
+    document: Document,
+    pipeline: tuple[StageSpec, ...],
+    sound: bool,
+    backends: tuple[str, ...] | None,
+    mistakes: Mistakes,
+) -> tuple[Rule, ...]:
+    items = mistakes.kept(lambda: list_at(document, "rules"), None) or []
+    found = [
+        mistakes.kept(partial(_rule, document, ("rules", index), pipeline, sound, backends, mistakes), None)
+        for index in range(len(items))
+    ]
+    return tuple(rule for rule in found if rule is not None)
+
+
+def _rule(
+    document: Document,
+    keys: Keys,
+    pipeline: tuple[StageSpec, ...],
+    sound: bool,
+    backends: tuple[str, ...] | None,
+    mistakes: Mistakes,
+) -> Rule:
+    data = mapping_at(document, keys)
+    if sound:  # else every rule would repeat the pipeline's mistakes
+        mistakes.kept(lambda: _check_rule_keys(document, keys, pipeline), None)
+    match = Match()
+    if "match" in data:
+        match = mistakes.kept(lambda: _match(document, (*keys, "match")), match)
+    if data.get("backend") is not None:
+        at = (*keys, "backend")
+        mistakes.kept(lambda: _check_rule_backend(document, at, data["backend"], backends), None)
+    overrides = []
+    for spec in pipeline if sound else _assumed(pipeline, data):
+        if spec.name in data:
+            read = partial(_override, spec, document, (*keys, spec.name), pipeline, backends)
+            overrides.append(mistakes.kept(read, Override(spec.name, spec.options, ())))
+    place = f"{document.place(keys)}: {path_text(keys)}"
+    return Rule(match, data.get("backend"), tuple(overrides), place)
+
+
+def _assumed(pipeline: tuple[StageSpec, ...], rule: Mapping[str, Any]) -> tuple[StageSpec, ...]:
+    """The stages that a rule can be checked against although there are mistakes in the pipeline.
+
+    Those without one as they are, ours with the default options, but `compress` only if the rule itself names
+    a codec: its other options are right or wrong by the codec.
+    """
+    own = rule.get("compress")
+    names_codec = isinstance(own, Mapping) and "codec" in own
+    known = {spec.name: spec for spec in pipeline if not isinstance(spec.options, NoOptions)}
+    defaults = {
+        name: StageSpec(name, declared_options("stages", name)())
+        for name in registry.STAGE_ORDER
+        if name not in known and (name != "compress" or names_codec)
+    }
+    return tuple({**known, **defaults}.values())
+
+
+def _match(document: Document, keys: Keys) -> Match:
+    match = validate(Match, mapping_at(document, keys), document, keys)
+    if match == Match():
+        expected = ", ".join(Match.model_fields)
+        raise document.error(keys, f"empty match; expected at least one of {expected}")
+    return match
+
+
+def _check_rule_keys(document: Document, keys: Keys, pipeline: tuple[StageSpec, ...]) -> None:
+    data = mapping_at(document, keys)
+    here = [s.name for s in pipeline]
+    for key in data:
+        if key in registry.names("stages") and key not in here:
+            what = f"stage {key!r} is not in the pipeline, so a rule cannot change it"
+            raise document.error((*keys, key), f"{what}; known: {', '.join(here)}")
+    check_keys(document, keys, ("match", "backend", *here))
+    if "match" not in data:
+        raise document.error(keys, "no match; expected a mapping `match` naming the operations meant")
+    if data.get("backend") is None and not any(data.get(name) for name in here):
+        raise document.error(keys, f"changes nothing; expected at least one of backend, {', '.join(here)}")
+
+
+def _check_rule_backend(
+    document: Document, keys: Keys, name: object, backends: tuple[str, ...] | None
+) -> None:
+    check_backend(name, document, keys)
+    if backends is not None and backend_name(name) not in backends:
+        raise document.error(keys, f"backend {name!r} is not in backends; known: {', '.join(backends)}")
+
+
+def _override(
+    spec: StageSpec,
+    document: Document,
+    keys: Keys,
+    pipeline: tuple[StageSpec, ...],
+    backends: tuple[str, ...] | None,
+) -> Override:
+    named = tuple(sorted(mapping_at(document, keys)))
+    for name in ("nodes", "ranks_per_node"):
+        if spec.name == "hierarchical" and name in named:
+            raise document.error((*keys, name), "the nodes of a job are the same for all its operations")
+    options = read_options(spec.name, document, keys, plain_options(spec.options))
+    _check_beside(options, document, keys, pipeline, backends)
+    return Override(spec.name, options, named)

@@ -1,0 +1,303 @@
+"""The configuration as data: stages, rules and what they match."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, Field, InstanceOf, PlainSerializer, SerializationInfo
+
+from mcr_plus import registry
+from mcr_plus.config.document import dict_document, read_bytes
+from mcr_plus.config.names import (
+    DTYPE_NAMES,
+    backend_name,
+    kind_matches,
+    kind_name,
+    read_backends,
+    refuse_recv,
+)
+from mcr_plus.config.options import StageOptions, declared_options, plain_options, problem, stage_options
+from mcr_plus.core.kinds import ALIASES, KINDS
+from mcr_plus.core.units import Range, format_size, format_span, parse_count, parse_range
+from mcr_plus.errors import ConfigError, unknown
+
+
+@dataclass(frozen=True)
+class TableRef:
+    """A table file as it is named in a configuration, relative to the folder of that configuration.
+
+    Equal when the texts are equal: the folder and the place are where it was read, not what it says.
+    """
+
+    text: str
+    folder: Path = field(default=Path(), compare=False)
+    place: str = field(default="<dict>: select.table", compare=False)
+
+    def resolve(self) -> Path:
+        """Return the path of the file; raises `ConfigError` when there is none."""
+        path = self.folder / self.text
+        if not path.is_file():
+            raise ConfigError(f"{self.place}: no table file {self.text!r}; looked for {str(path)!r}")
+        return path
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the file's content, in hex."""
+        return hashlib.sha256(read_bytes(self.resolve(), self.place)).hexdigest()
+
+
+@dataclass(frozen=True)
+class AlgorithmsRef:
+    """An algorithm file, or a folder of them, as it is named in a configuration; see `TableRef`."""
+
+    text: str
+    folder: Path = field(default=Path(), compare=False)
+    place: str = field(default="<dict>: algorithms", compare=False)
+
+    def resolve(self) -> list[Path]:
+        """Return the file, or the folder's files `*.xml`; raises `ConfigError` when there is none."""
+        path = self.folder / self.text
+        among = sorted(path.glob("*.xml")) if path.is_dir() else [path]
+        found = [each for each in among if each.is_file()]
+        if not found:
+            what = "algorithm file, or folder with *.xml,"
+            raise ConfigError(f"{self.place}: no {what} {self.text!r}; looked for {str(path)!r}")
+        return found
+
+    def digests(self) -> list[str]:
+        """Return the name and the SHA-256 of the content of every file."""
+        try:
+            return [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in self.resolve()]
+        except OSError as error:
+            raise ConfigError(f"{self.place}: cannot read {error.filename!r}: {error.strerror}") from None
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """One stage of a pipeline: its registered name and its checked options."""
+
+    name: str
+    options: BaseModel
+    place: str = field(default="<dict>", compare=False)
+
+
+@dataclass(frozen=True)
+class Override:
+    """What a rule changes of one stage: the options that result, and which of them it names."""
+
+    stage: str
+    options: BaseModel
+    named: tuple[str, ...]
+
+
+def _one_or_more(value: Any, what: str, known: tuple[str, ...]) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    items: Sequence[Any] = value if isinstance(value, (list, tuple)) else (value,)
+    if not items:
+        raise ValueError(f"empty list; expected at least one {what}")
+    for item in items:
+        if item not in known:
+            raise ValueError(unknown(what, item, known))
+    return tuple(items)
+
+
+def _kinds(value: object) -> tuple[str, ...] | None:
+    names = _one_or_more(value, "kind", (*KINDS, *ALIASES))
+    return None if names is None else tuple(kind_name(refuse_recv(name)) for name in names)
+
+
+def _dtypes(value: object) -> tuple[str, ...] | None:
+    return _one_or_more(value, "dtype", DTYPE_NAMES)
+
+
+def _size_range(value: object) -> Range | None:
+    return None if value is None else parse_range(value)
+
+
+def _count_range(value: object) -> Range | None:
+    return None if value is None else parse_range(value, parse_count)
+
+
+def _range_text(value: Range | None) -> str | None:
+    return None if value is None else str(value)
+
+
+def _size_range_text(value: Range | None, info: SerializationInfo) -> str | None:
+    if value is None or not info.context:
+        return _range_text(value)
+    return format_size(value.lo) if value.hi == value.lo + 1 else format_span(value.lo, value.hi)
+
+
+Glob = Annotated[str, Field(min_length=1)]
+
+
+class Match(StageOptions):
+    """Which operations a rule is for; what is None does not restrict it.
+
+    `tag` and `param` are globs, matched with case. An operation without a tag is matched by no `tag` glob,
+    one outside a model by no `param` glob.
+    """
+
+    kind: Annotated[tuple[str, ...] | None, BeforeValidator(_kinds)] = None
+    tag: Glob | None = None
+    param: Glob | None = None
+    bytes: Annotated[
+        InstanceOf[Range] | None, BeforeValidator(_size_range), PlainSerializer(_size_range_text)
+    ] = None
+    dtype: Annotated[tuple[str, ...] | None, BeforeValidator(_dtypes)] = None
+    ranks: Annotated[
+        InstanceOf[Range] | None, BeforeValidator(_count_range), PlainSerializer(_range_text)
+    ] = None
+
+    def covers(
+        self,
+        kind: str,
+        nbytes: int | None,
+        dtype: str,
+        tag: str | None = None,
+        param: str | None = None,
+        ranks: int | None = None,
+    ) -> bool:
+        """Tell whether an operation is one of those meant."""
+        return (
+            (self.kind is None or any(kind_matches(pattern, kind) for pattern in self.kind))
+            and (self.bytes is None or self.bytes.covers(nbytes))
+            and (self.dtype is None or dtype in self.dtype)
+            and (self.ranks is None or (ranks is not None and self.ranks.covers(ranks)))
+            and _glob_matches(self.tag, tag)
+            and _glob_matches(self.param, param)
+        )
+
+
+def _glob_matches(glob: str | None, name: str | None) -> bool:
+    return glob is None or (name is not None and fnmatchcase(name, glob))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is different for the operations that `match` covers; what it does not name stays as it is.
+
+    `place` (`run.yaml:8: rules[0]`) is another for every rule of a configuration.
+    """
+
+    match: Match
+    backend: str | None = None
+    overrides: tuple[Override, ...] = ()
+    place: str = field(default="<dict>", compare=False)
+
+    def options(self, stage: str) -> BaseModel | None:
+        """Return the options of a stage under this rule; None when the rule does not touch the stage."""
+        return next((o.options for o in self.overrides if o.stage == stage), None)
+
+
+def default_pipeline() -> tuple[StageSpec, ...]:
+    """Return the pipeline of a configuration that names none."""
+    # Without fuse: it makes waits a part of the program's order, which must be asked for. Without
+    # hierarchical: every group would be several.
+    asked_for = ("fuse", "hierarchical")
+    return tuple(
+        StageSpec(name, declared_options("stages", name)())
+        for name in registry.STAGE_ORDER
+        if name not in asked_for
+    )
+
+
+@dataclass(frozen=True)
+class Config:
+    """A checked configuration. Equal configurations decide alike, wherever they were read.
+
+    `backends` is the fallback order; None means every backend that is found.
+    """
+
+    version: int = 1
+    backends: tuple[str, ...] | None = None
+    pipeline: tuple[StageSpec, ...] = field(default_factory=default_pipeline)
+    rules: tuple[Rule, ...] = ()
+    algorithms: tuple[AlgorithmsRef, ...] = ()
+    name: str = field(default="<dict>", compare=False)
+
+    def rule_for(
+        self,
+        kind: str,
+        nbytes: int | None,
+        dtype: str,
+        tag: str | None = None,
+        param: str | None = None,
+        ranks: int | None = None,
+    ) -> Rule | None:
+        """Return the first rule that covers an operation, None if there is none.
+
+        `nbytes` is None when sizes differ between ranks; it then counts as large. `dtype` is a name such
+        as "float32".
+        """
+        for rule in self.rules:
+            if rule.match.covers(kind, nbytes, dtype, tag, param, ranks):
+                return rule
+        return None
+
+    def options(self, stage: str, rule: Rule | None = None) -> BaseModel | None:
+        """Return the options of a stage, as `rule` changes them; None when it is not in the pipeline."""
+        changed = rule.options(stage) if rule else None
+        return changed or next((s.options for s in self.pipeline if s.name == stage), None)
+
+    def below(self, stage: str) -> Config:
+        """Return this configuration with only those stages that come after one of them."""
+        names = [spec.name for spec in self.pipeline]
+        return replace(self, pipeline=self.pipeline[names.index(stage) + 1 :])
+
+    @property
+    def all_options(self) -> tuple[BaseModel, ...]:
+        """The options of all stages, and as rules change them."""
+        changed = (override.options for rule in self.rules for override in rule.overrides)
+        return (*(spec.options for spec in self.pipeline), *changed)
+
+    @property
+    def tables(self) -> tuple[TableRef, ...]:
+        """The table files that options of stages name; they have not been read yet."""
+        named = (options for options in self.all_options if isinstance(options, StageOptions))
+        return tuple(ref for options in named for ref in options.files())
+
+    def with_backends(self, backends: Sequence[str]) -> Config:
+        """Return this configuration with another list of backends, checked as if the file held it."""
+        names = read_backends(dict_document({"backends": list(backends)}))
+        for rule in self.rules:
+            if rule.backend is not None and names is not None and backend_name(rule.backend) not in names:
+                what = f"backend {rule.backend!r} is not in backends; known: {', '.join(names)}"
+                raise ConfigError(f"{rule.place}.backend: {what}")
+        named = [(s.options, s.place, s.name) for s in self.pipeline]
+        named += [(o.options, rule.place, o.stage) for rule in self.rules for o in rule.overrides]
+        for options, place, stage in named:
+            if (found := problem(options, None, names)) is not None:
+                keys, what = found
+                raise ConfigError(f"{place}: {'.'.join(map(str, (stage, *keys)))}: {what}")
+        return replace(self, backends=names)
+
+    def with_timeout(self, seconds: float) -> Config:
+        """Return this configuration with another deadline, unless its dispatch stage names one itself.
+
+        It holds for rules that change other options of that stage too.
+        """
+        own = self.options("dispatch")
+        if own is None or "timeout" in own.model_fields_set:
+            return self
+
+        def changed(stage: str, options: BaseModel) -> BaseModel:
+            if stage != "dispatch":
+                return options
+            return stage_options("dispatch", {**plain_options(options), "timeout": seconds})
+
+        def kept(each: Override) -> Override:
+            if "timeout" in each.named:
+                return each
+            return replace(each, options=changed(each.stage, each.options))
+
+        return replace(
+            self,
+            pipeline=tuple(replace(spec, options=changed(spec.name, spec.options)) for spec in self.pipeline),
+            rules=tuple(replace(r, overrides=tuple(map(kept, r.overrides))) for r in self.rules),
+        )

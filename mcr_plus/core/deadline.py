@@ -1,0 +1,25 @@
+"""The time that is left of a timeout."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from time import monotonic
+
+
+class Deadline:
+    """The end of a timeout that begins now, in seconds or as a timedelta; with None it never passes."""
+
+    __slots__ = ("_at",)
+
+    def __init__(self, timeout: float | timedelta | None) -> None:
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        self._at = math.inf if seconds is None else monotonic() + seconds
+
+    def left(self) -> float | None:
+        """Seconds left, at least 0.0; None without a timeout. What a `wait` takes."""
+        return None if self._at == math.inf else max(0.0, self._at - monotonic())
+
+    def passed(self) -> bool:
+        """Whether the time is up."""
+        return monotonic() >= self._at

@@ -1,0 +1,394 @@
+"""The environment this process was started in: the only reader of environment variables in a rank.
+
+    launch_environment()    rank, size and rendezvous, under any launcher
+    torch_environment()     the same in torch's words, where `mcr-plus run` gave them beside MPI's
+    config_file()           the configuration that MCR_CONFIG names
+    on_one_host()           whether the launcher's variables place all ranks on this host
+    job_secret()            the ranks' signing key from MCR_SECRET
+    msccl_library()         the GPU library that MCR_MSCCL_LIBRARY names
+    error_channel()         the pipe on which `mcr-plus run` reads uncaught exceptions (MCR_JOB_ERRORS)
+    whole_tracebacks()      whether MCR_TRACEBACK asks for whole tracebacks
+    socket_interface()      the network interface that GLOO_SOCKET_IFNAME names
+    default_variable(...)   a default for a library's variable that is unset
+
+A variable that is malformed, or contradicts another, is a `LaunchError` that begins with its name.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from mcr_plus.errors import ConfigError, LaunchError
+
+Launcher = Literal["torchrun", "openmpi", "mpich", "slurm", "mcr-plus", "env", "single"]
+
+# Slurm numbers the steps that are no srun of the user's (batch script, interactive shell) from here on.
+SLURM_SPECIAL_STEPS = 0xFFFFFFF0
+_SLURM_PORTS = range(20_000, 30_000)  # below the usual range of ephemeral ports
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class LaunchEnvironment:
+    """The rank of this process, and the rendezvous of its job.
+
+    `master_addr` and `master_port` are None unless the launcher gave a rendezvous; with `agent_store`
+    torchrun's agent already listens there. `launcher` is the source of the numbers: under
+    `mcr-plus run` that is "mcr-plus" for its elastic agent, but the MPI for its mpiexec.
+    `job_id` is equal on all ranks, None if there is none.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    launcher: Launcher = "single"
+    master_addr: str | None = None
+    master_port: int | None = None
+    agent_store: bool = False
+    job_id: str | None = None
+
+
+@dataclass(frozen=True)
+class _Variables:
+    """Names of the variables in which a launcher passes rank and size."""
+
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+
+
+TORCH = _Variables("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+OPENMPI = _Variables(
+    "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
+)
+HYDRA = _Variables("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+HYDRA_PMIX = replace(HYDRA, rank="PMIX_RANK")
+
+
+def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
+    """Find rank, size and rendezvous in the environment; a process that no launcher started is single.
+
+    Recognised are torchrun and env://, Open MPI, MPICH and Intel MPI (hydra), and srun. Raises
+    `LaunchError` naming the variable when values are malformed or contradict each other.
+    """
+    env = _present(environ)
+    launcher, (rank, size, local_rank, local_size) = _recognise(env)
+    if launcher == "slurm":
+        env = {**_slurm_rendezvous(env), **env}
+    if _by_our_mpi(env):
+        env = {name: value for name, value in env.items() if not name.startswith("MASTER_")}
+    return LaunchEnvironment(
+        rank,
+        size,
+        local_rank,
+        local_size,
+        "mcr-plus" if _started_by_us(env) and launcher in ("torchrun", "env") else launcher,
+        env.get("MASTER_ADDR"),
+        _integer(env, "MASTER_PORT", highest=65535),
+        env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        _job_id(env, launcher),
+    )
+
+
+def _present(environ: Mapping[str, str] | None) -> dict[str, str]:
+    given = os.environ if environ is None else environ
+    return {key: value.strip() for key, value in given.items() if value.strip()}
+
+
+def on_one_host(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the launcher's variables place all ranks on this host; false if missing or malformed."""
+    env = _present(environ)
+    try:
+        launcher, (_, size, _, local_size) = _recognise(env)
+    except LaunchError:
+        return False
+    variables = {
+        "openmpi": OPENMPI.local_size,
+        "mpich": HYDRA.local_size,
+        "slurm": "SLURM_STEP_TASKS_PER_NODE",
+    }
+    return local_size == size and variables.get(launcher, TORCH.local_size) in env
+
+
+def torch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironment | None:
+    """Find what `env://` of torch.distributed finds in a job for which `speaks_for_both` holds.
+
+    A program may have changed it. None in any other job, and where something is missing.
+    """
+    env = os.environ if environ is None else environ
+    names = (TORCH.rank, TORCH.size, "MASTER_ADDR", "MASTER_PORT")
+    if not speaks_for_both(env) or not all(env.get(name) for name in names):
+        return None
+    return launch_environment({name: env[name] for name in names})
+
+
+def speaks_for_both(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether `mcr-plus run` has started this process under MPI, and gave it torch's variables too."""
+    return _by_our_mpi(os.environ if environ is None else environ)
+
+
+def started_by_mpi(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether an MPI launcher started this process (Open MPI, hydra, or srun with PMI)."""
+    env = os.environ if environ is None else environ
+    return any(name in env for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"))
+
+
+def config_file() -> str | None:
+    """Return the path of the configuration file that MCR_CONFIG names; None if it is unset or empty."""
+    return os.environ.get("MCR_CONFIG") or None
+
+
+def job_secret() -> bytes:
+    """Return the text of MCR_SECRET, the key with which ranks sign their entries in the store."""
+    return os.environ.get("MCR_SECRET", "").encode()
+
+
+def masquerade_name() -> str | None:
+    """Return the name that MCR_MASQUERADE wants the torch backend to go by too, None if it is unset.
+
+    Raises `ConfigError` for another one than `gloo`.
+    """
+    name = os.environ.get("MCR_MASQUERADE") or None
+    if name not in (None, "gloo"):
+        raise ConfigError(f"MCR_MASQUERADE={name!r}: expected gloo, the only name that programs ask for")
+    return name
+
+
+def autoloads() -> bool:
+    """Whether `import torch` runs the entry points of its backends."""
+    return os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
+
+
+def error_channel() -> str | None:
+    """Return the pipe on which `mcr-plus run` reads uncaught exceptions; None in other processes.
+
+    MCR_JOB_ERRORS is `pid:path`, and meant for the process of that number only, not for those it starts.
+    """
+    pid, _, path = os.environ.get("MCR_JOB_ERRORS", "").partition(":")
+    return path if pid == str(os.getpid()) else None
+
+
+def whole_tracebacks() -> bool:
+    """Whether MCR_TRACEBACK=1 asks for the tracebacks of all ranks instead of one message for each error.
+
+    Raises `LaunchError` for other values than 0 and 1.
+    """
+    value = os.environ.get("MCR_TRACEBACK") or "0"
+    if value not in ("0", "1"):
+        raise LaunchError(f"MCR_TRACEBACK={value!r}: expected 1 for the tracebacks of all ranks, or 0")
+    return value == "1"
+
+
+def msccl_library() -> str | None:
+    """Return the path of the GPU library that MCR_MSCCL_LIBRARY names; None if it is unset or empty."""
+    return os.environ.get("MCR_MSCCL_LIBRARY") or None
+
+
+def host_name() -> str:
+    """Return this host's name; ranks with equal names are taken to share memory and loopback."""
+    return socket.gethostname()
+
+
+def cores() -> int:
+    """Return how many processor cores this process may run on."""
+    return len(usable_cores())
+
+
+def usable_cores() -> set[int]:
+    """Return the numbers of the processor cores this process may run on."""
+    return os.sched_getaffinity(0)
+
+
+def quota_cores(root: Path = Path("/")) -> float:
+    """How many cores the cgroups of this process let it use on average; infinity without a limit."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return math.inf
+    limits = [math.inf]
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        folder = Path(path.lstrip("/"))
+        # A container may see its own cgroup as the root.
+        limits += [_quota(mount / each) for each in (folder, *folder.parents)]
+    return min(limits)
+
+
+def _quota(folder: Path) -> float:
+    """The limit of one cgroup, of version 2 or 1."""
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        except OSError:
+            return math.inf
+    try:
+        return int(quota) / int(period) if int(quota) > 0 else math.inf
+    except (ValueError, ZeroDivisionError):  # `max`
+        return math.inf
+
+
+def socket_interface(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the network interface that GLOO_SOCKET_IFNAME names, the first of several; None if unset."""
+    names = (os.environ if environ is None else environ).get("GLOO_SOCKET_IFNAME", "")
+    return names.split(",")[0].strip() or None
+
+
+def default_variable(name: str, value: str) -> None:
+    """Set a variable that a library is going to read, unless the user has set it."""
+    os.environ.setdefault(name, value)
+
+
+def _started_by_us(env: Mapping[str, str]) -> bool:
+    name = env.get("MCR_LAUNCHER", "mcr-plus")
+    if name != "mcr-plus":
+        raise LaunchError(f"MCR_LAUNCHER={name!r}: expected mcr-plus, which `mcr-plus run` sets")
+    return "MCR_LAUNCHER" in env
+
+
+def _recognise(env: Mapping[str, str]) -> tuple[Launcher, tuple[int, int, int, int]]:
+    """Ask from the most explicit to the most inherited.
+
+    RANK and WORLD_SIZE come first: nobody sets them but for this purpose, and mpirun may start one
+    torchrun per host. Slurm's come last: an mpirun inside an allocation starts its helpers by srun, and
+    ranks then inherit the numbers of the helper.
+    """
+    if not _by_our_mpi(env) and (TORCH.rank in env or TORCH.size in env):
+        return "torchrun" if "TORCHELASTIC_RUN_ID" in env else "env", _ranks(env, TORCH)
+    if OPENMPI.rank in env or OPENMPI.size in env:
+        return "openmpi", _ranks(env, OPENMPI)
+    if _by_hydra(env):
+        return "mpich", _ranks(env, HYDRA if HYDRA.rank in env else HYDRA_PMIX)
+    if _slurm_step(env):
+        return "slurm", _slurm_ranks(env)
+    return "single", (0, 1, 0, 1)
+
+
+def _by_our_mpi(env: Mapping[str, str]) -> bool:
+    # `mcr-plus run` gives the ranks of its mpirun torch's names too, and an address: both for
+    # torch.distributed, whose store may have the address already.
+    return "MCR_LAUNCHER" in env and started_by_mpi(env) and "TORCHELASTIC_RUN_ID" not in env
+
+
+def _by_hydra(env: Mapping[str, str]) -> bool:
+    # srun --mpi=pmi2 or pmix sets PMI_RANK or PMIX_RANK as well, but never hydra's local numbers.
+    named = HYDRA.rank in env or (HYDRA_PMIX.rank in env and HYDRA.size in env)
+    return named and (HYDRA.local_rank in env or not _slurm_step(env))
+
+
+def _slurm_step(env: Mapping[str, str]) -> bool:
+    # A batch script has SLURM_PROCID and SLURM_NTASKS too, yet it is one process and no rank.
+    step = _integer(env, "SLURM_STEP_ID", highest=0xFFFFFFFF)
+    return step is not None and step < SLURM_SPECIAL_STEPS
+
+
+def _slurm_ranks(env: Mapping[str, str]) -> tuple[int, int, int, int]:
+    # SLURM_NTASKS is the allocation's when the step was started with fewer tasks than that.
+    size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+    found = dict(env)
+    if "SLURM_STEP_TASKS_PER_NODE" in env:
+        found["SLURM_NTASKS_PER_NODE"] = str(_tasks_on_node(env))
+    return _ranks(found, _Variables("SLURM_PROCID", size, "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"))
+
+
+def _slurm_rendezvous(env: Mapping[str, str]) -> dict[str, str]:
+    """Where the ranks of a job step can meet: the host of rank 0, and a port that follows from the step.
+
+    Slurm gives a step no port of its own; steps that share a host get different ones, most likely.
+    """
+    nodes = env.get("SLURM_STEP_NODELIST", "")
+    if not nodes or "SLURM_JOB_ID" not in env:
+        return {}
+    several = env.get("SLURM_STEP_NUM_NODES", "1") != "1"
+    number = (_integer(env, "SLURM_JOB_ID") or 0) * 31 + (_integer(env, "SLURM_STEP_ID") or 0)
+    port = _SLURM_PORTS.start + number % len(_SLURM_PORTS)
+    return {"MASTER_ADDR": _first_host(nodes) if several else LOOPBACK, "MASTER_PORT": str(port)}
+
+
+def _first_host(nodes: str) -> str:
+    """`gpu03-ib` of Slurm's `gpu[03-05,09]-ib,cpu1`."""
+    found = re.match(r"([^,\[\]]*)(?:\[([^,\[\]-]+)[^\]]*\])?([^,\[\]]*)", nodes)
+    assert found is not None, "every part of the pattern may be empty"
+    host = "".join(part or "" for part in found.groups())
+    if not host:
+        raise LaunchError(f"SLURM_STEP_NODELIST={nodes!r}: expected host names such as gpu[03-05],gpu09")
+    return host
+
+
+def _tasks_on_node(env: Mapping[str, str]) -> int:
+    """Read Slurm's `2(x3),1`: two tasks on each of three nodes, then one."""
+    text = env["SLURM_STEP_TASKS_PER_NODE"]
+    counts: list[int] = []
+    for item in text.split(","):
+        found = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,6})\))?", item, re.ASCII)
+        if found is None:
+            raise LaunchError(f"SLURM_STEP_TASKS_PER_NODE={text!r}: expected counts such as 2(x3),1")
+        counts += [int(found[1])] * int(found[2] or 1)
+    node = _integer(env, "SLURM_NODEID") or 0
+    if node >= len(counts):
+        raise LaunchError(f"SLURM_NODEID={node}: SLURM_STEP_TASKS_PER_NODE={text!r} has {len(counts)} nodes")
+    return counts[node]
+
+
+def _ranks(env: Mapping[str, str], names: _Variables) -> tuple[int, int, int, int]:
+    """Read and check rank, size, local rank, local size; without local numbers all ranks are on one host."""
+    rank = _required(env, names.rank, names.size)
+    size = _required(env, names.size, names.rank, lowest=1)
+    _check_below(names.rank, rank, names.size, size)
+    local_rank = _integer(env, names.local_rank)
+    local_size = _integer(env, names.local_size, lowest=1)
+    local_size = size if local_size is None else local_size
+    local_rank = rank % local_size if local_rank is None else local_rank
+    _check_below(names.local_rank, local_rank, names.local_size, local_size)
+    if local_size > size:
+        raise LaunchError(f"{names.local_size}={local_size}: expected at most {names.size}={size}")
+    return rank, size, local_rank, local_size
+
+
+def _check_below(name: str, value: int, limit_name: str, limit: int) -> None:
+    if value >= limit:
+        raise LaunchError(f"{name}={value}: expected a number below {limit_name}={limit}")
+
+
+def _required(env: Mapping[str, str], name: str, other: str, lowest: int = 0) -> int:
+    value = _integer(env, name, lowest)
+    if value is None:
+        raise LaunchError(f"{name} is not set, but {other} is; set both or neither")
+    return value
+
+
+def _integer(env: Mapping[str, str], name: str, lowest: int = 0, highest: int = 10**9) -> int | None:
+    text = env.get(name)
+    if text is None:
+        return None
+    if not re.fullmatch(r"\d{1,10}", text, re.ASCII) or not lowest <= int(text) <= highest:
+        raise LaunchError(f"{name}={text!r}: expected a whole number from {lowest} to {highest}")
+    return int(text)
+
+
+def _job_id(env: Mapping[str, str], launcher: Launcher) -> str | None:
+    if "MCR_JOB_ID" in env:
+        return env["MCR_JOB_ID"]
+    if launcher == "slurm":
+        return f"{env.get('SLURM_JOB_ID', '')}.{env['SLURM_STEP_ID']}"
+    if launcher in ("openmpi", "mpich"):
+        return env.get("PMIX_NAMESPACE")
+    # "none" is what torchrun calls every job that was given no name.
+    if env.get("TORCHELASTIC_RUN_ID", "none") != "none":
+        return env["TORCHELASTIC_RUN_ID"]
+    if launcher in ("torchrun", "env") and "MASTER_ADDR" in env and "MASTER_PORT" in env:
+        return f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
+    return None

@@ -1,0 +1,213 @@
+"""Kinds of operations, reduce ops and dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+import torch
+
+from mcr_plus.errors import Unsupported
+
+Kind = Literal[
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "all_gather_v",
+    "reduce_scatter",
+    "reduce_scatter_v",
+    "all_to_all",
+    "all_to_all_v",
+    "gather",
+    "gather_v",
+    "scatter",
+    "scatter_v",
+    "send",
+    "recv",
+    "barrier",
+]
+KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+
+
+def _one(ranks: int) -> float:  # noqa: ARG001
+    return 1.0
+
+
+Parts = Literal["none", "one", "each"]
+"""How many parts a rank's input or output has: none, one, or one for each rank of the group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """Properties of every operation of a kind, independent of the library.
+
+    Attributes:
+        sends, receives: the parts of a rank's input and output. `sends_elsewhere`, `receives_elsewhere`: of
+            those that are not the root, where they differ.
+        rooted: one rank is named in the call. reduces: it takes a reduce op.
+        in_place: its input is its output. same_result: all ranks hold equal tensors afterwards.
+        bus_factor: busbw / algbw on n ranks (nccl-tests, doc/PERFORMANCE.md).
+        msccl: its name in algorithm files; empty where they cannot describe it.
+        mpi: the MPI call, after `MPI_` and without its `I`; empty where MPI has none that does the same.
+        torch: the function of `torch.distributed` on a tensor in and a tensor out.
+        vector: the form whose sizes differ between ranks; empty where there is none.
+    """
+
+    kind: Kind
+    sends: Parts = "one"
+    receives: Parts = "one"
+    sends_elsewhere: Parts | None = None
+    receives_elsewhere: Parts | None = None
+    rooted: bool = False
+    reduces: bool = False
+    in_place: bool = False
+    same_result: bool = False
+    bus_factor: Callable[[int], float] = _one
+    msccl: str = ""
+    mpi: str = ""
+    torch: str = ""
+    vector: Kind | None = None
+
+    def parts(self, ranks: int, *, root: bool = True) -> tuple[int, int]:
+        """How many parts the input and the output of a rank have; `root`: of the one that is named."""
+        sends = self.sends if root or self.sends_elsewhere is None else self.sends_elsewhere
+        receives = self.receives if root or self.receives_elsewhere is None else self.receives_elsewhere
+        count = {"none": 0, "one": 1, "each": ranks}
+        return count[sends], count[receives]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether its payload is that of all ranks together, so that a rank has one part of it."""
+        return "each" in (self.sends, self.receives)
+
+
+def _by_links(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+COLLECTIVES: Final[Mapping[str, Collective]] = {
+    each.kind: each
+    for each in (
+        Collective(
+            "all_reduce", reduces=True, in_place=True, same_result=True, msccl="allreduce",
+            bus_factor=lambda n: 2 * _by_links(n), mpi="allreduce", torch="all_reduce",
+        ),
+        Collective(
+            "broadcast", sends_elsewhere="none", rooted=True, in_place=True, same_result=True,
+            msccl="broadcast", mpi="bcast", torch="broadcast",
+        ),
+        Collective(
+            "reduce", receives_elsewhere="none", rooted=True, reduces=True, in_place=True,
+            msccl="reduce", mpi="reduce", torch="reduce",
+        ),
+        Collective(
+            "all_gather", receives="each", same_result=True, bus_factor=_by_links, vector="all_gather_v",
+            msccl="allgather", mpi="allgather", torch="all_gather_into_tensor",
+        ),
+        Collective(
+            "reduce_scatter", sends="each", reduces=True, bus_factor=_by_links, vector="reduce_scatter_v",
+            msccl="reducescatter", mpi="reduce_scatter_block", torch="reduce_scatter_tensor",
+        ),
+        Collective(
+            "all_to_all", sends="each", receives="each", bus_factor=_by_links, vector="all_to_all_v",
+            msccl="alltoall", mpi="alltoall", torch="all_to_all_single",
+        ),
+        Collective(
+            "gather", receives="each", receives_elsewhere="none", rooted=True, bus_factor=_by_links,
+            vector="gather_v", msccl="gather", mpi="gather", torch="gather",
+        ),
+        Collective(
+            "scatter", sends="each", sends_elsewhere="none", rooted=True, bus_factor=_by_links,
+            vector="scatter_v", msccl="scatter", mpi="scatter", torch="scatter",
+        ),
+        Collective("send", receives="none", mpi="send", torch="isend"),
+        Collective("recv", sends="none", mpi="recv", torch="irecv"),
+        Collective("barrier", sends="none", receives="none", mpi="barrier", torch="barrier"),
+    )
+}  # fmt: skip
+"""A row for every kind of one size. A vector form is as the kind that names it, but for its sizes."""
+
+PLAIN: Final[tuple[Kind, ...]] = tuple(row.kind for row in COLLECTIVES.values())
+"""Kinds without their vector forms."""
+_PLAIN: Final[Mapping[str, str]] = {
+    **{kind: kind for kind in COLLECTIVES},
+    **{row.vector: kind for kind, row in COLLECTIVES.items() if row.vector is not None},
+}
+
+
+def collective(kind: str) -> Collective:
+    """Return the row of a kind; of a vector form that of the kind that it is a form of."""
+    return COLLECTIVES[_PLAIN[kind]]
+
+
+def plain_kind(kind: str) -> Kind:
+    """Return `all_to_all` for `all_to_all_v`."""
+    return collective(kind).kind
+
+
+def _where(holds: Callable[[Collective], bool]) -> frozenset[Kind]:
+    return frozenset(kind for kind in KINDS if holds(collective(kind)))
+
+
+ALIASES: Final[Mapping[str, Kind]] = {
+    row.torch: row.kind for row in COLLECTIVES.values() if row.torch not in KINDS and row.is_shared
+}
+"""Kinds as calls spell them, where configurations, tables and `explain` name an operation."""
+VECTOR: Final = frozenset(row.vector for row in COLLECTIVES.values() if row.vector is not None)
+ROOTED: Final = _where(lambda row: row.rooted)
+REDUCING: Final = _where(lambda row: row.reduces)
+IN_PLACE: Final = _where(lambda row: row.in_place)
+SHARED: Final = frozenset(kind for kind, row in COLLECTIVES.items() if row.is_shared)
+SAME_RESULT: Final = _where(lambda row: row.same_result)
+
+
+ReduceOp = Literal["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
+REDUCE_OPS: Final[tuple[ReduceOp, ...]] = get_args(ReduceOp)
+
+SUM: Final = "SUM"
+AVG: Final = "AVG"
+PRODUCT: Final = "PRODUCT"
+MIN: Final = "MIN"
+MAX: Final = "MAX"
+BAND: Final = "BAND"
+BOR: Final = "BOR"
+BXOR: Final = "BXOR"
+
+FLOATS: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+INTEGERS: Final = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+COMPLEX: Final = (torch.complex64, torch.complex128)
+DTYPES: Final = (*FLOATS, *INTEGERS, torch.bool, *COMPLEX)
+
+# On bool, arithmetic means logic: SUM and MAX are OR, PRODUCT and MIN are AND.
+REDUCIBLE: Final[Mapping[str, tuple[torch.dtype, ...]]] = {
+    "SUM": DTYPES,
+    "AVG": (*FLOATS, *COMPLEX),
+    "PRODUCT": DTYPES,
+    "MIN": (*FLOATS, *INTEGERS, torch.bool),
+    "MAX": (*FLOATS, *INTEGERS, torch.bool),
+    "BAND": (*INTEGERS, torch.bool),
+    "BOR": (*INTEGERS, torch.bool),
+    "BXOR": (*INTEGERS, torch.bool),
+}
+
+
+def dtype_name(dtype: torch.dtype | None) -> str:
+    """`float32` for `torch.float32`; `none` for operations without data."""
+    return "none" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def check_reducible(op: ReduceOp, dtype: torch.dtype) -> None:
+    """Raise `Unsupported` unless `op` has a meaning on `dtype`."""
+    known = REDUCIBLE[op]
+    if dtype not in known:
+        raise Unsupported(
+            f"reduce op {op} on {dtype_name(dtype)}; {op} is defined on {', '.join(map(dtype_name, known))}"
+        )
+
+
+def bus_factor(kind: str, ranks: int) -> float:
+    """busbw / algbw of a kind of operation on `ranks` ranks; 1 for kinds without a formula."""
+    row = COLLECTIVES.get(kind.removesuffix("_v"))
+    return 1.0 if row is None else row.bus_factor(ranks)

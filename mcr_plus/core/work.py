@@ -1,0 +1,205 @@
+"""Handles of operations."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final
+
+from mcr_plus.core.deadline import Deadline
+
+
+@dataclass(frozen=True)
+class Info:
+    """A description of an operation: its kind, size, library and codec.
+
+    `backend` is the library, with the algorithm if one was chosen (`msccl:ring`). `bytes` is the
+    payload, `wire_bytes` the bytes handed to the library; of vector collectives, whose sizes differ
+    between ranks, both are this rank's own (the larger of what it sends and receives); `fused` counts
+    the members packed into the operation; `sequence` is its number in its group. Times are
+    `time.perf_counter()` seconds, 0.0 and None unless recording was on; `t_done` is when completion was
+    noticed, since looking more often would change the program.
+    """
+
+    kind: str
+    backend: str
+    codec: str | None
+    bytes: int
+    wire_bytes: int
+    fused: int
+    sequence: int
+    tag: str | None
+    group: str
+    t_issue: float = 0.0
+    t_done: float | None = None
+
+
+class Work(ABC):
+    """A started operation. Keeps its tensors alive until it is done.
+
+    Any thread may wait, one at a time. A wait drives the progress of everything in flight. After an error
+    every further `wait` raises the same error.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def wait(self, timeout: float | timedelta | None = None) -> None:
+        """Return once the result may be used.
+
+        On a CUDA stream the current stream is ordered after the operation and the host runs on; otherwise
+        the host waits. `timeout` is in seconds and bounds this wait only: when it expires `CommTimeout` is
+        raised and the operation goes on. The operation's own deadline (`dispatch: {timeout: …}`) is final.
+
+        Raises:
+            CommTimeout, OrderMismatch, BackendError: the operation failed.
+        """
+
+    @abstractmethod
+    def is_completed(self) -> bool:
+        """Whether the operation has succeeded or failed. Does not wait, but drives progress."""
+
+    @abstractmethod
+    def exception(self) -> BaseException | None:
+        """The error of the operation; None if it succeeded or is still running."""
+
+    @abstractmethod
+    def then(self, function: Callable[[], None]) -> Work:
+        """Run `function` when the operation is done, before any handle reports it as done; returns self.
+
+        For stages: decoding, copying out. On a CUDA stream the function is run at once under the
+        operation's stream, so kernels it launches run after the operation.
+        """
+
+    @property
+    @abstractmethod
+    def info(self) -> Info:
+        """The operation's kind, size, library and codec."""
+
+    def probe(self) -> bool:
+        """As `is_completed`, without driving anything else; the engine calls it while it makes progress."""
+        return self.is_completed()
+
+    def source_rank(self) -> int | None:
+        """After a finished receive: the rank (of the whole job) it came from. None for anything else."""
+        return None
+
+
+_NAP_S: Final = 20e-6  # between looks at another thread that copies the results out
+
+
+class JointWork(Work):
+    """Several handles as one: the handle of a coalesced call, or of a stage that issues several operations.
+
+    Done when all members are done. `kind`, `tag` and `nbytes` describe the operation the user asked for.
+    With `legs` the members move the same payload one after another, so that `wire_bytes` is that of the
+    largest, as for one operation of the library that does the same; otherwise the sum.
+    """
+
+    __slots__ = (
+        "_error", "_finish", "_finisher", "_is_done", "_turn",
+        "codec", "kind", "legs", "members", "nbytes", "tag",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        members: Sequence[Work],
+        kind: str,
+        *,
+        nbytes: int,
+        tag: str | None = None,
+        codec: str | None = None,
+        legs: bool = False,
+    ) -> None:
+        self.members = members
+        self.legs = legs
+        self.kind = kind
+        self.nbytes = nbytes
+        self.tag = tag
+        self.codec = codec
+        self._finish = deque[Callable[[], None]]()
+        self._turn = [True]  # the thread that pops it runs the functions of `then`
+        self._finisher = 0
+        self._is_done = False
+        self._error: BaseException | None = None
+
+    def wait(self, timeout: float | timedelta | None = None) -> None:  # noqa: D102
+        deadline = Deadline(timeout)
+        for member in self.members:
+            member.wait(deadline.left())
+        self._settle()
+        # A second waiter must not return before the first has copied the results out.
+        while not self._is_done and self._finisher != threading.get_ident():
+            time.sleep(_NAP_S)
+        if self._error is not None:
+            raise self._error
+
+    def is_completed(self) -> bool:  # noqa: D102
+        return self._ended([member.is_completed() for member in self.members])
+
+    def probe(self) -> bool:  # noqa: D102
+        return self._ended([member.probe() for member in self.members])
+
+    def _ended(self, members: list[bool]) -> bool:
+        if all(members):
+            self._settle()
+        return self._is_done
+
+    def exception(self) -> BaseException | None:  # noqa: D102
+        errors = (member.exception() for member in self.members)
+        return self._error or next((error for error in errors if error is not None), None)
+
+    def then(self, function: Callable[[], None]) -> Work:  # noqa: D102
+        self._finish.append(function)
+        if self._is_done:
+            self._run_finish()
+        return self
+
+    def _settle(self) -> None:
+        """Run the functions of `then` once, in the first thread to get here; never waits, takes no lock."""
+        try:
+            self._turn.pop()
+        except IndexError:
+            return
+        self._finisher = threading.get_ident()
+        try:
+            self._run_finish()
+        finally:
+            self._is_done = True
+        self._run_finish()  # functions added meanwhile
+
+    def _run_finish(self) -> None:
+        while self._finish and self.exception() is None:
+            try:
+                function = self._finish.popleft()
+            except IndexError:  # another thread has taken the last one
+                return
+            try:
+                function()
+            except Exception as error:
+                self._error = error
+
+    @property
+    def info(self) -> Info:  # noqa: D102
+        parts = [member.info for member in self.members]
+        wire_bytes, fused = [part.wire_bytes for part in parts], [part.fused for part in parts]
+        return Info(
+            kind=self.kind,
+            backend="+".join(dict.fromkeys(part.backend for part in parts)) or "local",
+            codec=self.codec or next((part.codec for part in parts if part.codec), None),
+            bytes=self.nbytes,
+            wire_bytes=max(wire_bytes, default=0) if self.legs else sum(wire_bytes),
+            fused=sum(fused) if self.kind.endswith("coalesced") else max(fused, default=1),
+            sequence=parts[-1].sequence if parts else 0,
+            tag=self.tag,
+            group=parts[-1].group if parts else "",
+            t_issue=min((part.t_issue for part in parts), default=0.0),
+            t_done=None
+            if any(part.t_done is None for part in parts)
+            else max(p.t_done or 0.0 for p in parts),
+        )

@@ -1,0 +1,203 @@
+"""Rows as values of the job's store, for groups across hosts."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import deque
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from mcr_plus.core.c10d import put
+from mcr_plus.dispatch.board.base import (
+    DIGEST_BITS,
+    RING,
+    TAG_MASK,
+    Failure,
+    GroupBoard,
+    PeerStatus,
+    is_later,
+    next_turn,
+    peer_status,
+    slot_word,
+    unpad,
+)
+from mcr_plus.errors import BackendError, LaunchError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from mcr_plus.core.c10d import Store
+    from mcr_plus.core.group import Group
+
+_STORED: Final = 256  # operations in a row, which is written whole
+# A rank has as many descriptions in the store at a time. Each has one of four places by its digest, so that
+# operations in flight together do not take each other's.
+_TEXT_SETS: Final = 256
+_TEXT_PLACES: Final = 4
+_FEW: Final = 8  # ranks up to which the rows themselves are compared, and no votes counted
+_Answer = TypeVar("_Answer")
+
+
+class StoreBoard(GroupBoard):
+    """Rows as values of the job's store: slower, but visible from all hosts.
+
+    The counter stays local; a peer's `issued` is what it was when the peer last posted. A row is read and
+    written whole: two reads could find a counter that has passed an operation which the ring, read before,
+    does not hold yet.
+    """
+
+    _HEADER: Final = 8
+
+    def __init__(self, store: Store, group: Group) -> None:
+        super().__init__()
+        self._store: Store | None = store
+        self._group = group
+        self._row = bytearray(self._HEADER + 8 * _STORED)
+        self._issued = memoryview(self._row)[: self._HEADER].cast("Q")
+        self._words = memoryview(self._row)[self._HEADER :].cast("Q")
+        # The digests that this rank has described and the places of their descriptions, by set, oldest first.
+        self._described: dict[int, dict[int, int]] = {}
+        self._voted: deque[str] = deque()  # on rank 0 of many, which removes what is old
+        self._next_question = 0.0
+        # Reading the rows is a request per peer to a server that all ranks share.
+        self.first_check = 0.02
+        self.check_every = max(0.05, 0.0005 * group.size)
+        self._failed = False
+        self._turns = 0  # of compiling
+        self._publish()
+
+    def _key(self, rank: int, name: str) -> str:
+        return f"board/{self._group.name}/{rank}/{name}"
+
+    def _ask(self, question: Callable[[Store], _Answer], otherwise: _Answer) -> _Answer:
+        """The store's answer; `otherwise` if it does not answer, or a stranger has written the answer.
+
+        `problem` is set then. A store that has not answered is not asked again: its process may have died.
+        """
+        if self._store is None:
+            return otherwise
+        try:
+            return question(self._store)
+        except LaunchError as error:
+            self.problem = error
+        except RuntimeError as error:
+            self._store = None
+            self.problem = BackendError(
+                f"the job's store, in which ranks of several hosts see each other, does not answer: {error}"
+            )
+        return otherwise
+
+    def _write(self, name: str, value: bytes) -> None:
+        key = self._key(self._group.rank, name)
+        self._ask(lambda store: put(store, key, value), None)
+
+    def _read(self, rank: int, name: str) -> bytes | None:
+        key = self._key(rank, name)
+        return self._ask(lambda store: store.get(key) if store.check([key]) else None, None)
+
+    def _publish(self) -> None:
+        self._issued[0] = self.counter[0]
+        self._write("row", bytes(self._row))
+
+    def _row_of(self, rank: int) -> memoryview | None:
+        """The row of `rank`, in words; every rank writes its own before the board is open."""
+        key = self._key(rank, "row")
+        row = self._ask(lambda store: store.get(key), None)
+        return None if row is None else memoryview(row).cast("Q")
+
+    def post(self, sequence: int, digest: int, text: bytes) -> None:  # noqa: D102
+        word, slot = slot_word(sequence, digest), sequence % _STORED
+        if self._words[slot] == word or is_later(self._words[slot], sequence):
+            if self._issued[0] < self.counter[0]:
+                self._publish()
+            return
+        described = self._described.setdefault(digest % _TEXT_SETS, {})
+        if digest not in described:
+            free = len(described)
+            place = free if free < _TEXT_PLACES else described.pop(next(iter(described)))
+            # Written before the digest, so that a peer that reads the digest finds it. A place and no key per
+            # digest, because programs may have a tag for every step.
+            self._write(_text_key(digest, place), digest.to_bytes(4, "little") + text)
+            described[digest] = place
+        self._words[slot] = word
+        self._publish()
+        if self._group.size > _FEW:
+            self._vote(sequence, digest)
+
+    def _vote(self, sequence: int, digest: int) -> None:
+        votes = self._votes(sequence, digest)
+        self._ask(lambda store: store.add(votes, 1), 0)
+        if self._group.rank == 0:
+            self._voted.append(votes)
+            if len(self._voted) > RING:
+                oldest = self._voted.popleft()
+                self._ask(lambda store: store.delete_key(oldest), False)
+
+    def post_counts(self, sequence: int, sent: Sequence[int], expected: Sequence[int]) -> None:  # noqa: D102
+        word = self._words[sequence % _STORED]
+        if word >> DIGEST_BITS != sequence & TAG_MASK and not is_later(word, sequence):
+            record = array("Q", [sequence, *sent, *expected]).tobytes()
+            self._write(f"counts/{sequence % _STORED}", record)
+
+    def counts(self, rank: int, sequence: int) -> tuple[int, int] | None:  # noqa: D102
+        record = self._read(rank, f"counts/{sequence % _STORED}")
+        if record is None:
+            return None
+        posted, *words = memoryview(record).cast("Q")
+        if posted != sequence:
+            return None
+        return words[self._group.rank], words[self._group.size + self._group.rank]
+
+    def _votes(self, sequence: int, digest: int) -> str:
+        return f"board/{self._group.name}/votes/{sequence}/{digest:x}"
+
+    def all_match(self, sequence: int, digest: int) -> bool:
+        """See `GroupBoard.all_match`; limited in rate, and a single request if there are many ranks."""
+        now = time.monotonic()
+        if now < self._next_question:
+            return False
+        self._next_question = now + 10e-6 * self._group.size
+        if self._group.size > _FEW:
+            votes = self._ask(lambda store: store.add(self._votes(sequence, digest), 0), 0)
+            return votes == self._group.size
+        peers = (rank for rank in range(self._group.size) if rank != self._group.rank)
+        return all(self.read(rank, sequence).digest == digest for rank in peers)
+
+    def read(self, rank: int, sequence: int) -> PeerStatus:  # noqa: D102
+        row = self._row_of(rank)
+        return PeerStatus(0) if row is None else peer_status(row[0], row[1 + sequence % _STORED], sequence)
+
+    def text(self, rank: int, sequence: int, digest: int) -> str:  # noqa: ARG002, D102 - one for all numbers
+        for place in range(_TEXT_PLACES):
+            record = self._read(rank, _text_key(digest, place)) or b""
+            if record[:4] == digest.to_bytes(4, "little"):
+                return unpad(record[4:])
+        return ""
+
+    def mark_closed(self) -> None:  # noqa: D102
+        self._publish()  # first: the counter includes operations that were not posted
+        self._write("closed", b"1")
+
+    def is_closed(self, rank: int) -> bool:  # noqa: D102
+        return self._read(rank, "closed") is not None
+
+    def mark_compiling(self, begins: bool) -> None:  # noqa: D102
+        self._turns = next_turn(self._turns, begins)
+        self._write("compiling", str(self._turns).encode())
+
+    def compiling(self, rank: int) -> int:  # noqa: D102
+        return int(self._read(rank, "compiling") or 0)
+
+    def mark_failed(self, failure: Failure) -> None:  # noqa: D102
+        if not self._failed:
+            self._failed = True
+            self._publish()
+            self._write("failed", failure.packed())
+
+    def failure(self, rank: int) -> Failure | None:  # noqa: D102
+        record = self._read(rank, "failed")
+        return None if record is None else Failure.unpacked(record)
+
+
+def _text_key(digest: int, place: int) -> str:
+    return f"text/{digest % _TEXT_SETS}.{place}"

@@ -1,0 +1,86 @@
+"""The end of groups and of the process's part in a job: what becomes of the operations in flight."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+
+from mcr_plus.errors import BackendError, McrError, NotInitialized
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mcr_plus.dispatch.engine import Engine
+    from mcr_plus.dispatch.group_state import GroupState
+
+
+def drain(engine: Engine, only: Sequence[GroupState] | None = None) -> None:
+    """Wait for the operations in flight, in `only` these groups; raises the first error at the end."""
+    errors: list[BaseException] = []
+    while True:
+        issued = list(engine.in_flight)  # at once: a progress thread may drop some of them meanwhile
+        left = [work for work in issued if only is None or work.operation.state in only]
+        if not left:
+            break
+        work = left[0]
+        try:
+            engine.wait(work, until_done=True)
+        except McrError as error:
+            errors.append(error)
+        if work.error is not None and not work.error_raised:
+            errors.append(work.error)
+        with contextlib.suppress(ValueError):
+            engine.in_flight.remove(work)
+    if errors:
+        raise errors[0]
+
+
+def has_messages(engine: Engine, state: GroupState) -> bool:
+    """Whether sends or receives of a group are in flight: each is for one peer, which may never come."""
+    with engine.lock:
+        engine.progress()
+        issued = (*engine.in_flight, *engine.unordered)
+        return any(
+            work.operation.state is state and work.operation.signature.is_p2p and not engine.try_poll(work)
+            for work in issued
+        )
+
+
+def forget(engine: Engine, state: GroupState) -> bool:
+    """Fail the operations in flight in a group that is left; whether there were any.
+
+    Libraries may still write to their tensors, so they are kept until the end of the process.
+    """
+    error = BackendError(f"group '{state.group.name}' was left with operations in flight")
+    with engine.lock:
+        blocked = [channel for channel in engine.blocked if channel.pending[0].operation.state is state]
+        deferred = [work for channel in blocked for work in channel.pending]
+        own = [work for work in (*engine.in_flight, *engine.unordered) if work.operation.state is state]
+        left = [work for work in (*deferred, *own) if not work.is_done]
+        for work in left:
+            engine.peers.keep.append((work.message.inputs, work.message.outputs, work.poll))
+            state.unfinished.add(work.operation.signature.backend)
+            work.fail(error)
+        for channel in blocked:
+            channel.pending.clear()
+            engine.mark_blocked(channel, state, False)
+        engine.in_flight = deque(work for work in engine.in_flight if work.operation.state is not state)
+        engine.unordered = [work for work in engine.unordered if work.operation.state is not state]
+    return bool(left)
+
+
+def abandon(engine: Engine) -> None:
+    """In a forked child: the operations in flight are the parent's; here they fail."""
+    engine.lock = threading.RLock()  # a thread of the parent may have held it
+    engine.waiting.abandon()
+    engine.progress_thread = engine.start_thread = None
+    for work in engine.in_flight:
+        if not work.is_done:
+            work.error = NotInitialized(
+                f"{work.operation.name(work.sequence)} was issued by the parent process; a forked child "
+                "cannot wait for it"
+            )
+            work.is_done = True
+    engine.in_flight.clear()

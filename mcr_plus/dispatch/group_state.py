@@ -1,0 +1,157 @@
+"""A group in one process: its operations' numbers, the thread that may issue them, what waits to start."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from mcr_plus.errors import BackendError, NotInitialized, OrderMismatch
+
+if TYPE_CHECKING:
+    from mcr_plus.backends.base import Backend, Channel
+    from mcr_plus.core.group import Group
+    from mcr_plus.dispatch.board.base import GroupBoard
+    from mcr_plus.dispatch.work import IssuedWork
+
+
+@dataclass(eq=False)
+class BackendChannel:
+    """A backend as one group uses it: its open channel, and the operations that wait to start on it.
+
+    Attributes:
+        pending: operations that have been issued but not started, in program order. They wait for the data
+            they depend on and for the check of their signature; later ones wait behind them, because a
+            library matches operations by their order.
+    """
+
+    backend: Backend
+    channel: Channel
+    pending: deque[IssuedWork] = field(default_factory=deque)
+
+
+_NOBODY: Final = -1
+
+
+class GroupState:
+    """State of one group in this process: numbering, board, thread and failure.
+
+    Attributes:
+        sequence: number of the last operation issued.
+        remedy: text of errors about a failed group: how a program goes on.
+        owner: identity of the thread that may issue; 0 if every issue has to go through `check_thread`.
+        fast_path_thread: `owner` while its synchronous operations may skip lock and handle; 0 otherwise.
+        failure_raised: whether the program has been given `failure`.
+        unfinished: libraries that may still work on operations that failed here.
+        blocked_channels: number of channels with deferred operations.
+        when_stuck: called during a long wait, which may depend on a bucket that is held back here.
+    """
+
+    __slots__ = (
+        "_shared",
+        "_thread",
+        "blocked_channels",
+        "board",
+        "closed",
+        "failure",
+        "failure_raised",
+        "fast_path_thread",
+        "group",
+        "owner",
+        "recorded",
+        "remedy",
+        "sequence",
+        "unfinished",
+        "when_stuck",
+    )
+
+    def __init__(self, group: Group, board: GroupBoard, remedy: str = "") -> None:
+        self.group = group
+        self.board = board
+        self.remedy = remedy
+        self.sequence = 0
+        self.failure: BaseException | None = None
+        self.failure_raised = False
+        self.unfinished: set[str | None] = set()
+        self.closed = False
+        self.recorded = False
+        self.blocked_channels = 0
+        self.when_stuck: list[Callable[[], None]] = []
+        self._shared = False
+        self._thread = threading.current_thread()
+        self.owner = threading.get_ident()
+        self.fast_path_thread = self.owner
+
+    def refresh(self) -> None:
+        """Update `fast_path_thread`."""
+        special = self._shared or self.recorded or self.blocked_channels or self.owner <= 0
+        self.fast_path_thread = 0 if special else self.owner
+
+    def publish(self) -> None:
+        """Publish how many operations have been issued."""
+        self.board.counter[0] = self.sequence
+
+    def check_thread(self, *, any_thread: bool = False) -> None:
+        """Admit or refuse a caller that is not the group's thread: the slow path of an issue.
+
+        `any_thread`: for sends and receives, which have no place in the group's order.
+
+        Raises:
+            NotInitialized: the group is closed, or belongs to the parent of a forked process.
+            BackendError: an earlier operation of the group failed.
+            OrderMismatch: another thread uses this group, so the order of operations is not defined.
+        """
+        name = self.group.name
+        if self.closed:
+            raise NotInitialized(f"group '{name}' is closed: finalize, close or reset has been called")
+        if isinstance(self.failure, OrderMismatch) and not self.failure_raised:
+            self.failure_raised = True
+            raise self.failure
+        if self.failure is not None:
+            remedy = f" ({self.remedy})" if self.remedy else ""
+            raise BackendError(f"group '{name}' cannot be used after it has failed{remedy}: {self.failure}")
+        if self.owner == _NOBODY:
+            raise NotInitialized(
+                f"group '{name}' belongs to the parent process; a forked child must call mcr.init itself, "
+                "under a launcher of its own"
+            )
+        caller = threading.current_thread()
+        # Threads that Python did not start (autograd's) run while their caller waits: no second order.
+        if any_thread or isinstance(caller, threading._DummyThread):
+            self._shared = True
+            self.refresh()
+            return
+        if not self._thread.is_alive():
+            self.take_over()
+            return
+        raise OrderMismatch(
+            f"group '{name}' is used by thread '{self._thread.name}', and now by '{caller.name}': the order "
+            "of their operations would differ between ranks. Give each thread a group of its own "
+            "(mcr.new_group), or hand this one over with comm.take_over() when the other thread is done"
+        )
+
+    def take_over(self) -> None:
+        """Make the calling thread the group's thread; raises as `check_thread` does if none may issue."""
+        if self.closed or self.failure is not None or self.owner == _NOBODY:
+            self.check_thread()
+        self._thread = threading.current_thread()
+        self.owner = threading.get_ident()
+        self.refresh()
+
+    def fail(self, error: BaseException) -> None:
+        """Refuse further operations: numbering or data of this group can no longer be trusted."""
+        if self.failure is None:
+            self.failure = error
+            self.owner = self.fast_path_thread = 0  # no thread has this identity
+
+    def close(self) -> None:
+        """Refuse further operations."""
+        self.closed = True
+        self.owner = self.fast_path_thread = 0
+
+    def abandon(self) -> None:
+        """Called in a forked child."""
+        self.owner = _NOBODY
+        self.fast_path_thread = 0

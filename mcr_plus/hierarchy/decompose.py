@@ -1,0 +1,338 @@
+"""Decompositions of the kinds of operations: signatures of their steps, and messages of one call."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from mcr_plus.compression.buffers import Lease, Pool
+from mcr_plus.core.deadline import Deadline
+from mcr_plus.core.kinds import Kind
+from mcr_plus.core.message import Message, Signature
+from mcr_plus.core.work import JointWork, Work
+from mcr_plus.hierarchy.nodes import Nodes, Part
+from mcr_plus.pipeline.stage import Issue, Next
+
+Prepare = Callable[[], None] | None
+
+
+class Decomposition(ABC):
+    """An operation decomposed into steps.
+
+    `steps` maps the group of each step to its signature. All ranks have the same signatures, including those
+    of steps that only some nodes run, so that every rank finds out if a step is unsupported. `remark` is an
+    addition to the line that `explain` prints.
+    """
+
+    steps: dict[Part, Signature]
+    remark = ""
+
+    def __init__(self, signature: Signature, nodes: Nodes, pool: Pool) -> None:
+        assert signature.nbytes is not None
+        assert signature.dtype is not None
+        self.signature, self.nodes = signature, nodes
+        self.dtype = signature.dtype
+        self.numel = signature.nbytes // self.dtype.itemsize
+        self._pool = pool
+        self._issues: dict[Part, Issue] = {}
+        self._rest: tuple[Signature, Issue] | None = None
+
+    @property
+    @abstractmethod
+    def summary(self) -> str:
+        """The steps, as `explain` prints them."""
+
+    @abstractmethod
+    def start(self, message: Message, agreed: Work | None = None) -> Work:
+        """Start one call. If `agreed` is given, the first step waits for it."""
+
+    def prepare_for_codec(self) -> None:  # noqa: B027 - most steps are the same with a codec
+        """Adapt the steps to a codec between nodes; called before `bind` if the inter step has one."""
+
+    def bind(self, bind: Callable[[Part, Signature], Issue], next: Next) -> None:  # noqa: ARG002
+        """Bind the steps; `next` is the rest of the pipeline of the group itself."""
+        self._issues = {part: bind(part, step) for part, step in self.steps.items()}
+
+    # -- for subclasses ---------------------------------------------------------------------------
+
+    def step(self, kind: Kind, part: Part, numel: int, nbytes: int, **changes: Any) -> Signature:
+        """The signature of a step on tensors of `numel` elements each."""
+        ranks = self.nodes.count if part == "inter" else self.nodes.size
+        like = self.signature.replace(
+            reduce_op=None, root=None, parts=None, async_op=True, call=self.signature.as_call()
+        )
+        # The state of a codec belongs to the step that is compressed.
+        key = self.signature.key if part == "inter" else None
+        group = f"{self.signature.group}/{self.nodes.group_name(part)}"
+        return like.replace(
+            kind=kind, shape=(numel,), nbytes=nbytes, ranks=ranks, group=group, key=key, **changes
+        )
+
+    def begin(
+        self,
+        part: Part,
+        inputs: tuple[torch.Tensor, ...],
+        outputs: tuple[torch.Tensor, ...],
+        message: Message,
+        *,
+        after: Work | None,
+        prepare: Prepare = None,
+    ) -> Work:
+        """Issue a step of the operation `message`."""
+        step = Message(self.steps[part], inputs, outputs, after=after, prepare=prepare, fused=message.fused)
+        return self._issues[part](step)
+
+    def lease(self) -> Lease:
+        """Return a lease of buffers for one call; several calls may be in flight."""
+        return self._pool.lease(torch.device(self.signature.device))
+
+    def following(self, message: Message, agreed: Work | None) -> Work | None:
+        """Return the work that the first step must wait for, None if it may start at once."""
+        if message.after is None or agreed is None:
+            return message.after or agreed
+        return JointWork([message.after, agreed], self.signature.kind, nbytes=0)
+
+    def handle(self, works: list[Work], agreed: Work | None) -> Work:
+        """Return one handle for all steps."""
+        signature = self.signature
+        assert signature.nbytes is not None
+        work = _Steps(works, signature.kind, nbytes=signature.nbytes, tag=signature.tag, legs=True)
+        work.agreed = agreed
+        return work
+
+    # -- the remainder of an uneven division ------------------------------------------------------
+
+    def bind_rest(self, next: Next) -> None:
+        """Bind the flat operation on the last numel % L elements, which do not divide into equal parts."""
+        rest = self.numel % self.nodes.size
+        if rest:
+            nbytes = rest * self.dtype.itemsize
+            like = self.signature.replace(shape=(rest,), nbytes=nbytes, parts=None, key=None)
+            like = like.replace(compress=False, async_op=True, call=self.signature.as_call())
+            self._rest = like, next(like)
+
+    def start_rest(self, given: torch.Tensor, result: torch.Tensor, after: Work | None) -> list[Work]:
+        """Issue the operation of `bind_rest` in the group itself, concurrently with the steps."""
+        if self._rest is None:
+            return []
+        signature, issue = self._rest
+        at = self.numel - signature.shape[0]
+        source = given[at:]
+        target = source if given is result else result[at:]
+        return [issue(Message(signature, (source,), (target,), after=after))]
+
+    # -- agreement --------------------------------------------------------------------------------
+
+    def announced(self, next: Next, *, always: bool) -> Issue:
+        """Return `start` with an announcement in the group itself.
+
+        Ranks compare the steps in the groups of the steps, so a rank that issues another operation in the
+        group itself would not notice a mismatch. Therefore the first call, or every call if `always`, begins
+        with an operation of zero bytes in the group: it has a sequence number, and the ranks compare it.
+        """
+        announcement = self.signature.replace(nbytes=0, compress=False, parts=None, key=None, async_op=True)
+        announce, due = next(announcement), True
+
+        def start(message: Message) -> Work:
+            nonlocal due
+            if not due:
+                return self.start(message)
+            due = always
+            return self.start(message, announce(Message(announcement)))
+
+        return Issue(start)
+
+
+class _Steps(JointWork):
+    """Handle of a hierarchical operation.
+
+    Reports a signature mismatch before any error of a step that the mismatch caused.
+    """
+
+    __slots__ = ("agreed",)
+
+    agreed: Work | None
+
+    def wait(self, timeout: float | timedelta | None = None) -> None:
+        deadline = Deadline(timeout)
+        if self.agreed is not None:
+            self.agreed.wait(deadline.left())
+        super().wait(deadline.left())
+
+
+class HierarchicalAllReduce(Decomposition):
+    """reduce_scatter, all_reduce, all_gather.
+
+    Values [n] are divided into L equal parts; the last n % L elements go through a flat all_reduce, so
+    nothing is padded or copied. AVG divides once, after the last sum. A codec gets means, which stay in its
+    range.
+    """
+
+    def __init__(self, signature: Signature, nodes: Nodes, pool: Pool) -> None:
+        super().__init__(signature, nodes, pool)
+        self._part = self.numel // nodes.size
+        self._whole = self._part * nodes.size
+        nbytes = self._part * self.dtype.itemsize
+        self._op = "SUM" if signature.reduce_op == "AVG" else signature.reduce_op
+        part, all_parts = self._part, nbytes * nodes.size
+        self.steps = {
+            "intra": self.step("reduce_scatter", "intra", part, all_parts, reduce_op=self._op),
+            "inter": self.step("all_reduce", "inter", part, nbytes, reduce_op=self._op),
+            "intra2": self.step("all_gather", "intra2", part, all_parts),
+        }
+        self._before, self._after = 1, nodes.size * nodes.count if signature.reduce_op == "AVG" else 1
+
+    @property
+    def summary(self) -> str:  # noqa: D102
+        return "reduce_scatter in the node, all_reduce of each part between nodes, all_gather in the node"
+
+    def prepare_for_codec(self) -> None:  # noqa: D102
+        if self.signature.reduce_op == "AVG":
+            self.steps["inter"] = self.steps["inter"].replace(reduce_op="AVG")
+            self._before, self._after = self.nodes.size, 1
+
+    def bind(self, bind: Callable[[Part, Signature], Issue], next: Next) -> None:  # noqa: D102
+        super().bind(bind, next)
+        self.bind_rest(next)
+
+    def start(self, message: Message, agreed: Work | None = None) -> Work:  # noqa: D102
+        lease = self.lease()
+        part = lease.tensor(self._part, self.dtype)
+        given = message.inputs[0].view(-1)
+        result = given if message.outputs[0] is message.inputs[0] else message.outputs[0].view(-1)
+        whole, after = self._whole, self.following(message, agreed)
+        first = self.begin("intra", (given[:whole],), (part,), message, after=after, prepare=message.prepare)
+        rest = self.start_rest(given, result, first if message.prepare else after)
+        second = self.begin(
+            "inter", (part,), (part,), message, after=first, prepare=_divide(part, self._before)
+        )
+        third = self.begin(
+            "intra2", (part,), (result[:whole],), message, after=second, prepare=_divide(part, self._after)
+        )
+        return self.handle([first, second, third.then(lease.release), *rest], agreed)
+
+
+class HierarchicalBroadcast(Decomposition):
+    """scatter in the root's node, broadcast between nodes, all_gather; parts as in `HierarchicalAllReduce`.
+
+    The root takes part in the all_gather too, so that all ranks hold the same values after a lossy codec.
+    """
+
+    def __init__(self, signature: Signature, nodes: Nodes, pool: Pool) -> None:
+        super().__init__(signature, nodes, pool)
+        assert signature.root is not None
+        self._part = self.numel // nodes.size
+        self._whole = self._part * nodes.size
+        nbytes = self._part * self.dtype.itemsize
+        self._root_node, root_index = nodes.place(signature.root)
+        self._is_root = (self._root_node, root_index) == (nodes.node, nodes.index)
+        part, all_parts = self._part, nbytes * nodes.size
+        self.steps = {
+            "intra": self.step("scatter", "intra", part, all_parts, root=root_index),
+            "inter": self.step("broadcast", "inter", part, nbytes, root=self._root_node),
+            "intra2": self.step("all_gather", "intra2", part, all_parts),
+        }
+
+    @property
+    def summary(self) -> str:  # noqa: D102
+        return "scatter in the root's node, broadcast of each part between nodes, all_gather in the node"
+
+    def bind(self, bind: Callable[[Part, Signature], Issue], next: Next) -> None:  # noqa: D102
+        super().bind(bind, next)
+        self.bind_rest(next)
+
+    def start(self, message: Message, agreed: Work | None = None) -> Work:  # noqa: D102
+        lease = self.lease()
+        part = lease.tensor(self._part, self.dtype)
+        values = message.outputs[0].view(-1)
+        whole, prepare = self._whole, message.prepare
+        begin = after = self.following(message, agreed)
+        works: list[Work] = []
+        if self.nodes.node == self._root_node:
+            source = (values[:whole],) if self._is_root else ()
+            after = self.begin("intra", source, (part,), message, after=after, prepare=prepare)
+            works.append(after)
+            prepare = None
+        inter = self.begin("inter", (part,), (part,), message, after=after, prepare=prepare)
+        first = works[0] if works else inter
+        intra2 = self.begin("intra2", (part,), (values[:whole],), message, after=inter)
+        rest = self.start_rest(values, values, first if message.prepare else begin)
+        return self.handle([*works, inter, intra2.then(lease.release), *rest], agreed)
+
+
+class HierarchicalAllToAll(Decomposition):
+    """Blocks [G, b], one per rank of the group, go to the right node first, then to the right rank.
+
+    The blocks are reordered before and after each step, in one copy:
+
+        sent between nodes        [j, k]    for rank k of node j
+        received between nodes    [j, k]    from node j, for rank k of this node
+        sent in the node          [k, j]
+        received in the node      [k, j]    from rank k of node j
+    """
+
+    def __init__(self, signature: Signature, nodes: Nodes, pool: Pool) -> None:
+        super().__init__(signature, nodes, pool)
+        nbytes = signature.nbytes or 0
+        self.steps = {
+            "inter": self.step("all_to_all", "inter", self.numel, nbytes),
+            "intra2": self.step("all_to_all", "intra2", self.numel, nbytes),
+        }
+        self._ranks = nodes.count * nodes.size
+        order = [rank for node in nodes.ranks for rank in node]
+        self._in_order = order == sorted(order)
+        places = {rank: (j, k) for j, node in enumerate(nodes.ranks) for k, rank in enumerate(node)}
+        inside = [j * nodes.size + k for k in range(nodes.size) for j in range(nodes.count)]
+        result = [places[rank][1] * nodes.count + places[rank][0] for rank in range(self._ranks)]
+        self._order, self._inside, self._result = (
+            torch.tensor(each, device=signature.device) for each in (order, inside, result)
+        )
+
+    @property
+    def summary(self) -> str:  # noqa: D102
+        return "all_to_all between ranks of the same place in their nodes, then all_to_all in the node"
+
+    def start(self, message: Message, agreed: Work | None = None) -> Work:  # noqa: D102
+        lease = self.lease()
+        given, result = message.inputs[0].view(-1), message.outputs[0].view(-1)
+        # Two buffers are enough for both steps: each is free again when the other one is written.
+        sent, received = lease.tensor(self.numel, self.dtype), lease.tensor(self.numel, self.dtype)
+        earlier = message.prepare
+
+        def pack() -> None:
+            if earlier is not None:
+                earlier()
+            if not self._in_order:
+                self._pick(given, self._order, sent)
+
+        def turn() -> None:
+            self._pick(received, self._inside, sent)
+
+        def unpack() -> None:
+            self._pick(received, self._result, result)
+            lease.release()
+
+        first = given if self._in_order else sent
+        after = self.following(message, agreed)
+        inter = self.begin("inter", (first,), (received,), message, after=after, prepare=pack)
+        intra2 = self.begin("intra2", (sent,), (received,), message, after=inter, prepare=turn)
+        return self.handle([inter, intra2.then(unpack)], agreed)
+
+    def _pick(self, blocks: torch.Tensor, order: torch.Tensor, out: torch.Tensor) -> None:
+        """Write block `order[i]` to place i of `out`."""
+        torch.index_select(blocks.view(self._ranks, -1), 0, order, out=out.view(self._ranks, -1))
+
+
+def _divide(values: torch.Tensor, number: int) -> Prepare:
+    """Return a function that divides `values` in place; None for a division by one."""
+    if number == 1:
+        return None
+
+    def divide() -> None:
+        values.div_(number)
+
+    return divide

@@ -1,1 +1,0 @@
-"""Training: gradients of a model, an optimizer or DDP flow into the pipeline as they become ready."""

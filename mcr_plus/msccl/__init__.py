@@ -1,0 +1,1 @@
+"""MSCCL's language: algorithm files, read, written, generated, simulated and proved."""

@@ -1,0 +1,144 @@
+"""The model of an algorithm: for every rank, thread blocks of steps that move and add chunks.
+
+The model of MSCCL (Cowan et al., "MSCCLang: Microsoft Collective Communication Language", ASPLOS 2023),
+and of its XML files. A buffer is divided into chunks of equal size. A thread block has at most one peer
+to send to and one to receive from; on every (source, target, channel) runs one first-in-first-out queue,
+with one thread block at each end. Steps of a thread block run in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final, Literal, get_args
+
+Operation = Literal["s", "r", "rcs", "rrs", "rrc", "rrcs", "cpy", "re", "nop"]
+"""Operations of steps:
+
+    s     send src
+    r     receive into dst
+    rcs   receive into dst, and send it on
+    rrs   receive, add src, send the sum on; nothing is stored
+    rrc   receive, add src, store in dst
+    rrcs  as rrc, and send it on
+    cpy   copy src to dst
+    re    add src to dst
+    nop   only wait for the dependency
+"""
+OPERATIONS: Final[tuple[Operation, ...]] = get_args(Operation)
+RECEIVES: Final = frozenset({"r", "rcs", "rrs", "rrc", "rrcs"})
+SENDS: Final = frozenset({"s", "rcs", "rrs", "rrcs"})
+READS: Final = frozenset({"s", "rrs", "rrc", "rrcs", "cpy", "re"})
+"""Steps that read `src` on their own rank; in others `source` describes the peer's buffer, if any."""
+WRITES: Final = frozenset({"r", "rcs", "rrc", "rrcs", "cpy", "re"})
+"""Steps that write `dst` on their own rank."""
+
+Space = Literal["i", "o", "s"]
+"""Input, output, scratch."""
+SPACES: Final[tuple[Space, ...]] = get_args(Space)
+
+Collective = Literal[
+    "allreduce", "allgather", "reducescatter", "alltoall", "alltoallv", "broadcast", "reduce", "gather",
+    "scatter", "send", "recv", "custom",
+]  # fmt: skip
+"""Names of collectives in MSCCL."""
+COLLECTIVES: Final[tuple[Collective, ...]] = get_args(Collective)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Chunks of a buffer from `at` on; their number is the step's `count`."""
+
+    space: Space
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a thread block.
+
+    Attributes:
+        operation: see `Operation`.
+        source, target: its chunks; `READS` and `WRITES` list the operations that use them.
+        count: contiguous chunks, at least 1 but for `nop`.
+        after: (thread block of the same rank, step) that must be done before; None without a dependency.
+        awaited: whether a step of another thread block depends on this one (`hasdep`).
+        line: in the file, 0 for an algorithm without one.
+    """
+
+    operation: Operation
+    source: Chunks
+    target: Chunks
+    count: int = 1
+    after: tuple[int, int] | None = None
+    awaited: bool = False
+    line: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadBlock:
+    """Steps in order, and the peers that they send to and receive from, -1 for none."""
+
+    send: int
+    receive: int
+    channel: int
+    steps: tuple[Step, ...]
+    line: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The program of one rank: numbers of chunks of its buffers, and its thread blocks by their ids."""
+
+    inputs: int
+    outputs: int
+    scratch: int
+    blocks: tuple[ThreadBlock, ...]
+    line: int = 0
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A collective of a fixed number of ranks.
+
+    Attributes:
+        name: in messages and tables.
+        collective: the collective that it computes.
+        ranks: number of ranks.
+        chunks: `nchunksperloop`, the number of chunks of the whole buffer: the input of allreduce, reduce,
+            reducescatter, alltoall, broadcast and scatter, and the output of allgather and gather.
+        channels: number of queues between two ranks in one direction, at most.
+        in_place, out_of_place: the calls that may use it. In place, input and output of allreduce
+            and alltoall are one buffer; allgather's input is its rank's part of the output,
+            reducescatter's output its rank's part of the input. `postconditions.layout` has all
+            collectives.
+        least, most: intended bytes of the whole buffer; both included, `most` None for any.
+        root: of broadcast, reduce, gather and scatter.
+        protocol: `Simple`, `LL` or `LL128`; it matters on GPUs only.
+        programs: by rank.
+        file: its path; empty for a generated one.
+    """
+
+    name: str
+    collective: Collective
+    ranks: int
+    chunks: int
+    channels: int
+    programs: tuple[Program, ...] = field(repr=False)
+    in_place: bool = True
+    out_of_place: bool = True
+    least: int = 0
+    most: int | None = None
+    root: int = 0
+    protocol: str = "Simple"
+    file: str = ""
+
+    @property
+    def largest_step(self) -> int:
+        """Chunks of the largest step of any rank; a `nop` moves none, whatever its count is."""
+        steps = (step for each in self.programs for block in each.blocks for step in block.steps)
+        return max((step.count for step in steps if step.operation != "nop"), default=1)
+
+    @property
+    def used_channels(self) -> int:
+        """One more than the highest channel of a thread block; `channels` may be larger."""
+        return 1 + max((block.channel for each in self.programs for block in each.blocks), default=0)

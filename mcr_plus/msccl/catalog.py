@@ -1,0 +1,200 @@
+"""The algorithms that `msccl:NAME` may name: those that we generate, and the files of the configuration.
+
+The name of a generated one is that of its generator without the operation, such as `ring` of
+`all_reduce_ring`; that of a file is its file name without `.xml`. The algorithms for an operation depend on
+the files, which are equal on all ranks, and on the signature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, cast
+
+from mcr_plus.core import kinds
+from mcr_plus.core.kinds import ROOTED
+from mcr_plus.core.units import Range, size_words
+from mcr_plus.errors import ConfigError, unknown
+from mcr_plus.msccl.generators import GENERATORS
+from mcr_plus.msccl.reader import read_algorithm
+from mcr_plus.msccl.verifier import verify_all
+
+if TYPE_CHECKING:
+    from mcr_plus.core.kinds import Kind
+    from mcr_plus.core.message import Signature
+    from mcr_plus.msccl.algorithm import Algorithm, Collective
+
+COLLECTIVES: Final[dict[Kind, Collective]] = {
+    row.kind: cast("Collective", row.msccl) for row in kinds.COLLECTIVES.values() if row.msccl
+}
+"""Kinds with algorithms, and their names in MSCCL."""
+_GENERATED_CHANNELS: Final = 1
+
+_files: dict[str, Algorithm] = {}
+
+
+def use(paths: Iterable[Path]) -> None:
+    """Read and verify the algorithm files of this process's job; they replace earlier ones.
+
+    Raises:
+        ConfigError: one cannot be read, has the name of another algorithm, or (`AlgorithmError`) is wrong.
+    """
+    found: dict[str, Algorithm] = {}
+    for path in paths:
+        read, name = read_algorithm(path), path.stem
+        # Queues cost memory, so there are as many as are used, not as many as the file claims.
+        algorithm = replace(read, name=name, channels=read.used_channels)
+        verify_all(algorithm)
+        if name in found:
+            raise ConfigError(f"{path}: a file of the same name is there already, {found[name].file}")
+        if any(name in _generated(kind) for kind in COLLECTIVES):
+            raise ConfigError(f"{path}: {name!r} is the name of an algorithm of our own; rename the file")
+        found[name] = algorithm
+    _files.clear()
+    _files.update(found)
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Restore the files in use, those of the running job, at the end of the block."""
+    before = dict(_files)
+    try:
+        yield
+    finally:
+        _files.clear()
+        _files.update(before)
+
+
+def paths() -> list[Path]:
+    """Return the paths of the files in use."""
+    return [Path(algorithm.file) for algorithm in _files.values()]
+
+
+def channels(ranks: int) -> int:
+    """Return the most queues between two ranks that an algorithm for so many ranks needs."""
+    wanted = [each.channels for each in _files.values() if each.ranks == ranks]
+    return max([_GENERATED_CHANNELS, *wanted])
+
+
+def candidates(kind: Kind, ranks: int) -> list[str]:
+    """Return the algorithms for an operation that `tune` should compare, of all sizes.
+
+    For two ranks, generated ones are left out: they all are one exchange, which the direct collectives do
+    with less overhead.
+    """
+    ours = _generated(kind) if ranks > 2 else []
+    return [*ours, *_of_files(kind, ranks)]
+
+
+def sizes(name: str) -> Range:
+    """Return the bytes for which a table's rule may name an algorithm: those of its file.
+
+    A file of an operation with a root has none, because it is for one root, and a rule is for all.
+    """
+    if name not in _files:
+        return Range(0)
+    algorithm = _files[name]
+    if _kind_of(algorithm) in ROOTED:
+        return Range(0, 0)
+    return _span(algorithm)
+
+
+def description(name: str) -> str:
+    """Return the operations of a file's algorithm: `all_reduce on 4 ranks, 1 KiB to 64 KiB`."""
+    algorithm = _files[name]
+    root = f" from or to rank {algorithm.root}" if _kind_of(algorithm) in ROOTED else ""
+    sizes = "" if _span(algorithm) == Range(0) else f", {_span_words(algorithm)}"
+    return f"{_kind_of(algorithm)}{root} on {algorithm.ranks} ranks{sizes}"
+
+
+def _kind_of(algorithm: Algorithm) -> Kind:
+    return next(kind for kind, each in COLLECTIVES.items() if each == algorithm.collective)
+
+
+def _span(algorithm: Algorithm) -> Range:
+    return Range(algorithm.least, None if algorithm.most is None else algorithm.most + 1)
+
+
+def nowhere(name: str) -> str:
+    """Return an error text if no operation at all has an algorithm of this name; '' if one has.
+
+    The text lists the known names and a likely correction.
+    """
+    ours = dict.fromkeys(each for kind in COLLECTIVES for each in _generated(kind))
+    if name in ours or name in _files:
+        return ""
+    what = unknown("algorithm", name, [*ours, *_files])
+    return what if "did you mean" in what else what + _meant(name, [*ours, *_files])
+
+
+def refusal(signature: Signature) -> str:
+    """Return the reason why `signature.algorithm` cannot do the operation, '' if it can."""
+    name, kind, ranks = signature.algorithm or "", signature.kind, signature.ranks
+    if kind not in COLLECTIVES:
+        return f"{kind} has no algorithms"
+    if name in _generated(kind):
+        return ""
+    known = [*_generated(kind), *_of_files(kind, ranks)]
+    if name not in known:
+        return _elsewhere(name) or (
+            f"there is no algorithm '{name}' for {kind} on {ranks} ranks; known: {', '.join(known)}"
+            f"{_meant(name, known)}"
+        )
+    algorithm, nbytes = _files[name], signature.nbytes or 0
+    if signature.root not in (None, algorithm.root):
+        return f"algorithm '{name}' has root {algorithm.root}"
+    if not _span(algorithm).covers(nbytes):
+        return f"algorithm '{name}' is for {_span_words(algorithm)} ({algorithm.file})"
+    if not algorithm.out_of_place and algorithm.collective in ("reducescatter", "scatter"):
+        return f"algorithm '{name}' works in place only ({algorithm.file})"
+    return ""
+
+
+def _span_words(algorithm: Algorithm) -> str:
+    least, most = size_words(algorithm.least), algorithm.most
+    return f"{least} and more" if most is None else f"{least} to {size_words(most)}"
+
+
+def _elsewhere(name: str) -> str:
+    """Return a refusal that names the operations of an algorithm; '' if there is none of this name."""
+    if name in _files:
+        return f"algorithm '{name}' is for {description(name)} ({_files[name].file})"
+    kinds = [kind for kind in COLLECTIVES if name in _generated(kind)]
+    return f"algorithm '{name}' is for {', '.join(kinds)}" if kinds else ""
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    """Return a hint if `name` is a known name with `.xml` or with its operation; else ''."""
+    plain = name.removesuffix(".xml")
+    without = [plain.removeprefix(f"{kind}_") for kind in COLLECTIVES]
+    found = next((each for each in (plain, *without) if each in known), None)
+    return "" if found is None else f"; did you mean {found!r}?"
+
+
+def algorithm_of(signature: Signature) -> Algorithm:
+    """Return the algorithm that a signature names; `refusal` must be '' for it."""
+    name = signature.algorithm or ""
+    if name in _files:
+        return _files[name]
+    return _made(f"{signature.kind}_{name}", signature.ranks, signature.root)
+
+
+@cache
+def _made(name: str, ranks: int, root: int | None) -> Algorithm:
+    options = {} if root is None else {"root": root}
+    algorithm = GENERATORS[name].make(ranks, **options)
+    verify_all(algorithm)
+    return algorithm
+
+
+def _generated(kind: Kind) -> list[str]:
+    wanted = COLLECTIVES.get(kind)
+    return [name.removeprefix(f"{kind}_") for name, each in GENERATORS.items() if each.collective == wanted]
+
+
+def _of_files(kind: Kind, ranks: int) -> Sequence[str]:
+    wanted = COLLECTIVES.get(kind)
+    return [name for name, each in _files.items() if (each.collective, each.ranks) == (wanted, ranks)]

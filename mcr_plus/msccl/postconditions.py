@@ -1,0 +1,151 @@
+"""Pre- and postconditions of every collective: buffers, their aliases in place, contributions.
+
+A contribution is one chunk of one rank's input. A sum of contributions is a set of them, written as the
+bits of an integer: bit `rank * chunks + index`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, NamedTuple, cast
+
+from mcr_plus.core.kinds import COLLECTIVES
+from mcr_plus.msccl.algorithm import Algorithm, Collective, Space
+
+_ROWS: Final = {cast("Collective", row.msccl): row for row in COLLECTIVES.values() if row.msccl}
+VERIFIABLE: Final[tuple[Collective, ...]] = cast("tuple[Collective, ...]", tuple(_ROWS))
+"""Collectives with a defined result."""
+ROOTED: Final = frozenset(name for name, row in _ROWS.items() if row.rooted)
+DIVIDED: Final = frozenset(name for name, row in _ROWS.items() if row.is_shared)
+"""Every rank has a part of the whole buffer, so the ranks must divide its chunks."""
+_ONE_BUFFER: Final = frozenset({"allreduce", "alltoall", "broadcast", "reduce"})
+
+
+class Layout(NamedTuple):
+    """Offsets of the buffers of one rank in its memory, in chunks.
+
+    Two chunks are the same one exactly if their places in memory are: in place, input and output
+    overlap.
+    """
+
+    inputs: int
+    outputs: int
+    scratch: int
+    input_at: int
+    output_at: int
+    scratch_at: int
+
+    @property
+    def size(self) -> int:
+        """Chunks of the whole memory; scratch comes last."""
+        return self.scratch_at + self.scratch
+
+    def length(self, space: Space) -> int:
+        """Return the number of chunks that a buffer really has; a file may state another."""
+        return {"i": self.inputs, "o": self.outputs, "s": self.scratch}[space]
+
+    def start(self, space: Space) -> int:
+        """Return the offset of a buffer."""
+        return {"i": self.input_at, "o": self.output_at, "s": self.scratch_at}[space]
+
+    def name(self, cell: int) -> str:
+        """Write a place in memory as its buffer and offset: `o[3]`."""
+        for space in ("o", "i", "s"):
+            if 0 <= cell - self.start(space) < self.length(space):
+                return f"{space}[{cell - self.start(space)}]"
+        raise IndexError(cell)
+
+
+def layout(algorithm: Algorithm, rank: int, *, in_place: bool) -> Layout:
+    """Return the layout of the buffers of `rank` in a call in place or out of place.
+
+    In place, allreduce, alltoall, broadcast and reduce have one buffer; the input of allgather and of
+    gather's root is the rank's part of the output; the output of reducescatter and of scatter's root is
+    the rank's part of the input. A buffer that a call does not have, such as the output of a gather on
+    other ranks than the root, has no chunks.
+    """
+    whole, part = algorithm.chunks, algorithm.chunks // algorithm.ranks
+    is_root = rank == algorithm.root
+    inputs = outputs = whole
+    kind = algorithm.collective
+    if kind in ("allgather", "gather"):
+        inputs, outputs = part, whole if kind == "allgather" or is_root else 0
+    elif kind in ("reducescatter", "scatter"):
+        inputs, outputs = whole if kind == "reducescatter" or is_root else 0, part
+    scratch = algorithm.programs[rank].scratch
+    if in_place and kind in _ONE_BUFFER:
+        return Layout(inputs, outputs, scratch, 0, 0, whole)
+    if kind == "broadcast" and not is_root:
+        inputs = 0
+    elif kind == "reduce" and not is_root:
+        outputs = 0
+    if in_place and inputs == whole != outputs:
+        return Layout(inputs, outputs, scratch, 0, rank * part, whole)
+    if in_place and outputs == whole != inputs:
+        return Layout(inputs, outputs, scratch, rank * part, 0, whole)
+    if in_place and inputs == outputs == whole:  # a divided collective of one rank: its part is the whole
+        return Layout(inputs, outputs, scratch, 0, 0, whole)
+    return Layout(inputs, outputs, scratch, 0, inputs, inputs + outputs)
+
+
+def contribution(algorithm: Algorithm, rank: int, index: int) -> int:
+    """Return the set with only chunk `index` of the input of `rank`."""
+    return 1 << (rank * algorithm.chunks + index)
+
+
+def sources(algorithm: Algorithm, contributions: int) -> Iterator[tuple[int, int]]:
+    """Yield (rank, index) of every contribution of a set."""
+    while contributions:
+        lowest = contributions & -contributions
+        yield divmod(lowest.bit_length() - 1, algorithm.chunks)
+        contributions ^= lowest
+
+
+def given(algorithm: Algorithm, rank: int) -> dict[int, int]:
+    """Return the input of `rank` at the start: {index: contribution}.
+
+    A rank that is not the root of a broadcast or scatter has no input, whatever its buffer contains.
+    """
+    if algorithm.collective in ("broadcast", "scatter") and rank != algorithm.root:
+        return {}
+    count = algorithm.chunks
+    if algorithm.collective in ("allgather", "gather"):
+        count //= algorithm.ranks
+    return {index: contribution(algorithm, rank, index) for index in range(count)}
+
+
+def wanted(algorithm: Algorithm, rank: int, *, in_place: bool) -> dict[int, int]:
+    """Return the required output of `rank` at the end: {index: set of contributions}.
+
+    Other chunks may have any value. A reduce in place must preserve the inputs of the other ranks.
+    """
+    everyone, whole = range(algorithm.ranks), algorithm.chunks
+    part = whole // algorithm.ranks
+    root, is_root = algorithm.root, rank == algorithm.root
+
+    def one(origin: int, index: int) -> int:
+        return contribution(algorithm, origin, index)
+
+    def total(index: int) -> int:
+        return sum(one(origin, index) for origin in everyone)
+
+    match algorithm.collective:
+        case "allreduce":
+            return {k: total(k) for k in range(whole)}
+        case "reduce":
+            if not is_root:
+                return {k: one(rank, k) for k in range(whole)} if in_place else {}
+            return {k: total(k) for k in range(whole)}
+        case "reducescatter":
+            return {k: total(rank * part + k) for k in range(part)}
+        case "allgather" | "gather":
+            has_output = is_root or algorithm.collective == "allgather"
+            return {k: one(*divmod(k, part)) for k in range(whole)} if has_output else {}
+        case "alltoall":
+            return {k: one(k // part, rank * part + k % part) for k in range(whole)}
+        case "broadcast":
+            return {k: one(root, k) for k in range(whole)}
+        case "scatter":
+            return {k: one(root, rank * part + k) for k in range(part)}
+        case kind:
+            raise ValueError(f"the result of {kind!r} does not follow from its name")

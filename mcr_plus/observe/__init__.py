@@ -1,1 +1,0 @@
-"""What operations did, without changing the program."""

@@ -1,0 +1,1 @@
+"""The seam between stages: what a stage is, and how stages are bound to a signature."""

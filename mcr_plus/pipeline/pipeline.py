@@ -1,0 +1,195 @@
+"""The pipeline: stages bound to a signature, once, from the first to the last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+from mcr_plus import registry
+from mcr_plus.core.kinds import dtype_name
+from mcr_plus.core.message import Signature
+from mcr_plus.errors import ConfigError
+from mcr_plus.pipeline.stage import Context, Issue, Stage, complete
+from mcr_plus.pipeline.treatment import Treatment
+
+if TYPE_CHECKING:
+    from mcr_plus.config.schema import Rule
+
+
+@dataclass(frozen=True)
+class Note:
+    """A decision of one stage about one signature; `place` is the rule's `file:line`, if a rule applied."""
+
+    stage: str
+    signature: Signature
+    text: str
+    place: str | None = None
+    details: Callable[[], Mapping[str, Any]] = dict
+
+
+@dataclass
+class Bound:
+    """A bound chain and how it came about."""
+
+    issue: Issue
+    notes: list[Note] = field(default_factory=list)
+
+
+class Pipeline:
+    """The stages of one group. Rules give a stage other options; each variant is built when first needed."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._names = [spec.name for spec in context.config.pipeline]
+        self._stages: dict[tuple[str, str | None], Stage] = {}
+
+    def bind(self, signature: Signature) -> Bound:
+        """Bind all stages to `signature`. Raises `Unsupported` if no library can run it."""
+        notes: list[Note] = []
+        return Bound(self._bind_from(0, signature, notes), notes)
+
+    @cached_property
+    def explaining(self) -> Pipeline:
+        """The same stages without a job to run in: binding them has no effect."""
+        return Pipeline(replace(self._context, runtime=None))
+
+    def expected_us(self, signature: Signature) -> float | None:
+        """Microseconds that the library operations for `signature` should take together; None if unknown.
+
+        Binds to no library, so each rank may ask about any signature.
+        """
+        steps = [note.details() for note in self.explaining.bind(signature).notes]
+        times = [step["expected_us"] for step in steps if "expected_us" in step]
+        return None if None in times or not times else sum(times)
+
+    def treatment(self, signature: Signature) -> Treatment:
+        """The treatment that the stages give an operation; binds nothing."""
+        return self._treated_from(0, signature)
+
+    def flush(self) -> None:
+        """Let every stage issue what it holds back, in pipeline order."""
+        for name in self._names:
+            for (owner, _), stage in list(self._stages.items()):
+                if owner == name:
+                    stage.flush()
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers that stages keep."""
+        return sum(stage.buffer_bytes for stage in self._stages.values())
+
+    @property
+    def stages(self) -> list[Stage]:
+        """Every stage that has been built, variants by rules included."""
+        return list(self._stages.values())
+
+    def state(self) -> dict[tuple[str, str], Any]:
+        """The entries of the state of every stage, by the stage's name and their own."""
+        return {
+            (name, entry): value
+            for (name, _), stage in self._stages.items()
+            for entry, value in stage.state().items()
+        }
+
+    def load_state(self) -> None:
+        """Have every stage look through the state that has been loaded for it."""
+        if self._context.runtime is not None:
+            for (name, _), stage in self._stages.items():
+                stage.load_state(self._context.runtime.restored.setdefault(name, {}))
+
+    def _bind_from(self, index: int, signature: Signature, notes: list[Note]) -> Issue:
+        if index == len(self._names):
+            raise ConfigError(f"pipeline: stage '{self._names[-1]}' is last but passes operations on")
+        rule = self._rule(signature)
+        if rule is not None and rule.backend is not None and signature.backend is None:
+            signature = signature.replace(backend=rule.backend)
+        name = self._names[index]
+        touched = rule is not None and (rule.options(name) is not None or (name == "select" and rule.backend))
+        place = rule.place if rule is not None and touched else None
+        following = _Next(
+            lambda changed: self._bind_from(index + 1, _in_flight(changed, signature), notes),
+            lambda text, details: notes.append(Note(name, signature, text, place, details or dict)),
+            partial(self._treated_from, index + 1),
+            notes,
+        )
+        issue = self._stage(name, rule).bind(signature, following)
+        return issue if isinstance(issue, Issue) else Issue(issue)
+
+    def _treated_from(self, index: int, signature: Signature) -> Treatment:
+        if index == len(self._names):
+            return Treatment(compress=signature.compress)
+        stage = self._stage(self._names[index], self._rule(signature))
+        return stage.treatment(signature, partial(self._treated_from, index + 1))
+
+    def _rule(self, signature: Signature) -> Rule | None:
+        return self._context.config.rule_for(
+            signature.kind,
+            signature.nbytes,
+            dtype_name(signature.dtype),
+            signature.tag,
+            ranks=signature.ranks,
+        )
+
+    def _stage(self, name: str, rule: Rule | None) -> Stage:
+        overridden = rule is not None and rule.options(name) is not None
+        key = (name, rule.place if overridden and rule is not None else None)
+        stage = self._stages.get(key)
+        if stage is None:
+            factory: Any = registry.get("stages", name)
+            options = self._context.config.options(name, rule)
+            stage = self._stages[key] = complete(factory(options, self._context))
+            if self._context.runtime is not None:
+                stage.load_state(self._context.runtime.restored.setdefault(name, {}))
+        return stage
+
+
+def finish(stages: Iterable[Stage]) -> None:
+    """Call `Stage.finish` of each class once, with all its stages."""
+    by_class: dict[type[Stage], list[Stage]] = {}
+    for stage in stages:
+        by_class.setdefault(type(stage), []).append(stage)
+    for kind, alike in by_class.items():
+        kind.finish(alike)
+
+
+def _in_flight(changed: Signature, own: Signature) -> Signature:
+    """An operation that a stage issues for another: several may be in flight at once, whoever waits."""
+    same = changed.kind == own.kind and changed.dtype == own.dtype and changed.shape == own.shape
+    return changed if same else changed.replace(async_op=True)
+
+
+_Details = Callable[[], Mapping[str, Any]]
+
+
+class _Next:
+    """See `stage.Next`."""
+
+    __slots__ = ("_bind", "_note", "_notes", "_treatment")
+
+    def __init__(
+        self,
+        bind: Callable[[Signature], Issue],
+        note: Callable[[str, _Details | None], None],
+        treatment: Callable[[Signature], Treatment],
+        notes: list[Note],
+    ) -> None:
+        self._bind = bind
+        self._note = note
+        self._treatment = treatment
+        self._notes = notes
+
+    def __call__(self, signature: Signature) -> Issue:
+        return self._bind(signature)
+
+    def through(self, pipeline: Pipeline, signature: Signature) -> Issue:
+        bound = pipeline.bind(signature)
+        self._notes.extend(bound.notes)
+        return bound.issue
+
+    def treatment(self, signature: Signature) -> Treatment:
+        return self._treatment(signature)
+
+    def note(self, text: str, details: _Details | None = None) -> None:
+        self._note(text, details)

@@ -1,0 +1,213 @@
+"""Bells: how a rank that sleeps is woken at once by a peer on its host that has something for it.
+
+Every rank of a host has a line in memory that all of them map: a word that is 1 while the rank sleeps, on
+which the kernel lets it wait (a futex), and eight bytes in which peers ask to be woken. A rank that is about
+to sleep writes 1 into its own word and into its byte of the lines of those that it waits for, looks once more
+whether what it waits for is there, and sleeps while its word is 1, for a bounded time. A rank that has moved
+something looks at the bytes of its own line, one load from its own cache as long as nobody sleeps.
+
+A ring may come for nothing, because a byte stays set until it is answered. A rank that is not rung sleeps for
+its bounded time and no longer: deadlines and peers that have died are seen without any bell.
+
+Ranks of one host whose numbers are equal modulo eight share a byte, and are woken together.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import sys
+import time
+from array import array
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
+
+from mcr_plus.rendezvous.store import exchange
+
+if TYPE_CHECKING:
+    from mcr_plus.core.c10d import Store
+
+LINE: Final = 128
+"""Bytes of a rank's line: two cache lines, because cores fetch them in pairs."""
+WANTED: Final = 8
+"""Where the bytes of those who want to be woken begin in a line."""
+BYTES: Final = 8
+_KNOWN: Final = 64  # sets of ranks that waits are for
+SYSTEM_CALL: Final = {"x86_64": 202, "AMD64": 202, "aarch64": 98, "arm64": 98, "riscv64": 98}.get(
+    platform.machine(), 0
+)
+"""The number of futex(2); 0 where it is not known, and nobody sleeps on a bell."""
+WAIT: Final = 0
+WAKE: Final = 1
+EVERYBODY: Final = 0x7FFFFFFF
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+@lru_cache(maxsize=1)
+def _system_call() -> Any:
+    function = ctypes.CDLL(None, use_errno=True).syscall  # lets go of the GIL
+    function.restype = ctypes.c_long
+    return function
+
+
+class Bells:
+    """The lines of the ranks on this host, as one of them sees them.
+
+    Attributes:
+        wanted: one word, not zero while somebody wants to be woken by this rank.
+        table: address of what compiled code needs: of `wanted`, of the first line, the number of lines, and
+            whether waits are calm. 0 where there are no bells.
+    """
+
+    def __init__(self, memory: mmap.mmap | None, ranks: Sequence[int], rank: int) -> None:
+        """`ranks`: those of the job on this host in order, `rank` among them. Without memory: no bells."""
+        self._memory = memory
+        self._ranks = tuple(ranks)
+        self._me = me = self._ranks.index(rank)
+        self._known: dict[tuple[int, ...], list[int]] = {}  # what `_places` has found
+        self.table = 0
+        if memory is None:
+            self.wanted = memoryview(bytearray(BYTES)).cast("Q")
+            return
+        view = memoryview(memory)
+        self._words = view.cast("Q")
+        self._flags = view
+        own = me * LINE
+        self.wanted = view[own + WANTED : own + WANTED + BYTES].cast("Q")
+        self._anchor = ctypes.c_char.from_buffer(memory)
+        self._base = ctypes.addressof(self._anchor)
+        self._table = array("q", [self._base + own + WANTED, self._base, len(self._ranks), 1])
+        self.table = self._table.buffer_info()[0]
+
+    def __bool__(self) -> bool:
+        return self._memory is not None
+
+    def tell(self, calm: bool) -> None:
+        """Tell compiled code whether waits are calm: whoever yields a core beside other work loses it."""
+        if self._memory is not None:
+            self._table[3] = calm
+
+    def arm(self, ranks: tuple[int, ...]) -> None:
+        """Ask those of `ranks`, of the job, that are on this host to wake this one; before a last look."""
+        self._words[self._me * LINE // 8] = 1
+        flags = self._flags
+        for place in self._places(ranks):
+            flags[place] = 1
+
+    def _places(self, ranks: tuple[int, ...]) -> list[int]:
+        """Where this rank's byte is in the lines of others."""
+        found = self._known.get(ranks)
+        if found is None:
+            if len(self._known) >= _KNOWN:
+                self._known.clear()
+            found = self._known[ranks] = [
+                line * LINE + WANTED + self._me % BYTES
+                for line, rank in enumerate(self._ranks)
+                if rank in ranks and line != self._me
+            ]
+        return found
+
+    def asleep(self) -> int:
+        """How many ranks sleep, or are about to."""
+        return sum(self._words[: len(self._ranks) * LINE // 8 : LINE // 8])
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep until a peer rings, and no longer than that; not at all if one has since `arm`."""
+        if not SYSTEM_CALL:
+            time.sleep(seconds)
+            return
+        whole = int(seconds)
+        limit = _TimeSpec(whole, int((seconds - whole) * 1e9))
+        address = self._base + self._me * LINE
+        _system_call()(
+            SYSTEM_CALL, ctypes.c_void_p(address), WAIT, 1, ctypes.byref(limit), None, 0
+        )  # returns early after a signal too, which is as good as a ring
+
+    def ring(self) -> None:
+        """Wake those who wait for this rank: to be called where something has been moved if `wanted[0]`."""
+        own = self._me * LINE + WANTED
+        for byte in range(BYTES):
+            if self._flags[own + byte]:
+                self._flags[own + byte] = 0
+                for line in range(byte, len(self._ranks), BYTES):
+                    self._wake(line)
+
+    def close(self) -> None:
+        """Unmap the memory: nobody sleeps or rings from here on."""
+        memory, self._memory, self.table = self._memory, None, 0
+        if memory is not None:
+            for view in (self.wanted, self._words, self._flags):
+                view.release()
+            del self._anchor
+            memory.close()
+
+    def ring_own(self) -> None:
+        """Wake other threads of this rank."""
+        if self._memory is not None:
+            self._wake(self._me)
+
+    def _wake(self, line: int) -> None:
+        if self._words[line * LINE // 8]:
+            self._words[line * LINE // 8] = 0
+            address = ctypes.c_void_p(self._base + line * LINE)
+            _system_call()(SYSTEM_CALL, address, WAKE, EVERYBODY, None, None, 0)
+
+
+def open_bells(store: Store | None, rank: int, hosts: Sequence[str], timeout: float) -> Bells:
+    """The bells of this host; collective over the ranks of the job.
+
+    There are none where a host's ranks cannot map the same memory, which is no error: they sleep without.
+    """
+    ranks = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
+    if store is None or len(set(hosts)) == len(hosts) or not SYSTEM_CALL or sys.byteorder != "little":
+        return Bells(None, ranks, rank)
+    size = -(-len(ranks) * LINE // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory, descriptor, place = _made(size) if rank == ranks[0] else (None, None, "")
+    try:
+        places = exchange(store, rank, len(hosts), "bells/memory", place, timeout)
+        if rank != ranks[0]:
+            memory = _mapped(places[ranks[0]], size)
+        answers = exchange(store, rank, len(hosts), "bells/mapped", "yes" if memory else "no", timeout)
+    finally:
+        if descriptor is not None:  # all have mapped it, or never will
+            os.close(descriptor)
+    usable = all(answers[peer] == "yes" for peer in ranks)
+    return Bells(memory if usable else None, ranks, rank)
+
+
+def _made(size: int) -> tuple[mmap.mmap | None, int | None, str]:
+    """Memory without a name, its descriptor, and where others find it."""
+    try:
+        descriptor = os.memfd_create("mcr_plus bells", os.MFD_CLOEXEC)
+    except (OSError, AttributeError):
+        return None, None, ""
+    try:
+        os.ftruncate(descriptor, size)
+        memory = mmap.mmap(descriptor, size)
+    except OSError:
+        return None, descriptor, ""
+    return memory, descriptor, f"{os.getpid()}:{descriptor}:{os.fstat(descriptor).st_ino}"
+
+
+def _mapped(place: str, size: int) -> mmap.mmap | None:
+    try:
+        pid, number, inode = place.split(":")
+        descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    except (OSError, ValueError):
+        return None
+    try:
+        # Another PID namespace may hold a process of the same number: the inode tells.
+        found = os.fstat(descriptor)
+        if found.st_ino != int(inode) or found.st_size != size:
+            return None
+        return mmap.mmap(descriptor, size)
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,99 @@
+"""The barrier at the end of a job: no rank leaves while others still need it.
+
+shutdown_barrier()    wait until all ranks have come to the same point
+abort_barrier()       release the other ranks, because this rank's program has crashed
+linger_for()          leave after the ranks that caused a crash, so that the launcher sees those first
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING, Final
+
+from mcr_plus.core.c10d import put
+from mcr_plus.core.deadline import Deadline
+
+if TYPE_CHECKING:
+    from mcr_plus.core.c10d import Store
+    from mcr_plus.rendezvous.processes import Peers
+    from mcr_plus.rendezvous.world import World
+
+SHORT: Final = 5.0  # seconds
+_LONGEST_NAP: Final = 0.02
+_CRASHED: Final = "crashed"
+_LINGER: Final = 1.0  # seconds that a rank stays after the failure of another, for a clear message
+
+
+def shutdown_barrier(
+    world: World,
+    what: str,
+    peers: Peers | None = None,
+    *,
+    patience: float = SHORT,
+    has_failed: Callable[[int], bool] = lambda _: False,
+    notes: Collection[str] = (),
+    then: Callable[[], None] = lambda: None,
+) -> bool:
+    """Wait up to `patience` seconds until all ranks have called this; returns whether they have.
+
+    With `peers`, ranks that have died or are stopped are not waited for; neither are those that have failed,
+    nor any once a rank has called `abort_barrier`. `notes` are keys that are set in the store before others
+    see this rank there, and `then` is called if all ranks have come, while the store still answers.
+    """
+    store, deadline = world.store, Deadline(patience)
+    if store is None or world.size == 1:
+        return True
+    here, gone = ([f"{what}/{stage}/{rank}" for rank in range(world.size)] for stage in ("here", "gone"))
+    others = [rank for rank in range(world.size) if rank != world.rank]
+
+    def wait(keys: list[str]) -> bool:
+        # Rank 0 may be the store's server, and a stopped server never answers.
+        if is_away(0):
+            return False
+        _note(store, [*notes, keys[world.rank]])
+        nap = 0.0005
+        while not is_away(0) and not store.check(keys):
+            if deadline.passed() or any(map(will_not_come, others)) or store.check([_CRASHED]):
+                return store.check(keys)  # a rank that has left in good order has said so before
+            nap = min(2 * nap, _LONGEST_NAP)
+            time.sleep(nap)
+        return not is_away(0)
+
+    def is_away(rank: int) -> bool:
+        return peers is not None and peers.status(rank) in ("dead", "stopped")
+
+    def will_not_come(rank: int) -> bool:
+        return has_failed(rank) or is_away(rank)
+
+    try:
+        if complete := wait(here):
+            then()
+        # The store's own server must outlive the last request to it.
+        if world.rank == 0:
+            wait(gone)
+        elif not is_away(0):
+            store.set(gone[world.rank], "1")
+    except RuntimeError:
+        return False
+    return complete
+
+
+def _note(store: Store, keys: Iterable[str]) -> None:
+    for key in keys:
+        store.set(key, "1")
+
+
+def abort_barrier(world: World, peers: Peers) -> None:
+    """Release the ranks that wait in a `shutdown_barrier`: this one will not come."""
+    with contextlib.suppress(RuntimeError):
+        if world.store is not None and peers.status(0) not in ("dead", "stopped"):
+            put(world.store, _CRASHED, b"1")
+
+
+def linger_for(peers: Peers, ranks: Collection[int]) -> None:
+    """Wait a moment until the processes of `ranks` have ended, where this can be seen from here."""
+    deadline = Deadline(_LINGER)
+    while any(peers.status(rank) == "running" for rank in ranks) and not deadline.passed():
+        time.sleep(_LONGEST_NAP)

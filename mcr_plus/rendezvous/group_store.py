@@ -1,0 +1,60 @@
+"""The job's store as one group uses it: the group's keys are removed when all its ranks have left it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import TYPE_CHECKING
+
+from mcr_plus.core.c10d import Store, WrappedStore, put
+
+if TYPE_CHECKING:
+    from mcr_plus.core.group import Group
+
+
+class GroupStore(WrappedStore):
+    """The keys of `store`, with a note of those that this rank has written.
+
+    A key is never removed while a rank of the group may still read it: the rank that leaves last removes the
+    keys of all. A counter has several writers, and is noted by the group's rank 0.
+    """
+
+    def __init__(self, store: Store, group: Group) -> None:
+        """`group`: one of which this process is a member."""
+        super().__init__(store)
+        self._group = group
+        self._written: set[str] = set()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write a value."""
+        self._written.add(key)
+        put(self._store, key, value.encode() if isinstance(value, str) else value)
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a counter; returns its new value."""
+        if self._group.rank == 0:
+            self._written.add(key)
+        return super().add(key, value)
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a key; returns whether it was there."""
+        self._written.discard(key)
+        return super().delete_key(key)
+
+    def leave(self) -> None:
+        """Note that this rank reads nothing more; the last rank to do so removes the keys of all.
+
+        To be called once. Where a rank never does, or the store does not answer, the keys stay.
+        """
+        group, store = self._group, self._store
+        lists = [f"left/{group.name}/{rank}" for rank in range(group.size)]
+        count = f"left/{group.name}/ranks"
+        with contextlib.suppress(RuntimeError):
+            put(store, lists[group.rank], json.dumps(sorted(self._written)).encode())
+            if store.add(count, 1) < group.size:
+                return
+            for key in lists:
+                for written in json.loads(store.get(key)):
+                    store.delete_key(written)
+                store.delete_key(key)
+            store.delete_key(count)

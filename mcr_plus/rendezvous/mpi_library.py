@@ -1,0 +1,52 @@
+"""The MPI library of this process, loaded and initialised through mpi4py."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from functools import cache
+from typing import Any, Final
+
+from mcr_plus.core.environment import launch_environment
+from mcr_plus.errors import BackendUnavailable
+from mcr_plus.rendezvous.shared_memory import MPICH_RANK, SHARED_MEMORY, lacking_shared_memory
+
+_log = logging.getLogger("mcr_plus")
+MISSING: Final = "mpi4py is not installed"
+REMEDY: Final = "pip install 'mcr_plus[mpi]' (Open MPI) or 'mcr_plus[mpich]' brings mpi4py and a library"
+
+
+@cache
+def load_mpi() -> Any:
+    """`mpi4py.MPI`, initialised; finalised by the backend `mpi` and not by mpi4py.
+
+    An orderly end needs all ranks. mpi4py would also try after a failure and hang, so it is told not to,
+    unless the program has imported mpi4py.MPI before.
+    """
+    if importlib.util.find_spec("mpi4py") is None:
+        raise BackendUnavailable(f"backend mpi: {MISSING}; {REMEDY}")
+    import mpi4py
+
+    if "mpi4py.MPI" not in sys.modules:
+        mpi4py.rc.finalize = False
+        _warn_of_little_memory()
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise BackendUnavailable(
+            f"backend mpi: no MPI library could be loaded ({error}); {REMEDY}"
+        ) from error
+    return MPI
+
+
+def _warn_of_little_memory() -> None:
+    """Say before MPI_Init why it may end in a SIGBUS, under mpiexec of MPICH. Open MPI says so itself.
+
+    A warning, for the ranks of a host do not all see the same: some may have taken their memory already.
+    """
+    place = launch_environment()
+    if place.launcher == "mpich" and place.local_rank == 0:
+        who = f"MPICH with {place.local_size} ranks on this host"
+        if problem := lacking_shared_memory(SHARED_MEMORY, place.local_size * MPICH_RANK, who):
+            _log.warning("%s, or MPI may end the ranks without a word", problem)

@@ -1,0 +1,37 @@
+"""Which address other hosts reach this one by."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+from typing import Final
+
+from mcr_plus.core.environment import socket_interface
+from mcr_plus.errors import LaunchError
+
+_SIOCGIFADDR: Final = 0x8915
+
+
+def _interface_address(name: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(reply[20:24])
+
+
+def host_address() -> str:
+    """The IPv4 address of the interface that `GLOO_SOCKET_IFNAME` names, else of the first but loopback.
+
+    Raises `LaunchError` naming the interfaces when there is none.
+    """
+    names = [name for _, name in socket.if_nameindex()]
+    chosen = socket_interface()
+    for name in [chosen] if chosen else names:
+        address = _interface_address(name)
+        if address is not None and (chosen or not address.startswith("127.")):
+            return address
+    wanted = f"interface {chosen!r} (GLOO_SOCKET_IFNAME)" if chosen else "any interface but loopback"
+    raise LaunchError(f"no IPv4 address on {wanted}; interfaces: {', '.join(names)}")

@@ -1,0 +1,139 @@
+"""What keeps strangers out of a job: a secret of its ranks, and a store whose values are signed with it.
+
+Whoever reaches the port of a store can read and write all of it, for torch's stores ask nobody who they are.
+So what ranks tell each other there is signed, and refused where the signature is wrong: addresses that gloo
+connects to, the processes of the ranks, their shared memory. Counters are not signed: a stranger who changes
+them can hold a job up, as he can by removing keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import secrets
+from pathlib import Path
+from typing import Any, Final
+
+from mcr_plus.core.c10d import PrefixStore, Store, WrappedStore, put
+from mcr_plus.errors import LaunchError
+
+_NAME: Final = "mcr_plus_secret"
+_BYTES: Final = 32
+_TAG: Final = hashlib.sha256().digest_size
+
+
+def seal(secret: bytes, what: str, value: bytes) -> bytes:
+    """`value` behind a signature of it and of `what` it is; as it is without a secret."""
+    return _sign(secret, what, value) + value if secret else value
+
+
+def unseal(secret: bytes, what: str, sealed: bytes) -> bytes | None:
+    """What `seal` was given; None if somebody else has written it, or as something else."""
+    if not secret:
+        return sealed
+    tag, value = sealed[:_TAG], sealed[_TAG:]
+    return value if hmac.compare_digest(tag, _sign(secret, what, value)) else None
+
+
+def unsigned(sealed: bytes) -> bytes:
+    """What `seal` was given, whoever has signed it, for who has no secret."""
+    return sealed[_TAG:]
+
+
+def _sign(secret: bytes, what: str, value: bytes) -> bytes:
+    # The name's length first: no end of a name may count as the beginning of a value.
+    name = what.encode()
+    return hmac.digest(secret, len(name).to_bytes(8, "little") + name + value, "sha256")
+
+
+class SignedStore(WrappedStore):
+    """A store in which values are signed; counters are not, and cannot be read as values."""
+
+    def __init__(self, store: Store, secret: bytes, part: str) -> None:
+        """`part`: a name that no other user of the secret has; a value signed for another is refused."""
+        super().__init__(store)
+        self._secret = hmac.digest(secret, part.encode(), "sha256")
+
+    @property
+    def secret(self) -> bytes:
+        """A secret of the ranks that share this store."""
+        return hmac.digest(self._secret, b"objects", "sha256")
+
+    def part(self, name: str) -> SignedStore:
+        """A part of it under a name of its own; values of one part are refused in another."""
+        return SignedStore(PrefixStore(name, self._store), self._secret, name)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write a value."""
+        put(self._store, key, seal(self._secret, key, value.encode() if isinstance(value, str) else value))
+
+    def get(self, key: str) -> bytes:
+        """Wait for a value; raises `LaunchError` if a stranger has written it."""
+        value = unseal(self._secret, key, self._store.get(key))
+        if value is None:
+            raise LaunchError(
+                f"'{key}' in the job's store was not written by a rank of this job, or MCR_SECRET differs "
+                "between ranks"
+            )
+        return value
+
+
+class Offer:
+    """A secret that rank 0 holds in memory, where processes of the same user on the same host can read it."""
+
+    def __init__(self) -> None:
+        self.secret = secrets.token_bytes(_BYTES)
+        self._descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        os.write(self._descriptor, self.secret)
+
+    @property
+    def place(self) -> str:
+        """Where to find it; no secret itself."""
+        return f"{os.getpid()}:{self._descriptor}:{_processes()}"
+
+    def close(self) -> None:
+        """Take it back: all have read it, or never will."""
+        os.close(self._descriptor)
+
+
+def _processes() -> str:
+    """What processes have in common that see each other in `/proc`: a running kernel, and a container."""
+    boot = namespace = ""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    return f"{boot} {namespace}"
+
+
+def read_offer(place: str) -> bytes:
+    """The secret at an `Offer.place`, which a stranger may have written.
+
+    Raises `LaunchError` unless a process of this user has put it there: the kernel says so.
+    """
+    problem = f"the job's secret is not to be had from process {place.partition(':')[0][:20]!r}"
+    try:
+        process, descriptor, where = place.split(":", 2)
+        pid, number = int(process), int(descriptor)
+        if where != _processes():
+            raise LaunchError(f"{problem}: it is on another host, or in another container")
+        path = f"/proc/{pid}/fd/{number}"
+        if not os.readlink(path).startswith(f"/memfd:{_NAME} "):
+            raise LaunchError(f"{problem}: that is something else")
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if os.fstat(file).st_uid != os.geteuid():
+                raise LaunchError(f"{problem}: it belongs to somebody else")
+            return os.pread(file, _BYTES, 0)
+        finally:
+            os.close(file)
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"{problem}: {error}") from error
+
+
+def address_of(store: Any) -> str:
+    """The address behind a store of torch's, empty if it has none."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return str(getattr(store, "host", ""))

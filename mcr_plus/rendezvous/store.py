@@ -1,0 +1,371 @@
+"""The job's key-value store: how ranks find each other, whatever started them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import socket
+import time
+from datetime import timedelta
+from typing import Any, Final
+
+from torch.distributed import DistError
+
+from mcr_plus.core.c10d import PrefixStore, Store, TCPStore
+from mcr_plus.core.deadline import Deadline
+from mcr_plus.core.environment import LOOPBACK, LaunchEnvironment, job_secret, on_one_host
+from mcr_plus.errors import BackendUnavailable, LaunchError
+from mcr_plus.rendezvous.mpi_library import load_mpi
+from mcr_plus.rendezvous.network import host_address
+from mcr_plus.rendezvous.signing import Offer, SignedStore, address_of, read_offer, unsigned
+
+_SLACK: Final = 10.0  # seconds that rank 0's verdict may take to arrive
+_LONGEST_NAP: Final = 0.02
+_REASONS: Final = 3  # in a message
+_LONGEST_REASON: Final = 300  # characters: a stranger may have written it
+_HAS_ITS_OWN: Final = "MCR_SECRET is set there, and not on all ranks"
+_log = logging.getLogger("mcr_plus")
+_warned = False  # the warning about unsigned values is logged once in a process
+_stores: dict[tuple[str, int], Store] = {}  # those of this process that listen or are connected
+_by_mpi: list[tuple[Store, bytes]] = []  # the one whose address MPI has carried, with its secret
+
+
+def open_store(environment: LaunchEnvironment, timeout: float) -> Store:
+    """Connect to the job's store, creating it on rank 0 if the launcher has none; collective.
+
+    A store that rank 0 creates listens on loopback when all ranks share the host. Returns a part of it
+    without keys, see `signed_part`.
+
+    Raises:
+        LaunchError: the ranks cannot find each other, or have not done so within `timeout` seconds.
+    """
+    store, secret = _connect(environment, timeout)
+    return signed_part(store, environment.rank, environment.world_size, timeout, secret)
+
+
+def open_plain_store(environment: LaunchEnvironment, timeout: float) -> Store:
+    """The same without signatures, for torch: its C++ keeps no store alive that is written in Python."""
+    store, _ = _connect(environment, timeout)
+    return unused_part(store, environment.rank, environment.world_size, timeout)
+
+
+def _connect(environment: LaunchEnvironment, timeout: float) -> tuple[Store, bytes]:
+    """The job's store, and the secret that MPI has carried to all ranks, empty if it has not."""
+    limit, secret = timedelta(seconds=timeout), b""
+    try:
+        if environment.launcher in ("openmpi", "mpich") and environment.master_addr is None:
+            store, secret = _through_mpi(environment, limit)
+        else:
+            store = _through_address(environment, limit)
+    except (DistError, OSError, ValueError, RuntimeError) as error:
+        raise LaunchError(f"rank {environment.rank} found no store within {timeout:g} s: {error}") from error
+    return PrefixStore("mcr_plus", store), secret
+
+
+def signed_part(store: Store, rank: int, size: int, timeout: float, secret: bytes = b"") -> Store:
+    """An `unused_part` whose values are signed, so that those of other programs are refused; collective.
+
+    The ranks need a secret: `secret`, that of MCR_SECRET, or one that rank 0 offers to processes of the same
+    user on its host. Where there is none, values are not signed and rank 0 logs a warning, once.
+
+    Raises `LaunchError` as `unused_part` does, if ranks do not have the same secret, and if they share a host
+    and cannot read that of rank 0.
+    """
+    name = _unused_name(store, rank, size, timeout)
+    part = PrefixStore(name, store)
+    problem, own = "", secret or job_secret()
+    if not own:
+        own, problem = _offered_secret(part, name, rank, size, timeout)
+        if not problem:
+            return SignedStore(part, own, name) if own else part
+    elif not secret:  # ranks without it are not kept waiting
+        part.set(f"reads/{rank}" if rank else "offer", _HAS_ITS_OWN if rank else "")
+    signed = SignedStore(part, own or b"unknown", name)
+    try:
+        exchange(signed, rank, size, "signed", "", timeout)
+    except LaunchError:
+        if not problem:
+            raise
+    if problem:
+        raise LaunchError(
+            f"what ranks tell each other cannot be signed ({problem}); set MCR_SECRET to the same random "
+            "text on all ranks"
+        )
+    return signed
+
+
+def _offered_secret(part: Store, name: str, rank: int, size: int, timeout: float) -> tuple[bytes, str]:
+    """The secret that rank 0 offers, empty if the job goes without; or a problem, on all ranks.
+
+    Ranks that have read it sign their answers, and rank 0 signs the list of those that have not, so another
+    program cannot make those go without. It can still keep ranks from finding the secret, so a job whose
+    ranks all share a host, by the launcher or by the store's address, never goes without.
+    """
+    offer = Offer() if rank == 0 else None
+    try:
+        if offer is not None:
+            secret = offer.secret
+            without = _offer_secret(part, SignedStore(part, secret, name), offer.place, size, timeout)
+        else:
+            secret, without = _read_secret(part, name, rank, timeout)
+    finally:
+        if offer is not None:
+            offer.close()
+    if not without and secret:
+        return secret, ""
+    reasons = "; ".join(f"rank {peer}: {reason}" for peer, reason in list(without.items())[:_REASONS])
+    reasons += f"; and {len(without) - _REASONS} ranks more" if len(without) > _REASONS else ""
+    reasons = reasons if reasons.isprintable() else repr(reasons)
+    if secret and str(rank) in without:
+        raise LaunchError(f"somebody else has answered for rank {rank} in the job's store: {reasons}")
+    shared = on_one_host() or address_of(part) in (LOOPBACK, "localhost")
+    if shared or not without or _HAS_ITS_OWN in without.values():
+        return b"", reasons or "rank 0 has not written the answer in the job's store"
+    global _warned
+    if rank == 0 and not _warned:
+        _log.warning(
+            "what ranks leave in the job's store and the objects that they send are not signed (%s); where "
+            "others can reach their network, set MCR_SECRET to the same random text on all ranks",
+            reasons,
+        )
+    _warned = True
+    return b"", ""
+
+
+def _offer_secret(part: Store, signed: Store, place: str, size: int, timeout: float) -> dict[str, str]:
+    """On rank 0: publish where the secret is; returns why ranks, by number, have not read it."""
+    part.set("offer", place)
+    keys = {str(peer): f"reads/{peer}" for peer in range(1, size)}
+    try:
+        if keys:
+            part.wait(list(keys.values()), timedelta(seconds=timeout))
+        without = {peer: reason for peer, key in keys.items() if (reason := _reason(part, signed, key))}
+    except RuntimeError as error:
+        missing = [int(peer) for peer, key in keys.items() if not part.check([key])]
+        raise LaunchError(f"ranks {missing} did not call init within {timeout:g} s: {error}") from error
+    signed.set("without", json.dumps(without))
+    return without
+
+
+def _reason(part: Store, signed: Store, key: str) -> str:
+    """Why a rank has not read the secret; nothing if it has."""
+    try:
+        signed.get(key)
+    except LaunchError:
+        return part.get(key).decode(errors="replace")[:_LONGEST_REASON] or "no reason"
+    return ""
+
+
+def _read_secret(part: Store, name: str, rank: int, timeout: float) -> tuple[bytes, dict[str, str]]:
+    """On other ranks: the secret, empty if it cannot be read, and why ranks have not read it."""
+    secret, patience = b"", timedelta(seconds=timeout + _SLACK)
+    try:
+        part.wait(["offer"], patience)
+        place = part.get("offer").decode(errors="replace")
+        if not place:
+            return b"", {"0": _HAS_ITS_OWN}
+        try:
+            secret = read_offer(place)
+            SignedStore(part, secret, name).set(f"reads/{rank}", "")
+        except LaunchError as error:
+            part.set(f"reads/{rank}", str(error))
+        part.wait(["without"], patience)
+        if secret:
+            return secret, json.loads(SignedStore(part, secret, name).get("without"))
+        return secret, dict(json.loads(unsigned(part.get("without"))))
+    except LaunchError:
+        raise
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise LaunchError(f"rank 0 did not answer within {timeout:g} s: {error}") from error
+
+
+def unused_part(store: Store, rank: int, size: int, timeout: float) -> Store:
+    """A part of the store in which there are no keys yet, the same for all ranks; collective.
+
+    A store may outlive the processes that use it: torchrun's agent keeps it when it restarts the ranks, and
+    a replacement of one rank has not seen what the others have. So nothing that a process counts by itself
+    can name the part. Rank 0 draws the name, and gives it to ranks that ask under names they have drawn;
+    no key that was left behind can be taken for an answer.
+
+    Raises `LaunchError` naming the ranks that have not come within `timeout` seconds.
+    """
+    return PrefixStore(_unused_name(store, rank, size, timeout), store)
+
+
+def _unused_name(store: Store, rank: int, size: int, timeout: float) -> str:
+    """The name of an `unused_part`."""
+    name = mine = secrets.token_hex(8)
+    if rank == 0:
+        part = PrefixStore(mine, store)
+        missing = _answer(store, mine, size, timeout)
+        part.set("missing", json.dumps(missing))
+    else:
+        patience = timedelta(seconds=timeout + _SLACK)
+        try:
+            store.set(f"asks/{rank}", mine)
+            store.wait([f"answer/{mine}"], patience)
+            name = store.get(f"answer/{mine}").decode()
+            part = PrefixStore(name, store)
+            part.set(f"here/{rank}", "")
+            part.wait(["missing"], patience)
+            missing = json.loads(part.get("missing"))
+        except RuntimeError as error:
+            raise LaunchError(f"rank 0 did not answer within {timeout:g} s: {error}") from error
+    if missing:
+        raise LaunchError(f"ranks {missing} did not call init within {timeout:g} s")
+    return name
+
+
+def _answer(store: Store, name: str, size: int, timeout: float) -> list[int]:
+    """On rank 0: give every rank that asks the part's `name`; returns the ranks that have not come."""
+    answered: dict[int, bytes] = {}
+    missing, deadline, nap = list(range(1, size)), Deadline(timeout), 0.0005
+    while True:
+        for peer in missing:
+            # What is there at first may be the question of a process that is gone; another one follows.
+            if store.check([f"asks/{peer}"]) and answered.get(peer) != (asked := store.get(f"asks/{peer}")):
+                store.set(f"answer/{asked.decode()}", name)
+                answered[peer] = asked
+        missing = [peer for peer in missing if not store.check([f"{name}/here/{peer}"])]
+        if not missing or deadline.passed():
+            return missing
+        time.sleep(nap)
+        nap = min(2 * nap, _LONGEST_NAP)
+
+
+def exchange(store: Store, rank: int, size: int, what: str, value: str, timeout: float) -> list[str]:
+    """Every rank's `value`, by rank; collective. `what` names the exchange and must be new.
+
+    Rank 0 collects and publishes, so that the store sees a few requests per rank and not one per pair.
+    Raises `LaunchError` naming the ranks that have not come within `timeout` seconds, or the key that
+    another program has written.
+    """
+    call = what if what == "reset" else "init"
+    try:
+        store.set(f"{what}/{rank}", value)
+    except RuntimeError as error:
+        raise LaunchError(f"the job's store does not answer ({what}): {error}") from error
+    if rank == 0:
+        keys = [f"{what}/{peer}" for peer in range(size)]
+        try:
+            store.wait(keys, timedelta(seconds=timeout))
+        except RuntimeError:
+            missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
+            store.set(f"{what}/all", json.dumps({"missing": missing}))
+        else:
+            try:
+                values = [store.get(key).decode() for key in keys]
+            except LaunchError as error:
+                store.set(f"{what}/all", json.dumps({"problem": str(error)}))
+                raise
+            store.set(f"{what}/all", json.dumps({"values": values}))
+    try:
+        store.wait([f"{what}/all"], timedelta(seconds=timeout + _SLACK))
+        result = json.loads(store.get(f"{what}/all"))
+    except LaunchError:
+        raise
+    except RuntimeError as error:
+        raise LaunchError(f"rank 0 did not answer within {timeout:g} s ({what}): {error}") from error
+    if "missing" in result:
+        raise LaunchError(f"ranks {result['missing']} did not call {call} within {timeout:g} s")
+    if "problem" in result:
+        raise LaunchError(result["problem"])
+    values = result["values"]
+    assert isinstance(values, list)
+    return values
+
+
+def open_torch_store(environment: LaunchEnvironment, limit: timedelta) -> Store:
+    """Connect to the store of `env://`, which rank 0 creates, and which listens on loopback; collective.
+
+    It stays for the life of rank 0's process. Keys are new at each call, as a program may destroy its process
+    group and create it again.
+
+    Raises `LaunchError` if the port is taken or some rank does not come, and torch's own errors if rank 0
+    does not.
+    """
+    address, port, size = environment.master_addr, environment.master_port, environment.world_size
+    assert address is not None
+    assert port is not None
+    try:
+        store = _through_address(environment, limit)
+    except OSError as error:
+        raise LaunchError(f"env://: rank 0 cannot listen on {address}:{port}: {error}") from error
+    return unused_part(PrefixStore(f"torch/{size}", store), environment.rank, size, limit.total_seconds())
+
+
+def _through_address(environment: LaunchEnvironment, limit: timedelta) -> Store:
+    address, port = environment.master_addr, environment.master_port
+    if address is None or port is None:
+        raise LaunchError(
+            f"the job was started by {environment.launcher} with {environment.world_size} ranks, but "
+            "MASTER_ADDR and MASTER_PORT are not set; set them, or start it with mcr-plus run, torchrun or "
+            "mpirun"
+        )
+    known = _stores.get((address, port))
+    if known is not None:  # init after finalize: the address is taken, by ourselves
+        return known
+    is_server = environment.rank == 0 and not environment.agent_store
+    options: dict[str, Any] = {}
+    if is_server and address in (LOOPBACK, "localhost"):
+        listener = _listen(LOOPBACK, port)
+        options = {"master_listen_fd": listener.detach()}
+    # multi_tenant: the user's own init_process_group may use the same port in this process.
+    store = _stores[address, port] = TCPStore(
+        address,
+        port,
+        environment.world_size,
+        is_server,
+        limit,
+        wait_for_workers=False,
+        multi_tenant=True,
+        **options,
+    )
+    return store
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    """A listening socket bound to one address: TCPStore by itself binds all interfaces."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((address, port))
+    listener.listen(1024)
+    return listener
+
+
+def _through_mpi(environment: LaunchEnvironment, limit: timedelta) -> tuple[Store, bytes]:
+    """Started by mpirun without an address: MPI carries that of a store on rank 0, and a secret.
+
+    It does so once, for MPI may have become unusable before another `init`.
+    """
+    if _by_mpi:
+        _by_mpi[0][0].set_timeout(limit)
+        return _by_mpi[0]
+    try:
+        mpi = load_mpi()
+    except BackendUnavailable as error:
+        raise LaunchError(
+            f"started by {environment.launcher}, but {error}; or set MASTER_ADDR and MASTER_PORT"
+        ) from error
+    comm = mpi.COMM_WORLD
+    if comm.size != environment.world_size:
+        raise LaunchError(
+            f"the launcher says {environment.world_size} ranks, MPI says {comm.size}: "
+            "mpirun and the MPI library that mpi4py loads do not belong together"
+        )
+    node = comm.Split_type(mpi.COMM_TYPE_SHARED)
+    address = LOOPBACK if node.size == comm.size else ""
+    node.Free()
+    place = bytearray(64) + secrets.token_bytes(32)
+    listener = None
+    if comm.rank == 0:
+        listener = _listen(address or host_address(), 0)
+        host, port = listener.getsockname()
+        place[:64] = f"{host}:{port}".encode().ljust(64)
+    comm.Bcast([place, mpi.BYTE], root=0)
+    host, _, number = place[:64].decode().strip().partition(":")
+    options: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener.detach()}
+    store = TCPStore(host, int(number), comm.size, comm.rank == 0, limit, wait_for_workers=False, **options)
+    _by_mpi.append((store, bytes(place[64:])))
+    return _by_mpi[0]

@@ -1,0 +1,59 @@
+"""The job that this process is a rank of, once its ranks have found each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from mcr_plus.core.environment import usable_cores
+from mcr_plus.core.group import Group
+from mcr_plus.rendezvous.group_store import GroupStore
+
+if TYPE_CHECKING:
+    from mcr_plus.core.c10d import Store
+    from mcr_plus.rendezvous.bells import Bells
+
+
+@dataclass(frozen=True)
+class World:
+    """What backends and stages know about the job.
+
+    `store` is the job's own key-value store (a `torch.distributed.Store`), None for a single process and
+    while explaining. `hosts` has one entry per global rank. `libraries` names what is behind each backend on
+    rank 0 (`Open MPI 5.0.11`), where that is known. `cores`: on how many the ranks of this host may run,
+    all of them together, for launchers bind each to its own. `secret`: what only the ranks have, empty if
+    they have none. `bells`: how ranks of this host that sleep are woken; compiled code that moves something
+    for a peer rings them itself. `stores`: see `store_of`.
+    """
+
+    rank: int
+    size: int
+    hosts: tuple[str, ...]
+    timeout: float
+    store: Store | None = None
+    libraries: Mapping[str, str] = field(default_factory=dict)
+    cores: int = field(default_factory=lambda: len(usable_cores()))
+    secret: bytes = field(default=b"", repr=False)
+    bells: Bells | None = None
+    stores: dict[str, GroupStore] = field(default_factory=dict, repr=False)
+
+    def store_of(self, group: Group) -> GroupStore:
+        """The store for what ranks of `group` tell each other about it: its keys go when all have left it.
+
+        Only for members of groups of several ranks, which have a store.
+        """
+        assert self.store is not None
+        if group.name not in self.stores:
+            self.stores[group.name] = GroupStore(self.store, group)
+        return self.stores[group.name]
+
+    @property
+    def oversubscribed(self) -> bool:
+        """Whether this host has more ranks than cores for them."""
+        return self.hosts.count(self.hosts[self.rank]) > self.cores
+
+    @property
+    def single_host(self) -> bool:
+        """Whether all ranks share a machine."""
+        return len(set(self.hosts)) <= 1

@@ -1,0 +1,80 @@
+"""What ranks agree on before they open a group: room for it, and which dropped groups they close first."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from mcr_plus.core.file_limit import descriptors_left, lacking_descriptors
+from mcr_plus.dispatch.closing import has_messages
+from mcr_plus.errors import BackendError, McrError
+
+if TYPE_CHECKING:
+    from mcr_plus.runtime.runtime import Runtime
+
+_log = logging.getLogger("mcr_plus")
+ValueT = TypeVar("ValueT")
+
+
+def agree_before_opening(
+    runtime: Runtime,
+    ranks: Sequence[int],
+    gather: Callable[[object], list[Any]],
+    value: ValueT,
+    what: str,
+    sizes: Callable[[Sequence[ValueT]], Sequence[int]],
+) -> list[ValueT]:
+    """See `Runtime.agree`; `gather` returns an object of each of these ranks of the job."""
+    libraries = runtime.libraries
+    while True:
+        # As many as any of these groups may need, because the values of other ranks are not known yet.
+        room = descriptors_left(libraries.descriptors(len(ranks)))
+        answers = gather((value, _dropped_groups(runtime, ranks), room, runtime.engine.off))
+        values, dropped, left, disabled = zip(*answers, strict=True)
+        needs = [libraries.descriptors(size) for size in sizes(values)]
+        short = lacking_descriptors(ranks, left, needs)
+        libraries.note_disabled(ranks, disabled)
+        if not _close_dropped(runtime, dict(zip(ranks, dropped, strict=True))) and short:
+            raise BackendError(f"{what}: {short}")
+        if not short:
+            return list(values)
+
+
+def _dropped_groups(runtime: Runtime, ranks: Sequence[int]) -> dict[str, list[int]]:
+    """The groups within these ranks that the program has dropped here or has closed here alone.
+
+    By their names, with their ranks. A group in use by messages is none of them. Those of one rank, those of
+    other ranks and those that have failed are closed at once.
+    """
+    found = runtime.idle_channels.groups_within(ranks)
+    for opened in [opened for opened in runtime.groups if opened.is_dropped]:
+        group, state = opened.group, opened.state
+        if group.size == 1 or group.rank < 0 or state.failure is not None:
+            runtime.remove(opened, clean=state.failure is None)
+        elif set(group.ranks) <= set(ranks) and not has_messages(runtime.engine, state):
+            found[group.name] = list(group.ranks)
+    return found
+
+
+def _close_dropped(runtime: Runtime, dropped: Mapping[int, Mapping[str, list[int]]]) -> bool:
+    """Close the groups that all their ranks have dropped; returns whether there are any, on any rank.
+
+    `dropped`: what `_dropped_groups` returned, by rank.
+    """
+    by_all = {
+        (name, tuple(members))
+        for groups in dropped.values()
+        for name, members in groups.items()
+        if all(dropped[rank].get(name) == members for rank in members)
+    }
+    opened = {(each.name, each.group.ranks): each for each in runtime.groups if not each.inner}
+    for group in sorted(by_all):
+        runtime.idle_channels.close(group, runtime.libraries.disabled_on(group[1]))
+        if group in opened:
+            try:
+                opened[group].take_over()
+                runtime.close_together(opened[group])
+            except McrError as error:
+                _log.warning("group '%s', which the program has dropped: %s", group[0], error)
+    return bool(by_all)

@@ -1,0 +1,290 @@
+"""The functions that begin and end a job, and that answer for the job of this process."""
+
+from __future__ import annotations
+
+import json
+import operator
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial, reduce
+from pathlib import Path
+from typing import Any
+
+from mcr_plus.backends import preferred_backends
+from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.config import reader as configuration
+from mcr_plus.config.schema import Config
+from mcr_plus.core.c10d import HashStore, PrefixStore, Store
+from mcr_plus.core.environment import LaunchEnvironment, host_name, launch_environment, usable_cores
+from mcr_plus.errors import ConfigError, InvalidArgument, McrError, NotInitialized
+from mcr_plus.hierarchy.nodes import check_nodes
+from mcr_plus.rendezvous.exit_barrier import shutdown_barrier
+from mcr_plus.rendezvous.signing import SignedStore
+from mcr_plus.rendezvous.store import exchange, open_plain_store, open_store
+from mcr_plus.rendezvous.world import World
+from mcr_plus.runtime.checks import (
+    check_descriptors,
+    check_tables,
+    choose_backends,
+    compare_configs,
+    versions_on_rank_0,
+)
+from mcr_plus.runtime.process import job
+from mcr_plus.runtime.runtime import Runtime
+from mcr_plus.selection.checks import use_algorithms
+
+Source = str | Path | Mapping[str, Any] | None
+"""The forms in which a configuration may be given, see `config.load`."""
+_lock = threading.Lock()
+
+
+def init(
+    config: Source = None,
+    *,
+    backends: Sequence[str] | None = None,
+    timeout: float | timedelta | None = None,
+) -> Communicator:
+    """Join the job and return the communicator of all its ranks; collective.
+
+    Works under `mcr-plus run`, torchrun, mpirun and mpiexec (Open MPI, MPICH), srun, and as a single
+    process. A default process group of torch.distributed may exist; it is not touched.
+
+    Args:
+        config: path of a YAML file, a mapping of the same form, or None: every backend that is found, the
+            built-in preference, nothing compressed.
+        backends: names in fallback order; overrides the configuration.
+        timeout: seconds that ranks may take to find each other, and the deadline of operations unless the
+            configuration's dispatch stage sets one.
+
+    Raises:
+        ConfigError: the configuration is wrong, or differs between ranks.
+        NotInitialized: `init` was called before without `finalize`.
+        BackendUnavailable: a backend that was asked for is missing on some rank.
+        BackendError: a rank has too few file descriptors left.
+        LaunchError: the ranks cannot find each other.
+    """
+    with _lock:
+        job.leave_dropped()
+        if job.runtime is not None and not job.runtime.closed:
+            raise NotInitialized("init was called before; call finalize first (or use `with mcr.init(...)`)")
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        loaded = readable(partial(_load, config, backends, seconds))
+        limit = seconds if isinstance(seconds, (int, float)) and seconds > 0 else 300.0
+        try:
+            world = _find_ranks(launch_environment(), limit)
+        except McrError:
+            if isinstance(loaded, ConfigError):  # nearer to the cause
+                raise loaded.with_traceback(None) from None
+            raise
+        try:
+            return _begin(loaded, world, seconds).communicator
+        except ConfigError as error:  # the file and the line in it say where; our frames do not
+            raise error.with_traceback(None) from None
+
+
+def _load(config: Source, backends: Sequence[str] | None, seconds: float | None) -> Config:
+    """Read a configuration with the arguments of `init` in it, and check its timeout."""
+    loaded = configuration.load(config)
+    if isinstance(backends, str):
+        known = ", ".join(preferred_backends())
+        raise ConfigError(f"backends: expected a list of names, got {backends!r}; known: {known}")
+    if backends is not None:
+        loaded = loaded.with_backends(tuple(backends))
+    if seconds is not None:
+        loaded.with_timeout(seconds)
+    return loaded
+
+
+def readable(load: Callable[[], Config]) -> Config | ConfigError:
+    """Return what `load` does, or its error, which `compare_configs` raises on all ranks."""
+    try:
+        return load()
+    except ConfigError as error:
+        return error
+
+
+def join(loaded: Config | ConfigError, store: Store, rank: int, size: int, timeout: float) -> Runtime:
+    """`init` for ranks that have found each other: `store`, a new one, reaches all. Raises as `init` does.
+
+    `loaded`: see `readable`.
+    """
+    with _lock:
+        alone = World(0, 1, (host_name(),), timeout)
+        world = alone if size == 1 else _world_of(store, rank, size, timeout)
+        return _begin(loaded, world, timeout, native=False)
+
+
+def rendezvous(timeout: float) -> tuple[Store, int, int]:
+    """A store that reaches all ranks of the launcher's job, this rank, and the number of ranks."""
+    environment = launch_environment()
+    if environment.world_size == 1:
+        return HashStore(), 0, 1
+    store = open_plain_store(environment, timeout)
+    return store, environment.rank, environment.world_size
+
+
+def _begin(
+    loaded: Config | ConfigError, world: World, timeout: float | None, *, native: bool = True
+) -> Runtime:
+    job.install_hooks()
+    try:
+        loaded = compare_configs(loaded, world, timeout)
+        config = loaded if timeout is None else loaded.with_timeout(timeout)
+        use_algorithms(config)
+        check_descriptors(world)
+        chosen = choose_backends(config, world)
+        world = replace(world, libraries=versions_on_rank_0(chosen, world))
+        check_tables(config, world)
+        check_nodes(config, world.size)
+        runtime = Runtime(config, world, chosen, loaded, timeout, native=native)
+    except McrError:
+        job.all_ended = shutdown_barrier(world, "refused")  # so that every rank can read the reason
+        raise
+    job.begin(runtime)
+    return runtime
+
+
+def _find_ranks(environment: LaunchEnvironment, timeout: float) -> World:
+    if environment.world_size == 1:
+        return World(0, 1, (host_name(),), timeout)
+    store = open_store(environment, timeout)
+    return _world_of(store, environment.rank, environment.world_size, timeout)
+
+
+def _world_of(store: Store, rank: int, size: int, timeout: float) -> World:
+    mine = json.dumps([host_name(), sum(1 << core for core in usable_cores())])
+    places = [json.loads(text) for text in exchange(store, rank, size, "hosts", mine, timeout)]
+    hosts = tuple(host for host, _ in places)
+    here = reduce(operator.or_, (mask for host, mask in places if host == hosts[rank]))
+    secret = store.secret if isinstance(store, SignedStore) else b""
+    return World(rank, size, hosts, timeout, store, cores=here.bit_count(), secret=secret)
+
+
+def finalize() -> None:
+    """Wait for what is in flight, leave the job in good order, and release everything.
+
+    After the first, further calls do nothing. Raises `NotInitialized` if `init` has never been called, or the
+    first error of an operation in flight.
+    """
+    runtime = job.runtime or current()
+    if not runtime.closed:
+        runtime.close(clean=True)
+
+
+def reset() -> Communicator:
+    """Make a fresh world of the same ranks, by the same configuration, in place of one that has failed.
+
+    Collective over all ranks of the job, all of which must live. For programs that carry on after a failed
+    operation, such as an `OrderMismatch`: its group is of no use any more, and where that is the group of all
+    ranks, neither is the world. Nothing in flight is waited for; tensors of what had not ended must not be
+    used again. Communicators, wrapped models, hooks and persistent operations of the old world are closed;
+    what codecs keep between calls is gone unless it was saved (`mcr.state_dict`). Memory of operations that
+    never ended stays taken until the end of the process. So do MPI's communicators of a group in which an
+    operation on MPI has not ended well, or is in flight: three, and one per signature that the group has used
+    on MPI more than once, 192 at most. Those of other groups are freed.
+
+    Returns the communicator of all ranks. Where it raises, the old world is closed all the same, and all
+    ranks may call `init` again, with another configuration if need be.
+
+    Raises:
+        NotInitialized: there is no world, or torch.distributed has made it: destroy its process group then.
+        LaunchError: a rank has not called it within the time that `init` gave ranks to find each other.
+        BackendUnavailable: the configuration names a library that has become unusable, as MPI does after an
+            error inside it.
+    """
+    runtime = current()
+    if not runtime.is_native:
+        raise NotInitialized(
+            "reset: this world belongs to torch.distributed; destroy its process group and make a new one"
+        )
+    runtime.prepare_reset()
+    runtime.close(clean=False)
+    try:
+        with _lock:
+            return _begin(runtime.loaded, _fresh_world(runtime), runtime.timeout).communicator
+    except McrError as error:
+        runtime.closed_because = f"reset has failed ({error})"
+        raise type(error)(
+            f"reset: {error}. The world that there was is closed; to go on, let all ranks call mcr.init"
+        ) from error
+
+
+def _fresh_world(runtime: Runtime) -> World:
+    world = runtime.world
+    if world.store is not None:
+        store, idle = world.store, runtime.idle_channels
+        mine = json.dumps([secrets.token_hex(8), idle.closable(runtime.engine.off)])
+        texts = exchange(store, world.rank, world.size, "reset", mine, world.timeout)
+        (name, _), *_ = answers = [json.loads(text) for text in texts]
+        # From here on no rank uses anything of the old world.
+        idle.close_common(
+            world.rank, [{(of, tuple(ranks), by) for of, ranks, by in closable} for _, closable in answers]
+        )
+        for group in list(world.stores):
+            runtime.leave_store(group)
+        part = store.part(name) if isinstance(store, SignedStore) else PrefixStore(name, store)
+        world = _world_of(part, world.rank, world.size, world.timeout)
+    for state in runtime.engine.states:  # all ranks have left
+        state.board.close()
+    return world
+
+
+def current() -> Runtime:
+    """The runtime between `init` and `finalize`."""
+    runtime = job.runtime
+    if runtime is None:
+        raise NotInitialized("mcr.init has not been called in this process")
+    if runtime.closed:
+        raise NotInitialized(f"{runtime.closed_because}; call mcr.init again to join a job")
+    return runtime
+
+
+def is_initialized() -> bool:
+    """Whether `init` has been called, and `finalize` not since."""
+    return job.runtime is not None and not job.runtime.closed
+
+
+def world() -> Communicator:
+    """The communicator of all ranks."""
+    return job.communicator or current().communicator
+
+
+def member_of(group: Communicator | None) -> Communicator:
+    """`group`, or the communicator of all ranks for None."""
+    if group is None:
+        return job.communicator or current().communicator
+    if not isinstance(group, Communicator):
+        raise InvalidArgument(f"group: expected a Communicator or None, got {group!r}")
+    return group
+
+
+def get_backends() -> list[str]:
+    """Names of the libraries this job uses, in fallback order."""
+    return current().libraries.names
+
+
+def get_rank(group: Communicator | None = None) -> int:
+    """This process's rank in `group` (None: in the job); -1 if it is not a member."""
+    return member_of(group).rank
+
+
+def get_world_size(group: Communicator | None = None) -> int:
+    """Number of ranks in `group` (None: in the job)."""
+    return member_of(group).size
+
+
+def new_group(ranks: Sequence[int]) -> Communicator:
+    """The communicator of `ranks`, which keep the given order; collective over the whole job.
+
+    Other ranks get a communicator too; its `rank` is -1 and it refuses operations. A group is closed by its
+    `close()`, at the end of a `with` block, or some time after all its ranks have dropped it.
+
+    Raises:
+        InvalidArgument: `ranks` are no ranks of the job.
+        OrderMismatch: ranks have passed different ones.
+        BackendError: a rank has too few file descriptors left.
+    """
+    return current().new_group(ranks)

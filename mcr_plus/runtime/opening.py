@@ -1,0 +1,140 @@
+"""How a group is opened once its channels are: its state, its pipeline, and the groups inside it by nodes."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from mcr_plus.config.schema import Config
+from mcr_plus.core.group import Group
+from mcr_plus.dispatch.board.opening import open_board
+from mcr_plus.dispatch.group_state import BackendChannel, GroupState
+from mcr_plus.dispatch.stage import GroupRuntime
+from mcr_plus.errors import BackendUnavailable
+from mcr_plus.hierarchy.nodes import Part, inner_groups
+from mcr_plus.hierarchy.options import HierarchicalOptions
+from mcr_plus.pipeline.pipeline import Pipeline
+from mcr_plus.pipeline.stage import Context
+from mcr_plus.rendezvous.store import exchange
+from mcr_plus.runtime.groups import OpenGroup, release_unused
+
+if TYPE_CHECKING:
+    from mcr_plus.runtime.runtime import Runtime
+
+_log = logging.getLogger("mcr_plus")
+
+
+def open_with_parts(
+    runtime: Runtime,
+    group: Group,
+    lines: Mapping[str, BackendChannel],
+    config: Config,
+    *,
+    inner: bool = False,
+) -> OpenGroup:
+    """Open a group over its channels, `lines`, and the groups inside it; collective over its ranks."""
+    world, name, rank = runtime.world, group.name, group.rank
+    one_host = len({world.hosts[each] for each in group.ranks}) == 1
+    store = world.store_of(group) if rank >= 0 and group.size > 1 and world.store is not None else None
+    with ExitStack() as undo:
+        undo.callback(release_unused, lines)
+        board = open_board(store, group, one_host, world.timeout)
+        channels = [line.channel for line in lines.values() if line.channel.takes_ballots]
+        if channels:  # one library only: the n-th ballot of each rank must be for the same operation
+            channels[0].ballots = board.ballots
+        state = GroupState(group, board, _remedy(runtime, name))
+        restored = runtime.restored.setdefault(name, {})
+        of_group = GroupRuntime(runtime.engine, state, lines, {}, restored=restored)
+        classes = runtime.libraries.classes
+        usable = {name: classes[name] for name in lines} if rank >= 0 else dict(classes)
+        parts: dict[str, Pipeline] = {}
+        pipeline = Pipeline(Context(config, world, group, usable, of_group, parts))
+        undo.pop_all()
+    opened = OpenGroup(group, pipeline, of_group, config, inner)
+    runtime.engine.states.append(state)
+    state.recorded = bool(runtime.engine.recorders)
+    state.refresh()
+    runtime.groups.append(opened)
+    for part, members in inner_groups(config, world.hosts, group).items():
+        # On all ranks in the same order, here and not at the first use: it is collective.
+        below = _open_part(runtime, group, part, members, config)
+        opened.parts.append(below)
+        of_group.caches.append(below.runtime.forget)
+        parts[part] = below.pipeline
+    return opened
+
+
+def warn_of_missing(group: Group, missing: Mapping[str, str]) -> None:
+    """Log on the group's rank 0 which libraries the group goes without, and why."""
+    for name, reason in missing.items() if group.rank == 0 else ():
+        _log.warning("group '%s' goes without %s: %s", group.name, name, reason)
+
+
+def _remedy(runtime: Runtime, name: str) -> str:
+    """How a program goes on after the group `name` has failed, for messages."""
+    if not runtime.is_native:
+        return "destroy the process group and make a new one"
+    fresh = "mcr.reset() makes a fresh world"
+    if name.partition("/")[0] == "world":
+        return fresh
+    return f"close it on its ranks and make another with mcr.new_group, or {fresh}"
+
+
+def _open_part(runtime: Runtime, group: Group, part: Part, inner: Group, config: Config) -> OpenGroup:
+    """Open a group inside `group`; if it cannot be opened, all ranks of `group` raise.
+
+    A library that one of the groups of this part must go without is left out in all of them. Raises
+    `BackendUnavailable` on all ranks of `group` if that is one the configuration names for the step.
+    """
+    problem = ""
+    lines: dict[str, BackendChannel] = {}
+    dropped: dict[str, str] = {}
+    try:
+        lines, dropped = runtime.libraries.open_channels(inner)
+    except BackendUnavailable as error:
+        problem = f"group '{inner.name}': {error}"
+    named = {name: f"group '{inner.name}': {reason}" for name, reason in dropped.items()}
+    with ExitStack() as undo:
+        undo.callback(release_unused, lines)
+        missing = _missing(runtime, group, part, config, (problem, list(lines), named))
+        undo.pop_all()
+    warn_of_missing(inner, missing)
+    release_unused({name: lines.pop(name) for name in missing.keys() & lines.keys()})
+    return open_with_parts(runtime, inner, lines, config.below("hierarchical"), inner=True)
+
+
+def _missing(
+    runtime: Runtime,
+    group: Group,
+    part: Part,
+    config: Config,
+    mine: tuple[str, list[str], dict[str, str]],
+) -> dict[str, str]:
+    """The libraries that one of the groups of a part must go without, and why; raises for `_open_part`.
+
+    `mine`: of this rank's group of the part, why it cannot be opened, its libraries, and those it lacks.
+    """
+    world, what = runtime.world, f"opened/{group.name}/{part}"
+    texts = exchange(world.store_of(group), group.rank, group.size, what, json.dumps(mine), world.timeout)
+    answers = [json.loads(text) for text in texts]
+    if problem := next((problem for problem, _, _ in answers if problem), ""):
+        raise BackendUnavailable(problem)
+    missing: dict[str, str] = {}
+    for _, _, reasons in answers:
+        missing = {**reasons, **missing}
+    step = "inter" if part == "inter" else "local"
+    for name in sorted(_named_for(step, config) & missing.keys()):
+        raise BackendUnavailable(f"hierarchical.{step}.backend: {name} was asked for; {missing[name]}")
+    for _, opened, _ in answers:
+        if missing and not set(opened) - missing.keys():
+            raise BackendUnavailable("; ".join(missing.values()))
+    return missing
+
+
+def _named_for(step: str, config: Config) -> set[str]:
+    """The libraries that the hierarchical stage, or a rule that changes it, names for `local` or `inter`."""
+    steps = [getattr(each, step) for each in config.all_options if isinstance(each, HierarchicalOptions)]
+    return {each.backend.partition(":")[0] for each in steps if each.backend is not None}

@@ -1,0 +1,397 @@
+"""A job as one process runs it: its groups, its libraries, and its end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain, count
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakValueDictionary
+
+from mcr_plus.core.environment import quota_cores
+from mcr_plus.core.group import Group
+from mcr_plus.dispatch.board.base import Failure
+from mcr_plus.dispatch.closing import abandon, drain, forget
+from mcr_plus.dispatch.engine import Engine
+from mcr_plus.dispatch.options import DispatchOptions
+from mcr_plus.dispatch.progress_thread import ProgressThread
+from mcr_plus.errors import BackendError, BackendUnavailable, InvalidArgument, McrError, OrderMismatch
+from mcr_plus.kernels import compiling
+from mcr_plus.pipeline.pipeline import finish
+from mcr_plus.pipeline.state import holds_tensors
+from mcr_plus.rendezvous.bells import open_bells
+from mcr_plus.rendezvous.exit_barrier import SHORT, abort_barrier, linger_for, shutdown_barrier
+from mcr_plus.rendezvous.processes import Peers
+from mcr_plus.rendezvous.store import exchange
+from mcr_plus.runtime.agreement import agree_before_opening
+from mcr_plus.runtime.groups import IdleChannels, OpenGroup, release_unused
+from mcr_plus.runtime.libraries import Libraries
+from mcr_plus.runtime.opening import open_with_parts, warn_of_missing
+from mcr_plus.runtime.process import job
+
+if TYPE_CHECKING:
+    from mcr_plus.backends.base import Backend
+    from mcr_plus.communicator.communicator import Communicator
+    from mcr_plus.config.schema import Config
+    from mcr_plus.pipeline.stage import Stage
+    from mcr_plus.rendezvous.world import World
+
+_log = logging.getLogger("mcr_plus")
+ValueT = TypeVar("ValueT")
+
+
+class Runtime:
+    """Everything that `init` creates and `finalize` takes down.
+
+    Attributes:
+        config: of the job, with the program's own timeout in it.
+        loaded: the same without that timeout.
+        timeout: the program's own, in seconds.
+        is_native: whether `init` has made it, and not torch.distributed.
+        closed: whether the job has ended here; `closed_because` says how, for messages.
+        communicator: of all ranks.
+        groups: those that are open, in the order in which they were opened.
+        idle_channels: of groups that were closed here, those that all ranks must close together.
+        restored: group → stage → entries of a loaded state, see `Stage.load_state`.
+        tagged: models by the tags of their operations. Two models that share one would share codec state.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        backends: Mapping[str, type[Backend]],
+        loaded: Config,
+        timeout: float | None = None,
+        *,
+        native: bool = True,
+    ) -> None:
+        options = config.options("dispatch")
+        assert isinstance(options, DispatchOptions)
+        self.config = config
+        self.loaded = loaded
+        self.timeout = timeout
+        self.is_native = native
+        self.closed = False
+        self.closed_because = "finalize has been called"
+        self._peers = Peers(world.rank, world.hosts, world.store, world.timeout)
+        bells = open_bells(world.store, world.rank, world.hosts, world.timeout)
+        self.world = world = replace(world, bells=bells)
+        here = world.hosts.count(world.hosts[world.rank])
+        self.engine = Engine(
+            self._peers,
+            wait=options.wait,
+            oversubscribed=world.oversubscribed,
+            bells=bells,
+            beside=self._peers.beside(),
+            ranks=here,
+            short=here > quota_cores(),
+        )
+        self.groups: list[OpenGroup] = []
+        self.libraries = Libraries(config, world, backends)
+        self.idle_channels = IdleChannels()
+        self.restored: dict[str, dict[str, dict[str, Any]]] = {}
+        self.tagged: WeakValueDictionary[str, Any] = WeakValueDictionary()
+        self._ended: list[Stage] = []  # of groups that were closed, if they need a `finish`
+        self._count = 0  # of groups made by `new_group`
+        try:
+            self.libraries.open()
+            self.engine.backends = list(self.libraries.backends.values())
+            if options.progress == "thread":
+                self._start_progress_thread()
+            self.communicator = self.open_group("world", tuple(range(world.size)))
+        except BaseException:
+            self._abort_start()
+            raise
+        compiling.watchers.append(self.engine.compiles)
+
+    def _abort_start(self) -> None:
+        """Close what has been opened for a job that cannot begin."""
+        self.closed = True
+        self.engine.stop_thread()
+        for opened in self.groups:
+            release_unused(opened.runtime.channels)
+            opened.state.close()
+            opened.state.board.close()
+        for backend in self.libraries.backends.values():
+            backend.close(clean=False)
+        self.engine.waiting.close()
+        self.engine.waiting.abandon()
+        if self.world.bells is not None:
+            self.world.bells.close()
+
+    def _start_progress_thread(self) -> None:
+        """Start the progress thread, if any library needs one."""
+        polled = [backend for backend in self.engine.backends if backend.needs_polls]
+        for backend in polled:
+            if problem := backend.refuses_threads():
+                raise BackendUnavailable(
+                    f"dispatch: progress: thread: {problem}; progress: caller works with it"
+                )
+        if polled:
+            self.engine.progress_thread = ProgressThread(self.engine.progress_once)
+
+    # -- groups -----------------------------------------------------------------------------------
+
+    @property
+    def communicators(self) -> list[Communicator]:
+        """Those of all open groups, the groups inside groups included; the same on all ranks of each."""
+        return [opened.communicator(self) for opened in self.groups]
+
+    def open_group(
+        self, name: str, ranks: tuple[int, ...], config: Config | None = None, *, checked: bool = False
+    ) -> Communicator:
+        """Create the communicator of `ranks`; collective over them.
+
+        `config`: of its pipeline, None for that of the job. `checked`: whether the ranks have agreed that all
+        of them have file descriptors left for it, see `agree`; if not, they do so now.
+        """
+        world, config = self.world, config or self.config
+        rank = ranks.index(world.rank) if world.rank in ranks else -1
+        group = Group(name, ranks, rank)
+        if not checked and rank >= 0 and group.size > 1 and world.store is not None:
+            store, rounds = world.store_of(group), count()
+
+            def gather(mine: object) -> list[Any]:
+                what = f"opening/{name}/{next(rounds)}"
+                texts = exchange(store, rank, group.size, what, json.dumps(mine), world.timeout)
+                return [json.loads(text) for text in texts]
+
+            what, sizes = f"group '{name}'", [group.size] * group.size
+            agree_before_opening(self, ranks, gather, None, what, lambda _: sizes)
+        try:
+            lines, dropped = self.libraries.open_channels(group) if rank >= 0 else ({}, {})
+            warn_of_missing(group, dropped)
+            if name == "world":
+                self.libraries.dropped = frozenset(dropped)
+            return open_with_parts(self, group, lines, config).communicator(self)
+        except McrError:
+            raise
+        except RuntimeError as error:  # of torch's store, or of a library that has asked it
+            raise BackendError(f"group '{name}' cannot be opened over the job's store: {error}") from error
+        finally:
+            for failed in world.stores.keys() - {opened.name for opened in self.groups}:
+                self.leave_store(failed)
+
+    def new_group(self, ranks: Sequence[int]) -> Communicator:
+        """See `mcr_plus.new_group`."""
+        size = self.world.size
+        try:
+            chosen = tuple(operator.index(rank) for rank in ranks)
+        except TypeError:
+            raise InvalidArgument(f"ranks: expected a list of ranks, got {ranks!r}") from None
+        wrong = [rank for rank in chosen if not 0 <= rank < size]
+        if wrong or len(set(chosen)) != len(chosen) or not chosen:
+            raise InvalidArgument(
+                f"ranks: expected distinct ranks from 0 to {size - 1}, at least one, got {list(ranks)}"
+            )
+        sizes = [len(chosen) if rank in chosen else 0 for rank in range(size)]
+        for rank, passed in enumerate(self.agree(self.communicator, chosen, "new_group", lambda _: sizes)):
+            if passed != chosen:
+                raise OrderMismatch(
+                    f"new_group: rank {self.world.rank} passed {list(chosen)}, rank {rank} passed "
+                    f"{list(passed)}; all ranks of the job must create the same groups in the same order"
+                )
+        self._count += 1
+        return self.open_group(f"group{self._count}", chosen, checked=True)
+
+    def agree(
+        self,
+        communicator: Communicator,
+        value: ValueT,
+        what: str,
+        sizes: Callable[[Sequence[ValueT]], Sequence[int]],
+    ) -> list[ValueT]:
+        """Every rank's `value`, before groups are opened inside a group; collective over that group.
+
+        Groups inside it that all their ranks have dropped are closed on the way. `sizes` maps the values of
+        all ranks to the size of each rank's new group. Raises `BackendError` on all ranks if one of them has
+        not enough file descriptors left for it.
+        """
+        gather = partial(communicator.all_gather_object, tag=what)
+        return agree_before_opening(self, communicator.ranks, gather, value, what, sizes)
+
+    def settle(self, opened: OpenGroup) -> None:
+        """Wait for everything in flight in a group; raises its first error."""
+        if opened.state.failure is None:
+            opened.pipeline.flush()
+            drain(self.engine, [each.state for each in opened.all])
+
+    def leave(self, communicator: Communicator, clean: bool = True) -> None:
+        """Close a group here, or the job if it is the group of all its ranks, unless that is closed already.
+
+        Other ranks may still use the group. With `clean`, everything in flight is waited for and its first
+        error raised; without, as at the end of a `with` block after an exception, nothing is waited for.
+        """
+        if self.closed or communicator.closed:
+            return
+        if communicator is self.communicator:
+            self.close(clean)
+            return
+        try:
+            if clean:
+                self.settle(communicator.opened)
+        finally:
+            self.remove(communicator.opened, clean)
+
+    def close_together(self, opened: OpenGroup) -> None:
+        """See `Communicator.close`."""
+        if opened is self.communicator.opened:
+            self.leave(self.communicator)
+        elif not opened.state.closed:
+            together, state, group = False, opened.state, opened.group
+            try:
+                self.settle(opened)
+                if group.size > 1 and group.rank >= 0 and state.failure is None:
+                    # From here on nothing is in flight on any rank.
+                    off = opened.communicator(self).all_gather_object(self.engine.off, tag="close")
+                    self.libraries.note_disabled(group.ranks, off)
+                together = state.failure is None
+            finally:
+                self.remove(opened, together, together=together)
+
+    def remove(self, opened: OpenGroup, clean: bool, *, together: bool = False) -> None:
+        """Close a group in which nothing is waited for any more; see `OpenGroup.shut_alone`."""
+        off = self.libraries.disabled_on(opened.group.ranks) if together else ()
+        for each in opened.all:
+            self._ended += [stage for stage in each.pipeline.stages if stage.needs_finish]
+            self.idle_channels.add(each.group, each.shut_alone(clean, together=together, off=off))
+            self.groups.remove(each)
+            self.engine.states.remove(each.state)
+            self.leave_store(each.name)
+            if not any(self.restored.get(each.name, {}).values()):
+                self.restored.pop(each.name, None)
+
+    def leave_store(self, name: str) -> None:
+        """Drop a group's keys in the job's store, unless rank 0, which serves it, does not answer."""
+        store = self.world.stores.pop(name, None)
+        if store is not None and self._peers.status(0) not in ("dead", "stopped"):
+            store.leave()
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def close(self, clean: bool) -> None:
+        """Take everything down. Waits for what is in flight if `clean`, and raises its first error."""
+        self.closed = True
+        job.communicator = None
+        job.disabled.update(self.engine.off)
+        self._stop_watching()
+        self.engine.stop_thread()
+        error: McrError | None = None
+        clean = clean and not self.engine.failed
+        if clean:
+            try:
+                for opened in self.groups:
+                    opened.pipeline.flush()
+                drain(self.engine)
+            except McrError as failure:
+                error, clean = failure, False
+        if clean:
+            error = self._finish_stages()
+        for state in self.engine.states:
+            state.publish()
+            if clean:
+                state.board.mark_closed()
+            else:
+                state.board.mark_failed(Failure(0, "it left the job after an error"))
+        clean = clean and self.wait_for_all_to_end(self.world.timeout)
+        for opened in reversed(self.groups):
+            opened.shut(clean)
+        self.idle_channels.give_up()
+        for state in self.engine.states:
+            state.close()
+            if clean:
+                state.board.close()
+        self.libraries.close(clean)
+        self.engine.waiting.close()
+        if error is not None:
+            raise error
+
+    def _stop_watching(self) -> None:
+        if self.engine.compiles in compiling.watchers:
+            compiling.watchers.remove(self.engine.compiles)
+
+    def _finish_stages(self) -> McrError | None:
+        """Call `finish` of the stages. An error is this rank's own, and the job still ends in good order."""
+        try:
+            finish([*self._ended, *chain.from_iterable(each.pipeline.stages for each in self.groups)])
+            unused = [
+                f"'{group}': {name}"
+                for group, stages in self.restored.items()
+                for entries in stages.values()
+                for name, value in entries.items()
+                if holds_tensors(value)  # which change results; plain data, such as measurements, does not
+            ]
+            if unused and self.world.rank == 0:
+                _log.warning(
+                    "state: %d of the operations that were loaded were never issued, such as in group %s",
+                    len(unused),
+                    unused[0],
+                )
+        except McrError as failure:
+            return failure
+        return None
+
+    def wait_for_all_to_end(self, timeout: float = SHORT) -> bool:
+        """Wait until all ranks have ended the job, however their operations went; returns whether they have.
+
+        `timeout`: in seconds. With more than the default, a rank that has failed is not waited for.
+        """
+        board = self.engine.states[0].board
+        store, names = self.world.store, {each.name for each in job.backends.values()}
+
+        def has_failed(rank: int) -> bool:
+            return timeout > SHORT and board.failure(rank) is not None
+
+        def read_disabled() -> None:
+            if store is not None:
+                job.disabled |= {name for name in names if store.check([f"off/{name}"])}
+
+        job.all_ended = shutdown_barrier(
+            self.world,
+            "closing",
+            self._peers,
+            patience=timeout,
+            has_failed=has_failed,
+            notes=[f"off/{name}" for name in job.disabled],
+            then=read_disabled,
+        )
+        return job.all_ended
+
+    def prepare_reset(self) -> None:
+        """Close the channels that no peer waits for and keep those that all ranks must close together.
+
+        A channel whose library may still be at an operation stays open.
+        """
+        for opened in reversed(self.groups):
+            idle = not forget(self.engine, opened.state)
+            channels = {name: line.channel for name, line in opened.runtime.channels.items()}
+            for channel in channels.values() if idle else ():
+                if channel.closes_alone:
+                    channel.release()
+            kept = {
+                name: channel
+                for name, channel in channels.items()
+                if not channel.closes_alone and name not in opened.state.unfinished
+            }
+            self.idle_channels.add(opened.group, kept)
+
+    def crash(self) -> None:
+        """Leave after an uncaught exception without a wait for others, but after the ranks that caused it."""
+        abort_barrier(self.world, self._peers)
+        self.leave(self.communicator, clean=False)
+        linger_for(self._peers, self.engine.watchdog.failed_peers)
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the parent's groups and libraries without closing them."""
+        self.closed = True
+        self._stop_watching()
+        abandon(self.engine)
+        for state in self.engine.states:
+            state.abandon()
+        for backend in self.libraries.backends.values():
+            backend.abandon()

@@ -1,0 +1,55 @@
+"""Options of the stage `select`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, InstanceOf, PlainSerializer, ValidationInfo
+
+from mcr_plus.config.document import path_text
+from mcr_plus.config.options import BytesOrNone, ReadContext, StageOptions
+from mcr_plus.config.schema import TableRef
+from mcr_plus.errors import short
+
+
+def _table_ref(value: object, info: ValidationInfo) -> TableRef | None:
+    if value is None or isinstance(value, TableRef):
+        return value
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise ValueError(f"expected the path of a table file, got {short(value)}")
+    if not isinstance(info.context, ReadContext):
+        return TableRef(value)
+    document, keys = info.context.document, (*info.context.keys, info.field_name or "")
+    return TableRef(value, document.folder, f"{document.place(keys)}: {path_text(keys)}")
+
+
+def _table_text(table: TableRef | None) -> str | None:
+    return table.text if table else None
+
+
+class SelectOptions(StageOptions):
+    """Options of `select`.
+
+    `table`: a table file, or None for the built-in one. `vector_size`: the size in bytes by which vector
+    collectives are looked up, since their own differs between ranks; None for the largest sizes. `online`:
+    whether to go on measuring while the job runs; `refined` is the file that what was learnt is written to.
+    """
+
+    table: Annotated[
+        InstanceOf[TableRef] | None, BeforeValidator(_table_ref), PlainSerializer(_table_text)
+    ] = None
+    vector_size: BytesOrNone = None
+    online: bool = False
+    refined: str | None = None
+
+    def by_content(self) -> dict[str, Any]:
+        """See `StageOptions.by_content`."""
+        data = self.plain()
+        if self.table is not None:
+            data["table"] = self.table.digest()
+        return data
+
+    def files(self) -> Sequence[TableRef]:
+        """See `StageOptions.files`."""
+        return () if self.table is None else (self.table,)

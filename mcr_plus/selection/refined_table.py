@@ -1,0 +1,202 @@
+"""The refined table: results of online refinement as rules, and the file they are written to."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf, isqrt
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Final
+
+from mcr_plus.backends import table_sizes
+from mcr_plus.core.units import Range
+from mcr_plus.errors import ConfigError
+from mcr_plus.selection.options import SelectOptions
+from mcr_plus.tables.editing import by_choice, counts_all_ranks, cover, intersection
+from mcr_plus.tables.fingerprint import Fingerprint, merged
+from mcr_plus.tables.table import Curves, Query, Table, TableKey, TableRule
+from mcr_plus.tables.writing import save_table
+
+if TYPE_CHECKING:
+    from mcr_plus.selection.online import Refinement
+
+_log = logging.getLogger("mcr_plus")
+
+_LARGEST: Final = 1 << 40
+"""Bytes; where no table has a rule, the preference is asked for sizes up to here."""
+_LEAST_US: Final = 1e-3
+"""Microseconds that a table can express."""
+
+
+def check_target(options: SelectOptions) -> None:
+    """Raise `ConfigError` if the refined table could not be written: now, not at the end of the job."""
+    if options.online:
+        folder = target_path(options).parent
+        if not (folder.is_dir() and os.access(folder, os.W_OK)):
+            what = "cannot be written to" if folder.is_dir() else "is no folder"
+            raise ConfigError(
+                f"select: online: {folder} {what}; expected 'refined: FILE' in a folder that can be written"
+            )
+
+
+def target_path(options: SelectOptions) -> Path:
+    """The file to write; relative paths are relative to the working directory of now."""
+    source = None if options.table is None else options.table.resolve().absolute()
+    if options.refined is None:
+        folder, stem = (Path.cwd(), "mcr_plus") if source is None else (source.parent, source.stem)
+        return folder / f"{stem}.refined.yaml"
+    target = Path(options.refined).absolute()
+    if source is not None and options.table is not None and target.resolve() == source.resolve():
+        raise ConfigError(
+            f"{options.table.place}: refined: {options.refined!r} is the table itself, which is never "
+            "overwritten; expected another file"
+        )
+    return target
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """The result of a trial: the choice, and median microseconds by candidate.
+
+    `default` gives the choice for operations of other sizes where no table has a rule, None if none can.
+    """
+
+    query: Query
+    choice: str
+    measured: Mapping[str, float]
+    default: Callable[[int], str | None]
+
+    @property
+    def key(self) -> TableKey:
+        """The operations that a rule cannot tell from this one but by their size."""
+        query = self.query
+        ranks, nodes, per_node = (
+            Range(number, number + 1) for number in (query.ranks, query.nodes, query.ranks_per_node)
+        )
+        return TableKey(query.kind, query.dtype, ranks, nodes, per_node, query.device, None, query.async_op)
+
+
+def save_refined(refinements: Sequence[Refinement]) -> None:
+    """Write the results of all trials, those of one path to one file; on rank 0, of the groups it is in.
+
+    Without results no file is written. A file that cannot be written is a warning.
+    """
+    writing = [each for each in refinements if each.writes]
+    for path in dict.fromkeys(each.path for each in writing):
+        ours = [each for each in writing if each.path == path]
+        learnt = [entry for each in ours for entry in each.learnt()]
+        if learnt:
+            table = ours[0].table
+            source = "no table" if table is None else Path(table.name).name
+            told = f"{source}, refined while a job ran (select: {{online: true}})"
+            try:
+                save_table(refined_table(table, learnt, ours[0].fingerprint()), path, comment=[told])
+            except ConfigError as error:  # the job has done its work: it does not fail over this
+                _log.warning("what online refinement has learnt is lost: %s", error)
+
+
+def refined_table(table: Table | None, learnt: Sequence[Learnt], here: Fingerprint) -> Table:
+    """`table` with the results of trials laid over it, only for operations like those that were seen.
+
+    They get rules of their own, before all that held for them: as before, but for the octave of each size
+    seen (from a power of two to the next; two sizes of one octave part at their geometric mean).
+    """
+    before = () if table is None else table.rules
+    groups: dict[TableKey, list[Learnt]] = {}
+    # A kind covers its vector form, so that stands first.
+    for entry in sorted(learnt, key=lambda entry: not entry.query.kind.endswith("_v")):
+        groups.setdefault(entry.key, []).append(entry)
+    places: dict[int, list[TableRule]] = {}
+    for key, entries in groups.items():
+        place = next((index for index, rule in enumerate(before) if rule.key.includes(key)), len(before))
+        places.setdefault(place, []).extend(_refined_rules(before, entries))
+    rules: list[TableRule] = []
+    for index, rule in enumerate(before):
+        rules += [*places.get(index, ()), *([] if rule.key in groups else [rule])]
+    rules += places.get(len(before), ())
+    if table is None:
+        return Table(tuple(rules), fingerprint=here)
+    return replace(table, rules=tuple(rules), fingerprint=merged([table.fingerprint, here]))
+
+
+def _refined_rules(before: Sequence[TableRule], learnt: Sequence[Learnt]) -> list[TableRule]:
+    """The rules of one key: those learnt, over those that held before, neighbours with one choice joined."""
+    first = learnt[0]
+    old = [rule for rule in before if rule.key.includes(first.key)] or _preference(first)
+    new = [
+        rule
+        for size, sizes in _ranges({entry.query.nbytes for entry in learnt}).items()
+        for rule in _learnt_rule(first.key, sizes, [e for e in learnt if e.query.nbytes == size])
+    ]
+    figures: dict[str, dict[int, float]] = {}
+    for sizes, rule in (*cover(old, first.key), *((rule.sizes, rule) for rule in new)):
+        for choice, curve in _figures(rule, sizes, first.query).items():
+            figures.setdefault(choice, {}).update(curve)
+    whole = TableRule("", 0, None, first.key, figures)
+    return [
+        TableRule(
+            rule.backend, sizes.lo, sizes.hi, first.key, _figures(whole, sizes, first.query), rule.reason
+        )
+        for sizes, rule in by_choice(cover([*new, *old], first.key))
+        if rule is not None
+    ]
+
+
+def _preference(entry: Learnt) -> list[TableRule]:
+    """The built-in preference as rules, by octave; a size that no backend can do is as the one below."""
+    starts = [0, *(1 << power for power in range(1, _LARGEST.bit_length()))]
+    rules, choice = [], entry.choice
+    for lo, hi in zip(starts, [*starts[1:], None], strict=True):
+        choice = entry.default(lo) or choice
+        rules.append(TableRule(choice, lo, hi, entry.key))
+    return rules
+
+
+def _learnt_rule(key: TableKey, sizes: Range, learnt: Sequence[Learnt]) -> Iterator[TableRule]:
+    """The rule of one size; where operations that no rule distinguishes differ, medians decide.
+
+    It covers those of `sizes` that the choice supports, which may be none.
+    """
+    names = dict.fromkeys(name for entry in learnt for name in entry.measured)
+    us = {name: median(entry.measured[name] for entry in learnt if name in entry.measured) for name in names}
+    choice = min({entry.choice: None for entry in learnt}, key=lambda choice: us.get(choice, inf))
+    size = learnt[0].query.nbytes
+    measured: Curves = {}
+    if size is not None:
+        measured = {name: {size: max(us[name], _LEAST_US)} for name in names}
+    if (held := intersection(sizes, table_sizes(choice))) is not None:
+        yield TableRule(choice, held.lo, held.hi, key, measured)
+
+
+def _ranges(sizes: Iterable[int | None]) -> dict[int | None, Range]:
+    """The range of each size, smaller ones first, of which the first that covers a size counts.
+
+    It is the octave, up to the geometric mean with the next size if that is nearer; everything for operations
+    without a size.
+    """
+    ordered = sorted(size for size in sizes if size is not None)
+    if not ordered:
+        return {None: Range(0)}
+    found: dict[int | None, Range] = {}
+    for size, above in zip(ordered, [*ordered[1:], None], strict=True):
+        lo = 1 << size.bit_length() >> 1
+        hi = max(2 * lo, 1)
+        found[size] = Range(lo, hi if above is None else min(hi, isqrt(size * above) + 1))
+    return found
+
+
+def _figures(rule: TableRule | None, sizes: Range, query: Query) -> Curves:
+    """The figures of a range of total bytes, its ends included."""
+    if rule is None:
+        return {}
+    unit = query.ranks if rule.key.basis == "per_rank" and counts_all_ranks(query.kind) else 1
+    found = {}
+    for choice, curve in rule.measured.items():
+        points = {size * unit: us for size, us in curve.items()}
+        inside = {s: us for s, us in points.items() if sizes.lo <= s and (sizes.hi is None or s <= sizes.hi)}
+        if inside:
+            found[choice] = inside
+    return found

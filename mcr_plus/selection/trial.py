@@ -1,0 +1,109 @@
+"""The trial of online refinement: rivals get few calls, spread over many, until one candidate is left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Final
+
+from mcr_plus.trials.trial import Trial, Turn, clearly_slower, compare
+
+BLOCK: Final = 32
+"""Calls, of which at most two go to a rival."""
+TURN: Final = 2
+"""Calls of a rival in a row, the last of them timed: the first ones after a change are slower."""
+TIMED: Final = 4
+"""Timed calls of a block: the rival's, and three of the candidate in charge."""
+TURNS: Final = 3
+"""Blocks per rival between two exchanges, when all rivals are there."""
+ROUNDS: Final = 12
+"""Exchanges without a change after which a trial ends undecided."""
+LAG: Final = 16
+"""Calls between an exchange and its use."""
+_GOLDEN: Final = 0x9E3779B9
+"""2³² over the golden ratio: its multiples fill a circle evenly."""
+
+
+@dataclass
+class OnlineTrial(Trial):
+    """A trial that costs little and ends: `candidates` are choices, `name` or `name:algorithm`.
+
+    Of the first n calls at most n × `TURN` / `BLOCK` go to others than the candidate in charge, for every n.
+    A trial of k candidates ends within `BLOCK` + k × `ROUNDS` × (`TURNS` × (k - 1) × `BLOCK` + lag) calls.
+
+    Attributes:
+        rivals: indices of the candidates that are still tried.
+        former: indices of those that have been in charge; one that comes back stays.
+        rounds: exchanges since the candidate in charge changed.
+        medians: the last median of each candidate in seconds; while it was in charge, if it ever was.
+    """
+
+    lag: int = LAG
+    began: int = BLOCK
+    rivals: list[int] = field(default_factory=list)
+    former: list[int] = field(default_factory=list)
+    rounds: int = 0
+    medians: list[float | None] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, candidates: Sequence[str], lag: int = LAG) -> OnlineTrial:
+        """A new trial of at least two candidates; the first is in charge."""
+        count = len(candidates)
+        return cls(tuple(candidates), lag, rivals=list(range(1, count)), medians=[None] * count)
+
+    @property
+    def _blocks(self) -> int:
+        """Blocks of a round."""
+        return TURNS * (len(self.candidates) - 1)
+
+    @property
+    def length(self) -> int:  # noqa: D102
+        return self._blocks * BLOCK
+
+    @property
+    def slots(self) -> int:  # noqa: D102
+        return self._blocks * TIMED
+
+    def schedule(self) -> dict[int, Turn]:
+        """The calls of this round that are timed or go to a rival, by number.
+
+        Where in its block such a call stands moves along evenly, so that no period of the program (layers
+        of a step, say) always meets the same candidate.
+        """
+        turns: dict[int, Turn] = {}
+        for block in range(0 if self.frozen else self._blocks):
+            start = self.began + block * BLOCK
+            place = ((start // BLOCK * _GOLDEN) % (1 << 32)) * (BLOCK - TURN + 1) >> 32
+            rival = self.rivals[block % len(self.rivals)]
+            for call in range(place, place + TURN):
+                turns[start + call] = Turn(rival, None)
+            for index in range(TIMED):
+                call = (place + TURN - 1 + index * BLOCK // TIMED) % BLOCK
+                turns[start + call] = Turn(self.chosen if index else rival, block * TIMED + index)
+        return turns
+
+    def _decide(self) -> None:
+        for candidate, times in enumerate(self.times):
+            if times and candidate not in self.former:
+                self.medians[candidate] = median(times)
+        self.rounds += 1
+        own = self.times[self.chosen]
+        verdicts = {rival: compare(own, self.times[rival]) for rival in self.rivals}
+        self.rivals = [rival for rival, verdict in verdicts.items() if verdict != "no faster"]
+        faster = [rival for rival, verdict in verdicts.items() if verdict == "faster"]
+        if faster:
+            self._change(min(faster, key=lambda rival: median(self.times[rival])))
+        self.frozen |= not self.rivals or self.rounds >= ROUNDS
+
+    def _change(self, new: int) -> None:
+        """Put another candidate in charge. All are timed anew: who is in charge may change their times."""
+        old = self.chosen
+        self.rivals.remove(new)
+        if not clearly_slower(self.times[new], self.times[old]):
+            self.rivals.append(old)
+        self.frozen = new in self.former
+        self.former.append(old)
+        self.chosen = new
+        self.rounds = 0
+        self.times = [[] for _ in self.candidates]

@@ -1,0 +1,1 @@
+"""Tuning tables: rules, cost, fingerprints, files, and formats of other libraries."""

@@ -1,0 +1,188 @@
+"""Expected cost of operations: a table's measurements, interpolated and extrapolated over size.
+
+    model = CostModel(table)
+    model.expected("mpi", Query("all_reduce", 1 << 20))      # Estimate(us=105.2, figure="measured", …)
+
+A curve is made monotone (a larger message never costs less: pool adjacent violators, Barlow et al. 1972).
+Between measured sizes it is a straight line in bytes, which is exact for latency plus size over bandwidth
+(Hockney 1994), or a line in logarithms if that is lower: if time grows faster than size, as for messages that
+outgrow a cache. Below the smallest size, the smallest size's time is an upper bound. Beyond the largest, the
+curve continues at the bandwidth of the last rising segment; without one, as with a single size, the largest
+size's time is a lower bound. All of these are flagged, as are numbers of ranks or nodes for which the table
+has no rules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcr_plus.core.units import Range
+from mcr_plus.tables.table import Query, Table, TableKey
+
+Floats = NDArray[np.float64]
+Figure = Literal["measured", "at_most", "at_least", "extrapolated", "unknown"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Expected microseconds of one operation, and the quality of that figure.
+
+    `figure`: "measured" at a size or between two; "extrapolated" along a slope, or from other numbers of
+    ranks or nodes; "at_most" below the smallest size, "at_least" beyond the largest if no slope is known:
+    there only `bound_us` was measured, and `us` is an assumption for plans; "unknown" if even the bound is
+    of other numbers of ranks or nodes.
+    """
+
+    us: float
+    figure: Figure = "measured"
+    bound_us: float | None = None
+
+    @property
+    def extrapolated(self) -> bool:
+        """Whether the figure does not lie between measurements."""
+        return self.figure != "measured"
+
+    @property
+    def comparable(self) -> bool:
+        """Whether `us` may be compared with the figure of another library."""
+        return self.figure in {"measured", "extrapolated"}
+
+    def from_elsewhere(self) -> Estimate:
+        """The same figure for numbers of ranks or nodes that were not measured."""
+        return Estimate(self.us, "extrapolated" if self.comparable else "unknown")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Time over size: monotone, interpolated between its points."""
+
+    sizes: Floats
+    times: Floats
+
+    @classmethod
+    def through(cls, points: Mapping[int, float]) -> Curve:
+        """The curve of measured microseconds by bytes; at least one point."""
+        sizes = sorted(points)
+        return cls(np.array(sizes, np.float64), isotonic(np.array([points[size] for size in sizes])))
+
+    def at(self, nbytes: int) -> Estimate:
+        """Expected time of an operation of `nbytes`."""
+        if nbytes < self.sizes[0]:
+            return Estimate(float(self.times[0]), "at_most", float(self.times[0]))
+        if nbytes > self.sizes[-1]:
+            slope, largest = self._slope_beyond(), float(self.times[-1])
+            beyond = nbytes - float(self.sizes[-1])
+            if slope is None:
+                return Estimate(largest + self._half_bandwidth() * beyond, "at_least", largest)
+            return Estimate(largest + slope * beyond, "extrapolated")
+        return Estimate(self._between(nbytes))
+
+    def _between(self, nbytes: int) -> float:
+        """The lower of the lines in bytes and in logarithms through the two points around `nbytes`."""
+        index = int(np.searchsorted(self.sizes, nbytes))
+        if self.sizes[index] == nbytes:
+            return float(self.times[index])
+        sizes, times = self.sizes[index - 1 : index + 1], self.times[index - 1 : index + 1]
+        straight = float(np.interp(nbytes, sizes, times))
+        if sizes[0] == 0:
+            return straight
+        return min(straight, math.exp(np.interp(math.log(nbytes), np.log(sizes), np.log(times))))
+
+    def _slope_beyond(self) -> float | None:
+        """Microseconds per byte beyond the largest size: those of the last rising segment, or None."""
+        largest, time = self.sizes[-1], self.times[-1]
+        below = np.flatnonzero(self.times < time)
+        if len(below):
+            return float((time - self.times[below[-1]]) / (largest - self.sizes[below[-1]]))
+        return None
+
+    def _half_bandwidth(self) -> float:
+        """Microseconds per byte, assuming that half of the time is latency; one point cannot show it."""
+        return float(self.times[-1] / self.sizes[-1]) / 2 if self.sizes[-1] else 0.0
+
+
+def isotonic(values: Floats) -> Floats:
+    """The closest non-decreasing sequence by least squares: decreasing neighbours are averaged."""
+    blocks: list[tuple[float, int]] = []  # mean and length
+    for value in values:
+        mean, count = float(value), 1
+        while blocks and blocks[-1][0] > mean:
+            before, length = blocks.pop()
+            mean, count = (before * length + mean * count) / (length + count), count + length
+        blocks.append((mean, count))
+    return np.repeat([mean for mean, _ in blocks], [count for _, count in blocks]).astype(np.float64)
+
+
+class CostModel:
+    """Expected times by choice and operation, from the measurements of one table."""
+
+    def __init__(self, table: Table) -> None:
+        """Collect the curves of every key of the table."""
+        self._curves: dict[TableKey, dict[str, Curve]] = {
+            key: {choice: Curve.through(points) for choice, points in _joined(rules).items()}
+            for key, rules in (
+                (key, [rule.measured for rule in rules]) for key, rules in table.by_key().items()
+            )
+        }
+
+    def choices(self, query: Query) -> list[str]:
+        """The choices that were measured for operations like this one."""
+        covering = (curves for key, curves in self._curves.items() if key.covers(query))
+        return list(dict.fromkeys(choice for curves in covering for choice in curves))
+
+    def expected(self, choice: str, query: Query) -> Estimate | None:
+        """Expected time of `query` by `choice` (`name` or `name:algorithm`); None if nothing was measured.
+
+        Without measurements of this number of ranks or nodes, those of the nearest are used, and likewise
+        those of other dtypes. Asynchronous and synchronous measurements do not replace each other: for
+        asynchronous operations tables have exposed times, for synchronous ones whole times. None without a
+        size.
+        """
+        measured = [key for key, curves in self._curves.items() if choice in curves]
+        exact = next((key for key in measured if key.covers(query)), None)
+        similar = (key for key in measured if _is_similar(key, query))
+        key = exact or min(similar, key=lambda key: _distance(key, query), default=None)
+        size = None if key is None else query.size(key.basis)
+        if key is None or size is None:
+            return None
+        estimate = self._curves[key][choice].at(size)
+        return estimate if exact else estimate.from_elsewhere()
+
+
+def _is_similar(key: TableKey, query: Query) -> bool:
+    """Whether the key differs from the query in scale or dtype only."""
+    alike = TableKey(key.kind, device=key.device, async_op=key.async_op, basis=key.basis)
+    return key.kind != "*" and alike.covers(query)
+
+
+def _distance(key: TableKey, query: Query) -> tuple[float, ...]:
+    """Distance of a key's measurements from an operation, the facts with most effect on times first."""
+    return (
+        _octaves(key.nodes, query.nodes),
+        _octaves(key.ranks_per_node, query.ranks_per_node),
+        _octaves(key.ranks, query.ranks),
+        key.dtype not in (None, query.dtype),
+    )
+
+
+def _octaves(measured: Range | None, number: int) -> float:
+    """The number of doublings or halvings between a number and a range; 0 inside."""
+    if measured is None or measured.covers(number):
+        return 0.0
+    nearest = measured.lo if number < measured.lo or measured.hi is None else measured.hi - 1
+    return abs(math.log2(nearest / number))
+
+
+def _joined(measured: Iterable[Mapping[str, Mapping[int, float]]]) -> dict[str, dict[int, float]]:
+    """The points of every choice, from all rules of a key."""
+    joined: dict[str, dict[int, float]] = {}
+    for curves in measured:
+        for choice, points in curves.items():
+            joined.setdefault(choice, {}).update(points)
+    return {choice: points for choice, points in joined.items() if points}

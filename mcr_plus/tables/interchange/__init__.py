@@ -1,0 +1,63 @@
+"""Import and export of other libraries' tuning tables, as far as each format can express the rules.
+
+    text, lost = export("openmpi", load_table("table.yaml"))
+    table, lost = import_("nccl-csv", Path("nccl_tuner.conf").read_text(), "nccl_tuner.conf")
+
+Nothing is dropped silently: `lost` has one line, with its place, for everything that the other side cannot
+express. An unknown name in a foreign file is a `ConfigError` that begins with `file:line:`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from mcr_plus import registry
+from mcr_plus.errors import InvalidArgument, unknown
+from mcr_plus.tables.interchange import nccl, oneccl, openmpi, ucc
+from mcr_plus.tables.interchange.exchange import Exported, Format, Imported
+from mcr_plus.tables.table import Table
+
+FORMATS: Final[dict[str, Format]] = {
+    entry.name: entry for entry in (nccl.FORMAT, openmpi.FORMAT, ucc.FORMAT, oneccl.FORMAT)
+}
+
+
+def export(format: str, table: Table, *, backend: str | None = None) -> Exported:
+    """Write a table in another library's format: the rules of `backend`, the library's own by default.
+
+    Raises `InvalidArgument` for an unknown format or backend.
+    """
+    target = _format(format)
+    return target.export(table, _backend(backend, target))
+
+
+def is_empty(text: str) -> bool:
+    """Whether an exported text has no choice: nothing but comments, a version, and a count of 0."""
+    contents = {line.partition("#")[0].strip() for line in text.splitlines()}
+    return contents <= {"", "0", "rule-file-version-2"}
+
+
+def import_(format: str, text: str, name: str = "<text>", *, backend: str | None = None) -> Imported:
+    """Read another library's format into a table whose choices are `backend` and its algorithms.
+
+    `name` stands for the file in places and errors.
+
+    Raises:
+        ConfigError: the text has a mistake.
+        InvalidArgument: unknown format or backend.
+    """
+    source = _format(format)
+    return source.import_(text, name, _backend(backend, source))
+
+
+def _format(name: str) -> Format:
+    if name not in FORMATS:
+        raise InvalidArgument(f"format: {unknown('format', name, tuple(FORMATS))}")
+    return FORMATS[name]
+
+
+def _backend(name: str | None, format: Format) -> str:
+    known = registry.names("backends")
+    if name is not None and name not in known:
+        raise InvalidArgument(f"backend: {unknown('backend', name, known)}")
+    return name or format.backend

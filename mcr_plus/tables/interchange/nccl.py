@@ -1,0 +1,161 @@
+"""The CSV of NCCL's example tuner plugin (since NCCL 2.27.5), read by way of NCCL_TUNER_CONFIG_FILE.
+
+    allreduce,0,65535,ring,ll,2,1,8
+    allreduce,65536,18446744073709551615,ring,simple,8,-1,-1
+
+A line has collective, smallest and largest size (both included), algorithm, protocol, channels, nodes and
+ranks, and optionally numPipeOps and regBuff; -1 stands for any, and for the default number of channels. The
+first line that matches wins. Sizes count as in tables: the larger of a rank's input and output.
+
+Choices are `nccl:algorithm/protocol/channels`, as `nccl:ring/simple/8`; `nccl:ring/simple` keeps the default
+number of channels. The plugin's own parser reads an unknown name as allreduce, ring or simple, and skips
+lines with too few fields; both are errors here. The plugin runs operations that no line matches on one
+channel.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Final
+
+from mcr_plus.core.units import MAX_INTEGER, Range
+from mcr_plus.errors import short, unknown
+from mcr_plus.tables.editing import Piece, areas, intersection
+from mcr_plus.tables.interchange.exchange import (
+    Collective,
+    Exported,
+    Exporter,
+    Format,
+    Imported,
+    algorithm_of,
+    imported,
+    mistake,
+)
+from mcr_plus.tables.table import Table, TableKey, TableRule
+
+COLLECTIVES: Final = {
+    "all_reduce": Collective("allreduce"),
+    "broadcast": Collective("broadcast"),
+    "reduce": Collective("reduce"),
+    "all_gather": Collective("allgather"),
+    "reduce_scatter": Collective("reducescatter"),
+}
+ALGORITHMS: Final = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
+PROTOCOLS: Final = ("ll", "ll128", "simple")
+
+_KINDS: Final = {collective.name: kind for kind, collective in COLLECTIVES.items()}
+_LARGEST: Final = (1 << 64) - 1  # of the plugin's size_t
+_LONGEST: Final = 255
+_FIELDS: Final = (
+    "collective", "min_bytes", "max_bytes", "algorithm", "protocol", "channels", "nNodes", "nRanks",
+    "numPipeOps", "regBuff",
+)  # fmt: skip
+_REQUIRED: Final = 8
+_LIBRARY: Final = "NCCL's tuner"
+
+
+def export(table: Table, backend: str) -> Exported:
+    """Write the rules of a table that the format can express, and report the others."""
+    out = Exporter(table, backend, _LIBRARY, COLLECTIVES, ("ranks", "nodes"), numbers=True)
+    lines = [f"# {','.join(_FIELDS[:_REQUIRED])}"]
+    for kind in COLLECTIVES:
+        keys = [TableKey(kind, ranks=rule.key.ranks, nodes=rule.key.nodes) for rule in out.rules(kind)]
+        known = areas(keys, table.name)
+        for area in known:
+            wider = [other for other in known if other.includes(area)]
+            nested = all(wide.includes(narrow) for narrow, wide in pairwise(wider))
+            lines += _lines(out, kind, area, wider[1] if nested and len(wider) > 1 else None)
+    return out.exported(lines)
+
+
+def _lines(out: Exporter, kind: str, area: TableKey, wider: TableKey | None) -> Iterator[str]:
+    """The lines of one number of nodes and ranks, without those that lines of `wider` make redundant."""
+    later = [] if wider is None else out.pieces_of(kind, wider)
+    for sizes, rule in out.pieces_of(kind, area):
+        if rule is None or any(_implies(piece, sizes, rule) for piece in later):
+            continue
+        algorithm = algorithm_of(rule.backend)
+        if not algorithm:
+            out.report(
+                rule, "no line can select NCCL's own choice: a wider line applies, or else one channel"
+            )
+        elif (fields := _parse(algorithm)) is None:
+            expected = "algorithm/protocol/channels, such as ring/simple/8 or tree/ll"
+            out.report(rule, f"unknown algorithm {algorithm!r}; expected {expected}")
+        else:
+            largest = _LARGEST if sizes.hi is None else sizes.hi - 1
+            numbers = [-1 if number is None else number.lo for number in (area.nodes, area.ranks)]
+            row = (COLLECTIVES[kind].name, sizes.lo, largest, *fields, *numbers)
+            yield ",".join(str(field) for field in row)
+
+
+def _implies(piece: Piece, sizes: Range, rule: TableRule) -> bool:
+    return piece.choice == rule.backend and intersection(piece.sizes, sizes) == sizes
+
+
+def _parse(algorithm: str) -> tuple[str, str, int] | None:
+    """Algorithm, protocol and channels of `ring/simple/8`; None if NCCL has no such algorithm."""
+    name, protocol, *rest = [*algorithm.split("/"), ""]
+    channels = rest[0] if len(rest) == 2 else "-1"
+    known = name in ALGORITHMS and protocol in PROTOCOLS and len(rest) <= 2
+    number = re.fullmatch(r"-1|[1-9]\d{0,8}", channels)
+    return (name, protocol, int(channels)) if known and number else None
+
+
+def import_(text: str, name: str, backend: str) -> Imported:
+    """Read the lines into a table; raises `ConfigError` for lines that the plugin would misread."""
+    rules: list[TableRule] = []
+    lost: list[str] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.startswith("#") and line.strip():
+            rules += _rules(line, name, number, backend, lost)
+    return imported(rules, lost, backend, name)
+
+
+def _rules(line: str, name: str, number: int, backend: str, lost: list[str]) -> Iterator[TableRule]:
+    fields = [field.strip() for field in line.split(",")]
+    if len(line) > _LONGEST:
+        raise mistake(name, number, f"{len(line)} characters; expected at most {_LONGEST}")
+    if not _REQUIRED <= len(fields) <= len(_FIELDS):
+        expected = f"{_REQUIRED} to {len(_FIELDS)} ({','.join(_FIELDS)})"
+        raise mistake(name, number, f"{len(fields)} fields; expected {expected}")
+    row: dict[str, str] = dict(zip(_FIELDS, fields, strict=False))
+    for field, known in (("collective", tuple(_KINDS)), ("algorithm", ALGORITHMS), ("protocol", PROTOCOLS)):
+        if row[field] not in known:
+            raise mistake(name, number, unknown(field, row[field], known))
+    lo, hi = (_integer(row, field, 0, name, number) for field in ("min_bytes", "max_bytes"))
+    if hi < lo:
+        raise mistake(name, number, f"max_bytes: {hi} is below min_bytes, {lo}")
+    channels, nodes, ranks = (_any(row, field, 1, name, number) for field in _FIELDS[5:8])
+    odd = [field for field in _FIELDS[8:] if _any(row, field, 0, name, number) != -1]
+    if odd:
+        what = ", ".join(f"{field} {row[field]}" for field in odd)
+        lost.append(f"{name}:{number}: tables cannot express {what}; the line is left out")
+        return
+    key = TableKey(_KINDS[row["collective"]], ranks=_only(ranks), nodes=_only(nodes))
+    parts = [row["algorithm"], row["protocol"], *([] if channels == -1 else [str(channels)])]
+    place = f"{name}:{number}"
+    yield TableRule(
+        f"{backend}:{'/'.join(parts)}", lo, hi + 1 if hi < MAX_INTEGER else None, key, place=place
+    )
+
+
+def _integer(row: dict[str, str], field: str, least: int, name: str, number: int) -> int:
+    value = row[field]
+    if not re.fullmatch(r"\d{1,20}", value, re.ASCII) or not least <= int(value) <= _LARGEST:
+        raise mistake(name, number, f"{field}: expected a whole number from {least} on, got {short(value)}")
+    return int(value)
+
+
+def _any(row: dict[str, str], field: str, least: int, name: str, number: int) -> int:
+    """The number of a field that may be -1, or missing, for any."""
+    return -1 if row.get(field, "-1") == "-1" else _integer(row, field, least, name, number)
+
+
+def _only(number: int) -> Range | None:
+    return None if number == -1 else Range(number, number + 1)
+
+
+FORMAT: Final = Format("nccl-csv", "nccl", export, import_)

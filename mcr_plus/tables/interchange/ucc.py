@@ -1,0 +1,466 @@
+"""UCC's TUNE strings, one variable per line.
+
+    UCC_TL_UCP_TUNE=allreduce:0-4K:@knomial#allreduce:4K-inf:host:[2-8]:@sra_knomial
+    UCC_TL_NCCL_TUNE=allreduce,bcast:cuda:inf
+
+Tokens are separated by `#`; their fields are recognised by their form, in any order: collectives, memory
+types, `lo-hi` sizes (half-open; K, M, G and T are binary), `[lo-hi]` numbers of ranks (both included), a
+score and an `@algorithm`. A missing field matches everything. A string without a variable is
+UCC_TL_UCP_TUNE's. Between components the highest score wins; a component's own ranges must not overlap, in
+UCC as well.
+
+Choices are `mpi:component/algorithm/score` (or those of another backend that uses UCC), with `*` for an
+algorithm that is not named: `mpi:ucp/knomial`, `mpi:nccl/*/inf`. Numbers of algorithms, which change between
+releases, stay numbers. Bytes of reduce_scatter are those of one rank; barriers, alltoallv, gatherv and
+scatterv are looked up as if of 0 bytes. At a size that is the end of one range and the beginning of another,
+UCC uses the one with the higher score, and tables the second.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from mcr_plus.core.units import MAX_INTEGER, Range
+from mcr_plus.errors import ConfigError, short, unknown
+from mcr_plus.tables.editing import ALL_SIZES, intersection, overlap
+from mcr_plus.tables.interchange.exchange import (
+    Assignment,
+    Collective,
+    Exported,
+    Exporter,
+    Format,
+    Imported,
+    algorithm_of,
+    assignments,
+    imported,
+    mistake,
+    rank_cells,
+)
+from mcr_plus.tables.table import DEVICES, Basis, Table, TableKey, TableRule
+
+_LIBRARY: Final = "UCC"
+COLLECTIVES: Final = {
+    "all_reduce": Collective("allreduce"),
+    "broadcast": Collective("bcast"),
+    "reduce": Collective("reduce"),
+    "all_gather": Collective("allgather"),
+    "all_gather_v": Collective("allgatherv"),
+    "reduce_scatter": Collective("reduce_scatter", basis="per_rank"),
+    "reduce_scatter_v": Collective("reduce_scatterv"),
+    "all_to_all": Collective("alltoall"),
+    "all_to_all_v": Collective("alltoallv", sized=False),
+    "gather": Collective("gather"),
+    "gather_v": Collective("gatherv", sized=False),
+    "scatter": Collective("scatter"),
+    "scatter_v": Collective("scatterv", sized=False),
+    "barrier": Collective("barrier", sized=False),
+}
+
+
+@dataclass(frozen=True)
+class Component:
+    """A transport (TL) or collective (CL) layer: its default score, its algorithms by collective."""
+
+    layer: str
+    score: int
+    algorithms: Mapping[str, tuple[str, ...]]
+
+
+COMPONENTS: Final = {
+    "ucp": Component(
+        "TL",
+        10,
+        {
+            "allreduce": ("knomial", "sra_knomial", "dbt", "sliding_window"),
+            "allgather": ("knomial", "ring", "neighbor", "bruck", "sparbit", "linear", "batched"),
+            "allgatherv": ("knomial", "ring", "sparbit"),
+            "alltoall": ("pairwise", "bruck", "onesided"),
+            "alltoallv": ("pairwise", "hybrid", "onesided", "linear"),
+            "bcast": ("knomial", "sag_knomial", "dbt"),
+            "reduce": ("knomial", "dbt", "srg"),
+            "reduce_scatter": ("ring", "knomial"),
+            "reduce_scatterv": ("ring",),
+        },
+    ),
+    "nccl": Component("TL", 20, {"allgatherv": ("p2p", "bcopy", "bcast")}),
+    "rccl": Component("TL", 20, {}),
+    "cuda": Component("TL", 40, dict.fromkeys(("allgather", "allgatherv"), ("auto", "ring", "linear"))),
+    "sharp": Component("TL", 30, {}),
+    "mlx5": Component("TL", 1, {}),
+    "self": Component("TL", 50, {}),
+    "basic": Component("CL", 10, {}),
+    "hier": Component(
+        "CL",
+        50,
+        {
+            "allreduce": ("rab", "split_rail"),
+            "alltoall": ("node_split",),
+            "alltoallv": ("node_split",),
+        },
+    ),
+}
+"""Components of UCC 1.1 to 1.5, with every algorithm that has a name in one of these releases."""
+
+_KINDS: Final = {collective.name: kind for kind, collective in COLLECTIVES.items()}
+_NO_KIND: Final = ("fanin", "fanout")
+_MEMORY: Final = {"host": "cpu", "cuda": "cuda"}
+_OTHER_MEMORY: Final = ("cuda_managed", "rocm", "rocm_managed")
+_UNITS: Final = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_ANY: Final = "*"
+
+
+class _Selection(NamedTuple):
+    """The content of a choice: a component, its algorithm (`*` for its own choice) and its score, if any."""
+
+    component: str
+    algorithm: str = _ANY
+    score: str = ""
+
+    def text(self) -> str:
+        if self.score:
+            return f"{self.component}/{self.algorithm}/{self.score}"
+        return f"{self.component}/{self.algorithm}"
+
+
+# --- Out ------------------------------------------------------------------------------------------------
+
+
+class _Token(NamedTuple):
+    sizes: Range
+    ranks: tuple[Range, ...]  # none: all
+    selection: _Selection
+
+
+def export(table: Table, backend: str) -> Exported:
+    """Write the rules of a table that the format can express, and report the others."""
+    out = Exporter(table, backend, _LIBRARY, COLLECTIVES, ("ranks", "device"))
+    tokens: dict[_Token, dict[str, list[str]]] = {}  # devices by collective
+    for kind, collective in COLLECTIVES.items():
+        for device in _devices(out.rules(kind)):
+            for token in _tokens(out, kind, device):
+                devices = tokens.setdefault(token, {}).setdefault(collective.name, [])
+                devices += DEVICES if device is None else [device]
+    lines = []
+    for component, about in COMPONENTS.items():
+        texts = [
+            t
+            for token, where in tokens.items()
+            if token.selection.component == component
+            for t in _texts(token, where)
+        ]
+        if texts:
+            lines.append(f"UCC_{about.layer}_{component.upper()}_TUNE={'#'.join(texts)}")
+    return out.exported(lines)
+
+
+def _devices(rules: Iterable[TableRule]) -> list[str | None]:
+    return [*DEVICES] if any(rule.key.device is not None for rule in rules) else [None]
+
+
+def _tokens(out: Exporter, kind: str, device: str | None) -> Iterator[_Token]:
+    ranks_of: dict[tuple[Range, _Selection], list[Range]] = {}  # in ascending order
+    for cell in rank_cells(out.rules(kind)):
+        pieces = out.pieces(kind, cell, device)
+        selections = [(sizes, rule, _selection_of(out, kind, rule)) for sizes, rule in pieces]
+        for sizes, rule, selection in selections:
+            if selection is not None:
+                _append(ranks_of.setdefault((sizes, selection), []), cell or ALL_SIZES)
+            elif (
+                rule is not None
+                and out.states_default(kind, rule)
+                and not any(other for *_, other in selections)
+            ):
+                out.report(rule, f"left to {_LIBRARY}, which no token can express")
+    for (sizes, selection), ranks in ranks_of.items():
+        yield _Token(sizes, () if ranks == [ALL_SIZES] else tuple(ranks), selection)
+
+
+def _append(ranges: list[Range], more: Range) -> None:
+    if ranges and ranges[-1].hi == more.lo:
+        ranges[-1] = Range(ranges[-1].lo, more.hi)
+    else:
+        ranges.append(more)
+
+
+def _selection_of(out: Exporter, kind: str, rule: TableRule | None) -> _Selection | None:
+    algorithm = algorithm_of(rule.backend) if rule is not None else ""
+    if rule is None or not algorithm:
+        return None
+    try:
+        return _parse_selection(algorithm, COLLECTIVES[kind].name)
+    except ValueError as error:
+        out.report(rule, f"{error}; left to {_LIBRARY}")
+        return None
+
+
+def _parse_selection(text: str, collective: str) -> _Selection:
+    """Read the algorithm of a choice; raises `ValueError` if it is malformed or unknown."""
+    parts = text.split("/")
+    if not 2 <= len(parts) <= 3 or parts[0] not in COMPONENTS:
+        expected = f"component/algorithm/score, such as ucp/knomial or nccl/{_ANY}/inf"
+        raise ValueError(f"unknown algorithm {short(text)}; expected {expected}, of {', '.join(COMPONENTS)}")
+    selection = _Selection(*parts)
+    _check_algorithm(selection, collective)
+    if selection.score and not re.fullmatch(r"inf|[1-9]\d{0,8}", selection.score, re.ASCII):
+        raise ValueError(f"unknown score {short(selection.score)}; expected a number from 1 on, or inf")
+    if selection.algorithm == _ANY and not selection.score:
+        raise ValueError(f"{text} selects nothing in {_LIBRARY}; expected an algorithm or a score")
+    return selection
+
+
+def _check_algorithm(selection: _Selection, collective: str) -> None:
+    known = COMPONENTS[selection.component].algorithms.get(collective, ())
+    if (
+        selection.algorithm != _ANY
+        and selection.algorithm not in known
+        and not _is_number(selection.algorithm)
+    ):
+        names = known or (f"none, {selection.component} has one algorithm only",)
+        raise ValueError(
+            unknown(f"{selection.component} algorithm of {collective}", selection.algorithm, names)
+        )
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"\d{1,3}", text, re.ASCII) is not None
+
+
+def _texts(token: _Token, where: Mapping[str, list[str]]) -> Iterator[str]:
+    """The token, once for every combination of devices, with the collectives that have it."""
+    for memory in dict.fromkeys(tuple(sorted(set(devices))) for devices in where.values()):
+        collectives = [name for name, devices in where.items() if tuple(sorted(set(devices))) == memory]
+        names = {device: name for name, device in _MEMORY.items()}
+        fields = [
+            ",".join(collectives),
+            "" if len(memory) == len(DEVICES) else ",".join(names[device] for device in memory),
+            "" if token.sizes == ALL_SIZES else f"{_size_text(token.sizes.lo)}-{_size_text(token.sizes.hi)}",
+            f"[{','.join(map(_ranks_text, token.ranks))}]" if token.ranks else "",
+            token.selection.score,
+            "" if token.selection.algorithm == _ANY else f"@{token.selection.algorithm}",
+        ]
+        yield ":".join(field for field in fields if field)
+
+
+def _size_text(size: int | None) -> str:
+    if size is None:
+        return "inf"
+    unit = max((u for u in _UNITS if u != "b" and size % _UNITS[u] == 0), key=_UNITS.__getitem__)
+    return f"{size // _UNITS[unit]}{unit.upper()}" if size else "0"
+
+
+def _ranks_text(ranks: Range) -> str:
+    return f"{max(ranks.lo, 1)}-{'inf' if ranks.hi is None else ranks.hi - 1}"
+
+
+# --- In -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Fields:
+    """The fields of a token, filled in as they are recognised."""
+
+    collectives: list[str] | None = None
+    memory: list[str] | None = None
+    score: str | None = None
+    sizes: list[Range] | None = None
+    ranks: list[Range] | None = None
+    algorithm: str | None = None
+
+
+class _Entry(NamedTuple):
+    """A rule, with the component and score that decide its precedence."""
+
+    rule: TableRule
+    component: str
+    score: float
+
+
+def import_(text: str, name: str, backend: str) -> Imported:
+    """Read TUNE strings into a table; raises `ConfigError` for everything UCC would refuse or skip."""
+    entries: list[_Entry] = []
+    lost: list[str] = []
+    seen: dict[str, int] = {}
+    for assignment in assignments(text):
+        component = _component(assignment, name)
+        if component in seen:
+            what = f"{component} is also tuned in line {seen[component]}; expected it once"
+            raise mistake(name, assignment.line, what)
+        seen[component] = assignment.line
+        for token in assignment.value.split("#"):
+            entries += _entries(token, component, name, assignment.line, backend, lost)
+    _check_overlaps(entries, lost)
+    ranked = sorted(entries, key=lambda entry: -entry.score)
+    return imported([entry.rule for entry in ranked], lost, backend, name)
+
+
+def _component(assignment: Assignment, name: str) -> str:
+    known = {
+        f"UCC_{about.layer}_{component.upper()}_TUNE": component for component, about in COMPONENTS.items()
+    }
+    if re.match(r"\[\w+=", assignment.value) and not assignment.variable:
+        what = f"a section {short(assignment.value)}, as in ucc.conf; expected variables only"
+        raise mistake(name, assignment.line, what)
+    if not assignment.variable:
+        return "ucp"
+    if assignment.variable not in known:
+        raise mistake(name, assignment.line, unknown("variable", assignment.variable, tuple(known)))
+    return known[assignment.variable]
+
+
+def _entries(
+    token: str, component: str, name: str, line: int, backend: str, lost: list[str]
+) -> Iterator[_Entry]:
+    """The rules of one token."""
+    fields = _read(token, name, line)
+    place = f"{name}:{line}"
+    if fields.score is None and fields.algorithm is None:
+        lost.append(f"{place}: {token}: neither a score nor an algorithm, so UCC ignores it")
+        return
+    if fields.score == "0":
+        lost.append(f"{place}: {token}: disables {component} there, which a table cannot express")
+        return
+    if fields.algorithm is not None and fields.collectives is None:
+        raise mistake(
+            name, line, f"{token}: @{fields.algorithm} without a collective; expected one before it"
+        )
+    selection = _Selection(component, fields.algorithm or _ANY, fields.score or "")
+    score = float(fields.score or COMPONENTS[component].score)
+    for collective in fields.collectives or [_ANY]:
+        _check_selection(selection, collective, name, line)
+        if collective in _NO_KIND:
+            lost.append(f"{place}: {token}: tables have no {collective}")
+            continue
+        for key in _keys(fields, collective, place, token, lost):
+            for sizes in _sizes(fields, collective, place, token, lost):
+                basis = COLLECTIVES[_KINDS[collective]].basis if collective != _ANY else "total"
+                own_basis: Basis = "total" if sizes == ALL_SIZES else basis
+                full = TableKey(key.kind, ranks=key.ranks, device=key.device, basis=own_basis)
+                rule = TableRule(f"{backend}:{selection.text()}", sizes.lo, sizes.hi, full, place=place)
+                yield _Entry(rule, component, score)
+
+
+def _check_selection(selection: _Selection, collective: str, name: str, line: int) -> None:
+    try:
+        _check_algorithm(selection, collective)
+    except ValueError as error:
+        raise mistake(name, line, str(error)) from None
+
+
+def _keys(fields: _Fields, collective: str, place: str, token: str, lost: list[str]) -> Iterator[TableKey]:
+    devices: list[str | None] = [None]
+    if fields.memory is not None:
+        known = sorted({_MEMORY[memory] for memory in fields.memory if memory in _MEMORY})
+        other = [memory for memory in fields.memory if memory not in _MEMORY]
+        if other:
+            lost.append(f"{place}: {token}: tables have no memory type {', '.join(other)}")
+        devices = [None] if len(known) == len(DEVICES) else [*known]
+    kind = _ANY if collective == _ANY else _KINDS[collective]
+    ranges: list[Range | None] = [*fields.ranks] if fields.ranks is not None else [None]
+    for device in devices:
+        for ranks in ranges:
+            yield TableKey(kind, ranks=ranks, device=device)
+
+
+def _sizes(fields: _Fields, collective: str, place: str, token: str, lost: list[str]) -> list[Range]:
+    sizes = fields.sizes or [ALL_SIZES]
+    if collective == _ANY or COLLECTIVES[_KINDS[collective]].sized:
+        return sizes
+    if sizes == [ALL_SIZES] or any(span.covers(0) for span in sizes):
+        if sizes != [ALL_SIZES]:
+            lost.append(
+                f"{place}: {token}: {collective} is looked up as if of 0 bytes, so this applies to all sizes"
+            )
+        return [ALL_SIZES]
+    lost.append(f"{place}: {token}: {collective} is looked up as if of 0 bytes, so this never applies")
+    return []
+
+
+def _read(token: str, name: str, line: int) -> _Fields:
+    """Recognise the fields of a token by their form, as UCC does."""
+    fields = _Fields()
+    try:
+        for text in token.split(":"):
+            _recognise(text.strip().lower(), fields)
+    except ValueError as error:
+        raise mistake(name, line, f"{short(token)}: {error}") from None
+    return fields
+
+
+def _recognise(text: str, fields: _Fields) -> None:
+    """Set the field that a text has the form of; raises `ValueError` if there is none or it is set."""
+    items = text.split(",")
+    memory = (*_MEMORY, *_OTHER_MEMORY)
+    if fields.collectives is None and all(item in _KINDS or item in _NO_KIND for item in items):
+        fields.collectives = items
+    elif fields.memory is None and all(item in memory for item in items):
+        fields.memory = items
+    elif fields.score is None and re.fullmatch(r"inf|\d{1,9}", text, re.ASCII):
+        fields.score = "0" if text.strip("0") == "" else text
+    elif fields.sizes is None and re.fullmatch(r"[^\[,-]+-[^,-]+(,[^,-]+-[^,-]+)*", text):
+        fields.sizes = [_size_range(item) for item in items]
+    elif fields.ranks is None and re.fullmatch(r"\[.+\]", text):
+        fields.ranks = [_rank_range(item) for item in text[1:-1].split(",")]
+    elif fields.algorithm is None and re.fullmatch(r"@[\w-]+", text, re.ASCII):
+        fields.algorithm = text[1:]
+    else:
+        known = ", ".join((*_KINDS, *_NO_KIND))
+        what = f"unknown field {short(text)}, or a second one of its kind"
+        lists = f"collectives ({known}), memory types ({', '.join(memory)})"
+        raise ValueError(f"{what}; expected {lists}, lo-hi, [lo-hi], a score or @algorithm")
+
+
+def _size_range(text: str) -> Range:
+    lo, hi = (_size(end) for end in text.split("-"))
+    if lo is None or (hi is not None and hi <= lo):
+        raise ValueError(f"empty range {short(text)}; expected the smaller size first")
+    return Range(lo, hi)
+
+
+def _size(text: str) -> int | None:
+    if text == "inf":
+        return None
+    match = re.fullmatch(r"(\d{1,18})([bkmgt]?)b?", text, re.ASCII)
+    if match is None:
+        raise ValueError(f"expected a size such as 4K or inf, got {short(text)}")
+    return min(int(match.group(1)) * _UNITS[match.group(2)], MAX_INTEGER)
+
+
+def _rank_range(text: str) -> Range:
+    match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}|inf))?", text, re.ASCII)
+    if match is None:
+        raise ValueError(f"expected numbers of ranks such as 2-8, 4 or 16-inf, got {short(text)}")
+    lo, hi = int(match.group(1)), match.group(2) or match.group(1)
+    if hi != "inf" and int(hi) < max(lo, 1):
+        raise ValueError(f"empty range {short(text)}; expected the smaller number first")
+    return Range(lo, None if hi == "inf" else int(hi) + 1)
+
+
+def _check_overlaps(entries: list[_Entry], lost: list[str]) -> None:
+    """Raise for overlaps that UCC refuses or cannot order, and report those it would use as fallbacks."""
+    for index, one in enumerate(entries):
+        for other in entries[:index]:
+            if not _collide(one.rule, other.rule):
+                continue
+            both = f"{one.rule.key} {one.rule.span()} overlaps {other.rule.span()}"
+            if one.component == other.component:
+                what = f"{both} of {other.rule.place}; UCC refuses overlapping ranges of one component"
+                raise ConfigError(f"{one.rule.place}: {what}")
+            if one.score == other.score:
+                what = f"{both} of {other.component} with the same score; expected one to be higher"
+                raise ConfigError(f"{one.rule.place}: {what}")
+            first, second = (one, other) if one.score > other.score else (other, one)
+            what = f"{first.component} has the higher score; tables cannot express UCC's fallback to this"
+            lost.append(f"{second.rule.place}: {second.rule.key} {second.rule.span()}: {what}")
+
+
+def _collide(one: TableRule, other: TableRule) -> bool:
+    """Whether two rules cover the same operations; in UCC a kind does not cover its vector form."""
+    if _ANY not in (one.key.kind, other.key.kind) and one.key.kind != other.key.kind:
+        return False
+    return overlap(one.key, other.key) and intersection(one.sizes, other.sizes) is not None
+
+
+FORMAT: Final = Format("ucc", "mpi", export, import_)

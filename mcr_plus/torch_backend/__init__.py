@@ -1,0 +1,1 @@
+"""The backend `mcr` of `torch.distributed`."""

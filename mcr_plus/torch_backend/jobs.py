@@ -1,0 +1,213 @@
+"""The job behind process groups of the backend `mcr`: joined with the first, left with the last of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.config import reader as configuration
+from mcr_plus.config.schema import Config
+from mcr_plus.core.c10d import PrefixStore, Store
+from mcr_plus.dispatch.board.base import Failure
+from mcr_plus.dispatch.board.shared import SharedBoard
+from mcr_plus.errors import ConfigError, Unsupported
+from mcr_plus.hierarchy.nodes import check_nodes
+from mcr_plus.msccl.catalog import kept
+from mcr_plus.rendezvous.store import exchange, signed_part
+from mcr_plus.rendezvous.world import World
+from mcr_plus.runtime.checks import check_tables, compare_configs
+from mcr_plus.runtime.init import join, readable
+from mcr_plus.runtime.process import job
+from mcr_plus.runtime.runtime import Runtime
+from mcr_plus.selection.checks import use_algorithms
+from mcr_plus.torch_backend.arguments import NAME
+
+
+class TorchJob:
+    """The job of torch's groups: its ranks in torch's numbering, and its open groups."""
+
+    def __init__(self) -> None:
+        self.runtime: Runtime | None = None
+        self.ranks: tuple[int, ...] = ()
+        self.names = Counter[str]()
+        self.groups = set[Communicator]()
+        self.joined = False
+        self.dropped = deque[Communicator]()
+
+    def enter(self, running: Runtime, ranks: tuple[int, ...], *, joined: bool) -> None:
+        """Start to use a job. `joined`: torch's first group has joined it, so it ends with the last one."""
+        self.runtime, self.ranks, self.joined = running, ranks, joined
+        self.names, self.groups = Counter(), set()
+
+    def drop(self, communicator: Communicator, running: Runtime | None) -> None:
+        """Mark a group of the job `running` as garbage-collected.
+
+        This is a finalizer and may interrupt any code in any thread, so it takes no lock and does not use
+        the store. Peers that share memory see the mark at once, others when `leave_dropped` is called.
+        """
+        self.dropped.append(communicator)
+        if running is None or running.closed:  # also in a forked child: the group is its parent's
+            return
+        for runtime in communicator.opened.all:
+            board = runtime.state.board
+            if isinstance(board, SharedBoard) and not runtime.state.closed:
+                runtime.state.publish()
+                board.mark_failed(Failure(0, "its process group was dropped without shutdown"))
+
+    def leave_dropped(self) -> None:
+        """Leave the garbage-collected groups, without waiting for operations or peers."""
+        while self.dropped:
+            self.leave(self.dropped.popleft(), clean=False)
+
+    def leave(self, communicator: Communicator, *, clean: bool = True) -> None:
+        """Close a group, and the job with the last one if torch's first group has joined it.
+
+        The first group is the job's world: while other groups are open, its operations are only waited for.
+        """
+        self.leave_dropped()
+        self.groups.discard(communicator)
+        running = self.runtime
+        if running is None or running.closed or communicator not in running.communicators:
+            return
+        if self.joined and not self.groups:
+            running.leave(running.communicator, clean=clean)
+        elif communicator is not running.communicator:
+            running.leave(communicator, clean=clean)
+        elif clean:
+            running.settle(communicator.opened)
+        else:
+            communicator.state.board.mark_failed(Failure(0, "it left the group after an error"))
+
+
+torch_job: Final = TorchJob()
+
+
+def communicator_of(
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta | None,
+    ranks: Sequence[int],
+    name: str,
+    options: object,
+) -> Communicator:
+    """Open the communicator of one of torch's groups, in the running job or in a new one."""
+    torch_job.leave_dropped()
+    seconds = (timeout or dist.default_pg_timeout).total_seconds()
+    members = tuple(ranks) or tuple(range(size))
+    # The store may be older than this group, and serve groups of other ranks.
+    digest = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
+    group_store = signed_part(PrefixStore(f"mcr_plus/{digest}", store), rank, size, seconds)
+    job_ranks = _ranks_in_job(members, rank, group_store, seconds)
+    running = job.runtime
+    if job_ranks is None or running is None:
+        loaded = readable(partial(_load, options))
+        running = join(loaded, group_store, rank, size, seconds)
+        torch_job.enter(running, members, joined=True)
+        communicator = running.communicator
+    else:
+        torch_job.names[name] += 1
+        unique = f"torch/{name}/{torch_job.names[name]}"  # torch may use a name again
+        config = running.loaded.with_timeout(seconds)
+        if options is not None:
+            hosts = tuple(running.world.hosts[job_rank] for job_rank in job_ranks)
+            world = World(rank, size, hosts, seconds, group_store, running.world.libraries)
+            config = _checked(options, running, world).with_timeout(seconds)
+        communicator = running.open_group(unique, job_ranks, config)
+    torch_job.groups.add(communicator)
+    return communicator
+
+
+def _ranks_in_job(
+    members: tuple[int, ...], rank: int, store: Store, timeout: float
+) -> tuple[int, ...] | None:
+    """The ranks of a group in the running job, or None without a job; collective over the group.
+
+    Raises `Unsupported` on all ranks if only some are in a job: they would wait for each other.
+    """
+    running, own = job.runtime, None
+    if running is not None and not running.closed:
+        if torch_job.runtime is not running:  # mcr.init has joined it
+            torch_job.enter(running, tuple(range(running.world.size)), joined=False)
+        own = [torch_job.ranks, running.world.rank]
+    answers = exchange(store, rank, len(members), "job", json.dumps(own), timeout)
+    jobs = dict(zip(members, map(json.loads, answers), strict=True))
+    running_jobs = [job for job in jobs.values() if job is not None]
+    if not running_jobs:
+        return None
+    first_group, _ = running_jobs[0]
+    foreign = [member for member in members if member not in first_group]
+    if foreign:
+        raise Unsupported(
+            f"group {list(members)}: ranks {foreign} are not in the first group of backend {NAME} "
+            f"({first_group}); name {NAME} in init_process_group"
+        )
+    gone = [member for member, job in jobs.items() if job is None or job[0] != first_group]
+    if gone:
+        raise Unsupported(
+            f"group {list(members)}: ranks {gone} have left the job of ranks {first_group}, and the others "
+            "have not; destroy their groups first"
+        )
+    for member, (_, job_rank) in jobs.items():
+        if first_group.index(member) != job_rank:
+            raise Unsupported(
+                f"rank {member} of torch.distributed is rank {job_rank} of the job that mcr.init has joined; "
+                "use the same launcher settings for both"
+            )
+    return tuple(first_group.index(member) for member in members)
+
+
+def _load(options: Any) -> Config:
+    """Load the configuration in `pg_options`."""
+    if options is not None and not isinstance(options, (str, Path, Mapping)):
+        raise ConfigError(f"pg_options: expected the path of a YAML file or a mapping, got {options!r}")
+    return configuration.load(options)
+
+
+def _checked(options: Any, running: Runtime, world: World) -> Config:
+    """The checked configuration of one group in a running job, equal on its ranks. `world`: the group's."""
+
+    def load() -> Config:
+        config = _load(options)
+        _check_inside(config, running)
+        return config
+
+    config = compare_configs(readable(load), world)
+    check_tables(config, world)
+    return config
+
+
+def _check_inside(config: Config, running: Runtime) -> None:
+    """Raise `ConfigError` for job-wide settings that differ from those of the job."""
+    known, elsewhere = running.libraries.names, "in the configuration of init_process_group too"
+    foreign = [name for name in config.backends or () if name not in known]
+    if foreign:
+        raise ConfigError(
+            f"{config.name}: backend {foreign[0]} is not part of this job ({', '.join(known)}); name it "
+            f"{elsewhere}"
+        )
+    of_group, of_job = config.options("dispatch"), running.config.options("dispatch")
+    assert of_group is not None  # a pipeline without it is refused
+    for name in ("progress", "wait"):
+        requested, present = getattr(of_group, name), getattr(of_job, name)
+        if name in of_group.model_fields_set and requested != present:
+            raise ConfigError(
+                f"{config.name}: dispatch.{name}: {requested} is set for this group alone, but all groups "
+                f"of a job share the setting and this job has {present}; write it {elsewhere}"
+            )
+    digests = {digest for ref in running.config.algorithms for digest in ref.digests()}
+    if any(digest not in digests for ref in config.algorithms for digest in ref.digests()):
+        raise ConfigError(f"{config.name}: algorithms: some are not part of this job; name them {elsewhere}")
+    with kept():
+        use_algorithms(replace(config, algorithms=running.config.algorithms))
+    check_nodes(config, running.world.size)

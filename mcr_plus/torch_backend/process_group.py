@@ -1,0 +1,626 @@
+"""The backend `mcr` of torch.distributed: programs use the pipeline by changing the backend's name.
+
+    torch.distributed.init_process_group("mcr")
+
+The process group is a Python class over a `Communicator`: `torch.distributed` uses a subclass of
+`ProcessGroup` as it is, without a wrapper. All of c10d's calls on a group arrive here: from Python through
+every method below, from C++ (DDP's reducer, functional collectives) through those that torch's trampoline
+overrides.
+
+The first group joins an mcr_plus job over torch's store, to which `mcr.record()`, `mcr.world()` and the
+others then refer. Later groups are groups of that job. A job that `mcr.init` has joined before is used as it
+is.
+"""
+
+# The stubs of ProcessGroup are overloaded, and their argument names differ from those of the callers, which
+# pass arguments by position.
+# pyright: reportIncompatibleMethodOverride=false, reportIncompatibleVariableOverride=false
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from threading import get_ident
+from types import SimpleNamespace
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch._C._autograd import _profiler_enabled
+from torch._C._profiler import _RecordFunctionFast
+from torch.distributed import distributed_c10d
+from torch.utils.weak import WeakIdKeyDictionary
+
+from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.core.c10d import ProcessGroup, Store
+from mcr_plus.core.kinds import ReduceOp
+from mcr_plus.core.work import JointWork, Work
+from mcr_plus.errors import CommTimeout, McrError, NotInitialized, Unsupported
+from mcr_plus.runtime.process import job
+from mcr_plus.torch_backend.arguments import (
+    NAME,
+    TORCH_REDUCE_OPS,
+    after,
+    as_one,
+    by_truncation,
+    divide_truncated,
+    is_integral,
+    reduction_of,
+    rooted,
+    scale,
+    scaled,
+)
+from mcr_plus.torch_backend.jobs import communicator_of, torch_job
+from mcr_plus.torch_backend.work import DONE, Membership, TorchWork, joint, untraced
+
+Options = str | Path | Mapping[str, Any]
+"""Type of `pg_options`: the path of a pipeline's YAML file, or a mapping of the same form."""
+
+_RETAINED_WORKS: Final = 8  # DDP starts at most four while it uses the first
+_ROOT_DEVICES: Final = ("cpu", "cuda")
+
+_log = logging.getLogger("mcr_plus")
+
+
+@untraced
+class McrProcessGroup(ProcessGroup):
+    """A process group whose operations run through a communicator's pipeline.
+
+    Methods are those of `torch.distributed.ProcessGroup`, arguments in torch's order: lists of one tensor,
+    or of one list of tensors, and options with op, root and `asyncOp`. Ranks in arguments are group ranks.
+    An unsupported operation raises `Unsupported` (a `RuntimeError`) on every rank alike, before anything is
+    sent.
+
+    Any thread may issue operations, one at a time, in an order that is the same on all ranks.
+
+    A group is left as by `abort` when it and all of its handles have been garbage-collected.
+    """
+
+    _membership: Membership
+    _finalizer: weakref.finalize[..., object] | None = None
+
+    def __init__(self, store: Store, rank: int, size: int, open_group: Callable[[], Communicator]) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the stubs have another signature
+        self._store = store
+        self._open_group = open_group
+        self._lock = threading.RLock()
+        # Separate, because a collective of another thread may wait for a message.
+        self._messages_lock = threading.RLock()
+        self._owner = 0
+        self._destroyed = False
+        self._communicator: Communicator | None = None
+        self._batch: list[dist.Work] | None = None
+        self._scalar_works = deque[dist.Work](maxlen=_RETAINED_WORKS)
+        self._keywords: MutableMapping[torch.Tensor, Mapping[str, Any]] | None = None
+        self._name = self._desc = ""
+
+    @property
+    def communicator(self) -> Communicator:
+        """The group's `mcr_plus.Communicator`, whose calls take codecs, tags and backends."""
+        if self._destroyed:
+            raise NotInitialized(f"process group '{self._name}' has been destroyed")
+        if self._communicator is None:
+            self._communicator = self._open_group()
+            self._membership = Membership(self._communicator)
+            self._finalizer = weakref.finalize(
+                self._membership, torch_job.drop, self._communicator, torch_job.runtime
+            )
+            self._finalizer.atexit = False
+        return self._communicator
+
+    # -- properties and life cycle ----------------------------------------------------------------
+
+    def name(self) -> str:
+        """The backend's name."""
+        return NAME
+
+    getBackendName = _get_backend_name = name  # noqa: N815 - torch's names
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    def getGroupName(self) -> str:  # noqa: N802 - torch's name
+        """The group's name in torch's registry."""
+        return self._name
+
+    def getGroupDesc(self) -> str:  # noqa: N802 - torch's name
+        """The group's description."""
+        return self._desc
+
+    setGroupName, setGroupDesc = _set_group_name, _set_group_desc  # noqa: N815 - torch's names
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(kind) for kind in _ROOT_DEVICES if kind == "cpu" or torch.cuda.is_available()]
+
+    def _get_backend(self, device: object) -> Any:  # noqa: ARG002 - one for all
+        return self
+
+    # This group is also the `Backend` object of every device, so it has the attributes of a backend.
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+    options = None
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def _wait_for_pending_works(self) -> None:
+        self.communicator.flush()
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Does nothing: the runtime numbers the operations."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.communicator.issued
+
+    def get_group_store(self) -> Store:
+        """The store that torch gave to the group."""
+        return self._store
+
+    def shutdown(self) -> None:
+        """Wait for operations in flight, then leave the group, and the job with the last one."""
+        communicator = self._detach()
+        if communicator is not None:
+            try:
+                torch_job.leave(communicator)
+            except McrError as error:  # not raised, because torch would not remove the group then
+                _log.error("an operation that was never waited for has failed: %s", error)
+
+    def abort(self) -> None:
+        """Leave the group, and the job with the last one, without waiting for operations or peers."""
+        communicator = self._detach()
+        if communicator is not None:
+            torch_job.leave(communicator, clean=False)
+
+    def _detach(self) -> Communicator | None:
+        """Mark this group as destroyed, so that later calls raise; returns its communicator."""
+        communicator, self._communicator, self._owner, self._destroyed = self._communicator, None, 0, True
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        return communicator
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        raise Unsupported(
+            f"timeout {timeout}: operations keep the deadline with which they were bound; pass timeout= to "
+            "init_process_group or new_group"
+        )
+
+    def all_reduces_with(self, tensor: torch.Tensor, **keywords: Any) -> None:
+        """Set keywords of `Communicator.all_reduce` for later all_reduces of `tensor`, this very object.
+
+        For callers inside torch, which cannot pass them. The group holds a weak reference to the tensor.
+        """
+        if self._keywords is None:
+            self._keywords = WeakIdKeyDictionary()
+        self._keywords[tensor] = keywords
+
+    # -- reductions -------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None, *_: object, op: Any = None) -> dist.Work:  # type: ignore[override]
+        """Reduce a tensor over all ranks, in place."""
+        (tensor,) = tensors if isinstance(tensors, (list, tuple)) else (tensors,)
+        # The usual case is inlined: this is the hot path.
+        factor = None
+        try:
+            name, async_op = TORCH_REDUCE_OPS[hash(opts.reduceOp)], opts.asyncOp
+        except (AttributeError, KeyError):
+            name, factor, async_op = reduction_of(opts if op is None else op)
+        if tensor.is_sparse:
+            return self._sparse_all_reduce(tensor, name, factor, async_op)
+        truncated = name == "AVG" and is_integral(tensor)
+        is_scalar = tensor.numel() == 1 and not truncated
+        # Not `_call`: another function or context manager would dominate the overhead of this method.
+        with _Profiled(self._lock, "all_reduce", [tensor]) if _profiler_enabled() else self._lock:
+            group: Any = self._communicator if get_ident() == self._owner else self._group()
+            if factor is not None:
+                scale(tensor, factor)
+            # Asynchronous for one element on all ranks: in DDP's `join`, only ranks without data wait.
+            if self._keywords is None:
+                work = group.all_reduce(tensor, "SUM" if truncated else name, async_op or is_scalar)
+            else:
+                keywords = self._keywords.get(tensor, {})
+                work = group.all_reduce(
+                    tensor, "SUM" if truncated else name, async_op or is_scalar, **keywords
+                )
+        if work is None and not truncated:
+            return DONE
+        if truncated:
+            after(work, partial(divide_truncated, tensor, self.size()))
+        if is_scalar:
+            return self._scalar_handle(work, tensor, async_op)
+        return DONE if work is None else self._started(work, [tensor])
+
+    def _scalar_handle(self, work: Work | None, tensor: torch.Tensor, async_op: bool) -> dist.Work:
+        """The handle for one element, retained here: DDP passes it to C++, which holds no Python object."""
+        handle = self._started(work, [tensor])
+        self._scalar_works.append(handle)
+        if async_op:
+            return handle
+        handle.wait()
+        return DONE
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
+        """Reduce tensors of any dtypes over all ranks as few operations."""
+        op, factor, _ = reduction_of(opts)
+        works = []
+        with self._call("all_reduce_coalesced", *tensors):
+            group = self._group()
+            for tensor in tensors if factor is not None else ():
+                scale(tensor, factor)
+            for truncated, indices in by_truncation(op, tensors):
+                alike = [tensors[index] for index in indices]
+                work = group.all_reduce_coalesced(alike, "SUM" if truncated else op, async_op=True)
+                works.append(self._divide_then(work, alike) if truncated else work)
+        return self._started(as_one(works), tensors)
+
+    def reduce(  # type: ignore[override]
+        self, tensors: Any, opts: Any = None, op: Any = None, *_: object, root: Any = None
+    ) -> dist.Work:
+        """Reduce a tensor over all ranks into the root's."""
+        (tensor,) = tensors if isinstance(tensors, (list, tuple)) else (tensors,)
+        root_rank, async_op = rooted(opts, root)
+        name, factor, _async = reduction_of(op if hasattr(opts, "__index__") or opts is None else opts)
+        truncated = name == "AVG" and is_integral(tensor)
+        is_root = self.rank() == root_rank
+        with self._call("reduce", tensor):
+            group = self._group()
+            if factor is not None and is_root:
+                scale(tensor, factor)
+            source = tensor if is_root else scaled([tensor], factor)[0]
+            work = group.reduce(source, group.ranks[root_rank], "SUM" if truncated else name, async_op)
+        if truncated and is_root:
+            after(work, partial(divide_truncated, tensor, self.size()))
+        return DONE if work is None else self._started(work, [tensor])
+
+    def reduce_scatter(  # type: ignore[override]
+        self, outputs: Any, inputs: Any, opts: Any = None, *_: object, op: Any = None
+    ) -> dist.Work:
+        """Reduce a list of tensors, one per rank, and keep this rank's; their sizes may differ."""
+        nested = isinstance(outputs, (list, tuple))
+        (output,), (parts,) = (outputs, inputs) if nested else ([outputs], [inputs])
+        name, factor, async_op = reduction_of(opts if op is None else op)
+        truncated = name == "AVG" and is_integral(output)
+        parts = scaled(parts, factor)
+        with self._call("reduce_scatter", *parts):
+            group = self._group()
+            uneven = any(part.numel() != output.numel() for part in parts)
+            call = group.reduce_scatter_v if uneven else group.reduce_scatter
+            work = call(output, parts, "SUM" if truncated else name, async_op)
+        if truncated:
+            after(work, partial(divide_truncated, output, self.size()))
+        return DONE if work is None else self._started(work, [output])
+
+    def reduce_scatter_single(  # type: ignore[override]  # callers pass them by position
+        self, output: Any, input: Any, opts: Any = None, **keywords: Any
+    ) -> dist.Work:
+        """Reduce a tensor of one block per rank, and keep this rank's block.
+
+        `keywords`: of `Communicator.reduce_scatter_tensor`.
+        """
+        op, factor, async_op = reduction_of(opts)
+        truncated = op == "AVG" and is_integral(output)
+        (source,) = scaled([input], factor)
+        with self._call("reduce_scatter_tensor", source):
+            group = self._group()
+            work = group.reduce_scatter_tensor(
+                output, source, "SUM" if truncated else op, async_op, **keywords
+            )
+        if truncated:
+            after(work, partial(divide_truncated, output, self.size()))
+        return DONE if work is None else self._started(work, [output])
+
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # before torch 2.13
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
+        """`reduce_scatter_single` of several tensors as few operations."""
+        op, factor, _ = reduction_of(opts)
+        works = []
+        with self._call("reduce_scatter_coalesced", *inputs):
+            group = self._group()
+            sources = scaled(inputs, factor)
+            for truncated, indices in by_truncation(op, outputs):
+                targets = [outputs[index] for index in indices]
+                parts = [sources[index] for index in indices]
+                work = group.reduce_scatter_coalesced(
+                    targets, parts, "SUM" if truncated else op, async_op=True
+                )
+                works.append(self._divide_then(work, targets) if truncated else work)
+        return self._started(as_one(works), outputs)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+
+    def _divide_then(self, work: Work | None, tensors: Sequence[torch.Tensor]) -> Work | None:
+        for tensor in tensors:
+            after(work, partial(divide_truncated, tensor, self.size()))
+        return work
+
+    def _sparse_all_reduce(
+        self, tensor: torch.Tensor, op: ReduceOp, factor: Any, async_op: bool
+    ) -> dist.Work:
+        """Sum of sparse tensors: all ranks' indices and values are gathered, and equal indices added up."""
+        if op not in ("SUM", "AVG") or factor is not None or tensor.layout != torch.sparse_coo:
+            name = op if factor is None else "PREMUL_SUM"
+            raise Unsupported(f"all_reduce of sparse tensors: {name}; only SUM and AVG of COO tensors")
+        with self._call("all_reduce", tensor):
+            group = self._group()
+            own = tensor.coalesce()
+            indices, values = own.indices().t().contiguous(), own.values().contiguous()
+            counts = group.all_gather_object(len(values))
+            all_indices = [indices.new_empty((count, *indices.shape[1:])) for count in counts]
+            all_values = [values.new_empty((count, *values.shape[1:])) for count in counts]
+            for parts, part in ((all_indices, indices), (all_values, values)):
+                group.all_gather_v(parts, part)
+        gathered = torch.cat(all_values)
+        if op == "AVG":
+            gathered /= group.size
+        total = torch.sparse_coo_tensor(torch.cat(all_indices).t(), gathered, tensor.shape).coalesce()
+        tensor.copy_(total)
+        return self._finished([tensor]) if async_op else DONE
+
+    # -- one to all, all to all -------------------------------------------------------------------
+
+    def broadcast(self, tensors: Any, opts: Any = None, *_: object, root: Any = None) -> dist.Work:  # type: ignore[override]
+        """Copy the root's tensor to every rank."""
+        (tensor,) = tensors if isinstance(tensors, (list, tuple)) else (tensors,)
+        root_rank, async_op = rooted(opts, root)
+        with self._call("broadcast", tensor):
+            group = self._group()
+            work = group.broadcast(tensor, group.ranks[root_rank], async_op)
+        return DONE if work is None else self._started(work, [tensor])
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """Gather every rank's tensor on every rank, as a list; their sizes may differ."""
+        nested = isinstance(inputs, (list, tuple))
+        (parts,), (tensor,) = (outputs, inputs) if nested else ([outputs], [inputs])
+        with self._call("all_gather", tensor):
+            group = self._group()
+            uneven = any(part.numel() != tensor.numel() for part in parts)
+            call = group.all_gather_v if uneven else group.all_gather
+            work = call(parts, tensor, getattr(opts, "asyncOp", True))
+        return DONE if work is None else self._started(work, [parts])
+
+    def all_gather_single(self, output: Any, input: Any, opts: Any = None, **keywords: Any) -> dist.Work:
+        """Gather every rank's tensor on every rank, as one tensor.
+
+        `keywords`: of `Communicator.all_gather_into_tensor`.
+        """
+        with self._call("all_gather_into_tensor", input):
+            async_op = getattr(opts, "asyncOp", True)
+            work = self._group().all_gather_into_tensor(output, input, async_op, **keywords)
+        return DONE if work is None else self._started(work, [output])
+
+    _allgather_base = all_gather_single  # before torch 2.13
+
+    def all_gather_single_coalesced(
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        opts: Any = None,  # noqa: ARG002 - torch's signature
+    ) -> dist.Work:
+        """`all_gather_single` of several tensors as few operations."""
+        with self._call("all_gather_coalesced", *inputs):
+            works = self._group().all_gather_coalesced(outputs, inputs, async_op=True)
+        return self._started(works, outputs)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+
+    def allgather_coalesced(
+        self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
+        """`allgather` of several tensors: `output_lists[rank][index]`."""
+        calls = zip(zip(*output_lists, strict=True), inputs, strict=True)
+        works = [self.allgather([list(parts)], [tensor], opts) for parts, tensor in calls]
+        return joint(works, [part for parts in output_lists for part in parts])
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, *_: object, root: Any = None) -> dist.Work:  # type: ignore[override]
+        """Gather every rank's tensor on the root, as a list."""
+        nested = isinstance(inputs, (list, tuple))
+        (tensor,), lists = (inputs, outputs) if nested else ([inputs], [outputs])
+        root_rank, async_op = rooted(opts, root)
+        with self._call("gather", tensor):
+            group = self._group()
+            parts = lists[0] if self.rank() == root_rank else None
+            work = group.gather(tensor, parts, group.ranks[root_rank], async_op)
+        return DONE if work is None else self._started(work, outputs)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *_: object, root: Any = None) -> dist.Work:  # type: ignore[override]
+        """Send every rank its tensor of the root's list."""
+        nested = isinstance(outputs, (list, tuple))
+        (tensor,), lists = (outputs, inputs) if nested else ([outputs], [inputs])
+        root_rank, async_op = rooted(opts, root)
+        with self._call("scatter", tensor):
+            group = self._group()
+            parts = lists[0] if self.rank() == root_rank else None
+            work = group.scatter(tensor, parts, group.ranks[root_rank], async_op)
+        return DONE if work is None else self._started(work, [tensor])
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """Send a tensor to every rank, and receive one from each."""
+        with self._call("all_to_all", *inputs):
+            work = self._group().all_to_all(outputs, inputs, getattr(opts, "asyncOp", True))
+        return DONE if work is None else self._started(work, outputs)
+
+    def all_to_all_single(
+        self, output: Any, input: Any, output_sizes: Any, input_sizes: Any, opts: Any = None
+    ) -> dist.Work:
+        """`alltoall` of blocks of one tensor, of equal sizes unless rows per rank are given."""
+        with self._call("all_to_all_single", input):
+            work = self._group().all_to_all_single(
+                output, input, output_sizes or None, input_sizes or None, getattr(opts, "asyncOp", True)
+            )
+        return DONE if work is None else self._started(work, [output])
+
+    alltoall_base = all_to_all_single  # type: ignore[assignment]  # its name before torch 2.13
+
+    # -- messages ---------------------------------------------------------------------------------
+
+    def send(self, tensors: Any, dstRank: int, tag: int = 0) -> dist.Work:  # noqa: N803 - torch's name
+        """Start to send a tensor to a rank of the group."""
+        (tensor,) = tensors
+        with self._call("send", tensor):
+            group = self.communicator  # messages are not ordered, so any thread may send
+            work = group.isend(tensor, group.ranks[dstRank], tag)
+        return self._started(work, tensors)
+
+    def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> dist.Work:  # noqa: N803 - torch's name
+        """Start to receive a tensor from a rank of the group."""
+        (tensor,) = tensors
+        with self._call("recv", tensor):
+            group = self.communicator
+            work = group.irecv(tensor, group.ranks[srcRank], tag)
+        return self._started(work, tensors)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
+        """Start to receive a tensor from whichever rank of the group sends first."""
+        (tensor,) = tensors
+        with self._call("recv", tensor):
+            work = self.communicator.irecv(tensor, None, tag)
+        return self._started(work, tensors)
+
+    # -- barriers ---------------------------------------------------------------------------------
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """Wait for all ranks."""
+        with self._call("barrier"):
+            work = self._group().barrier(getattr(opts, "asyncOp", True))
+        return DONE if work is None else self._started(work, [])
+
+    def monitored_barrier(
+        self,
+        timeout: timedelta | None = None,
+        wait_all_ranks: bool = False,  # noqa: ARG002 - the error always names all missing ranks
+    ) -> None:
+        """Wait for all ranks; raises `CommTimeout` with the missing ranks, in gloo's words."""
+        with self._call("monitored_barrier"):
+            work = self._group().barrier(async_op=True)
+        assert work is not None
+        try:
+            work.wait(timeout)
+        except CommTimeout as error:
+            missing = ", ".join(map(str, error.missing))
+            raise CommTimeout(
+                f"Rank {self.rank()} timed out in monitoredBarrier: "
+                f"Rank{'s' * (len(error.missing) > 1)} {missing} failed to pass monitoredBarrier; {error}",
+                error.missing,
+            ) from error
+
+    # -- coalescing -------------------------------------------------------------------------------
+
+    def _start_coalescing(self, device: object) -> None:  # noqa: ARG002 - torch's signature
+        self._batch = []
+
+    def _end_coalescing(self, device: object) -> dist.Work:  # noqa: ARG002 - torch's signature
+        works, self._batch = self._batch or [], None
+        return joint(works, [])
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _call(self, operation: str, *tensors: torch.Tensor) -> AbstractContextManager[object]:
+        """The lock for one call; with torch's profiler on, also a range with the shapes of the inputs."""
+        lock = self._messages_lock if operation in ("send", "recv") else self._lock
+        return _Profiled(lock, operation, tensors) if _profiler_enabled() else lock
+
+    def _group(self) -> Communicator:
+        """The communicator, with the calling thread as its owner."""
+        group = self._communicator
+        if group is None:
+            group = self.communicator
+        caller = threading.get_ident()
+        # While one of autograd's threads (a _DummyThread) runs, its caller waits and stays the owner.
+        if caller != self._owner and not isinstance(threading.current_thread(), threading._DummyThread):
+            group.take_over()
+            self._owner = caller
+        return group
+
+    def _started(self, work: Work | None, result: Any) -> dist.Work:
+        handle: dist.Work = DONE if work is None else TorchWork(work, result, self._membership)
+        if self._batch is not None:
+            self._batch.append(handle)
+        return handle
+
+    def _finished(self, result: Any) -> dist.Work:
+        """The handle of an operation that is already complete."""
+        return self._started(JointWork([], "done", nbytes=0), result)
+
+
+class _Profiled:
+    """A lock with a range for torch's profiler."""
+
+    def __init__(self, lock: threading.RLock, operation: str, tensors: Sequence[torch.Tensor]) -> None:
+        self._lock = lock
+        self._range = _RecordFunctionFast(f"{NAME}:{operation}", list(tensors))
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._range.__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        self._range.__exit__(*exception)
+        self._lock.release()
+
+
+@untraced
+class _AsGloo(McrProcessGroup):
+    """The same under the name `gloo`, for unmodified programs; with the constructor of ProcessGroupGloo."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta | None = None) -> None:
+        # Torch sets these after the constructor and before it uses the group.
+        options = SimpleNamespace(global_ranks_in_group=[], group_name="", _timeout=timeout)
+        self.options: Any = options
+
+        def open_group() -> Communicator:  # no reference to self: the cycle would delay its collection
+            ranks, name = options.global_ranks_in_group, options.group_name
+            return communicator_of(store, rank, size, timeout, ranks, name, None)
+
+        super().__init__(store, rank, size, open_group)
+
+    def name(self) -> str:
+        """The name `gloo`."""
+        return "gloo"
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """The name for C++, which would expect a ProcessGroupGloo under the name `gloo`."""
+        return NAME
+
+    def _set_sequence_number_for_group(self) -> None:
+        assert self.communicator  # opens it: torch has set the group's ranks by now
+
+
+def create(options: Any, pg_options: object = None) -> McrProcessGroup:
+    """Create a process group of the backend `mcr`; called by torch.
+
+    `options`: torch's `_DistributedBackendOptions`. `pg_options`: an `Options`, None for the file that
+    MCR_CONFIG names, or if that is unset for all available backends.
+
+    Raises:
+        ConfigError: the configuration is wrong, or differs between ranks.
+        BackendUnavailable: a requested backend is missing on some rank.
+    """
+    store, rank, size = options.store, options.group_rank, options.group_size
+    ranks, name, timeout = options.global_ranks_in_group, options.group_id, options.timeout
+    group = McrProcessGroup(
+        store, rank, size, lambda: communicator_of(store, rank, size, timeout, ranks, name, pg_options)
+    )
+    assert group.communicator  # opens it now, on all ranks, and not at the first use
+    return group
+
+
+def masquerade() -> None:
+    """Make torch create groups of this backend for the name `gloo`, for the rest of the process."""
+    distributed_c10d.ProcessGroupGloo = _AsGloo  # type: ignore[misc, assignment]
+
+
+job.leave_dropped = torch_job.leave_dropped

@@ -1,0 +1,54 @@
+"""Plans buckets of gradients for the earliest end of the last all_reduce (`fuse: {plan: exact}`)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.core.kinds import AVG, dtype_name
+from mcr_plus.errors import ConfigError
+from mcr_plus.fusion.bucket import Bucket, Cost, Entry, earliest_finish
+
+_OVERHEAD: Final = 50e-6  # seconds that a rank spends issuing an operation and waiting for it
+
+
+def all_reduce_cost(comm: Communicator, dtype: torch.dtype, nbytes: int, device: str, tag: str) -> Cost:
+    """Return the expected seconds of an all_reduce as a function of its bytes, up to `nbytes`.
+
+    The seconds are those of a synchronous operation in the pipeline's tuning table, plus the overhead of
+    issuing it. Raises `ConfigError` if the table has no times for it.
+    """
+    steps = max(2, 2 * int(np.ceil(np.log2(max(nbytes, 1024) / 512))))
+    sizes = np.geomspace(512, max(nbytes, 1024), steps)
+    numels = [int(size) // dtype.itemsize for size in sizes]
+    times = [comm.expected_us("all_reduce", dtype, n, op=AVG, device=device, tag=tag) for n in numels]
+    known = [time for time in times if time is not None]
+    if len(known) < len(times):
+        raise ConfigError(
+            f"fuse: plan: exact: no expected times of all_reduce on {dtype_name(dtype)} over {comm.size} "
+            "ranks; `mcr-plus tune` measures them, and `select: {table: FILE}` names the result"
+        )
+    seconds = np.maximum.accumulate(known) * 1e-6 + _OVERHEAD
+
+    def cost(nbytes: NDArray[np.int64]) -> NDArray[np.float64]:
+        return np.interp(nbytes, sizes, seconds)
+
+    return cost
+
+
+def earliest(entries: Sequence[Entry], costs: dict[Hashable, Cost], alignment: int) -> list[Bucket]:
+    """Return the buckets of entries with measured `ready` times, in the order in which they can be sent.
+
+    Entries that may not share a bucket (`Entry.like`) are planned as if the others did not use the link.
+    """
+    ready = {entry.id: entry.ready for entry in entries}
+    buckets = []
+    for like, cost in costs.items():
+        own = sorted((entry for entry in entries if entry.like == like), key=lambda entry: entry.ready)
+        buckets += earliest_finish(own, cost, alignment=alignment)
+    return sorted(buckets, key=lambda bucket: max(ready[member] for member in bucket.members))

@@ -1,0 +1,89 @@
+"""The communication hook of DistributedDataParallel. DDP checks its annotations, so these are not strings."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import count
+
+import torch
+from torch._C._distributed_c10d import GradBucket
+from torch.autograd import Variable
+
+from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.core.kinds import AVG
+from mcr_plus.core.work import Work
+from mcr_plus.runtime.init import member_of
+from mcr_plus.training.policy import policy_for_bucket
+from mcr_plus.training.reducer import TAG
+
+Result = torch.futures.Future[torch.Tensor]
+
+
+@dataclass
+class DDPState:
+    """State of `ddp_hook`: the group (None: the whole job) and the options of its operations.
+
+    `passes` counts the backward passes: DDP rebuilds its buckets after the first one, so a codec with state
+    between calls is used from the second pass on. `number` distinguishes models: all ranks create their
+    states in the same order.
+    """
+
+    group: Communicator | None = None
+    backend: str | None = None
+    compress: str | Mapping[str, object] | bool | None = None
+    tag: str | None = TAG
+    passes: int = 0
+    number: int = field(default_factory=count().__next__)
+    pending: list[tuple[Work, torch.Tensor, Result]] = field(default_factory=list)
+
+    def finish(self) -> None:
+        """Wait for pending operations; DDP itself would wait for the futures without any progress."""
+        pending, self.pending = self.pending, []
+        for each in pending:
+            _resolve(*each)
+
+
+def _resolve(work: Work, values: torch.Tensor, future: Result) -> None:
+    try:
+        work.wait()
+    except Exception as error:
+        future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it wrongly
+    else:
+        future.set_result(values)
+
+
+def ddp_hook(state: DDPState, bucket: GradBucket) -> Result:
+    """Average a bucket of DDP: `ddp_model.register_comm_hook(mcr.DDPState(), mcr.ddp_hook)`.
+
+    The model's own process group may be any; it only serves DDP's set-up. The group of `state` must have
+    the same ranks in the same order. DDP does not pass the names of parameters, so rules by `param` and
+    exemptions do not apply.
+    """
+    values = bucket.buffer()
+    comm = member_of(state.group)
+    parts = tuple(tuple(param.shape) for param in bucket.parameters())
+    policy = policy_for_bucket(comm.config, state.compress, values, state.tag, comm.size)
+    encoded = policy.encoded and (state.passes > 0 or not policy.keeps)
+    work = comm.send_bucket(
+        values,
+        AVG,
+        members=len(parts),
+        backend=state.backend,
+        compress=state.compress if encoded or not policy.encoded else False,
+        tag=state.tag,
+        parts=parts if encoded else None,
+        key=f"DDP {state.number}, bucket {bucket.index()}" if encoded else None,
+    )
+    state.passes += bucket.is_last()
+    devices: list[int | str | torch.device] | None = [values.device] if values.is_cuda else None
+    future: Result = torch.futures.Future(devices=devices)
+    first = not state.pending
+    state.pending.append((work, values, future))
+    if first:
+        try:
+            # Queued before DDP's own callback, which waits for the futures.
+            Variable._execution_engine.queue_callback(state.finish)
+        except RuntimeError:  # not in a backward pass: buckets of unused parameters only
+            state.finish()
+    else:
+        comm.progress()
+    return future

@@ -1,0 +1,90 @@
+"""Communication policies of gradients: codec, backend, and which gradients may share a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+from mcr_plus.compression.options import CompressOptions, codec_of
+from mcr_plus.compression.policy import gradient_compression, is_stateful, resolve_options
+from mcr_plus.config.options import plain_options
+from mcr_plus.config.schema import Config
+from mcr_plus.core.kinds import dtype_name
+from mcr_plus.core.message import Signature, frozen, thawed
+from mcr_plus.hierarchy.policy import between_nodes, codec_between
+
+
+@dataclass(frozen=True)
+class GradientPolicy:
+    """Communication policy of a gradient; gradients of equal policies may share a bucket.
+
+    `compress`, `backend`: as in a call; `compress` is None where the size of the bucket decides. `encoded`: a
+    codec may apply. `keeps`: the codec has state between calls, so a bucket must be the same in every pass.
+    """
+
+    compress: tuple[tuple[str, object], ...] | bool | None = None
+    backend: str | None = None
+    keeps: bool = False
+    encoded: bool = False
+
+    @property
+    def options(self) -> Mapping[str, Any] | bool | None:
+        """`compress` as a call passes it."""
+        return thawed(self.compress) if isinstance(self.compress, tuple) else self.compress
+
+
+def policy_for(
+    config: Config, name: str, shape: Sequence[int], nbytes: int, dtype: Any, tag: str, ranks: int
+) -> GradientPolicy:
+    """Return the policy for the gradient of a parameter, the same on all ranks."""
+    rule, options = gradient_compression(config, name, nbytes, dtype_name(dtype), tag, ranks)
+    own = rule is not None and rule.match.param is not None
+    backend = rule.backend if rule is not None and own else None
+    exempt = None if options is None else options.exempt
+    if exempt is not None and exempt.covers(name, len(shape), nbytes):
+        return GradientPolicy(False, backend)
+    return _policy(options, backend, codec_between(config.options("hierarchical", rule)), explicit=own)
+
+
+def _policy(
+    options: CompressOptions | None,
+    backend: str | None,
+    between: CompressOptions | None,
+    *,
+    explicit: bool,
+) -> GradientPolicy:
+    """Return the policy for resolved options.
+
+    `between`: the codec between nodes, None without one. `explicit`: a rule names the parameter, and takes
+    precedence over that codec.
+    """
+    if options is None:
+        return GradientPolicy(backend=backend)
+    if options.codec == "none":
+        if between is not None and not explicit:
+            return GradientPolicy(None, backend, is_stateful(codec_of(between), between), encoded=True)
+        return GradientPolicy(False if explicit else None, backend)
+    keeps = is_stateful(codec_of(options), options)
+    return GradientPolicy(frozen(plain_options(options)) if explicit else None, backend, keeps, encoded=True)
+
+
+def policy_for_bucket(
+    config: Config, compress: Any, values: torch.Tensor, tag: str | None, ranks: int
+) -> GradientPolicy:
+    """Return the policy for a bucket of another library, such as DDP: `values` are its elements."""
+    codec = frozen(compress) if isinstance(compress, Mapping) else compress
+    signature = Signature(
+        "all_reduce", values.dtype, tuple(values.shape), values.nbytes, "", ranks, tag=tag, compress=codec
+    )
+    between = between_nodes(config, signature) if compress is None else None
+    return _policy(resolve_options(config, signature), None, between, explicit=False)
+
+
+def key_of(names: Sequence[str]) -> str:
+    """Return the name of a bucket of these parameters, which depends on their order."""
+    digest = blake2b("\n".join(names).encode(), digest_size=4).hexdigest()
+    return f"{names[0]}+{len(names) - 1} {digest}"

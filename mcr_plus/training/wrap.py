@@ -1,0 +1,244 @@
+"""`mcr.wrap`: data parallel training in one line, and `mcr.DistributedOptimizer` as in Horovod."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, Final, TypeVar
+
+import torch
+
+from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.errors import InvalidArgument
+from mcr_plus.runtime.init import member_of
+from mcr_plus.training.reducer import Reducer
+
+_PIECE: Final = 64 << 20  # bytes of one broadcast, which copies its tensors into a flat one
+ModelT = TypeVar("ModelT", bound=torch.nn.Module)
+OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
+
+_wrapped: weakref.WeakKeyDictionary[torch.nn.Module, _Wrapped] = weakref.WeakKeyDictionary()
+
+
+class _Inert:
+    """Replaces the hooks of a wrapped model in a pickle."""
+
+    def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+        """No-op: the copy is not wrapped."""
+
+
+class _Wrapped(_Inert):
+    """The hooks and the reducer of a wrapped model; nothing of it is part of the model's state."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, comm: Communicator) -> None:
+        self.model = weakref.ref(model)
+        self.comm = comm
+        self.named = _trainable(model)
+        self.frozen = [
+            param for param in model.parameters() if not param.requires_grad and not _skipped(param)
+        ]
+        self.count = _count(optimizer)
+        self.parameters = sum(1 for _ in model.parameters())
+        self.reducer = Reducer(self.named, comm)
+        self.handles = [
+            model.register_forward_pre_hook(self.before_forward),
+            optimizer.register_step_pre_hook(self.before_step),
+        ]
+
+    def __deepcopy__(self, memo: object) -> _Wrapped:
+        return self  # a copy of the model calls it too; `before_forward` ignores all models but `model`
+
+    def __reduce__(self) -> tuple[type[_Inert], tuple[()]]:
+        return _Inert, ()
+
+    def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:  # noqa: ARG002 - a hook
+        if module is not self.model():
+            return
+        self.reducer.recover()
+        if not (module.training and torch.is_grad_enabled() and self.reducer.syncing):
+            return
+        if sum(1 for _ in module.parameters()) != self.parameters:
+            self.check()
+        # Listed anew in every pass: a module may have assigned other buffers.
+        buffers = [buffer for buffer in module.buffers() if not _skipped(buffer)]
+        if buffers:
+            broadcast_tensors(buffers, self.comm)
+
+    def before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Check for parameters that were added, removed, frozen or unfrozen, if cheap signs hint at it."""
+        grown = _count(optimizer) != self.count or any(param.requires_grad for param in self.frozen)
+        if grown or not self.reducer.all_used:
+            self.check()
+
+    def check(self) -> None:
+        """Raise `InvalidArgument` if the model's parameters are not those that were wrapped."""
+        model = self.model()
+        if model is None:
+            return
+        now, then = dict(_trainable(model)), dict(self.named)
+        for name in [*now, *then]:
+            if now.get(name) is not then.get(name):
+                new, old = name not in then, name not in now
+                what = (
+                    "is new or was unfrozen" if new else "is gone or was frozen" if old else "is another one"
+                )
+                raise InvalidArgument(
+                    f"model: since mcr.wrap parameter '{name}' {what}; call mcr.wrap again on all ranks"
+                )
+
+    def detach(self) -> None:
+        self.reducer.recover()  # peers may be in a pass that failed on this rank
+        self.reducer.detach()
+        for handle in self.handles:
+            handle.remove()
+
+
+def wrap(
+    model: ModelT, optimizer: OptimizerT, *, group: Communicator | None = None
+) -> tuple[ModelT, OptimizerT]:
+    """Make training data parallel over `group` (None: the whole job); returns the same two objects.
+
+    Parameters and buffers are broadcast from the group's first rank. From then on the gradients of every
+    backward pass are averaged while it runs: when `backward()` returns, `param.grad` is the mean over ranks,
+    a view into a bucket, so clipping, `GradScaler` and `optimizer.step()` need nothing special. A parameter
+    of which no rank has a gradient keeps None. Buffers (running statistics) are broadcast before every
+    forward pass in training mode.
+
+    Parameters with `param.mcr_skip = True` (experts, shards), frozen ones, and buffers with `mcr_skip` are
+    ignored. `with mcr.no_sync(model):` accumulates without communication. Wrapping again replaces
+    the first wrapping: do so on all ranks after parameters were added, removed, frozen or unfrozen.
+
+    Bucket sizes are those of the pipeline's fuse stage, or its defaults (25 MiB, the first 1 MiB). All ranks
+    must run the same forward and backward passes. Raises `InvalidArgument` if ranks have different
+    parameters, and at the next forward pass or `step()` if they have changed since. A parameter belongs to
+    one wrapping, or one `DistributedOptimizer`: a later one replaces it.
+
+    A backward pass that raises after its first gradient is an error on all ranks. A pass that raises earlier,
+    or is left out on one rank, is not detected: the next pass of that rank meets this pass of its peers,
+    whose last pass then has no partner.
+    """
+    comm = member_of(group)
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidArgument(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidArgument(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    held = {id(param) for each in optimizer.param_groups for param in each["params"]}
+    if not any(id(param) in held for param in model.parameters()):
+        raise InvalidArgument("optimizer: holds none of the model's parameters, so it would not train it")
+    _compare(comm, _trainable(model))
+    both = [*model.parameters(), *model.buffers()]
+    broadcast_tensors([tensor for tensor in both if not _skipped(tensor)], comm)
+    if (before := _wrapped.pop(model, None)) is not None:
+        before.detach()
+    _wrapped[model] = _Wrapped(model, optimizer, comm)
+    return model, optimizer
+
+
+@contextmanager
+def no_sync(model: torch.nn.Module) -> Iterator[None]:
+    """Accumulate gradients locally in this block; the next backward pass outside averages the sum."""
+    found = _wrapped.get(model)
+    if found is None:
+        raise InvalidArgument("model: mcr.wrap has not been called on it")
+    reducer = found.reducer
+    before, reducer.syncing = reducer.syncing, False
+    try:
+        yield
+    finally:
+        reducer.syncing = before
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: OptimizerT,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    *,
+    group: Communicator | None = None,
+) -> OptimizerT:
+    """Average the gradients of an optimizer's parameters over ranks; returns the same optimizer.
+
+    As `wrap`, for programs written for Horovod. It does not broadcast parameters; call
+    `mcr.broadcast_parameters(model.state_dict())`. Gradients are averaged when `backward()` returns, so there
+    is no `synchronize`. `named_parameters` gives the names that errors show.
+    """
+    comm = member_of(group)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidArgument(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    params = [param for each in optimizer.param_groups for param in each["params"]]
+    names = {id(param): name for name, param in named_parameters or ()}
+    named = [
+        (names.get(id(param), f"parameter {index}"), param)
+        for index, param in enumerate(params)
+        if param.requires_grad and not _skipped(param)
+    ]
+    _compare(comm, named)
+    reducer = Reducer(named, comm)
+    optimizer.register_step_pre_hook(lambda *_: reducer.recover())
+    return optimizer
+
+
+def broadcast_parameters(
+    params: dict[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    root_rank: int = 0,
+    *,
+    group: Communicator | None = None,
+) -> None:
+    """Copy tensors (a `state_dict()` or `named_parameters()`) from rank `root_rank` to all, in place."""
+    items = params.items() if isinstance(params, dict) else params
+    broadcast_tensors(
+        [tensor for _, tensor in items if isinstance(tensor, torch.Tensor)], member_of(group), root_rank
+    )
+
+
+def broadcast_tensors(tensors: Sequence[torch.Tensor], comm: Communicator, src: int | None = None) -> None:
+    """Broadcast tensors from rank `src` of the job (None: the first of the group), uncompressed."""
+    if comm.size == 1:
+        return
+    alike: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
+    for tensor in tensors:
+        pieces = alike.setdefault((tensor.dtype, tensor.device), [[]])
+        if sum(each.nbytes for each in pieces[-1]) >= _PIECE:
+            pieces.append([])
+        pieces[-1].append(tensor.detach())
+    for each in chain.from_iterable(alike.values()):
+        flat = torch.cat([tensor.reshape(-1) for tensor in each])
+        comm.broadcast(
+            flat, comm.ranks[0] if src is None else src, compress=False
+        )  # parameters, not gradients
+        offset = 0
+        for tensor in each:
+            tensor.copy_(flat[offset : offset + tensor.numel()].view(tensor.shape))
+            offset += tensor.numel()
+
+
+def _trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return the parameters that are averaged; shared ones once."""
+    return [
+        (name, param)
+        for name, param in model.named_parameters()
+        if param.requires_grad and not _skipped(param)
+    ]
+
+
+def _skipped(tensor: torch.Tensor) -> bool:
+    return bool(getattr(tensor, "mcr_skip", False))
+
+
+def _count(optimizer: torch.optim.Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _compare(comm: Communicator, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+    """Raise `InvalidArgument` on every rank unless all have the same parameters."""
+    mine = [f"{name}: {list(param.shape)} of {param.dtype}" for name, param in named]
+    for rank, theirs in zip(comm.ranks, comm.all_gather_object(mine), strict=True):
+        if theirs != mine:
+            pairs = zip(
+                [*mine, *["nothing"] * len(theirs)], [*theirs, *["nothing"] * len(mine)], strict=False
+            )
+            here, there = next((a, b) for a, b in pairs if a != b)
+            raise InvalidArgument(
+                f"model: rank {rank} has other parameters; the first difference is '{there}' there and "
+                f"'{here}' on rank {comm.ranks[comm.rank]}"
+            )

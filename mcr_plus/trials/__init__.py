@@ -1,0 +1,1 @@
+"""Comparing several ways to issue an operation while the job runs."""

@@ -1,0 +1,127 @@
+"""Sends an operation's calls to the candidates of a trial, times them, and has the ranks agree on the times.
+
+A time is that from the last rank's call to the last rank's end, because ranks that come early wait for the
+others whichever candidate is used. Within a host the ranks read one clock; between hosts each rank's own time
+is taken, and the longest counts.
+
+The times are shared by a small all_reduce (MAX) that is issued before one call and used `lag` calls later, so
+no rank waits for it unless it is that far ahead of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import perf_counter
+
+import torch
+
+from mcr_plus.core.message import Message, Signature
+from mcr_plus.core.work import Work
+from mcr_plus.pipeline.stage import Issue
+from mcr_plus.trials.trial import Trial, Turn
+
+
+class Router:
+    """Sends the calls of one operation to the candidates of its trial; `issue` is what a stage returns.
+
+    Args:
+        trial: decides which candidate a call uses.
+        issues: the bound candidates, in the trial's order.
+        share: starts the exchange: an all_reduce (MAX), in place, of a flat float64 tensor on the CPU that
+            holds `trial.contribution()`.
+        one_clock: whether the ranks of the group read one clock, being on one host.
+        dependent: whether calls that wait for another operation (`Message.after`) are timed too; that wait is
+            then part of their time.
+        agreed: called whenever the trial has drawn its conclusions.
+    """
+
+    def __init__(
+        self,
+        trial: Trial,
+        issues: Sequence[Issue],
+        share: Callable[[torch.Tensor], Work],
+        *,
+        one_clock: bool,
+        dependent: bool = False,
+        agreed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.trial = trial
+        self._issues = issues
+        self._runs = [each.run for each in issues]
+        self._share = share
+        self._shared: tuple[Work, torch.Tensor] | None = None
+        self._one_clock, self._dependent = one_clock, dependent
+        self._agreed = agreed
+        self._turns = trial.schedule()
+        self._usual = Turn(trial.chosen, None)
+        self._next = trial.exchange_at
+        self._start: Callable[[Message], Work] = self._try_start
+        self._run: Callable[[Message], None] = self._try_run
+        # Bound to what `_start` and `_run` are at each call.
+        self.issue = Issue(lambda message: self._start(message), lambda message: self._run(message))
+
+    def _try_start(self, message: Message) -> Work:
+        turn = self._turn()
+        if turn.slot is None or (message.after is not None and not self._dependent):
+            work = self._issues[turn.candidate](message)
+        else:
+            began = perf_counter()
+            work = self._issues[turn.candidate](message)
+            work.then(partial(self._take, self.trial.exchanges, turn.slot, began))
+        self.trial.calls += 1  # only now: a refused call does not count
+        return work
+
+    def _try_run(self, message: Message) -> None:
+        turn = self._turn()
+        if turn.slot is None:
+            self._runs[turn.candidate](message)
+        else:
+            began = perf_counter()
+            self._runs[turn.candidate](message)
+            self._take(self.trial.exchanges, turn.slot, began)
+        self.trial.calls += 1
+
+    def _take(self, exchange: int, slot: int, began: float) -> None:
+        ended = perf_counter()
+        self.trial.take(exchange, slot, *((began, ended) if self._one_clock else (0.0, ended - began)))
+
+    def _turn(self) -> Turn:
+        if self.trial.calls == self._next:
+            self._step()
+        return self._turns.get(self.trial.calls, self._usual)
+
+    def _step(self) -> None:
+        """Share times, or use the shared ones: before the same call on all ranks."""
+        if self._shared is None:
+            values = torch.tensor(self.trial.contribution(), dtype=torch.float64)
+            self._shared = self._share(values), values
+            self._next = self.trial.apply_at
+        else:
+            self._conclude(*self._shared)
+
+    def _conclude(self, work: Work, values: torch.Tensor) -> None:
+        work.wait()
+        self._shared = None
+        trial = self.trial
+        trial.agree(values.tolist())
+        self._turns, self._usual = trial.schedule(), Turn(trial.chosen, None)
+        self._next = trial.exchange_at
+        if trial.frozen:
+            chosen = self._issues[trial.chosen]
+            self._start, self._run = chosen.start, chosen.run
+        self._agreed()
+
+    def finish(self) -> None:
+        """At the end of the job: use times that were shared and not yet used."""
+        if self._shared is not None and self._shared[0].is_completed():
+            self._conclude(*self._shared)
+
+
+def exchange_signature(signature: Signature, trial: Trial, tag: str) -> Signature:
+    """The all_reduce by which the ranks of an operation share the times of its trial."""
+    numbers = len(trial.local)
+    return Signature(
+        "all_reduce", torch.float64, (numbers,), numbers * torch.float64.itemsize, signature.group,
+        signature.ranks, reduce_op="MAX", tag=tag, async_op=True,
+    )  # fmt: skip

@@ -1,0 +1,149 @@
+"""A trial of several ways to issue an operation: which of them a call uses, and which of them is faster."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf, isfinite
+from statistics import median
+from typing import Final, Literal, NamedTuple
+
+from mcr_plus.tables.statistics import confidence_rank
+
+FEW: Final = 6
+"""Below so many times, no order statistic encloses the median with 95 %."""
+FACTOR: Final = 3.0
+"""A difference that few times can show."""
+MARGIN: Final = 0.05
+"""A gain that is not worth a change."""
+
+Verdict = Literal["faster", "no faster", "open"]
+
+
+class Turn(NamedTuple):
+    """The candidate that a call uses, and the slot for its time, None if the call is not timed."""
+
+    candidate: int
+    slot: int | None
+
+
+@dataclass
+class Trial(ABC):
+    """Which of its candidates the n-th call of an operation uses, and what is known of them.
+
+    Calls are timed in rounds. Before call `exchange_at` the ranks start an exchange of the round's times, and
+    before call `apply_at` all of them draw the same conclusions from it (`agree`). A subclass decides which
+    calls of a round are timed (`schedule`), and what follows from the times (`_decide`).
+
+    A trial has no clock and does not communicate. Everything but `local` is equal on all ranks, because it
+    follows from the number of calls and from numbers that the ranks have agreed on. All fields are plain
+    data.
+
+    Attributes:
+        candidates: names of the candidates, first the one in charge at the start.
+        lag: calls between an exchange and its use.
+        chosen: index of the candidate in charge, which the calls use that are not in `schedule`.
+        calls: how many calls have been made.
+        began: number of the call with which the present round begins.
+        exchanges: how often times have been agreed on.
+        times: agreed seconds by candidate; the subclass clears them.
+        local: this rank's clock in this round: at the start of each timed call, then at the end of each.
+        frozen: the trial has ended.
+    """
+
+    candidates: tuple[str, ...]
+    lag: int
+    chosen: int = 0
+    calls: int = 0
+    began: int = 0
+    exchanges: int = 0
+    times: list[list[float]] = field(default_factory=list)
+    local: list[float] = field(default_factory=list)
+    frozen: bool = False
+
+    def __post_init__(self) -> None:
+        self.times = self.times or [[] for _ in self.candidates]
+        self.local = self.local or [-inf] * (2 * self.slots)
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """Calls of a round."""
+
+    @property
+    @abstractmethod
+    def slots(self) -> int:
+        """Timed calls of a round."""
+
+    @abstractmethod
+    def schedule(self) -> dict[int, Turn]:
+        """The calls of this round, by number, that are timed or not the candidate's in charge."""
+
+    @abstractmethod
+    def _decide(self) -> None:
+        """Draw conclusions from `times`; may move `began`, now that of the next round, to a later call."""
+
+    @property
+    def exchange_at(self) -> int:
+        """The call before which the ranks share their times."""
+        return self.began + self.length
+
+    @property
+    def apply_at(self) -> int:
+        """The call before which the shared times are used."""
+        return self.exchange_at + self.lag
+
+    def take(self, exchange: int, slot: int, began: float, ended: float) -> None:
+        """Note when a timed call of the round after `exchange` exchanges began and ended on this rank.
+
+        Seconds on a clock that the ranks share, or with `began` 0. Ignored if the round is over.
+        """
+        if exchange == self.exchanges and not self.frozen:
+            self.local[slot], self.local[self.slots + slot] = began, ended
+
+    def contribution(self) -> list[float]:
+        """This rank's numbers for the exchange, of which the ranks take the maximum."""
+        return list(self.local)
+
+    def agree(self, numbers: Sequence[float]) -> None:
+        """Draw conclusions from the maximum of all ranks' contributions; a new round begins."""
+        for turn in self.schedule().values():
+            if turn.slot is not None:
+                seconds = numbers[self.slots + turn.slot] - numbers[turn.slot]
+                if isfinite(seconds):  # at least one rank has timed it
+                    self.times[turn.candidate].append(seconds)
+        self.began = self.apply_at
+        self.exchanges += 1
+        self._decide()
+        self.local = [-inf] * (2 * self.slots)
+
+
+def compare(own: Sequence[float], rival: Sequence[float]) -> Verdict:
+    """How a rival's median compares with that of the candidate in charge, if that is certain.
+
+    `faster` and `no faster` are meant by more than `MARGIN`. Each median is enclosed with 95 % by order
+    statistics; with fewer times than `FEW`, `FACTOR` must lie between all of them.
+    """
+    if min(len(own), len(rival)) < FEW:
+        if clearly_slower(own, rival):
+            return "no faster"
+        return "faster" if clearly_slower(rival, own) else "open"
+    (own_low, own_high), (low, high) = _interval(own), _interval(rival)
+    if high < own_low and median(rival) < (1 - MARGIN) * median(own):
+        return "faster"
+    return "no faster" if low > (1 - MARGIN) * own_high else "open"
+
+
+def clearly_slower(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether `other` takes more than `FACTOR` times as long as `one`; three times of each can show that."""
+    if min(len(one), len(other)) < 3:
+        return False
+    return _interval(other)[0] > FACTOR * _interval(one)[1]
+
+
+def _interval(times: Sequence[float]) -> tuple[float, float]:
+    """Bounds of the median."""
+    ordered = sorted(times)
+    rank = confidence_rank(len(ordered))
+    return ordered[rank], ordered[-1 - rank]

@@ -1,0 +1,278 @@
+"""From measured samples to a table: the winner at each size, with as few changes as the figures justify.
+
+For every kind, dynamic programming chooses a candidate for each size: it minimises the sum of the logarithms
+of the times, plus a price for every change. A change pays only if it saves more than the price, so that noise
+does not cause changes, and at no size is the choice slower than the best by more than the price allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby, pairwise
+from math import exp, log
+from typing import Final
+
+from mcr_plus.core.kinds import KINDS, Kind
+from mcr_plus.core.units import Range
+from mcr_plus.errors import Unsupported
+from mcr_plus.tables.fingerprint import Fingerprint
+from mcr_plus.tables.statistics import Timing
+from mcr_plus.tables.table import BUILT_IN, CLEAR, REACH, Table, TableKey, TableRule
+from mcr_plus.tuning.measurements import Sample
+from mcr_plus.tuning.operations import BenchCase
+from mcr_plus.tuning.plan import Request, by_size, nonsense
+
+_CHANGE: Final = log(1.05)  # a change must save more than this, over all sizes of its range
+_UNPROVEN: Final = 0.2  # weight of a difference that the intervals do not bear out
+_BITS: Final = 5
+_FAR: Final = 32  # times as large: the first sizes that are measured are closer than this
+_LATENCY: Final = 1024  # bytes
+
+Timings = Mapping[int, Mapping[str, Timing]]
+
+
+def build_table(request: Request, samples: Sequence[Sample], fingerprint: Fingerprint, nodes: int) -> Table:
+    """Return the table for `request.ranks` ranks on `nodes` hosts from all samples of the request's
+    libraries.
+
+    Kinds and sizes of earlier runs stay. Rules of further dtypes come first and name their dtype; those of
+    the first dtype hold for all others. Asynchronous operations have rules of their own where they were
+    measured, by exposed time if available. Impossible times are left out. A rule never covers a size that its
+    candidate does not support, or one far from the measured sizes: the built-in preference decides these.
+    Vector operations, which no algorithm does and which have no size, have rules of their own; a kind without
+    a library for them gets no rules. Raises `Unsupported` if no sample has a right result.
+    """
+    rules: list[TableRule] = []
+    samples = request.relevant(samples)
+    kinds: list[Kind] = [*request.kinds, *(sample.case.kind for sample in samples)]
+    first = request.dtypes[0]
+    others = dict.fromkeys([*request.dtypes[1:], *(sample.case.dtype for sample in samples)])
+    for dtype in (*(name for name in others if name != first), first):
+        for kind in dict.fromkeys(kinds):
+            for async_op, timings in _manners(samples, BenchCase(kind, 0, dtype)):
+                key = TableKey(
+                    kind,
+                    dtype=None if dtype == first else dtype,
+                    ranks=Range(request.ranks, request.ranks + 1),
+                    nodes=Range(nodes, nodes + 1),
+                    device="cpu",
+                    async_op=async_op,
+                )
+                found = _rules(key, timings, request.spans)
+                if f"{kind}_v" in KINDS:
+                    apart = _rules(replace(key, kind=f"{kind}_v"), _libraries_of(timings), request.spans)
+                    found = [*_without_end(apart), *found] if apart else []
+                rules += found
+    if not rules:
+        raise Unsupported(f"nothing to choose from: {_why_none(samples)}")
+    return Table(tuple(rules), "<tuned>", dict(fingerprint))
+
+
+def _why_none(samples: Sequence[Sample]) -> str:
+    problems = dict.fromkeys(f"{p.case.kind} on {p.candidate}: {p.problem}" for p in samples if p.problem)
+    return "; ".join(problems) or "no operation has been measured"
+
+
+def _manners(samples: Sequence[Sample], like: BenchCase) -> list[tuple[bool | None, Timings]]:
+    """Return (async_op of the rules, timings) of both kinds of operations; None is for both."""
+    waited = _sensible(by_size(samples, like, overlap=False))
+    later = BenchCase(like.kind, 0, like.dtype, async_op=True)
+    exposed = by_size(samples, later, overlap=True) or _sensible(by_size(samples, later, overlap=False))
+    if not exposed:
+        return [(None, waited)] if waited else []
+    return [(flag, found) for flag, found in ((False, waited), (True, exposed)) if found]
+
+
+def _sensible(timings: Timings) -> Timings:
+    odd = nonsense(timings)
+    left = {
+        size: {candidate: timing for candidate, timing in found.items() if candidate not in odd.get(size, ())}
+        for size, found in timings.items()
+    }
+    return {size: found for size, found in left.items() if found}
+
+
+def _without_end(rules: Sequence[TableRule]) -> list[TableRule]:
+    """Extend the last choice to all sizes: operations without a size use that of the largest measured one."""
+    return [*rules[:-2], replace(rules[-2], hi=None)] if rules[-1].backend == BUILT_IN else [*rules]
+
+
+def _names_algorithm(candidate: str) -> bool:
+    return ":" in candidate
+
+
+def _libraries_of(timings: Timings) -> Timings:
+    """Return the timings without algorithms, and without sizes at which only algorithms were measured."""
+    plain = {
+        size: {candidate: timing for candidate, timing in found.items() if not _names_algorithm(candidate)}
+        for size, found in timings.items()
+    }
+    return {size: found for size, found in plain.items() if found}
+
+
+def _rules(key: TableKey, timings: Timings, spans: Mapping[str, Range]) -> list[TableRule]:
+    """Return rules for all sizes, with `BUILT_IN` far from measured ones; none without timings."""
+    rules: list[TableRule] = []
+    end: int | None = 0
+    for part in _stretches(timings):
+        reach = _reach(key, part, first=not rules)
+        if reach.lo > (end or 0):
+            rules.append(TableRule(BUILT_IN, end or 0, reach.lo, key))
+        pieces = _pieces(part, spans, reach)
+        for candidate, run in groupby(pieces, lambda piece: piece[0]):
+            sizes = [span for _, span in run]
+            low, high = sizes[0].lo, sizes[-1].hi
+            rule = TableRule(candidate, low, high, key, _measured(part, low, high))
+            rules.append(replace(rule, reason=_reason(rule)))
+        end = reach.hi
+    if rules and end is not None:
+        last = rules.pop() if rules[-1].backend == BUILT_IN else TableRule(BUILT_IN, end, None, key)
+        rules.append(replace(last, hi=None))
+    return rules
+
+
+def _reason(rule: TableRule) -> str:
+    """Return why a rule does not follow the medians of its sizes; '' if it does."""
+    if all(
+        (rule.advantage(candidate) or CLEAR) >= CLEAR
+        for candidate in rule.measured
+        if candidate != rule.backend
+    ):
+        return ""
+    return "faster by no more than the figures scatter, or than a change of choice must save"
+
+
+def _stretches(timings: Timings) -> list[Timings]:
+    """Split the measured sizes where neighbours are too far apart to interpolate between them."""
+    groups: list[dict[int, Mapping[str, Timing]]] = []
+    last = None
+    for size in sorted(timings):
+        if last is None or size > _FAR * max(last, 1):
+            groups.append({})
+        groups[-1][size] = timings[size]
+        last = size
+    return list(groups)
+
+
+def _reach(key: TableKey, timings: Timings, *, first: bool) -> Range:
+    """Return the sizes that the measured ones represent; below a small one latency dominates."""
+    if key.kind == "barrier":
+        return Range(0)
+    least, most = min(timings), max(timings)
+    return Range(0 if first and least <= _LATENCY else least // REACH, REACH * most)
+
+
+def _pieces(timings: Timings, spans: Mapping[str, Range], reach: Range) -> list[tuple[str, Range]]:
+    """Return (candidate, sizes) that cover `reach`; `BUILT_IN` for sizes that no candidate supports."""
+    sizes = sorted(timings)
+    chosen = list(zip(sizes, choose([justified(timings[size]) for size in sizes]), strict=True))
+    runs = [
+        (candidate, [size for size, _ in run]) for candidate, run in groupby(chosen, lambda each: each[1])
+    ]
+    wanted = {reach.lo: runs[0][0]}
+    for (before, one), (after, other) in pairwise(runs):
+        wanted[_change(timings, spans, one[-1], other[0], before, after)] = after
+    candidates = dict.fromkeys(candidate for found in timings.values() for candidate in found)
+    ends = {
+        end
+        for candidate in candidates
+        if candidate in spans
+        for end in (spans[candidate].lo, spans[candidate].hi)
+        if end is not None
+    }
+    ends = {end for end in ends if end > reach.lo and reach.covers(end)}
+    pieces, candidate = [], ""
+    for low, high in pairwise([*sorted({*wanted, *ends}), reach.hi]):
+        assert low is not None
+        candidate, span = wanted.get(low, candidate), Range(low, high)
+        able = [each for each in candidates if each not in spans or spans[each].covers(low)]
+        best = candidate if candidate in able else _fastest(able, timings, span) if able else BUILT_IN
+        pieces.append((best, span))
+    return pieces
+
+
+def _change(
+    timings: Timings, spans: Mapping[str, Range], low: int, high: int, before: str, after: str
+) -> int:
+    """Return the size in (low, high] at which the choice changes: a limit of a candidate or a crossover."""
+    begins, ends = spans.get(after, Range(0)).lo, spans.get(before, Range(0)).hi
+    if begins > low:
+        return begins
+    return ends if ends is not None and ends <= high else crossover(timings, low, high, before, after)
+
+
+def _fastest(candidates: Sequence[str], timings: Timings, span: Range) -> str:
+    """Return the best of the candidates at the measured sizes of a range, or else at those next to it."""
+    sizes = [size for size in timings if span.covers(size)] or _beside(timings, span)
+    return min(candidates, key=lambda candidate: sum(log(_of(timings[size], candidate)) for size in sizes))
+
+
+def justified(timings: Mapping[str, Timing]) -> dict[str, float]:
+    """Return the slowdown of each candidate relative to the best, as far as it is significant, for `choose`.
+
+    Only the gap between confidence intervals counts in full. A difference within them counts for little: it
+    decides only where it is the same over several sizes.
+    """
+    best = min(timings.values(), key=lambda timing: timing.p50)
+    return {
+        candidate: max(1.0, timing.low / best.high) * (timing.p50 / best.p50) ** _UNPROVEN
+        for candidate, timing in timings.items()
+    }
+
+
+def choose(times: Sequence[Mapping[str, float]]) -> list[str]:
+    """Return the candidate for each size: least sum of log times plus a price for every change of candidate.
+
+    `times`: by candidate, in any unit.
+    """
+    known = list(dict.fromkeys(candidate for each in times for candidate in each))
+    best: dict[str, tuple[float, tuple[str, ...]]] = dict.fromkeys(known, (0.0, ()))
+    for each in times:
+        cheapest = min(best.values(), key=lambda state: state[0])
+        step = {}
+        for candidate, us in each.items():
+            stay = best.get(candidate, (float("inf"), ()))
+            cost, path = min(stay, (cheapest[0] + _CHANGE, cheapest[1]), key=lambda state: state[0])
+            step[candidate] = (cost + log(us), (*path, candidate))
+        best = step
+    return list(min(best.values(), key=lambda state: state[0])[1])
+
+
+def crossover(timings: Timings, low: int, high: int, before: str, after: str) -> int:
+    """Return the size in (low, high] at which `after` becomes as fast as `before`: lines in log-log.
+
+    The result is rounded to five binary digits, since the times are not known more exactly.
+    """
+    gains = [log(_of(timings[size], before) / _of(timings[size], after)) for size in (low, high)]
+    if gains[0] >= 0 or gains[1] <= 0:  # the choice follows neighbouring sizes
+        share = 0.5 if gains[0] < 0 else 0.0
+    else:
+        share = -gains[0] / (gains[1] - gains[0])
+    found = round(exp(log(max(low, 1)) * (1 - share) + log(high) * share))
+    grain = 1 << max(found.bit_length() - _BITS, 0)
+    return min(max(low + 1, round(found / grain) * grain), high)
+
+
+def _of(timings: Mapping[str, Timing], candidate: str) -> float:
+    """Return the time of a candidate; without one, twice that of the slowest."""
+    return (
+        timings[candidate].p50 if candidate in timings else 2 * max(timing.p50 for timing in timings.values())
+    )
+
+
+def _beside(timings: Timings, span: Range) -> list[int]:
+    """Return the largest measured size below a range, and the smallest above it."""
+    below = [size for size in timings if size < span.lo]
+    above = [size for size in timings if span.hi is not None and size >= span.hi]
+    return [*([max(below)] if below else []), *([min(above)] if above else [])]
+
+
+def _measured(timings: Timings, low: int, high: int | None) -> dict[str, dict[int, float]]:
+    """Return the medians by candidate and size in a range, and at the next size on either side."""
+    span = Range(low, high)
+    found: dict[str, dict[int, float]] = {}
+    for size in sorted([*(size for size in timings if span.covers(size)), *_beside(timings, span)]):
+        for candidate, timing in timings[size].items():
+            found.setdefault(candidate, {})[size] = timing.p50
+    return found

@@ -1,0 +1,130 @@
+"""Samples of `tune`, and the file that holds them.
+
+The file has one JSON document per line: first the fingerprint of the job, then one line per sample, written
+as soon as it is known, so that a run that was interrupted or has used up its budget can be continued.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from mcr_plus.errors import ConfigError
+from mcr_plus.tables.fingerprint import Fingerprint, differences
+from mcr_plus.tables.statistics import Timing
+from mcr_plus.tuning.operations import BenchCase
+
+_VERSION: Final = 1
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The timing of a case by one candidate; `timing` is None if the candidate was excluded for `problem`.
+
+    `overlap`: an asynchronous operation's exposed time beside a computation, instead of its whole time.
+    """
+
+    case: BenchCase
+    candidate: str
+    overlap: bool
+    timing: Timing | None
+    problem: str | None = None
+
+    def document(self) -> dict[str, Any]:
+        """Return plain data, from which `from_document` restores the sample."""
+        timing = None if self.timing is None else asdict(self.timing)
+        rest = {"way": self.candidate, "overlap": self.overlap, "timing": timing, "problem": self.problem}
+        return {**asdict(self.case), **rest}
+
+    @classmethod
+    def from_document(cls, data: Mapping[str, Any]) -> Sample:
+        """Restore a sample from `document`. Raises `KeyError` or `TypeError` for other data."""
+        case = BenchCase(data["kind"], data["nbytes"], data["dtype"], data["async_op"])
+        timing = None if data["timing"] is None else Timing(**data["timing"])
+        return cls(case, data["way"], data["overlap"], timing, data["problem"])
+
+
+def median_of_repeats(samples: Iterable[Sample]) -> list[Sample]:
+    """Return one sample for each candidate of each case: of several the one with the median p50.
+
+    For an even number it is the lower one of the two in the middle, because disturbances only add time.
+    """
+    apart: dict[tuple[BenchCase, str, bool], list[Sample]] = {}
+    for sample in samples:
+        apart.setdefault((sample.case, sample.candidate, sample.overlap), []).append(sample)
+    return [_middle(found) for found in apart.values()]
+
+
+def _middle(samples: Sequence[Sample]) -> Sample:
+    """Return the median sample; a sample without a timing takes precedence."""
+    timed = sorted((timing.p50, index) for index, each in enumerate(samples) if (timing := each.timing))
+    excluded = (sample for sample in samples if sample.timing is None)
+    return next(excluded, None) or samples[timed[(len(timed) - 1) // 2][1]]
+
+
+class MeasurementFile:
+    """The samples of one tuning run on disk. Rank 0 only."""
+
+    def __init__(self, path: Path, fingerprint: Fingerprint, *, fresh: bool) -> None:
+        """Open `path`, keeping what it has unless `fresh`.
+
+        Raises `ConfigError` if it cannot be read or written, or has another fingerprint.
+        """
+        self.samples: list[Sample] = []
+        self._path = path
+        head = {"version": _VERSION, "fingerprint": {name: list(v) for name, v in fingerprint.items()}}
+        try:
+            if path.exists() and not path.is_file():  # opening a FIFO would block
+                raise ConfigError(f"{path}: expected a regular file")
+            if not fresh and path.exists():
+                self.samples = _read(path, fingerprint)
+            # Replaced at once, so that no end of this run can lose samples of earlier ones.
+            draft = path.with_name(f"{path.name}.{os.getpid()}")
+            documents = [head, *(sample.document() for sample in self.samples)]
+            draft.write_text("".join(f"{json.dumps(each)}\n" for each in documents))
+            draft.replace(path)
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}") from None
+
+    def add(self, samples: Iterable[Sample]) -> None:
+        """Append samples, in memory and on disk."""
+        with self._path.open("a") as file:
+            for sample in samples:
+                self.samples.append(sample)
+                file.write(f"{json.dumps(sample.document())}\n")
+
+
+def _read(path: Path, fingerprint: Fingerprint) -> list[Sample]:
+    lines = path.read_text(errors="replace").splitlines()
+    try:
+        head = json.loads(lines[0])
+        stated = {name: tuple(values) for name, values in head["fingerprint"].items()}
+        version = head["version"]
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        raise ConfigError(f"{path}:1: not a file of measurements; name another with --measurements") from None
+    found = differences(stated, fingerprint)
+    if version != _VERSION or found:
+        what = "; ".join(found) or f"unknown version {version}; known: {_VERSION}"
+        raise ConfigError(
+            f"{path}: measured elsewhere ({what}); name another file with --measurements, or use --fresh"
+        )
+    samples = [_sample_of(line) for line in lines[1:]]
+    if samples and samples[-1] is None:
+        samples.pop()  # the run was killed while it wrote this line
+    for number, sample in enumerate(samples, 2):
+        if sample is None:
+            raise ConfigError(
+                f"{path}:{number}: not a measurement; name another file with --measurements, or use --fresh"
+            )
+    return [sample for sample in samples if sample is not None]
+
+
+def _sample_of(line: str) -> Sample | None:
+    try:
+        return Sample.from_document(json.loads(line))
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,84 @@
+"""Estimates the time of measurements, corrected by the measurements of this run."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from statistics import median
+from typing import Final
+
+from mcr_plus.tuning.measurements import Sample
+from mcr_plus.tuning.plan import Request, Task, next_task, rough_grid
+
+_OVERHEAD_S: Final = 0.05  # of a task, beside its turns: to agree on it, to warm up
+_S_PER_BYTE: Final = 1e-8  # for each candidate and rank: mostly the check of the results
+_LEAST_S: Final = 0.05  # of turns: less is noise on a host that other processes use
+_SHARE: Final = 0.5  # of the time of a task of the first sizes: the part of its turns
+
+
+class Pace:
+    """Expected times of tasks, and the rest of a budget; seconds throughout.
+
+    `sampling`: limit of the turns of a task. `budget`: None if there is none.
+    """
+
+    def __init__(self, request: Request, sampling: float, budget: float | None) -> None:
+        self._request, self._sampling, self._budget = request, sampling, budget
+        self._began = time.monotonic()
+        self._ratios: dict[int, list[float]] = {}  # taken over expected, by size
+
+    @property
+    def left(self) -> float:
+        """The rest of the budget."""
+        if self._budget is None:
+            return math.inf
+        return self._budget - (time.monotonic() - self._began)
+
+    def next_task(self, samples: Sequence[Sample]) -> Task | None:
+        """Return the next task that fits into the budget; at the start of a run the next one in any case."""
+        fitting = next_task(self._request, samples, left=self.left, expected=self.expected)
+        return fitting if fitting or self._ratios else next_task(self._request, samples)
+
+    def took(self, task: Task, seconds: float) -> None:
+        """Correct the estimate by the time of a finished task."""
+        self._ratios.setdefault(task.case.nbytes, []).append(seconds / self._uncorrected(task))
+
+    def expected(self, task: Task) -> float:
+        """Return the expected time of a task, by those of the nearest size in this run."""
+        near = min(self._ratios, key=lambda size: _octaves(size, task.case.nbytes), default=None)
+        return self._uncorrected(task) * (1.0 if near is None else median(self._ratios[near]))
+
+    def _uncorrected(self, task: Task) -> float:
+        transfers = len(self._request.candidates_for(task.case)) * self._request.ranks
+        return _OVERHEAD_S + self._sampling + _S_PER_BYTE * transfers * task.case.nbytes
+
+
+def _octaves(one: int, other: int) -> float:
+    return abs(math.log2(max(one, 1) / max(other, 1)))
+
+
+def sampling_seconds(request: Request, samples: Sequence[Sample], budget: float | None, most: float) -> float:
+    """Return the time for the turns of a task: less than `most` if the budget would not cover all sizes."""
+    tasks = chain.from_iterable(rough_grid(request).values())
+    rough = len(unmeasured(tasks, samples))
+    if budget is None or not rough:
+        return most
+    return min(most, max(_LEAST_S, _SHARE * budget / rough))
+
+
+def left_out_sizes(
+    request: Request, samples: Sequence[Sample], expected: Callable[[Task], float]
+) -> list[tuple[int, int, int, float]]:
+    """Return (size, missing tasks, all tasks, seconds of the missing ones) for incomplete first sizes."""
+    missing = {size: (unmeasured(tasks, samples), len(tasks)) for size, tasks in rough_grid(request).items()}
+    return [
+        (size, len(left), every, sum(map(expected, left))) for size, (left, every) in missing.items() if left
+    ]
+
+
+def unmeasured(tasks: Iterable[Task], samples: Iterable[Sample]) -> list[Task]:
+    """Return the tasks without a sample."""
+    done = {Task(sample.case, sample.overlap) for sample in samples}
+    return [task for task in dict.fromkeys(tasks) if task not in done]

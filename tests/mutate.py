@@ -1,0 +1,166 @@
+"""Breaks the library in forty places, one at a time, and lists what the tests find.
+
+    python tests/mutate.py [NAME…] [--all-tests]
+
+Every mutation is one plausible mistake: a wrong comparison, a lost term, a check left out. It is made in a
+copy of the working tree, where the tests named beside it run until the first failure (`--all-tests`: all of
+them). A mutation that survives is a gap in the tests. After a change to how tests run, the
+same mutations must still be found. Prints a table; ends with status 1 if one survives.
+"""
+
+# ruff: noqa: E501 - a mutation is a line of its own
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+_LIMIT_S = 900
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`old` becomes `new` in `path`, a file of the library; `tests` are those that ought to find it."""
+
+    name: str
+    path: str
+    old: str
+    new: str
+    tests: str
+
+    def apply(self, root: Path) -> None:
+        """Change the file. Raises `LookupError` unless it has the text exactly once."""
+        file = root / "mcr_plus" / self.path
+        text = file.read_text()
+        if text.count(self.old) != 1:
+            raise LookupError(f"{self.name}: {self.path} has {text.count(self.old)} times {self.old!r}")
+        file.write_text(text.replace(self.old, self.new))
+
+
+MUTATIONS = (
+    # core
+    Mutation("size unit", "core/units.py", 'int(number) * SIZE_UNITS[unit or "B"]', 'int(number) * SIZE_UNITS["B"]', "test_config test_table"),
+    Mutation("bus factor", "core/kinds.py", "bus_factor=lambda n: 2 * _by_links(n)", "bus_factor=_by_links", "test_kinds test_cost test_record"),
+    Mutation("digest of a signature", "core/message.py", "repr(tuple(self)).encode()", "repr(tuple(self)[:3]).encode()", "test_mismatch test_message"),
+    Mutation("flows of a gather", "core/message.py", "[mine if each == signature.root else 0 for each in range(size)]\n        elif signature.kind == \"reduce_scatter_v\"", "[mine] * size\n        elif signature.kind == \"reduce_scatter_v\"", "test_mismatch test_message"),
+    Mutation("a second waiter returns early", "core/work.py", "while not self._is_done and self._finisher != threading.get_ident():", "while False:", "test_coalesce test_waiting test_groups"),
+    # communicator
+    Mutation("overlapping output and input", "communicator/prepared.py", "if to < since + read and since < to + written:", "if False:", "test_calls"),
+    Mutation("split sizes that do not sum", "communicator/calls.py", "if len(sizes) != group.size or sum(sizes) != rows:", "if len(sizes) != group.size:", "test_arguments"),
+    Mutation("unknown keyword", "communicator/communicator.py", "if isinstance(compress, Mapping) or not options.keys() <= _OPTIONS:", "if isinstance(compress, Mapping):", "test_calls test_arguments"),
+    Mutation("elements that share memory", "communicator/tensors.py", "if any(size > 1 and stride == 0", "if any(size > 1 and stride < 0", "test_arguments"),
+    # fusion
+    Mutation("buffer too small", "fusion/buffers.py", "if buffer.numel >= numel:", "if buffer.numel >= numel // 2:", "test_fuse test_coalesce test_bucket"),
+    Mutation("bucket limit", "fusion/stage.py", "if signature.nbytes >= self._options.bucket:", "if signature.nbytes > self._options.bucket:", "test_fuse test_bucket"),
+    # compression
+    Mutation("scale of int8 blocks", "kernels/int8_block.py", "_STEP: Final = np.float32(1 / 127)", "_STEP: Final = np.float32(1 / 120)", "test_kernels_int8_block test_codecs"),
+    Mutation("digits of top-k", "kernels/topk.py", "_DIGITS: Final = ((20, 11), (9, 11), (0, 9))", "_DIGITS: Final = ((20, 11), (9, 11), (1, 8))", "test_kernels_topk test_topk"),
+    Mutation("residual not kept", "compression/error_feedback.py", "self._sent(wire[:written], residual, lo, 1 / scale)", "self._sent(wire[:written], residual, lo, scale)", "test_feedback test_compressed"),
+    Mutation("EF21 difference", "compression/ef21.py", "(values - mine).mul_(scale)", "(values + mine).mul_(scale)", "test_feedback"),
+    Mutation("mean of compressed sums", "compression/schemes.py", '1 / signature.ranks if signature.reduce_op == "AVG" else 1.0', "1.0", "test_compressed"),
+    Mutation("messages of variable rate", "compression/policy.py", "if signature.is_p2p and not traits.fixed_rate:", "if False:", "test_compress_stage test_compressed"),
+    Mutation("mean in int8 over gloo", "backends/gloo.py", 'if op == "AVG" else None', "if False else None", "test_conformance"),
+    # backends
+    Mutation("root of gloo", "backends/gloo.py", "rootRank=root, rootTensor=0", "rootRank=0, rootTensor=0", "test_conformance"),
+    Mutation("largest count of MPI", "backends/mpi/backend.py", "_MAX_COUNT: Final = 2**31 - 1", "_MAX_COUNT: Final = 2**40", "test_explain test_conformance test_arguments"),
+    Mutation("algorithms beside gloo", "backends/gloo.py", "if signature.algorithm is not None:", "if False:", "test_explain test_config test_compress_stage"),
+    # dispatch
+    Mutation("a later post in the ring", "dispatch/board/base.py", "<= TAG_MASK >> 1", "<= TAG_MASK", "test_board"),
+    Mutation("turn of compiling", "dispatch/board/base.py", "return turn + 1 + ((turn + 1) % 2 != begins)", "return turn + 1", "test_compiling test_board"),
+    Mutation("a second thread of a group", "dispatch/group_state.py", "if not self._thread.is_alive():", "if True:", "test_mismatch"),
+    Mutation("order across lanes", "dispatch/engine.py", "if after is None:\n            return True", "if True:\n            return True", "test_hierarchical test_compressed test_progress"),
+    # selection, tables, tuning
+    Mutation("margin of a trial", "trials/trial.py", "MARGIN: Final = 0.05", "MARGIN: Final = -0.5", "test_online test_never_slower"),
+    Mutation("bytes per rank", "tables/table.py", "return self.nbytes // self.ranks", "return self.nbytes * self.ranks", "test_table test_table_editing"),
+    Mutation("rules by number of nodes", "tables/table.py", "_within(self.nodes, query.nodes)", "True", "test_table"),
+    Mutation("figures that make no sense", "tuning/build_table.py", "if candidate not in odd.get(size, ())", "if True", "test_tuning"),
+    # hierarchy
+    Mutation("rest of uneven parts", "hierarchy/decompose.py", "rest = self.numel % self.nodes.size", "rest = 0", "test_hierarchical"),
+    # msccl
+    Mutation("verifier's sums", "msccl/verifier.py", "if value == Sum(expected):", "if True:", "test_msccl_verifier"),
+    Mutation("layout in place", "msccl/postconditions.py", "return Layout(inputs, outputs, scratch, 0, rank * part, whole)", "return Layout(inputs, outputs, scratch, 0, 0, whole)", "test_msccl_verifier test_msccl_generators test_shm_interpreter"),
+    # training
+    Mutation("gradients summed, not averaged", "training/ddp.py", "        AVG,\n", '        "SUM",\n', "test_gradients test_wrap"),
+    Mutation("mean of wrapped gradients", "training/reducer.py", "op: ReduceOp = AVG", 'op: ReduceOp = "SUM"', "test_wrap test_gradients"),
+    # rendezvous, runtime, config, launch
+    Mutation("signature not checked", "rendezvous/signing.py", "return value if hmac.compare_digest(tag, _sign(secret, what, value)) else None", "return value", "test_signing"),
+    Mutation("groups dropped by some", "runtime/agreement.py", "if all(dropped[rank].get(name) == members for rank in members)", "if any(dropped[rank].get(name) == members for rank in members)", "test_groups test_leaks"),
+    Mutation("a table given as a configuration", "config/reader.py", '"kind" in rule and "match" not in rule', '"kind" in rule and "match" in rule', "test_config test_cli"),
+    Mutation("a rank that failed", "launch/job.py", "all_well = all(state.code == 0", "all_well = any(state.code == 0", "test_launch"),
+    # torch
+    Mutation("mean of integers", "torch_backend/arguments.py", "return not (tensor.is_floating_point() or", "return (tensor.is_floating_point() or", "test_torch_backend"),
+    Mutation("too few descriptors", "core/file_limit.py", "if there < need", "if there < 0", "test_groups test_leaks"),
+)  # fmt: skip
+
+
+@contextmanager
+def copied() -> Iterator[Path]:
+    """A copy of the working tree with its caches of compiled kernels, which look at times of files."""
+    with tempfile.TemporaryDirectory(prefix="mcr-mutate-") as folder:
+        root = Path(folder, "tree")
+        skipped = shutil.ignore_patterns(".git", ".venv", ".mypy_cache", ".hypothesis", "*_cache")
+        shutil.copytree(ROOT, root, ignore=skipped, symlinks=True)
+        yield root
+
+
+def is_found(root: Path, tests: list[str | Path]) -> bool:
+    """Whether pytest fails on the mutated tree. Raises `RuntimeError` where it could not run at all."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(root), str(root / "tests")))}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow"]
+    try:
+        done = subprocess.run(
+            [*command, *tests], cwd=root, env=environment, capture_output=True, text=True, timeout=_LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        return True
+    if done.returncode not in (0, 1, 2):
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}")
+    return done.returncode != 0
+
+
+def main(
+    names: Annotated[list[str] | None, typer.Argument(help="words in the names of mutations")] = None,
+    all_tests: Annotated[bool, typer.Option(help="run all tests for each")] = False,
+) -> None:
+    """Break the library, one place after another, and list what the tests find."""
+    console = Console()
+    table = Table("mutation", "file", "found", "s")
+    survived = 0
+    for mutation in MUTATIONS:
+        if names and not any(name in mutation.name for name in names):
+            continue
+        with copied() as root:
+            mutation.apply(root)
+            tests: list[str | Path] = (
+                ["tests"]
+                if all_tests
+                else [
+                    path for name in mutation.tests.split() for path in (root / "tests").glob(f"**/{name}.py")
+                ]
+            )
+            began = time.monotonic()
+            found = is_found(root, tests)
+            survived += not found
+            row = (mutation.name, mutation.path, "yes" if found else "NO", f"{time.monotonic() - began:.0f}")
+        table.add_row(*row)
+        console.print(*row, sep=" · ")
+    console.print(table)
+    raise typer.Exit(1 if survived else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,38 @@
+"""The time that is left of a timeout."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+
+from mcr_plus.core.deadline import Deadline
+
+
+@pytest.mark.parametrize("timeout", [100, 100.0, timedelta(minutes=1, seconds=40)])
+def test_the_time_left_shrinks_as_the_clock_runs(timeout: float | timedelta) -> None:
+    before = time.monotonic()
+    deadline = Deadline(timeout)
+    after = time.monotonic()
+    for _ in range(3):
+        time.sleep(0.01)
+        earliest = time.monotonic()
+        left = deadline.left()
+        latest = time.monotonic()
+        assert left is not None
+        assert before + 100 - latest <= left <= after + 100 - earliest
+        assert not deadline.passed()
+
+
+@pytest.mark.parametrize("timeout", [0, -5, timedelta(0)])
+def test_a_timeout_of_zero_has_passed_at_once(timeout: float | timedelta) -> None:
+    deadline = Deadline(timeout)
+    assert deadline.left() == 0.0
+    assert deadline.passed()
+
+
+def test_without_a_timeout_it_never_passes() -> None:
+    deadline = Deadline(None)
+    assert deadline.left() is None
+    assert not deadline.passed()

@@ -1,0 +1,129 @@
+"""Folders import only what stands below them. import-linter would leave out folders without `__init__.py`."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "mcr_plus"
+AT_THE_ROOT = {
+    "__init__",
+    "autograd",
+    "errors",
+    "interfaces",
+    "registry",
+}  # the second and fourth only forward
+
+# From the top to the bottom. Folders of one row do not import each other.
+ORDER = (
+    {"cli"},
+    {"tuning"},
+    {"__init__", "autograd", "interfaces"},
+    {"horovod"},
+    {"api"},
+    {"training"},
+    {"torch_backend"},
+    {"runtime"},
+    {"communicator"},
+    {"selection"},
+    {"fusion"},
+    {"hierarchy"},
+    {"compression"},
+    {"trials"},
+    {"dispatch", "tables"},
+    {"pipeline"},
+    {"backends"},
+    {"launch", "msccl"},
+    {"rendezvous", "config"},
+    {"registry", "core", "kernels"},
+    {"errors"},
+)
+HEIGHT = {name: -row for row, names in enumerate(ORDER) for name in names}
+# Types that belong to a folder above: a group's communicator belongs to a job, its stages to an engine.
+UPWARD_TYPES = {("communicator", "runtime"), ("pipeline", "dispatch")}
+
+When = Literal["loading", "running", "typing"]
+
+
+class Import(NamedTuple):
+    file: str
+    line: int
+    importer: str
+    imported: str
+    when: When
+
+
+def imports() -> Iterator[Import]:
+    """Every import of a part of the package by another: at loading, in a function that runs, or for types."""
+    for place, _, names in os.walk(PACKAGE, followlinks=True):
+        for name in sorted(names):
+            path = Path(place) / name
+            if path.suffix == ".py":
+                parts = path.relative_to(PACKAGE).with_suffix("").parts
+                file = str(path.relative_to(ROOT))
+                for node, when in _walk(ast.parse(path.read_text()), "loading"):
+                    for imported in _folders(node):
+                        yield Import(file, node.lineno, parts[0], imported, when)
+
+
+def _walk(node: ast.AST, when: When) -> Iterator[tuple[ast.Import | ast.ImportFrom, When]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child, when
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            for each in child.body:
+                if isinstance(each, ast.Import | ast.ImportFrom):
+                    yield each, "typing"
+        else:
+            in_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            inside: When = "running" if in_function else when
+            yield from _walk(child, inside)
+
+
+def _folders(node: ast.stmt) -> Iterator[str]:
+    if isinstance(node, ast.ImportFrom):
+        base = (node.module or "").split(".")
+        for alias in node.names if base[0] == "mcr_plus" else ():
+            inside = len(base) == 1 and alias.name in HEIGHT
+            yield base[1] if len(base) > 1 else alias.name if inside else "__init__"
+    elif isinstance(node, ast.Import):
+        for alias in node.names:
+            parts = alias.name.split(".")
+            if parts[0] == "mcr_plus":
+                yield parts[1] if len(parts) > 1 else "__init__"
+
+
+EDGES = sorted(
+    {(each.importer, each.imported, each.when) for each in imports() if each.importer != each.imported}
+)
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(EDGES) > 100
+    assert {when for *_, when in EDGES} == {"loading", "running", "typing"}
+
+
+@pytest.mark.parametrize(("importer", "imported", "when"), EDGES)
+def test_imports_point_downwards(importer: str, imported: str, when: When) -> None:
+    if HEIGHT[imported] < HEIGHT[importer] or (when == "typing" and (importer, imported) in UPWARD_TYPES):
+        return
+    wrong = (importer, imported, when)
+    found = [each for each in imports() if (each.importer, each.imported, each.when) == wrong]
+    assert not found, "\n".join(f"{each.file}:{each.line} imports {imported}" for each in found)
+
+
+@pytest.mark.parametrize("edge", sorted(UPWARD_TYPES))
+def test_exceptions_are_needed(edge: tuple[str, str]) -> None:
+    assert (*edge, "typing") in EDGES
+
+
+def test_every_folder_has_its_place_and_few_files_lie_at_the_root() -> None:
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert {path.stem for path in PACKAGE.glob("*.py")} == AT_THE_ROOT
+    assert folders | AT_THE_ROOT == set(HEIGHT)

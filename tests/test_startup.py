@@ -1,0 +1,109 @@
+"""What starting a job imports: by what is in `sys.modules` of fresh processes, not by time."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcr_plus.config import parsing
+from mcr_plus.config.document import Document
+from mcr_plus.core.collector import collector_paused
+
+ROOT = Path(__file__).parents[1]
+HEAVY = ("numba", "typer", "rich", "matplotlib", "yaml")
+PROGRAM = """
+import sys, torch, mcr_plus as mcr
+comm = mcr.init()
+x = torch.full((5,), comm.rank + 1.0)
+mcr.all_reduce(x)
+assert x.tolist() == [comm.size * (comm.size + 1) / 2] * 5
+print("LOADED", [name for name in {names!r} if name in sys.modules])
+mcr.finalize()
+"""
+
+
+def loaded(command: list[str]) -> list[str]:
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    return [line.partition("LOADED ")[2] for line in shown.stdout.splitlines() if "LOADED" in line]
+
+
+def test_one_process_pays_for_no_kernels_files_or_tables() -> None:
+    assert loaded([sys.executable, "-c", PROGRAM.format(names=HEAVY)]) == ["[]"]
+
+
+def test_one_process_still_lists_all_backends_that_are_installed() -> None:
+    program = "import mcr_plus as mcr; mcr.init(); print('LOADED', mcr.get_backends())"
+    (names,) = loaded([sys.executable, "-c", program])
+    assert "gloo" in names
+    assert names.endswith("'local']")
+
+
+def test_kernels_from_the_cache_need_none_of_the_compiler(tmp_path: Path) -> None:
+    """The first job compiles what the cache lacks; the second finds it and imports no rules of typing."""
+    rules = ("numba", "numba.cpython.charseq", "numba.np.linalg")
+    (tmp_path / "program.py").write_text(PROGRAM.format(names=rules))
+    command = [sys.executable, "-m", "mcr_plus.cli.main", "run", "-n", "2", str(tmp_path / "program.py")]
+    loaded(command)
+    assert loaded(command) == ["['numba']"] * 2
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_paused_and_left_as_it_was(enabled: bool) -> None:
+    was_enabled = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with collector_paused():
+            assert not gc.isenabled()
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
+
+
+# -- both parsers of YAML ------------------------------------------------------------------------------
+
+
+def parsed(text: str, loader: Any) -> object:
+    lines: dict[tuple[str | int, ...], int] = {}
+    document = Document({}, "file", Path(), lines)
+    return parsing._mapping(loader(text).get_single_node(), (), document, lines), lines
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "mcr_plus" / "tables" / "builtin").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_both_parsers_read_a_table_alike(path: Path) -> None:
+    text = path.read_text()
+    assert parsed(text, parsing._FastLoader) == parsed(text, parsing._Loader)
+
+
+TEXTS = st.text("ab01_.:-#~ {}[]'\"éß", max_size=8)
+VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), TEXTS),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(TEXTS, VALUES, min_size=1, max_size=4))
+def test_both_parsers_read_plain_data_alike(data: dict[str, Any]) -> None:
+    text = json.dumps(data)  # which is YAML, too
+    assert parsed(text, parsing._FastLoader) == parsed(text, parsing._Loader)
+
+
+@pytest.mark.parametrize(
+    "text", ["a:\t1\n\tb: 2\n", "a: [mpi, glo?o]\n", "a: [1\n", "a: b: c\n", "a: \x07\n"]
+)
+def test_what_one_parser_refuses_both_refuse(text: str) -> None:
+    from mcr_plus.config.document import parse_document
+    from mcr_plus.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=r"^file:\d+: document: not valid YAML: "):
+        parse_document(text, "file", Path(), versioned=False)

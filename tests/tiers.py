@@ -1,0 +1,120 @@
+"""Which tests `make test` leaves to `make test-all`: long ones that have a shorter one of their kind.
+
+Chosen by how long they take and by what they would miss: of tests that differ in their launcher, library or
+number of ranks alone, one stays. A test is left out if its name, from the file on, begins with one of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import PurePath
+from typing import Final
+
+import pytest
+
+_FAILING: Final = "test_launch.py::test_failing_rank_ends_the_job_and_is_shown"
+LONG: Final = (
+    # `make test` has every shape on two ranks, and every type on one.
+    "test_conformance.py::test_conforms[three ranks",
+    "test_conformance.py::test_conforms[two ranks, every type",
+    # torch's own tests
+    "test_torch_suite.py::test_torchs_own",
+    # training runs of the examples, compared with torch or with one process on two ranks
+    "test_dlrm.py::test_a_few_lines_compare_with_torch",
+    "test_dlrm.py::test_all_libraries_train_the_same_model_on_two_ranks",
+    "test_gpt.py::test_two_ranks_train_and_report[data]",
+    "test_gpt.py::test_all_libraries_train_the_same_model",
+    "test_gpt.py::test_ranks_together_are_the_model_of_one_process[3]",
+    "test_moe.py::test_all_libraries_train_the_same_experts",
+    "test_moe.py::test_ranks_train_as_one_process_with_all_experts[3]",
+    "test_docs.py::test_python_blocks_run_on_two_ranks",
+    "test_docs.py::test_the_figures_of_codecs_are_those_of_a_run",
+    # benchmarks and tuning from end to end
+    "test_benchmarks.py::test_operations_are_measured_beside_a_busy_process",
+    "test_benchmarks.py::test_the_default_is_compared_with_torch_size_by_size",
+    "test_tuning.py::test_tune_writes_a_table_and_goes_on_where_it_stopped",
+    "test_tuning.py::test_algorithm_files_are_compared_and_named_in_the_table",
+    "test_tuning.py::test_every_kind_can_be_measured_and_ranks_agree[mpi-3]",
+    "test_tuning.py::test_every_kind_can_be_measured_and_ranks_agree[torch-3]",
+    # random programs and mismatches; shorter runs of both stay
+    "test_fuzz.py::test_random_programs_give_the_oracles_results[2-1500-caller]",
+    "test_fuzz.py::test_random_programs_give_the_oracles_results[3-800-caller]",
+    "test_fuzz.py::test_random_programs_give_the_oracles_results[4-500-caller]",
+    "test_mismatch.py::test_every_mismatch_is_found_and_nothing_else[mpi-3",
+    "test_mismatch.py::test_every_mismatch_is_found_and_nothing_else[torch-3",
+    # interleavings of larger programs
+    "test_deadlock_model.py::test_no_program_that_all_ranks_share_deadlocks[3-3",
+    "test_deadlock_model.py::test_no_program_deadlocks[2-3",
+    # faults beyond one of a class
+    "test_faults.py::test_survivors_are_told_who_is_missing[never calls-1-torch]",
+    "test_faults.py::test_survivors_are_told_who_is_missing[SIGKILL-1-ulfm]",
+    "test_faults.py::test_survivors_are_told_who_is_missing[SIGSTOP-1-ulfm]",
+    "test_faults.py::test_survivors_are_told_who_is_missing[exits-1-ulfm]",
+    "test_faults.py::test_survivors_are_told_who_is_missing[raises-1-torch]",
+    "test_faults.py::test_survivors_are_told_who_is_missing[SIGKILL-0",
+    "test_faults.py::test_survivors_are_told_who_is_missing[SIGSTOP-0",
+    "test_faults.py::test_every_run_ends_well[mpi-no finalize",
+    "test_faults.py::test_every_run_ends_well[torch-finalize",
+    "test_faults.py::test_kill_9_in_the_middle_leaves_nothing[torch]",
+    "test_faults.py::test_rank_that_leaves_is_blamed_and_not_those_that_miss_it[mpi-outside]",
+    "test_faults.py::test_rank_that_leaves_is_blamed_and_not_those_that_miss_it[torch-in a block]",
+    # the launcher: failures and ends by the other launcher too
+    "test_launch.py::test_signal_ends_all_ranks[SIGINT-torch]",
+    "test_launch.py::test_signal_ends_all_ranks[SIGTERM-mpi]",
+    f"{_FAILING}[exit-exited with status 7, without a word-None-torch]",
+    f"{_FAILING}[kill-was killed by SIGKILL, without a word-None-torch]",
+    "test_launch.py::test_the_dump_of_a_fault_is_shown_once[torch]",
+    "test_launch.py::test_one_mistake_of_all_ranks_is_one_message[torch]",
+    "test_launch.py::test_the_cause_comes_before_what_followed_from_it[torch]",
+    "test_launch.py::test_kill_9_of_a_rank_from_outside[mpi]",
+    "test_launch.py::test_kill_9_of_the_launcher_ends_ranks_and_the_next_start_cleans_up[torch]",
+    "test_launch.py::test_the_store_of_torch_is_on_loopback[mpi]",
+    "test_launch.py::test_folders_of_a_job_are_for_their_owner_only[torch]",
+    "test_launch.py::test_two_jobs_at_once_do_not_touch_each_other[torch]",
+    "test_launch.py::test_output_that_nobody_reads_ends_the_job[torch]",
+    "test_launch.py::test_output_and_errors_that_nobody_reads_end_the_job[mpi]",
+    "test_launch.py::test_mpich[exit]",
+    "test_launch.py::test_mpich[kill]",
+    "test_launch.py::test_a_library_that_only_carries_an_address_ends_well",
+    "test_launch.py::test_tasks_of_a_slurm_step_find_each_other",
+    "test_launch.py::test_too_little_shared_memory_is_said_under_mpiexec",
+    # the board of a running job, written to by a stranger: one of each entry stays
+    "test_signing.py::test_a_stranger_writes_to_the_board_of_a_running_job[row-gloo]",
+    "test_signing.py::test_a_stranger_writes_to_the_board_of_a_running_job[closed-mpi]",
+    "test_signing.py::test_a_stranger_writes_to_the_board_of_a_running_job[failed-gloo]",
+    "test_signing.py::test_a_stranger_writes_to_the_board_of_a_running_job[compiling-mpi]",
+    "test_signing.py::test_a_job_whose_store_is_gone[gloo]",
+    # many rounds
+    "test_reset.py::test_resets_give_communicators_back[3-]",
+    "test_reset.py::test_resets_give_communicators_back[2-gloo]",
+    "test_leaks.py::test_dropped_groups_and_models[12-mpi]",
+    "test_store_keys.py::test_groups_that_are_closed_leave_no_keys[torch-False-60]",
+    # more ranks than cores
+    "test_hierarchical.py::test_results[2 x 3]",
+    "test_hierarchical.py::test_results[3 x 2, always compared]",
+    "test_hierarchical.py::test_results[nodes in no order]",
+    "test_compressed.py::test_every_codec_on_every_operation[4",
+    "test_wrap.py::test_training_matches_ddp_on_three_ranks",
+    "test_wrap.py::test_hook_and_optimizer_train_like_wrap[gloo]",
+    "test_gradients.py::test_training_with_codecs[ddp]",
+    # a compiler that is waited for
+    "test_compiling.py::test_a_rank_that_compiles_is_waited_for[two hosts]",
+)
+STALE: Final = pytest.StashKey[list[str]]()
+"""Those of `LONG` that name no test, of the files that were collected."""
+
+
+def is_long(path: str, name: str) -> bool:
+    """Whether the test of this name in this file is one of `LONG`."""
+    return f"{PurePath(path).name}::{name}".startswith(LONG)
+
+
+def stale(tests: Iterable[tuple[str, str]]) -> list[str]:
+    """Those of `LONG` that name none of these tests, (file, name), of files that are among theirs."""
+    names = [f"{PurePath(path).name}::{name}" for path, name in tests]
+    files = {name.partition("::")[0] for name in names}
+    return [
+        each
+        for each in LONG
+        if each.partition("::")[0] in files and not any(name.startswith(each) for name in names)
+    ]

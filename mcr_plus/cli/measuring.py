@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -53,6 +54,9 @@ def _as_rank(job: Job) -> dict[str, Any] | None:
             "the number of ranks is missing; it is optional only under mpirun, torchrun or srun",
             param_hint="-n",
         )
+    # mpirun gives its ranks terminals. On one, numba has colorama, where it is installed, write an escape sequence
+    # when the process ends: after the document of `--json`, and of every rank.
+    os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
     from mcr_plus.tuning.worker import run
 
     run(job)

@@ -51,15 +51,15 @@ def kinds(comm: mcr.Communicator) -> dict[str, tuple[Way, int]]:
     raw, numel = MPI.COMM_WORLD.Dup(), 2 * comm.size
     one, other = np.ones(numel, np.float32), np.ones(numel, np.float32)
     part, whole, result = torch.ones(2), torch.ones(numel), torch.ones(numel)
-    own, rest = [one[:2], 2, MPI.FLOAT], [other, numel, MPI.FLOAT]
+    own, rest = [one[:2], 2, MPI.FLOAT], [other, 2, MPI.FLOAT]  # counts are of one rank's part
     calls: dict[str, Way] = {
         "broadcast, raw": lambda: raw.Bcast(own, 0),
         "broadcast": lambda: comm.broadcast(part, 0),
-        "all_gather_into_tensor, raw": lambda: raw.Allgather([other, 2, MPI.FLOAT], [one, 2, MPI.FLOAT]),
+        "all_gather_into_tensor, raw": lambda: raw.Allgather(own, rest),
         "all_gather_into_tensor": lambda: comm.all_gather_into_tensor(whole, part),
         "reduce_scatter_tensor, raw": lambda: raw.Reduce_scatter_block(rest, own, MPI.MAX),
         "reduce_scatter_tensor": lambda: comm.reduce_scatter_tensor(part, whole, mcr.MAX),
-        "all_to_all_single, raw": lambda: raw.Alltoall([other, 2, MPI.FLOAT], [one, 2, MPI.FLOAT]),
+        "all_to_all_single, raw": lambda: raw.Alltoall(rest, [one, 2, MPI.FLOAT]),
         "all_to_all_single": lambda: comm.all_to_all_single(result, whole),
         "barrier, raw": raw.Barrier,
         "barrier": comm.barrier,

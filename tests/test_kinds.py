@@ -8,14 +8,14 @@ import pytest
 
 import mcr_plus as mcr
 from mcr_plus.backends.gloo import _GlooChannel
-from mcr_plus.backends.mpi.backend import _MpiChannel
+from mcr_plus.backends.mpi.collectives import Collectives
 from mcr_plus.backends.nccl.backend import NcclChannel
 from mcr_plus.communicator.calls import BUILDERS
 from mcr_plus.core.kinds import COLLECTIVES, KINDS, PLAIN, VECTOR, Collective, plain_kind
 from mcr_plus.msccl.algorithm import COLLECTIVES as IN_FILES
 
 ROOT = Path(__file__).parent.parent
-CHANNELS = (_GlooChannel, _MpiChannel, NcclChannel)
+CHANNELS = (_GlooChannel, Collectives, NcclChannel)
 
 
 def missing(row: Collective) -> list[str]:
@@ -56,7 +56,7 @@ def test_a_new_row_is_told_what_it_needs() -> None:
         "tests/conformance.py: scan",
         "core.kinds.Kind: scan",
         "_GlooChannel._scan",
-        "_MpiChannel._scan",
+        "Collectives._scan",
         "NcclChannel._scan",
     ]
 

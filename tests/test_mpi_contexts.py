@@ -13,7 +13,7 @@ from mismatches import outcome_of
 from ranks import own_rank, run_ranks
 
 import mcr_plus as mcr
-from mcr_plus.backends.mpi.backend import MpiBackend
+from mcr_plus.backends.mpi.contexts import Contexts
 from mcr_plus.launch import mpi_usable
 
 pytestmark = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
@@ -60,10 +60,10 @@ def many_groups(groups: int) -> dict[str, Any]:
         for numel in (1, SIGNATURES // 2, SIGNATURES):
             _check(group, numel, 2)
     contexts = sum(len(channel._contexts) for channel in _channels(comm).values())
-    before = MpiBackend.contexts
+    before = Contexts.unreserved
     first, *_, last = [group for group in made if group.size == comm.size]
     first.close()
-    given_back = MpiBackend.contexts - before == rooms[first.opened.name]
+    given_back = Contexts.unreserved - before == rooms[first.opened.name]
     mine = SIGNATURES if last.rank else SIGNATURES - 1  # mismatches without one are detected, too
     told = outcome_of(lambda: _check(last, mine, 1))["error"]
     return {"contexts": contexts, "rooms": rooms, "given back": given_back, "told": told}

@@ -17,7 +17,7 @@ from ranks import Via, run_ranks
 import mcr_plus as mcr
 from mcr_plus.backends import backend_class
 from mcr_plus.backends.mpi import backend as mpi
-from mcr_plus.backends.mpi.backend import MpiBackend
+from mcr_plus.backends.mpi.contexts import Contexts
 from mcr_plus.config import reader as configuration
 from mcr_plus.dispatch.operation import Operation
 from mcr_plus.launch import mpi_usable
@@ -314,7 +314,7 @@ def resets(mistake: str) -> dict[str, Any]:
         another = MPI.COMM_SELF.Dup()
         handles.append(another.py2f())
         another.Free()
-        contexts.append(MpiBackend.contexts)
+        contexts.append(Contexts.unreserved)
         rooms.append(world.opened.runtime.channels["mpi"].channel._room)  # type: ignore[attr-defined]
         gc.collect()
     mcr.finalize()

@@ -35,8 +35,8 @@ class MpiChannel(Channel):
         self._messages = messages
         self.matching = MatchingQueue(mpi, messages, group, busy)
         self.collectives = Collectives(mpi, group)
-        self._contexts = Contexts(mpi, comm, group, room)
-        self._requests = PersistentRequests(mpi, self.collectives, self._contexts)
+        self.contexts = Contexts(mpi, comm, group, room)
+        self._requests = PersistentRequests(mpi, self.collectives, self.contexts)
         self._is_off = is_off
 
     def close(self) -> None:
@@ -44,18 +44,18 @@ class MpiChannel(Channel):
         if self._is_off():
             return
         self._requests.free()
-        self._contexts.free()
+        self.contexts.free()
         self._messages.Free()
         self._comm.Free()
 
     def give_up(self) -> None:
         """See `Channel`: returns the unused communicators of its reservation."""
-        self._contexts.give_up()
+        self.contexts.give_up()
 
     def gate(self, signature: Signature, digest: int) -> Gate:
         """See `Channel`."""
         is_persistent = digest != signature.digest()
-        return Gate(self._contexts, digest, every=signature.kind in VECTOR, at_once=is_persistent)
+        return Gate(self.contexts, digest, every=signature.kind in VECTOR, at_once=is_persistent)
 
     def bind_persistent(self, signature: Signature, message: Message, digest: int) -> Persistent | None:
         """See `Channel`."""
@@ -75,7 +75,7 @@ class MpiChannel(Channel):
         def first_calls(message: Message) -> Poll:
             nonlocal chosen, calls
             calls += 1
-            bound = self._bind_on(self._contexts.of(digest), signature, digest, once=calls == 1)
+            bound = self._bind_on(self.contexts.of(digest), signature, digest, once=calls == 1)
             if calls > 1:
                 chosen = bound
             return bound(message)
@@ -95,7 +95,7 @@ class MpiChannel(Channel):
         may_end_early = signature.async_op or signature.kind in ROOTED
         if not may_end_early or signature.kind in VECTOR:
             return bound
-        vote = self._contexts.vote
+        vote = self.contexts.vote
         return voted(bound, digest, vote if signature.async_op else self.ballots or vote)
 
     def _send(self, signature: Signature) -> Start:

@@ -43,9 +43,9 @@ class Contexts:
         self._mpi = mpi
         self._comm = comm
         self._group = group
-        self._room = self._taken = room
+        self.limit = self._taken = room
         # By digest, in the order in which operations first started, which is the same on all ranks.
-        self._own: dict[int, Any] = {}
+        self.own: dict[int, Any] = {}
         self._shared: Any = None
         self._flow_factors = _flow_factors(group)
         Contexts.unreserved -= room
@@ -57,23 +57,23 @@ class Contexts:
 
     def of(self, digest: int) -> Any:
         """The communicator for a signature."""
-        return self._own.get(digest, self._shared)
+        return self.own.get(digest, self._shared)
 
     def is_apart(self, digest: int) -> bool:
         """Whether a signature has a communicator of its own."""
-        return digest in self._own
+        return digest in self.own
 
     def free(self) -> None:
         """Free all of them; collective."""
-        for context in (*self._own.values(), self._shared):
+        for context in (*self.own.values(), self._shared):
             if context is not None:
                 context.Free()
         Contexts.unreserved += self._taken
 
     def give_up(self) -> None:
         """Return the unused communicators of the reservation."""
-        Contexts.unreserved += self._taken - len(self._own)
-        self._taken = len(self._own)
+        Contexts.unreserved += self._taken - len(self.own)
+        self._taken = len(self.own)
 
     def make(self, digest: int | None) -> Poll | None:
         """Begin to create the communicator of a signature, or for None the one that signatures share.
@@ -81,8 +81,8 @@ class Contexts:
         Returns None if it exists, or at the limit. Collective: all ranks have issued the operation. The poll
         raises `BackendError` if there is no communicator to share either.
         """
-        there = self._shared is not None if digest is None else digest in self._own
-        if there or (self._shared is not None and len(self._own) >= self._room):
+        there = self._shared is not None if digest is None else digest in self.own
+        if there or (self._shared is not None and len(self.own) >= self.limit):
             return None
         mpi, context, problem = self._mpi, None, ""
         try:
@@ -110,16 +110,16 @@ class Contexts:
             elif self._shared is None:
                 raise BackendError(f"MPI has no communicator left: {problem or 'on another rank'}")
             else:
-                self._room = len(self._own)  # all further signatures share one
+                self.limit = len(self.own)  # all further signatures share one
             return True
 
         return made
 
     def _keep(self, context: Any, digest: int | None) -> None:
-        if digest is None or len(self._own) >= self._room:
+        if digest is None or len(self.own) >= self.limit:
             self._shared = context
         else:
-            self._own[digest] = context
+            self.own[digest] = context
 
     def vote(self, digest: int, flows: int = 0) -> Poll:
         """Begin to compare an operation on all ranks. The poll raises `OperationsDiffer` on at least one.

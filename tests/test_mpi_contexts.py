@@ -13,7 +13,7 @@ from mismatches import outcome_of
 from ranks import own_rank, run_ranks
 
 import mcr_plus as mcr
-from mcr_plus.backends.mpi.backend import MpiBackend
+from mcr_plus.backends.mpi.contexts import Contexts
 from mcr_plus.launch import mpi_usable
 
 pytestmark = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
@@ -34,7 +34,7 @@ def _check(comm: mcr.Communicator, numel: int, times: int) -> None:
 
 
 def _rooms(comm: mcr.Communicator) -> dict[str, int]:
-    return {name: channel._room for name, channel in _channels(comm).items()}
+    return {name: channel.contexts.limit for name, channel in _channels(comm).items()}
 
 
 def _channels(comm: mcr.Communicator) -> dict[str, Any]:
@@ -59,11 +59,11 @@ def many_groups(groups: int) -> dict[str, Any]:
     for group in made:  # and again, when all there are have been made
         for numel in (1, SIGNATURES // 2, SIGNATURES):
             _check(group, numel, 2)
-    contexts = sum(len(channel._contexts) for channel in _channels(comm).values())
-    before = MpiBackend.contexts
+    contexts = sum(len(channel.contexts.own) for channel in _channels(comm).values())
+    before = Contexts.unreserved
     first, *_, last = [group for group in made if group.size == comm.size]
     first.close()
-    given_back = MpiBackend.contexts - before == rooms[first.opened.name]
+    given_back = Contexts.unreserved - before == rooms[first.opened.name]
     mine = SIGNATURES if last.rank else SIGNATURES - 1  # mismatches without one are detected, too
     told = outcome_of(lambda: _check(last, mine, 1))["error"]
     return {"contexts": contexts, "rooms": rooms, "given back": given_back, "told": told}
@@ -119,8 +119,8 @@ def without_communicators(fails: str, ranks: list[int]) -> dict[str, Any]:
         _check(used, numel, 3)
     if comm.rank in ranks:
         for group in (used, fresh):
-            channel = _channels(comm)[group.opened.name]
-            channel._comm = _Short(channel._comm, fails)
+            contexts = _channels(comm)[group.opened.name].contexts
+            contexts._comm = _Short(contexts._comm, fails)
     found = {"known": outcome_of(lambda: _check(used, 1, 2)), "new": outcome_of(lambda: _check(used, 3, 4))}
     if found["new"]["error"] is None:
         mine = 4 if used.rank else 3
@@ -215,7 +215,7 @@ def one_after_another(seed: int) -> list[int]:
             work.wait()
         for value, total in zip(values, expected, strict=True):
             torch.testing.assert_close(value, torch.full_like(value, total), rtol=0.02, atol=0.0)
-    return sorted(_channels(comm)["world"]._contexts)
+    return sorted(_channels(comm)["world"].contexts.own)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -17,7 +17,7 @@ from ranks import Via, run_ranks
 import mcr_plus as mcr
 from mcr_plus.backends import backend_class
 from mcr_plus.backends.mpi import backend as mpi
-from mcr_plus.backends.mpi.backend import MpiBackend
+from mcr_plus.backends.mpi.contexts import Contexts
 from mcr_plus.config import reader as configuration
 from mcr_plus.dispatch.operation import Operation
 from mcr_plus.launch import mpi_usable
@@ -309,13 +309,13 @@ def resets(mistake: str) -> dict[str, Any]:
                 pass
         if mistake:
             assert _mistake(world, mistake) == "OrderMismatch"
-        signatures.append(sum(len(channel._contexts) for channel in channels))
+        signatures.append(sum(len(channel.contexts.own) for channel in channels))
         world = mcr.reset()
         another = MPI.COMM_SELF.Dup()
         handles.append(another.py2f())
         another.Free()
-        contexts.append(MpiBackend.contexts)
-        rooms.append(world.opened.runtime.channels["mpi"].channel._room)  # type: ignore[attr-defined]
+        contexts.append(Contexts.unreserved)
+        rooms.append(world.opened.runtime.channels["mpi"].channel.contexts.limit)  # type: ignore[attr-defined]
         gc.collect()
     mcr.finalize()
     return {"contexts": contexts, "rooms": rooms, "handles": handles, "signatures": signatures}
@@ -442,9 +442,11 @@ def _forbid_mpi(world: mcr.Communicator, used: list[mcr.Communicator]) -> None:
             vars(backend).update(_comm=_Forbidden(), _probe=_Forbidden(), _own_probe=_Forbidden())
     for opened in running.groups:
         channel: Any = opened.runtime.channels["mpi"].channel
-        forbidden = dict.fromkeys(channel._contexts, _Forbidden())
-        vars(channel).update(_comm=_Forbidden(), _messages=_Forbidden(), _contexts=forbidden)
-        vars(channel).update(_requests=[_Forbidden()], _shared=_Forbidden(), _mpi=_Forbidden())
+        own = dict.fromkeys(channel.contexts.own, _Forbidden())
+        vars(channel).update(_comm=_Forbidden(), _messages=_Forbidden())
+        vars(channel.contexts).update(own=own, _shared=_Forbidden(), _comm=_Forbidden(), _mpi=_Forbidden())
+        vars(channel._requests).update(_requests=[_Forbidden()], _mpi=_Forbidden())
+        vars(channel.collectives).update(_mpi=_Forbidden())
     del used[:]
 
 

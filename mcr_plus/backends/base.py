@@ -106,8 +106,8 @@ class Channel(ABC):
     Attributes:
         closes_alone: it has a `release`, which closes this rank's part while other ranks use theirs.
         outlives_library: it has a `give_up`: it may stay open when its library is closed, and be closed
-        later. ballots: a vote of the ranks of one host on a number before an operation, see
-        `SharedBoard.cast`. Set
+            later.
+        ballots: a vote of the ranks of one host on a number before an operation, see `SharedBoard.cast`. Set
             before the first `bind` for one channel of a group that has `takes_ballots`; else None.
         takes_ballots: the channel uses `ballots`.
     """

@@ -54,8 +54,8 @@ def _as_rank(job: Job) -> dict[str, Any] | None:
             "the number of ranks is missing; it is optional only under mpirun, torchrun or srun",
             param_hint="-n",
         )
-    # mpirun gives its ranks terminals. On one, numba has colorama, where it is installed, write an escape sequence
-    # when the process ends: after the document of `--json`, and of every rank.
+    # mpirun gives its ranks terminals. On one, numba has colorama, where it is installed, write an escape
+    # sequence at the end of the process: on every rank, after the document of `--json`.
     os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
     from mcr_plus.tuning.worker import run
 

@@ -1,0 +1,119 @@
+"""A group of ranks in MPI: its operations, each on the communicator of its signature, and its messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mcr_plus.backends.base import Channel, Poll, Start
+from mcr_plus.backends.mpi.collectives import Collectives, op_of
+from mcr_plus.backends.mpi.contexts import Contexts, Gate, voted
+from mcr_plus.backends.mpi.p2p import MatchingQueue, Receive
+from mcr_plus.backends.mpi.persistent import Persistent, PersistentRequests
+from mcr_plus.core.group import Group
+from mcr_plus.core.kinds import ROOTED, VECTOR
+from mcr_plus.core.message import Message, Signature
+
+
+class MpiChannel(Channel):
+    """The operations of a group. `is_off` returns whether MPI can no longer be called in this process."""
+
+    takes_ballots = True
+
+    def __init__(
+        self,
+        mpi: Any,
+        comm: Any,
+        messages: Any,
+        group: Group,
+        busy: set[MatchingQueue],
+        room: int,
+        is_off: Callable[[], bool],
+    ) -> None:
+        """`room`: limit of signatures with a communicator, the same on all ranks."""
+        self._comm = comm
+        self._messages = messages
+        self.matching = MatchingQueue(mpi, messages, group, busy)
+        self.collectives = Collectives(mpi, group)
+        self.contexts = Contexts(mpi, comm, group, room)
+        self._requests = PersistentRequests(mpi, self.collectives, self.contexts)
+        self._is_off = is_off
+
+    def close(self) -> None:
+        """See `Channel`."""
+        if self._is_off():
+            return
+        self._requests.free()
+        self.contexts.free()
+        self._messages.Free()
+        self._comm.Free()
+
+    def give_up(self) -> None:
+        """See `Channel`: returns the unused communicators of its reservation."""
+        self.contexts.give_up()
+
+    def gate(self, signature: Signature, digest: int) -> Gate:
+        """See `Channel`."""
+        is_persistent = digest != signature.digest()
+        return Gate(self.contexts, digest, every=signature.kind in VECTOR, at_once=is_persistent)
+
+    def bind_persistent(self, signature: Signature, message: Message, digest: int) -> Persistent | None:
+        """See `Channel`."""
+        return self._requests.bind(signature, message, digest)
+
+    def bind(self, signature: Signature) -> Start:
+        """See `Channel`."""
+        if signature.is_p2p:
+            return self._send(signature) if signature.kind == "send" else self._recv(signature)
+        digest = signature.digest()
+        if signature.reduce_op is not None and signature.dtype is not None:
+            op_of(signature)  # raises if unsupported, compiles if needed
+        chosen: Start
+
+        calls = 0
+
+        def first_calls(message: Message) -> Poll:
+            nonlocal chosen, calls
+            calls += 1
+            bound = self._bind_on(self.contexts.of(digest), signature, digest, once=calls == 1)
+            if calls > 1:
+                chosen = bound
+            return bound(message)
+
+        chosen = first_calls
+        return lambda message: chosen(message)
+
+    def _bind_on(self, comm: Any, signature: Signature, digest: int, *, once: bool) -> Start:
+        bound = None
+        # Small operations get a persistent request, which does not pay for a single operation.
+        if signature.kind == "all_reduce" and not once and not signature.async_op:
+            bound = self._requests.staged(signature, comm)
+        if bound is None:
+            bound = self.collectives.bind(signature, comm)
+        elif signature.reduce_op == "AVG":
+            bound = self.collectives.divided(bound, signature)
+        may_end_early = signature.async_op or signature.kind in ROOTED
+        if not may_end_early or signature.kind in VECTOR:
+            return bound
+        vote = self.contexts.vote
+        return voted(bound, digest, vote if signature.async_op else self.ballots or vote)
+
+    def _send(self, signature: Signature) -> Start:
+        assert signature.dtype is not None
+        spec, dtype = self.collectives.spec(signature), signature.dtype
+        call, tag = self._messages.Isend, self.matching.tag
+
+        def start(message: Message) -> Poll:
+            poll: Poll = call(spec(message.inputs[0]), message.peer, tag(dtype, message.match_tag)).Test
+            return poll
+
+        return start
+
+    def _recv(self, signature: Signature) -> Start:
+        spec, queue = self.collectives.spec(signature), self.matching
+
+        def start(message: Message) -> Poll:
+            out = message.outputs[0]
+            return queue.post(Receive(queue, signature, message.peer, message.match_tag, out, spec(out)))
+
+        return start

@@ -1,0 +1,210 @@
+"""A communicator for every signature, and votes on what ranks have started.
+
+MPI matches the n-th collective of a communicator on one rank with the n-th on every other, whatever they are.
+Mismatched collectives return garbage, and where sizes differ Open MPI writes past buffers. So every signature
+has a communicator of its own: different operations are never matched, and stay pending until the mismatch is
+detected. An operation that may complete before other ranks start it (a broadcast on its root, an asynchronous
+operation) is reported complete only after a vote that all ranks started the same. Vector collectives are
+voted on before they start, with their numbers of elements, and so are signatures for which no communicator is
+left.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from array import array
+from collections.abc import Callable
+from typing import Any, ClassVar, Final
+
+from mcr_plus.backends.base import Poll, Start
+from mcr_plus.core.group import Group
+from mcr_plus.core.message import Message
+from mcr_plus.errors import BackendError, OperationsDiffer
+
+# Communicators for signatures: of a group, and of all groups of a process. MPICH has 2,048 per process; a
+# group takes three for itself, and the program may use some.
+_OF_A_GROUP: Final = 192
+_OF_A_PROCESS: Final = 1024
+_WORD: Final = 1 << 64
+
+
+class Contexts:
+    """The communicators of a group: one for each signature up to a limit, and one that all others share.
+
+    Attributes:
+        unreserved: communicators of this process that no group has reserved.
+    """
+
+    unreserved: ClassVar[int] = _OF_A_PROCESS
+
+    def __init__(self, mpi: Any, comm: Any, group: Group, room: int) -> None:
+        """`comm`: communicator of the group, for votes. `room`: the limit, the same on all ranks."""
+        self._mpi = mpi
+        self._comm = comm
+        self._group = group
+        self.limit = self._taken = room
+        # By digest, in the order in which operations first started, which is the same on all ranks.
+        self.own: dict[int, Any] = {}
+        self._shared: Any = None
+        self._flow_factors = _flow_factors(group)
+        Contexts.unreserved -= room
+
+    @staticmethod
+    def room() -> int:
+        """How many communicators a new group may reserve here."""
+        return min(_OF_A_GROUP, Contexts.unreserved // 4)
+
+    def of(self, digest: int) -> Any:
+        """The communicator for a signature."""
+        return self.own.get(digest, self._shared)
+
+    def is_apart(self, digest: int) -> bool:
+        """Whether a signature has a communicator of its own."""
+        return digest in self.own
+
+    def free(self) -> None:
+        """Free all of them; collective."""
+        for context in (*self.own.values(), self._shared):
+            if context is not None:
+                context.Free()
+        Contexts.unreserved += self._taken
+
+    def give_up(self) -> None:
+        """Return the unused communicators of the reservation."""
+        Contexts.unreserved += self._taken - len(self.own)
+        self._taken = len(self.own)
+
+    def make(self, digest: int | None) -> Poll | None:
+        """Begin to create the communicator of a signature, or for None the one that signatures share.
+
+        Returns None if it exists, or at the limit. Collective: all ranks have issued the operation. The poll
+        raises `BackendError` if there is no communicator to share either.
+        """
+        there = self._shared is not None if digest is None else digest in self.own
+        if there or (self._shared is not None and len(self.own) >= self.limit):
+            return None
+        mpi, context, problem = self._mpi, None, ""
+        try:
+            context, request = self._comm.Idup()
+        except mpi.Exception as error:  # peers wait for this rank, so no vote is possible
+            raise BackendError(f"MPI makes no communicator for the operation: {error}") from error
+        had = array("i", (1,))
+        ballot: Poll | None = None
+
+        def made() -> bool:
+            nonlocal ballot, problem
+            if ballot is None:
+                try:
+                    if not request.Test():
+                        return False
+                except mpi.Exception as error:  # no communicators left
+                    had[0], problem = 0, str(error)
+                started: Poll = self._comm.Iallreduce(mpi.IN_PLACE, [had, mpi.INT], mpi.MIN).Test
+                ballot = started
+            if not ballot():
+                return False
+            if had[0]:
+                context.Set_errhandler(mpi.ERRORS_RETURN)
+                self._keep(context, digest)
+            elif self._shared is None:
+                raise BackendError(f"MPI has no communicator left: {problem or 'on another rank'}")
+            else:
+                self.limit = len(self.own)  # all further signatures share one
+            return True
+
+        return made
+
+    def _keep(self, context: Any, digest: int | None) -> None:
+        if digest is None or len(self.own) >= self.limit:
+            self._shared = context
+        else:
+            self.own[digest] = context
+
+    def vote(self, digest: int, flows: int = 0) -> Poll:
+        """Begin to compare an operation on all ranks. The poll raises `OperationsDiffer` on at least one.
+
+        `flows`: of a vector collective, see `flow_sum`; they add up to 0 if the numbers of elements fit.
+        """
+        mpi, size = self._mpi, self._group.size
+        mine, result = array("Q", (digest, flows)), array("Q", (0, 0))
+        ballot = self._comm.Iallreduce([mine, mpi.UINT64_T], [result, mpi.UINT64_T], mpi.SUM).Test
+
+        def counted() -> bool:
+            if not ballot():
+                return False
+            if result[0] != size * mine[0]:  # keeps `mine` alive: mpi4py keeps no reference to it
+                raise OperationsDiffer("another rank has started another operation in its place")
+            if result[1]:
+                raise OperationsDiffer("ranks send and expect different numbers of elements")
+            return True
+
+        return counted
+
+    def flow_sum(self, message: Message) -> int:
+        """Return sent minus expected elements, each times the factor of the pair of ranks, modulo 2⁶⁴."""
+        if not message.compares_counts:
+            return 0
+        flows = zip(message.compared_flows(self._group.rank), self._flow_factors, strict=True)
+        sent, expected = (int(sum(map(operator.mul, counts, factors))) for counts, factors in flows)
+        return (sent - expected) % _WORD
+
+
+class Gate:
+    """Creates the communicator of a signature before its second operation, and votes where needed.
+
+    The first operation, which ranks have compared, uses the communicator that signatures share, since many
+    signatures occur only once. With `at_once` the first operation already has its own communicator.
+    """
+
+    def __init__(self, contexts: Contexts, digest: int, *, every: bool, at_once: bool) -> None:
+        self._contexts, self._digest = contexts, digest
+        self._is_first = not at_once
+        self.every = every
+        self.again = True
+
+    def __call__(self, message: Message) -> Poll | None:
+        """Begin what the next operation has to wait for; None if it need not wait."""
+        is_first, self._is_first = self._is_first, False
+        self.again = is_first
+        made = self._contexts.make(None if is_first else self._digest)
+        if made is None:
+            return self._vote(message)
+        ballot: Poll | None = None
+
+        def opens() -> bool:
+            nonlocal made, ballot
+            if made is not None:
+                if not made():
+                    return False
+                made, ballot = None, self._vote(message)
+            return ballot is None or ballot()
+
+        return opens
+
+    def _vote(self, message: Message) -> Poll | None:
+        contexts = self._contexts
+        if not self.again and not contexts.is_apart(self._digest):
+            self.every = True  # no more communicators
+        return contexts.vote(self._digest, contexts.flow_sum(message)) if self.every else None
+
+
+def voted(start: Start, digest: int, cast: Callable[[int], Poll]) -> Start:
+    """Wrap `start` so that an operation completes only after a vote that all ranks have started the same."""
+
+    def start_and_vote(message: Message) -> Poll:
+        poll, ballot = start(message), cast(digest)
+        return lambda: ballot() and poll()  # a counted ballot may be polled again
+
+    return start_and_vote
+
+
+def _flow_factors(group: Group) -> tuple[list[int], list[int]]:
+    """Return an odd factor per pair of ranks: for sends of this rank to each, and for receives from each."""
+
+    def factor(source: int, target: int) -> int:
+        pair = f"{source}>{target}".encode()
+        return int.from_bytes(hashlib.blake2b(pair, digest_size=8).digest(), "big") | 1
+
+    ranks = range(group.size)
+    return [factor(group.rank, rank) for rank in ranks], [factor(rank, group.rank) for rank in ranks]

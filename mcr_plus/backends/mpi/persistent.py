@@ -1,0 +1,159 @@
+"""Persistent requests of MPI-4: of operations bound to their tensors, and of small all_reduces."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Final
+
+import torch
+
+from mcr_plus.backends.base import Poll, Start
+from mcr_plus.backends.mpi.collectives import SPECS, Collectives, datatype_of, op_of
+from mcr_plus.backends.mpi.contexts import Contexts, voted
+from mcr_plus.core.kinds import ROOTED
+from mcr_plus.core.message import Message, Signature
+from mcr_plus.rendezvous.mpi_library import load_mpi
+
+_STAGED_BYTES: Final = 4096  # up to here two copies are cheaper than a nonblocking call
+_NAMES: Final = {
+    "all_reduce": "Allreduce_init",
+    "broadcast": "Bcast_init",
+    "all_gather": "Allgather_init",
+    "all_to_all": "Alltoall_init",
+    "reduce_scatter": "Reduce_scatter_block_init",
+    "barrier": "Barrier_init",
+}
+
+
+@cache
+def has_persistent() -> bool:
+    """Whether the library has MPI 4's persistent collectives, as Open MPI 5, although it reports MPI 3.1."""
+    try:
+        load_mpi().COMM_SELF.Barrier_init().Free()
+    except NotImplementedError:
+        return False
+    return True
+
+
+class Persistent:
+    """A persistent request, created when it first starts: creating one is an ordered collective."""
+
+    def __init__(self, make: Callable[[], tuple[Callable[[], object], Poll]]) -> None:
+        self._make = make
+        self.begin: Callable[[], object] = self._first
+        self.test: Poll = self._not_yet
+
+    def _first(self) -> None:
+        self.begin, self.test = self._make()
+        self.begin()
+
+    @staticmethod
+    def _not_yet() -> bool:
+        raise RuntimeError("tested before it was begun")
+
+
+class _User:
+    """Lives as long as a request may be started or polled."""
+
+
+class PersistentRequests:
+    """The persistent requests of a group, which keep their communicators alive."""
+
+    def __init__(self, mpi: Any, collectives: Collectives, contexts: Contexts) -> None:
+        self._mpi = mpi
+        self._collectives = collectives
+        self._contexts = contexts
+        self._requests: list[Any] = []
+        self._unused: list[Any] = []  # those of them that cannot be started any more
+
+    def free(self) -> None:
+        """Free all of them."""
+        for request in self._requests:
+            request.Free()
+
+    def bind(self, signature: Signature, message: Message, digest: int) -> Persistent | None:
+        """A request on the message's buffers; None if MPI has none for the operation."""
+        name = _NAMES.get(signature.kind)
+        if name is None or signature.reduce_op == "AVG" or not has_persistent():
+            return None
+
+        def make() -> tuple[Callable[[], object], Poll]:
+            maker = getattr(self._contexts.of(digest), name)
+            request = maker(*self._collectives.arguments(signature, message))
+            self._requests.append(request)
+            if signature.kind not in ROOTED:
+                return request.Start, request.Test
+
+            poll: Poll = request.Test
+
+            def begin() -> None:
+                nonlocal poll
+                poll = checked(message)
+
+            def started(message: Message) -> Poll:  # noqa: ARG001 - a Start
+                request.Start()
+                test: Poll = request.Test
+                return test
+
+            checked = voted(started, digest, self._contexts.vote)
+            return begin, lambda: poll()
+
+        return Persistent(make)
+
+    def staged(self, signature: Signature, comm: Any) -> Start | None:
+        """Return a small all_reduce by a persistent request on own buffers; None if large, or MPI is too old.
+
+        Starting one is cheaper than a nonblocking call, by more than the cost of two small copies. A
+        synchronous operation of a signature is never in flight twice, so one pair of buffers is enough. The
+        request is freed some time after the last reference to its start and polls.
+        """
+        nbytes = signature.nbytes or 0
+        if not 0 < nbytes <= _STAGED_BYTES or not has_persistent():
+            return None
+        op, datatype = op_of(signature), datatype_of(signature)
+        source, result = memoryview(bytearray(nbytes)), memoryview(bytearray(nbytes))
+        while self._unused:
+            unused = self._unused.pop()
+            self._requests.remove(unused)
+            unused.Free()
+        request = comm.Allreduce_init([source, datatype], [result, datatype], op)
+        self._requests.append(request)
+        user = _User()
+        weakref.finalize(user, self._unused.append, request).atexit = False
+        begin, test = request.Start, request.Test
+        from_address = self._mpi.buffer.fromaddress
+        views: dict[int, memoryview] = {}
+        target = result
+        busy = False
+
+        def view(tensor: torch.Tensor) -> memoryview:
+            address = tensor.data_ptr()
+            found = views.get(address)
+            if found is None:
+                if len(views) >= SPECS:
+                    views.clear()
+                found = views[address] = memoryview(from_address(address, nbytes))
+            return found
+
+        def poll(_: _User = user) -> bool:
+            nonlocal busy
+            if not test():
+                return False
+            target[:] = result
+            busy = False
+            return True
+
+        def restart(message: Message, _: _User = user) -> Poll:
+            nonlocal target, busy
+            if busy:
+                raise RuntimeError("two synchronous operations of one signature in flight; use async_op")
+            value, out = message.inputs[0], message.outputs[0]
+            target = views.get(out.data_ptr()) or view(out)
+            source[:] = target if out is value else view(value)
+            busy = True
+            begin()
+            return poll
+
+        return restart

@@ -16,7 +16,11 @@ from mcr_plus.core.kinds import COLLECTIVES, KINDS, PLAIN, VECTOR, Collective, p
 from mcr_plus.msccl.algorithm import COLLECTIVES as IN_FILES
 
 ROOT = Path(__file__).parent.parent
-BINDERS = {"gloo": [_GlooChannel], "mpi": [Collectives, MpiChannel], "nccl": [NcclChannel]}
+BINDERS: dict[str, list[type]] = {
+    "gloo": [_GlooChannel],
+    "mpi": [Collectives, MpiChannel],
+    "nccl": [NcclChannel],
+}
 
 
 def missing(row: Collective) -> list[str]:

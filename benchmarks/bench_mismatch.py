@@ -2,12 +2,12 @@
 
     python benchmarks/bench_mismatch.py [--before 0 8 1000] [--ranks 2 3] [--hosts 1 2]
 
-The programs are those of `tests/mismatches.py`: one rank does something else than the others, after all have
-run both programs as often as `--before` says. *Named*: the rank was told, with what two ranks had issued.
-*Told*: it was told without that. *Garbage*: its program returned something else than among ranks that agree.
-*Silent*: it was not told at all. *Lost*: the process ended before it could say. False alarms are errors while
-all ranks agree. Ranks on two hosts are in two network namespaces; shared memory does not reach across them.
-The report goes to benchmarks/results/mismatch_<hardware>_<yyyymm>.md.
+The programs are those of `tests/support/mismatches.py`: one rank does something else than the others, after
+all have run both programs as often as `--before` says. *Named*: the rank was told, with what two ranks had
+issued. *Told*: it was told without that. *Garbage*: its program returned something else than among ranks that
+agree. *Silent*: it was not told at all. *Lost*: the process ended before it could say. False alarms are
+errors while all ranks agree. Ranks on two hosts are in two network namespaces; shared memory does not reach
+across them. The report goes to benchmarks/results/mismatch_<hardware>_<yyyymm>.md.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from two_hosts import TwoHosts, why_not
 
 import mcr_plus as mcr
 
-sys.path.append(str(ROOT / "tests"))
+sys.path.append(str(ROOT / "tests" / "support"))
 
 from mismatches import CASES, try_case
 

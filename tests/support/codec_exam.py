@@ -7,6 +7,7 @@ may be from the true one.
 from __future__ import annotations
 
 import json
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -300,3 +301,9 @@ def exchanged(
     for program in programs:
         assert next(program, "done") == "done"
     return [result.view(inputs[0].shape) for result in results]
+
+
+def untouched(nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that take no memory before they are written."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
+    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=dtype)

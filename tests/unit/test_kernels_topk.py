@@ -115,7 +115,7 @@ def test_a_wrong_sample_changes_nothing(wrong: str, monkeypatch: pytest.MonkeyPa
 
 def test_more_than_two_billion_values() -> None:
     """Of which the largest are at the end; most of them are never touched, and take no memory."""
-    from test_codecs import untouched
+    from codec_exam import untouched
 
     numel, sent = 2**31 + 70_000, 2148
     values = untouched(numel * 4, torch.float32)

@@ -1,10 +1,12 @@
-"""The `mcr-plus` command in this process, for tests of what it prints and ends with."""
+"""The `mcr-plus` command, in this process or in one of its own, for tests of its output and exit status."""
 
 from __future__ import annotations
 
 import io
+import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -31,3 +33,12 @@ def mcr_plus(*words: object) -> Answer:
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else 0
     return Answer(code, out.getvalue(), err.getvalue())
+
+
+def mcr_plus_process(*words: str, cwd: Path | None = None) -> Answer:
+    """Run the command as users do."""
+    command = [sys.executable, "-m", "mcr_plus.cli.main", *words]
+    answer = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, cwd=cwd, stdin=subprocess.DEVNULL
+    )
+    return Answer(answer.returncode, answer.stdout, answer.stderr)

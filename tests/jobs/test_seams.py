@@ -228,7 +228,7 @@ def test_stage_may_rewrite_an_op_into_two_on_two_libraries() -> None:
 
 # -- MSCCL's shape: an outside package brings a backend with algorithms ------------------------------
 
-DOCUMENTS = Path(__file__).parent.parent / "docs"
+DOCUMENTS = Path(__file__).parents[2] / "docs"
 
 
 def documented(page: str, module: str) -> str:

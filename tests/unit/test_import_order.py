@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mcr_plus"
 AT_THE_ROOT = {
     "__init__",

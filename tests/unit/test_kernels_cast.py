@@ -130,7 +130,7 @@ def test_indices_of_more_than_32_bits_have_streams_of_their_own(
 
 @both
 def test_more_than_two_billion_values(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    from test_codecs import untouched
+    from codec_exam import untouched
 
     def at_the_end(kernel: Any, blocks: int, nbytes: int, *args: object) -> None:
         kernel(*args, blocks - 2, blocks)

@@ -38,7 +38,7 @@ import mcr_plus
 from mcr_plus.api.record_table import CommunicationRow, communication
 from mcr_plus.errors import BackendUnavailable
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "dlrm"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "dlrm"
 T = TypeVar("T")
 SMALL = model.ModelConfig(embedding_dim=4, table_rows=20, bottom=(8,), top=(8,), dtype=torch.float64, seed=3)
 INTEGERS = [b"1", b"-1", b"", b"7", b"1382", b"4", b"15", b"2", b"181", b"1", b"2", b"", b"2"]

@@ -19,11 +19,10 @@ from typing import Any
 
 import msccl_samples as samples
 import pytest
-from command import mcr_plus
+from command import mcr_plus, mcr_plus_process
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
-from test_cli import mcr_plus_process
 
 import mcr_plus as mcr
 from mcr_plus import registry

@@ -15,7 +15,7 @@ from mcr_plus.communicator.calls import BUILDERS
 from mcr_plus.core.kinds import COLLECTIVES, KINDS, PLAIN, VECTOR, Collective, plain_kind
 from mcr_plus.msccl.algorithm import COLLECTIVES as IN_FILES
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 BINDERS: dict[str, list[type]] = {
     "gloo": [_GlooChannel],
     "mpi": [Collectives, MpiChannel],
@@ -27,14 +27,14 @@ def missing(row: Collective) -> list[str]:
     """The places that do not know a kind."""
     kinds = [row.kind, *([row.vector] if row.vector else [])]
     backends = (ROOT / "docs" / "adding-a-backend.md").read_text()
-    conformance = (ROOT / "tests" / "conformance.py").read_text()
+    conformance = (ROOT / "tests" / "support" / "conformance.py").read_text()
     needed = {
         f"Communicator.{row.torch}": hasattr(mcr.Communicator, row.torch),
         f"mcr.{row.torch}": hasattr(mcr, row.torch),
         f"communicator.calls.BUILDERS: {row.torch}": row.torch in BUILDERS,
         f"msccl.algorithm.COLLECTIVES: {row.msccl}": row.msccl in ("", *IN_FILES),
         f"docs/adding-a-backend.md: {row.kind}": row.kind in backends,
-        f"tests/conformance.py: {row.kind}": row.kind in conformance or row.kind == "barrier",
+        f"tests/support/conformance.py: {row.kind}": row.kind in conformance or row.kind == "barrier",
         **{f"core.kinds.Kind: {kind}": kind in KINDS for kind in kinds},
         **{
             f"backend {backend}: _{kind}": any(hasattr(binder, f"_{kind}") for binder in binders)
@@ -58,7 +58,7 @@ def test_a_new_row_is_told_what_it_needs() -> None:
         "communicator.calls.BUILDERS: scan",
         "msccl.algorithm.COLLECTIVES: scan",
         "docs/adding-a-backend.md: scan",
-        "tests/conformance.py: scan",
+        "tests/support/conformance.py: scan",
         "core.kinds.Kind: scan",
         "backend gloo: _scan",
         "backend mpi: _scan",

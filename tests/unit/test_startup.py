@@ -17,7 +17,7 @@ from mcr_plus.config import parsing
 from mcr_plus.config.document import Document
 from mcr_plus.core.collector import collector_paused
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 HEAVY = ("numba", "typer", "rich", "matplotlib", "yaml")
 PROGRAM = """
 import sys, torch, mcr_plus as mcr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
 
 import numpy as np
@@ -22,6 +21,7 @@ from codec_exam import (
     f64,
     payload,
     samples,
+    untouched,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -165,12 +165,6 @@ def test_what_a_codec_refuses(case: Case) -> None:
         codec.encode(torch.zeros(100), wire[:-1])
     with pytest.raises(Unsupported, match="a payload of 100 values"):
         codec.encode(torch.zeros(100), wire.to(torch.float64))
-
-
-def untouched(nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that take no memory before they are written."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
-    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=dtype)
 
 
 @every_payload

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import yaml
-from command import Answer, mcr_plus
+from command import mcr_plus, mcr_plus_process
 
 from mcr_plus.cli.output import plain_lines, print_error
 from mcr_plus.cli.run import ViaChoice, choose_via, program
 from mcr_plus.config.reader import load
 
-PROGRAMS = str(Path(__file__).with_name("programs.py"))
+PROGRAMS = str(Path(__file__).parents[1] / "support" / "programs.py")
 GOOD = """\
 version: 1
 backends: [gloo]
@@ -27,15 +27,6 @@ pipeline:
   - select: {}
   - dispatch: {timeout: 30s}
 """
-
-
-def mcr_plus_process(*words: str, cwd: Path | None = None) -> Answer:
-    """Run the command as users do."""
-    command = [sys.executable, "-m", "mcr_plus.cli.main", *words]
-    answer = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, cwd=cwd, stdin=subprocess.DEVNULL
-    )
-    return Answer(answer.returncode, answer.stdout, answer.stderr)
 
 
 def json_of(*words: str) -> Any:

@@ -227,7 +227,7 @@ def test_bad_usage_is_status_2(words: list[str], two: Path, monkeypatch: pytest.
 
 
 def test_the_documented_commands_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (Path(__file__).parent.parent / "docs" / "tables.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "tables.md").read_text()
     (table,) = re.findall(r"^```yaml\n# two\.yaml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     monkeypatch.chdir(tmp_path)
     Path("two.yaml").write_text(table)

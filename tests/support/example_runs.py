@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 RANKS_ENV = {"PYTHONPATH": os.pathsep.join(sys.path)}  # so that ranks find the examples' modules too
 TINY = (
     *("--hidden", "16", "--heads", "2", "--sequence", "16"),

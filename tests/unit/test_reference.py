@@ -17,7 +17,7 @@ from ranks import run_ranks
 import mcr_plus as mcr
 from mcr_plus import autograd, horovod
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
 PUBLIC = {
     f"{module.__name__}.{name}": getattr(module, name)

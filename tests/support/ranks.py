@@ -268,6 +268,7 @@ def own_rank() -> int:
 def _main(folder: Path) -> None:
     """Be one rank: make the call, keep its value."""
     call = json.loads((folder / "call.json").read_text())
+    sys.path += [str(path) for path in Path(__file__).parents[1].iterdir() if path.is_dir()]
     module, _, name = call["target"].partition(":")
     value = getattr(importlib.import_module(module), name)(*call["args"])
     written = folder / f".value.{own_rank()}"

@@ -163,7 +163,7 @@ def test_payloads_know_their_dtype() -> None:
 
 def test_more_than_two_billion_values() -> None:
     """The kernels' last blocks; the other blocks are never touched."""
-    from test_codecs import untouched
+    from codec_exam import untouched
 
     numel = 2**31 + 1000
     values = untouched(numel * 2, torch.bfloat16)

@@ -10,8 +10,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from command import mcr_plus_process
 from ranks import run_ranks
-from test_cli import mcr_plus_process
 
 import mcr_plus as mcr
 from mcr_plus.config.reader import load

@@ -57,7 +57,7 @@ def test_the_summary_of_figures() -> None:
 
 
 def test_small_sizes_alone_have_a_summary_and_a_report() -> None:
-    table = Path(__file__).parents[1] / "mcr_plus/tables/builtin/openmpi_2ranks_1host.yaml"
+    table = Path(__file__).parents[2] / "mcr_plus/tables/builtin/openmpi_2ranks_1host.yaml"
     rows = [row("barrier", 0, way, us) for way, us in (("mpi", 2.0), ("tuned", 2.0))]
     points = [sample(BenchCase("barrier", 0), "mpi", 2.0)]
     assert hold_out(points) == {"mpi": []}

@@ -1,6 +1,6 @@
 """Algorithm files from elsewhere, run on their number of ranks, if MCR_ALGORITHM_FILES names a folder.
 
-    MCR_ALGORITHM_FILES=~/algorithms pytest tests/test_msccl_files.py
+    MCR_ALGORITHM_FILES=~/algorithms pytest tests/jobs/test_msccl_files.py
 
 Files that the verifier refuses, those for more than eight ranks, and those of gather and scatter are not run.
 """

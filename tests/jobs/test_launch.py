@@ -31,7 +31,7 @@ from mcr_plus.launch.run import explanation
 from mcr_plus.launch.uncaught import description
 from mcr_plus.rendezvous.store import exchange, unused_part
 
-PROGRAMS = str(Path(__file__).with_name("programs.py"))
+PROGRAMS = str(Path(__file__).parents[1] / "support" / "programs.py")
 SHARED_MEMORY = Path("/dev/shm")
 START_LIMIT_S = 60.0
 END_LIMIT_S = 15.0

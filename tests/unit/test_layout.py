@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tiers import STALE
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 LINKED = ("kernels", "fusion", "compression")
 SOURCES = ("mcr_plus", *LINKED, "tests", "benchmarks", "examples")
 # A path below somebody's home or build folder; system paths such as /proc and /dev/shm are meant.
@@ -96,4 +96,4 @@ def test_no_personal_paths() -> None:
 
 
 def test_long_tests_exist(request: pytest.FixtureRequest) -> None:
-    assert request.config.stash[STALE] == [], "tests/tiers.py names tests that do not exist"
+    assert request.config.stash[STALE] == [], "tests/support/tiers.py names tests that do not exist"

@@ -16,7 +16,7 @@ import mcr_plus as mcr
 from mcr_plus.compression.options import codec_names
 from mcr_plus.config import reader as config
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 

@@ -94,7 +94,8 @@ def gains() -> dict[str, float]:
     for row in tables(TWO_HOSTS.read_text())["A training step over a link of 1gbit (2026-11-21)"]:
         if row["example"] in EXAMPLES:
             found[f"{EXAMPLES[row['example']]}, 1 Gbit/s"] = float(row["DDP / best of ours"])
-    for row in tables(TORCH_BACKEND.read_text())["The torch backend against gloo (2026-11-22)"]:
+    (backend,) = tables(TORCH_BACKEND.read_text()).values()
+    for row in backend:
         if row["what"].startswith("DDP"):
             parameters = row["what"].split(" of ")[1]
             found[f"DDP, MLP of {parameters}"] = float(row["gloo / mcr"])

@@ -150,9 +150,9 @@ def _die_with_parent() -> None:
 
 def _compile() -> None:
     """Have the machine code that every job over shared memory begins with."""
-    from mcr_plus.backends.shm import collectives, interpreter, p2p
+    from mcr_plus.backends.shm import collectives_kernels, interpreter_kernels, p2p_kernels
 
-    for module in (collectives, interpreter, p2p):
+    for module in (collectives_kernels, interpreter_kernels, p2p_kernels):
         module.prepare()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import mcr_plus as mcr
-from mcr_plus.backends.gloo import _GlooChannel
+from mcr_plus.backends.gloo.channel import GlooChannel
 from mcr_plus.backends.mpi.channel import MpiChannel
 from mcr_plus.backends.mpi.collectives import Collectives
 from mcr_plus.backends.nccl.backend import NcclChannel
@@ -17,7 +17,7 @@ from mcr_plus.msccl.algorithm import COLLECTIVES as IN_FILES
 
 ROOT = Path(__file__).parent.parent
 BINDERS: dict[str, list[type]] = {
-    "gloo": [_GlooChannel],
+    "gloo": [GlooChannel],
     "mpi": [Collectives, MpiChannel],
     "nccl": [NcclChannel],
 }

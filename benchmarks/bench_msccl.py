@@ -29,8 +29,7 @@ from harness import Output, Rounds, Way
 from mpi4py import MPI
 
 from mcr_plus.backends.base import Start
-from mcr_plus.backends.shm import collectives as shm_collectives
-from mcr_plus.backends.shm import p2p
+from mcr_plus.backends.shm import collectives_kernels, p2p_kernels
 from mcr_plus.backends.shm.collectives import DirectCollectives
 from mcr_plus.backends.shm.p2p import PointToPoint
 from mcr_plus.backends.shm.queue import WorkQueue
@@ -60,21 +59,21 @@ def ways(
     mine = source[:block]
     kernels = kernels_for(torch.float32, "SUM")
     if kind == "all_reduce":
-        state = collectives.bind(shm_collectives.ALL_REDUCE, count, 4, kernels)
+        state = collectives.bind(collectives_kernels.ALL_REDUCE, count, 4, kernels)
         wanted = whole * (ranks * (ranks + 1) // 2)
         calls: tuple[Way, Way] = (
             _mpi(comm.Allreduce, source, target),
             lambda: gloo.allreduce([target]).wait(),
         )
     elif kind == "all_gather":
-        state = collectives.bind(shm_collectives.ALL_GATHER, block, 4)
+        state = collectives.bind(collectives_kernels.ALL_GATHER, block, 4)
         wanted = torch.cat([whole[:block] * (rank + 1) for rank in range(ranks)])
         calls = (
             _mpi(comm.Allgather, mine, target),
             lambda: gloo._allgather_base(target, mine).wait(),
         )
     else:
-        state = collectives.bind(shm_collectives.ALL_TO_ALL, block, 4)
+        state = collectives.bind(collectives_kernels.ALL_TO_ALL, block, 4)
         part = whole[me * block : (me + 1) * block]
         wanted = torch.cat([part * (rank + 1) for rank in range(ranks)])
         calls = (
@@ -82,7 +81,7 @@ def ways(
             lambda: gloo.alltoall_base(target, source, [], []).wait(),
         )
     addresses = source.data_ptr(), target.data_ptr()
-    begin = queue.bind(shm_collectives.begin, shm_collectives.advance, state)
+    begin = queue.bind(collectives_kernels.begin, collectives_kernels.advance, state)
 
     def ours() -> None:
         poll = begin(*addresses, None)
@@ -184,7 +183,7 @@ def main(kinds: str = ",".join(KINDS), sizes: str = SIZES, rounds: Rounds = 9, o
     group = Group("bench", tuple(range(comm.size)), comm.rank)
     segment = open_segment(store, group, Shape(comm.size), 60)
     queue, collectives, box = WorkQueue(), DirectCollectives(segment), PointToPoint(segment, group)
-    p2p.prepare()
+    p2p_kernels.prepare()
     rows = []
     for kind in harness.chosen(kinds.split(","), KINDS, "kind"):
         for nbytes in map(parse_size, sizes.split(",")):

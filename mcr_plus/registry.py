@@ -41,7 +41,7 @@ CODECS: dict[str, object] = {
 }
 BACKENDS: dict[str, object] = {
     "local": "mcr_plus.backends.local:LocalBackend",
-    "gloo": "mcr_plus.backends.gloo:GlooBackend",
+    "gloo": "mcr_plus.backends.gloo.backend:GlooBackend",
     "mpi": "mcr_plus.backends.mpi.backend:MpiBackend",
     "nccl": "mcr_plus.backends.nccl:NcclBackend",
     "msccl": "mcr_plus.backends.msccl:backend",

@@ -35,6 +35,8 @@ Errors that every operation can raise, in the call or from the `wait()` of its `
 - `BackendError`: the library failed, or a rank has died.
 """
 
+# The file is long because it has one function for each operation.
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence

@@ -14,7 +14,7 @@ from mcr_plus.cli.output import print_error, print_json, print_table, print_writ
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mcr_plus.tables.editing import Change
+    from mcr_plus.tables.differences import Change
     from mcr_plus.tables.table import Curves, Table
 
 _FAILED = 1
@@ -52,7 +52,7 @@ def merge(
     ] = None,
 ) -> None:
     """Merge several tables, for instance of different numbers of ranks or hosts."""
-    from mcr_plus.tables.editing import merge as merge_tables
+    from mcr_plus.tables.merging import merge as merge_tables
     from mcr_plus.tables.table import load_table
     from mcr_plus.tables.writing import save_table
 
@@ -68,7 +68,7 @@ def diff(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Show the differences between the choices of FIRST and SECOND; the status is 0 in any case."""
-    from mcr_plus.tables.editing import diff as compare
+    from mcr_plus.tables.differences import diff as compare
     from mcr_plus.tables.table import load_table
 
     changes = compare(load_table(first), load_table(second))
@@ -84,7 +84,7 @@ def diff(
 @app.command()
 def shrink(table: TableFile, output: Output = None) -> None:
     """Write TABLE with fewer rules and the same choices."""
-    from mcr_plus.tables.editing import shrink as shrink_table
+    from mcr_plus.tables.merging import shrink as shrink_table
     from mcr_plus.tables.table import load_table
 
     _write(shrink_table(load_table(table)), output)

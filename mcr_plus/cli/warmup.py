@@ -57,9 +57,9 @@ def warmup(
 
 
 def _shared_memory() -> None:
-    from mcr_plus.backends.shm import collectives as direct
-    from mcr_plus.backends.shm import interpreter as executor
-    from mcr_plus.backends.shm import p2p as messages
+    from mcr_plus.backends.shm import collectives_kernels as direct
+    from mcr_plus.backends.shm import interpreter_kernels as executor
+    from mcr_plus.backends.shm import p2p_kernels as messages
     from mcr_plus.kernels.compiling import preparing
 
     for what, module in (("msccl", direct), ("msccl's algorithms", executor), ("msccl's messages", messages)):

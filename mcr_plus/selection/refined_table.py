@@ -15,7 +15,7 @@ from mcr_plus.backends import table_sizes
 from mcr_plus.core.units import Range
 from mcr_plus.errors import ConfigError
 from mcr_plus.selection.options import SelectOptions
-from mcr_plus.tables.editing import by_choice, counts_all_ranks, cover, intersection
+from mcr_plus.tables.areas import by_choice, counts_all_ranks, cover, intersection
 from mcr_plus.tables.fingerprint import Fingerprint, merged
 from mcr_plus.tables.table import Curves, Query, Table, TableKey, TableRule
 from mcr_plus.tables.writing import save_table

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 
 from mcr_plus.core.units import SIZE_UNITS, Range, format_size
 from mcr_plus.errors import ConfigError
-from mcr_plus.tables.table import Curves, Table, TableKey, TableRule
+from mcr_plus.tables.table import Curves, Table, TableKey, TableRule, parse_table
 
 _DIGITS = 4  # significant ones of a measured time
 
@@ -22,6 +23,13 @@ def table_text(table: Table, *, comment: Sequence[str] = ()) -> str:
     """
     above = (line for text in comment for line in text.splitlines() or [""])
     return "\n".join([*(f"# {line}".rstrip() for line in above), *_lines(table)]) + "\n"
+
+
+def checked(table: Table) -> Table:
+    """Return the table after the checks of a table file; raises `ConfigError` if it fails them."""
+    bare = replace(table, rules=tuple(replace(rule, measured={}) for rule in table.rules))
+    parse_table(table_text(bare), table.name)
+    return table
 
 
 def save_table(table: Table, path: str | Path, *, comment: Sequence[str] = ()) -> None:

@@ -16,8 +16,7 @@ import msccl_samples as samples
 import torch
 from ranks import own_rank
 
-from mcr_plus.backends.shm import collectives, segment
-from mcr_plus.backends.shm import interpreter as shm_interpreter
+from mcr_plus.backends.shm import collectives_kernels, interpreter_kernels, segment
 from mcr_plus.backends.shm.collectives import DirectCollectives
 from mcr_plus.backends.shm.interpreter import Interpreter
 from mcr_plus.backends.shm.queue import WorkQueue
@@ -88,7 +87,7 @@ class Rank:
     ) -> None:
         state = self.direct.bind(kind, count, source.element_size(), kernels or ReduceKernels(), root)
         wait(
-            self.queue.bind(collectives.begin, collectives.advance, state)(
+            self.queue.bind(collectives_kernels.begin, collectives_kernels.advance, state)(
                 source.data_ptr(), target.data_ptr(), None
             )
         )
@@ -106,7 +105,7 @@ class Rank:
         interpreter = self.interpreters[name, root if name == "chain" else 0]
         state = interpreter.bind(count, source.element_size(), kernels or ReduceKernels(), in_place=in_place)
         wait(
-            self.queue.bind(shm_interpreter.begin, shm_interpreter.advance, state)(
+            self.queue.bind(interpreter_kernels.begin, interpreter_kernels.advance, state)(
                 source.data_ptr(), target.data_ptr(), None
             )
         )
@@ -141,14 +140,14 @@ class Rank:
 
 
 KINDS: Final = {
-    "all_reduce": collectives.ALL_REDUCE,
-    "all_gather": collectives.ALL_GATHER,
-    "all_to_all": collectives.ALL_TO_ALL,
-    "reduce_scatter": collectives.REDUCE_SCATTER,
-    "broadcast": collectives.BROADCAST,
-    "reduce": collectives.REDUCE,
-    "gather": collectives.GATHER,
-    "scatter": collectives.SCATTER,
+    "all_reduce": collectives_kernels.ALL_REDUCE,
+    "all_gather": collectives_kernels.ALL_GATHER,
+    "all_to_all": collectives_kernels.ALL_TO_ALL,
+    "reduce_scatter": collectives_kernels.REDUCE_SCATTER,
+    "broadcast": collectives_kernels.BROADCAST,
+    "reduce": collectives_kernels.REDUCE,
+    "gather": collectives_kernels.GATHER,
+    "scatter": collectives_kernels.SCATTER,
 }
 REDUCES: Final = ("all_reduce", "reduce_scatter", "reduce")
 
@@ -299,7 +298,7 @@ def same_bits(rank: Rank) -> Iterator[str]:
             source = drawn(seed, rank.me, count, torch.float32)
             result, everywhere = torch.empty_like(source), torch.empty(rank.ranks * count)
             rank.do(way, "all_reduce", source, result, count, kernels=kernels_for(torch.float32, "SUM"))
-            rank.run_direct(collectives.ALL_GATHER, result, everywhere, count)
+            rank.run_direct(collectives_kernels.ALL_GATHER, result, everywhere, count)
             bits = everywhere.view(torch.int32).view(rank.ranks, count)
             if not bool((bits == bits[0]).all()):
                 yield f"{way}: ranks hold different bits of {count} elements"
@@ -313,11 +312,15 @@ def in_flight(rank: Rank) -> Iterator[str]:
     for index, buffer in enumerate(buffers):
         at = buffer.data_ptr()
         if index % 2:
-            state = rank.direct.bind(collectives.ALL_REDUCE, count, 8, kernels)
-            polls.append(rank.queue.bind(collectives.begin, collectives.advance, state)(at, at, None))
+            state = rank.direct.bind(collectives_kernels.ALL_REDUCE, count, 8, kernels)
+            polls.append(
+                rank.queue.bind(collectives_kernels.begin, collectives_kernels.advance, state)(at, at, None)
+            )
         else:
             state = rank.interpreters["ring", 0].bind(count, 8, kernels, in_place=True)
-            polls.append(rank.queue.bind(shm_interpreter.begin, shm_interpreter.advance, state)(at, at, None))
+            polls.append(
+                rank.queue.bind(interpreter_kernels.begin, interpreter_kernels.advance, state)(at, at, None)
+            )
     for poll in reversed(polls):
         wait(poll)
     total = rank.ranks * (rank.ranks - 1) // 2
@@ -330,8 +333,8 @@ def exam() -> list[str]:
     """All of the above on one segment, so that each finds the counters the others have left."""
     me, ranks = own_rank(), int(os.environ["WORLD_SIZE"])
     group = Group("exam", tuple(range(ranks)), me)
-    collectives.prepare()
-    shm_interpreter.prepare()
+    collectives_kernels.prepare()
+    interpreter_kernels.prepare()
     rank = Rank(open_segment(connect(), group, small(ranks), 60))
     parts = (every_operation, every_dtype, many_in_a_row, same_bits, in_flight)
     failures = [failure for part in parts for failure in part(rank)]
@@ -362,18 +365,18 @@ def _be_killed(folder: str, me: int, ranks: int) -> None:
     memory = open_segment(store, group, small(ranks), 0.5)
     queue, value = WorkQueue(), torch.ones(2000)
     kernels, at = kernels_for(torch.float32, "MAX"), value.data_ptr()
-    whole = DirectCollectives(memory).bind(collectives.ALL_REDUCE, 2000, 4, kernels)
+    whole = DirectCollectives(memory).bind(collectives_kernels.ALL_REDUCE, 2000, 4, kernels)
     ring = Interpreter(memory, samples.ring(ranks)).bind(2000, 4, kernels, in_place=True)
     while True:
-        wait(queue.bind(collectives.begin, collectives.advance, whole)(at, at, None), 0.2)
-        wait(queue.bind(shm_interpreter.begin, shm_interpreter.advance, ring)(at, at, None), 0.2)
+        wait(queue.bind(collectives_kernels.begin, collectives_kernels.advance, whole)(at, at, None), 0.2)
+        wait(queue.bind(interpreter_kernels.begin, interpreter_kernels.advance, ring)(at, at, None), 0.2)
 
 
 def killed(times: int, ranks: int = 3) -> list[str]:
     """Kill one of some processes at a random moment, again and again."""
     # Before the first fork, and not in every child.
-    collectives.prepare()
-    shm_interpreter.prepare()
+    collectives_kernels.prepare()
+    interpreter_kernels.prepare()
     kernels_for(torch.float32, "MAX")
     chance, problems = random.Random(11), []
     for trial in range(times):

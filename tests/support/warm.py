@@ -37,7 +37,7 @@ _IMPORTS: Final = (
         "mcr_plus.api.state",
     ),
     *("mcr_plus.api.explain", "mcr_plus.api.record", "mcr_plus.training.wrap", "mcr_plus.training.ddp"),
-    *("mcr_plus.backends.gloo", "mcr_plus.backends.mpi.backend", "mcr_plus.backends.shm.backend"),
+    *("mcr_plus.backends.gloo.backend", "mcr_plus.backends.mpi.backend", "mcr_plus.backends.shm.backend"),
     *("mcr_plus.compression.stage", "mcr_plus.fusion.stage", "mcr_plus.hierarchy.stage"),
 )
 _OUT_OF_THE_WAY: Final = 1000  # numbers of files that no rank is given
@@ -150,9 +150,9 @@ def _die_with_parent() -> None:
 
 def _compile() -> None:
     """Have the machine code that every job over shared memory begins with."""
-    from mcr_plus.backends.shm import collectives, interpreter, p2p
+    from mcr_plus.backends.shm import collectives_kernels, interpreter_kernels, p2p_kernels
 
-    for module in (collectives, interpreter, p2p):
+    for module in (collectives_kernels, interpreter_kernels, p2p_kernels):
         module.prepare()
 
 

@@ -19,7 +19,7 @@ import mcr_plus as mcr
 from mcr_plus import registry, tables
 from mcr_plus.backends import backend_class
 from mcr_plus.backends.base import Availability, Support
-from mcr_plus.backends.gloo import GlooBackend
+from mcr_plus.backends.gloo.backend import GlooBackend
 from mcr_plus.cli.main import main
 from mcr_plus.core.message import Signature
 from mcr_plus.core.units import parse_size

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 
 import mcr_plus as mcr
-from mcr_plus.backends.gloo import _GlooChannel
+from mcr_plus.backends.gloo.channel import GlooChannel
 from mcr_plus.backends.mpi.channel import MpiChannel
 from mcr_plus.backends.mpi.collectives import Collectives
-from mcr_plus.backends.nccl.backend import NcclChannel
+from mcr_plus.backends.nccl.channel import NcclChannel
 from mcr_plus.communicator.calls import BUILDERS
 from mcr_plus.core.kinds import COLLECTIVES, KINDS, PLAIN, VECTOR, Collective, plain_kind
 from mcr_plus.msccl.algorithm import COLLECTIVES as IN_FILES
 
 ROOT = Path(__file__).parents[2]
 BINDERS: dict[str, list[type]] = {
-    "gloo": [_GlooChannel],
+    "gloo": [GlooChannel],
     "mpi": [Collectives, MpiChannel],
     "nccl": [NcclChannel],
 }

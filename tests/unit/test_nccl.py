@@ -26,7 +26,7 @@ from fake_nccl import PROTOTYPES, FakeStreams, Simulator
 from mcr_plus import registry
 from mcr_plus.backends.nccl import NcclBackend, abi
 from mcr_plus.backends.nccl.abi import Nccl, NcclError
-from mcr_plus.backends.nccl.backend import NcclChannel
+from mcr_plus.backends.nccl.channel import NcclChannel
 from mcr_plus.backends.nccl.link import StreamPoll
 from mcr_plus.core.c10d import FileStore, HashStore
 from mcr_plus.core.group import Group

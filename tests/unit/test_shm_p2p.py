@@ -21,8 +21,7 @@ import pytest
 import torch
 from ranks import own_rank, run_ranks
 
-from mcr_plus.backends.shm import collectives as shm_collectives
-from mcr_plus.backends.shm import p2p
+from mcr_plus.backends.shm import collectives_kernels, p2p_kernels
 from mcr_plus.backends.shm.collectives import DirectCollectives
 from mcr_plus.backends.shm.p2p import PointToPoint
 from mcr_plus.backends.shm.queue import WorkQueue
@@ -526,11 +525,11 @@ def among_collectives(box: Box) -> Iterator[str]:
     kernels, count = kernels_for(torch.int64, "SUM"), 3001
     for turn in range(20):
         total = torch.full((count,), box.me + turn)
-        state = collectives.bind(shm_collectives.ALL_REDUCE, count, 8, kernels)
+        state = collectives.bind(collectives_kernels.ALL_REDUCE, count, 8, kernels)
         target = torch.empty(100 * turn)
         polls = [
             box.receive(target, left, turn),
-            queue.bind(shm_collectives.begin, shm_collectives.advance, state)(
+            queue.bind(collectives_kernels.begin, collectives_kernels.advance, state)(
                 total.data_ptr(), total.data_ptr(), None
             ),
             box.send(values(10 * turn + box.me, 100 * turn), right, turn),
@@ -549,8 +548,8 @@ def exam(slot: int) -> list[str]:
     """All of the above on one segment."""
     me, ranks = own_rank(), int(os.environ["WORLD_SIZE"])
     group = Group("exam", tuple(range(ranks)), me)
-    shm_collectives.prepare()
-    p2p.prepare()
+    collectives_kernels.prepare()
+    p2p_kernels.prepare()
     shape = Shape(ranks, channels=2, slot=slot, depth=3, area=1536 * ranks)
     box = Box(open_segment(jobs.connect(), group, shape, 60))
     parts = (every_dtype_and_size, large_both_ways, any_source, at_random, among_collectives)
@@ -583,7 +582,7 @@ def _be_killed(folder: str, me: int, ranks: int) -> None:
 
 
 def test_polls_of_survivors_return_false_after_a_kill() -> None:
-    p2p.prepare()  # before the first fork, and not in every child
+    p2p_kernels.prepare()  # before the first fork, and not in every child
     chance, ranks = random.Random(3), 3
     for _ in range(6):
         with tempfile.TemporaryDirectory() as folder:

@@ -17,7 +17,7 @@ from ranks import own_rank, run_ranks
 
 import mcr_plus as mcr
 from mcr_plus import registry
-from mcr_plus.backends.gloo import GlooBackend
+from mcr_plus.backends.gloo.backend import GlooBackend
 from mcr_plus.config.reader import load
 from mcr_plus.core.kinds import ALIASES, KINDS
 from mcr_plus.errors import ConfigError

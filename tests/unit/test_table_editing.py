@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from mcr_plus.core.units import Range
 from mcr_plus.errors import ConfigError, InvalidArgument
-from mcr_plus.tables.editing import Change, areas, diff, merge, shrink
+from mcr_plus.tables.areas import areas
+from mcr_plus.tables.differences import Change, diff
+from mcr_plus.tables.merging import merge, shrink
 from mcr_plus.tables.table import Basis, Query, Table, TableKey, TableRule, parse_table
 from mcr_plus.tables.writing import table_text
 

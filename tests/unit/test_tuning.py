@@ -27,7 +27,7 @@ from ranks import run_ranks
 import mcr_plus as mcr
 from mcr_plus import registry
 from mcr_plus.backends.base import Channel, Poll, Start
-from mcr_plus.backends.gloo import GlooBackend
+from mcr_plus.backends.gloo.backend import GlooBackend
 from mcr_plus.cli.output import rule_count
 from mcr_plus.cli.tune import _left_out
 from mcr_plus.core.environment import cores

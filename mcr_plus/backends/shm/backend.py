@@ -9,9 +9,9 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
 from mcr_plus.backends.base import NATIVE, Availability, Backend, Channel, Support
-from mcr_plus.backends.shm import collectives, interpreter, p2p
-from mcr_plus.backends.shm.collectives import DirectCollectives
-from mcr_plus.backends.shm.interpreter import Interpreter
+from mcr_plus.backends.shm import collectives_kernels, interpreter_kernels, p2p_kernels
+from mcr_plus.backends.shm.collectives import DirectCollectives, mismatch
+from mcr_plus.backends.shm.interpreter import Interpreter, mismatched_peer
 from mcr_plus.backends.shm.p2p import PointToPoint
 from mcr_plus.backends.shm.queue import Run, WorkQueue, done_at_once
 from mcr_plus.backends.shm.reduce_kernels import ReduceKernels, kernels_for
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
     from mcr_plus.rendezvous.world import World
 
 _KINDS: Final[dict[Kind, int]] = {
-    "barrier": collectives.BARRIER,
-    "all_reduce": collectives.ALL_REDUCE,
-    "all_gather": collectives.ALL_GATHER,
-    "all_to_all": collectives.ALL_TO_ALL,
-    "reduce_scatter": collectives.REDUCE_SCATTER,
-    "broadcast": collectives.BROADCAST,
-    "reduce": collectives.REDUCE,
-    "gather": collectives.GATHER,
-    "scatter": collectives.SCATTER,
-    "all_to_all_v": collectives.EXCHANGE,
-    "scatter_v": collectives.EXCHANGE,
-    "all_gather_v": collectives.SHARE,
-    "gather_v": collectives.SHARE,
-    "reduce_scatter_v": collectives.REDUCE_SCATTER_V,
+    "barrier": collectives_kernels.BARRIER,
+    "all_reduce": collectives_kernels.ALL_REDUCE,
+    "all_gather": collectives_kernels.ALL_GATHER,
+    "all_to_all": collectives_kernels.ALL_TO_ALL,
+    "reduce_scatter": collectives_kernels.REDUCE_SCATTER,
+    "broadcast": collectives_kernels.BROADCAST,
+    "reduce": collectives_kernels.REDUCE,
+    "gather": collectives_kernels.GATHER,
+    "scatter": collectives_kernels.SCATTER,
+    "all_to_all_v": collectives_kernels.EXCHANGE,
+    "scatter_v": collectives_kernels.EXCHANGE,
+    "all_gather_v": collectives_kernels.SHARE,
+    "gather_v": collectives_kernels.SHARE,
+    "reduce_scatter_v": collectives_kernels.REDUCE_SCATTER_V,
 }
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _MOST_RANKS: Final = 128  # the memory grows with their square
@@ -75,7 +75,7 @@ class MscclBackend(Backend):
         self._world = world
         self._channels: list[_Channel] = []
         with preparing("msccl"):
-            collectives.prepare()
+            collectives_kernels.prepare()
 
     @classmethod
     def availability(cls) -> Availability:
@@ -204,7 +204,7 @@ class _Channel(Channel):
     def bind(self, signature: Signature) -> Start:
         if signature.kind in ("send", "recv"):
             with preparing("msccl's messages"):
-                p2p.prepare()
+                p2p_kernels.prepare()
             bind = self._p2p.bind_send if signature.kind == "send" else self._p2p.bind_receive
             return bind(signature)
         width = 1 if signature.dtype is None else signature.dtype.itemsize
@@ -227,7 +227,9 @@ class _Channel(Channel):
         )
         # Smaller operations are done before the thread has woken up.
         in_thread = signature.async_op and (signature.nbytes or 0) > _IN_THREAD
-        begin = self._queue.bind(collectives.begin, collectives.advance, state, in_thread=in_thread)
+        begin = self._queue.bind(
+            collectives_kernels.begin, collectives_kernels.advance, state, in_thread=in_thread
+        )
         if signature.kind == "barrier":
             return lambda message: begin(0, 0, None)  # noqa: ARG005 - a Start
 
@@ -241,7 +243,7 @@ class _Channel(Channel):
     def _bind_algorithm(self, signature: Signature, count: int, width: int, kernels: ReduceKernels) -> Start:
         algorithm = catalog.algorithm_of(signature)
         with preparing("msccl's algorithms"):
-            interpreter.prepare()
+            interpreter_kernels.prepare()
         program = Interpreter(self._segment, algorithm, skip=_MESSAGES, spins=_SPINS, yields=self._yields)
         queue, begins = self._queue, dict[bool, Run]()
         in_thread = signature.async_op and (signature.nbytes or 0) > self._segment.shape.slot
@@ -250,7 +252,9 @@ class _Channel(Channel):
 
         def bound(in_place: bool) -> Run:
             state = program.bind(count, width, kernels, in_place=in_place, tag=tag)
-            begin = queue.bind(interpreter.begin, interpreter.advance, state, in_thread=in_thread)
+            begin = queue.bind(
+                interpreter_kernels.begin, interpreter_kernels.advance, state, in_thread=in_thread
+            )
 
             def run(source: int, target: int, keep: object) -> Poll:
                 poll = begin(source, target, keep)
@@ -283,7 +287,7 @@ class _Channel(Channel):
             target = message.outputs[0].data_ptr() if message.outputs else 0
             source = message.inputs[0].data_ptr() if message.inputs else target
             large = async_op and width * max(sum(sent), sum(expected)) > _IN_THREAD
-            begin = queue.bind(collectives.begin, collectives.advance, state, in_thread=large)
+            begin = queue.bind(collectives_kernels.begin, collectives_kernels.advance, state, in_thread=large)
             poll = begin(source, target, (message.inputs, message.outputs))
             return _Uneven(poll, state, message, group, parts)
 
@@ -318,7 +322,7 @@ class _Stepping:
     def __call__(self) -> bool:
         if self._poll():
             return True
-        if (rank := interpreter.mismatched_peer(self._state)) is not None:
+        if (rank := mismatched_peer(self._state)) is not None:
             now = monotonic()
             if self._since is None:
                 self._since = now  # the peer's description may follow, for a better error
@@ -340,7 +344,7 @@ class _Uneven:
     def __call__(self) -> bool:
         if not self._poll():
             return False
-        if (found := collectives.mismatch(self._state)) is not None:
+        if (found := mismatch(self._state)) is not None:
             rank, given = found
             group, expected = self._group, self._message.flows(self._group.rank)[1]
             raise OperationsDiffer(

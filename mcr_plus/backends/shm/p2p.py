@@ -1,33 +1,43 @@
 """Sends and receives between the ranks of a segment, through one queue from each rank to each other.
 
-A message fills a number of slots: a header and the first of its data, then the rest in whole slots. The
-sender fills slots and the receiver empties them at the same time, so that a large message streams.
-
 The message at the head of a queue goes to the first posted receive that matches it. If none does while
 receives wait for messages behind it, it is an unexpected message and is copied to memory of the receiver; if
 no receive waits for that sender, it stays in the queue, and blocks its sender.
 
-`advance` is compiled: it moves slots of all queues in turns, returns to Python for decisions (an unexpected
-message has arrived, a message is complete), and otherwise after a moment without progress, so that it never
-blocks on a dead peer.
+`p2p_kernels` moves the data.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections import deque
-from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
-import numba
 import numpy as np
 
+from mcr_plus.backends.base import ReceivePoll
 from mcr_plus.backends.mpi.p2p import mismatch
-from mcr_plus.backends.shm.atomics import copy, load_acquire, pause, store_release
+from mcr_plus.backends.shm.p2p_kernels import (
+    BELLS,
+    BYTES,
+    DUE_CODE,
+    FILLED,
+    HEAD,
+    IDLE,
+    MODE,
+    NEXT,
+    PULLS,
+    ROW,
+    SLOTS,
+    TAG,
+    WATCHES,
+    accept,
+    advance,
+    expect,
+    send,
+)
 from mcr_plus.backends.shm.segment import LINE
-from mcr_plus.backends.shm.wakeup import give_way, may_yield, ring
 from mcr_plus.core.kinds import DTYPES
-from mcr_plus.kernels.cpu import compiled
 
 if TYPE_CHECKING:
     import torch
@@ -37,234 +47,9 @@ if TYPE_CHECKING:
     from mcr_plus.core.group import Group
     from mcr_plus.core.message import Message, Signature
 
-_types: Any = numba.types  # partly annotated, which type checkers report here
-
 _CHANNEL: Final = 0  # of the queues; algorithms use the others
 _CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
-_HEADER: Final = 64  # bytes: tag, code of the dtype, bytes of data
 _AT_ONCE: Final = 16  # returns of `advance` to Python in one poll, so that deadlines are checked
-
-# Words of the state: constants, then two rows per rank, of the queue to it and the queue from it.
-_ROWS: Final = 0
-_DEPTH: Final = 1
-_SLOT: Final = 2  # bytes
-_GLANCES: Final = 3  # checks of all queues in a call without progress
-_SPINS: Final = 4  # further checks after progress, before yielding and after
-_YIELDS: Final = 5
-_NEXT: Final = 6  # row to begin with, in turns
-_BELLS: Final = 7
-_HEAD: Final = 8
-
-# Words of a row.
-_MODE: Final = 0
-_FILLED: Final = 1  # addresses of the queue's counters and slots
-_EMPTIED: Final = 2
-_SLOTS: Final = 3
-_OWN: Final = 4  # slots filled or emptied by this rank, and known to be emptied or filled by the other
-_SEEN: Final = 5
-_TAG: Final = 6  # of the current message
-_CODE: Final = 7
-_BYTES: Final = 8
-_ADDRESS: Final = 9  # of its data; 0: the data is discarded
-_AT: Final = 10  # bytes moved, -1 before the header
-_DUE_TAG: Final = 11  # of the message that is accepted without returning to Python
-_DUE_CODE: Final = 12  # -1: none
-_DUE_BYTES: Final = 13
-_DUE_ADDRESS: Final = 14
-_ROW: Final = 15
-
-# Modes.
-_IDLE: Final = 0
-_PUSHES: Final = 1
-_WATCHES: Final = 2  # for the next message
-_PULLS: Final = 3
-
-# What `advance` returns when it is not a row.
-_NOTHING: Final = -1
-
-
-@compiled
-def _push(state, row):  # type: ignore[no-untyped-def]
-    """Fill a slot if one is free; returns whether one was."""
-    depth, slot, own, at = state[_DEPTH], state[_SLOT], state[row + _OWN], state[row + _AT]
-    if own - state[row + _SEEN] >= depth:
-        state[row + _SEEN] = load_acquire(state[row + _EMPTIED])
-        if own - state[row + _SEEN] >= depth:
-            return False
-    place = state[row + _SLOTS] + own % depth * slot
-    room = slot
-    if at < 0:
-        for word in range(3):
-            store_release(place + 8 * word, state[row + _TAG + word])
-        at = 0
-        place += _HEADER
-        room -= _HEADER
-    part = min(room, state[row + _BYTES] - at)
-    if part > 0:
-        copy(place, state[row + _ADDRESS] + at, part)
-    state[row + _AT] = at + part
-    state[row + _OWN] = own + 1
-    store_release(state[row + _FILLED], own + 1)
-    if at + part == state[row + _BYTES]:
-        state[row + _MODE] = _IDLE
-    return True
-
-
-@compiled
-def _filled(state, row):  # type: ignore[no-untyped-def]
-    """Whether the next slot is filled."""
-    if state[row + _SEEN] == state[row + _OWN]:
-        state[row + _SEEN] = load_acquire(state[row + _FILLED])
-    return state[row + _SEEN] != state[row + _OWN]
-
-
-@compiled
-def _pull(state, row):  # type: ignore[no-untyped-def]
-    """Empty a slot if one is filled; returns whether one was."""
-    if not _filled(state, row):
-        return False
-    slot, own, at = state[_SLOT], state[row + _OWN], state[row + _AT]
-    place = state[row + _SLOTS] + own % state[_DEPTH] * slot
-    room = slot
-    if at < 0:
-        at = 0
-        place += _HEADER
-        room -= _HEADER
-    part = min(room, state[row + _BYTES] - at)
-    if part > 0 and state[row + _ADDRESS] != 0:
-        copy(state[row + _ADDRESS] + at, place, part)
-    state[row + _AT] = at + part
-    state[row + _OWN] = own + 1
-    store_release(state[row + _EMPTIED], own + 1)
-    if at + part == state[row + _BYTES]:
-        state[row + _MODE] = _IDLE
-    return True
-
-
-@compiled
-def _pull_on(state, row):  # type: ignore[no-untyped-def]
-    """Empty all filled slots of a message; returns whether it is complete."""
-    while state[row + _MODE] == _PULLS and _pull(state, row):
-        pass
-    ring(state[_BELLS])
-    return state[row + _MODE] == _IDLE
-
-
-@compiled
-def _look(state, row):  # type: ignore[no-untyped-def]
-    """Whether a message has arrived; the one that is due is accepted."""
-    if not _filled(state, row):
-        return False
-    place = state[row + _SLOTS] + state[row + _OWN] % state[_DEPTH] * state[_SLOT]
-    fits = True
-    for word in range(3):
-        value = load_acquire(place + 8 * word)
-        state[row + _TAG + word] = value
-        if state[row + _DUE_TAG + word] != value:
-            fits = False
-    if fits:
-        state[row + _ADDRESS] = state[row + _DUE_ADDRESS]
-        state[row + _AT] = -1
-        state[row + _MODE] = _PULLS
-    state[row + _DUE_CODE] = -1
-    return True
-
-
-@compiled
-def _turn(state):  # type: ignore[no-untyped-def]
-    """Move a slot of each queue; returns a row for Python, -1 after progress, -2 without."""
-    rows, index = state[_ROWS], state[_NEXT]
-    result = -2
-    for _ in range(rows):
-        row = _HEAD + index * _ROW
-        this, index = index, (index + 1) % rows
-        mode = state[row + _MODE]
-        if mode == _WATCHES and _look(state, row):
-            result = -1
-            mode = state[row + _MODE]
-            if mode == _WATCHES:
-                state[_NEXT] = index
-                return this
-        moved = False
-        if mode == _PULLS:
-            moved = _pull(state, row)
-        elif mode == _PUSHES:
-            moved = _push(state, row)
-        if moved:
-            result = -1
-            if state[row + _MODE] == _IDLE:
-                state[_NEXT] = index
-                return this
-    return result
-
-
-@compiled
-def advance(state, patient):  # type: ignore[no-untyped-def]
-    """Move slots as far as possible, and wait a moment for more if `patient`.
-
-    Returns a row that Python should handle, or `_NOTHING`.
-    """
-    spins = yields = 0
-    most, moved = state[_GLANCES], False
-    while True:
-        found = _turn(state)
-        if found != -2:
-            ring(state[_BELLS])
-        if found >= 0:
-            return found
-        if found == -1:
-            spins, moved, most = 0, True, state[_SPINS]
-        elif not patient:
-            break
-        elif spins < most:
-            spins += 1
-            pause()
-        elif moved and yields < state[_YIELDS] and may_yield(state[_BELLS]):
-            yields += 1
-            give_way(state[_BELLS])
-        else:
-            break
-    return _NOTHING
-
-
-@compiled
-def send(state, row, tag, code, nbytes, address):  # type: ignore[no-untyped-def]
-    """Begin a send on an idle row; returns whether it is done."""
-    state[row + _TAG], state[row + _CODE], state[row + _BYTES] = tag, code, nbytes
-    state[row + _ADDRESS], state[row + _AT] = address, -1
-    state[row + _MODE] = _PUSHES
-    while state[row + _MODE] == _PUSHES and _push(state, row):
-        pass
-    ring(state[_BELLS])
-    return state[row + _MODE] == _IDLE
-
-
-@compiled
-def expect(state, row, tag, code, nbytes, address):  # type: ignore[no-untyped-def]
-    """Accept the next message on an idle row if it is this one; returns whether it is complete."""
-    state[row + _DUE_TAG], state[row + _DUE_CODE], state[row + _DUE_BYTES] = tag, code, nbytes
-    state[row + _DUE_ADDRESS] = address
-    state[row + _MODE] = _WATCHES
-    _look(state, row)
-    return _pull_on(state, row)
-
-
-@compiled
-def accept(state, row, address):  # type: ignore[no-untyped-def]
-    """Begin to receive the message that `advance` has found; returns whether it is complete."""
-    state[row + _ADDRESS], state[row + _AT] = address, -1
-    state[row + _MODE] = _PULLS
-    return _pull_on(state, row)
-
-
-@cache
-def prepare() -> None:
-    """Compile the functions, or load them from disk: some seconds, during which no peer should wait."""
-    words, integer = _types.int64[::1], _types.int64
-    advance.compile((words, integer))
-    send.compile((words, *[integer] * 5))
-    expect.compile((words, *[integer] * 5))
-    accept.compile((words, integer, integer))
 
 
 def _done() -> bool:
@@ -286,13 +71,12 @@ class _Send:
         return self.done or self.p2p.drive(self)
 
 
-class _Receive:
+class _Receive(ReceivePoll):
     """The poll of a receive; `source` is set once its message has arrived."""
 
     done = False
     error: Exception | None = None
     number = 0  # order of posting among waiting receives
-    source: int
 
     def __init__(
         self, p2p: PointToPoint, signature: Signature, peer: int | None, tag: int, target: torch.Tensor
@@ -334,9 +118,9 @@ class PointToPoint:
     ) -> None:
         shape = segment.shape
         self._segment, self._group = segment, group
-        state: Any = np.zeros(_HEAD + 2 * shape.ranks * _ROW, np.int64)
-        state[:_NEXT] = 2 * shape.ranks, shape.depth, shape.slot, glances, spins, yields
-        state[_BELLS] = segment.bells
+        state: Any = np.zeros(HEAD + 2 * shape.ranks * ROW, np.int64)
+        state[:NEXT] = 2 * shape.ranks, shape.depth, shape.slot, glances, spins, yields
+        state[BELLS] = segment.bells
         self._state = state
         self._words = memoryview(state)  # reads and writes single words in half the time
         for peer in range(shape.ranks):
@@ -359,8 +143,8 @@ class PointToPoint:
         number = shape.queue(source, target, _CHANNEL)
         counters = base + shape.queues + 2 * number * LINE
         slots = base + shape.slots + number * shape.depth * shape.slot
-        self._state[row + _FILLED : row + _SLOTS + 1] = counters, counters + LINE, slots
-        self._state[row + _DUE_CODE] = -1
+        self._state[row + FILLED : row + SLOTS + 1] = counters, counters + LINE, slots
+        self._state[row + DUE_CODE] = -1
 
     # -- starting ---------------------------------------------------------------------------------
 
@@ -413,13 +197,13 @@ class PointToPoint:
                 self._wait(receive)
                 return receive
             row = _row(peer, True)
-            if words[row + _MODE] == _PULLS:
+            if words[row + MODE] == PULLS:
                 self._wait(receive)
             elif expect(self._state, row, tag, code, nbytes, target.data_ptr()):
                 receive.source, receive.done = peer, True
             else:
                 self._in_flight += 1
-                if words[row + _MODE] == _PULLS:
+                if words[row + MODE] == PULLS:
                     coming[peer] = receive
                 else:
                     self._wanted[peer] += 1
@@ -445,8 +229,8 @@ class PointToPoint:
             self._wanted[peer] += 1
         for source in range(self._group.size) if peer is None else (peer,):
             row = _row(source, True)
-            if words[row + _MODE] == _IDLE and source != self._group.rank:
-                words[row + _MODE] = _WATCHES
+            if words[row + MODE] == IDLE and source != self._group.rank:
+                words[row + MODE] = WATCHES
 
     def _send_to_self(self, tag: int, code: int, nbytes: int, address: int) -> None:
         early = self._new_unexpected(self._group.rank, tag, code, nbytes)
@@ -491,7 +275,7 @@ class PointToPoint:
         peer, incoming = divmod(index, 2)
         if not incoming:
             self._sent(peer)
-        elif self._words[_row(peer, True) + _MODE] == _WATCHES:
+        elif self._words[_row(peer, True) + MODE] == WATCHES:
             self._arrived(peer)
         else:
             self._taken(peer)
@@ -508,7 +292,7 @@ class PointToPoint:
     def _arrived(self, source: int) -> None:
         """Match the message at the head of a queue, which was not due."""
         row, words = _row(source, True), self._words
-        tag, code, nbytes = words[row + _TAG : row + _BYTES + 1]
+        tag, code, nbytes = words[row + TAG : row + BYTES + 1]
         due = self._due[source]
         if due is not None:  # it was posted before all receives that wait for this source
             self._due[source] = None
@@ -526,7 +310,7 @@ class PointToPoint:
             self._in_flight += 1
             address = early.data.ctypes.data
         else:
-            words[row + _MODE] = _IDLE
+            words[row + MODE] = IDLE
             return
         if accept(self._state, row, address):
             self._taken(source)
@@ -540,7 +324,7 @@ class PointToPoint:
         self._coming[source] = None
         self._in_flight -= 1
         if self._is_wanted(source):
-            self._words[_row(source, True) + _MODE] = _WATCHES
+            self._words[_row(source, True) + MODE] = WATCHES
         if isinstance(came, _Receive):
             came.source, came.done = source, True
         elif came is not None:
@@ -607,7 +391,7 @@ class PointToPoint:
 
 def _row(peer: int, incoming: bool) -> int:
     """Return the first word of the row of a queue."""
-    return _HEAD + (2 * peer + incoming) * _ROW
+    return HEAD + (2 * peer + incoming) * ROW
 
 
 def _described(signature: Signature) -> tuple[int, int]:

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from mcr_plus.backends.base import Poll
 
 Begin = Callable[[Any, int, int], int]
-"""`collectives.begin` or `interpreter.begin`: state, addresses of source and target → 1 if done."""
+"""`begin` of collectives or of an interpreter: state, addresses of source and target → 1 if done."""
 Advance = Callable[[Any, int], int]
-"""`collectives.advance` or `interpreter.advance`: state, whether to wait a moment → 1 if done."""
+"""`advance` of either: state, whether to wait a moment → 1 if done."""
 
 _NAP_S: Final = 50e-6  # of the thread without progress, to leave the cores to computation
 

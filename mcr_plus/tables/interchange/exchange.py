@@ -12,19 +12,18 @@ from mcr_plus.config.names import kind_matches
 from mcr_plus.core.kinds import IN_PLACE, KINDS, VECTOR
 from mcr_plus.core.units import Range
 from mcr_plus.errors import ConfigError
-from mcr_plus.tables.editing import (
+from mcr_plus.tables.areas import (
     ALL_SIZES,
     Piece,
     areas,
     by_choice,
-    checked,
     counts_all_ranks,
     cover,
     single,
     tile,
 )
 from mcr_plus.tables.table import BUILT_IN, Basis, Table, TableKey, TableRule
-from mcr_plus.tables.writing import key_items
+from mcr_plus.tables.writing import checked, key_items
 
 _MOST_NUMBERS = 64  # rows written for one rule that applies to several numbers of ranks
 

@@ -22,7 +22,7 @@ from typing import Final
 
 from mcr_plus.core.units import MAX_INTEGER, Range
 from mcr_plus.errors import short, unknown
-from mcr_plus.tables.editing import Piece, areas, intersection
+from mcr_plus.tables.areas import Piece, areas, intersection
 from mcr_plus.tables.interchange.exchange import (
     Collective,
     Exported,

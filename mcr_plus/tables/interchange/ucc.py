@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 
 from mcr_plus.core.units import MAX_INTEGER, Range
 from mcr_plus.errors import ConfigError, short, unknown
-from mcr_plus.tables.editing import ALL_SIZES, intersection, overlap
+from mcr_plus.tables.areas import ALL_SIZES, intersection, overlap
 from mcr_plus.tables.interchange.exchange import (
     Assignment,
     Collective,

@@ -1,0 +1,1 @@
+"""gloo, through torch's ProcessGroupGloo."""

@@ -1,0 +1,143 @@
+"""gloo, through torch's ProcessGroupGloo built on the job's own store.
+
+The default process group of the program is neither needed nor touched. gloo runs operations on its own
+threads; waiting ranks yield at once, because those threads need the cores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from mcr_plus.backends.base import NATIVE, Availability, Backend, Channel, Support
+from mcr_plus.backends.gloo.channel import GlooChannel, gloo_reduces
+from mcr_plus.core import c10d
+from mcr_plus.core.group import Group
+from mcr_plus.core.message import Signature
+from mcr_plus.errors import Unsupported
+from mcr_plus.rendezvous.network import host_address
+from mcr_plus.rendezvous.world import World
+
+_SLACK: Final = timedelta(seconds=30)  # gloo's own timeout must not expire before ours
+
+_EMULATIONS: Final = {
+    "reduce_scatter": "all_to_all, then each rank reduces its part",
+    "reduce_scatter_v": "all_to_all_v, then each rank reduces its part",
+    "all_gather_v": "all_to_all_v of the same tensor to all ranks",
+    "gather_v": "all_to_all_v with nothing for ranks other than the root",
+    "scatter_v": "all_to_all_v with nothing from ranks other than the root",
+}
+
+
+def _available() -> bool:
+    return dist.is_available() and dist.is_gloo_available()
+
+
+class GlooBackend(Backend):
+    """One device (loopback on a single host) shared by all groups of the job."""
+
+    name = "gloo"
+    on_stream = False
+    has_algorithms = False
+    spins = 1
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._timeout = timedelta(seconds=world.timeout) + _SLACK
+        self._groups: list[Any] = []
+        address = "127.0.0.1" if world.single_host else host_address()
+        self._device: Any = c10d.ProcessGroupGloo.create_device(hostname=address)
+
+    @classmethod
+    def library_version(cls) -> str:
+        """The version of torch: gloo has none of its own."""
+        return f"gloo of torch {torch.__version__.partition('+')[0]}"
+
+    @classmethod
+    def availability(cls) -> Availability:
+        """gloo comes with torch on Linux and macOS."""
+        if _available():
+            return Availability(True, f"torch {torch.__version__}")
+        return Availability(
+            False,
+            reason="this build of torch has no gloo",
+            remedy="install a build of torch with torch.distributed (any Linux wheel)",
+        )
+
+    @classmethod
+    def supports(cls, signature: Signature) -> Support:
+        """All operations; those that gloo lacks are built from all_to_all or all_gather."""
+        if signature.algorithm is not None:
+            return Support("no", f"algorithm '{signature.algorithm}'; gloo has none to choose from")
+        if signature.device != "cpu":
+            return Support("emulated", "staged through host memory")
+        kind = signature.kind
+        if kind in ("all_reduce", "reduce"):
+            if gloo_reduces(signature):
+                native = signature.reduce_op != "AVG"
+                return NATIVE if native else Support("emulated", "SUM, then divided by the number of ranks")
+            return Support("emulated", "all_gather, then each rank reduces in rank order")
+        how = _EMULATIONS.get(kind)
+        return Support("emulated", how) if how else NATIVE
+
+    @classmethod
+    def descriptors(cls, size: int) -> int:
+        """See `Backend`: a connection to each peer."""
+        return size - 1
+
+    def open(self, group: Group) -> Channel:
+        """See `Backend.open`."""
+        if self._world.store is None:
+            raise Unsupported("backend gloo needs the store of a running job")
+        store = c10d.PrefixStore(f"gloo/{group.name}", self._world.store_of(group))
+        process_group = c10d.gloo_group(
+            store, group.rank, group.size, devices=[self._device], threads=2, timeout=self._timeout
+        )
+        self._groups.append(process_group)
+        return GlooChannel(process_group, group, self._timeout, self._groups)
+
+    def progress(self) -> None:
+        """No-op: gloo has threads of its own."""
+
+    def close(self, clean: bool) -> None:
+        """See `Backend.close`.
+
+        Destroying a group joins its threads. With a stuck operation that would block until gloo's own
+        timeout, so the groups are never destroyed then, not even at the end of the interpreter.
+        """
+        if not clean:
+            self.abandon()
+        self._groups.clear()
+        self._device = None  # its thread and its files go with the last group
+        del self._world  # the end of the process uses this object, but not the closed world
+
+    def abandon(self) -> None:
+        """Never destroy the groups: also in a forked child, which does not have their threads."""
+        for group in self._groups:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        _stuck.extend(self._groups)
+
+    def before_exit(self) -> None:
+        """Keep the end of the process from becoming an abort.
+
+        A thread that still waits for a peer wakes up when the peer closes its connection. If the interpreter
+        ends at that moment, the thread is killed inside C++ code, for which std::terminate aborts the process
+        (pytorch #190489). With another handler such a thread sleeps until the process ends. Also, gloo's own
+        threads continue while C++ libraries destroy their globals, which sometimes corrupts the heap and
+        makes the process spin for ever: so the process ends at once after the interpreter.
+        """
+        if _stuck:
+            try:
+                cxx, libc = ctypes.CDLL("libstdc++.so.6"), ctypes.CDLL(None)
+                cxx._ZSt13set_terminatePFvvE(ctypes.cast(libc.pause, ctypes.c_void_p))
+                libc.fflush(None)
+                libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)  # called as _exit(status)
+            except (OSError, AttributeError):
+                pass  # other C and C++ libraries: an abort is possible
+
+
+_stuck: list[Any] = []

@@ -1,0 +1,322 @@
+"""A group of ranks in gloo: its operations, native or built from others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+
+from mcr_plus.backends.base import Channel, Poll, Start
+from mcr_plus.backends.emulation import local_reduce
+from mcr_plus.backends.gloo.messages import SLOTS, WatchedReceive, WatchedSend, bytes_of, header_of, slot_of
+from mcr_plus.core import c10d
+from mcr_plus.core.group import Group
+from mcr_plus.core.kinds import REDUCING, ReduceOp
+from mcr_plus.core.message import Message, Signature
+
+# Dtypes that gloo reduces; others are moved as bytes, and every rank reduces them in the same order.
+_REDUCES: Final = (
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+)
+_NATIVE_OP: Final[dict[str, Any]] = {
+    "SUM": c10d.ReduceOp.SUM,
+    "AVG": c10d.ReduceOp.SUM,
+    "PRODUCT": c10d.ReduceOp.PRODUCT,
+    "MIN": c10d.ReduceOp.MIN,
+    "MAX": c10d.ReduceOp.MAX,
+    "BAND": c10d.ReduceOp.BAND,
+    "BOR": c10d.ReduceOp.BOR,
+    "BXOR": c10d.ReduceOp.BXOR,
+}
+
+
+def gloo_reduces(signature: Signature) -> bool:
+    """Whether gloo reduces the dtype of a signature."""
+    return signature.dtype in _REDUCES
+
+
+def _opts(options: Any, **values: Any) -> Any:
+    for name, value in values.items():
+        setattr(options, name, value)
+    return options
+
+
+class GlooChannel(Channel):
+    """The operations of a group."""
+
+    def __init__(self, process_group: Any, group: Group, timeout: timedelta, open_ones: list[Any]) -> None:
+        """`open_ones`: the backend's process groups that are not closed."""
+        # None once closed. No other object keeps gloo's group alive: the last reference destroys it.
+        self._pg: Any = process_group
+        self._open_ones = open_ones
+        self._running: set[object] = set()  # operations not known to be complete
+        self._group = group
+        self._timeout = timeout
+        self._sent: dict[tuple[int | None, int], int] = {}  # messages so far, by peer and tag
+
+    def close(self) -> None:
+        """See `Channel`."""
+        self._open_ones.remove(self._pg)
+        self._pg = None
+
+    def release(self) -> None:
+        """Close it while other ranks may still use theirs: gloo destroys a group without them.
+
+        Destroying waits for pending operations, so with any left the group stays until the job ends.
+        """
+        if not self._running:
+            self.close()
+
+    def _poll(self, work: Any, finish: Callable[[], None] | None = None) -> Poll:
+        """Return the poll of a c10d work; `wait` on a finished one only raises its error."""
+        running = self._running
+        running.add(work)
+
+        def poll() -> bool:
+            if not work.is_completed():
+                return False
+            running.discard(work)
+            work.wait()
+            if finish is not None:
+                finish()
+            return True
+
+        return poll
+
+    def bind(self, signature: Signature) -> Start:
+        """See `Channel`."""
+        if signature.kind in REDUCING:
+            binder = getattr(self, f"_{signature.kind}")
+            start: Start = binder(signature, signature.reduce_op)
+            return start
+        bound: Start = getattr(self, f"_{signature.kind}")(signature)
+        return bound
+
+    # -- reductions -------------------------------------------------------------------------------
+
+    def _all_reduce(self, signature: Signature, op: ReduceOp) -> Start:
+        if not gloo_reduces(signature):
+            return self._gather_and_reduce(signature, op, root=None)
+        options = _opts(c10d.AllreduceOptions(), reduceOp=_NATIVE_OP[op], timeout=self._timeout)
+        size = self._group.size
+
+        def start(message: Message) -> Poll:
+            out = message.outputs[0]
+            if out is not message.inputs[0]:
+                out.copy_(message.inputs[0])
+            work = self._pg.allreduce([out.view(-1)], options)
+            return self._poll(work, (lambda: _divide(out, size)) if op == "AVG" else None)
+
+        return start
+
+    def _reduce(self, signature: Signature, op: ReduceOp) -> Start:
+        root = signature.root or 0
+        if not gloo_reduces(signature):
+            return self._gather_and_reduce(signature, op, root)
+        options = _opts(
+            c10d.ReduceOptions(), reduceOp=_NATIVE_OP[op], rootRank=root, rootTensor=0, timeout=self._timeout
+        )
+        size, is_root = self._group.size, self._group.rank == root
+
+        def start(message: Message) -> Poll:
+            value = message.inputs[0]
+            # gloo uses the tensors of other ranks as scratch; our operations preserve their input.
+            target = message.outputs[0] if is_root else value.clone()
+            if is_root and target is not value:
+                target.copy_(value)
+            work = self._pg.reduce([target.view(-1)], options)
+            return self._poll(work, (lambda: _divide(target, size)) if op == "AVG" and is_root else None)
+
+        return start
+
+    def _gather_and_reduce(self, signature: Signature, op: ReduceOp, root: int | None) -> Start:
+        assert signature.dtype is not None
+        reduce_parts = local_reduce(op, signature.dtype)
+        size = self._group.size
+        wanted = root is None or root == self._group.rank
+
+        def start(message: Message) -> Poll:
+            value, out = message.inputs[0], message.outputs[0] if wanted else None
+            parts = value.new_empty((size, value.numel()))
+            work = self._gather_bytes(parts, value)
+
+            def finish() -> None:
+                if out is not None:
+                    reduce_parts(parts, out.view(-1))
+
+            return self._poll(work, finish)
+
+        return start
+
+    def _gather_bytes(self, output: torch.Tensor, value: torch.Tensor) -> Any:
+        options = _opts(c10d.AllgatherOptions(), timeout=self._timeout)
+        return self._pg._allgather_base(bytes_of(output), bytes_of(value), options)
+
+    def _reduce_scatter(self, signature: Signature, op: ReduceOp) -> Start:
+        assert signature.dtype is not None
+        reduce_parts, size = local_reduce(op, signature.dtype), self._group.size
+
+        def start(message: Message) -> Poll:
+            value, out = message.inputs[0], message.outputs[0]
+            parts = torch.empty_like(value)
+            work = self._exchange(parts, value, [], [])
+            return self._poll(work, lambda: reduce_parts(parts.view(size, -1), out.view(-1)))
+
+        return start
+
+    def _reduce_scatter_v(self, signature: Signature, op: ReduceOp) -> Start:
+        assert signature.dtype is not None
+        reduce_parts, size, rank = local_reduce(op, signature.dtype), self._group.size, self._group.rank
+
+        def start(message: Message) -> Poll:
+            value, out = message.inputs[0], message.outputs[0]
+            counts = list(message.input_counts or ())
+            parts = value.new_empty(size * counts[rank])
+            work = self._exchange(parts, value, [counts[rank]] * size, counts)
+            return self._poll(work, lambda: reduce_parts(parts.view(size, -1), out.view(-1)))
+
+        return start
+
+    # -- data movement ----------------------------------------------------------------------------
+
+    def _exchange(
+        self, output: torch.Tensor, value: torch.Tensor, output_counts: list[int], input_counts: list[int]
+    ) -> Any:
+        """all_to_all of flat tensors, counts in elements; empty lists mean equal parts."""
+        width = value.element_size()
+        return self._pg.alltoall_base(
+            bytes_of(output),
+            bytes_of(value),
+            [count * width for count in output_counts],
+            [count * width for count in input_counts],
+            _opts(c10d.AllToAllOptions(), timeout=self._timeout),
+        )
+
+    def _broadcast(self, signature: Signature) -> Start:
+        root = signature.root or 0
+        options = _opts(c10d.BroadcastOptions(), rootRank=root, rootTensor=0, timeout=self._timeout)
+
+        def start(message: Message) -> Poll:
+            return self._poll(self._pg.broadcast([bytes_of(message.outputs[0])], options))
+
+        return start
+
+    def _all_gather(self, signature: Signature) -> Start:  # noqa: ARG002 - binders share a shape
+        def start(message: Message) -> Poll:
+            return self._poll(self._gather_bytes(message.outputs[0], message.inputs[0]))
+
+        return start
+
+    def _all_gather_v(self, signature: Signature) -> Start:  # noqa: ARG002
+        size = self._group.size
+
+        def start(message: Message) -> Poll:
+            value, counts = message.inputs[0].view(-1), list(message.output_counts or ())
+            copies = value.repeat(size)
+            return self._poll(self._exchange(message.outputs[0], copies, counts, [value.numel()] * size))
+
+        return start
+
+    def _all_to_all(self, signature: Signature) -> Start:  # noqa: ARG002
+        def start(message: Message) -> Poll:
+            return self._poll(self._exchange(message.outputs[0], message.inputs[0], [], []))
+
+        return start
+
+    def _all_to_all_v(self, signature: Signature) -> Start:  # noqa: ARG002
+        def start(message: Message) -> Poll:
+            output_counts, input_counts = list(message.output_counts or ()), list(message.input_counts or ())
+            return self._poll(
+                self._exchange(message.outputs[0], message.inputs[0], output_counts, input_counts)
+            )
+
+        return start
+
+    def _gather(self, signature: Signature) -> Start:
+        root, size = signature.root or 0, self._group.size
+        options = _opts(c10d.GatherOptions(), rootRank=root, timeout=self._timeout)
+        is_root = self._group.rank == root
+
+        def start(message: Message) -> Poll:
+            targets = [list(bytes_of(message.outputs[0]).chunk(size))] if is_root else []
+            return self._poll(self._pg.gather(targets, [bytes_of(message.inputs[0])], options))
+
+        return start
+
+    def _scatter(self, signature: Signature) -> Start:
+        root, size = signature.root or 0, self._group.size
+        options = _opts(c10d.ScatterOptions(), rootRank=root, timeout=self._timeout)
+        is_root = self._group.rank == root
+
+        def start(message: Message) -> Poll:
+            sources = [list(bytes_of(message.inputs[0]).chunk(size))] if is_root else []
+            return self._poll(self._pg.scatter([bytes_of(message.outputs[0])], sources, options))
+
+        return start
+
+    def _gather_v(self, signature: Signature) -> Start:
+        root, size, rank = signature.root or 0, self._group.size, self._group.rank
+
+        def start(message: Message) -> Poll:
+            value = message.inputs[0].view(-1)
+            counts = list(message.output_counts or ()) if rank == root else [0] * size
+            out = message.outputs[0] if rank == root else value.new_empty(0)
+            to_root = [value.numel() if peer == root else 0 for peer in range(size)]
+            return self._poll(self._exchange(out, value, counts, to_root))
+
+        return start
+
+    def _scatter_v(self, signature: Signature) -> Start:
+        root, size, rank = signature.root or 0, self._group.size, self._group.rank
+
+        def start(message: Message) -> Poll:
+            out = message.outputs[0].view(-1)
+            counts = list(message.input_counts or ()) if rank == root else [0] * size
+            value = message.inputs[0] if rank == root else out.new_empty(0)
+            from_root = [out.numel() if peer == root else 0 for peer in range(size)]
+            return self._poll(self._exchange(out, value, from_root, counts))
+
+        return start
+
+    def _send(self, signature: Signature) -> Start:
+        sent, running = self._sent, self._running
+
+        def start(message: Message) -> Poll:
+            value, peer, tag = message.inputs[0], message.peer, message.match_tag
+            number = sent[peer, tag] = sent.get((peer, tag), 0) + 1
+            send = self._pg.send
+            works = [send([header_of(signature, value, number)], peer, tag * SLOTS)]
+            if value.numel():
+                works.append(send([bytes_of(value)], peer, slot_of(tag, number)))
+            return WatchedSend(works, running)
+
+        return start
+
+    def _recv(self, signature: Signature) -> Start:
+        group, running = self._group, self._running
+
+        def start(message: Message) -> Poll:
+            return WatchedReceive(self._pg, group, signature, message, running)
+
+        return start
+
+    def _barrier(self, signature: Signature) -> Start:  # noqa: ARG002
+        options = _opts(c10d.BarrierOptions(), timeout=self._timeout)
+
+        def start(message: Message) -> Poll:  # noqa: ARG001
+            return self._poll(self._pg.barrier(options))
+
+        return start
+
+
+def _divide(tensor: torch.Tensor, size: int) -> None:
+    tensor.div_(size)

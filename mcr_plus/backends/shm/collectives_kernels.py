@@ -1,0 +1,452 @@
+"""Compiled functions of the direct collectives: each rank writes to its own area, and reads those of the
+others.
+
+Data pass in slices through a ring of slots per rank, in up to three phases, each of which may be ahead of
+the next one by as many slices as there are slots:
+
+    put      copy the data that others need from this rank into the slot      then `put` += 1
+    reduce   once all have put: combine the own part, store it in the slot    then `reduced` += 1
+    take     once the owners are done: copy their parts out of their slots    then `taken` += 1
+
+A slot is reused when all ranks have taken from it. The three counters of a rank are on one line that only
+this rank writes; they count slices since the creation of the segment, so that operations follow each other
+without any agreement. Each part is reduced by one rank, or in the order of ranks, so all ranks get the same
+bits.
+
+Where sizes differ between ranks the number of slices is unknown at first. Each slot then begins with a
+header: the number of slices of its rank, and the number of elements for each of the others. All continue to
+the largest number. A rank that receives an unexpected count discards the data, and `collectives.mismatch`
+returns the sender.
+
+`advance` is resumable: it returns after a moment without progress, so that Python checks
+deadlines, and it never blocks on a dead peer.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Final
+
+import numba
+import numpy as np
+
+from mcr_plus.backends.shm.atomics import (
+    STREAMED,
+    call,
+    copy,
+    fence,
+    load_acquire,
+    pause,
+    store_release,
+    stream,
+)
+from mcr_plus.backends.shm.segment import LINE
+from mcr_plus.backends.shm.wakeup import give_way, may_yield, ring
+from mcr_plus.kernels.cpu import compiled
+
+_types: Any = numba.types  # partly annotated, which type checkers report here
+
+BARRIER: Final = 0
+ALL_REDUCE: Final = 1
+ALL_GATHER: Final = 2
+ALL_TO_ALL: Final = 3
+REDUCE_SCATTER: Final = 4
+BROADCAST: Final = 5
+REDUCE: Final = 6
+GATHER: Final = 7
+SCATTER: Final = 8
+EXCHANGE: Final = 9  # each rank sends different data to each other, of uneven sizes
+SHARE: Final = 10  # each rank sends the same data to all that expect it, of uneven sizes
+REDUCE_SCATTER_V: Final = 11
+ALL_REDUCE_WHOLE: Final = 12  # every rank reduces everything: one exchange instead of two
+UNEVEN: Final = (EXCHANGE, SHARE, REDUCE_SCATTER_V)
+
+# Words of the state.
+KIND: Final = 0
+RANK: Final = 1
+RANKS: Final = 2
+LINES: Final = 3  # address of the ranks' lines
+AREAS: Final = 4  # address of the areas
+AREA: Final = 5  # bytes of a slot
+RING: Final = 6
+SPINS: Final = 7
+YIELDS: Final = 8
+BASE: Final = 9  # slices of all operations before this one
+SLICES: Final = 10
+PUT: Final = 11  # slices of this operation: put, reduced, taken by this rank
+REDUCED: Final = 12
+TAKEN: Final = 13
+SOURCE: Final = 14  # addresses
+TARGET: Final = 15
+COUNT: Final = 16  # elements: of the whole buffer for reductions and broadcast, else of a rank's block
+WIDTH: Final = 17  # bytes of an element
+SLICE: Final = 18  # elements of a slice
+COMBINE: Final = 19  # addresses of kernels
+DIVIDE: Final = 20
+ROOT: Final = 21
+STREAMS: Final = 22  # whether `take` writes past the caches
+HEADER: Final = 23  # bytes, where sizes differ between ranks
+AGREED: Final = 24  # whether the number of slices is known
+MISMATCH: Final = 25  # 1 + a rank that sends an unexpected count
+TAG: Final = 26  # of the operation, equal on all ranks
+BELLS: Final = 27
+GIVEN: Final = 28  # elements that the rank of `MISMATCH` sends to this one
+WORDS: Final = 29  # for uneven sizes: elements for each rank follow, and elements expected of each
+
+_PUT_AT: Final = 0  # in a rank's line
+_REDUCED_AT: Final = 8
+_TAKEN_AT: Final = 16
+_TAGS_AT: Final = 24  # of the operation that each slot of the ring belongs to
+_KNOWN_AT: Final = 64  # slices known to be taken by all others; on a cache line that they do not read
+
+
+@compiled
+def _all_reached(state, offset, count):  # type: ignore[no-untyped-def]
+    """Whether the counter at `offset` of every other rank's line is at least `count`."""
+    lines = state[LINES]
+    for rank in range(state[RANKS]):
+        if rank != state[RANK] and load_acquire(lines + rank * LINE + offset) < count:
+            return False
+    return True
+
+
+@compiled
+def _all_put(state, index):  # type: ignore[no-untyped-def]
+    """Whether every other rank has put slice `index`, and for the same operation.
+
+    A slice of another operation is never taken: mismatched operations stay pending.
+    """
+    lines, ring, number = state[LINES], state[RING], state[BASE] + index
+    for rank in range(state[RANKS]):
+        line = lines + rank * LINE
+        if rank != state[RANK] and (
+            load_acquire(line + _PUT_AT) <= number
+            or load_acquire(line + _TAGS_AT + number % ring * 8) != state[TAG]
+        ):
+            return False
+    return True
+
+
+@compiled
+def _slot(state, rank, slice_number):  # type: ignore[no-untyped-def]
+    ring = state[RING]
+    return state[AREAS] + (rank * ring + (state[BASE] + slice_number) % ring) * state[AREA]
+
+
+@compiled
+def _part(state, elements):  # type: ignore[no-untyped-def]
+    """Elements of a rank's part of a slice: whole cache lines, so that no two ranks write to the same."""
+    line = 64 // state[WIDTH]
+    ranks = state[RANKS]
+    return (elements + ranks * line - 1) // (ranks * line) * line
+
+
+@compiled
+def _left(state, count, index):  # type: ignore[no-untyped-def]
+    """Elements of slice `index` of `count` elements."""
+    return max(0, min(state[SLICE], count - index * state[SLICE]))
+
+
+@compiled
+def _put_uneven(state, index):  # type: ignore[no-untyped-def]
+    me, ranks, width = state[RANK], state[RANKS], state[WIDTH]
+    slot, source, skip = _slot(state, me, index), state[SOURCE], index * state[SLICE] * width
+    store_release(slot, state[SLICES])
+    for rank in range(ranks):
+        store_release(slot + 8 * (1 + rank), state[WORDS + rank])
+    slot += state[HEADER]
+    if state[KIND] == SHARE:
+        most = 0
+        for rank in range(ranks):
+            if rank != me:
+                most = max(most, state[WORDS + rank])
+        copy(slot, source + skip, _left(state, most, index) * width)
+        return
+    for rank in range(ranks):
+        count = state[WORDS + rank]
+        if rank != me:
+            at = slot + rank * state[SLICE] * width
+            copy(at, source + skip, _left(state, count, index) * width)
+        source += count * width
+
+
+@compiled
+def _agree(state):  # type: ignore[no-untyped-def]
+    """Read the number of slices from the headers of all ranks, and check the sizes."""
+    me, ranks = state[RANK], state[RANKS]
+    for rank in range(ranks):
+        slot = _slot(state, rank, 0)
+        state[SLICES] = max(state[SLICES], load_acquire(slot))
+        given = load_acquire(slot + 8 * (1 + me))
+        if given != state[WORDS + ranks + rank]:
+            state[MISMATCH], state[GIVEN] = 1 + rank, given
+    state[AGREED] = 1
+
+
+@compiled
+def _take_uneven(state, index):  # type: ignore[no-untyped-def]
+    """Copy a slice of the data of every rank for this one, its own from the source."""
+    me, ranks, width = state[RANK], state[RANKS], state[WIDTH]
+    skip = index * state[SLICE] * width
+    target = state[TARGET] + skip
+    for rank in range(ranks):
+        expected = state[WORDS + ranks + rank]
+        if rank != me:
+            at = _slot(state, rank, index) + state[HEADER]
+            if state[KIND] == EXCHANGE:
+                at += me * state[SLICE] * width
+        else:
+            at = state[SOURCE] + skip
+            if state[KIND] == EXCHANGE:
+                for before in range(me):
+                    at += state[WORDS + before] * width
+        if at != target:
+            _deliver(state, target, at, _left(state, expected, index) * width)
+        target += expected * width
+
+
+@compiled
+def _reduce_uneven(state, index):  # type: ignore[no-untyped-def]
+    me, ranks, width = state[RANK], state[RANKS], state[WIDTH]
+    combine, divide = state[COMBINE], state[DIVIDE]
+    elements = _left(state, state[WORDS + me], index)
+    left, skip = state[SOURCE], index * state[SLICE] * width
+    for before in range(me):
+        left += state[WORDS + before] * width
+    left, result = left + skip, state[TARGET] + skip
+    for rank in range(ranks):
+        if rank != me:
+            at = _slot(state, rank, index) + state[HEADER] + me * state[SLICE] * width
+            call(combine, result, left, at, elements)
+            left = result
+    if divide:
+        call(divide, result, result, ranks, elements)
+
+
+@compiled
+def _put(state, index):  # type: ignore[no-untyped-def]
+    kind, me, ranks, width = state[KIND], state[RANK], state[RANKS], state[WIDTH]
+    if kind in UNEVEN:
+        _put_uneven(state, index)
+        return
+    first = index * state[SLICE]
+    elements = min(state[SLICE], state[COUNT] - first)
+    slot, source = _slot(state, me, index), state[SOURCE]
+    if kind in (ALL_REDUCE, REDUCE):
+        part = _part(state, elements)
+        for rank in range(ranks):
+            low, high = min(rank * part, elements), min((rank + 1) * part, elements)
+            if rank != me and high > low:
+                copy(slot + low * width, source + (first + low) * width, (high - low) * width)
+    elif kind in (ALL_TO_ALL, REDUCE_SCATTER) or (kind == SCATTER and me == state[ROOT]):
+        block = state[COUNT]
+        for rank in range(ranks):
+            if rank != me:
+                at = source + (rank * block + first) * width
+                copy(slot + rank * state[SLICE] * width, at, elements * width)
+    elif (
+        kind in (ALL_GATHER, ALL_REDUCE_WHOLE)
+        or (kind == BROADCAST and me == state[ROOT])
+        or (kind == GATHER and me != state[ROOT])
+    ):
+        copy(slot, source + first * width, elements * width)
+
+
+@compiled
+def _reduce(state, index):  # type: ignore[no-untyped-def]
+    kind, me, ranks, width = state[KIND], state[RANK], state[RANKS], state[WIDTH]
+    combine, divide = state[COMBINE], state[DIVIDE]
+    if kind == REDUCE_SCATTER_V:
+        if not state[MISMATCH]:
+            _reduce_uneven(state, index)
+        return
+    first = index * state[SLICE]
+    elements = min(state[SLICE], state[COUNT] - first)
+    if kind == ALL_REDUCE_WHOLE:
+        target = state[TARGET] + first * width
+        call(combine, target, _slot(state, 0, index), _slot(state, 1, index), elements)
+        for rank in range(2, ranks):
+            call(combine, target, target, _slot(state, rank, index), elements)
+        if divide:
+            call(divide, target, target, ranks, elements)
+        return
+    if kind == REDUCE_SCATTER:
+        left = state[SOURCE] + (me * state[COUNT] + first) * width
+        result = state[TARGET] + first * width
+        at, size = me * state[SLICE] * width, elements
+    else:
+        part = _part(state, elements)
+        low, high = min(me * part, elements), min((me + 1) * part, elements)
+        left = state[SOURCE] + (first + low) * width
+        at, size = low * width, high - low
+        result = _slot(state, me, index) + at
+    if size > 0:
+        for rank in range(ranks):
+            if rank != me:
+                call(combine, result, left, _slot(state, rank, index) + at, size)
+                left = result
+        if divide:
+            call(divide, result, result, ranks, size)
+
+
+@compiled
+def _deliver(state, target, source, nbytes):  # type: ignore[no-untyped-def]
+    """Copy into the caller's buffer, past the caches if the result is larger than they are."""
+    if not state[STREAMS] or nbytes < 2 * STREAMED:
+        copy(target, source, nbytes)
+        return
+    head = -target % STREAMED
+    copy(target, source, head)
+    for _ in range((nbytes - head) // STREAMED):
+        stream(target + head, source + head)
+        head += STREAMED
+    copy(target + head, source + head, nbytes - head)
+
+
+@compiled
+def _take_reduced(state, index, first, elements):  # type: ignore[no-untyped-def]
+    """Copy every rank's part of a reduced slice."""
+    width, part = state[WIDTH], _part(state, elements)
+    for rank in range(state[RANKS]):
+        low, high = min(rank * part, elements), min((rank + 1) * part, elements)
+        if high > low:
+            at = _slot(state, rank, index) + low * width
+            _deliver(state, state[TARGET] + (first + low) * width, at, (high - low) * width)
+
+
+@compiled
+def _take_blocks(state, index, first, elements):  # type: ignore[no-untyped-def]
+    """Copy a slice of every rank's block, the own one from the source."""
+    width, block, me = state[WIDTH], state[COUNT], state[RANK]
+    exchanged = state[KIND] == ALL_TO_ALL
+    for rank in range(state[RANKS]):
+        target = state[TARGET] + (rank * block + first) * width
+        if rank != me:
+            at = _slot(state, rank, index)
+            if exchanged:
+                at += me * state[SLICE] * width
+            _deliver(state, target, at, elements * width)
+        else:
+            own = state[SOURCE] + first * width
+            if exchanged:
+                own += me * block * width
+            if own != target:
+                _deliver(state, target, own, elements * width)
+
+
+@compiled
+def _take(state, index):  # type: ignore[no-untyped-def]
+    kind, me, width, root = state[KIND], state[RANK], state[WIDTH], state[ROOT]
+    if kind in UNEVEN:
+        if kind != REDUCE_SCATTER_V and not state[MISMATCH]:
+            _take_uneven(state, index)
+        return
+    first = index * state[SLICE]
+    elements = min(state[SLICE], state[COUNT] - first)
+    target = state[TARGET] + first * width
+    if kind == ALL_REDUCE or (kind == REDUCE and me == root):
+        _take_reduced(state, index, first, elements)
+    elif kind in (ALL_GATHER, ALL_TO_ALL) or (kind == GATHER and me == root):
+        _take_blocks(state, index, first, elements)
+    elif kind == BROADCAST and me != root:
+        _deliver(state, target, _slot(state, root, index), elements * width)
+    elif kind == SCATTER and me != root:
+        skip = me * state[SLICE] * width
+        _deliver(state, target, _slot(state, root, index) + skip, elements * width)
+    elif kind == SCATTER:
+        own = state[SOURCE] + (me * state[COUNT] + first) * width
+        if own != target:
+            _deliver(state, target, own, elements * width)
+
+
+@compiled
+def _may_put(state, count):  # type: ignore[no-untyped-def]
+    """Whether all have taken that many slices; mostly known without reading the lines of the others."""
+    if load_acquire(state[LINES] + state[RANK] * LINE + _KNOWN_AT) >= count:
+        return True
+    return _all_reached(state, np.int64(_TAKEN_AT), count)
+
+
+@compiled
+def _step(state):  # type: ignore[no-untyped-def]
+    """Run each phase for one slice if possible; returns whether any ran."""
+    kind, base = state[KIND], state[BASE]
+    line = state[LINES] + state[RANK] * LINE
+    put, reduced, taken = state[PUT], state[REDUCED], state[TAKEN]
+    moved = False
+    if put < state[SLICES] and put < taken + state[RING] and _may_put(state, base + put + 1 - state[RING]):
+        _put(state, put)
+        store_release(line + _TAGS_AT + (base + put) % state[RING] * 8, state[TAG])
+        put += 1
+        state[PUT] = put
+        store_release(line + _PUT_AT, base + put)
+        moved = True
+    if not state[AGREED]:
+        if not put or not _all_put(state, np.int64(0)):
+            return moved
+        _agree(state)
+        moved = True
+    reduces = kind in (ALL_REDUCE, REDUCE, REDUCE_SCATTER, REDUCE_SCATTER_V, ALL_REDUCE_WHOLE)
+    if reduces and reduced < put and _all_put(state, reduced):
+        _reduce(state, reduced)
+        reduced += 1
+        state[REDUCED] = reduced
+        moved = True
+        if kind in (ALL_REDUCE, REDUCE):
+            store_release(line + _REDUCED_AT, base + reduced)
+    if kind in (REDUCE_SCATTER, REDUCE_SCATTER_V, ALL_REDUCE_WHOLE):
+        may_take = taken < reduced
+    elif reduces:
+        may_take = taken < reduced and _all_reached(state, np.int64(_REDUCED_AT), base + taken + 1)
+    else:
+        may_take = taken < put and _all_put(state, taken)
+    if may_take:
+        _take(state, taken)
+        taken += 1
+        state[TAKEN] = taken
+        store_release(line + _TAKEN_AT, base + taken)
+        moved = True
+    return moved
+
+
+@compiled
+def advance(state, patient):  # type: ignore[no-untyped-def]
+    """Advance as far as possible: 1 once the operation is done, else 0, after microseconds if `patient`."""
+    spins = yields = 0
+    while state[TAKEN] < state[SLICES] or not state[AGREED]:
+        if _step(state):
+            ring(state[BELLS])
+            spins = 0
+        elif patient and spins < state[SPINS]:
+            spins += 1
+            pause()
+        elif patient and yields < state[YIELDS] and may_yield(state[BELLS]):
+            yields += 1
+            give_way(state[BELLS])
+        else:
+            return 0
+    if state[SLICES]:  # a rank that has put a slice of this operation has taken all earlier slices
+        store_release(state[LINES] + state[RANK] * LINE + _KNOWN_AT, state[BASE])
+    if state[STREAMS]:
+        fence()
+    return 1
+
+
+@compiled
+def begin(state, source, target):  # type: ignore[no-untyped-def]
+    """Start an operation described by `DirectCollectives.bind`, and `advance` it."""
+    # At the end of an operation this rank has taken all slices that were put.
+    state[BASE] = load_acquire(state[LINES] + state[RANK] * LINE + _TAKEN_AT)
+    state[PUT] = state[REDUCED] = state[TAKEN] = 0
+    state[MISMATCH] = 0
+    state[SOURCE] = source
+    state[TARGET] = target
+    return advance(state, np.int64(1))  # int64, since numba would compile `advance` again for a literal
+
+
+@cache
+def prepare() -> None:
+    """Compile the functions, or load them from disk: some seconds, during which no peer should wait."""
+    words, address = _types.int64[::1], _types.int64
+    advance.compile((words, address))
+    begin.compile((words, address, address))

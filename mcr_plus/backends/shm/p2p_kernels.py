@@ -1,0 +1,246 @@
+"""Compiled functions that move messages through queues, from each rank of a segment to each other.
+
+A message fills a number of slots: a header and the first of its data, then the rest in whole slots. The
+sender fills slots and the receiver empties them at the same time, so that a large message streams.
+
+All functions work on one array, the state of a rank. `advance` moves slots of all queues in turns, returns to
+Python for decisions (an unexpected message has arrived, a message is complete), and otherwise after a moment
+without progress, so that it never blocks on a dead peer.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Final
+
+import numba
+
+from mcr_plus.backends.shm.atomics import copy, load_acquire, pause, store_release
+from mcr_plus.backends.shm.wakeup import give_way, may_yield, ring
+from mcr_plus.kernels.cpu import compiled
+
+_types: Any = numba.types  # partly annotated, which type checkers report here
+
+_HEADER: Final = 64  # bytes: tag, code of the dtype, bytes of data
+
+# Words of the state: constants, then two rows per rank, of the queue to it and the queue from it.
+ROWS: Final = 0
+DEPTH: Final = 1
+SLOT: Final = 2  # bytes
+GLANCES: Final = 3  # checks of all queues in a call without progress
+SPINS: Final = 4  # further checks after progress, before yielding and after
+YIELDS: Final = 5
+NEXT: Final = 6  # row to begin with, in turns
+BELLS: Final = 7
+HEAD: Final = 8
+
+# Words of a row.
+MODE: Final = 0
+FILLED: Final = 1  # addresses of the queue's counters and slots
+EMPTIED: Final = 2
+SLOTS: Final = 3
+OWN: Final = 4  # slots filled or emptied by this rank, and known to be emptied or filled by the other
+SEEN: Final = 5
+TAG: Final = 6  # of the current message
+CODE: Final = 7
+BYTES: Final = 8
+ADDRESS: Final = 9  # of its data; 0: the data is discarded
+AT: Final = 10  # bytes moved, -1 before the header
+DUE_TAG: Final = 11  # of the message that is accepted without returning to Python
+DUE_CODE: Final = 12  # -1: none
+DUE_BYTES: Final = 13
+DUE_ADDRESS: Final = 14
+ROW: Final = 15
+
+# Modes.
+IDLE: Final = 0
+PUSHES: Final = 1
+WATCHES: Final = 2  # for the next message
+PULLS: Final = 3
+
+# What `advance` returns when it is not a row.
+_NOTHING: Final = -1
+
+
+@compiled
+def _push(state, row):  # type: ignore[no-untyped-def]
+    """Fill a slot if one is free; returns whether one was."""
+    depth, slot, own, at = state[DEPTH], state[SLOT], state[row + OWN], state[row + AT]
+    if own - state[row + SEEN] >= depth:
+        state[row + SEEN] = load_acquire(state[row + EMPTIED])
+        if own - state[row + SEEN] >= depth:
+            return False
+    place = state[row + SLOTS] + own % depth * slot
+    room = slot
+    if at < 0:
+        for word in range(3):
+            store_release(place + 8 * word, state[row + TAG + word])
+        at = 0
+        place += _HEADER
+        room -= _HEADER
+    part = min(room, state[row + BYTES] - at)
+    if part > 0:
+        copy(place, state[row + ADDRESS] + at, part)
+    state[row + AT] = at + part
+    state[row + OWN] = own + 1
+    store_release(state[row + FILLED], own + 1)
+    if at + part == state[row + BYTES]:
+        state[row + MODE] = IDLE
+    return True
+
+
+@compiled
+def _filled(state, row):  # type: ignore[no-untyped-def]
+    """Whether the next slot is filled."""
+    if state[row + SEEN] == state[row + OWN]:
+        state[row + SEEN] = load_acquire(state[row + FILLED])
+    return state[row + SEEN] != state[row + OWN]
+
+
+@compiled
+def _pull(state, row):  # type: ignore[no-untyped-def]
+    """Empty a slot if one is filled; returns whether one was."""
+    if not _filled(state, row):
+        return False
+    slot, own, at = state[SLOT], state[row + OWN], state[row + AT]
+    place = state[row + SLOTS] + own % state[DEPTH] * slot
+    room = slot
+    if at < 0:
+        at = 0
+        place += _HEADER
+        room -= _HEADER
+    part = min(room, state[row + BYTES] - at)
+    if part > 0 and state[row + ADDRESS] != 0:
+        copy(state[row + ADDRESS] + at, place, part)
+    state[row + AT] = at + part
+    state[row + OWN] = own + 1
+    store_release(state[row + EMPTIED], own + 1)
+    if at + part == state[row + BYTES]:
+        state[row + MODE] = IDLE
+    return True
+
+
+@compiled
+def _pull_on(state, row):  # type: ignore[no-untyped-def]
+    """Empty all filled slots of a message; returns whether it is complete."""
+    while state[row + MODE] == PULLS and _pull(state, row):
+        pass
+    ring(state[BELLS])
+    return state[row + MODE] == IDLE
+
+
+@compiled
+def _look(state, row):  # type: ignore[no-untyped-def]
+    """Whether a message has arrived; the one that is due is accepted."""
+    if not _filled(state, row):
+        return False
+    place = state[row + SLOTS] + state[row + OWN] % state[DEPTH] * state[SLOT]
+    fits = True
+    for word in range(3):
+        value = load_acquire(place + 8 * word)
+        state[row + TAG + word] = value
+        if state[row + DUE_TAG + word] != value:
+            fits = False
+    if fits:
+        state[row + ADDRESS] = state[row + DUE_ADDRESS]
+        state[row + AT] = -1
+        state[row + MODE] = PULLS
+    state[row + DUE_CODE] = -1
+    return True
+
+
+@compiled
+def _turn(state):  # type: ignore[no-untyped-def]
+    """Move a slot of each queue; returns a row for Python, -1 after progress, -2 without."""
+    rows, index = state[ROWS], state[NEXT]
+    result = -2
+    for _ in range(rows):
+        row = HEAD + index * ROW
+        this, index = index, (index + 1) % rows
+        mode = state[row + MODE]
+        if mode == WATCHES and _look(state, row):
+            result = -1
+            mode = state[row + MODE]
+            if mode == WATCHES:
+                state[NEXT] = index
+                return this
+        moved = False
+        if mode == PULLS:
+            moved = _pull(state, row)
+        elif mode == PUSHES:
+            moved = _push(state, row)
+        if moved:
+            result = -1
+            if state[row + MODE] == IDLE:
+                state[NEXT] = index
+                return this
+    return result
+
+
+@compiled
+def advance(state, patient):  # type: ignore[no-untyped-def]
+    """Move slots as far as possible, and wait a moment for more if `patient`.
+
+    Returns a row that Python should handle, or `_NOTHING`.
+    """
+    spins = yields = 0
+    most, moved = state[GLANCES], False
+    while True:
+        found = _turn(state)
+        if found != -2:
+            ring(state[BELLS])
+        if found >= 0:
+            return found
+        if found == -1:
+            spins, moved, most = 0, True, state[SPINS]
+        elif not patient:
+            break
+        elif spins < most:
+            spins += 1
+            pause()
+        elif moved and yields < state[YIELDS] and may_yield(state[BELLS]):
+            yields += 1
+            give_way(state[BELLS])
+        else:
+            break
+    return _NOTHING
+
+
+@compiled
+def send(state, row, tag, code, nbytes, address):  # type: ignore[no-untyped-def]
+    """Begin a send on an idle row; returns whether it is done."""
+    state[row + TAG], state[row + CODE], state[row + BYTES] = tag, code, nbytes
+    state[row + ADDRESS], state[row + AT] = address, -1
+    state[row + MODE] = PUSHES
+    while state[row + MODE] == PUSHES and _push(state, row):
+        pass
+    ring(state[BELLS])
+    return state[row + MODE] == IDLE
+
+
+@compiled
+def expect(state, row, tag, code, nbytes, address):  # type: ignore[no-untyped-def]
+    """Accept the next message on an idle row if it is this one; returns whether it is complete."""
+    state[row + DUE_TAG], state[row + DUE_CODE], state[row + DUE_BYTES] = tag, code, nbytes
+    state[row + DUE_ADDRESS] = address
+    state[row + MODE] = WATCHES
+    _look(state, row)
+    return _pull_on(state, row)
+
+
+@compiled
+def accept(state, row, address):  # type: ignore[no-untyped-def]
+    """Begin to receive the message that `advance` has found; returns whether it is complete."""
+    state[row + ADDRESS], state[row + AT] = address, -1
+    state[row + MODE] = PULLS
+    return _pull_on(state, row)
+
+
+@cache
+def prepare() -> None:
+    """Compile the functions, or load them from disk: some seconds, during which no peer should wait."""
+    words, integer = _types.int64[::1], _types.int64
+    advance.compile((words, integer))
+    send.compile((words, *[integer] * 5))
+    expect.compile((words, *[integer] * 5))
+    accept.compile((words, integer, integer))

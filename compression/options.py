@@ -155,9 +155,9 @@ def checked_compression(
     model = NoOptions if none else declared_options("codecs", codec, document, (*keys, "codec"))
     mistakes = Mistakes()
     beside = ("codec", *WRAPPERS)
-    options = mistakes.kept(lambda: validate(model, rest, document, keys, beside=beside), None)
-    wrappers = mistakes.kept(lambda: validate(CompressOptions, own, document, keys), CompressOptions())
-    mistakes.tell()
+    options = mistakes.collect(lambda: validate(model, rest, document, keys, beside=beside), None)
+    wrappers = mistakes.collect(lambda: validate(CompressOptions, own, document, keys), CompressOptions())
+    mistakes.raise_all()
     checked = wrappers.model_copy(
         update={"codec": codec, "codec_options": options if model.model_fields else None}
     )

@@ -31,16 +31,16 @@ def validate(
         _table(file, as_json)
         return
     mistakes = Mistakes()
-    config = mistakes.kept(lambda: load(file), None)
+    config = mistakes.collect(lambda: load(file), None)
     if config is None:
         for table in named_tables(document):
-            mistakes.kept(partial(load_table, table), None)
-        mistakes.tell()
+            mistakes.collect(partial(load_table, table), None)
+        mistakes.raise_all()
         return
     with kept():
-        mistakes.kept(lambda: use_algorithms(config), None)
-        mistakes.kept(lambda: checked_tables(config), [])
-    mistakes.tell()
+        mistakes.collect(lambda: use_algorithms(config), None)
+        mistakes.collect(lambda: checked_tables(config), [])
+    mistakes.raise_all()
     if as_json:
         print_json(dump(config))
     else:

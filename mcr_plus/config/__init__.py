@@ -1,1 +1,1 @@
-"""Configurations: documents with places, the schema, and how files are read."""
+"""Configurations: documents with source locations, the schema, and the reader."""

@@ -1,11 +1,11 @@
-"""YAML documents that remember their lines: the only reader of YAML.
+"""YAML documents with the line of every entry: the only reader of YAML.
 
     read_document("run.yaml")        a Document: plain data, and the line of every entry
-    dict_document({"version": 1})    the same from a mapping of the program
-    document.error(keys, what)       a ConfigError that begins with `file:line: path:`
+    dict_document({"version": 1})    the same from a mapping in Python
+    document.error(keys, problem)    a ConfigError that begins with `file:line: path:`
 
-A document is plain data: one mapping without tags, anchors, aliases or keys written twice. What lets a
-short file mean something large, hidden or executable is refused.
+A document is plain data: one mapping without tags, anchors, aliases or duplicate keys. YAML features that let
+a short file expand into something large, hidden or executable are refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ U = TypeVar("U")
 class Document:
     """Plain data (dict, list, str, int, float, bool, None) and where each part of it was written.
 
-    `folder` is what relative paths in the document are relative to.
+    Relative paths in the document are relative to `folder`.
     """
 
     data: dict[str, Any]
@@ -49,37 +49,37 @@ class Document:
             keys = keys[:-1]
         return f"{self.name}:{self.lines.get(keys, 1)}"
 
-    def error(self, keys: Keys, what: str) -> ConfigError:
+    def error(self, keys: Keys, problem: str) -> ConfigError:
         """Return an error that begins with the place of the entry at `keys`."""
-        return self.errors([(keys, what)])
+        return self.errors([(keys, problem)])
 
-    def errors(self, found: Iterable[tuple[Keys, str]]) -> ConfigError:
-        """Return an error of a line for each of several entries and what is wrong with it."""
+    def errors(self, problems: Iterable[tuple[Keys, str]]) -> ConfigError:
+        """Return one error for several entries: a line with the place and the problem of each."""
         return ConfigError(
-            "\n".join(f"{self.place(keys)}: {path_text(keys)}: {what}" for keys, what in found)
+            "\n".join(f"{self.place(keys)}: {path_text(keys)}: {problem}" for keys, problem in problems)
         )
 
 
 class Mistakes:
-    """Collects what is wrong with the parts of a document, so that all of it is told at once."""
+    """Collects the errors of a document, so that all of them are reported at once."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of lines collected."""
         return len(self._lines)
 
-    def kept(self, read: Callable[[], T], otherwise: U) -> T | U:
-        """Return what `read` does; `otherwise` where it raises a `ConfigError`, which is kept."""
+    def collect(self, read: Callable[[], T], default: U) -> T | U:
+        """Call `read` and return its result; a `ConfigError` is collected, and `default` returned."""
         try:
             return read()
         except ConfigError as error:
             self._lines += str(error).splitlines()
-            return otherwise
+            return default
 
-    def tell(self) -> None:
-        """Raise a `ConfigError` of a line for every mistake, if there are any: by files, then by lines."""
+    def raise_all(self) -> None:
+        """Raise one `ConfigError` with a line per mistake, ordered by file and line, if there is any."""
         if not self._lines:
             return
         lines = list(dict.fromkeys(self._lines))
@@ -93,19 +93,19 @@ class Mistakes:
 
 
 def _file_and_line(mistake: str) -> tuple[str, int]:
-    """The file that a mistake names and the line in it; no file and 0 for one without a line."""
-    found = re.match(r"(.+?):(\d+): ", mistake)
-    return (found[1], int(found[2])) if found else ("", 0)
+    """The file and the line that a mistake names; `("", 0)` for one without a line."""
+    place = re.match(r"(.+?):(\d+): ", mistake)
+    return (place[1], int(place[2])) if place else ("", 0)
 
 
 def path_text(keys: Keys) -> str:
-    """Write the way to an entry as errors do: `pipeline[1].compress.codec`."""
+    """Return the path of an entry as errors print it: `pipeline[1].compress.codec`."""
     text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
     return text.removeprefix(".") or "document"
 
 
 def read_document(path: str | Path, *, versioned: bool = True) -> Document:
-    """Read a YAML file of at most 1 MiB; raises `ConfigError` for everything that is not plain data.
+    """Read a YAML file of at most 1 MiB; raises `ConfigError` for anything but plain data.
 
     `versioned`: it must have a key `version`; see `parse_document`.
     """
@@ -114,19 +114,21 @@ def read_document(path: str | Path, *, versioned: bool = True) -> Document:
 
 
 def read_bytes(path: Path, place: str, *, most: int = MAX_FILE_BYTES) -> bytes:
-    """Return the content of a regular file of at most `most` bytes, which are whole MiB.
+    """Return the content of a regular file of at most `most` bytes, a whole number of MiB.
 
-    Raises `ConfigError`, which begins with `place`, otherwise: a FIFO may have no writer, a device no end.
-    Where `place` is the file itself, it is not named again.
+    Raises `ConfigError` for other files, because a FIFO may have no writer and a device no end. The error
+    begins with `place`; it names the file too, unless `place` is the file.
     """
     name = "" if place == str(path) else f" {str(path)!r}"
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # or it waits for a writer
+        descriptor = os.open(
+            path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        )  # without O_NONBLOCK, opening a FIFO waits for a writer
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise ConfigError(f"{place}: cannot read{name}: not a regular file")
             content = file.read(most + 1)
-    except (OSError, ValueError) as error:  # ValueError: a name with a null byte in it
+    except (OSError, ValueError) as error:  # ValueError: the name has a null byte
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{place}: cannot read{name}: {reason}") from None
     if len(content) > most:
@@ -135,12 +137,12 @@ def read_bytes(path: Path, place: str, *, most: int = MAX_FILE_BYTES) -> bytes:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a regular file; raises `ConfigError` if that cannot be done: a FIFO may have no reader."""
+    """Write a regular file; raises `ConfigError` for other files, since a FIFO may have no reader."""
     try:
         if path.exists() and not path.is_file():
             raise ConfigError(f"{path}: cannot write: not a regular file")
         path.write_text(text)
-    except (OSError, ValueError) as error:  # ValueError: a name with a null byte in it
+    except (OSError, ValueError) as error:  # ValueError: the name has a null byte
         raise ConfigError(f"{path}: cannot write: {getattr(error, 'strerror', None) or error}") from None
 
 
@@ -154,10 +156,10 @@ def _read_text(path: Path, place: str) -> str:
 def parse_document(text: str, name: str, folder: Path, *, versioned: bool = True) -> Document:
     """Parse YAML text: one document, a mapping at the root, no tags, anchors, aliases or duplicate keys.
 
-    `versioned`: the mapping must have a key `version`. A file without it is meant for something else, and no
-    error quotes from it.
+    `versioned`: the mapping must have a key `version`. A file without it is not a configuration and may hold
+    secrets, so no error quotes from it.
     """
-    from mcr_plus.config.parsing import parse_mapping  # PyYAML is for those who have a file
+    from mcr_plus.config.parsing import parse_mapping  # lazy: a job without a file needs no PyYAML
 
     lines: dict[Keys, int] = {}
     document = Document({}, name, folder, lines)
@@ -166,7 +168,7 @@ def parse_document(text: str, name: str, folder: Path, *, versioned: bool = True
 
 
 def dict_document(data: Mapping[str, Any], name: str = "<dict>", folder: Path | None = None) -> Document:
-    """Copy a mapping into plain data; raises `ConfigError` for what a YAML file could not hold."""
+    """Copy a mapping into plain data; raises `ConfigError` for values that a YAML file cannot hold."""
     place = Document({}, name, folder or Path())
     copied = _copy(data, (), place)
     if not isinstance(copied, dict):
@@ -176,7 +178,7 @@ def dict_document(data: Mapping[str, Any], name: str = "<dict>", folder: Path | 
 
 def _copy(value: object, keys: Keys, document: Document) -> Any:
     if len(keys) > MAX_DEPTH:
-        raise document.error(keys[:2], f"nested more than {MAX_DEPTH} levels deep, or holds itself")
+        raise document.error(keys[:2], f"nested more than {MAX_DEPTH} levels deep, or contains itself")
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
@@ -191,11 +193,11 @@ def _copy(value: object, keys: Keys, document: Document) -> Any:
     raise document.error(keys, f"expected plain data, got {short(value)}")
 
 
-# --- Questions every document is asked ------------------------------------------------------------------
+# --- Checks of every kind of document -------------------------------------------------------------------
 
 
 def mapping_at(document: Document, keys: Keys) -> dict[str, Any]:
-    """Return the mapping at `keys`; nothing written there (null) is an empty one."""
+    """Return the mapping at `keys`; an entry without a value (null) is an empty mapping."""
     value: Any = document.data
     for key in keys:
         value = value[key]
@@ -207,7 +209,7 @@ def mapping_at(document: Document, keys: Keys) -> dict[str, Any]:
 
 
 def list_at(document: Document, key: str) -> list[Any] | None:
-    """Return the list under a key of the root, None if there is none; anything else is refused."""
+    """Return the list under a key of the root, None if there is none; other values raise `ConfigError`."""
     value = document.data.get(key)
     if value is not None and not isinstance(value, list):
         raise document.error((key,), f"expected a list, got {short(value)}")
@@ -215,14 +217,14 @@ def list_at(document: Document, key: str) -> list[Any] | None:
 
 
 def check_keys(document: Document, keys: Keys, known: Sequence[str]) -> None:
-    """Refuse a mapping that has other keys than the known ones, all of them at once."""
-    others = [key for key in mapping_at(document, keys) if key not in known]
-    if others:
-        raise document.errors([((*keys, key), unknown("key", key, known)) for key in others])
+    """Raise one `ConfigError` that names all unknown keys of the mapping at `keys`, if there are any."""
+    strange = [key for key in mapping_at(document, keys) if key not in known]
+    if strange:
+        raise document.errors([((*keys, key), unknown("key", key, known)) for key in strange])
 
 
 def check_version(version: object, document: Document) -> None:
-    """Refuse a document whose `version` is not the one that this release reads."""
+    """Raise `ConfigError` unless `version` is the one that this release reads."""
     if version is None:
         raise document.error(("version",), "missing; expected version: 1")
     if isinstance(version, bool) or not isinstance(version, int) or version != 1:

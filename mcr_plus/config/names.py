@@ -1,4 +1,4 @@
-"""Names of kinds and backends, as configurations and tables write them."""
+"""Names of kinds and backends in configurations and tables."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from mcr_plus.errors import short, unknown
 
 
 def kind_matches(pattern: str, kind: str) -> bool:
-    """Tell whether a kind named in a rule or table covers the kind of an operation.
+    """Whether a kind named in a rule or table covers the kind of an operation.
 
-    A kind covers its vector form (`all_gather` covers `all_gather_v`, not the other way round), `send` covers
-    `recv` (both ends of a message take the same way), and "*" covers everything.
+    A kind covers its vector form (`all_gather` covers `all_gather_v`, not the reverse), `send` covers `recv`
+    (both ends of a message use the same backend), and "*" covers everything.
     """
     return pattern == "*" or kind in (pattern, f"{pattern}_v") or (pattern, kind) == ("send", "recv")
 
 
 def refuse_recv(name: str) -> str:
-    """Raise ValueError for the kind of a rule that would part the ends of a message."""
+    """Return a kind's name; raises ValueError for `recv`, since both ends of a message must choose alike."""
     if name == "recv":
-        raise ValueError("a recv takes the way of its send; write 'send', which means both")
+        raise ValueError("a recv is treated like its send; write 'send', which covers both")
     return name
 
 
@@ -34,27 +34,27 @@ def read_backends(document: Document) -> tuple[str, ...] | None:
     for index, name in enumerate(names):
         check_backend(name, document, ("backends", index))
         if name != backend_name(name):
-            what = (
+            problem = (
                 f"expected a backend without an algorithm, got {short(name)}; rules and calls name algorithms"
             )
-            raise document.error(("backends", index), what)
+            raise document.error(("backends", index), problem)
         if name in names[:index]:
             raise document.error(("backends", index), f"backend {name!r} is written twice; expected it once")
     return tuple(names)
 
 
 def backend_name(choice: object) -> object:
-    """Return the backend's part of `name` or `name:algorithm`; what is no text comes back as it is."""
+    """Return the backend of `name` or `name:algorithm`; a value that is no string is returned unchanged."""
     return choice.partition(":")[0] if isinstance(choice, str) else choice
 
 
 def names_no_algorithm(choice: object) -> bool:
-    """Whether it is `name:` with nothing behind it."""
+    """Whether a choice is `name:` without an algorithm after the colon."""
     return isinstance(choice, str) and choice.partition(":")[1:] == (":", "")
 
 
 def check_backend(name: object, document: Document, keys: Keys) -> None:
-    """Refuse the name of a backend that is not registered; `name:algorithm` chooses one of its algorithms."""
+    """Raise `ConfigError` unless `name`, or the name in `name:algorithm`, is that of a registered backend."""
     known = registry.names("backends")
     if backend_name(name) not in known:
         raise document.error(keys, unknown("backend", name, known))
@@ -66,5 +66,5 @@ DTYPE_NAMES: tuple[str, ...] = tuple(dtype_name(dtype) for dtype in DTYPES)
 
 
 def kind_name(name: str) -> str:
-    """Return the kind that a name in a rule or table stands for: `all_to_all` for `all_to_all_single`."""
+    """Return the kind that a name in a rule or table means: `all_to_all` for `all_to_all_single`."""
     return ALIASES.get(name, name)

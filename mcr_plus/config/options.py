@@ -1,4 +1,4 @@
-"""Options: the models of stages and codecs, and how they are read, written and explained."""
+"""Options of stages and codecs: their pydantic models, and functions that read, write and check them."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def size_or_none(value: object) -> int | None:
-    """Bytes of a size as configurations write it; None for none."""
+    """Parse a size such as `64KiB` into bytes; None stays None."""
     return None if value is None else parse_size(value)
 
 
 def size_text(value: int | None, info: SerializationInfo) -> int | str | None:
-    """A size as a number, or with its unit where options are written for people."""
+    """Serialize a size: a number of bytes, or text with a unit when a context is given."""
     return format_size(value) if info.context and value is not None else value
 
 
@@ -45,7 +45,7 @@ def _duration_text(value: float, info: SerializationInfo) -> float | str:
     return f"{value!r}s".replace(".0s", "s") if info.context else value
 
 
-# With any context they are written with units, as people write them.
+# Serialized with a context (any), these types are text with units, for people to read.
 Seconds = Annotated[float, BeforeValidator(parse_duration), PlainSerializer(_duration_text)]
 
 
@@ -57,7 +57,7 @@ BytesOrNone = Annotated[int | None, BeforeValidator(size_or_none), PlainSerializ
 
 @dataclass(frozen=True)
 class ReadContext:
-    """Where the mapping that a model validates was written."""
+    """The place of the mapping that a model validates."""
 
     document: Document
     keys: Keys
@@ -69,8 +69,8 @@ NOWHERE: Final = dict_document({})
 class StageOptions(BaseModel):
     """The options of a stage or of a codec: frozen, unknown keys refused, no conversion between types.
 
-    A stage declares its own as the class attribute `Options`, which may be any pydantic model; one that
-    derives from this may also say how it is read, written and checked.
+    A stage declares its options as the class attribute `Options`, which may be any pydantic model; one that
+    derives from this class may also override how it is read, written and checked.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -85,7 +85,7 @@ class StageOptions(BaseModel):
         return self.model_dump(mode="json", by_alias=True, context={"units": True} if units else None)
 
     def by_content(self) -> dict[str, Any]:
-        """Return what ranks compare: as `plain`, with the digests of files in place of their paths."""
+        """Return the data that ranks compare: as `plain`, with digests of files in place of their paths."""
         return self.plain()
 
     def files(self) -> Sequence[TableRef]:
@@ -94,23 +94,24 @@ class StageOptions(BaseModel):
 
     def problem(
         self,
-        stages: Collection[str] | None,  # noqa: ARG002 - for those that override it
+        stages: Collection[str] | None,  # noqa: ARG002 - for classes that override it
         backends: Sequence[str] | None,  # noqa: ARG002
     ) -> tuple[Keys, str] | None:
-        """Return what does not go with the rest of the configuration: the keys in these options, and why.
+        """Return the first conflict with the rest of the configuration: keys in these options, and why.
 
-        `stages`: of the pipeline; None where they do not matter. `backends`: None for all that are found.
+        `stages`: the names in the pipeline, None to skip checks against them. `backends`: those of the
+        configuration, None for all that are available.
         """
         return None
 
 
 def as_tuple(value: object) -> object:
-    """A list, or one name, as the tuple that strict validation wants."""
+    """Convert a list or a single name to a tuple, which strict validation requires."""
     return tuple(value) if isinstance(value, list) else (value,) if isinstance(value, str) else value
 
 
 def some_of(known: tuple[str, ...]) -> Callable[[object], tuple[str, ...]]:
-    """Kinds out of those known, as a list or one name; none of them in a rule that switches off."""
+    """Return a validator for kinds among `known`, a list or one name; an empty list disables the stage."""
 
     def kinds(value: object) -> tuple[str, ...]:
         names = [value] if isinstance(value, str) else value
@@ -135,26 +136,28 @@ def validate(
     try:
         return model.model_validate(dict(data), context=ReadContext(document, keys))
     except ValidationError as error:
-        found = error.errors(include_url=False)
+        details = error.errors(include_url=False)
         known = tuple(sorted({*beside, *(f.alias or name for name, f in model.model_fields.items())}))
-        strange = [each for each in found if each["type"] == "extra_forbidden"]
-        # A key that is misspelt is missing too: say the former.
+        strange = [detail for detail in details if detail["type"] == "extra_forbidden"]
+        # A misspelt key is also reported as missing; report only the unknown key.
         others = [
-            each for each in found if each not in strange and not (strange and each["type"] == "missing")
+            detail
+            for detail in details
+            if detail not in strange and not (strange and detail["type"] == "missing")
         ]
-        told: dict[Keys, str] = {}  # of the forms that an option may have, the first one's
-        for each in (*strange, *others):
-            at: Keys = tuple(each["loc"])
-            told.setdefault((*keys, *at), _explain(dict(each), _known(model, at) or known))
-        raise document.errors(told.items()) from None
+        problems: dict[Keys, str] = {}  # a union has one error per member: the first counts
+        for detail in (*strange, *others):
+            at: Keys = tuple(detail["loc"])
+            problems.setdefault((*keys, *at), _explain(dict(detail), _known(model, at) or known))
+        raise document.errors(problems.items()) from None
 
 
 def _known(model: type[BaseModel], at: Keys) -> tuple[str, ...]:
-    """The keys of a model inside a model, at whose entry `at` something is wrong; else none."""
+    """The keys of the nested model in which the entry `at` stands; empty for entries of `model` itself."""
     for key in at[:-1]:
         field = model.model_fields.get(str(key))
-        inside = [] if field is None else [field.annotation, *get_args(field.annotation)]
-        models = [each for each in inside if isinstance(each, type) and issubclass(each, BaseModel)]
+        types = [] if field is None else [field.annotation, *get_args(field.annotation)]
+        models = [nested for nested in types if isinstance(nested, type) and issubclass(nested, BaseModel)]
         if not models:
             return ()
         model = models[0]
@@ -162,7 +165,7 @@ def _known(model: type[BaseModel], at: Keys) -> tuple[str, ...]:
 
 
 def _explain(error: Mapping[str, Any], known: tuple[str, ...]) -> str:
-    """Phrase a pydantic error as the rest of this module does."""
+    """Phrase a pydantic error like the other errors of configurations."""
     value, loc, context = error["input"], error["loc"], error.get("ctx", {})
     if error["type"] == "extra_forbidden":
         return unknown("key", loc[-1], known or ("none, it takes no options",))
@@ -197,25 +200,25 @@ _EXPECTED: Final = {
     "less_than": "a number below {lt}",
     "less_than_equal": "a number of at most {le}",
     "list_type": "a list",
-    "string_too_short": "a text of at least {min_length} characters",
-    "string_type": "a text",
+    "string_too_short": "a string of at least {min_length} characters",
+    "string_type": "a string",
     "tuple_type": "a list",
 }
-"""What pydantic's errors mean in this module's words."""
+"""Expected values by pydantic's type of error."""
 
 
 def stage_options(stage: str, data: Mapping[str, Any], name: str = "<dict>") -> BaseModel:
-    """Check the options of one stage, as `compress={"codec": ...}` of a call gives them.
+    """Check the options of one stage given as a mapping, as in `compress={"codec": ...}` of a call.
 
-    Raises `ConfigError` that begins with `name`.
+    Raises a `ConfigError` that begins with `name`.
     """
     return read_options(stage, dict_document({stage: data}, name), (stage,))
 
 
 def plain_options(options: BaseModel, *, units: bool = False) -> dict[str, Any]:
-    """Write options as the mapping they are read from; JSON-able.
+    """Return the mapping that options are read from; JSON-serializable.
 
-    `units`: sizes and durations as people write them (`25MiB`, `300s`).
+    `units`: write sizes and durations with units (`25MiB`, `300s`).
     """
     if isinstance(options, StageOptions):
         return options.plain(units=units)
@@ -223,7 +226,7 @@ def plain_options(options: BaseModel, *, units: bool = False) -> dict[str, Any]:
 
 
 def options_by_content(options: BaseModel) -> dict[str, Any]:
-    """Return what ranks compare of options: see `StageOptions.by_content`."""
+    """Return the data of options that ranks compare: see `StageOptions.by_content`."""
     return options.by_content() if isinstance(options, StageOptions) else plain_options(options)
 
 
@@ -244,13 +247,13 @@ def declared_options(kind: str, name: str, document: Document = NOWHERE, keys: K
     except Unsupported as error:
         raise document.error(keys, f"{error}") from None
     if not (isinstance(declared, type) and issubclass(declared, BaseModel)):
-        what = f"{name!r} declares {short(declared)} as its Options; expected a pydantic model"
-        raise document.error(keys, what)
+        text = f"{name!r} declares {short(declared)} as its Options; expected a pydantic model"
+        raise document.error(keys, text)
     return declared
 
 
 def problem(
     options: BaseModel, stages: Collection[str] | None, backends: Sequence[str] | None
 ) -> tuple[Keys, str] | None:
-    """Return what of options does not go with the rest: see `StageOptions.problem`."""
+    """Return the first conflict of options with the rest of a configuration: see `StageOptions.problem`."""
     return options.problem(stages, backends) if isinstance(options, StageOptions) else None

@@ -1,4 +1,4 @@
-"""YAML text to plain data with the line of every entry."""
+"""Parse YAML text into plain data, with the line of every entry."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mcr_plus.errors import ConfigError, short
 def parse_mapping(
     text: str, document: Document, lines: dict[Keys, int], *, versioned: bool = True
 ) -> dict[str, Any]:
-    """Parse the text of `document`, noting the line of every entry in `lines`; see `parse_document`."""
+    """Parse the text of `document` and store the line of every entry in `lines`; see `parse_document`."""
     name = document.name
     try:
         node = _root(text)
@@ -36,8 +36,8 @@ def parse_mapping(
 
 
 def _yaml_error(name: str, line: int, what: str) -> ConfigError:
-    # A plain comparison such as `bytes: >=1MiB` is what sends people here most often.
-    hint = "; put a text that begins with > in quotes" if "chomping" in what else ""
+    # The most frequent cause is a comparison without quotes, such as `bytes: >=1MiB`.
+    hint = "; put a string that begins with > in quotes" if "chomping" in what else ""
     return ConfigError(f"{name}:{line}: document: not valid YAML: {what}{hint}")
 
 
@@ -45,12 +45,12 @@ def _node_kind(node: yaml.Node | None) -> str:
     if node is None:
         return "an empty document"
     if isinstance(node, yaml.ScalarNode):
-        return "a text"
+        return "a string"
     return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
 
 
 class _Refused(yaml.YAMLError):
-    """Valid YAML, but more than plain data."""
+    """Valid YAML that is more than plain data."""
 
     def __init__(self, event: yaml.Event, what: str) -> None:
         self.line = event.start_mark.line + 1 if event.start_mark else 1
@@ -58,7 +58,7 @@ class _Refused(yaml.YAMLError):
 
 
 class _PlainNodes(Composer):
-    """Composes nodes only; refuses what lets a short file mean something large, hidden or executable."""
+    """Composes nodes; refuses features that can make a short file large, hidden or executable."""
 
     depth = 0
 
@@ -72,9 +72,9 @@ class _PlainNodes(Composer):
 
     def _refuse(self, event: yaml.Event) -> None:
         if isinstance(event, yaml.AliasEvent):
-            raise _Refused(event, "aliases are refused; put a text that begins with * in quotes")
+            raise _Refused(event, "aliases are refused; put a string that begins with * in quotes")
         if getattr(event, "anchor", None) is not None:
-            raise _Refused(event, "anchors are refused; put a text that begins with & in quotes")
+            raise _Refused(event, "anchors are refused; put a string that begins with & in quotes")
         if (tag := getattr(event, "tag", None)) is not None:
             raise _Refused(event, f"tag {tag!r} is refused; expected plain data")
         if self.depth == MAX_DEPTH:
@@ -82,14 +82,14 @@ class _PlainNodes(Composer):
 
 
 class _Loader(_PlainNodes, yaml.SafeLoader):
-    """With PyYAML's own parser, whose messages errors quote."""
+    """Uses PyYAML's own parser, whose messages our errors quote."""
 
 
-_cyaml: Any = getattr(yaml, "cyaml", None)  # it is there where PyYAML was built with libyaml
+_cyaml: Any = getattr(yaml, "cyaml", None)  # missing if PyYAML was built without libyaml
 
 
 def _fast_loader() -> Any:
-    """The same with libyaml's parser, which is several times as fast on large tables."""
+    """Like `_Loader` with libyaml's parser, several times as fast on large tables."""
 
     class FastLoader(_PlainNodes, _cyaml.CParser, yaml.resolver.Resolver):  # type: ignore[misc]
         def __init__(self, text: str) -> None:
@@ -104,14 +104,14 @@ _FastLoader: Any = _Loader if _cyaml is None else _fast_loader()
 
 
 def _root(text: str) -> Any:
-    if "\t" not in text and "?" not in text:  # of which libyaml accepts more than PyYAML does
-        with contextlib.suppress(yaml.YAMLError):  # PyYAML's parser says what is wrong
+    if "\t" not in text and "?" not in text:  # libyaml accepts more uses of these than PyYAML
+        with contextlib.suppress(yaml.YAMLError):  # parsed again below, for PyYAML's message
             return _FastLoader(text).get_single_node()
     return _Loader(text).get_single_node()
 
 
 def _plain(node: yaml.Node, keys: Keys, document: Document, lines: dict[Keys, int]) -> Any:
-    """Turn a node into plain data, noting the line of every entry in `lines`."""
+    """Convert a node to plain data and store the line of every entry in `lines`."""
     if isinstance(node, yaml.MappingNode):
         return _mapping(node, keys, document, lines)
     if isinstance(node, yaml.SequenceNode):
@@ -145,7 +145,7 @@ def _mapping(
 
 
 def _scalar_type(node: yaml.Node) -> str:
-    """Return "str", "null", "bool", "int", "float" for a scalar; dates and base-60 numbers are text."""
+    """Return "str", "null", "bool", "int" or "float" for a scalar; dates and base-60 numbers are "str"."""
     name = node.tag.removeprefix("tag:yaml.org,2002:")
     if name not in ("null", "bool", "int", "float"):
         return "str" if isinstance(node, yaml.ScalarNode) else name
@@ -156,7 +156,7 @@ _SCALARS = yaml.constructor.SafeConstructor()
 
 
 def _scalar(node: yaml.ScalarNode) -> str | int | float | bool | None:
-    """Return the value YAML 1.1 gives a scalar; raises ValueError for a number that Python cannot read."""
+    """Return the value of a scalar in YAML 1.1; raises ValueError for a number that Python cannot read."""
     text: str = node.value
     match _scalar_type(node):
         case "null":

@@ -1,17 +1,17 @@
-"""Configuration: what a job's pipeline file may say, checked before the first operation.
+"""Reader of configurations: a job's pipeline file, checked before the first operation.
 
-    load("run.yaml")            a Config: frozen, checked, every name in it known
-    config.rule_for(...)        the first of its rules that matches an operation
-    fingerprint(config)         what ranks compare at start: equal on all, or they would choose differently
+    load("run.yaml")            a Config: frozen and checked; every name in it is known
+    config.rule_for(...)        the first rule that matches an operation
+    fingerprint(config)         a hash that ranks compare at start, because all must decide alike
 
-`document.py` reads the YAML, `environment.py` the environment.
+`document.py` reads the YAML, `core/environment.py` the environment.
 
-A mistake in a file is a `ConfigError` whose text is `file:line: path: what, what was expected, what is
-known`, a line for each if there are several, for example
+A mistake in a file raises a `ConfigError`. Its text is `file:line: path: ` and the problem, with the expected
+or known values, and has one line per mistake, for example
 
     run.yaml:7: pipeline[1].compress.codec: unknown codec 'int9'; known: bf16, fp16, none
 
-and `<dict>` stands for `file:line` when the configuration is a dict.
+where `<dict>` replaces `file:line` if the configuration is a dict.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pydantic import (
-    BaseModel,
-)
+from pydantic import BaseModel
 
 from mcr_plus import registry
 from mcr_plus.config.document import (
@@ -68,21 +66,13 @@ from mcr_plus.config.schema import (
 from mcr_plus.core import environment
 from mcr_plus.errors import short, unknown
 
-if TYPE_CHECKING:
-    pass
-
-
-# --- Options of stages ----------------------------------------------------------------------------------
-
-
-# --- The configuration ----------------------------------------------------------------------------------
-
 
 def load(source: str | Path | Mapping[str, Any] | None) -> Config:
-    """Return a configuration from the path of a YAML file or from a dict of the same shape.
+    """Return the configuration in a YAML file, given by its path, or in a dict of the same shape.
 
-    None reads the file that MCR_CONFIG names, and gives the default when it names none. Relative table
-    paths are relative to the file's folder, or to the working directory for a dict. Raises `ConfigError`.
+    None means the file that MCR_CONFIG names, or the default configuration if it is not set. Relative paths
+    of tables are relative to the folder of the file, and in a dict to the working directory. Raises
+    `ConfigError`.
     """
     if source is None:
         source = environment.config_file() or {}
@@ -92,26 +82,25 @@ def load(source: str | Path | Mapping[str, Any] | None) -> Config:
 
 
 def loads(text: str, name: str = "<text>") -> Config:
-    """Return a configuration from YAML text; `name` stands for the file in errors and gives its folder."""
+    """Return the configuration in YAML text; errors use `name` as the file, relative paths its folder."""
     return _config(parse_document(text, name, Path(name).parent))
 
 
 def dump(config: Config, *, units: bool = False) -> dict[str, Any]:
-    """Return a configuration as plain, JSON-able data; `load(dump(config)) == config`.
+    """Return a configuration as plain, JSON-serializable data; `load(dump(config)) == config`.
 
-    `units`: sizes and durations as people write them.
+    `units`: write sizes and durations with units.
     """
     return _dump(config, partial(plain_options, units=units))
 
 
 def fingerprint(config: Config) -> str:
-    """Return a SHA-256 in hex that is equal for configurations that decide alike.
+    """Return a SHA-256 in hex, equal for configurations that decide alike.
 
-    Tables and algorithms count by their content, not by their path. Raises `ConfigError` when one cannot be
-    read.
+    Tables and algorithm files are hashed by content, not by path. Raises `ConfigError` if one cannot be read.
     """
     data = _dump(config, options_by_content)
-    data["algorithms"] = [each.digests() for each in config.algorithms]
+    data["algorithms"] = [files.digests() for files in config.algorithms]
     content = json.dumps(data, sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()
 
@@ -121,7 +110,7 @@ def _dump(config: Config, write: Callable[[BaseModel], dict[str, Any]]) -> dict[
     if config.backends is not None:
         data["backends"] = list(config.backends)
     if config.algorithms:
-        data["algorithms"] = [each.text for each in config.algorithms]
+        data["algorithms"] = [files.text for files in config.algorithms]
     data["pipeline"] = [{s.name: write(s.options)} for s in config.pipeline]
     data["rules"] = [_dump_rule(rule, write) for rule in config.rules]
     return data
@@ -145,27 +134,27 @@ def _config(document: Document) -> Config:
         raise document.error((), what)
     mistakes = Mistakes()
     known = ("version", "backends", "algorithms", "pipeline", "rules")
-    mistakes.kept(lambda: check_keys(document, (), known), None)
-    mistakes.kept(lambda: _check_version(document), None)
-    backends = mistakes.kept(lambda: read_backends(document), None)
+    mistakes.collect(lambda: check_keys(document, (), known), None)
+    mistakes.collect(lambda: _check_version(document), None)
+    backends = mistakes.collect(lambda: read_backends(document), None)
     pipeline, sound = _pipeline(document, mistakes)
     for index, spec in enumerate(pipeline if sound else ()):
         keys = ("pipeline", index, spec.name)
-        mistakes.kept(partial(_check_beside, spec.options, document, keys, pipeline, backends), None)
+        mistakes.collect(partial(_check_beside, spec.options, document, keys, pipeline, backends), None)
     rules = _rules(document, pipeline, sound, backends, mistakes)
-    algorithms = mistakes.kept(lambda: _algorithms(document), ())
+    algorithms = mistakes.collect(lambda: _algorithms(document), ())
     config = Config(1, backends, pipeline, rules, algorithms, document.name)
-    if len(mistakes):  # whoever reads the files of the configuration later does not come to it
+    if len(mistakes):  # the files are normally read later, which this error prevents: report theirs now
         for ref in config.tables:
-            mistakes.kept(ref.digest, None)
+            mistakes.collect(ref.digest, None)
         for files in algorithms:
-            mistakes.kept(files.digests, None)
-    mistakes.tell()
+            mistakes.collect(files.digests, None)
+    mistakes.raise_all()
     return config
 
 
 def is_table(document: Document) -> bool:
-    """Whether a document is a tuning table, where a configuration may have been expected."""
+    """Whether a document is a tuning table, which users may pass for a configuration."""
     rules = document.data.get("rules")
     of_table = isinstance(rules, list) and any(
         isinstance(rule, dict) and "kind" in rule and "match" not in rule for rule in rules
@@ -192,9 +181,9 @@ def _check_beside(
     pipeline: tuple[StageSpec, ...],
     backends: tuple[str, ...] | None,
 ) -> None:
-    """Refuse options that do not go with the rest of the configuration."""
-    if (found := problem(options, [spec.name for spec in pipeline], backends)) is not None:
-        inside, what = found
+    """Raise `ConfigError` for options that conflict with the rest of the configuration."""
+    if (conflict := problem(options, [spec.name for spec in pipeline], backends)) is not None:
+        inside, what = conflict
         raise document.error((*keys, *inside), what)
 
 
@@ -204,29 +193,31 @@ def _check_version(document: Document) -> None:
 
 
 def _pipeline(document: Document, mistakes: Mistakes) -> tuple[tuple[StageSpec, ...], bool]:
-    """The stages, and whether they are without mistakes; a stage with one is there without its options."""
+    """The stages, and whether all are valid; an invalid stage is included with `NoOptions`."""
     before = len(mistakes)
-    names = mistakes.kept(lambda: _stage_names(document, mistakes), [])
+    names = mistakes.collect(lambda: _stage_names(document, mistakes), [])
     if names is None:
         return default_pipeline(), True
-    found = []
+    stages = []
     for index, name in enumerate(names):
         if name is not None:
             keys = ("pipeline", index, name)
-            found.append(mistakes.kept(partial(_stage, name, document, keys), StageSpec(name, NoOptions())))
+            stages.append(
+                mistakes.collect(partial(_stage, name, document, keys), StageSpec(name, NoOptions()))
+            )
     if None not in names and names:
-        mistakes.kept(lambda: _check_order([spec.name for spec in found], document), None)
-    return tuple(found), len(mistakes) == before
+        mistakes.collect(lambda: _check_order([spec.name for spec in stages], document), None)
+    return tuple(stages), len(mistakes) == before
 
 
 def _stage_names(document: Document, mistakes: Mistakes) -> list[str | None] | None:
-    """The name of every stage, None where it is none; None altogether without a pipeline."""
+    """The name of every stage, None for an invalid one; None instead of a list without a pipeline."""
     items = list_at(document, "pipeline")
     if items is None:
         return None
     if not items:
         raise document.error(("pipeline",), "empty pipeline; expected at least select and dispatch")
-    return [mistakes.kept(partial(_stage_name, document, index), None) for index in range(len(items))]
+    return [mistakes.collect(partial(_stage_name, document, index), None) for index in range(len(items))]
 
 
 def _stage(name: str, document: Document, keys: Keys) -> StageSpec:
@@ -255,18 +246,18 @@ def _check_order(names: Sequence[str], document: Document) -> None:
             raise document.error(keys, f"{what}; expected each stage once")
         late = next((n for n in names[:index] if _rank(n) > _rank(name)), None)
         if late is not None:
-            what = f"stage {name!r} stands after {late!r}"
+            what = f"stage {name!r} comes after {late!r}"
             raise document.error(keys, f"{what}; expected the order {', '.join(registry.STAGE_ORDER)}")
     for required in ("select", "dispatch"):
         if required not in names:
             raise document.error(("pipeline",), f"no stage {required!r}; add '- {required}: {{}}'")
     if names[-1] != "dispatch":
-        what = f"stage {names[-1]!r} stands after 'dispatch'; expected dispatch last"
+        what = f"stage {names[-1]!r} comes after 'dispatch'; expected dispatch last"
         raise document.error(("pipeline", len(names) - 1, names[-1]), what)
 
 
 def _rank(stage: str) -> float:
-    """Order our stages among themselves; NaN, neither before nor after, for an outside one."""
+    """Position of a built-in stage; NaN, neither before nor after any, for one of another package."""
     return registry.STAGE_ORDER.index(stage) if stage in registry.STAGE_ORDER else math.nan
 
 
@@ -277,12 +268,14 @@ def _rules(
     backends: tuple[str, ...] | None,
     mistakes: Mistakes,
 ) -> tuple[Rule, ...]:
-    items = mistakes.kept(lambda: list_at(document, "rules"), None) or []
-    found = [
-        mistakes.kept(partial(_rule, document, ("rules", index), pipeline, sound, backends, mistakes), None)
+    items = mistakes.collect(lambda: list_at(document, "rules"), None) or []
+    rules = [
+        mistakes.collect(
+            partial(_rule, document, ("rules", index), pipeline, sound, backends, mistakes), None
+        )
         for index in range(len(items))
     ]
-    return tuple(rule for rule in found if rule is not None)
+    return tuple(rule for rule in rules if rule is not None)
 
 
 def _rule(
@@ -294,31 +287,31 @@ def _rule(
     mistakes: Mistakes,
 ) -> Rule:
     data = mapping_at(document, keys)
-    if sound:  # else every rule would repeat the pipeline's mistakes
-        mistakes.kept(lambda: _check_rule_keys(document, keys, pipeline), None)
+    if sound:  # otherwise every rule would repeat the mistakes of the pipeline
+        mistakes.collect(lambda: _check_rule_keys(document, keys, pipeline), None)
     match = Match()
     if "match" in data:
-        match = mistakes.kept(lambda: _match(document, (*keys, "match")), match)
+        match = mistakes.collect(lambda: _match(document, (*keys, "match")), match)
     if data.get("backend") is not None:
         at = (*keys, "backend")
-        mistakes.kept(lambda: _check_rule_backend(document, at, data["backend"], backends), None)
+        mistakes.collect(lambda: _check_rule_backend(document, at, data["backend"], backends), None)
     overrides = []
     for spec in pipeline if sound else _assumed(pipeline, data):
         if spec.name in data:
             read = partial(_override, spec, document, (*keys, spec.name), pipeline, backends)
-            overrides.append(mistakes.kept(read, Override(spec.name, spec.options, ())))
+            overrides.append(mistakes.collect(read, Override(spec.name, spec.options, ())))
     place = f"{document.place(keys)}: {path_text(keys)}"
     return Rule(match, data.get("backend"), tuple(overrides), place)
 
 
 def _assumed(pipeline: tuple[StageSpec, ...], rule: Mapping[str, Any]) -> tuple[StageSpec, ...]:
-    """The stages that a rule can be checked against although there are mistakes in the pipeline.
+    """Stages to check a rule against when the pipeline has mistakes.
 
-    Those without one as they are, ours with the default options, but `compress` only if the rule itself names
-    a codec: its other options are right or wrong by the codec.
+    They are the valid stages, and the built-in ones with default options for the rest. `compress` is assumed
+    only if the rule names a codec, because the codec determines which other options are valid.
     """
-    own = rule.get("compress")
-    names_codec = isinstance(own, Mapping) and "codec" in own
+    compress = rule.get("compress")
+    names_codec = isinstance(compress, Mapping) and "codec" in compress
     known = {spec.name: spec for spec in pipeline if not isinstance(spec.options, NoOptions)}
     defaults = {
         name: StageSpec(name, declared_options("stages", name)())
@@ -345,7 +338,7 @@ def _check_rule_keys(document: Document, keys: Keys, pipeline: tuple[StageSpec, 
             raise document.error((*keys, key), f"{what}; known: {', '.join(here)}")
     check_keys(document, keys, ("match", "backend", *here))
     if "match" not in data:
-        raise document.error(keys, "no match; expected a mapping `match` naming the operations meant")
+        raise document.error(keys, "no match; expected a mapping `match` that selects operations")
     if data.get("backend") is None and not any(data.get(name) for name in here):
         raise document.error(keys, f"changes nothing; expected at least one of backend, {', '.join(here)}")
 

@@ -29,9 +29,9 @@ from mcr_plus.errors import ConfigError, unknown
 
 @dataclass(frozen=True)
 class TableRef:
-    """A table file as it is named in a configuration, relative to the folder of that configuration.
+    """A table file as a configuration names it, relative to the folder of that configuration.
 
-    Equal when the texts are equal: the folder and the place are where it was read, not what it says.
+    References are equal if their texts are equal, wherever the configuration was read from.
     """
 
     text: str
@@ -39,7 +39,7 @@ class TableRef:
     place: str = field(default="<dict>: select.table", compare=False)
 
     def resolve(self) -> Path:
-        """Return the path of the file; raises `ConfigError` when there is none."""
+        """Return the path of the file; raises `ConfigError` if it does not exist."""
         path = self.folder / self.text
         if not path.is_file():
             raise ConfigError(f"{self.place}: no table file {self.text!r}; looked for {str(path)!r}")
@@ -52,24 +52,24 @@ class TableRef:
 
 @dataclass(frozen=True)
 class AlgorithmsRef:
-    """An algorithm file, or a folder of them, as it is named in a configuration; see `TableRef`."""
+    """An algorithm file, or a folder of them, as a configuration names it; see `TableRef`."""
 
     text: str
     folder: Path = field(default=Path(), compare=False)
     place: str = field(default="<dict>: algorithms", compare=False)
 
     def resolve(self) -> list[Path]:
-        """Return the file, or the folder's files `*.xml`; raises `ConfigError` when there is none."""
+        """Return the file, or the files `*.xml` of the folder; raises `ConfigError` if there is none."""
         path = self.folder / self.text
-        among = sorted(path.glob("*.xml")) if path.is_dir() else [path]
-        found = [each for each in among if each.is_file()]
-        if not found:
+        candidates = sorted(path.glob("*.xml")) if path.is_dir() else [path]
+        files = [candidate for candidate in candidates if candidate.is_file()]
+        if not files:
             what = "algorithm file, or folder with *.xml,"
             raise ConfigError(f"{self.place}: no {what} {self.text!r}; looked for {str(path)!r}")
-        return found
+        return files
 
     def digests(self) -> list[str]:
-        """Return the name and the SHA-256 of the content of every file."""
+        """Return a string per file: its name and the SHA-256 of its content."""
         try:
             return [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in self.resolve()]
         except OSError as error:
@@ -78,7 +78,7 @@ class AlgorithmsRef:
 
 @dataclass(frozen=True)
 class StageSpec:
-    """One stage of a pipeline: its registered name and its checked options."""
+    """One stage of a pipeline: its registered name and its validated options."""
 
     name: str
     options: BaseModel
@@ -87,7 +87,7 @@ class StageSpec:
 
 @dataclass(frozen=True)
 class Override:
-    """What a rule changes of one stage: the options that result, and which of them it names."""
+    """The options of one stage under a rule, and the names of those that the rule sets."""
 
     stage: str
     options: BaseModel
@@ -137,10 +137,10 @@ Glob = Annotated[str, Field(min_length=1)]
 
 
 class Match(StageOptions):
-    """Which operations a rule is for; what is None does not restrict it.
+    """The operations that a rule applies to; a field that is None restricts nothing.
 
-    `tag` and `param` are globs, matched with case. An operation without a tag is matched by no `tag` glob,
-    one outside a model by no `param` glob.
+    `tag` and `param` are case-sensitive globs. A `tag` glob matches only operations with a tag, a `param`
+    glob only gradients of a model's parameters.
     """
 
     kind: Annotated[tuple[str, ...] | None, BeforeValidator(_kinds)] = None
@@ -163,7 +163,7 @@ class Match(StageOptions):
         param: str | None = None,
         ranks: int | None = None,
     ) -> bool:
-        """Tell whether an operation is one of those meant."""
+        """Whether the rule applies to an operation."""
         return (
             (self.kind is None or any(kind_matches(pattern, kind) for pattern in self.kind))
             and (self.bytes is None or self.bytes.covers(nbytes))
@@ -180,9 +180,9 @@ def _glob_matches(glob: str | None, name: str | None) -> bool:
 
 @dataclass(frozen=True)
 class Rule:
-    """What is different for the operations that `match` covers; what it does not name stays as it is.
+    """Overrides for the operations that `match` covers; other options stay as the pipeline sets them.
 
-    `place` (`run.yaml:8: rules[0]`) is another for every rule of a configuration.
+    `place` (`run.yaml:8: rules[0]`) is unique within a configuration.
     """
 
     match: Match
@@ -191,27 +191,27 @@ class Rule:
     place: str = field(default="<dict>", compare=False)
 
     def options(self, stage: str) -> BaseModel | None:
-        """Return the options of a stage under this rule; None when the rule does not touch the stage."""
+        """Return the options of a stage under this rule; None if the rule does not change the stage."""
         return next((o.options for o in self.overrides if o.stage == stage), None)
 
 
 def default_pipeline() -> tuple[StageSpec, ...]:
-    """Return the pipeline of a configuration that names none."""
-    # Without fuse: it makes waits a part of the program's order, which must be asked for. Without
-    # hierarchical: every group would be several.
-    asked_for = ("fuse", "hierarchical")
+    """Return the pipeline of a configuration without one."""
+    # fuse requires all ranks to wait at the same places of the program; hierarchical opens several groups for
+    # every group. Both must be requested.
+    on_request = ("fuse", "hierarchical")
     return tuple(
         StageSpec(name, declared_options("stages", name)())
         for name in registry.STAGE_ORDER
-        if name not in asked_for
+        if name not in on_request
     )
 
 
 @dataclass(frozen=True)
 class Config:
-    """A checked configuration. Equal configurations decide alike, wherever they were read.
+    """A checked configuration. Equal configurations decide alike, wherever they were read from.
 
-    `backends` is the fallback order; None means every backend that is found.
+    `backends` is the fallback order; None means every backend that is available.
     """
 
     version: int = 1
@@ -232,8 +232,8 @@ class Config:
     ) -> Rule | None:
         """Return the first rule that covers an operation, None if there is none.
 
-        `nbytes` is None when sizes differ between ranks; it then counts as large. `dtype` is a name such
-        as "float32".
+        `nbytes` is None if sizes differ between ranks; the operation then counts as large. `dtype` is a name
+        such as "float32".
         """
         for rule in self.rules:
             if rule.match.covers(kind, nbytes, dtype, tag, param, ranks):
@@ -241,29 +241,29 @@ class Config:
         return None
 
     def options(self, stage: str, rule: Rule | None = None) -> BaseModel | None:
-        """Return the options of a stage, as `rule` changes them; None when it is not in the pipeline."""
+        """Return the options of a stage under `rule`; None if the stage is not in the pipeline."""
         changed = rule.options(stage) if rule else None
         return changed or next((s.options for s in self.pipeline if s.name == stage), None)
 
     def below(self, stage: str) -> Config:
-        """Return this configuration with only those stages that come after one of them."""
+        """Return this configuration with only the stages after `stage`."""
         names = [spec.name for spec in self.pipeline]
         return replace(self, pipeline=self.pipeline[names.index(stage) + 1 :])
 
     @property
     def all_options(self) -> tuple[BaseModel, ...]:
-        """The options of all stages, and as rules change them."""
+        """The options of all stages, and those that rules override."""
         changed = (override.options for rule in self.rules for override in rule.overrides)
         return (*(spec.options for spec in self.pipeline), *changed)
 
     @property
     def tables(self) -> tuple[TableRef, ...]:
-        """The table files that options of stages name; they have not been read yet."""
+        """The table files that options of stages name; nothing is read."""
         named = (options for options in self.all_options if isinstance(options, StageOptions))
         return tuple(ref for options in named for ref in options.files())
 
     def with_backends(self, backends: Sequence[str]) -> Config:
-        """Return this configuration with another list of backends, checked as if the file held it."""
+        """Return this configuration with another list of backends, checked as if the file contained it."""
         names = read_backends(dict_document({"backends": list(backends)}))
         for rule in self.rules:
             if rule.backend is not None and names is not None and backend_name(rule.backend) not in names:
@@ -272,18 +272,18 @@ class Config:
         named = [(s.options, s.place, s.name) for s in self.pipeline]
         named += [(o.options, rule.place, o.stage) for rule in self.rules for o in rule.overrides]
         for options, place, stage in named:
-            if (found := problem(options, None, names)) is not None:
-                keys, what = found
+            if (conflict := problem(options, None, names)) is not None:
+                keys, what = conflict
                 raise ConfigError(f"{place}: {'.'.join(map(str, (stage, *keys)))}: {what}")
         return replace(self, backends=names)
 
     def with_timeout(self, seconds: float) -> Config:
-        """Return this configuration with another deadline, unless its dispatch stage names one itself.
+        """Return this configuration with another deadline, unless its dispatch stage sets one.
 
-        It holds for rules that change other options of that stage too.
+        The deadline also applies under rules that change other options of that stage.
         """
-        own = self.options("dispatch")
-        if own is None or "timeout" in own.model_fields_set:
+        dispatch = self.options("dispatch")
+        if dispatch is None or "timeout" in dispatch.model_fields_set:
             return self
 
         def changed(stage: str, options: BaseModel) -> BaseModel:
@@ -291,13 +291,13 @@ class Config:
                 return options
             return stage_options("dispatch", {**plain_options(options), "timeout": seconds})
 
-        def kept(each: Override) -> Override:
-            if "timeout" in each.named:
-                return each
-            return replace(each, options=changed(each.stage, each.options))
+        def with_deadline(override: Override) -> Override:
+            if "timeout" in override.named:
+                return override
+            return replace(override, options=changed(override.stage, override.options))
 
         return replace(
             self,
             pipeline=tuple(replace(spec, options=changed(spec.name, spec.options)) for spec in self.pipeline),
-            rules=tuple(replace(r, overrides=tuple(map(kept, r.overrides))) for r in self.rules),
+            rules=tuple(replace(r, overrides=tuple(map(with_deadline, r.overrides))) for r in self.rules),
         )

@@ -1,4 +1,4 @@
-"""Starts ranks on one host: under MPI, or under torchrun's elastic agent."""
+"""Start ranks on one host, under MPI or torchrun's elastic agent."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Starts ranks through torchrun's elastic agent: `python -m mcr_plus.launch.agent RANKS FOLDER COMMAND…`.
+"""Start ranks through torchrun's elastic agent: `python -m mcr_plus.launch.agent RANKS FOLDER COMMAND…`.
 
-A process of its own, so that `mcr-plus run` watches it the way it watches mpiexec. One host, no
-restarts. The store that ranks meet in listens on 127.0.0.1 only: torch's TCPStore binds every
-interface, whatever host it is given, unless it is handed a socket.
+The agent is a separate process, so that `mcr-plus run` monitors it like mpiexec. It serves one host and never
+restarts ranks. The rendezvous store listens on 127.0.0.1 only: torch's TCPStore binds every interface,
+whatever host it is given, unless it gets a listening socket.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def loopback_store(timeout: timedelta = _STORE_TIMEOUT) -> TCPStore:
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """A meeting of one agent with itself, around a store on loopback."""
+    """A rendezvous of a single agent, with a store on loopback."""
 
     def __init__(self) -> None:
         """Open the store."""
@@ -52,7 +52,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Ranks connect to this store; rank 0 does not open one of its own."""
+        """True: ranks connect to this store, and rank 0 opens none."""
         return True
 
     def get_backend(self) -> str:
@@ -60,32 +60,32 @@ class LoopbackRendezvous(RendezvousHandler):
         return "mcr-loopback"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """The only agent is rank 0 of 1."""
-        meeting = RendezvousStoreInfo(_HOST, self._store.port)
-        return RendezvousInfo(PrefixStore("mcr_plus.agent", self._store), 0, 1, meeting)
+        """Return the store; the only agent is rank 0 of 1."""
+        address = RendezvousStoreInfo(_HOST, self._store.port)
+        return RendezvousInfo(PrefixStore("mcr_plus.agent", self._store), 0, 1, address)
 
     def is_closed(self) -> bool:
-        """Never: there is one meeting."""
+        """False: the rendezvous stays open while the process runs."""
         return False
 
     def set_closed(self) -> None:
-        """Nothing to tell: nobody else could join."""
+        """Do nothing: no other agent could join."""
 
     def num_nodes_waiting(self) -> int:
-        """Nobody else can come."""
+        """Return 0: no other agent can join."""
         return 0
 
     def get_run_id(self) -> str:
-        """Name of the run: that of the job."""
+        """Return the name of the job."""
         return os.environ.get("MCR_JOB_ID", "mcr_plus")
 
     def shutdown(self) -> bool:
-        """The store ends with the process."""
+        """Return True; the store is closed when the process exits."""
         return True
 
 
 def main() -> int:
-    """Start the ranks and wait for them; 1 if one failed."""
+    """Start the ranks and wait for them; return 1 if one failed."""
     ranks, folder, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     spec = WorkerSpec(
         role="rank",

@@ -1,4 +1,4 @@
-"""The pipes between `mcr-plus run` and its ranks: output by rank, and how each rank ended."""
+"""Pipes from the ranks to `mcr-plus run`: the output and the exit status of each rank."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ Purpose = Literal["out", "err", "status", "error"]
 Sink = Callable[[int, Stream, bytes], None]
 
 _CHUNK = 65536
-_REMEMBERED_LINES = 500  # more than a dump of faulthandler with some threads has
+_REMEMBERED_LINES = 500  # more than a dump of faulthandler with several threads
 _SHOWN_LINES = 20
-_PATIENCE_S = 10.0  # how long a rank may take to end after an exception before that is shown all the same
+_PATIENCE_S = 10.0  # an exception is shown once its rank has failed to exit for this long
 _TRACEBACK = "Traceback (most recent call last)"
-_DUMP = "Fatal Python error: "  # of faulthandler, after a fault of the processor or an abort
-_TORCH_TAG = re.compile(r"^\[rank\d+\]: ")  # torch.distributed puts it before each line of a traceback
+_DUMP = "Fatal Python error: "  # printed by faulthandler after a fatal signal
+_TORCH_TAG = re.compile(r"^\[rank\d+\]: ")  # prefix of torch.distributed on each line of a traceback
 _ABORT = re.compile(r"Abort\((-?\d+)\) on node \d+ ")
 _RUNNER_FRAMES = re.compile(r'  File "(?:<frozen runpy>|.*[/\\](?:runpy|mpi4py[/\\]\w+)\.py)", line \d+')
 
 
 @dataclass(slots=True)
 class RankState:
-    """What is known of one rank."""
+    """State of one rank, as reported through its pipes."""
 
     rank: int
     pid: int | None = None
     code: int | None = None  # exit status, or minus the signal that killed it
     ended: float = 0.0
     raised: float | None = None  # when the last traceback began
-    report: Mapping[str, Any] | None = None  # of an uncaught exception, see `mcr_plus.launch.uncaught`
-    shown: bool = False  # the report
-    aborted: int | None = None  # what MPICH's MPI_Abort said: it kills before the rank can exit
+    report: Mapping[str, Any] | None = None  # an uncaught exception, see `mcr_plus.launch.uncaught`
+    shown: bool = False  # the report has been printed
+    aborted: int | None = None  # status printed by MPICH's MPI_Abort, which kills the rank before it exits
     errors: deque[bytes] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_LINES))
 
     @property
     def end(self) -> int | None:
-        """Exit status or minus a signal, None while the rank runs."""
+        """Exit status, or minus a signal; None while the rank runs."""
         return self.code if self.aborted is None else self.aborted
 
     @property
     def failed(self) -> bool:
-        """Ended, and not with 0."""
+        """Whether the rank has ended with something other than 0."""
         return self.end not in (None, 0)
 
     @property
     def failure_time(self) -> float:
-        """A rank that raises may take longer to leave than a peer that fell over it."""
+        """Time of the traceback, else of the exit, which peers that failed later may reach earlier."""
         return self.ended if self.raised is None else self.raised
 
     def ending(self) -> str:
@@ -63,16 +63,16 @@ class RankState:
         if self.end is None:
             return "did not end"
         if self.report is not None and self.end == -signal.SIGTERM:
-            # Another rank had gone, so the launcher ended this one while it left.
+            # The launcher terminated this rank while it was exiting, because another rank had failed.
             return "ended with an exception"
         if self.end >= 0:
             return f"exited with status {self.end}"
         return f"was killed by {signal_name(-self.end)}"
 
     def last_words(self) -> list[str]:
-        """The exception or the traceback the rank ended with, or else its last lines on stderr.
+        """The exception or traceback that ended the rank, or else its last lines on stderr.
 
-        Of a dump of faulthandler, which is long and on stderr already, what happened and where.
+        A dump of faulthandler, already complete on stderr, is reduced to the error and its innermost frame.
         """
         if self.report is not None:
             return self._reported()
@@ -85,7 +85,7 @@ class RankState:
         return _summary(words) if words[0].startswith(_DUMP) else _without_runner(words)
 
     def exception(self) -> list[str]:
-        """The last words without the frames of a traceback."""
+        """`last_words` without the frames of a traceback."""
         words = self.last_words()
         if not words or not words[0].startswith(_TRACEBACK):
             return words
@@ -93,9 +93,9 @@ class RankState:
         return words[frames[-1] + 1 :] or words if frames else words
 
     def kind_of_failure(self) -> object:
-        """Equal for ranks that failed alike.
+        """A key that is equal for ranks that failed alike.
 
-        Of a mismatch, ranks name the two sides in either order.
+        The words of an OrderMismatch are sorted, because ranks name its two sides in either order.
         """
         if self.report is None:
             return self.rank
@@ -105,7 +105,7 @@ class RankState:
         return tuple(sorted(re.findall(r"\w+", text))) if text.startswith("OrderMismatch") else text
 
     def place(self) -> tuple[str, str] | None:
-        """Where in the user's program an error of ours was raised, and the line that stands there."""
+        """File and line of the user's program that raised an error of ours, and the text of that line."""
         if self.report is None or self.report["text"] is None or self.report["place"] is None:
             return None
         return self.report["place"], self.report["source"] or ""
@@ -117,18 +117,18 @@ class RankState:
         return _without_runner(self.report["traceback"])
 
     def note_report(self, line: bytes) -> None:
-        """Remember the exception that ended the program of the rank."""
+        """Store the uncaught exception that the rank has reported."""
         report: dict[str, Any] = json.loads(line)
         self.report, self.raised = report, report["time"]
 
     def is_slow_to_end(self) -> bool:
-        """Whether an exception has not been followed by the end, for instance because of another thread."""
+        """Whether the rank still runs long after its exception, for instance because of another thread."""
         if self.report is None or self.shown or self.end is not None or self.raised is None:
             return False
         return time.monotonic() - self.raised > _PATIENCE_S
 
     def note_error(self, line: bytes) -> None:
-        """Remember a line of stderr and what it tells about the end of the rank."""
+        """Store a line of stderr, and the start of a traceback or an abort that it announces."""
         self.errors.append(line)
         text = line.decode(errors="replace")
         if _TRACEBACK in text:
@@ -147,15 +147,15 @@ def signal_name(number: int) -> str:
 
 @dataclass(slots=True)
 class Channel:
-    """One named pipe, read by line."""
+    """One named pipe, read line by line."""
 
     descriptor: int
     rank: int
-    purpose: Purpose  # "status": how ranks ended; "error": an uncaught exception
+    purpose: Purpose  # "status": exit statuses of ranks; "error": an uncaught exception
     partial: bytes = b""
 
     def lines(self) -> list[bytes]:
-        """Complete lines that have come in since; empty if none has."""
+        """Read the complete lines that have arrived; empty if there are none."""
         try:
             chunk = os.read(self.descriptor, _CHUNK)
         except BlockingIOError:
@@ -168,9 +168,9 @@ class Channels:
     """All pipes of a job. Not thread-safe."""
 
     def __init__(self, folder: Path, ranks: int, sink: Sink, *, merge_errors: bool = False) -> None:
-        """Make the pipes of `ranks` ranks in `folder`; lines go to `sink`.
+        """Create the pipes of `ranks` ranks in `folder`; lines go to `sink`.
 
-        `merge_errors`: ranks have one for uncaught exceptions too.
+        `merge_errors`: create one per rank for uncaught exceptions too.
         """
         self.states = [RankState(rank) for rank in range(ranks)]
         self._sink = sink
@@ -183,7 +183,7 @@ class Channels:
                 self._open(folder / f"error.{rank}", rank, "error")
 
     def pump(self, timeout: float) -> bool:
-        """Pass on what has come in; wait up to `timeout` seconds for something. False if nothing came."""
+        """Forward the lines that arrive within `timeout` seconds; return False if there were none."""
         ready = self._selector.select(timeout)
         for key, _ in ready:
             self._pass_on(key.data)
@@ -193,7 +193,7 @@ class Channels:
         return bool(ready)
 
     def drain(self) -> None:
-        """Pass on all there is, with what stands behind the last line end."""
+        """Forward everything that is left, incomplete last lines included."""
         while self.pump(0):
             pass
         for key in list(self._selector.get_map().values()):
@@ -203,14 +203,14 @@ class Channels:
                 channel.partial = b""
 
     def close(self) -> None:
-        """Close the pipes; their files go with the job's folder."""
+        """Close the pipes; their files are removed with the job's folder."""
         for key in list(self._selector.get_map().values()):
             os.close(key.fd)
         self._selector.close()
 
     def _open(self, path: Path, rank: int, purpose: Purpose) -> None:
         os.mkfifo(path, 0o600)
-        # read and write: a pipe whose only writer has gone would be readable for ever
+        # Also opened for writing: without any writer, the pipe would be readable (at its end) for ever.
         descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(descriptor, selectors.EVENT_READ, Channel(descriptor, rank, purpose))
 
@@ -224,7 +224,7 @@ class Channels:
                 self._line(channel.rank, channel.purpose, line)
 
     def _show(self, state: RankState) -> None:
-        """Print a report as the rank itself would have."""
+        """Print the traceback of a report, as the rank would have done without `merge_errors`."""
         assert state.report is not None
         state.shown = True
         for line in state.report["traceback"]:
@@ -244,14 +244,14 @@ class Channels:
 
 
 def _summary(dump: Sequence[str]) -> list[str]:
-    """The error of a dump of faulthandler and the innermost frame of the thread that had it."""
+    """The error in a dump of faulthandler, and the innermost frame of the thread that caused it."""
     current = (index for index, line in enumerate(dump) if line.startswith("Current thread"))
     at = next(current, len(dump)) + 1
     return [f"{dump[0]} (its dump is above)", *(line for line in dump[at : at + 1] if line.startswith("  "))]
 
 
 def _without_runner(lines: list[str]) -> list[str]:
-    """A traceback without the frames of `python -m mpi4py`, which are none of the user's."""
+    """A traceback without the frames of `python -m mpi4py`, which are not of the user's program."""
     kept: list[str] = []
     in_runner = False
     for line in lines:

@@ -1,4 +1,4 @@
-"""The command line and the environment under which ranks are started."""
+"""Command lines and environments that start ranks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _LOOPBACK_SETTINGS = {
     "GLOO_SOCKET_IFNAME": "lo",
     "TP_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
-    "UCX_TLS": "self,sm",  # MPICH: UCX's TCP transport listens even if nothing uses it
+    "UCX_TLS": "self,sm",  # MPICH: UCX's TCP transport listens even if it is unused
     "FI_TCP_IFACE": "lo",
     "I_MPI_FABRICS": "shm",
 }
 _LOOPBACK_ON_GPU = {"UCX_TLS": "self,sm,cuda"}
-# What tells a rank who it is: none of it may leak from a job around us into the job we start.
+# Variables that identify a rank; those of a surrounding job must not leak into the job that is started.
 _OF_ANOTHER_JOB = re.compile(
     r"(RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE|NAME)|GROUP_WORLD_SIZE|MASTER_(ADDR|PORT)|MPI_LOCAL\w+)$"
     r"|OMPI_COMM_|OMPI_UNIVERSE|PMIX_|PMI_|PMI2_|PRTE_(?!MCA_)|TORCHELASTIC_|HYDRA_|MCR_JOB|MCR_LAUNCHER"
@@ -33,18 +33,18 @@ _OF_ANOTHER_JOB = re.compile(
 
 
 def cores() -> int:
-    """Cores this process may run on."""
+    """Number of cores that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
 def mpi_command(launcher: MpiLauncher, command: Sequence[str], ranks: int) -> list[str]:
-    """What starts `ranks` ranks of `command` under MPI on this host."""
+    """The command that starts `ranks` ranks of `command` under MPI on this host."""
     options = _openmpi_options(launcher, ranks) if launcher.flavour == "openmpi" else _hydra_options()
     return [launcher.path, *options, "-n", str(ranks), *_wrapped(_abort_on_error(command))]
 
 
 def torch_command(scratch: Scratch, command: Sequence[str], ranks: int) -> list[str]:
-    """What starts `ranks` ranks of `command` under torchrun's elastic agent."""
+    """The command that starts `ranks` ranks of `command` under torchrun's elastic agent."""
     agent = [sys.executable, "-m", "mcr_plus.launch.agent", str(ranks), str(scratch.root)]
     return [*agent, *_wrapped(command)]
 
@@ -58,9 +58,9 @@ def environment(
     terminal: str | None,
     port: int | None = None,
 ) -> dict[str, str]:
-    """The environment of a job: `base`, defaults it does not set, and the job's own settings.
+    """The environment of a job: `base`, defaults for variables missing there, and the settings of the job.
 
-    `port`: where torch.distributed is to meet, see `reserved_port`.
+    `port`: that of torch.distributed's store, see `reserved_port`.
     """
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores() // ranks)),
@@ -76,14 +76,14 @@ def _job_settings(
     scratch: Scratch, config: Path | None, terminal: str | None, port: int | None
 ) -> dict[str, str]:
     settings = {JOB_VARIABLE: scratch.name, "MCR_LAUNCHER": "mcr-plus", "MCR_JOB_FOLDER": str(scratch.root)}
-    if port is not None:  # for torch.distributed under mpiexec; torchrun's agent sets its own
+    if port is not None:  # for torch.distributed under mpiexec; the agent sets another
         settings |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
     for base in ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base"):
         settings[base] = str(scratch.root)
     for part in ("btl_sm", "btl_vader", "osc_sm", "osc_rdma"):
         settings[f"OMPI_MCA_{part}_backing_directory"] = str(scratch.shm)
     for parameter in ("PRTE_MCA_odls_base_sigkill_timeout", "OMPI_MCA_odls_base_sigkill_timeout"):
-        settings[parameter] = "3"  # one second, the default, is too short on a busy machine to report an end
+        settings[parameter] = "3"  # seconds; the default, 1, is too short to report an exit on a busy machine
     if config is not None:
         settings["MCR_CONFIG"] = str(config.resolve())
     if terminal is not None:
@@ -93,10 +93,10 @@ def _job_settings(
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port of this host that the system hands out to nobody while this lasts.
+    """Reserve a port of this host: while the context is open, the system assigns it to no other process.
 
-    A rank can listen on it all the same: like every server's, its socket has SO_REUSEADDR, and that shares
-    a port with a socket that has it too and does not listen.
+    Rank 0 can still listen on it: its socket has SO_REUSEADDR, like that of every server, and may therefore
+    share the port with the socket opened here, which has SO_REUSEADDR too and does not listen.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -120,7 +120,7 @@ def _hydra_options() -> list[str]:
 
 
 def dying_with(parent: int, command: Sequence[str]) -> list[str]:
-    """`command`, asked by the kernel to end (SIGTERM) when process `parent`, ours, dies of anything."""
+    """`command`, started so that the kernel sends it SIGTERM when process `parent`, its own parent, dies."""
     return [*_wrapped(["--launcher", str(parent)]), *command]
 
 
@@ -129,9 +129,10 @@ def _wrapped(command: Sequence[str]) -> list[str]:
 
 
 def _abort_on_error(command: Sequence[str]) -> list[str]:
-    """Run a Python program under mpi4py's own runner, if it can be.
+    """Run a Python program through `python -m mpi4py`, where that is possible.
 
-    Without it a rank that raises waits in MPI_Finalize for the others, and they wait for it.
+    It calls MPI_Abort after an uncaught exception; otherwise the rank would wait in MPI_Finalize for its
+    peers, and they for it.
     """
     words = list(command)
     is_program = words[:1] == [sys.executable] and len(words) > 1

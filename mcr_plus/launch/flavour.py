@@ -1,4 +1,4 @@
-"""Find the program that starts MPI ranks, and tell which MPI it belongs to."""
+"""Find the launcher of MPI, and identify the implementation that it belongs to."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _VERSION_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class MpiLauncher:
-    """An `mpiexec` and what it is: Open MPI's, or Hydra (MPICH, Intel MPI and their kin)."""
+    """An `mpiexec`: Open MPI's, or Hydra (MPICH, Intel MPI and their derivatives)."""
 
     path: str
     flavour: Flavour
@@ -29,20 +29,20 @@ class MpiLauncher:
 
     @property
     def library(self) -> str:
-        """The MPI it most likely starts, such as `Open MPI 5.0.11`; only a running job knows for certain."""
+        """The MPI that it most likely starts, such as `Open MPI 5.0.11`; only a running job is certain."""
         return f"{self.name} {self.version}"
 
     @property
     def major(self) -> int:
-        """The first number of the version."""
+        """The major version."""
         return int(self.version.split(".")[0])
 
 
 def mpi_flavour() -> MpiLauncher | None:
-    """The MPI launcher that `mcr-plus run` would use; None when there is none it understands.
+    """The MPI launcher that `mcr-plus run` uses; None if no supported one is installed.
 
-    A wheel puts its launcher next to the interpreter, so that place is looked at before PATH:
-    mpi4py loads the library of the same wheel.
+    The folder of the interpreter is searched before PATH: a wheel of MPI installs its launcher there, and
+    mpi4py loads the library of that wheel.
     """
     for path in _candidates():
         if (launcher := _identify(path)) is not None:
@@ -51,13 +51,13 @@ def mpi_flavour() -> MpiLauncher | None:
 
 
 def mpi_usable() -> bool:
-    """Can ranks be started under MPI here: mpi4py is installed and a launcher is found."""
+    """Whether ranks can be started under MPI: mpi4py is installed, and so is a launcher."""
     return importlib.util.find_spec("mpi4py") is not None and mpi_flavour() is not None
 
 
 def _candidates() -> list[str]:
     beside = [str(Path(sys.executable).parent / name) for name in _NAMES]
-    on_path = [found for name in _NAMES if (found := shutil.which(name)) is not None]
+    on_path = [path for name in _NAMES if (path := shutil.which(name)) is not None]
     return [path for path in dict.fromkeys([*beside, *on_path]) if Path(path).is_file()]
 
 
@@ -73,7 +73,7 @@ def _identify(path: str) -> MpiLauncher | None:
 
 
 def parse_version(path: str, text: str) -> MpiLauncher | None:
-    """Read what `mpiexec --version` printed."""
+    """Parse the output of `mpiexec --version`; None for an unknown implementation."""
     flavour: Flavour
     if "Open MPI" in text or "OpenRTE" in text:
         flavour, name = "openmpi", "Open MPI"

@@ -1,4 +1,4 @@
-"""Runs one job: starts it, passes its output on, ends all of it when a part of it fails."""
+"""Run one job: start it, forward its output, and end all of it when a rank fails."""
 
 from __future__ import annotations
 
@@ -26,41 +26,42 @@ Via = Literal["mpi", "torch"]
 
 _POLL_S = 0.02
 _EXPOSED_POLL_S = 0.002
-_OWN_END_S = 1.0  # how long a launcher has to end a job by itself once a rank has failed
+_OWN_END_S = 1.0  # time for the launcher to end the job by itself after a rank has failed
 _TERMINATE_S = 3.0
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOG_LINES = 20
-_SEGMENT = 16 << 20  # bytes that Open MPI asks for, if nothing else is configured
+_SEGMENT = 16 << 20  # bytes: Open MPI's default size
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a job ended."""
+    """Result of a job."""
 
     states: tuple[RankState, ...]
     status: int  # exit status of mpiexec or the elastic agent
-    interrupted: int | None  # the signal that ended the job, if one did
+    interrupted: int | None  # the signal that stopped the job, if any
     timed_out: bool
-    log: tuple[str, ...]  # last lines of mpiexec or the agent itself
+    log: tuple[str, ...]  # last lines printed by mpiexec or the agent itself
 
     @property
     def culprit(self) -> RankState | None:
-        """The rank that failed first: the others mostly fail because of it.
+        """The rank that failed first, which is usually the cause of the other failures.
 
-        A rank ended by SIGTERM was asked to. One that left without a word may have closed its
-        connections, over which others raised, well before it was gone.
+        Ranks ended by SIGTERM are left out: the launcher terminated them. A rank that exited without an
+        exception may have closed its connections, which makes its peers raise, well before its exit is
+        reported.
         """
         failed = [state for state in self.states if state.failed]
-        own = [state for state in failed if state.end != -signal.SIGTERM] or failed
-        first = min(own, key=lambda state: state.failure_time, default=None)
-        silent = min((s for s in own if s.raised is None), key=lambda s: s.ended, default=None)
+        candidates = [state for state in failed if state.end != -signal.SIGTERM] or failed
+        first = min(candidates, key=lambda state: state.failure_time, default=None)
+        silent = min((s for s in candidates if s.raised is None), key=lambda s: s.ended, default=None)
         return silent if first and silent and silent.ended < first.ended else first
 
     @property
     def worked(self) -> bool:
-        """Every rank ended with 0 and nobody stopped the job."""
-        all_well = all(state.code == 0 for state in self.states)
-        return all_well and self.interrupted is None and not self.timed_out
+        """Every rank ended with 0, and the job was neither stopped nor timed out."""
+        all_zero = all(state.code == 0 for state in self.states)
+        return all_zero and self.interrupted is None and not self.timed_out
 
 
 def run_job(
@@ -77,8 +78,8 @@ def run_job(
 ) -> Outcome:
     """Run `ranks` ranks of `command` on this host until all have ended or one has failed.
 
-    `sink` gets every line of output with its rank and stream, in this thread. Leaves no process,
-    file or shared memory of the job behind. `env` replaces the environment the job inherits. With
+    `sink` is called with every line of output, its rank and its stream, in this thread. No process, file or
+    shared memory of the job is left behind. `env` replaces the environment that the job inherits. With
     `merge_errors`, ranks that import mcr_plus report an uncaught exception (`RankState.report`) instead of
     printing it.
     """
@@ -110,10 +111,7 @@ def _driver_command(command: Sequence[str], ranks: int, via: Via, folders: scrat
 
 
 def _check_shared_memory(folder: Path, env: Mapping[str, str], ranks: int) -> None:
-    """Refuse to start ranks where MPI_Init would end them without a word.
-
-    Raises `LaunchError` with the remedy.
-    """
+    """Raise `LaunchError`, with the remedy, where ranks would exit in MPI_Init without a message."""
     launcher = mpi_flavour()
     if launcher is None:
         return
@@ -131,7 +129,7 @@ def _check_shared_memory(folder: Path, env: Mapping[str, str], ranks: int) -> No
 
 
 class _Job:
-    """A running job and its end."""
+    """A running job: watches its ranks and ends it."""
 
     def __init__(
         self,
@@ -161,7 +159,7 @@ class _Job:
         )
 
     def _complete(self, status: int) -> None:
-        """A rank that raised and was killed before its end could be reported failed all the same."""
+        """Set the status of ranks that raised and were killed before they reported their exit."""
         for state in self._channels.states:
             if state.end is None and state.raised is not None:
                 state.code, state.ended = status or 1, time.monotonic()
@@ -175,18 +173,18 @@ class _Job:
                 stdin=stdin,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C in a terminal is ours to handle, once
+                start_new_session=True,  # so that Ctrl-C in a terminal reaches this process only
             )
 
     def _keep_to_loopback(self, driver: subprocess.Popen[bytes]) -> None:
-        """Watch for ports open to all interfaces until the ranks run; from then on none is opened."""
+        """Rebind ports that are open to all interfaces until the ranks run; none is opened later."""
         try:
             while driver.poll() is None and not self._anything_happened():
                 loopback.bind_to_loopback(driver.pid)
                 self._channels.pump(_EXPOSED_POLL_S)
             loopback.bind_to_loopback(driver.pid)
         except OSError:
-            pass  # not permitted here (a container without ptrace rights): the job still runs
+            pass  # not permitted (a container without ptrace rights): run the job all the same
 
     def _anything_happened(self) -> bool:
         started = all(state.pid is not None for state in self._channels.states)
@@ -203,7 +201,7 @@ class _Job:
         return failed or self._timed_out or self._interrupted is not None
 
     def _end(self, driver: subprocess.Popen[bytes]) -> None:
-        """Let the launcher end the job; then ask it to; then end everything."""
+        """Give the launcher time to end the job, then send it SIGTERM, then kill all processes of the job."""
         if self._interrupted is None and not self._timed_out:
             self._wait(driver, _OWN_END_S)
         if driver.poll() is None:
@@ -224,7 +222,7 @@ class _Job:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Note Ctrl-C and its kin instead of dying of them, so that the job is ended first."""
+        """Record SIGINT, SIGTERM and SIGHUP instead of dying of them, so that the job is ended first."""
 
         def note(number: int, _frame: FrameType | None) -> None:
             self._interrupted = number
@@ -232,8 +230,9 @@ class _Job:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        heard = [number for number in _HANDLED if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
-        before = {number: signal.signal(number, note) for number in heard}
+        # Under nohup, SIGHUP stays ignored.
+        handled = [number for number in _HANDLED if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, note) for number in handled}
         try:
             yield
         finally:

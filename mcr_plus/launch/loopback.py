@@ -1,9 +1,9 @@
-"""Move the sockets on which an MPI launcher listens from all interfaces to the loopback one.
+"""Move the listening sockets of an MPI launcher from all interfaces to loopback.
 
-`prterun` (Open MPI 5) and Hydra's `mpiexec` bind a control port to every interface and have no
-setting against it (an include list that leaves only the loopback device makes prterun give up).
-On a single host nobody outside has any business there, so their parent, this process, takes a copy
-of each listening descriptor and binds it again. The launcher is stopped meanwhile and notices nothing.
+`prterun` (Open MPI 5) and Hydra's `mpiexec` bind a control port to every interface, and no setting prevents
+that (prterun fails with an include list that contains the loopback device alone). A job on one host needs
+no connections from outside, so the parent of the launcher, this process, duplicates each listening
+descriptor and binds it again. The launcher is stopped meanwhile, and is not affected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BACKLOG = 128
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """A TCP socket on which a process listens."""
+    """A listening TCP socket of a process."""
 
     descriptor: int
     address: str  # hexadecimal, as /proc/net/tcp writes it
@@ -31,12 +31,12 @@ class Listener:
 
     @property
     def on_all_interfaces(self) -> bool:
-        """Bound to 0.0.0.0 or [::]."""
+        """Whether the socket is bound to 0.0.0.0 or [::]."""
         return set(self.address) == _ANY
 
 
 def listeners(pid: int) -> list[Listener]:
-    """The TCP sockets on which a process listens; empty if it is gone or not ours."""
+    """The listening TCP sockets of a process; empty if it has exited or belongs to another user."""
     sockets = _sockets(pid)
     if not sockets:
         return []
@@ -46,9 +46,9 @@ def listeners(pid: int) -> list[Listener]:
 
 
 def bind_to_loopback(pid: int) -> int:
-    """Rebind the sockets on which our child `pid` listens on all interfaces; how many there were.
+    """Bind those listening sockets of our child `pid` to loopback that are bound to all interfaces.
 
-    Raises OSError where the system does not let a parent at its child's descriptors.
+    Returns their number. Raises OSError where a parent may not duplicate the descriptors of its child.
     """
     exposed = [listener for listener in listeners(pid) if listener.on_all_interfaces]
     if not exposed:
@@ -64,17 +64,17 @@ def bind_to_loopback(pid: int) -> int:
 
 
 def _sockets(pid: int) -> dict[str, int]:
-    """Inode → descriptor of the sockets a process has open."""
-    found: dict[str, int] = {}
+    """Descriptors of the open sockets of a process, by inode."""
+    descriptors: dict[str, int] = {}
     folder = f"/proc/{pid}/fd"
     try:
         for name in os.listdir(folder):
             target = os.readlink(f"{folder}/{name}")
             if target.startswith("socket:["):
-                found[target[8:-1]] = int(name)
+                descriptors[target[8:-1]] = int(name)
     except OSError:
         pass
-    return found
+    return descriptors
 
 
 def _listening() -> list[tuple[str, str, int]]:
@@ -105,7 +105,7 @@ def _copy_descriptor(pid: int, descriptor: int) -> socket.socket:
 
 
 def _rebind(listener: socket.socket) -> None:
-    """Stop listening, bind the same port on loopback, listen again: all on the owner's descriptor."""
+    """Stop listening, bind the same port on loopback, and listen again, all on the owner's socket."""
     host = "127.0.0.1" if listener.family == socket.AF_INET else "::1"
     with listener:
         port = listener.getsockname()[1]

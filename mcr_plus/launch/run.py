@@ -1,4 +1,4 @@
-"""`mcr-plus run`: start ranks, show what they print, and say at the end what went wrong."""
+"""`mcr-plus run`: start ranks, print their output, and summarize their failures at the end."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def launch(
 ) -> int:
     """Run `ranks` ranks of `command` (a program and its arguments) on this host.
 
-    Returns 0 if every rank ended with 0, 128 + the signal number after Ctrl-C or SIGTERM, 141 if nobody
-    reads the output any more (`mcr-plus run … | head`), and else 1, with the errors of its ranks at the end
-    of stderr, that of the rank that failed first before all others.
-    Exceptions that ranks share are printed once; with MCR_TRACEBACK=1, each rank prints the whole of its own.
+    Returns 0 if every rank ended with 0, 128 + the signal number after Ctrl-C or SIGTERM, 141 if its output
+    was closed (`mcr-plus run … | head`), and otherwise 1. The errors of the ranks are then printed at the
+    end of stderr, that of the rank that failed first before the others. An exception that several ranks
+    raised is printed once; with MCR_TRACEBACK=1, each rank prints its own traceback in full.
     """
     if ranks < 1:
         raise LaunchError(f"ranks: expected at least 1, got {ranks}")
@@ -52,9 +52,9 @@ def launch(
 
 
 def _print_error(line: str) -> None:
-    """Print a line on stderr, if somebody reads it, with our name in colour on a terminal."""
+    """Print a line on stderr, unless that is closed; on a terminal `mcr-plus:` is in colour."""
     if sys.stderr.isatty():
-        from rich.console import Console  # not needed where all goes well
+        from rich.console import Console  # lazy: only failed jobs need it
         from rich.text import Text
 
         text = Text(line)
@@ -68,14 +68,14 @@ def _print_error(line: str) -> None:
 
 
 def _discard(stream: IO[Any]) -> None:
-    """Drop what is written to a stream that nobody reads, or Python would fail to flush it at its end."""
+    """Redirect a closed stream to /dev/null; otherwise Python fails when it flushes the stream at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 
 
 class _Printer:
-    """Writes whole lines, so that lines of different ranks never run into each other."""
+    """Writes whole lines, so that lines of different ranks are never mixed."""
 
     def __init__(self, out: BinaryIO, err: BinaryIO, tagged: bool) -> None:
         self._streams: dict[Stream, BinaryIO] = {"out": out, "err": err}
@@ -98,7 +98,7 @@ class _Printer:
 
 
 def _terminal() -> str | None:
-    """The terminal on stdout, if there is one: rank 0 gets it, so that its progress bars work."""
+    """The terminal on stdout, if any, which rank 0 inherits so that its progress bars work."""
     try:
         return os.ttyname(sys.stdout.fileno())
     except (OSError, ValueError):
@@ -106,14 +106,14 @@ def _terminal() -> str | None:
 
 
 def explanation(outcome: Outcome, via: Via) -> list[str]:
-    """What there is to say about a job that did not work; the rank that failed first comes first."""
+    """The message about a failed job, in lines; the rank that failed first comes first."""
     if outcome.interrupted is not None:
         return [f"mcr-plus: stopped by {signal_name(outcome.interrupted)}; all ranks ended"]
     if outcome.culprit is not None:
         first, *others = _failures(outcome, outcome.culprit)
         return [
-            *_told(first, outcome),
-            *(line for alike in others for line in _told(alike, outcome, then=True)),
+            *_message(first, outcome),
+            *(line for alike in others for line in _message(alike, outcome, then=True)),
         ]
     silent = ", ".join(str(state.rank) for state in outcome.states if state.code is None)
     program = "mpiexec" if via == "mpi" else "the elastic agent"
@@ -122,9 +122,9 @@ def explanation(outcome: Outcome, via: Via) -> list[str]:
 
 
 def _failures(outcome: Outcome, culprit: RankState) -> list[list[RankState]]:
-    """Ranks that failed, those alike together; the culprit and those like it come first.
+    """Failed ranks, grouped by failure; the group of the culprit comes first.
 
-    A rank without a report has said on stderr what there was to say.
+    Other ranks without a report are left out: their output on stderr is all there is.
     """
     alike: dict[object, list[RankState]] = {culprit.kind_of_failure(): [culprit]}
     for state in outcome.states:
@@ -133,33 +133,33 @@ def _failures(outcome: Outcome, culprit: RankState) -> list[list[RankState]]:
     return list(alike.values())
 
 
-def _told(alike: Sequence[RankState], outcome: Outcome, *, then: bool = False) -> list[str]:
-    """The message of ranks that failed alike, for whom the first one speaks.
+def _message(alike: Sequence[RankState], outcome: Outcome, *, then: bool = False) -> list[str]:
+    """The message about ranks that failed alike, with the exception of the first of them.
 
-    `then`: after another, so that neither the signal that ended them matters nor a whole traceback.
+    `then`: they failed after other ranks, so the message omits their signal and the frames of the traceback.
     """
-    speaker, several = alike[0], len(alike) > 1
+    example, several = alike[0], len(alike) > 1
     ranks = _ranks(state.rank for state in alike)
-    ending = "then failed" if then else "failed" if several else speaker.ending()
+    ending = "then failed" if then else "failed" if several else example.ending()
     head = f"mcr-plus: {ranks} of {len(outcome.states)} {ending}"
-    words = [f"  {line}" for line in (speaker.exception() if then else speaker.last_words())]
+    words = [f"  {line}" for line in (example.exception() if then else example.last_words())]
     if not words:
         return [f"{head}, without a word"]
     places: dict[tuple[str, str], list[int]] = {}
     for state in alike:
-        if (found := state.place()) is not None:
-            places.setdefault(found, []).append(state.rank)
-    shown = []
-    for (place, source), at in places.items():
-        shown += [f"  {place}{f' ({_ranks(at)})' if len(places) > 1 else ''}:", f"      {source}"]
-    return [f"{head} (MCR_TRACEBACK=1 says more):" if shown or then else f"{head}:", *shown, *words]
+        if (place := state.place()) is not None:
+            places.setdefault(place, []).append(state.rank)
+    lines = []
+    for (location, source), at in places.items():
+        lines += [f"  {location}{f' ({_ranks(at)})' if len(places) > 1 else ''}:", f"      {source}"]
+    return [f"{head} (MCR_TRACEBACK=1 says more):" if lines or then else f"{head}:", *lines, *words]
 
 
 def _ranks(numbers: Iterable[int]) -> str:
     """`rank 3`, `ranks 0 and 1`, `ranks 0 to 7`."""
-    found = sorted(numbers)
-    if len(found) == 1:
-        return f"rank {found[0]}"
-    if len(found) > 2 and found[-1] - found[0] == len(found) - 1:
-        return f"ranks {found[0]} to {found[-1]}"
-    return f"ranks {', '.join(map(str, found[:-1]))} and {found[-1]}"
+    ranks = sorted(numbers)
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -1,9 +1,9 @@
-"""Folders of a job: owner-only, and gone when the job is, however it ended.
+"""Folders of a job: accessible to their owner only, and removed with the job, however it ends.
 
-A job has one folder in the temporary directory and one in shared memory, of the same name, which
-holds the launcher's pid. The launcher keeps a lock on the first for as long as it lives; the kernel
-drops the lock when the launcher dies, so the next launcher of this user can tell stale folders from
-folders in use, whatever killed their owner.
+A job has one folder in the temporary directory and one in shared memory, of the same name, which contains the
+pid of the launcher. The launcher holds a lock on the first as long as it lives. The kernel releases the lock
+when the launcher dies, so the next launcher of this user can distinguish stale folders from those in use,
+whatever killed their owner.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ JOB_VARIABLE = "MCR_JOB_ID"
 
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "mcr-job"
-# MPICH and UCX name their segments themselves and offer no setting for the place.
+# MPICH and UCX choose the names of their segments, and have no setting for the folder.
 _FOREIGN_SEGMENT = re.compile(r"mpich_shm_|mpich_shar_|ucx_shm_posix_|Intel_MPI_|fi_shm|shm-\w+-\w+$")
 _SETTLE_S = 0.05
 _KILL_DEADLINE_S = 5.0
@@ -33,7 +33,7 @@ _KILL_DEADLINE_S = 5.0
 
 @dataclass(slots=True)
 class Scratch:
-    """The folders of one job; a context manager that removes them and whatever still runs in the job."""
+    """The folders of one job; a context manager that removes them and kills the job's remaining processes."""
 
     root: Path
     shm: Path
@@ -41,7 +41,7 @@ class Scratch:
 
     @property
     def name(self) -> str:
-        """The job's name: value of the variable that marks all its processes."""
+        """Name of the job: the value of MCR_JOB_ID in all its processes."""
         return self.root.name
 
     def __enter__(self) -> Scratch:
@@ -51,7 +51,7 @@ class Scratch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave nothing of the job behind."""
+        """Remove everything that the job has left behind."""
         kill_job(self.name)
         remove_orphaned_segments()
         _remove(self.root, self.shm)
@@ -59,7 +59,7 @@ class Scratch:
 
 
 def create() -> Scratch:
-    """Make the folders of a new job, after removing those of jobs whose launcher is dead."""
+    """Create the folders of a new job, after removing those of jobs whose launcher is dead."""
     remove_stale()
     base = Path(tempfile.gettempdir())
     name = f"{_PREFIX}-{os.getuid()}-{os.getpid()}-{time.monotonic_ns():x}"
@@ -67,7 +67,7 @@ def create() -> Scratch:
     unlocked.mkdir(mode=0o700)
     lock = os.open(unlocked, os.O_RDONLY | os.O_CLOEXEC)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    root = unlocked.rename(base / name)  # only now: a folder of this name without a lock is stale
+    root = unlocked.rename(base / name)  # after locking: an unlocked folder of this name counts as stale
     shm = _shm_folder(name)
     if shm != root:
         shm.mkdir(mode=0o700)
@@ -75,7 +75,7 @@ def create() -> Scratch:
 
 
 def remove_stale() -> None:
-    """Remove folders and processes that dead launchers of this user have left."""
+    """Remove folders and kill processes that dead launchers of this user have left behind."""
     stale = [
         _remove_if_stale(root) for root in Path(tempfile.gettempdir()).glob(f"{_PREFIX}-{os.getuid()}-*")
     ]
@@ -84,7 +84,7 @@ def remove_stale() -> None:
 
 
 def processes_of(job: str) -> list[int]:
-    """Live processes that carry the job's mark in their environment, this process left out."""
+    """Live processes with the job's MCR_JOB_ID in their environment, except this one."""
     mark = f"{JOB_VARIABLE}={job}".encode()
     return [pid for pid in _own_processes() if mark in _read(pid, "environ").split(b"\0")]
 
@@ -99,9 +99,9 @@ def kill_job(job: str) -> None:
 
 
 def remove_orphaned_segments() -> None:
-    """Remove shared-memory files of MPICH and UCX that belong to this user and that nobody maps.
+    """Remove shared-memory files of MPICH and UCX that belong to this user and that no process maps.
 
-    Looked at twice: a file just created by another job is mapped a moment later.
+    They are listed twice, because another job maps a file a moment after creating it.
     """
     orphans = _orphaned_segments()
     if orphans:
@@ -111,7 +111,7 @@ def remove_orphaned_segments() -> None:
 
 
 def _shm_folder(name: str) -> Path:
-    """Where the job's shared memory goes; the temporary directory on a system without /dev/shm."""
+    """The folder for the job's shared memory, in the temporary directory on a system without /dev/shm."""
     return (_SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())) / name
 
 
@@ -162,7 +162,7 @@ def _own_processes() -> list[int]:
 
 
 def _read(pid: int, name: str) -> bytes:
-    """A file of /proc; empty for a process that is gone or somebody else's."""
+    """Content of a file in /proc; empty if the process has exited or belongs to another user."""
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:

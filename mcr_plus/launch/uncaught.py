@@ -1,8 +1,8 @@
-"""What a rank under `mcr-plus run` does with an exception that nobody catches: it tells the launcher.
+"""Report uncaught exceptions of a rank to `mcr-plus run`.
 
-The launcher prints one message for all ranks that failed alike. Of an error of ours the message shows the
-line of the user's program that it came from; of any other exception the whole traceback. Standard library
-only, because `import mcr_plus` reads this.
+The launcher prints one message for all ranks that failed alike: for an error of ours the line of the user's
+program that raised it, for any other exception the whole traceback. Uses the standard library only, because
+`import mcr_plus` imports this module.
 """
 
 from __future__ import annotations
@@ -25,42 +25,42 @@ _PATHS: Final = ("stdlib", "platstdlib", "purelib", "platlib")
 
 
 def report_to(channel: str) -> None:
-    """Have uncaught exceptions reported through a named pipe of the launcher instead of printed.
+    """Install an excepthook that writes exceptions to a named pipe of the launcher instead of stderr.
 
-    A program that has a hook of its own keeps it.
+    Does nothing in a program that has installed another hook.
     """
-    usual = sys.excepthook
-    if usual is not sys.__excepthook__:
+    default = sys.excepthook
+    if default is not sys.__excepthook__:
         return
 
     def report(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         if not isinstance(value, Exception):  # Ctrl-C
-            usual(kind, value, trace)
+            default(kind, value, trace)
             return
         try:
             line = json.dumps(description(value, trace)).encode() + b"\n"
             with open(os.open(channel, os.O_WRONLY | os.O_CLOEXEC), "wb") as pipe:
                 pipe.write(line)
-        except Exception:  # whatever is wrong with the pipe or the exception: nothing may be lost
-            usual(kind, value, trace)
+        except Exception:  # a failure of the report must not hide the exception
+            default(kind, value, trace)
 
     sys.excepthook = report
 
 
 def description(error: Exception, trace: TracebackType | None) -> dict[str, Any]:
-    """What the launcher is told about an exception; JSON-able.
+    """Return the report about an exception; JSON-serializable.
 
-    `text`: what it says. `place`, `source`: where in the user's program it came from, None if that is not
-    known. `traceback`: all of it, a line each.
+    `text`: the message of an error of ours, else None. `place`, `source`: file and line of the user's program
+    that raised it, and the text of the line, None if unknown. `traceback`: the lines of the whole traceback.
     """
     lines = "".join(traceback.format_exception(type(error), error, trace)).splitlines()
-    found: dict[str, Any] = {"time": time.monotonic(), "traceback": lines, "text": None}
+    report: dict[str, Any] = {"time": time.monotonic(), "traceback": lines, "text": None}
     if isinstance(error, McrError):
-        found["text"] = "\n".join([f"{type(error).__name__}: {error}", *_notes(error), *_cause(error)])
+        report["text"] = "\n".join([f"{type(error).__name__}: {error}", *_notes(error), *_cause(error)])
     frame = _frame_of_user(traceback.extract_tb(trace))
-    found["place"] = None if frame is None else f"{_shown(frame.filename)}:{frame.lineno}, in {frame.name}"
-    found["source"] = None if frame is None else frame.line
-    return found
+    report["place"] = None if frame is None else f"{_shown(frame.filename)}:{frame.lineno}, in {frame.name}"
+    report["source"] = None if frame is None else frame.line
+    return report
 
 
 def _notes(error: Exception) -> list[str]:
@@ -74,7 +74,7 @@ def _cause(error: Exception) -> list[str]:
 
 
 def _frame_of_user(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
-    """The innermost frame that belongs to neither a library nor us; else the innermost that is not ours."""
+    """The innermost frame outside of libraries and mcr_plus; else the innermost outside of mcr_plus."""
     outside = [frame for frame in frames if not _within(frame.filename, [_PACKAGE])]
     outside = [frame for frame in outside if not _is_runner(Path(frame.filename))]
     installed = [Path(sysconfig.get_path(name)) for name in _PATHS]
@@ -83,7 +83,7 @@ def _frame_of_user(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameS
 
 
 def _is_runner(path: Path) -> bool:
-    """Whether a file only runs programs, as `python -m` and mpi4py do."""
+    """Whether a file only runs programs, such as runpy (`python -m`) and mpi4py."""
     return str(path).startswith("<frozen") or path.name == "runpy.py" or path.parent.name == "mpi4py"
 
 
@@ -93,6 +93,6 @@ def _within(name: str, folders: Sequence[Path]) -> bool:
 
 
 def _shown(name: str) -> str:
-    """A path as short as it can be said."""
+    """A path, relative to the working directory if it is inside."""
     path = Path(name)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else name

@@ -1,11 +1,12 @@
-"""Stands between a launcher and one rank: `python wrapper.py COMMAND…`, started once per rank.
+"""Parent process of one rank: the launcher starts `python wrapper.py COMMAND…` once per rank.
 
-It gives the rank its own channels to `mcr-plus run` (so output can be told apart under any MPI),
-reports how the rank ended, and makes sure that the rank dies when the launcher does. Standard
-library only: it is run by path, in an interpreter without site-packages, to cost milliseconds.
+The wrapper connects the output of the rank to pipes of `mcr-plus run`, which separates the output of ranks
+under any MPI, reports the exit of the rank, and makes the rank die with the launcher. It uses the standard
+library only and is run by path, in an interpreter without site-packages, so that it starts within
+milliseconds.
 
-`python wrapper.py --launcher PID COMMAND…` becomes the launcher itself (mpiexec), to be asked to end
-when process PID dies.
+`python wrapper.py --launcher PID COMMAND…` replaces itself by the launcher (mpiexec), which gets SIGTERM when
+process PID dies.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, sign
 
 
 def main() -> int:
-    """Run the command of this rank; end the way it ended."""
+    """Run the command of this rank, and exit with its status or signal."""
     if sys.argv[1] == "--launcher":
         _die_with(int(sys.argv[2]), signal.SIGTERM)
         os.execvp(sys.argv[3], sys.argv[3:])
@@ -36,7 +37,7 @@ def main() -> int:
     _die_with(os.getppid(), signal.SIGKILL)
     status = os.open(f"{folder}/status", os.O_WRONLY | os.O_CLOEXEC)
     _attach(folder, rank)
-    _tell_as_torchrun(rank)
+    _set_torchrun_variables(rank)
     child = _spawn(sys.argv[1:], f"{folder}/error.{rank}")
     _forward_signals(child)
     _report(status, rank, child, None)
@@ -46,14 +47,14 @@ def main() -> int:
 
 
 def _die_with(parent: int, number: int) -> None:
-    """Have the kernel send this process a signal when its parent dies."""
+    """Request a signal from the kernel for the death of this process's parent."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def _attach(folder: str, rank: int) -> None:
-    """Replace stdout and stderr by this rank's channels; rank 0 may have the terminal itself."""
+    """Replace stdout and stderr by the pipes of this rank; rank 0 may get the terminal for stdout."""
     terminal = os.environ.get("MCR_JOB_TERMINAL") if rank == 0 else None
     for target, path in ((1, terminal or f"{folder}/out.{rank}"), (2, f"{folder}/err.{rank}")):
         channel = os.open(path, os.O_WRONLY | os.O_NOCTTY)
@@ -61,8 +62,8 @@ def _attach(folder: str, rank: int) -> None:
         os.close(channel)
 
 
-def _tell_as_torchrun(rank: int) -> None:
-    """Say who this rank is in torch's words too: `init_process_group` understands no launcher of MPI."""
+def _set_torchrun_variables(rank: int) -> None:
+    """Set RANK and WORLD_SIZE under MPI too, whose own variables `init_process_group` does not read."""
     size = next((os.environ[name] for name in _SIZE_VARIABLES if name in os.environ), None)
     if size is not None:  # all ranks are on this host
         for name, value in (("RANK", str(rank)), ("WORLD_SIZE", size)):
@@ -97,19 +98,19 @@ def _forward_signals(child: int) -> None:
 
 
 def _report(status: int, rank: int, pid: int, code: int | None) -> None:
-    """One line, shorter than a pipe's atomic write: ranks share the channel."""
+    """Write one line, short enough for an atomic write, since all ranks share the pipe."""
     line = json.dumps({"rank": rank, "pid": pid, "code": code, "time": time.monotonic()})
     try:
         os.write(status, line.encode() + b"\n")
     except OSError:
-        pass  # the launcher is gone; this process is about to be
+        pass  # the launcher has died, and this process will be killed next
 
 
 def _end_like(code: int) -> int:
-    """Die of the signal that killed the rank, so that MPI's own launcher sees it too."""
+    """Return the exit status of the rank, or die of its signal, which MPI's own launcher reports."""
     if code >= 0:
         return code
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the rank has left its core; this one tells nothing
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the core file of the rank is enough
     if -code != signal.SIGKILL:
         signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)

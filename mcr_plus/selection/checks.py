@@ -27,10 +27,10 @@ def checked_tables(config: Config) -> list[Table]:
     tables = [load_table(ref.resolve()) for ref in {ref.digest(): ref for ref in config.tables}.values()]
     mistakes = Mistakes()
     for table in tables:
-        mistakes.kept(partial(_check_backends, table, config), None)
+        mistakes.collect(partial(_check_backends, table, config), None)
         for rule in table.rules:
-            mistakes.kept(partial(check_algorithm, rule.backend, rule.place), None)
-    mistakes.tell()
+            mistakes.collect(partial(check_algorithm, rule.backend, rule.place), None)
+    mistakes.raise_all()
     return tables
 
 

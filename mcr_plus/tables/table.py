@@ -259,17 +259,17 @@ def _table(document: Document) -> Table:
         raise document.error((), "this is a configuration; expected a tuning table, such as `tune -o` writes")
     mistakes = Mistakes()
     known = ("version", "fingerprint", "strict", "rules")
-    mistakes.kept(lambda: check_keys(document, (), known), None)
-    mistakes.kept(lambda: check_version(document.data.get("version"), document), None)
-    strict = mistakes.kept(lambda: _strict(document), False)
-    count = mistakes.kept(lambda: _count(document), 0)
-    checked = [mistakes.kept(partial(_rule, document, ("rules", index)), None) for index in range(count)]
+    mistakes.collect(lambda: check_keys(document, (), known), None)
+    mistakes.collect(lambda: check_version(document.data.get("version"), document), None)
+    strict = mistakes.collect(lambda: _strict(document), False)
+    count = mistakes.collect(lambda: _count(document), 0)
+    checked = [mistakes.collect(partial(_rule, document, ("rules", index)), None) for index in range(count)]
     rules = tuple(rule for rule in checked if rule is not None)
     if len(rules) == count:  # otherwise the wrong rule would be reported as a gap, too
-        mistakes.kept(lambda: _check_tiling(rules, document), None)
-        mistakes.kept(lambda: _check_reachable(rules, document), None)
-    fingerprint = mistakes.kept(lambda: _fingerprint(document), {})
-    mistakes.tell()
+        mistakes.collect(lambda: _check_tiling(rules, document), None)
+        mistakes.collect(lambda: _check_reachable(rules, document), None)
+    fingerprint = mistakes.collect(lambda: _fingerprint(document), {})
+    mistakes.raise_all()
     return Table(rules, document.name, fingerprint, strict)
 
 
@@ -299,7 +299,7 @@ def _fingerprint(document: Document) -> Fingerprint:
         # a float may be a version without its last zero: YAML reads 2.10 as 2.1
         wrong = [v for v in values if isinstance(v, bool) or not isinstance(v, (str, int))]
         if wrong or not values:
-            what = "expected a text or a whole number, or a list of them"
+            what = "expected a string or a whole number, or a list of them"
             hint = "; put versions in quotes" if any(isinstance(v, float) for v in wrong) else ""
             raise document.error(("fingerprint", name), f"{what}, got {short(value)}{hint}")
         facts[name] = tuple(str(v) for v in values)

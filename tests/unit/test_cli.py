@@ -153,7 +153,7 @@ def test_validate_tells_all_mistakes_at_once(tmp_path: Path) -> None:
         "7: pipeline[2].select.online: expected true or false, got 'maybe'",
         "8: pipeline[3].dispatch.timeout: expected a duration",
         "10: rules[0].match.kind: unknown kind 'al_reduce'",
-        "10: rules[0].match.tag: expected a text, got 5",
+        "10: rules[0].match.tag: expected a string, got 5",
         "11: rules[0].backend: backend 'nccl' is not in backends",
         "12: rules[0].compress.codec: unknown codec 'bf-16'; known: bf16, ",
         "13: rules[1].match: empty match",

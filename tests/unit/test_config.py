@@ -181,7 +181,7 @@ PIPE = "version: 1\npipeline:\n"
         (PIPE + "  - dispatch: {}\n", "2: pipeline: no stage 'select'"),
         (
             PIPE + "  - dispatch: {}\n  - select: {}\n",
-            "4: pipeline[1].select: stage 'select' stands after 'dispatch'",
+            "4: pipeline[1].select: stage 'select' comes after 'dispatch'",
         ),
         (
             PIPE + "  - select: {}\n  - compress: {}\n  - dispatch: {}\n",
@@ -324,11 +324,11 @@ def test_refused_options(options: dict[str, Any], expected: str) -> None:
             "rules[0].match.tga: unknown key 'tga'; known: bytes, dtype, kind",
         ),
         ("{match: {kind: allreduce}, backend: mpi}", "rules[0].match.kind: unknown kind 'allreduce'"),
-        ("{match: {kind: recv}, backend: mpi}", "rules[0].match.kind: a recv takes the way of its send"),
+        ("{match: {kind: recv}, backend: mpi}", "rules[0].match.kind: a recv is treated like its send"),
         ("{match: {kind: []}, backend: mpi}", "rules[0].match.kind: empty list"),
         ("{match: {kind: [send, 5]}, backend: mpi}", "rules[0].match.kind: unknown kind 5"),
         ("{match: {dtype: float}, backend: mpi}", "rules[0].match.dtype: unknown dtype 'float'"),
-        ("{match: {tag: 5}, backend: mpi}", "rules[0].match.tag: expected a text, got 5"),
+        ("{match: {tag: 5}, backend: mpi}", "rules[0].match.tag: expected a string, got 5"),
         ("{match: {tag: ''}, backend: mpi}", "rules[0].match.tag: "),
         (
             "{match: {bytes: 1KB}, backend: mpi}",
@@ -365,7 +365,7 @@ def test_a_rule_for_a_stage_that_is_not_there() -> None:
         ("", "1: document: expected a mapping at the root, got an empty document"),
         ("# nothing\n", "1: document: expected a mapping"),
         ("- 1\n", "1: document: expected a mapping at the root, got a list"),
-        ("hello\n", "1: document: expected a mapping at the root, got a text"),
+        ("hello\n", "1: document: expected a mapping at the root, got a string"),
         ("version: 1\n---\nversion: 1\n", "2: document: not valid YAML"),
         ("version: 1\nversion: 1\n", "2: version: written twice, first at line 1"),
         (PIPE + "  - select: {table: a, table: b}\n", "3: pipeline[0].select.table: written twice"),
@@ -456,7 +456,7 @@ def cyclic() -> dict[str, Any]:
         ({"backends": ["ncll"]}, "backends[0]: unknown backend 'ncll'"),
         ({"backends": {"mpi"}}, "backends: expected plain data, got {'mpi'}"),
         ({1: 2}, "document: expected a name as key, got 1"),
-        (cyclic(), "pipeline[0]: nested more than 32 levels deep, or holds itself"),
+        (cyclic(), "pipeline[0]: nested more than 32 levels deep, or contains itself"),
     ],
 )
 def test_refused_dicts(data: Any, expected: str) -> None:

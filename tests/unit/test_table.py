@@ -297,7 +297,7 @@ def test_a_rule_partly_in_reach_is_fine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rule", "told"),
     [
-        ("kind: recv, bytes: 0.., backend: mpi", "kind: a recv takes the way of its send; write 'send'"),
+        ("kind: recv, bytes: 0.., backend: mpi", "kind: a recv is treated like its send; write 'send'"),
         ("kind: send, async: false, bytes: 0.., backend: mpi", "async: rules for send apply to synchronous"),
         ("kind: barrier, dtype: float32, bytes: 0.., backend: mpi", "dtype: a barrier has no data"),
         ("kind: barrier, bytes: 0..8, backend: mpi", "bytes: a barrier has no data"),
@@ -366,7 +366,7 @@ def test_rules_of_another_basis_may_leave_sizes_over(tmp_path: Path) -> None:
         ),
         ('kind: all_reduce, bytes: 0.., backend: "mpi:"', "rules[0].backend", "names no algorithm"),
         ("kind: all_reduce, bytes: 0.., backend: ncll", "rules[0].backend", "did you mean 'nccl'?"),
-        ("kind: all_reduce, bytes: 0.., backend: 3", "rules[0].backend", "expected a text, got 3"),
+        ("kind: all_reduce, bytes: 0.., backend: 3", "rules[0].backend", "expected a string, got 3"),
         ("kind: allreduce, bytes: 0.., backend: mpi", "rules[0].kind", "did you mean 'all_reduce'?"),
         ("kind: [send], bytes: 0.., backend: mpi", "rules[0].kind", "unknown kind ['send']"),
         ("bytes: 0.., backend: mpi", "rules[0].kind", "missing"),

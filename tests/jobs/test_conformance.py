@@ -66,7 +66,7 @@ def launched(launch: str) -> list[RankResult] | RanksFailed:
                 args=[backends, tables, folder],
                 via=via,  # type: ignore[arg-type]
                 env={"GLOO_SOCKET_IFNAME": "lo"},
-                timeout=240,
+                timeout=480,  # three ranks on two cores, beside other work
                 teardown=True,
             )
         except RanksFailed as failure:

@@ -19,6 +19,25 @@ Poll = Callable[[], bool]
 """Returns whether a started operation is done; drives its library's progress; raises its error."""
 
 
+class ReceivePoll:
+    """The poll of a receive that finds its message before the data has arrived.
+
+    With another poll, the sender is the peer that the receive names, and the receive fails if that rank
+    leaves before it is done.
+
+    Attributes:
+        source: the group rank of the sender, set when the message is found; None before.
+        arriving: the message is being received, so its sender may leave.
+    """
+
+    source: int | None = None
+    arriving: bool = False
+
+    def __call__(self) -> bool:
+        """See `Poll`."""
+        raise NotImplementedError
+
+
 class StreamPoll(Protocol):
     """The poll of an operation on a CUDA stream.
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from mcr_plus.backends.base import ReceivePoll
 from mcr_plus.core.deadline import Deadline
 from mcr_plus.errors import BackendError, CommTimeout, LaunchError, McrError, OrderMismatch
 
@@ -191,5 +192,6 @@ def _is_unmatched(work: IssuedWork) -> bool:
     An operation on a stream may have to wait there for its turn, whoever has left meanwhile.
     """
     operation, poll = work.operation, work.poll
-    started = operation.signature.is_p2p and not operation.on_stream and poll is not None
-    return started and not getattr(poll, "arriving", False)
+    if not operation.signature.is_p2p or operation.on_stream or poll is None:
+        return False
+    return not (isinstance(poll, ReceivePoll) and poll.arriving)

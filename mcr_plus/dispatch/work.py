@@ -8,6 +8,7 @@ from datetime import timedelta
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from mcr_plus.backends.base import ReceivePoll
 from mcr_plus.core.work import Info, Work
 from mcr_plus.errors import BackendError, McrError
 
@@ -155,7 +156,9 @@ class IssuedWork(Work):
                 record(self)
         if not operation.inline:  # the handle may outlive the operation by far: free the tensors
             if operation.signature.kind == "recv":
-                source = getattr(self.poll, "source", self.message.peer)
+                poll, source = self.poll, self.message.peer
+                if isinstance(poll, ReceivePoll) and poll.source is not None:
+                    source = poll.source
                 self.source = None if source is None else operation.state.group.ranks[source]
             message = self.message
             if operation.signature.nbytes is None:

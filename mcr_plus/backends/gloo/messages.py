@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 
 import torch
 
+from mcr_plus.backends.base import ReceivePoll
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import dtype_name
 from mcr_plus.core.message import Message, Signature
@@ -97,11 +98,8 @@ class WatchedSend(_Watched):
             work.wait()
 
 
-class WatchedReceive(_Watched):
+class WatchedReceive(_Watched, ReceivePoll):
     """Receives the header first: gloo accepts any dtype, and aborts if a message is too long."""
-
-    source: int
-    arriving = False  # the header has arrived
 
     def __init__(
         self, pg: Any, group: Group, signature: Signature, message: Message, running: set[object]
@@ -124,8 +122,8 @@ class WatchedReceive(_Watched):
     def _finish(self) -> None:
         pg, self._pg = self._pg, None  # a handle kept by the program must not keep gloo's group alive
         self._work.wait()
-        self.arriving = True
-        if not hasattr(self, "source"):
+        self.arriving = True  # the header is there
+        if self.source is None:
             self.source = self._work._source_rank()
         number, nbytes, dtype, text = _HEADER.unpack(self._header.numpy().tobytes())
         target, group = self._target, self._group

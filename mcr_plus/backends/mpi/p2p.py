@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 
+from mcr_plus.backends.base import ReceivePoll
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import DTYPES, dtype_name
 from mcr_plus.core.message import Signature
@@ -24,10 +25,8 @@ _PROBE_OTHERS_EVERY: Final = 256  # polls without a message before probing for o
 _AT_ONCE: Final = 16  # tags that one call of `progress` matches
 
 
-class Receive:
-    """The poll of a receive; `source` is set once its message has arrived."""
-
-    source: int
+class Receive(ReceivePoll):
+    """The poll of a receive; `source` is set once its message has begun to arrive."""
 
     def __init__(
         self,
@@ -48,11 +47,6 @@ class Receive:
         self.polls = 0
         self.request: Any = None
         self.error: Exception | None = None
-
-    @property
-    def arriving(self) -> bool:
-        """Whether its message has begun to arrive."""
-        return self.request is not None
 
     def __call__(self) -> bool:
         """Poll; raises `OrderMismatch` for a message of another dtype or size, and errors of the library."""
@@ -158,14 +152,15 @@ class MatchingQueue:
         status = self._status
         if not self._comm.Iprobe(source, tag, status):
             return False
-        receive.source = status.Get_source()
+        receive.source = sender = status.Get_source()
         # In elements: the bytes of a large message may not fit MPI's counts.
         count = status.Get_count(receive.spec[1])
         if count == receive.target.numel():
-            receive.request = self._comm.Irecv(receive.spec, receive.source, tag)
+            receive.request = self._comm.Irecv(receive.spec, sender, tag)
+            receive.arriving = True
         else:
             assert receive.signature.dtype is not None
-            self._refuse(receive, receive.source, receive.signature.dtype, count)
+            self._refuse(receive, sender, receive.signature.dtype, count)
         return True
 
     def _other_dtype(self, receive: Receive, source: int, tag: int, dtype: torch.dtype) -> bool:

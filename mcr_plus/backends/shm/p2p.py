@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from mcr_plus.backends.base import ReceivePoll
 from mcr_plus.backends.mpi.p2p import mismatch
 from mcr_plus.backends.shm.p2p_kernels import (
     BELLS,
@@ -70,13 +71,12 @@ class _Send:
         return self.done or self.p2p.drive(self)
 
 
-class _Receive:
+class _Receive(ReceivePoll):
     """The poll of a receive; `source` is set once its message has arrived."""
 
     done = False
     error: Exception | None = None
     number = 0  # order of posting among waiting receives
-    source: int
 
     def __init__(
         self, p2p: PointToPoint, signature: Signature, peer: int | None, tag: int, target: torch.Tensor

@@ -6,7 +6,17 @@ from collections import defaultdict, deque
 
 import torch
 
-from mcr_plus.backends.base import NATIVE, Availability, Backend, Channel, Poll, Start, Support, done
+from mcr_plus.backends.base import (
+    NATIVE,
+    Availability,
+    Backend,
+    Channel,
+    Poll,
+    ReceivePoll,
+    Start,
+    Support,
+    done,
+)
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.errors import Unsupported
@@ -38,7 +48,7 @@ class _MatchingQueue:
         return _Receive(self._sent[message.match_tag], message.outputs[0])
 
 
-class _Receive:
+class _Receive(ReceivePoll):
     """The poll of a receive."""
 
     source = 0

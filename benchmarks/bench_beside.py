@@ -6,9 +6,9 @@
 
 Cases: so many busy processes (0, 1, 2, 4); `quota`: no other process, but a cgroup that may use 1.5 cores;
 `loaders`: two DataLoader workers of rank 0 that prepare batches. Every case is a job of its own in which all
-ways take turns, in an order drawn anew for each round. A turn is an operation that is not counted, a barrier,
-and some that are; an operation counts as its slowest rank's time. `--mpich`: the interpreter of another
-environment, in which raw MPICH takes its turns beside torch's gloo.
+candidates take turns, in an order drawn anew for each round. A turn is an operation that is not counted, a
+barrier, and some that are; an operation counts as its slowest rank's time. `--mpich`: the interpreter of
+another environment, in which raw MPICH takes its turns beside torch's gloo.
 
 The examples (`--parts examples`) train beside the same, with the default configuration and with torch's gloo,
 in turns; the figure is gloo's step over ours.
@@ -34,7 +34,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import typer
-from harness import Json, Output, Rounds, Way
+from harness import Call, Json, Output, Rounds
 
 import mcr_plus as mcr
 from mcr_plus.core.units import format_size, parse_size
@@ -139,9 +139,9 @@ def why_not(case: str) -> str:
 # --- operations -----------------------------------------------------------------------------------------
 
 
-def ways(names: Sequence[str], tensor: torch.Tensor) -> dict[str, Way]:
+def candidates(names: Sequence[str], tensor: torch.Tensor) -> dict[str, Call]:
     """How to sum `tensor` over the ranks, by name; those that are here."""
-    found: dict[str, Way] = {
+    found: dict[str, Call] = {
         DEFAULT: lambda: mcr.all_reduce(tensor),
         **{name: partial(mcr.all_reduce, tensor, backend=name) for name in mcr.get_backends()},
         TORCH: lambda: dist.all_reduce(tensor),
@@ -152,7 +152,7 @@ def ways(names: Sequence[str], tensor: torch.Tensor) -> dict[str, Way]:
         library = "Open MPI" if "Open MPI" in MPI.Get_library_version() else "MPICH"
         view = tensor.numpy()
         found[f"raw {library}"] = lambda: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, view)
-    return {name: way for name, way in found.items() if not names or name in names}
+    return {name: candidate for name, candidate in found.items() if not names or name in names}
 
 
 def measure(
@@ -174,13 +174,13 @@ def measure(
             tensor = torch.zeros(max(1, nbytes // 4))
             calls = most if nbytes < LARGE else max(1, most // 5)
 
-            def one(way: Way, calls: int = calls) -> torch.Tensor:
+            def one(candidate: Call, calls: int = calls) -> torch.Tensor:
                 if batches is not None:
                     for _ in range(2):
                         next(batches)
-                return turn(way, calls)
+                return turn(candidate, calls)
 
-            for name, turns in harness.in_turns(ways(names, tensor), rounds, one).items():
+            for name, turns in harness.in_turns(candidates(names, tensor), rounds, one).items():
                 mine = torch.cat(turns)
                 dist.all_reduce(mine, dist.ReduceOp.MAX)
                 p50, p95 = (1e6 * float(each) for each in np.percentile(mine.numpy(), [50, 95]))
@@ -192,23 +192,26 @@ def measure(
     return rows if rank == 0 else None
 
 
-def turn(way: Way, calls: int) -> torch.Tensor:
+def turn(candidate: Call, calls: int) -> torch.Tensor:
     """Seconds of each of so many calls on this rank."""
-    way()
+    candidate()
     dist.barrier()
     stamps = [time.perf_counter()]
     for _ in range(calls):
-        way()
+        candidate()
         stamps.append(time.perf_counter())
     return torch.tensor(stamps, dtype=torch.float64).diff()
 
 
 def operations(
-    case: str, ranks: int, mpich: Path | None, ways: Sequence[str], *settings: Any
+    case: str, ranks: int, mpich: Path | None, candidates: Sequence[str], *settings: Any
 ) -> list[dict[str, Any]]:
     """The rows of one case and number of ranks."""
     found: list[dict[str, Any]] = []
-    for python, names in (sys.executable, ways), *([(str(mpich), ["raw MPICH", TORCH])] if mpich else ()):
+    for python, names in (
+        (sys.executable, candidates),
+        *([(str(mpich), ["raw MPICH", TORCH])] if mpich else ()),
+    ):
         with surroundings(case) as prefix:
             rows = harness.on_ranks(harness.here(ranks, python, prefix), measure, case, names, *settings)
         # torch's gloo takes its turns in each job, and counts where ours are.
@@ -220,7 +223,7 @@ def operations(
 # --- examples -------------------------------------------------------------------------------------------
 
 
-def example(name: str, way: str, case: str, steps: int | None) -> float:
+def example(name: str, candidate: str, case: str, steps: int | None) -> float:
     """Seconds of an example's median step: what a run begins with counts in none."""
     words = list(EXAMPLES[name])
     if steps is not None:
@@ -232,7 +235,7 @@ def example(name: str, way: str, case: str, steps: int | None) -> float:
             until.enter_context(busy(int(case)))
         elif case == "loaders":
             until.enter_context(consumed(until.enter_context(loaders(2))))
-        to = ["--comms", "torch"] if way == TORCH else ["--comms", "mix", "--config", str(config)]
+        to = ["--comms", "torch"] if candidate == TORCH else ["--comms", "mix", "--config", str(config)]
         return float(harness.train(harness.here(2, prefix=prefix), name, *words, *to)["step_seconds"])
 
 
@@ -263,8 +266,8 @@ def examples(case: str, names: Sequence[str], rounds: int, steps: int | None) ->
         found: dict[str, list[float]] = {DEFAULT: [], TORCH: []}
         for number in range(rounds):
             order = [DEFAULT, TORCH] if number % 2 else [TORCH, DEFAULT]
-            for way in order:
-                found[way].append(example(name, way, case, steps))
+            for candidate in order:
+                found[candidate].append(example(name, candidate, case, steps))
         ours, theirs = median(found[DEFAULT]), median(found[TORCH])
         ratios = sorted(b / a for a, b in zip(found[DEFAULT], found[TORCH], strict=True))
         rows.append(
@@ -286,7 +289,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         own = {
             (row["way"], row["bytes"]): row for row in rows if (row["case"], row["ranks"]) == (case, ranks)
         }
-        sizes = [size for way, size in own if way == DEFAULT and (TORCH, size) in own]
+        sizes = [size for candidate, size in own if candidate == DEFAULT and (TORCH, size) in own]
         if not sizes:
             continue
         faster = [own[TORCH, size]["p50"] / own[DEFAULT, size]["p50"] for size in sizes]
@@ -364,7 +367,7 @@ def report(found: Mapping[str, Any], line: str) -> str:
     if found["examples"]:
         parts += ["## Examples: a step with torch's gloo over one with the default configuration"]
         parts.append(harness.markdown(EXAMPLES_HEAD, example_lines(found["examples"])))
-    note = "all_reduce of float32, median / p95 of single operations in µs, ways in turns."
+    note = "all_reduce of float32, median / p95 of single operations in µs, candidates in turns."
     return harness.page("Beside other work", line, note, *parts)
 
 

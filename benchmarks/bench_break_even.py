@@ -46,7 +46,7 @@ LIMITED: Final = 1 << 20  # bytes from which on the link, and not the burst of i
 RANKS: Final = 2
 KINDS: Final = "all_reduce,all_to_all,all_gather,barrier"
 
-Seconds = dict[str, dict[int, float]]  # by way, and size in bytes
+Seconds = dict[str, dict[int, float]]  # by candidate, and size in bytes
 
 
 # --- the model --------------------------------------------------------------------------------------
@@ -119,15 +119,15 @@ def crossing_text(nbytes: float, low: int, high: int) -> str:
 def measure(
     config: dict[str, Any], sizes: Sequence[int], codecs: Sequence[str], rounds: int
 ) -> dict[str, Seconds] | None:
-    """On ranks: every way and size in turns; a call takes as long as on the slower rank."""
+    """On ranks: every candidate and size in turns; a call takes as long as on the slower rank."""
     torch.set_num_threads(1)
     times: Seconds = {}
     local: Seconds = {}
     with mcr.init(config) as comm:
         for nbytes in [TINY, *sizes]:
             source = torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(comm.rank))
-            for way, found in _all_reduces(comm, source, codecs, rounds).items():
-                times.setdefault(way, {})[nbytes] = found
+            for candidate, found in _all_reduces(comm, source, codecs, rounds).items():
+                times.setdefault(candidate, {})[nbytes] = found
             for name in codecs:
                 comm.barrier()
                 own = codec_seconds(payload_codec(name), source, rounds)
@@ -138,26 +138,27 @@ def measure(
 def _all_reduces(
     comm: mcr.Communicator, source: torch.Tensor, codecs: Sequence[str], rounds: int
 ) -> dict[str, float]:
-    """Median seconds of an all_reduce by way."""
-    ways: dict[str, str | bool] = {RAW: False, **{name: name for name in codecs}}
+    """Median seconds of an all_reduce by candidate."""
+    candidates: dict[str, str | bool] = {RAW: False, **{name: name for name in codecs}}
     buffer, true = torch.empty_like(source), torch.empty_like(source)
     true.copy_(source)
     comm.all_reduce(true, compress=False)
-    for way, compress in ways.items():
+    for candidate, compress in candidates.items():
         buffer.copy_(source)
         comm.all_reduce(buffer, compress=compress)
-        if way == RAW or not payload_codec(way).traits.sparse:  # of sparse ones the ranks' places differ
-            verify(way, buffer, true, 1e-6 if way == RAW else LIMIT, sparse=False)
+        # Sparse codecs choose different positions on each rank.
+        if candidate == RAW or not payload_codec(candidate).traits.sparse:
+            verify(candidate, buffer, true, 1e-6 if candidate == RAW else LIMIT, sparse=False)
 
     def turn(compress: str | bool) -> float:
         buffer.copy_(source)
         comm.barrier()
         return harness.seconds(lambda: comm.all_reduce(buffer, compress=compress))
 
-    turns = harness.in_turns(ways, rounds, turn)
+    turns = harness.in_turns(candidates, rounds, turn)
     everyones: list[list[list[float]]] = comm.all_gather_object(list(turns.values()))
     slowest = [map(max, zip(*each, strict=True)) for each in zip(*everyones, strict=True)]
-    return {way: median(each) for way, each in zip(ways, slowest, strict=True)}
+    return {candidate: median(each) for candidate, each in zip(candidates, slowest, strict=True)}
 
 
 def payload_codec(name: str) -> PayloadCodec:
@@ -210,8 +211,8 @@ class Found:
     def sizes(self) -> list[int]:
         return sorted(size for size in self.times[RAW] if size != TINY)
 
-    def measured(self, way: str) -> dict[int, float]:
-        return {size: self.times[way][size] for size in self.sizes}
+    def measured(self, candidate: str) -> dict[int, float]:
+        return {size: self.times[candidate][size] for size in self.sizes}
 
     def break_even(self, codec: str) -> tuple[str, str]:
         """Predicted and measured."""
@@ -248,7 +249,10 @@ def over_the_link(
         config = {"version": 1, "backends": ["mpi", "gloo"], "pipeline": stages}
         result = harness.on_ranks(harness.on_both(hosts), measure, config, sizes, codecs, rounds)
     times, local = (
-        {way: {int(size): spent for size, spent in each.items()} for way, each in result[what].items()}
+        {
+            candidate: {int(size): spent for size, spent in each.items()}
+            for candidate, each in result[what].items()
+        }
         for what in ("times", "local")
     )
     return found_of(rate, times, local)
@@ -280,18 +284,18 @@ TIMES: Final = ("bytes", "way", "ms", "by the line", "times as fast as uncompres
 
 
 def size_rows(found: Found) -> list[list[str]]:
-    """A line for each size and way: milliseconds measured, and by the fitted or predicted line."""
+    """A line for each size and candidate: milliseconds measured, and by the fitted or predicted line."""
     lines = {RAW: found.raw, **found.codecs}
     return [
         [
             format_size(size),
-            way,
-            f"{1e3 * found.times[way][size]:.2f}",
+            candidate,
+            f"{1e3 * found.times[candidate][size]:.2f}",
             f"{1e3 * line.at(size):.2f}",
-            f"{found.times[RAW][size] / found.times[way][size]:.2f}",
+            f"{found.times[RAW][size] / found.times[candidate][size]:.2f}",
         ]
         for size in found.sizes
-        for way, line in lines.items()
+        for candidate, line in lines.items()
     ]
 
 
@@ -309,11 +313,11 @@ def text_of(every: Sequence[Found], line: str) -> str:
     """The report as Markdown."""
     note = (
         "two network namespaces, one rank and half of the cores on each. all_reduce of float32, medians of "
-        "rounds in which all ways take turns. Lines: uncompressed α + f S / B; by a codec α_c + f S / (r B) "
-        "+ S / C, where f = 2 (W - 1) / W = 1. α and α_c are by all_reduces of 1 KiB, B is fitted to the "
-        "uncompressed ones of 1 MiB and more (a shaper lets the first 256 KiB pass without delay), C by what "
-        "a rank's codec calls take alone at the largest size. A codec can pay only where C / B is more than "
-        "what is needed, r / (f (r - 1))."
+        "rounds in which all candidates take turns. Lines: uncompressed α + f S / B; by a codec α_c + f S / "
+        "(r B) + S / C, where f = 2 (W - 1) / W = 1. α and α_c are by all_reduces of 1 KiB, B is fitted to "
+        "the uncompressed ones of 1 MiB and more (a shaper lets the first 256 KiB pass without delay), C by "
+        "what a rank's codec calls take alone at the largest size. A codec can pay only where C / B is more "
+        "than what is needed, r / (f (r - 1))."
     )
     parts: list[str] = []
     for found in every:
@@ -332,25 +336,27 @@ def plot(every: Sequence[Found], path: Path) -> None:
         for axis, found in zip(figure.axes, every, strict=True):
             sizes = np.array(found.sizes, float)
             fine = np.geomspace(sizes[0], sizes[-1], 200)
-            for way, line in {RAW: found.raw, **found.codecs}.items():
-                times = [1e3 * found.times[way][size] for size in found.sizes]
-                axis.plot(sizes / 2**20, times, "o", color=colours[way], ms=4)
-                axis.plot(fine / 2**20, [1e3 * line.at(size) for size in fine], color=colours[way], lw=1.2)
-                if way == RAW:
+            for candidate, line in {RAW: found.raw, **found.codecs}.items():
+                times = [1e3 * found.times[candidate][size] for size in found.sizes]
+                axis.plot(sizes / 2**20, times, "o", color=colours[candidate], ms=4)
+                axis.plot(
+                    fine / 2**20, [1e3 * line.at(size) for size in fine], color=colours[candidate], lw=1.2
+                )
+                if candidate == RAW:
                     continue
                 for style, size in (
                     ("--", crossing(found.raw, line)),
-                    (":", measured_crossing(found.measured(RAW), found.measured(way))),
+                    (":", measured_crossing(found.measured(RAW), found.measured(candidate))),
                 ):
                     if sizes[0] <= size <= sizes[-1]:
-                        axis.axvline(size / 2**20, color=colours[way], ls=style, lw=1)
+                        axis.axvline(size / 2**20, color=colours[candidate], ls=style, lw=1)
             axis.set_xscale("log", base=2)
             axis.set_yscale("log")
             axis.set_title(f"all_reduce over {found.rate}")
             axis.set_xlabel("MiB of float32")
             axis.set_ylabel("ms")
             axis.grid(alpha=0.25, lw=0.5, which="both")
-        keys = [Line2D([], [], color=colour, label=way) for way, colour in colours.items()]
+        keys = [Line2D([], [], color=colour, label=candidate) for candidate, colour in colours.items()]
         keys += [
             Line2D([], [], color="grey", ls="", marker="o", ms=4, label="measured"),
             Line2D([], [], color="grey", lw=1.2, label="fitted (uncompressed), predicted"),

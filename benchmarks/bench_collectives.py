@@ -49,7 +49,7 @@ def on_two_hosts(hosts: TwoHosts, *words: str) -> Any:
 
 
 def by_cell(rows: Sequence[Row]) -> Iterator[tuple[str, int, dict[str, float]]]:
-    """(kind, bytes, median microseconds by way)."""
+    """(kind, bytes, median microseconds by candidate)."""
     cells: dict[tuple[str, int], dict[str, float]] = {}
     for row in rows:
         if row["verified"]:
@@ -61,11 +61,11 @@ def by_cell(rows: Sequence[Row]) -> Iterator[tuple[str, int, dict[str, float]]]:
 def summary(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
     """(what, wanted, measured)."""
     cells = list(by_cell(rows))
-    singles = sorted({way for _, _, times in cells for way in times} - {TUNED, TORCH})
+    singles = sorted({candidate for _, _, times in cells for candidate in times} - {TUNED, TORCH})
     best = [
-        (kind, n, times[TUNED] / min(times[way] for way in singles if way in times))
+        (kind, n, times[TUNED] / min(times[candidate] for candidate in singles if candidate in times))
         for kind, n, times in cells
-        if TUNED in times and any(way in times for way in singles)
+        if TUNED in times and any(candidate in times for candidate in singles)
     ]
     large = [ratio for _, n, ratio in best if n >= LEAST]
     found = []
@@ -78,9 +78,11 @@ def summary(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
             ("… cells above 1.05, of those from 1 KiB on", "0", f"{over} of {len(large)}"),
             ("tuned / best single, geometric mean from 1 KiB on", "≤ 1.00", f"{geometric_mean(large):.3f}"),
         ]
-    for way in singles:
-        ratios = [times[way] / times[TUNED] for _, _, times in cells if {way, TUNED} <= times.keys()]
-        found.append((f"{way} alone / tuned, geometric mean", "≥ 1", f"{geometric_mean(ratios):.2f}"))
+    for candidate in singles:
+        ratios = [
+            times[candidate] / times[TUNED] for _, _, times in cells if {candidate, TUNED} <= times.keys()
+        ]
+        found.append((f"{candidate} alone / tuned, geometric mean", "≥ 1", f"{geometric_mean(ratios):.2f}"))
     against = [times[TORCH] / times[TUNED] for _, _, times in cells if {TORCH, TUNED} <= times.keys()]
     if against:
         found.append(
@@ -97,10 +99,10 @@ def hold_out(samples: Sequence[Sample]) -> dict[str, list[float]]:
             key = (sample.candidate, sample.case.kind, sample.case.dtype, sample.case.async_op)
             curves.setdefault(key, {})[sample.case.nbytes] = sample.timing.p50
     errors: dict[str, list[float]] = {}
-    for (way, *_), curve in curves.items():
+    for (candidate, *_), curve in curves.items():
         sizes = sorted(size for size in curve if size and size & (size - 1) == 0)
         shown = {size: curve[size] for size in sizes[::2]}
-        errors.setdefault(way, []).extend(
+        errors.setdefault(candidate, []).extend(
             abs(Curve.through(shown).at(size).us / curve[size] - 1)
             for size in sizes[1::2]
             if size < max(shown)
@@ -116,13 +118,16 @@ def samples_of(path: Path) -> list[Sample]:
 
 def tables_of_times(rows: Sequence[Row]) -> Iterator[str]:
     cells = list(by_cell(rows))
-    ways = list(dict.fromkeys(way for _, _, times in cells for way in times))
+    candidates = list(dict.fromkeys(candidate for _, _, times in cells for candidate in times))
     for kind in dict.fromkeys(kind for kind, _, _ in cells):
         lines = [
-            [format_size(nbytes), *(f"{times[way]:.4g}" if way in times else "–" for way in ways)]
+            [
+                format_size(nbytes),
+                *(f"{times[candidate]:.4g}" if candidate in times else "–" for candidate in candidates),
+            ]
             for _, nbytes, times in (cell for cell in cells if cell[0] == kind)
         ]
-        yield from (f"### {kind}", harness.markdown(["bytes", *ways], lines))
+        yield from (f"### {kind}", harness.markdown(["bytes", *candidates], lines))
 
 
 def report(rows: Sequence[Row], samples: Sequence[Sample], table: Path, line: str) -> str:
@@ -132,15 +137,15 @@ def report(rows: Sequence[Row], samples: Sequence[Sample], table: Path, line: st
         ", ".join(
             f"{name} {' / '.join(values)}" for name, values in prints.items() if name not in ("cpu", "torch")
         )
-        + ". Medians in microseconds of the slowest rank, of several passes the median. Ways take turns in "
-        "one run, ranks keep to cores of their own, all results were verified."
+        + ". Medians in microseconds of the slowest rank, of several passes the median. Candidates take "
+        "turns in one run, ranks keep to cores of their own, all results were verified."
     )
     lines = summary(rows)
-    for way, errors in hold_out(samples).items():
+    for candidate, errors in hold_out(samples).items():
         if not errors:
             continue
         middle, high = np.percentile(errors, (50, 95))
-        what = f"cost model, {way}, every second size held out ({len(errors)}): error"
+        what = f"cost model, {candidate}, every second size held out ({len(errors)}): error"
         lines.append((f"{what}, median", "≤ 5 %", f"{100 * middle:.1f} %"))
         lines.append((f"{what}, 95th percentile", "≤ 15 %", f"{100 * high:.1f} %"))
     head = ["what", "wanted", "measured"]

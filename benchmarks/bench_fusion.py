@@ -2,7 +2,7 @@
 
     mcr-plus run -n 2 benchmarks/bench_fusion.py [--json FILE]
 
-All ways take turns within one run; ratios are between medians of the turns.
+All candidates take turns within one run; ratios are between medians of the turns.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COUNT, NUMEL = 1000, 1024
 PIPELINE: list[dict[str, dict[str, Any]]] = [{"fuse": {}}, {"select": {}}, {"dispatch": {}}]
 
 
-def ways(comm: mcr.Communicator) -> dict[str, tuple[Callable[[], Any], int]]:
+def candidates(comm: mcr.Communicator) -> dict[str, tuple[Callable[[], Any], int]]:
     """MAX keeps the values as they are."""
     tensors = [torch.ones(NUMEL) for _ in range(COUNT)]
     flat = torch.ones(COUNT * NUMEL)
@@ -50,12 +50,12 @@ def ways(comm: mcr.Communicator) -> dict[str, tuple[Callable[[], Any], int]]:
 
 
 def measure(rounds: int) -> dict[str, float] | None:
-    """Median microseconds by way, on rank 0."""
+    """Median microseconds by candidate, on rank 0."""
     comm = mcr.init({"version": 1, "backends": ["mpi"], "pipeline": PIPELINE})
     join_gloo(comm)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[comm.rank % len(cores)]})  # this thread; gloo's own stay free
-    results = {name: median(values) for name, values in take_turns(ways(comm), rounds).items()}
+    results = {name: median(values) for name, values in take_turns(candidates(comm), rounds).items()}
     first = comm.rank == 0
     dist.destroy_process_group()
     mcr.finalize()

@@ -1,9 +1,10 @@
-"""Collectives of two hosts with several ranks each: the flat way on each library, and in steps by the nodes.
+"""Collectives of two hosts with several ranks each: flat on each library, and in hierarchical steps.
 
     python benchmarks/bench_hierarchical.py --rate 1gbit --per-host 2
 
-Two network namespaces joined by a link of that rate, with half of the cores each. All ways take turns in one
-job, in rounds; a time is that of the slowest rank, and of the rounds the median. Results are verified first.
+Two network namespaces joined by a link of that rate, with half of the cores each. All candidates take turns
+in one job, in rounds; a time is that of the slowest rank, and of the rounds the median. Results are verified
+first.
 The report goes to benchmarks/results/hierarchical_<hardware>-two-hosts_<yyyymm>.md.
 """
 
@@ -17,7 +18,7 @@ from typing import Annotated, Any, Final
 import harness
 import torch
 import typer
-from harness import HARDWARE, Dated, Hardware, Rate, Rounds, Way
+from harness import HARDWARE, Call, Dated, Hardware, Rate, Rounds
 from two_hosts import TwoHosts, need_two_hosts
 
 import mcr_plus as mcr
@@ -36,13 +37,13 @@ STEPS: Final[dict[str, dict[str, Any]]] = {
     "steps msccl, gloo": {"local": {"backend": "msccl"}, "inter": {"backend": "gloo"}},
 }
 CODEC: Final = "steps msccl, gloo int8"
-WAYS: Final = (*FLAT, *STEPS, CODEC)
+CANDIDATES: Final = (*FLAT, *STEPS, CODEC)
 CONFIG: Final[dict[str, Any]] = {
     "version": 1,
     "backends": ["mpi", "gloo", "msccl"],
     "pipeline": [{"hierarchical": {"min": 0}}, {"compress": {}}, {"select": {}}, {"dispatch": {}}],
     "rules": [
-        *({"match": {"tag": way}, "hierarchical": options} for way, options in STEPS.items()),
+        *({"match": {"tag": candidate}, "hierarchical": options} for candidate, options in STEPS.items()),
         {
             "match": {"tag": CODEC},
             "hierarchical": {
@@ -55,16 +56,16 @@ CONFIG: Final[dict[str, Any]] = {
 
 
 def operation(
-    comm: mcr.Communicator, kind: str, nbytes: int, way: str
-) -> tuple[Way, torch.Tensor, torch.Tensor]:
+    comm: mcr.Communicator, kind: str, nbytes: int, candidate: str
+) -> tuple[Call, torch.Tensor, torch.Tensor]:
     """What runs an operation once, the tensor that it leaves its result in, and the result."""
     numel = nbytes // 4
-    named: Mapping[str, Any] = {"backend": way} if way in FLAT else {"tag": way}
+    named: Mapping[str, Any] = {"backend": candidate} if candidate in FLAT else {"tag": candidate}
     values = torch.full((numel,), float(comm.rank + 1))
     if kind == "all_reduce":
         # The largest value, so that it stays what it is when it is done again; codecs sum.
-        op: ReduceOp = mcr.AVG if way == CODEC else mcr.MAX
-        expected = (comm.size + 1) / 2 if way == CODEC else comm.size
+        op: ReduceOp = mcr.AVG if candidate == CODEC else mcr.MAX
+        expected = (comm.size + 1) / 2 if candidate == CODEC else comm.size
         return partial(comm.all_reduce, values, op, **named), values, torch.full((numel,), float(expected))
     if kind == "broadcast":
         return partial(comm.broadcast, values, 0, **named), values, torch.ones(numel)
@@ -74,29 +75,34 @@ def operation(
 
 
 def measure(rounds: int, turn_s: float, kinds: Sequence[str]) -> dict[str, Any] | None:
-    """On ranks: rows of kind, bytes, way and the median microseconds of the slowest rank."""
+    """On ranks: rows of kind, bytes, candidate and the median microseconds of the slowest rank."""
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     with mcr.init(CONFIG) as comm:
         for kind in kinds:
             for nbytes in SIZES:
-                found = {way: operation(comm, kind, nbytes, way) for way in WAYS}
-                for way, (run, result, expected) in found.items():
+                found = {candidate: operation(comm, kind, nbytes, candidate) for candidate in CANDIDATES}
+                for candidate, (run, result, expected) in found.items():
                     run()
                     if not torch.allclose(result, expected, rtol=0.01):
-                        raise SystemExit(f"{way}: {kind} of {nbytes} bytes is wrong")
+                        raise SystemExit(f"{candidate}: {kind} of {nbytes} bytes is wrong")
                 times = harness.slowest(
-                    {way: run for way, (run, _, _) in found.items()},
+                    {candidate: run for candidate, (run, _, _) in found.items()},
                     rounds,
                     comm.barrier,
                     lambda spent: max(comm.all_gather_object(spent)),
                     turn_s=turn_s,
                     most=20,
                 )
-                middle = {way: median(each) for way, each in times.items()}
-                rows += [{"kind": kind, "bytes": nbytes, "way": way, "us": us} for way, us in middle.items()]
+                middle = {candidate: median(each) for candidate, each in times.items()}
+                rows += [
+                    {"kind": kind, "bytes": nbytes, "way": candidate, "us": us}
+                    for candidate, us in middle.items()
+                ]
                 if comm.rank == 0:
-                    print(kind, nbytes, {way: f"{us:.4g}" for way, us in middle.items()}, flush=True)
+                    print(
+                        kind, nbytes, {candidate: f"{us:.4g}" for candidate, us in middle.items()}, flush=True
+                    )
     return {"rows": rows, "libraries": libraries(), "ranks": comm.size} if comm.rank == 0 else None
 
 
@@ -110,17 +116,23 @@ def text_of(document: Mapping[str, Any], rate: str, per_host: int) -> str:
     rows = document["rows"]
     note = (
         f"{document['libraries']}; two network namespaces with {per_host} ranks and half of the cores each, "
-        "float32. Microseconds of the slowest rank, medians of rounds in which ways take turns. `mpi` and "
-        "`gloo` are the flat way; `steps a, b` is library a in the nodes and b between them."
+        "float32. Microseconds of the slowest rank, medians of rounds in which candidates take turns. `mpi` "
+        "and `gloo` are flat collectives; `steps a, b` is library a in the nodes and b between them."
     )
     parts: list[str] = []
     for kind in dict.fromkeys(row["kind"] for row in rows):
         lines = []
         for nbytes in dict.fromkeys(row["bytes"] for row in rows):
             times = {row["way"]: row["us"] for row in rows if (row["kind"], row["bytes"]) == (kind, nbytes)}
-            ratio = min(times[way] for way in FLAT) / min(times[way] for way in STEPS)
-            lines.append([format_size(nbytes), *(f"{times[way]:.4g}" for way in WAYS), f"{ratio:.2f}"])
-        parts += [f"### {kind}", harness.markdown(["bytes", *WAYS, "best flat / best in steps"], lines)]
+            ratio = min(times[candidate] for candidate in FLAT) / min(times[candidate] for candidate in STEPS)
+            lines.append(
+                [
+                    format_size(nbytes),
+                    *(f"{times[candidate]:.4g}" for candidate in CANDIDATES),
+                    f"{ratio:.2f}",
+                ]
+            )
+        parts += [f"### {kind}", harness.markdown(["bytes", *CANDIDATES, "best flat / best in steps"], lines)]
     return harness.page(f"Collectives in steps over a link of {rate}", harness.command(), note, *parts)
 
 

@@ -25,7 +25,7 @@ from typing import Any, Final
 import harness
 import numpy as np
 import torch
-from harness import Output, Rounds, Way
+from harness import Call, Output, Rounds
 from mpi4py import MPI
 
 from mcr_plus.backends.base import Start
@@ -42,13 +42,13 @@ from mcr_plus.core.units import format_size, parse_size
 
 KINDS: Final = ("all_reduce", "all_gather", "all_to_all", "send_recv")
 SIZES: Final = "8,64,1KiB,4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
-WAYS: Final = ("msccl", "mpi", "gloo", "copy")
-HEAD: Final = ["operation", "size", *WAYS, "mpi / msccl", "gloo / msccl", "msccl / copy"]
+LIBRARIES: Final = ("msccl", "mpi", "gloo", "copy")
+HEAD: Final = ["operation", "size", *LIBRARIES, "mpi / msccl", "gloo / msccl", "msccl / copy"]
 
 
-def ways(
+def candidates(
     kind: str, nbytes: int, comm: Any, gloo: Any, queue: WorkQueue, collectives: DirectCollectives
-) -> tuple[dict[str, Way], Any]:
+) -> tuple[dict[str, Call], Any]:
     """How to do an operation on as many bytes by each library; and what compares the result."""
     me, ranks = comm.rank, comm.size
     count = max(ranks, nbytes // 4 // ranks * ranks)
@@ -61,7 +61,7 @@ def ways(
     if kind == "all_reduce":
         state = collectives.bind(collectives_kernels.ALL_REDUCE, count, 4, kernels)
         wanted = whole * (ranks * (ranks + 1) // 2)
-        calls: tuple[Way, Way] = (
+        calls: tuple[Call, Call] = (
             _mpi(comm.Allreduce, source, target),
             lambda: gloo.allreduce([target]).wait(),
         )
@@ -88,9 +88,9 @@ def ways(
         while not poll():
             os.sched_yield()
 
-    def check(way: Way) -> bool:
+    def check(call: Call) -> bool:
         target.copy_(source)
-        way()
+        call()
         return torch.equal(target, wanted)
 
     copied, into = source.numpy(), target.numpy()
@@ -98,7 +98,7 @@ def ways(
     return found, check
 
 
-def message_ways(nbytes: int, comm: Any, gloo: Any, box: PointToPoint) -> tuple[dict[str, Way], Any]:
+def message_candidates(nbytes: int, comm: Any, gloo: Any, box: PointToPoint) -> tuple[dict[str, Call], Any]:
     """The same for a message there and back."""
     count, peer, first = max(1, nbytes // 4), comm.rank ^ 1, comm.rank % 2 == 0
     source = torch.arange(count, dtype=torch.float32) % 1000 * (comm.rank + 1)
@@ -116,7 +116,7 @@ def message_ways(nbytes: int, comm: Any, gloo: Any, box: PointToPoint) -> tuple[
 
     copied, into = source.numpy(), target.numpy()
     given, gotten = [copied, MPI.FLOAT], [into, MPI.FLOAT]
-    steps: dict[str, tuple[Way, Way]] = {
+    steps: dict[str, tuple[Call, Call]] = {
         "msccl": (lambda: finish(send, outgoing), lambda: finish(receive, incoming)),
         "mpi": (lambda: comm.Send(given, peer), lambda: comm.Recv(gotten, peer)),
         "gloo": (
@@ -126,22 +126,22 @@ def message_ways(nbytes: int, comm: Any, gloo: Any, box: PointToPoint) -> tuple[
         "copy": (lambda: np.copyto(into, copied), lambda: np.copyto(into, copied)),
     }
 
-    def both(one: Way, other: Way) -> Way:
+    def both(one: Call, other: Call) -> Call:
         def call() -> None:
             one()
             other()
 
         return call
 
-    def check(way: Way) -> bool:
+    def check(call: Call) -> bool:
         target.zero_()
-        way()
+        call()
         return torch.equal(target, wanted)
 
     return {name: both(*(pair if first else pair[::-1])) for name, pair in steps.items()}, check
 
 
-def _mpi(call: Callable[[Any, Any], object], source: torch.Tensor, target: torch.Tensor) -> Way:
+def _mpi(call: Callable[[Any, Any], object], source: torch.Tensor, target: torch.Tensor) -> Call:
     first, second = [source.numpy(), MPI.FLOAT], [target.numpy(), MPI.FLOAT]
     return lambda: call(first, second)
 
@@ -152,8 +152,8 @@ def row_of(kind: str, nbytes: int, spent: dict[str, list[float]]) -> list[str]:
     return [
         kind,
         format_size(nbytes),
-        *(f"{middle[way]:.1f} ({min(spent[way]):.1f})" for way in WAYS),
-        *(f"{middle[way] / middle['msccl']:.2f}" for way in ("mpi", "gloo")),
+        *(f"{middle[name]:.1f} ({min(spent[name]):.1f})" for name in LIBRARIES),
+        *(f"{middle[name] / middle['msccl']:.2f}" for name in ("mpi", "gloo")),
         f"{middle['msccl'] / middle['copy']:.2f}",
     ]
 
@@ -188,10 +188,10 @@ def main(kinds: str = ",".join(KINDS), sizes: str = SIZES, rounds: Rounds = 9, o
     for kind in harness.chosen(kinds.split(","), KINDS, "kind"):
         for nbytes in map(parse_size, sizes.split(",")):
             if kind == "send_recv":
-                found, check = message_ways(nbytes, comm, gloo, box)
+                found, check = message_candidates(nbytes, comm, gloo, box)
             else:
-                found, check = ways(kind, nbytes, comm, gloo, queue, collectives)
-            wrong = [name for name in WAYS[:3] if not check(found[name])]
+                found, check = candidates(kind, nbytes, comm, gloo, queue, collectives)
+            wrong = [name for name in LIBRARIES[:3] if not check(found[name])]
             if wrong:
                 raise SystemExit(f"{kind} of {nbytes} bytes: wrong results of {', '.join(wrong)}")
             spent = harness.slowest(

@@ -2,8 +2,9 @@
 
     mcr-plus run -n 2 benchmarks/bench_never_slower.py [--output FILE.md] [--json FILE]
 
-Every codec has had its first trial before it is timed. Ways take turns within one run; a ratio is that of
-the medians of the turns to the mean of those of the three ways without a codec, whose own show the noise.
+Every codec has had its first trial before it is timed. Candidates take turns within one run; a ratio is that
+of the medians of the turns to the mean of those of the three candidates without a codec, whose own show the
+noise.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import harness
 import torch
-from harness import Json, Output, Rounds, Way
+from harness import Call, Json, Output, Rounds
 from mpi4py import MPI
 
 import mcr_plus as mcr
@@ -51,7 +52,7 @@ def turn(comm: mcr.Communicator, tensor: torch.Tensor, calls: int, tag: str) -> 
 
 
 def measure(rounds: int) -> dict[str, dict[str, Any]]:
-    """Ratio to uncompressed and the codec that is in use, by size and way."""
+    """Ratio to uncompressed and the codec that is in use, by size and candidate."""
     found: dict[str, dict[str, Any]] = {}
     rules = [
         {"match": {"tag": name}, "compress": {**options, "never_slower": True}}
@@ -63,15 +64,17 @@ def measure(rounds: int) -> dict[str, dict[str, Any]]:
         os.sched_setaffinity(0, {mine[comm.rank % len(mine)]})
         for nbytes, calls in SIZES.items():
             tensor = torch.randn(64, nbytes // 256)
-            ways: dict[str, tuple[Way, int]] = {}
+            candidates: dict[str, tuple[Call, int]] = {}
             used: dict[str, str | None] = {}
             for name in CODECS:
                 turn(comm, tensor, TRIAL, name)()
                 with mcr.record() as log:
                     turn(comm, tensor, 1, name)()
                 used[name] = log.records[-1].codec
-                ways[name] = (turn(comm, tensor, 1, name), calls)
-            medians = {name: median(values) for name, values in harness.take_turns(ways, rounds).items()}
+                candidates[name] = (turn(comm, tensor, 1, name), calls)
+            medians = {
+                name: median(values) for name, values in harness.take_turns(candidates, rounds).items()
+            }
             none = mean(medians[name] for name, options in CODECS.items() if not options)
             ratios = {name: [medians[name] / none, used[name]] for name in CODECS}
             found[format_size(nbytes)] = {**ratios, "none, us": none}
@@ -88,8 +91,8 @@ def rows_of(results: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
 
 
 NOTE = (
-    "AVG all_reduce of float32; ratios of medians to the mean of those of the ways without a codec, and what "
-    "was in use at the beginning. Wanted: at most 1.03."
+    "AVG all_reduce of float32; ratios of medians to the mean of those of the candidates without a codec, "
+    "and what was in use at the beginning. Wanted: at most 1.03."
 )
 
 

@@ -18,7 +18,7 @@ from statistics import median
 import numpy as np
 import torch
 import torch.distributed as dist
-from harness import Json, Rounds, Way, join_gloo, program, show, take_turns, write_json
+from harness import Call, Json, Rounds, join_gloo, program, show, take_turns, write_json
 from mpi4py import MPI
 
 import mcr_plus as mcr
@@ -29,8 +29,8 @@ MANY = 10_000
 SIGNATURES = 4_000  # a group forgets those it knows after 4,096
 
 
-def candidates(comm: mcr.Communicator) -> dict[str, tuple[Way, int]]:
-    """An 8-byte all_reduce, in place, by each way; MAX keeps the values as they are."""
+def candidates(comm: mcr.Communicator) -> dict[str, tuple[Call, int]]:
+    """An 8-byte all_reduce, in place, by each candidate; MAX keeps the values as they are."""
     array = np.ones(2, np.float32)
     prepared = [array, 2, MPI.FLOAT]
     raw = MPI.COMM_WORLD.Dup()
@@ -46,13 +46,13 @@ def candidates(comm: mcr.Communicator) -> dict[str, tuple[Way, int]]:
     }
 
 
-def kinds(comm: mcr.Communicator) -> dict[str, tuple[Way, int]]:
+def kinds(comm: mcr.Communicator) -> dict[str, tuple[Call, int]]:
     """Other operations, each by mpi4py with prepared buffers and by `mcr`."""
     raw, numel = MPI.COMM_WORLD.Dup(), 2 * comm.size
     one, other = np.ones(numel, np.float32), np.ones(numel, np.float32)
     part, whole, result = torch.ones(2), torch.ones(numel), torch.ones(numel)
     own, rest = [one[:2], 2, MPI.FLOAT], [other, 2, MPI.FLOAT]  # counts are of one rank's part
-    calls: dict[str, Way] = {
+    calls: dict[str, Call] = {
         "broadcast, raw": lambda: raw.Bcast(own, 0),
         "broadcast": lambda: comm.broadcast(part, 0),
         "all_gather_into_tensor, raw": lambda: raw.Allgather(own, rest),

@@ -35,7 +35,7 @@ from typing import Final
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"
 STEPS: Final = ("torch", "import", "init", "first", "second")
-WAYS: Final = {"one process": 1, "mcr-plus run -n 2": 2, "torchrun's environment, 2 ranks": 2}
+LAUNCHES: Final = {"one process": 1, "mcr-plus run -n 2": 2, "torchrun's environment, 2 ranks": 2}
 LIMIT_S: Final = 300
 
 
@@ -64,38 +64,38 @@ def rank(folder: Path, size: int) -> None:
     mcr.finalize()
 
 
-def start(way: str, tree: Path, cache: str | None = None) -> dict[str, float]:
+def start(name: str, tree: Path, cache: str | None = None) -> dict[str, float]:
     """One job; milliseconds of each step on the slower rank, and `all` from the outside."""
     environment = {name: text for name, text in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environment["PYTHONPATH"] = str(tree)
     if cache is not None:
         environment["NUMBA_CACHE_DIR"] = cache
     with tempfile.TemporaryDirectory(prefix="mcr-startup-") as name:
-        words = [str(Path(__file__).resolve()), "--rank", name, str(WAYS[way])]
+        words = [str(Path(__file__).resolve()), "--rank", name, str(LAUNCHES[name])]
         began = time.perf_counter()
-        if way.startswith("mcr-plus"):
+        if name.startswith("mcr-plus"):
             line = [sys.executable, "-m", "mcr_plus.cli.main", "run", "-n", "2", *words]
             jobs = [subprocess.Popen(line, env=environment, cwd=tree)]
         else:
-            if WAYS[way] > 1:
+            if LAUNCHES[name] > 1:
                 with socket.socket() as probe:
                     probe.bind(("127.0.0.1", 0))
                     port = str(probe.getsockname()[1])
                 environment |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            ranks = [{"RANK": str(each), "LOCAL_RANK": str(each)} for each in range(WAYS[way])]
+            ranks = [{"RANK": str(each), "LOCAL_RANK": str(each)} for each in range(LAUNCHES[name])]
             line = [sys.executable, *words]
-            own = ranks if WAYS[way] > 1 else [{}]
+            own = ranks if LAUNCHES[name] > 1 else [{}]
             jobs = [subprocess.Popen(line, env={**environment, **each}, cwd=tree) for each in own]
         for job in jobs:
             if job.wait(LIMIT_S):
-                raise SystemExit(f"{way} in {tree}: exit code {job.returncode}")
+                raise SystemExit(f"{name} in {tree}: exit code {job.returncode}")
         whole = 1e3 * (time.perf_counter() - began)
         steps = [json.loads(path.read_text()) for path in Path(name).glob("rank*")]
     slowest = map(max, zip(*steps, strict=True))
     return {**dict(zip(STEPS, slowest, strict=True)), "all": whole}
 
 
-def row(tree: Path, way: str, rounds: list[dict[str, float]]) -> str:
+def row(tree: Path, name: str, rounds: list[dict[str, float]]) -> str:
     cells = []
     for step in (*STEPS, "all"):
         values = [each[step] for each in rounds]
@@ -103,7 +103,7 @@ def row(tree: Path, way: str, rounds: list[dict[str, float]]) -> str:
             statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
         )
         cells.append(f"{median:.0f} ({low:.0f} to {high:.0f})")
-    return f"| {'this one' if tree == ROOT else tree.name} | {way} | {' | '.join(cells)} |"
+    return f"| {'this one' if tree == ROOT else tree.name} | {name} | {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -117,11 +117,11 @@ def main() -> None:
     trees = [ROOT] if options.beside is None else [options.beside.resolve(), ROOT]
     times: dict[tuple[Path, str], list[dict[str, float]]] = defaultdict(list)
     for turn in range(options.rounds + 1):
-        for way in WAYS:
+        for name in LAUNCHES:
             for tree in trees:
-                found = start(way, tree)
+                found = start(name, tree)
                 if turn:
-                    times[tree, way].append(found)
+                    times[tree, name].append(found)
     for _ in range(options.cold):
         for tree in trees:
             with tempfile.TemporaryDirectory(prefix="mcr-kernels-") as cache:
@@ -143,7 +143,7 @@ def main() -> None:
         "",
         f"| checkout | job | {' | '.join((*STEPS, 'all'))} |",
         f"|---|---|{'--:|' * (len(STEPS) + 1)}",
-        *(row(tree, way, rounds) for (tree, way), rounds in times.items()),
+        *(row(tree, name, rounds) for (tree, name), rounds in times.items()),
     ]
     print("\n".join(lines))
     target = RESULTS / f"startup_{platform.machine().split('_')[0]}-{cores()}core_{date.today():%Y%m}.md"

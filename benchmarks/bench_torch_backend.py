@@ -18,7 +18,7 @@ from typing import Any, Final
 import harness
 import torch
 import torch.distributed as dist
-from harness import Output, Rounds, Way
+from harness import Call, Output, Rounds
 from torch import nn
 
 import mcr_plus as mcr
@@ -50,28 +50,28 @@ def row_of(what: str, spent: dict[str, list[float]]) -> list[str]:
     ]
 
 
-def all_reduces(nbytes: int, groups: dict[str, Any]) -> dict[str, Way]:
-    """An all_reduce of float32, by each way."""
+def all_reduces(nbytes: int, groups: dict[str, Any]) -> dict[str, Call]:
+    """An all_reduce of float32, by each candidate."""
     values = {name: torch.ones(nbytes // 4) for name in ("own call", *groups)}
     own, comm = values["own call"], groups["mcr"].communicator
-    ways: dict[str, Way] = {"own call": lambda: comm.all_reduce(own)}
+    candidates: dict[str, Call] = {"own call": lambda: comm.all_reduce(own)}
     for name, group in groups.items():
-        ways[name] = partial(dist.all_reduce, values[name], group=group)
-    for way in ways.values():
-        way()
+        candidates[name] = partial(dist.all_reduce, values[name], group=group)
+    for candidate in candidates.values():
+        candidate()
     if any(x[0] != dist.get_world_size() for x in values.values()):
         raise SystemExit(f"all_reduce of {nbytes} bytes: wrong results")
-    return {name: _scaled(way, values[name]) for name, way in ways.items()}
+    return {name: _scaled(candidate, values[name]) for name, candidate in candidates.items()}
 
 
-def _scaled(way: Way, values: torch.Tensor) -> Way:
+def _scaled(candidate: Call, values: torch.Tensor) -> Call:
     values.zero_()  # sums of sums would overflow
-    return way
+    return candidate
 
 
-def steps(inputs: int, hidden: int, groups: dict[str, Any]) -> dict[str, Way]:
+def steps(inputs: int, hidden: int, groups: dict[str, Any]) -> dict[str, Call]:
     """A training step in DistributedDataParallel, over each group."""
-    ways: dict[str, Way] = {}
+    candidates: dict[str, Call] = {}
     for name, group in groups.items():
         torch.manual_seed(0)
         widths = [inputs, hidden, inputs, hidden, inputs]
@@ -85,8 +85,8 @@ def steps(inputs: int, hidden: int, groups: dict[str, Any]) -> dict[str, Way]:
             model(data).square().mean().backward()
             optimizer.step()
 
-        ways[name] = step
-    return ways
+        candidates[name] = step
+    return candidates
 
 
 @harness.program

@@ -2,9 +2,9 @@
 
     python benchmarks/bench_training.py [--examples gpt,moe,dlrm] [--seeds 2] [--json FILE] [--plot FILE.png]
 
-Two ranks train the same job in every way, with the same weights to begin with and the same data. The final
+Two ranks train the same job with every method, from the same weights and with the same data. The final
 loss is the mean over the last twentieth of the steps. Differences to float32 are between runs of one seed;
-how much a way itself differs between seeds is shown beside it. Bytes are those that a rank sends while it
+how much a method itself differs between seeds is shown beside it. Bytes are those that a rank sends while it
 trains, by the formulas of nccl-tests.
 """
 
@@ -59,7 +59,7 @@ EXAMPLES: Final = {
 
 
 @dataclass(frozen=True)
-class Way:
+class Method:
     """What `compress` says for all_reduce, of gradients, and for all_to_all, of activations and theirs."""
 
     gradients: Mapping[str, Any] = field(default_factory=dict)
@@ -86,14 +86,14 @@ class Way:
 
 FLOAT32: Final = "float32"
 # Error feedback is for reductions. What is exchanged has none, so the sparse codec leaves it alone.
-WAYS: Final = {
-    FLOAT32: Way(),
-    "bf16": Way({"codec": "bf16"}, {"codec": "bf16"}),
-    "int8_block": Way({"codec": "int8_block"}, {"codec": "int8_block"}),
-    "fp8_block": Way({"codec": "fp8_block"}, {"codec": "fp8_block"}),
-    "int4_block + EF": Way({"codec": "int4_block", "error_feedback": True}, {"codec": "int4_block"}),
-    "topk 1 % + EF": Way({"codec": "topk", "ratio": 0.01, "error_feedback": True}),
-    "powersgd 4 + EF": Way({"codec": "powersgd", "rank": 4, "error_feedback": True}),
+METHODS: Final = {
+    FLOAT32: Method(),
+    "bf16": Method({"codec": "bf16"}, {"codec": "bf16"}),
+    "int8_block": Method({"codec": "int8_block"}, {"codec": "int8_block"}),
+    "fp8_block": Method({"codec": "fp8_block"}, {"codec": "fp8_block"}),
+    "int4_block + EF": Method({"codec": "int4_block", "error_feedback": True}, {"codec": "int4_block"}),
+    "topk 1 % + EF": Method({"codec": "topk", "ratio": 0.01, "error_feedback": True}),
+    "powersgd 4 + EF": Method({"codec": "powersgd", "rank": 4, "error_feedback": True}),
 }
 
 
@@ -102,7 +102,7 @@ class Run:
     """One job."""
 
     example: str
-    way: str
+    way: str  # the method
     seed: int
     wire: int  # bytes that a rank sent
     losses: list[float]  # by step
@@ -112,16 +112,16 @@ class Run:
         return mean(self.losses[-max(1, len(self.losses) // TAIL) :])
 
 
-def train(name: str, way: str, seed: int, steps: int, folder: Path) -> Run:
+def train(name: str, method: str, seed: int, steps: int, folder: Path) -> Run:
     """Run an example's program on two ranks."""
     config = folder / "pipeline.yaml"
-    config.write_text(json.dumps(WAYS[way].config()))
+    config.write_text(json.dumps(METHODS[method].config()))
     words = [*EXAMPLES[name].options, "--steps", str(steps), "--seed", str(seed), "--config", str(config)]
     if name == "dlrm":
         words += ["--data", str(rows_for(steps, folder))]
     result = harness.train(harness.here(2), name, *words)
     sent = sum(row["wire"] for row in result["communication"])
-    return Run(name, way, seed, sent, result["train_loss"]["steps"])
+    return Run(name, method, seed, sent, result["train_loss"]["steps"])
 
 
 def rows_for(steps: int, folder: Path) -> Path:
@@ -142,7 +142,7 @@ class Row:
     """A line of the table."""
 
     example: str
-    way: str
+    way: str  # the method
     wire: float  # bytes relative to float32's
     finals: list[float]  # loss at the end, by seed
     differences: list[float]  # from float32 of the same seed, relative
@@ -153,16 +153,16 @@ class Row:
 
 
 def rows_of(runs: Sequence[Run]) -> list[Row]:
-    """What the runs of each example and way come to, in their order; float32 must be among them."""
+    """What the runs of each example and method come to, in their order; float32 must be among them."""
     plain = {(run.example, run.seed): run for run in runs if run.way == FLOAT32}
     rows = []
-    for example, way in dict.fromkeys((run.example, run.way) for run in runs):
-        own = [run for run in runs if (run.example, run.way) == (example, way)]
+    for example, method in dict.fromkeys((run.example, run.way) for run in runs):
+        own = [run for run in runs if (run.example, run.way) == (example, method)]
         beside = [plain[example, run.seed] for run in own]
         rows.append(
             Row(
                 example,
-                way,
+                method,
                 sum(run.wire for run in own) / sum(run.wire for run in beside),
                 [run.final for run in own],
                 [run.final / other.final - 1 for run, other in zip(own, beside, strict=True)],
@@ -172,7 +172,7 @@ def rows_of(runs: Sequence[Run]) -> list[Row]:
 
 
 def spread(row: Row) -> float:
-    """How far a way's final losses lie apart between seeds, relative to their mean."""
+    """Range of a method's final losses over seeds, relative to their mean."""
     return (max(row.finals) - min(row.finals)) / mean(row.finals)
 
 
@@ -200,20 +200,22 @@ def smoothed(losses: Sequence[float], window: int) -> NDArray[np.float64]:
 
 
 def plot(runs: Sequence[Run], path: Path) -> None:
-    """A panel for each example, a curve for each way: means over a twentieth of the steps and over seeds."""
+    """A panel for each example, a curve for each method: means over 1/20 of the steps and over seeds."""
     examples = list(dict.fromkeys(run.example for run in runs))
     with harness.panels(path, len(examples), 4.3, 3.8) as figure:
         for axis, example in zip(figure.axes, examples, strict=True):
-            for index, way in enumerate(WAYS):
-                curves = [run.losses for run in runs if (run.example, run.way) == (example, way)]
+            for index, method in enumerate(METHODS):
+                curves = [run.losses for run in runs if (run.example, run.way) == (example, method)]
                 if not curves:
                     continue
                 window = max(1, len(curves[0]) // TAIL)
                 curve = np.mean([smoothed(losses, window) for losses in curves], axis=0)
                 style = (
-                    {"color": "black", "lw": 2.2} if way == FLOAT32 else {"color": f"C{index - 1}", "lw": 1.2}
+                    {"color": "black", "lw": 2.2}
+                    if method == FLOAT32
+                    else {"color": f"C{index - 1}", "lw": 1.2}
                 )
-                axis.plot(np.arange(window, len(curves[0]) + 1), curve, label=way, **style)
+                axis.plot(np.arange(window, len(curves[0]) + 1), curve, label=method, **style)
             axis.set_title(example)
             axis.set_xlabel("step")
             axis.set_ylabel(f"training loss, {EXAMPLES[example].unit}")
@@ -228,24 +230,24 @@ def document(runs: Sequence[Run]) -> dict[str, Any]:
 @harness.program
 def main(
     examples: str = ",".join(EXAMPLES),
-    ways: Annotated[str, typer.Option(help=f"{FLOAT32} is always among them.")] = ",".join(WAYS),
-    seeds: Annotated[int, typer.Option(help="How many each way is trained with.")] = 2,
+    ways: Annotated[str, typer.Option(help=f"{FLOAT32} is always among them.")] = ",".join(METHODS),
+    seeds: Annotated[int, typer.Option(help="How many each method is trained with.")] = 2,
     steps: Annotated[int | None, typer.Option(help="Of every job, instead of enough of them.")] = None,
     figures: Json = None,
     picture: Plot = None,
 ) -> None:
     names = harness.chosen(examples.split(","), EXAMPLES, "example")
-    all_ways = dict.fromkeys([FLOAT32, *harness.chosen(ways.split(","), WAYS, "way")])
+    methods = dict.fromkeys([FLOAT32, *harness.chosen(ways.split(","), METHODS, "way")])
     if picture is not None:
         check_available(picture)
     runs: list[Run] = []
     with tempfile.TemporaryDirectory() as folder:
-        for seed, name, way in product(range(seeds), names, all_ways):
+        for seed, name, method in product(range(seeds), names, methods):
             example = EXAMPLES[name]
-            if WAYS[way].needs_matrices and not example.matrices:
+            if METHODS[method].needs_matrices and not example.matrices:
                 continue
-            runs.append(train(name, way, seed, steps or example.steps, Path(folder)))
-            print(f"{name}  {way}  seed {seed}  final loss {runs[-1].final:.4f}", flush=True)
+            runs.append(train(name, method, seed, steps or example.steps, Path(folder)))
+            print(f"{name}  {method}  seed {seed}  final loss {runs[-1].final:.4f}", flush=True)
             harness.write_json(document(runs), figures)
     print_tables(rows_of(runs))
     if picture is not None:

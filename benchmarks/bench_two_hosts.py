@@ -6,7 +6,7 @@ Two network namespaces joined by a link of that rate, one rank and half of the c
 is the rank's share in a process without peers, on both hosts at once; communicating alone repeats the
 operations of a recorded step, one after another, by the same pipeline. Jobs take turns in rounds; a step's
 time is the median of its jobs' medians. Goals: at most 1.10 times the larger of the two, and never slower
-than DDP over gloo. With codecs (the ways of `bench_training`) the rest of the pipeline is that of "ours".
+than DDP over gloo. With codecs (the methods of `bench_training`) the rest of the pipeline is that of "ours".
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import bench_training as training
 import harness
 import torch
 import typer
-from harness import HARDWARE, MCR_PLUS, ROOT, Budget, Dated, Hardware, Rate, Rounds, Tables, Way
+from harness import HARDWARE, MCR_PLUS, ROOT, Budget, Call, Dated, Hardware, Rate, Rounds, Tables
 from two_hosts import TwoHosts, need_two_hosts
 
 import mcr_plus as mcr
@@ -51,7 +51,7 @@ EXAMPLES: Final = {
     "dlrm": Example("dlrm", ["--holdout", "0"], ["--batch-size", "64"]),
 }
 # Ours, by what differs in the pipeline.
-WAYS: dict[str, dict[str, dict[str, Any]]] = {
+CANDIDATES: dict[str, dict[str, dict[str, Any]]] = {
     "ours": {"fuse": {"plan": "exact"}},
     "ours, buckets by size": {"fuse": {}},
     "ours, progress thread": {"fuse": {"plan": "exact"}, "dispatch": {"progress": "thread"}},
@@ -59,13 +59,13 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
 TORCH = "torch gloo (DDP)"
 COMPUTE = "computing alone"
 COMMUNICATE = "communicating alone"
-CODECS = [way for way in training.WAYS if way != training.FLOAT32]
+CODECS = [candidate for candidate in training.METHODS if candidate != training.FLOAT32]
 
 
-def pipeline(table: Path, way: str) -> dict[str, Any]:
-    """The configuration of one of `WAYS`, or of ours with one of `CODECS`."""
-    rules = training.WAYS[way].rules() if way in CODECS else []
-    changed = WAYS["ours" if way in CODECS else way]
+def pipeline(table: Path, candidate: str) -> dict[str, Any]:
+    """The configuration of one of `CANDIDATES`, or of ours with one of `CODECS`."""
+    rules = training.METHODS[candidate].rules() if candidate in CODECS else []
+    changed = CANDIDATES["ours" if candidate in CODECS else candidate]
     stages = {"fuse": {}, "compress": {}, "select": {"table": str(table)}, "dispatch": {}}
     merged = [{name: {**options, **changed.get(name, {})}} for name, options in stages.items()]
     return {"version": 1, "backends": ["mpi", "gloo"], "pipeline": merged, "rules": rules}
@@ -87,9 +87,9 @@ class Bench:
             harness.on_both(self.hosts), EXAMPLES[example].program, *self._words(example), *words
         )
 
-    def ours(self, example: str, way: str) -> dict[str, Any]:
+    def ours(self, example: str, candidate: str) -> dict[str, Any]:
         config = self.folder / "pipeline.yaml"
-        config.write_text(json.dumps(pipeline(self.table, way)))
+        config.write_text(json.dumps(pipeline(self.table, candidate)))
         return self.job(example, "--config", str(config))
 
     def alone(self, example: str) -> float:
@@ -134,7 +134,7 @@ def replay(report: Mapping[str, Any], config: dict[str, Any]) -> float | None:
     return slowest if comm.rank == 0 else None
 
 
-def _operations(report: Mapping[str, Any], comm: mcr.Communicator) -> Iterator[Way]:
+def _operations(report: Mapping[str, Any], comm: mcr.Communicator) -> Iterator[Call]:
     """What a step of a job issues, by the means over its steps; vector operations with even parts."""
     for row in report["communication"]:
         count = max(1, round(row["count"] / report["steps"]))
@@ -145,7 +145,7 @@ def _operations(report: Mapping[str, Any], comm: mcr.Communicator) -> Iterator[W
             raise SystemExit(
                 f"a step with {kind} cannot be repeated; known: all_reduce, all_to_all, broadcast"
             )
-        call: Way = {
+        call: Call = {
             "all_reduce": partial(comm.all_reduce, values, mcr.MAX, tag=tag),
             "all_to_all": partial(comm.all_to_all_single, space, values, tag=tag),
             "broadcast": partial(comm.broadcast, values, 0, tag=tag),
@@ -154,57 +154,57 @@ def _operations(report: Mapping[str, Any], comm: mcr.Communicator) -> Iterator[W
 
 
 def suited(codecs: Sequence[str], example: str) -> list[str]:
-    """Those of the ways with codecs that do something for an example."""
+    """Those of the candidates with codecs that do something for an example."""
     matrices = training.EXAMPLES[EXAMPLES[example].program].matrices
-    return [way for way in codecs if matrices or not training.WAYS[way].needs_matrices]
+    return [candidate for candidate in codecs if matrices or not training.METHODS[candidate].needs_matrices]
 
 
 def measure(
     bench: Bench, example: str, rounds: int, codecs: Sequence[str]
 ) -> tuple[dict[str, float], dict[str, int]]:
-    """Milliseconds of a step by way, and bytes that a rank sends in it by our ways."""
+    """Milliseconds of a step by candidate, and bytes that a rank sends in it by our candidates."""
     turns: dict[str, list[float]] = {}
     sent: dict[str, int] = {}
     recorded: dict[str, Any] = {}
     for _ in range(rounds):
-        for way in (*WAYS, *codecs):
-            report = bench.ours(example, way)
-            turns.setdefault(way, []).append(report["step_seconds"])
-            sent[way] = sum(row["wire"] for row in report["communication"]) // report["steps"]
-            recorded = report if way == "ours" else recorded
+        for candidate in (*CANDIDATES, *codecs):
+            report = bench.ours(example, candidate)
+            turns.setdefault(candidate, []).append(report["step_seconds"])
+            sent[candidate] = sum(row["wire"] for row in report["communication"]) // report["steps"]
+            recorded = report if candidate == "ours" else recorded
         turns.setdefault(TORCH, []).append(bench.job(example, "--comms", "torch")["step_seconds"])
         turns.setdefault(COMPUTE, []).append(bench.alone(example))
         turns.setdefault(COMMUNICATE, []).append(bench.communication(recorded))
-    return {way: 1e3 * median(times) for way, times in turns.items()}, sent
+    return {candidate: 1e3 * median(times) for candidate, times in turns.items()}, sent
 
 
 def row_of(example: str, found: Mapping[str, float]) -> list[str]:
     """A line of the report's table."""
     bound = max(found[COMPUTE], found[COMMUNICATE])
-    best = min(found[way] for way in WAYS)
-    figures = [f"{found[way]:.1f}" for way in (COMPUTE, COMMUNICATE, *WAYS, TORCH)]
+    best = min(found[candidate] for candidate in CANDIDATES)
+    figures = [f"{found[candidate]:.1f}" for candidate in (COMPUTE, COMMUNICATE, *CANDIDATES, TORCH)]
     return [example, *figures, f"{best / bound:.2f}", f"{found[TORCH] / best:.2f}"]
 
 
 def codec_rows(example: str, found: Mapping[str, float], sent: Mapping[str, int]) -> list[list[str]]:
-    """Lines of the table of codecs: rates relative to the best way without one, and to DDP."""
-    best = min(WAYS, key=lambda way: found[way])
+    """Lines of the table of codecs: rates relative to the best candidate without one, and to DDP."""
+    best = min(CANDIDATES, key=lambda candidate: found[candidate])
     return [
         [
             example,
-            way,
-            f"{sent[way] / 2**20:.2f}",
-            f"{found[way]:.1f}",
-            f"{found[best] / found[way]:.2f}",
-            f"{found[TORCH] / found[way]:.2f}",
+            candidate,
+            f"{sent[candidate] / 2**20:.2f}",
+            f"{found[candidate]:.1f}",
+            f"{found[best] / found[candidate]:.2f}",
+            f"{found[TORCH] / found[candidate]:.2f}",
         ]
-        for way in (best, *(way for way in found if way in CODECS))
+        for candidate in (best, *(candidate for candidate in found if candidate in CODECS))
     ]
 
 
 def text_of(rows: list[list[str]], encoded: list[list[str]], rate: str) -> str:
     """The report as Markdown."""
-    head = ["example", COMPUTE, COMMUNICATE, *WAYS, TORCH, "best of ours / max", "DDP / best of ours"]
+    head = ["example", COMPUTE, COMMUNICATE, *CANDIDATES, TORCH, "best of ours / max", "DDP / best of ours"]
     note = (
         "two network namespaces, one rank and half of the cores on each. Milliseconds; medians of rounds in "
         "which all take turns. Wanted: at most 1.10 times the larger of computing and communicating, and DDP "
@@ -228,7 +228,7 @@ def text_of(rows: list[list[str]], encoded: list[list[str]], rate: str) -> str:
 def main(
     examples: Annotated[list[str], typer.Option(default_factory=lambda: list(EXAMPLES))],
     rate: Rate = "1gbit",
-    codecs: Annotated[str, typer.Option(help="Ways with codecs; '' for none.")] = ",".join(CODECS),
+    codecs: Annotated[str, typer.Option(help="Methods with codecs; '' for none.")] = ",".join(CODECS),
     steps: Annotated[int, typer.Option(help="Of each job.")] = 20,
     rounds: Rounds = 3,
     table: Tables = None,
@@ -237,7 +237,7 @@ def main(
     output: Dated = None,
 ) -> None:
     harness.chosen(examples, EXAMPLES, "example")
-    ways = harness.chosen(codecs.split(","), CODECS, "way") if codecs else []
+    candidates = harness.chosen(codecs.split(","), CODECS, "way") if codecs else []
     need_two_hosts()
     rows, encoded = [], []
     with TwoHosts(rate) as hosts, tempfile.TemporaryDirectory() as folder:
@@ -246,10 +246,10 @@ def main(
         if not known.exists():
             bench.tune(tune)
         for example in examples:
-            found, sent = measure(bench, example, rounds, suited(ways, example))
+            found, sent = measure(bench, example, rounds, suited(candidates, example))
             rows.append(row_of(example, found))
             print(*rows[-1], sep="  ", flush=True)
-            if ways:
+            if candidates:
                 encoded += codec_rows(example, found, sent)
                 print(*("  ".join(row) for row in encoded if row[0] == example), sep="\n", flush=True)
     harness.write(text_of(rows, encoded, rate), output, f"steps_{hardware}-two-hosts")

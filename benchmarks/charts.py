@@ -22,7 +22,7 @@ IMAGES: Final = ROOT / "docs" / "images"
 BESIDE: Final = RESULTS / "beside_x86-2core_202611.md"
 TWO_HOSTS: Final = RESULTS / "steps_x86-2core-two-hosts_202611.md"
 TORCH_BACKEND: Final = RESULTS / "torch-backend_x86-2core_202611.md"
-WAYS: Final = {
+LABELS: Final = {
     "torch gloo": "torch.distributed, gloo",
     "raw Open MPI": "Open MPI by mpi4py",
     "raw MPICH": "MPICH by mpi4py",
@@ -74,11 +74,11 @@ def tables(text: str) -> dict[str, list[dict[str, str]]]:
 
 
 def latencies(path: Path = BESIDE) -> dict[str, dict[int, float]]:
-    """Median microseconds of an all_reduce on a quiet machine, by way and bytes."""
+    """Median microseconds of an all_reduce on a quiet machine, by candidate and bytes."""
     rows = tables(path.read_text())["beside 0 busy processes, 2 ranks"]
     return {
-        way: {parse_size(row["bytes"]): float(row[way].split("/")[0].replace(",", "")) for row in rows}
-        for way in WAYS
+        name: {parse_size(row["bytes"]): float(row[name].split("/")[0].replace(",", "")) for row in rows}
+        for name in LABELS
     }
 
 
@@ -117,12 +117,12 @@ def last_table(path: Path) -> list[dict[str, str]]:
 
 
 def draw_latencies(axes: Any, style: Style) -> None:
-    """One line per way: microseconds over bytes, both logarithmic."""
+    """One line per candidate: microseconds over bytes, both logarithmic."""
     others = iter(style.others)
-    for way, points in latencies().items():
-        ours = way == "default"
+    for name, points in latencies().items():
+        ours = name == "default"
         axes.plot(
-            list(points), list(points.values()), label=WAYS[way], marker="o", markersize=5 if ours else 4,
+            list(points), list(points.values()), label=LABELS[name], marker="o", markersize=5 if ours else 4,
             color=style.ours if ours else next(others), linewidth=2.5 if ours else 1.5,
         )  # fmt: skip
     sizes = list(latencies()["default"])

@@ -38,7 +38,7 @@ HARDWARE: Final = f"{platform.machine()}-{cores()}core"
 WORDS: Final = ("way", "call", "codec", "example", "what", "goal", "operation")
 """Columns of names; the others are figures and stand to the right."""
 
-Way = Callable[[], object]
+Call = Callable[[], object]
 Rows = Iterable[Sequence[str]]
 Launch = Callable[[Sequence[str]], object]
 Choice = TypeVar("Choice")
@@ -47,7 +47,7 @@ Result = TypeVar("Result")
 
 # --- options --------------------------------------------------------------------------------------------
 
-Rounds = Annotated[int, typer.Option(min=1, help="How often every way has its turn.")]
+Rounds = Annotated[int, typer.Option(min=1, help="How often every candidate has its turn.")]
 Output = Annotated[Path | None, typer.Option(help="Also write a report to this file.")]
 Dated = Annotated[Path | None, typer.Option("--output", help="Another file than the dated one.")]
 Hardware = Annotated[str, typer.Option(help="For the file's name.")]
@@ -149,62 +149,62 @@ def join_gloo(comm: mcr.Communicator) -> None:
 
 
 def in_turns(
-    ways: Mapping[str, Choice], rounds: int, turn: Callable[[Choice], Result]
+    candidates: Mapping[str, Choice], rounds: int, turn: Callable[[Choice], Result]
 ) -> dict[str, list[Result]]:
-    """What `turn` finds for each way in each round.
+    """The results of `turn` for each candidate, one per round.
 
-    Noise meets all alike. Every round has another order, the same on all ranks, since who follows whom
-    matters.
+    Noise affects all candidates alike. Every round has another order, the same on all ranks, because a
+    candidate may affect the next one.
     """
-    found: dict[str, list[Result]] = {name: [] for name in ways}
+    results: dict[str, list[Result]] = {name: [] for name in candidates}
     for number in range(rounds):
-        for name in Random(number).sample(sorted(ways), len(ways)):
-            found[name].append(turn(ways[name]))
-    return found
+        for name in Random(number).sample(sorted(candidates), len(candidates)):
+            results[name].append(turn(candidates[name]))
+    return results
 
 
-def seconds(way: Way, calls: int = 1) -> float:
-    """Of a call, the mean of so many on this rank."""
+def seconds(call: Call, calls: int = 1) -> float:
+    """Mean time of a call on this rank, over `calls` calls."""
     began = time.perf_counter()
     for _ in range(calls):
-        way()
+        call()
     return (time.perf_counter() - began) / calls
 
 
-def take_turns(ways: Mapping[str, tuple[Way, int]], rounds: int) -> dict[str, list[float]]:
-    """Microseconds of a call on this rank by way and round; a turn is as many calls as stand beside it."""
+def take_turns(candidates: Mapping[str, tuple[Call, int]], rounds: int) -> dict[str, list[float]]:
+    """Microseconds of a call on this rank, by candidate and round; a candidate names its calls per turn."""
     from mpi4py import MPI
 
-    def turn(way: tuple[Way, int]) -> float:
-        call, calls = way
+    def turn(repeated: tuple[Call, int]) -> float:
+        call, calls = repeated
         seconds(call, max(3, calls // 50))
         MPI.COMM_WORLD.Barrier()
         return 1e6 * seconds(call, calls)
 
-    return in_turns(ways, rounds, turn)
+    return in_turns(candidates, rounds, turn)
 
 
 def slowest(
-    ways: Mapping[str, Way],
+    candidates: Mapping[str, Call],
     rounds: int,
-    barrier: Way,
+    barrier: Call,
     largest: Callable[[float], float],
     *,
     turn_s: float = 0.02,
     most: int = 300,
 ) -> dict[str, list[float]]:
-    """Microseconds of a call on the slowest rank by way and round; a turn is as many calls as fit in it.
+    """Microseconds of a call on the slowest rank by candidate and round; a turn has as many calls as fit.
 
-    `largest` is the largest of all ranks' numbers.
+    `largest` returns the maximum of a number over the ranks.
     """
 
-    def timed(way: Way, calls: int) -> float:
+    def timed(call: Call, calls: int) -> float:
         barrier()
-        way()
-        return 1e6 * largest(seconds(way, calls))
+        call()
+        return 1e6 * largest(seconds(call, calls))
 
-    calls = {name: max(1, min(most, int(1e6 * turn_s / timed(way, 2)))) for name, way in ways.items()}
-    turns = {name: partial(timed, way, calls[name]) for name, way in ways.items()}
+    calls = {name: max(1, min(most, int(1e6 * turn_s / timed(call, 2)))) for name, call in candidates.items()}
+    turns = {name: partial(timed, call, calls[name]) for name, call in candidates.items()}
     return in_turns(turns, rounds, lambda turn: turn())
 
 

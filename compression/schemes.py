@@ -172,7 +172,9 @@ class AdditiveRounds(Scheme):
     @property
     def description(self) -> str:  # noqa: D102
         rounds = self.codec.rounds(self._shapes, self.ranks)
-        return "all_reduce of " + " and ".join(f"{each.numel} × {dtype_name(each.dtype)}" for each in rounds)
+        return "all_reduce of " + " and ".join(
+            f"{reduction.numel} × {dtype_name(reduction.dtype)}" for reduction in rounds
+        )
 
     def bind(self, next: Next) -> Issue:  # noqa: D102
         signature, rounds = self.signature, self.codec.rounds(self._shapes, self.ranks)
@@ -180,14 +182,14 @@ class AdditiveRounds(Scheme):
         like = signature.replace(parts=None, key=None)
         self._signatures = [
             like.replace(
-                dtype=each.dtype,
-                shape=(each.numel,),
-                nbytes=each.numel * each.dtype.itemsize,
-                reduce_op=each.op,
+                dtype=reduction.dtype,
+                shape=(reduction.numel,),
+                nbytes=reduction.numel * reduction.dtype.itemsize,
+                reduce_op=reduction.op,
             )
-            for each in rounds
+            for reduction in rounds
         ]
-        self._issues = [next(wanted) for wanted in self._signatures]
+        self._issues = [next(reduction) for reduction in self._signatures]
         return Issue(self.start)
 
     @property
@@ -199,7 +201,7 @@ class AdditiveRounds(Scheme):
         values = message.outputs[0].view(-1)
         if message.inputs[0] is not message.outputs[0]:
             values.copy_(message.inputs[0].view(-1))
-        wires = [lease.tensor(each.numel, each.dtype) for each in self._rounds]
+        wires = [lease.tensor(reduction.numel, reduction.dtype) for reduction in self._rounds]
         state = self.state(values, values.numel())
         state.one_at_a_time = True
         earlier = message.prepare
@@ -411,7 +413,7 @@ def payload_bytes(codec: Codec, signature: Signature) -> int | None:
     if isinstance(codec, PayloadCodec):
         return codec.wire_nbytes(signature.nbytes // signature.dtype.itemsize)
     rounds = codec.rounds(signature.parts or (signature.shape,), signature.ranks)
-    return sum(each.numel * each.dtype.itemsize for each in rounds)
+    return sum(reduction.numel * reduction.dtype.itemsize for reduction in rounds)
 
 
 def wire_bytes(codec: Codec, signature: Signature) -> int | None:

@@ -263,9 +263,9 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """`all_gather_into_tensor` of each pair; small ones of a dtype travel as one. One handle."""
-        each = [calls.all_gather_into_tensor(self._group, *pair) for pair in calls.pairs(outputs, inputs)]
-        sources, targets = [call.inputs[0] for call in each], [call.outputs[0] for call in each]
+        """`all_gather_into_tensor` of each pair; small ones of a dtype are sent as one. One handle."""
+        pairs = [calls.all_gather_into_tensor(self._group, *pair) for pair in calls.pairs(outputs, inputs)]
+        sources, targets = [call.inputs[0] for call in pairs], [call.outputs[0] for call in pairs]
         return coalesced(self, "all_gather", sources, targets, async_op, options)
 
     def reduce_scatter_coalesced(
@@ -276,9 +276,9 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """`reduce_scatter_tensor` of each pair; small ones of a dtype travel as one. One handle."""
-        each = [calls.reduce_scatter_tensor(self._group, *pair) for pair in calls.pairs(outputs, inputs)]
-        sources, targets = [call.inputs[0] for call in each], [call.outputs[0] for call in each]
+        """`reduce_scatter_tensor` of each pair; small ones of a dtype are sent as one. One handle."""
+        pairs = [calls.reduce_scatter_tensor(self._group, *pair) for pair in calls.pairs(outputs, inputs)]
+        sources, targets = [call.inputs[0] for call in pairs], [call.outputs[0] for call in pairs]
         return coalesced(self, "reduce_scatter", sources, targets, async_op, options, op)
 
     # -- point to point ---------------------------------------------------------------------------
@@ -329,7 +329,7 @@ class Operations(ABC):
             comm = operation.group or self
             call = BUILDERS[name](comm._group, operation.tensor, operation.peer, operation.tag)
             ready.append(comm.prepared(call, True, {}))
-        return [each.start() for each in ready]
+        return [prepared.start() for prepared in ready]
 
     # -- issuing ----------------------------------------------------------------------------------
 

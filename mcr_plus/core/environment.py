@@ -222,7 +222,7 @@ def quota_cores(root: Path = Path("/")) -> float:
         mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
         folder = Path(path.lstrip("/"))
         # A container may see its own cgroup as the root.
-        limits += [_quota(mount / each) for each in (folder, *folder.parents)]
+        limits += [_quota(mount / group) for group in (folder, *folder.parents)]
     return min(limits)
 
 
@@ -298,10 +298,10 @@ def _slurm_step(env: Mapping[str, str]) -> bool:
 def _slurm_ranks(env: Mapping[str, str]) -> tuple[int, int, int, int]:
     # SLURM_NTASKS is the allocation's when the step was started with fewer tasks than that.
     size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
-    found = dict(env)
+    variables = dict(env)
     if "SLURM_STEP_TASKS_PER_NODE" in env:
-        found["SLURM_NTASKS_PER_NODE"] = str(_tasks_on_node(env))
-    return _ranks(found, _Variables("SLURM_PROCID", size, "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"))
+        variables["SLURM_NTASKS_PER_NODE"] = str(_tasks_on_node(env))
+    return _ranks(variables, _Variables("SLURM_PROCID", size, "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"))
 
 
 def _slurm_rendezvous(env: Mapping[str, str]) -> dict[str, str]:
@@ -320,9 +320,9 @@ def _slurm_rendezvous(env: Mapping[str, str]) -> dict[str, str]:
 
 def _first_host(nodes: str) -> str:
     """`gpu03-ib` of Slurm's `gpu[03-05,09]-ib,cpu1`."""
-    found = re.match(r"([^,\[\]]*)(?:\[([^,\[\]-]+)[^\]]*\])?([^,\[\]]*)", nodes)
-    assert found is not None, "every part of the pattern may be empty"
-    host = "".join(part or "" for part in found.groups())
+    match = re.match(r"([^,\[\]]*)(?:\[([^,\[\]-]+)[^\]]*\])?([^,\[\]]*)", nodes)
+    assert match is not None, "every part of the pattern may be empty"
+    host = "".join(part or "" for part in match.groups())
     if not host:
         raise LaunchError(f"SLURM_STEP_NODELIST={nodes!r}: expected host names such as gpu[03-05],gpu09")
     return host
@@ -333,10 +333,10 @@ def _tasks_on_node(env: Mapping[str, str]) -> int:
     text = env["SLURM_STEP_TASKS_PER_NODE"]
     counts: list[int] = []
     for item in text.split(","):
-        found = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,6})\))?", item, re.ASCII)
-        if found is None:
+        match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,6})\))?", item, re.ASCII)
+        if match is None:
             raise LaunchError(f"SLURM_STEP_TASKS_PER_NODE={text!r}: expected counts such as 2(x3),1")
-        counts += [int(found[1])] * int(found[2] or 1)
+        counts += [int(match[1])] * int(match[2] or 1)
     node = _integer(env, "SLURM_NODEID") or 0
     if node >= len(counts):
         raise LaunchError(f"SLURM_NODEID={node}: SLURM_STEP_TASKS_PER_NODE={text!r} has {len(counts)} nodes")

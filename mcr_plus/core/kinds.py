@@ -88,8 +88,8 @@ def _by_links(ranks: int) -> float:
 
 
 COLLECTIVES: Final[Mapping[str, Collective]] = {
-    each.kind: each
-    for each in (
+    row.kind: row
+    for row in (
         Collective(
             "all_reduce", reduces=True, in_place=True, same_result=True, msccl="allreduce",
             bus_factor=lambda n: 2 * _by_links(n), mpi="allreduce", torch="all_reduce",

@@ -24,10 +24,10 @@ MAX_INTEGER = (1 << 63) - 1
 def parse_size(value: object) -> int:
     """Read a size in bytes: an int, or a text such as "64KiB"; raises `ValueError` with the expected form."""
     if isinstance(value, str):
-        found = re.fullmatch(r"(\d{1,19}) ?([A-Za-z]*)", value.strip(), re.ASCII)
-        if found is None:
+        match = re.fullmatch(r"(\d{1,19}) ?([A-Za-z]*)", value.strip(), re.ASCII)
+        if match is None:
             raise ValueError(f"expected a size such as 64KiB or a number of bytes, got {short(value)}")
-        number, unit = found.groups()
+        number, unit = match.groups()
         if unit and unit not in SIZE_UNITS:
             raise ValueError(f"wrong unit {unit!r}; expected bytes or {', '.join(SIZE_UNITS)}")
         value = int(number) * SIZE_UNITS[unit or "B"]
@@ -80,10 +80,10 @@ def _seconds(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError(expected)
     if isinstance(value, str):
-        found = re.fullmatch(r"(-?\d{1,19}(?:\.\d+)?) ?([A-Za-z]*)", value.strip(), re.ASCII)
-        if found is None:
+        match = re.fullmatch(r"(-?\d{1,19}(?:\.\d+)?) ?([A-Za-z]*)", value.strip(), re.ASCII)
+        if match is None:
             raise ValueError(expected)
-        number, unit = found.groups()
+        number, unit = match.groups()
         if unit and unit not in DURATION_UNITS:
             raise ValueError(f"wrong unit {unit!r}; expected seconds or {', '.join(DURATION_UNITS)}")
         return float(number) * DURATION_UNITS[unit or "s"]
@@ -135,8 +135,8 @@ def parse_range(value: object, parse: Callable[[object], int] = parse_size) -> R
     if isinstance(value, Range):
         return value
     text = value.strip() if isinstance(value, str) else ""
-    found = _bounds(text, parse) if text else None
-    lo, hi = found if found is not None else (parse(value), parse(value) + 1)
+    bounds = _bounds(text, parse) if text else None
+    lo, hi = bounds if bounds is not None else (parse(value), parse(value) + 1)
     if hi is not None and hi <= lo:
         raise ValueError(f"empty range {short(value)}; expected a lower end below the upper one")
     return Range(lo, hi)
@@ -147,10 +147,10 @@ def _bounds(text: str, parse: Callable[[object], int]) -> tuple[int, int | None]
     if ".." in text:
         lo, _, hi = text.partition("..")
         return parse(lo), parse(hi) if hi.strip() else None
-    found = re.match(r"(>=|<=|==|>|<)", text)
-    if found is None:
+    match = re.match(r"(>=|<=|==|>|<)", text)
+    if match is None:
         return None
-    number = parse(text[found.end() :])
+    number = parse(text[match.end() :])
     ends: dict[str, tuple[int, int | None]] = {
         ">=": (number, None),
         ">": (number + 1, None),
@@ -158,4 +158,4 @@ def _bounds(text: str, parse: Callable[[object], int]) -> tuple[int, int | None]
         "<": (0, number),
         "==": (number, number + 1),
     }
-    return ends[found.group()]
+    return ends[match.group()]

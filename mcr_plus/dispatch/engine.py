@@ -372,7 +372,7 @@ class Engine:
             if self.try_poll(work):
                 return
             self.progress()
-        others = self.blocked or self.unordered or any(each is not work for each in list(self.in_flight))
+        others = self.blocked or self.unordered or any(other is not work for other in list(self.in_flight))
         pause.sleep(_SHARED_NAP if others else 1.0)
 
     def _check(self, work: IssuedWork, waited: float, *, flushes: bool = True) -> None:
@@ -409,15 +409,15 @@ class Engine:
         state = work.operation.state
         state.publish()
         pending = work.operation.backend_channel.pending
-        unstarted = [each for each in pending if each is not work and not each.is_done]
-        # Operations before it do not start any more either, and peers wait for them.
-        first = min([work.sequence, *(each.sequence for each in unstarted)])
+        unstarted = [other for other in pending if other is not work and not other.is_done]
+        # Deferred operations before it do not start any more either, and peers wait for them.
+        first = min([work.sequence, *(other.sequence for other in unstarted)])
         relayed = error.passed_on if isinstance(error, McrError) else ""
         state.board.mark_failed(Failure(first, relayed or f"{type(error).__name__}: {error}"))
         state.fail(error)
         kind = OrderMismatch if isinstance(error, OrderMismatch) else BackendError
-        for each in unstarted:
-            each.fail(kind(f"not started: another operation has failed: {error}"))
+        for other in unstarted:
+            other.fail(kind(f"not started: another operation has failed: {error}"))
         self._fail_dependents()
 
     def _fail_dependents(self) -> None:
@@ -426,13 +426,13 @@ class Engine:
             return
         self._failing_dependents = True
         try:
-            found = True
-            while found:
+            any_failed = True
+            while any_failed:
                 deferred = [work for channel in self.blocked for work in channel.pending if not work.is_done]
                 failed = [(work, error) for work in deferred if (error := _error_before(work)) is not None]
                 for work, error in failed:
                     self.fail(work, error)
-                found = bool(failed)
+                any_failed = bool(failed)
         finally:
             self._failing_dependents = False
 
@@ -442,7 +442,7 @@ class Engine:
         Its operations in flight fail, in all groups; later ones are refused.
         """
         name = work.operation.signature.backend
-        backend = next((each for each in self.backends if each.name == name), None)
+        backend = next((known for known in self.backends if known.name == name), None)
         reason = "" if backend is None else backend.breaks(error)
         if backend is None or not reason:
             return
@@ -450,7 +450,7 @@ class Engine:
         self.off[backend.name] = reason
         for operation in self.bound:
             self.refuse_if_off(operation)
-        deferred = [each for channel in self.blocked for each in channel.pending]
+        deferred = [pending for channel in self.blocked for pending in channel.pending]
         for other in (*self.in_flight, *self.unordered, *deferred):
             if other is not work and not other.is_done and other.operation.signature.backend == name:
                 self.peers.keep.append(

@@ -289,7 +289,7 @@ class HierarchicalAllToAll(Decomposition):
         inside = [j * nodes.size + k for k in range(nodes.size) for j in range(nodes.count)]
         result = [places[rank][1] * nodes.count + places[rank][0] for rank in range(self._ranks)]
         self._order, self._inside, self._result = (
-            torch.tensor(each, device=signature.device) for each in (order, inside, result)
+            torch.tensor(indices, device=signature.device) for indices in (order, inside, result)
         )
 
     @property

@@ -42,19 +42,19 @@ def use(paths: Iterable[Path]) -> None:
     Raises:
         ConfigError: one cannot be read, has the name of another algorithm, or (`AlgorithmError`) is wrong.
     """
-    found: dict[str, Algorithm] = {}
+    algorithms: dict[str, Algorithm] = {}
     for path in paths:
         read, name = read_algorithm(path), path.stem
         # Queues cost memory, so there are as many as are used, not as many as the file claims.
         algorithm = replace(read, name=name, channels=read.used_channels)
         verify_all(algorithm)
-        if name in found:
-            raise ConfigError(f"{path}: a file of the same name is there already, {found[name].file}")
+        if name in algorithms:
+            raise ConfigError(f"{path}: a file of the same name is there already, {algorithms[name].file}")
         if any(name in _generated(kind) for kind in COLLECTIVES):
             raise ConfigError(f"{path}: {name!r} is the name of an algorithm of our own; rename the file")
-        found[name] = algorithm
+        algorithms[name] = algorithm
     _files.clear()
-    _files.update(found)
+    _files.update(algorithms)
 
 
 @contextmanager
@@ -75,8 +75,8 @@ def paths() -> list[Path]:
 
 def channels(ranks: int) -> int:
     """Return the most queues between two ranks that an algorithm for so many ranks needs."""
-    wanted = [each.channels for each in _files.values() if each.ranks == ranks]
-    return max([_GENERATED_CHANNELS, *wanted])
+    used = [algorithm.channels for algorithm in _files.values() if algorithm.ranks == ranks]
+    return max([_GENERATED_CHANNELS, *used])
 
 
 def candidates(kind: Kind, ranks: int) -> list[str]:
@@ -111,7 +111,7 @@ def description(name: str) -> str:
 
 
 def _kind_of(algorithm: Algorithm) -> Kind:
-    return next(kind for kind, each in COLLECTIVES.items() if each == algorithm.collective)
+    return next(kind for kind, name in COLLECTIVES.items() if name == algorithm.collective)
 
 
 def _span(algorithm: Algorithm) -> Range:
@@ -123,7 +123,7 @@ def nowhere(name: str) -> str:
 
     The text lists the known names and a likely correction.
     """
-    ours = dict.fromkeys(each for kind in COLLECTIVES for each in _generated(kind))
+    ours = dict.fromkeys(name for kind in COLLECTIVES for name in _generated(kind))
     if name in ours or name in _files:
         return ""
     what = unknown("algorithm", name, [*ours, *_files])
@@ -170,8 +170,8 @@ def _meant(name: str, known: Sequence[str]) -> str:
     """Return a hint if `name` is a known name with `.xml` or with its operation; else ''."""
     plain = name.removesuffix(".xml")
     without = [plain.removeprefix(f"{kind}_") for kind in COLLECTIVES]
-    found = next((each for each in (plain, *without) if each in known), None)
-    return "" if found is None else f"; did you mean {found!r}?"
+    likely = next((candidate for candidate in (plain, *without) if candidate in known), None)
+    return "" if likely is None else f"; did you mean {likely!r}?"
 
 
 def algorithm_of(signature: Signature) -> Algorithm:
@@ -191,10 +191,18 @@ def _made(name: str, ranks: int, root: int | None) -> Algorithm:
 
 
 def _generated(kind: Kind) -> list[str]:
-    wanted = COLLECTIVES.get(kind)
-    return [name.removeprefix(f"{kind}_") for name, each in GENERATORS.items() if each.collective == wanted]
+    collective = COLLECTIVES.get(kind)
+    return [
+        name.removeprefix(f"{kind}_")
+        for name, generator in GENERATORS.items()
+        if generator.collective == collective
+    ]
 
 
 def _of_files(kind: Kind, ranks: int) -> Sequence[str]:
-    wanted = COLLECTIVES.get(kind)
-    return [name for name, each in _files.items() if (each.collective, each.ranks) == (wanted, ranks)]
+    collective = COLLECTIVES.get(kind)
+    return [
+        name
+        for name, algorithm in _files.items()
+        if (algorithm.collective, algorithm.ranks) == (collective, ranks)
+    ]

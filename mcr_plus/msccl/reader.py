@@ -99,10 +99,10 @@ class _Element:
 
     def text(self, name: str, default: str | None = None) -> str:
         """Return an attribute as it is written."""
-        found = self.attributes.get(name, default)
-        if found is None:
+        value = self.attributes.get(name, default)
+        if value is None:
             raise self.error(name, "missing; every " + self.tag + " has one")
-        return found
+        return value
 
     def integer(self, name: str, default: int | None = None, *, least: int | None = None) -> int:
         """Return an attribute that is an integer, and at least `least`."""
@@ -139,20 +139,20 @@ class _Element:
 
     def numbered(self, name: str) -> list[_Element]:
         """Return the children by their ids, which must be 0, 1, 2 and so on, each once."""
-        found: dict[int, _Element] = {}
+        children: dict[int, _Element] = {}
         for child in self.children:
             number = child.integer(name, least=0)
-            first = found.setdefault(number, child)
+            first = children.setdefault(number, child)
             if first is not child:
                 what = f"{number} a second time, first at line {first.line}; expected every id once"
                 raise child.error(name, what)
-        for number in range(len(found)):
-            if number not in found:
-                child = found[min(other for other in found if other > number)]
+        for number in range(len(children)):
+            if number not in children:
+                child = children[min(other for other in children if other > number)]
                 raise child.error(name, f"{child.text(name)}, but there is no {number}; expected no gap")
-        for number, child in found.items():
+        for number, child in children.items():
             child.place = f"{'' if self.tag == 'algo' else self.place + '.'}{child.tag}[{number}]"
-        return [found[number] for number in range(len(found))]
+        return [children[number] for number in range(len(children))]
 
 
 def _parse(content: bytes, file: str) -> _Element:

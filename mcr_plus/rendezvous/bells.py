@@ -102,16 +102,16 @@ class Bells:
 
     def _places(self, ranks: tuple[int, ...]) -> list[int]:
         """Where this rank's byte is in the lines of others."""
-        found = self._known.get(ranks)
-        if found is None:
+        places = self._known.get(ranks)
+        if places is None:
             if len(self._known) >= _KNOWN:
                 self._known.clear()
-            found = self._known[ranks] = [
+            places = self._known[ranks] = [
                 line * LINE + WANTED + self._me % BYTES
                 for line, rank in enumerate(self._ranks)
                 if rank in ranks and line != self._me
             ]
-        return found
+        return places
 
     def asleep(self) -> int:
         """How many ranks sleep, or are about to."""
@@ -202,9 +202,9 @@ def _mapped(place: str, size: int) -> mmap.mmap | None:
     except (OSError, ValueError):
         return None
     try:
-        # Another PID namespace may hold a process of the same number: the inode tells.
-        found = os.fstat(descriptor)
-        if found.st_ino != int(inode) or found.st_size != size:
+        # In another PID namespace, the number may belong to another process: compare the inode.
+        status = os.fstat(descriptor)
+        if status.st_ino != int(inode) or status.st_size != size:
             return None
         return mmap.mmap(descriptor, size)
     except OSError:

@@ -91,17 +91,17 @@ class OpenGroup:
         return self._handle() is None and not self.inner
 
     def communicator(self, job: Runtime) -> Communicator:
-        """The communicator that the program has; another one if it has none any more."""
-        found = self._handle()
-        if found is None:
-            found = Communicator(job, self)
-            self._handle = weakref.ref(found)
-        return found
+        """The communicator that the program uses; a new one if it has dropped that."""
+        communicator = self._handle()
+        if communicator is None:
+            communicator = Communicator(job, self)
+            self._handle = weakref.ref(communicator)
+        return communicator
 
     def take_over(self) -> None:
         """See `Communicator.take_over`."""
-        for each in self.all:
-            each.state.take_over()
+        for group in self.all:
+            group.state.take_over()
 
     def shut(self, clean: bool) -> None:
         """Close the group's channels at the end of the job, once nothing is in flight."""
@@ -187,13 +187,13 @@ class IdleChannels:
     def close_common(
         self, rank: int, closable: Sequence[Collection[tuple[str, tuple[int, ...], str]]]
     ) -> None:
-        """Close those that are `closable` on all their ranks, which do so now; the others stay open.
+        """Close the channels that are `closable` on all their ranks, which call this now; others stay open.
 
         `rank`: of this process; `closable`: by rank of the job.
         """
-        for each in sorted(closable[rank]):
-            name, ranks, library = each
-            if all(each in closable[member] for member in ranks):
+        for channel in sorted(closable[rank]):
+            name, ranks, library = channel
+            if all(channel in closable[member] for member in ranks):
                 self._channels[name, ranks][library].close()
 
     def give_up(self) -> None:

@@ -219,7 +219,7 @@ class Runtime:
         """Wait for everything in flight in a group; raises its first error."""
         if opened.state.failure is None:
             opened.pipeline.flush()
-            drain(self.engine, [each.state for each in opened.all])
+            drain(self.engine, [open_group.state for open_group in opened.all])
 
     def leave(self, communicator: Communicator, clean: bool = True) -> None:
         """Close a group here, or the job if it is the group of all its ranks, unless that is closed already.
@@ -257,14 +257,14 @@ class Runtime:
     def remove(self, opened: OpenGroup, clean: bool, *, together: bool = False) -> None:
         """Close a group in which nothing is waited for any more; see `OpenGroup.shut_alone`."""
         off = self.libraries.disabled_on(opened.group.ranks) if together else ()
-        for each in opened.all:
-            self._ended += [stage for stage in each.pipeline.stages if stage.needs_finish]
-            self.idle_channels.add(each.group, each.shut_alone(clean, together=together, off=off))
-            self.groups.remove(each)
-            self.engine.states.remove(each.state)
-            self.leave_store(each.name)
-            if not any(self.restored.get(each.name, {}).values()):
-                self.restored.pop(each.name, None)
+        for open_group in opened.all:
+            self._ended += [stage for stage in open_group.pipeline.stages if stage.needs_finish]
+            self.idle_channels.add(open_group.group, open_group.shut_alone(clean, together=together, off=off))
+            self.groups.remove(open_group)
+            self.engine.states.remove(open_group.state)
+            self.leave_store(open_group.name)
+            if not any(self.restored.get(open_group.name, {}).values()):
+                self.restored.pop(open_group.name, None)
 
     def leave_store(self, name: str) -> None:
         """Drop a group's keys in the job's store, unless rank 0, which serves it, does not answer."""
@@ -318,7 +318,9 @@ class Runtime:
     def _finish_stages(self) -> McrError | None:
         """Call `finish` of the stages. An error is this rank's own, and the job still ends in good order."""
         try:
-            finish([*self._ended, *chain.from_iterable(each.pipeline.stages for each in self.groups)])
+            finish(
+                [*self._ended, *chain.from_iterable(open_group.pipeline.stages for open_group in self.groups)]
+            )
             unused = [
                 f"'{group}': {name}"
                 for group, stages in self.restored.items()
@@ -342,7 +344,7 @@ class Runtime:
         `timeout`: in seconds. With more than the default, a rank that has failed is not waited for.
         """
         board = self.engine.states[0].board
-        store, names = self.world.store, {each.name for each in job.backends.values()}
+        store, names = self.world.store, {backend.name for backend in job.backends.values()}
 
         def has_failed(rank: int) -> bool:
             return timeout > SHORT and board.failure(rank) is not None

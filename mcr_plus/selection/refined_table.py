@@ -84,17 +84,17 @@ def save_refined(refinements: Sequence[Refinement]) -> None:
 
     Without results no file is written. A file that cannot be written is a warning.
     """
-    writing = [each for each in refinements if each.writes]
-    for path in dict.fromkeys(each.path for each in writing):
-        ours = [each for each in writing if each.path == path]
-        learnt = [entry for each in ours for entry in each.learnt()]
+    writing = [refinement for refinement in refinements if refinement.writes]
+    for path in dict.fromkeys(refinement.path for refinement in writing):
+        of_path = [refinement for refinement in writing if refinement.path == path]
+        learnt = [entry for refinement in of_path for entry in refinement.learnt()]
         if learnt:
-            table = ours[0].table
+            table = of_path[0].table
             source = "no table" if table is None else Path(table.name).name
-            told = f"{source}, refined while a job ran (select: {{online: true}})"
+            comment = f"{source}, refined while a job ran (select: {{online: true}})"
             try:
-                save_table(refined_table(table, learnt, ours[0].fingerprint()), path, comment=[told])
-            except ConfigError as error:  # the job has done its work: it does not fail over this
+                save_table(refined_table(table, learnt, of_path[0].fingerprint()), path, comment=[comment])
+            except ConfigError as error:  # the job itself has succeeded
                 _log.warning("what online refinement has learnt is lost: %s", error)
 
 
@@ -180,12 +180,12 @@ def _ranges(sizes: Iterable[int | None]) -> dict[int | None, Range]:
     ordered = sorted(size for size in sizes if size is not None)
     if not ordered:
         return {None: Range(0)}
-    found: dict[int | None, Range] = {}
+    ranges: dict[int | None, Range] = {}
     for size, above in zip(ordered, [*ordered[1:], None], strict=True):
         lo = 1 << size.bit_length() >> 1
         hi = max(2 * lo, 1)
-        found[size] = Range(lo, hi if above is None else min(hi, isqrt(size * above) + 1))
-    return found
+        ranges[size] = Range(lo, hi if above is None else min(hi, isqrt(size * above) + 1))
+    return ranges
 
 
 def _figures(rule: TableRule | None, sizes: Range, query: Query) -> Curves:
@@ -193,10 +193,10 @@ def _figures(rule: TableRule | None, sizes: Range, query: Query) -> Curves:
     if rule is None:
         return {}
     unit = query.ranks if rule.key.basis == "per_rank" and counts_all_ranks(query.kind) else 1
-    found = {}
+    curves = {}
     for choice, curve in rule.measured.items():
         points = {size * unit: us for size, us in curve.items()}
         inside = {s: us for s, us in points.items() if sizes.lo <= s and (sizes.hi is None or s <= sizes.hi)}
         if inside:
-            found[choice] = inside
-    return found
+            curves[choice] = inside
+    return curves

@@ -124,7 +124,7 @@ def wrap(
         raise InvalidArgument(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidArgument(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    held = {id(param) for each in optimizer.param_groups for param in each["params"]}
+    held = {id(param) for param_group in optimizer.param_groups for param in param_group["params"]}
     if not any(id(param) in held for param in model.parameters()):
         raise InvalidArgument("optimizer: holds none of the model's parameters, so it would not train it")
     _compare(comm, _trainable(model))
@@ -139,10 +139,10 @@ def wrap(
 @contextmanager
 def no_sync(model: torch.nn.Module) -> Iterator[None]:
     """Accumulate gradients locally in this block; the next backward pass outside averages the sum."""
-    found = _wrapped.get(model)
-    if found is None:
+    wrapped = _wrapped.get(model)
+    if wrapped is None:
         raise InvalidArgument("model: mcr.wrap has not been called on it")
-    reducer = found.reducer
+    reducer = wrapped.reducer
     before, reducer.syncing = reducer.syncing, False
     try:
         yield
@@ -165,7 +165,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     comm = member_of(group)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidArgument(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    params = [param for each in optimizer.param_groups for param in each["params"]]
+    params = [param for param_group in optimizer.param_groups for param in param_group["params"]]
     names = {id(param): name for name, param in named_parameters or ()}
     named = [
         (names.get(id(param), f"parameter {index}"), param)
@@ -198,16 +198,15 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], comm: Communicator, src: 
     alike: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
     for tensor in tensors:
         pieces = alike.setdefault((tensor.dtype, tensor.device), [[]])
-        if sum(each.nbytes for each in pieces[-1]) >= _PIECE:
+        if sum(piece.nbytes for piece in pieces[-1]) >= _PIECE:
             pieces.append([])
         pieces[-1].append(tensor.detach())
-    for each in chain.from_iterable(alike.values()):
-        flat = torch.cat([tensor.reshape(-1) for tensor in each])
-        comm.broadcast(
-            flat, comm.ranks[0] if src is None else src, compress=False
-        )  # parameters, not gradients
+    root = comm.ranks[0] if src is None else src
+    for batch in chain.from_iterable(alike.values()):
+        flat = torch.cat([tensor.reshape(-1) for tensor in batch])
+        comm.broadcast(flat, root, compress=False)  # codecs are for gradients, not for parameters
         offset = 0
-        for tensor in each:
+        for tensor in batch:
             tensor.copy_(flat[offset : offset + tensor.numel()].view(tensor.shape))
             offset += tensor.numel()
 

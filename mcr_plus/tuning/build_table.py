@@ -59,11 +59,11 @@ def build_table(request: Request, samples: Sequence[Sample], fingerprint: Finger
                     device="cpu",
                     async_op=async_op,
                 )
-                found = _rules(key, timings, request.spans)
+                table_rules = _rules(key, timings, request.spans)
                 if f"{kind}_v" in KINDS:
                     apart = _rules(replace(key, kind=f"{kind}_v"), _libraries_of(timings), request.spans)
-                    found = [*_without_end(apart), *found] if apart else []
-                rules += found
+                    table_rules = [*_without_end(apart), *table_rules] if apart else []
+                rules += table_rules
     if not rules:
         raise Unsupported(f"nothing to choose from: {_why_none(samples)}")
     return Table(tuple(rules), "<tuned>", dict(fingerprint))
@@ -81,16 +81,20 @@ def _manners(samples: Sequence[Sample], like: BenchCase) -> list[tuple[bool | No
     exposed = by_size(samples, later, overlap=True) or _sensible(by_size(samples, later, overlap=False))
     if not exposed:
         return [(None, waited)] if waited else []
-    return [(flag, found) for flag, found in ((False, waited), (True, exposed)) if found]
+    return [(flag, timings) for flag, timings in ((False, waited), (True, exposed)) if timings]
 
 
 def _sensible(timings: Timings) -> Timings:
     odd = nonsense(timings)
     left = {
-        size: {candidate: timing for candidate, timing in found.items() if candidate not in odd.get(size, ())}
-        for size, found in timings.items()
+        size: {
+            candidate: timing
+            for candidate, timing in by_candidate.items()
+            if candidate not in odd.get(size, ())
+        }
+        for size, by_candidate in timings.items()
     }
-    return {size: found for size, found in left.items() if found}
+    return {size: by_candidate for size, by_candidate in left.items() if by_candidate}
 
 
 def _without_end(rules: Sequence[TableRule]) -> list[TableRule]:
@@ -105,10 +109,12 @@ def _names_algorithm(candidate: str) -> bool:
 def _libraries_of(timings: Timings) -> Timings:
     """Return the timings without algorithms, and without sizes at which only algorithms were measured."""
     plain = {
-        size: {candidate: timing for candidate, timing in found.items() if not _names_algorithm(candidate)}
-        for size, found in timings.items()
+        size: {
+            candidate: timing for candidate, timing in by_candidate.items() if not _names_algorithm(candidate)
+        }
+        for size, by_candidate in timings.items()
     }
-    return {size: found for size, found in plain.items() if found}
+    return {size: by_candidate for size, by_candidate in plain.items() if by_candidate}
 
 
 def _rules(key: TableKey, timings: Timings, spans: Mapping[str, Range]) -> list[TableRule]:
@@ -168,12 +174,12 @@ def _pieces(timings: Timings, spans: Mapping[str, Range], reach: Range) -> list[
     sizes = sorted(timings)
     chosen = list(zip(sizes, choose([justified(timings[size]) for size in sizes]), strict=True))
     runs = [
-        (candidate, [size for size, _ in run]) for candidate, run in groupby(chosen, lambda each: each[1])
+        (candidate, [size for size, _ in run]) for candidate, run in groupby(chosen, lambda choice: choice[1])
     ]
-    wanted = {reach.lo: runs[0][0]}
+    choices = {reach.lo: runs[0][0]}
     for (before, one), (after, other) in pairwise(runs):
-        wanted[_change(timings, spans, one[-1], other[0], before, after)] = after
-    candidates = dict.fromkeys(candidate for found in timings.values() for candidate in found)
+        choices[_change(timings, spans, one[-1], other[0], before, after)] = after
+    candidates = dict.fromkeys(candidate for by_candidate in timings.values() for candidate in by_candidate)
     ends = {
         end
         for candidate in candidates
@@ -183,10 +189,10 @@ def _pieces(timings: Timings, spans: Mapping[str, Range], reach: Range) -> list[
     }
     ends = {end for end in ends if end > reach.lo and reach.covers(end)}
     pieces, candidate = [], ""
-    for low, high in pairwise([*sorted({*wanted, *ends}), reach.hi]):
+    for low, high in pairwise([*sorted({*choices, *ends}), reach.hi]):
         assert low is not None
-        candidate, span = wanted.get(low, candidate), Range(low, high)
-        able = [each for each in candidates if each not in spans or spans[each].covers(low)]
+        candidate, span = choices.get(low, candidate), Range(low, high)
+        able = [name for name in candidates if name not in spans or spans[name].covers(low)]
         best = candidate if candidate in able else _fastest(able, timings, span) if able else BUILT_IN
         pieces.append((best, span))
     return pieces
@@ -226,12 +232,12 @@ def choose(times: Sequence[Mapping[str, float]]) -> list[str]:
 
     `times`: by candidate, in any unit.
     """
-    known = list(dict.fromkeys(candidate for each in times for candidate in each))
+    known = list(dict.fromkeys(candidate for slowdowns in times for candidate in slowdowns))
     best: dict[str, tuple[float, tuple[str, ...]]] = dict.fromkeys(known, (0.0, ()))
-    for each in times:
+    for slowdowns in times:
         cheapest = min(best.values(), key=lambda state: state[0])
         step = {}
-        for candidate, us in each.items():
+        for candidate, us in slowdowns.items():
             stay = best.get(candidate, (float("inf"), ()))
             cost, path = min(stay, (cheapest[0] + _CHANGE, cheapest[1]), key=lambda state: state[0])
             step[candidate] = (cost + log(us), (*path, candidate))
@@ -249,9 +255,9 @@ def crossover(timings: Timings, low: int, high: int, before: str, after: str) ->
         share = 0.5 if gains[0] < 0 else 0.0
     else:
         share = -gains[0] / (gains[1] - gains[0])
-    found = round(exp(log(max(low, 1)) * (1 - share) + log(high) * share))
-    grain = 1 << max(found.bit_length() - _BITS, 0)
-    return min(max(low + 1, round(found / grain) * grain), high)
+    exact = round(exp(log(max(low, 1)) * (1 - share) + log(high) * share))
+    grain = 1 << max(exact.bit_length() - _BITS, 0)
+    return min(max(low + 1, round(exact / grain) * grain), high)
 
 
 def _of(timings: Mapping[str, Timing], candidate: str) -> float:
@@ -271,8 +277,8 @@ def _beside(timings: Timings, span: Range) -> list[int]:
 def _measured(timings: Timings, low: int, high: int | None) -> dict[str, dict[int, float]]:
     """Return the medians by candidate and size in a range, and at the next size on either side."""
     span = Range(low, high)
-    found: dict[str, dict[int, float]] = {}
+    curves: dict[str, dict[int, float]] = {}
     for size in sorted([*(size for size in timings if span.covers(size)), *_beside(timings, span)]):
         for candidate, timing in timings[size].items():
-            found.setdefault(candidate, {})[size] = timing.p50
-    return found
+            curves.setdefault(candidate, {})[size] = timing.p50
+    return curves

@@ -206,13 +206,13 @@ def _curves(
 
 def _doubtful(request: Request, samples: Sequence[Sample]) -> Iterator[tuple[Task, int]]:
     """Yield disturbed and contested tasks, and the limit of their measurements."""
-    for like, found in _curves(request, samples):
-        sizes = sorted(found)
+    for like, timings in _curves(request, samples):
+        sizes = sorted(timings)
         for low, high in pairwise(sizes):
-            if _disturbed(found[low], found[high]):
+            if _disturbed(timings[low], timings[high]):
                 yield Task(replace(like.case, nbytes=low), like.overlap), _DISTURBED
         for size in sizes:
-            if _contested(found[size]):
+            if _contested(timings[size]):
                 yield Task(replace(like.case, nbytes=size), like.overlap), _CONTESTED
 
 
@@ -223,17 +223,17 @@ def _absurd(request: Request, samples: Sequence[Sample]) -> Iterator[Task]:
     case = samples[-1].case
     if case.kind not in request.kinds or case.dtype not in request.dtypes:
         return
-    alike = [each for each in samples if replace(each.case, nbytes=0) == replace(case, nbytes=0)]
+    alike = [sample for sample in samples if replace(sample.case, nbytes=0) == replace(case, nbytes=0)]
     for size in nonsense(by_size(alike, case, overlap=False)):
         yield Task(replace(case, nbytes=size))
 
 
-def nonsense(found: Mapping[int, Mapping[str, Timing]]) -> dict[int, list[str]]:
+def nonsense(timings: Mapping[int, Mapping[str, Timing]]) -> dict[int, list[str]]:
     """Return candidates by size that took many times as long as at a larger size; for whole times only."""
     least: dict[str, float] = {}
     odd: dict[int, list[str]] = {}
-    for size in sorted(found, reverse=True):
-        for candidate, timing in found[size].items():
+    for size in sorted(timings, reverse=True):
+        for candidate, timing in timings[size].items():
             if timing.p50 > _NONSENSE * least.get(candidate, inf):
                 odd.setdefault(size, []).append(candidate)
             least[candidate] = min(timing.p50, least.get(candidate, inf))
@@ -244,9 +244,9 @@ def impossible(request: Request, samples: Sequence[Sample]) -> list[str]:
     """Return the results of `nonsense` for each operation, as `all_reduce 8 B by mpi`."""
     return [
         f"{like.case.kind}{' async' if like.case.async_op else ''} {size_words(size)} by {', '.join(names)}"
-        for like, found in _curves(request, request.relevant(samples))
+        for like, timings in _curves(request, request.relevant(samples))
         if not like.overlap
-        for size, names in sorted(nonsense(found).items())
+        for size, names in sorted(nonsense(timings).items())
     ]
 
 
@@ -263,24 +263,24 @@ def _disturbed(smaller: Mapping[str, Timing], larger: Mapping[str, Timing]) -> b
 
 def _refinements(request: Request, samples: Sequence[Sample]) -> Iterator[Task]:
     """Yield tasks at sizes between neighbours with different winners."""
-    for like, found in _curves(request, samples):
-        for low, high in pairwise(sorted(found)):
+    for like, timings in _curves(request, samples):
+        for low, high in pairwise(sorted(timings)):
             middle = whole_size(like.case.kind, round(sqrt(low * high)), like.case.dtype, request.ranks)
             case = replace(like.case, nbytes=middle)
-            apart = low < middle < high and high / low > _CLOSE and _differ(found[low], found[high])
+            apart = low < middle < high and high / low > _CLOSE and _differ(timings[low], timings[high])
             if apart and request.candidates_for(case):
                 yield Task(case, like.overlap)
 
 
 def by_size(samples: Sequence[Sample], like: BenchCase, overlap: bool) -> dict[int, dict[str, Timing]]:
     """Return timings by size and candidate of the cases that differ from `like` in size only."""
-    found: dict[int, dict[str, Timing]] = {}
+    timings: dict[int, dict[str, Timing]] = {}
     for sample in median_of_repeats(samples):
         case = sample.case
         alike = (case.kind, case.dtype, case.async_op) == (like.kind, like.dtype, like.async_op)
         if alike and sample.overlap == overlap and sample.timing is not None:
-            found.setdefault(case.nbytes, {})[sample.candidate] = sample.timing
-    return found
+            timings.setdefault(case.nbytes, {})[sample.candidate] = sample.timing
+    return timings
 
 
 def _differ(one: Mapping[str, Timing], other: Mapping[str, Timing]) -> bool:

@@ -16,7 +16,7 @@ import charts
 import pytest
 import torch
 from bench_collectives import hold_out, report, summary
-from bench_training import FLOAT32, WAYS, Run, rows_of, spread
+from bench_training import FLOAT32, METHODS, Run, rows_of, spread
 from two_hosts import why_not
 
 from mcr_plus import registry
@@ -127,9 +127,9 @@ def test_final_losses_are_compared_seed_by_seed() -> None:
     assert spread(rows[0]) == pytest.approx(2 / 3)
 
 
-def test_the_ways_are_configurations_that_say_what_they_are_called() -> None:
-    for name, way in WAYS.items():
-        config = load(way.config())
+def test_methods_are_configurations_that_match_their_names() -> None:
+    for name, method in METHODS.items():
+        config = load(method.config())
         rule = config.rule_for("all_reduce", 1 << 20, "float32", "gradients")
         options = config.options("compress", rule)
         assert isinstance(options, CompressOptions)
@@ -145,18 +145,18 @@ def test_the_ways_are_configurations_that_say_what_they_are_called() -> None:
 
 def test_curves_are_smoothed_and_drawn(tmp_path: Path) -> None:
     assert bench_training.smoothed([1, 3, 5, 7], 2).tolist() == [2, 4, 6]
-    runs = [Run("gpt", way, 0, 1, [3.0, 2.0, 1.0]) for way in WAYS]
+    runs = [Run("gpt", way, 0, 1, [3.0, 2.0, 1.0]) for way in METHODS]
     target = tmp_path / "losses.png"
     bench_training.plot(runs, target)
     assert target.read_bytes().startswith(b"\x89PNG")
 
 
 def test_steps_over_a_link_with_codecs() -> None:
-    for way in (*bench_two_hosts.WAYS, *bench_two_hosts.CODECS):
+    for way in (*bench_two_hosts.CANDIDATES, *bench_two_hosts.CODECS):
         config = load(bench_two_hosts.pipeline(Path("table.yaml"), way))
         assert bool(config.rules) == (way in bench_two_hosts.CODECS)
     assert "powersgd 4 + EF" not in bench_two_hosts.suited(bench_two_hosts.CODECS, "dlrm")
-    found = dict.fromkeys(bench_two_hosts.WAYS, 40.0) | {"bf16": 25.0, bench_two_hosts.TORCH: 50.0}
+    found = dict.fromkeys(bench_two_hosts.CANDIDATES, 40.0) | {"bf16": 25.0, bench_two_hosts.TORCH: 50.0}
     rows = bench_two_hosts.codec_rows("gpt", found, dict.fromkeys(found, 1 << 20))
     assert rows[1] == ["gpt", "bf16", "1.00", "25.0", "1.60", "2.00"]
 
@@ -276,7 +276,7 @@ def test_the_pictures_show_the_measured_figures(style: str) -> None:
         assert f"{times:.2f} ×" in pictures["gains"]
     points = charts.latencies()
     assert points["default"].keys() == points["torch gloo"].keys() == {8, 1 << 10, 1 << 16, 1 << 20, 1 << 24}
-    for name in charts.WAYS.values():
+    for name in charts.LABELS.values():
         assert name in pictures["latency"]
     assert [name for name in registry.STAGE_ORDER if f">{name}<" not in pictures["pipeline"]] == []
 

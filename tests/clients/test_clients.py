@@ -74,9 +74,7 @@ def results(program: str, backend: str, names: tuple[str, ...], ranks: int = 2) 
 def launch(program: str, backend: str, names: list[str], ranks: int) -> tuple[Results, str]:
     """Run it under torchrun; what its ranks said, and all that it printed."""
     settings = {
-        "PYTHONPATH": os.pathsep.join(
-            filter(None, [str(FOLDER.parent), os.environ.get("PYTHONPATH")])
-        )
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(FOLDER.parent), os.environ.get("PYTHONPATH")]))
     }
     if program in GOES_BY_GLOO and backend == "mcr":
         settings["MCR_MASQUERADE"] = "gloo"

@@ -21,11 +21,11 @@ def audited(issue: Issue, every: int, codec: str, signature: Signature, next: Ne
     A difference raises `ResultMismatch` on all ranks, when the call is waited for.
     """
     ranks = signature.ranks
-    wanted = signature.replace(
+    digests = signature.replace(
         kind="all_gather", dtype=torch.int64, shape=(1,), nbytes=8 * ranks, device="cpu",
         reduce_op=None, root=None, backend=None, parts=None, key=None,
     )  # fmt: skip
-    compare = next(wanted)
+    compare = next(digests)
     calls = 0
 
     def start(message: Message) -> Work:
@@ -51,7 +51,7 @@ def audited(issue: Issue, every: int, codec: str, signature: Signature, next: Ne
                     "rest; all should be equal bit for bit"
                 )
 
-        audit = Message(wanted, (mine,), (all_of_them,), after=work, prepare=digest)
+        audit = Message(digests, (mine,), (all_of_them,), after=work, prepare=digest)
         audited_work = compare(audit).then(check)
         info = work.info
         return JointWork([work, audited_work], info.kind, nbytes=info.bytes, tag=info.tag, codec=info.codec)

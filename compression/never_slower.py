@@ -95,8 +95,8 @@ def never_slower(
     The time of a call is that until its end is noticed. `one_clock`: the ranks of the group are on one host.
     """
     trial = RecurringTrial(("raw", codec))
-    wanted = exchange_signature(signature, trial, TAG)
-    exchange = next(wanted)
+    reduction = exchange_signature(signature, trial, TAG)
+    exchange = next(reduction)
     what = f"{signature.describe()}: codec {codec}"
 
     def report() -> None:
@@ -111,7 +111,7 @@ def never_slower(
     router = Router(
         trial,
         (raw, compressed),
-        lambda values: exchange(Message(wanted, (values,), (values,))),
+        lambda values: exchange(Message(reduction, (values,), (values,))),
         one_clock=one_clock,
         dependent=True,
         agreed=report,

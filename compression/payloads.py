@@ -63,9 +63,9 @@ class PayloadExchange:
             slot = self._slot = codec.wire_numel(numel)
             shape = (slot * each,)
             nbytes = slot * many * codec.wire_dtype.itemsize
-            wanted = like.replace(kind=kind, dtype=codec.wire_dtype, shape=shape, nbytes=nbytes)
+            wire_signature = like.replace(kind=kind, dtype=codec.wire_dtype, shape=shape, nbytes=nbytes)
         else:
-            wanted = like.replace(kind=_vector(kind), dtype=codec.wire_dtype, shape=(), nbytes=None)
+            wire_signature = like.replace(kind=_vector(kind), dtype=codec.wire_dtype, shape=(), nbytes=None)
         if not self._fixed:
             lengths = like.replace(
                 kind="all_gather" if kind == "broadcast" else plain_kind(kind),
@@ -76,9 +76,9 @@ class PayloadExchange:
             )
             self._lengths = lengths, next(lengths)
             if kind == "broadcast":
-                wanted = wanted.replace(root=None)
-        self._wanted = wanted
-        self._issue = next(wanted)
+                wire_signature = wire_signature.replace(root=None)
+        self._wire_signature = wire_signature
+        self._issue = next(wire_signature)
         self._rank, self._root = rank, root
 
     def send(
@@ -112,7 +112,7 @@ class PayloadExchange:
                 write(index, sent[index * slot : (index + 1) * slot])
 
         message = Message(
-            self._wanted,
+            self._wire_signature,
             (sent,) if self._sends or self._in_place else (),
             (target,) if self._receives else (),
             **rest,
@@ -145,7 +145,7 @@ class PayloadExchange:
                     write(index, wire)
 
         message = Message(
-            self._wanted,
+            self._wire_signature,
             (sent,) if self._sends else (),
             (target,) if self._receives else (),
             input_counts=tuple(sizes) if self._sends > 1 else None,
@@ -201,7 +201,7 @@ class PayloadExchange:
                 prepare=encode,
             )
         )
-        message = Message(self._wanted, (), (), **rest, after=first, counts_known=False)
+        message = Message(self._wire_signature, (), (), **rest, after=first, counts_known=False)
 
         def fill() -> None:
             counts, expected = lengths_sent.tolist(), lengths_received.tolist()

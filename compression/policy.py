@@ -26,9 +26,11 @@ _FED_BACK = {
 
 def options_from_call(signature: Signature) -> CompressOptions:
     """The options of a call's `compress=`, checked as those of a configuration; raises `InvalidArgument`."""
-    wanted = signature.compress
+    compress = signature.compress
     data: dict[str, Any] = (
-        thawed(wanted) if isinstance(wanted, tuple) else {"codec": "none" if wanted is False else wanted}
+        thawed(compress)
+        if isinstance(compress, tuple)
+        else {"codec": "none" if compress is False else compress}
     )
     if "codec" not in data:
         raise InvalidArgument(f"{signature.kind}: compress={data}: no codec; expected the key 'codec'")

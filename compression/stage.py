@@ -82,19 +82,19 @@ class CompressStage(Stage):
 
     def bind(self, signature: Signature, next: Next) -> Issue:
         """Bind to the operations on encoded values, or to the operation itself."""
-        wanted = signature.compress
+        compress = signature.compress
         plain = signature.replace(compress=None, parts=None, key=None)
-        options = self._options if wanted is None else options_from_call(signature)
+        options = self._options if compress is None else options_from_call(signature)
         if options.codec == "none":
-            if wanted is not None:
+            if compress is not None:
                 next.note("off for this operation")
             return next(plain)
         if not signature.nbytes and signature.nbytes is not None:
             return next(plain)
-        codec, asked = codec_of(options), wanted is not None
+        codec, asked = codec_of(options), compress is not None
         reason = None if signature.ranks == 1 else refusal(codec, options, signature) or _named(signature)
         if reason is not None and asked:
-            shown = thawed(wanted) if isinstance(wanted, tuple) else wanted
+            shown = thawed(compress) if isinstance(compress, tuple) else compress
             raise Unsupported(f"compress={shown!r} on {plain.describe()}: {reason}")
         reason = reason or _useless(codec, options, signature, asked=asked)
         if reason is not None:
@@ -104,19 +104,19 @@ class CompressStage(Stage):
 
     def treatment(self, signature: Signature, rest: Callable[[Signature], Treatment]) -> Treatment:  # noqa: ARG002
         """See `Stage.treatment`; the alignment is that of every codec that the operation may get."""
-        wanted = signature.compress
-        options = self._options if wanted is None else options_from_call(signature)
+        compress = signature.compress
+        options = self._options if compress is None else options_from_call(signature)
         codec = None if options.codec == "none" else codec_of(options)
         keeps = codec is not None and is_stateful(codec, options)
         if signature.dtype is None or not signature.dtype.is_floating_point:
             alignment = 1
-        elif wanted is None:
+        elif compress is None:
             alignment = largest_alignment(self._config)
         else:
             alignment = 1 if codec is None else codec.traits.alignment
-        if wanted is None:
-            wanted = self._in_a_bucket(codec, signature)
-        return Treatment(wanted, alignment, keeps)
+        if compress is None:
+            compress = self._in_a_bucket(codec, signature)
+        return Treatment(compress, alignment, keeps)
 
     def _in_a_bucket(
         self, codec: Codec | None, signature: Signature

@@ -1,7 +1,7 @@
-"""Compiling of kernels: done by one process of a host, said when it takes long, and seen by whoever watches.
+"""Compilation of kernels: by one process of a host at a time, logged if it takes long, visible to watchers.
 
-with preparing("int8_block"): ...    around what compiles kernels, or loads what was compiled before
-watchers                             told when this process begins and ends compiling
+with preparing("int8_block"): ...    around code that compiles kernels, or loads compiled ones
+watchers                             called when this process begins and ends compiling
 """
 
 from __future__ import annotations
@@ -24,31 +24,32 @@ watchers: Final[list[Callable[[bool], None]]] = []
 """Called with True when this process begins to compile, with False when it has ended, in any thread."""
 
 _SOURCES: Final = (Path(__file__).parent, Path(__file__).parent.parent / "backends" / "shm")
-"""Folders of what is compiled."""
-_LONG_S: Final = 2.0  # from here on it is said
-_PATIENCE_S: Final = 120.0  # with another process that compiles: it may have been stopped
+"""Folders of the sources of kernels."""
+_LONG_S: Final = 2.0  # longer compilations are logged
+_PATIENCE_S: Final = 120.0  # limit of a wait for another process that compiles: it may have been stopped
 _NAP_S: Final = 0.05
 _log = logging.getLogger("mcr_plus")
 _depth = 0
 _depth_lock = threading.Lock()
-_silent = False  # it is not to be said
-_known: set[str] = set()  # what has been said
-_armed = False  # it is to be said unless what compiles ends soon
+_silent = False  # nothing is logged
+_known: set[str] = set()  # names that have been logged
+_armed = False  # a timer will log the current compilation unless it ends soon
 _armed_lock = threading.Lock()
 
 
 @contextmanager
 def compiling(what: str) -> Iterator[None]:
-    """Around what compiles: tells the watchers, and says so where it takes long."""
+    """Context of a compilation: notifies the watchers, and logs the compilation if it takes long."""
     with _watched(), _said(what):
         yield
 
 
 @contextmanager
 def preparing(what: str) -> Iterator[None]:
-    """Around the first use of kernels, after which numba's cache on disk holds them.
+    """Context of the first use of kernels, after which numba's cache on disk contains them.
 
-    Where it does not hold them yet, one process at a time comes in: the others find what it has left there.
+    Until it does, one process at a time enters the context, and the others load the kernels that it has
+    compiled.
     """
     note = _note_of(what)
     if note is None:
@@ -69,14 +70,14 @@ def preparing(what: str) -> Iterator[None]:
 
 
 def say_nothing() -> None:
-    """Leave it to the caller to say what is compiled."""
+    """Log nothing in this process: the caller reports compilations itself."""
     global _silent
     _silent = True
 
 
 @contextmanager
 def _watched() -> Iterator[None]:
-    """Around what compiles, or waits for another process that does: watchers are told."""
+    """Context of a compilation, or of a wait for that of another process: notifies the watchers."""
     _deeper(1)
     try:
         yield
@@ -85,9 +86,9 @@ def _watched() -> Iterator[None]:
 
 
 def _deeper(by: int) -> None:
-    """Count who compiles; watchers are told of the first of all threads, and of the last."""
+    """Count compiling threads; watchers are notified when the first begins and when the last ends."""
     global _depth
-    with _depth_lock:  # held while watchers are told: another thread may begin as soon as this one has ended
+    with _depth_lock:  # held during notification, since another thread may begin at once
         _depth += by
         changes = _depth == (1 if by > 0 else 0)
         for watcher in watchers if changes else ():
@@ -96,7 +97,7 @@ def _deeper(by: int) -> None:
 
 @contextmanager
 def _said(what: str) -> Iterator[None]:
-    """Around what compiles: says so, once for each name, where it takes long; inside another, nothing."""
+    """Context of a compilation: logs it once for each name if it takes long; nested contexts log nothing."""
     global _armed
     with _armed_lock:
         mine = not (_silent or _armed or what in _known)
@@ -118,13 +119,13 @@ def _say(what: str) -> None:
     _known.add(what)
     folder = cache_folder()
     where = f"once; kept in {folder}" if folder else "each time: no folder for them can be written"
-    # A warning: it is to be seen in the output of any job, which would seem to hang.
+    # A warning, so that it appears in the output of every job, which would otherwise seem to hang.
     _log.warning("compiling kernels, now those of %s (%s); `mcr-plus warmup` does it beforehand", what, where)
 
 
 @cache
 def cache_folder() -> Path | None:
-    """Where compiled kernels are kept, chosen as numba does; None if nowhere."""
+    """The folder of compiled kernels, chosen as by numba; None if none is writable."""
     import numba
     from numba.misc.appdirs import user_cache_dir
 
@@ -140,7 +141,7 @@ def cache_folder() -> Path | None:
 
 @cache
 def _state() -> str:
-    """What kernels are compiled from and for, as far as numba's cache goes by it."""
+    """Text that changes with the sources of kernels and the machine, like the key of numba's cache."""
     import numba
     from llvmlite import binding
 
@@ -149,7 +150,7 @@ def _state() -> str:
 
 
 def _note_of(what: str) -> Path | None:
-    """The file that is locked by who compiles, and says afterwards for what machine."""
+    """The file that the compiling process locks, and to which it then writes `_state`."""
     folder = cache_folder()
     return folder and folder / f"mcr_plus-{blake2b(what.encode(), digest_size=6).hexdigest()}.lock"
 
@@ -163,7 +164,7 @@ def _noted(note: Path) -> bool:
 
 @contextmanager
 def _alone(note: Path) -> Iterator[None]:
-    """Keep other processes out, for as long as they are patient; where files cannot be locked, nobody."""
+    """Exclude other processes, until their wait times out; has no effect where files cannot be locked."""
     try:
         descriptor = os.open(note, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError:

@@ -66,10 +66,10 @@ def get(kind: str, name: str) -> object:
     if name in registry:
         entry = registry[name]
         return _import(kind, name, entry) if isinstance(entry, str) else entry
-    found = _entry_points(kind)
-    if name not in found:
+    points = _entry_points(kind)
+    if name not in points:
         raise Unsupported(unknown(kind[:-1], name, names(kind)))
-    return _load(found[name])
+    return _load(points[name])
 
 
 def register(kind: str, name: str, obj: object) -> None:
@@ -107,15 +107,15 @@ def _by_name(
     kind: str, points: Iterable[importlib.metadata.EntryPoint]
 ) -> dict[str, importlib.metadata.EntryPoint]:
     """Index entry points by name; two different things under one name are refused, never chosen between."""
-    found: dict[str, importlib.metadata.EntryPoint] = {}
+    by_name: dict[str, importlib.metadata.EntryPoint] = {}
     for point in points:
-        first = found.setdefault(point.name, point)
+        first = by_name.setdefault(point.name, point)
         if first.value != point.value:
             raise Unsupported(f"{_describe(point)} and {_describe(first)} have the same name; uninstall one")
         taken = REGISTRIES[kind].get(point.name)
         if taken is not None:
             raise Unsupported(f"{_describe(point)} has a name that {taken!r} has taken; uninstall it")
-    return found
+    return by_name
 
 
 def _load(point: importlib.metadata.EntryPoint) -> object:

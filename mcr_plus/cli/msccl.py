@@ -49,10 +49,10 @@ def verify(
 
 def _inside(path: Path) -> list[Path]:
     """Return the file, or those of the folder."""
-    found = sorted(path.glob("*.xml")) if path.is_dir() else [path]
-    if not found:
+    files = sorted(path.glob("*.xml")) if path.is_dir() else [path]
+    if not files:
         raise typer.BadParameter(f"no *.xml in the folder {path}", param_hint="FILE")
-    return found
+    return files
 
 
 def _verified(file: Path, slots: int) -> dict[str, Any]:

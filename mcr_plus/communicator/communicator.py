@@ -269,12 +269,12 @@ class Communicator(Operations):
         Raises `BackendError` if that rank has not signed it: unpickling runs code of the object's author.
         """
         sealed = payload.numpy().tobytes()
-        found = unseal(self._runtime.world.secret, f"{self.name}/{rank}", sealed)
-        if found is None:
+        written = unseal(self._runtime.world.secret, f"{self.name}/{rank}", sealed)
+        if written is None:
             raise BackendError(
                 f"the object of rank {rank} in group '{self.name}' was not signed by it, and is not unpickled"
             )
-        return pickle.loads(found)
+        return pickle.loads(written)
 
     # -- groups and persistent operations ---------------------------------------------------------
 

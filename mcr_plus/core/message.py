@@ -253,12 +253,12 @@ class Message:
         if signature.kind == "all_gather_v":
             sent = [mine] * size
         elif signature.kind == "gather_v":
-            sent = [mine if each == signature.root else 0 for each in range(size)]
+            sent = [mine if peer == signature.root else 0 for peer in range(size)]
         elif signature.kind == "reduce_scatter_v":
             expected = [sent[rank]] * size
         elif signature.kind == "scatter_v":
             mine = sum(tensor.numel() for tensor in self.outputs)
-            expected = [mine if each == signature.root else 0 for each in range(size)]
+            expected = [mine if peer == signature.root else 0 for peer in range(size)]
         return sent, expected
 
     def compared_flows(self, rank: int) -> tuple[Sequence[int], Sequence[int]]:

@@ -61,14 +61,14 @@ def find_mismatch(work: IssuedWork) -> OrderMismatch | None:
     return None
 
 
-def explain_difference(work: IssuedWork, found: OperationsDiffer, watchdog: Watchdog) -> McrError:
-    """The error of an operation whose library has found that ranks differ, `found`.
+def explain_difference(work: IssuedWork, difference: OperationsDiffer, watchdog: Watchdog) -> McrError:
+    """The error of an operation whose library has reported `difference` between ranks.
 
     It names what two ranks issued if the peers post that within a moment.
     """
     state, sequence = work.operation.state, work.sequence
     deadline = Deadline(_DESCRIBED_WITHIN)
-    missing = set() if found.explained else set(state.group.peers)
+    missing = set() if difference.explained else set(state.group.peers)
     while missing and not deadline.passed():
         for rank in list(missing):
             digest = state.board.read(rank, sequence).digest
@@ -81,11 +81,11 @@ def explain_difference(work: IssuedWork, found: OperationsDiffer, watchdog: Watc
                 return mismatch
         time.sleep(_NAP)
     text = f"operation #{sequence} of group '{state.group.name}', {work.operation.signature.describe()}"
-    while not found.explained and not deadline.passed():  # others name each other
+    while not difference.explained and not deadline.passed():  # others name each other
         if failed := watchdog.failed_peers_of(work):
             return watchdog.peer_error(OrderMismatch, text, failed)
         time.sleep(_NAP)
-    return OrderMismatch(f"{text}: {found}")
+    return OrderMismatch(f"{text}: {difference}")
 
 
 def _may_still_describe(work: IssuedWork, now: float) -> bool:

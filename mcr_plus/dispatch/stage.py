@@ -69,7 +69,7 @@ class GroupRuntime:
 
     def forget_messages(self) -> None:
         """Forget what sends and receives are bound to: ranks do not compare them, so each may on its own."""
-        for signature in [each for each in self.operations if each.is_p2p]:
+        for signature in [known for known in self.operations if known.is_p2p]:
             del self.operations[signature]
 
     def flush_pending(self, only: PendingBucket | None = None) -> None:
@@ -81,8 +81,8 @@ class GroupRuntime:
             self.state.check_thread()  # before a bucket is taken out that could not be sent
         with self.engine.lock:
             sent = self.pending[:] if only is None else [only]
-            self.pending[:] = [each for each in self.pending if each not in sent]
-            errors = [error for each in sent if (error := each.send()) is not None]
+            self.pending[:] = [bucket for bucket in self.pending if bucket not in sent]
+            errors = [error for bucket in sent if (error := bucket.send()) is not None]
         if errors:
             raise errors[0]
 

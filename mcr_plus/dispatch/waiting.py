@@ -213,7 +213,7 @@ class Waiting:
         return self._most - self.bells.asleep()
 
     def _peers_are_kept_waiting(self, now: float) -> bool:
-        found = False
+        crowded = False
         for descriptor, (seen_at, seen) in list(self._peers.items()):
             try:
                 delay = int(os.pread(descriptor, 64, 0).split()[1])
@@ -224,8 +224,8 @@ class Waiting:
                 continue
             self._peers[descriptor] = (now, delay)
             lost = (delay - seen) * 1e-9
-            found |= seen_at > 0 and lost > _LEAST_LOST and lost > _LOST * (now - seen_at)
-        return found
+            crowded |= seen_at > 0 and lost > _LEAST_LOST and lost > _LOST * (now - seen_at)
+        return crowded
 
 
 class Pause:

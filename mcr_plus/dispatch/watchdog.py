@@ -111,8 +111,8 @@ class Watchdog:
         return error
 
     def _describe(self, failed: list[FailedPeer]) -> str:
-        self.failed_peers.update(each.rank for each in failed)
-        return ", ".join(each.reason for each in failed)
+        self.failed_peers.update(peer.rank for peer in failed)
+        return ", ".join(peer.reason for peer in failed)
 
     # -- deadlines --------------------------------------------------------------------------------
 

@@ -75,18 +75,18 @@ def nodes_of(config: Config, hosts: Sequence[str], group: Group) -> Nodes | str:
     options = check_nodes(config, len(hosts))
     if options is None:
         return "the pipeline has no stage hierarchical"
-    found: dict[Hashable, list[int]] = {}
+    members_of: dict[Hashable, list[int]] = {}
     for rank, in_job in enumerate(group.ranks):
-        found.setdefault(_node(options, hosts, in_job), []).append(rank)
-    sizes = Counter(map(len, found.values()))
-    if len(found) == 1:
+        members_of.setdefault(_node(options, hosts, in_job), []).append(rank)
+    sizes = Counter(map(len, members_of.values()))
+    if len(members_of) == 1:
         return f"all {group.size} ranks are on one node"
     if len(sizes) > 1:
         many = " and ".join(f"{count} of {size}" for size, count in sorted(sizes.items()))
         return f"nodes have different numbers of ranks: {many}"
     if 1 in sizes:
         return "every node has one rank"
-    ranks = tuple(map(tuple, found.values()))
+    ranks = tuple(map(tuple, members_of.values()))
     node = next((j for j, members in enumerate(ranks) if group.rank in members), 0)
     return Nodes(ranks, node, ranks[node].index(group.rank) if group.rank in ranks[node] else 0)
 
@@ -120,7 +120,7 @@ def inner_groups(config: Config, hosts: Sequence[str], group: Group) -> Mapping[
     }
     return {
         part: Group(
-            f"{group.name}/{nodes.group_name(part)}", tuple(group.ranks[each] for each in members), rank
+            f"{group.name}/{nodes.group_name(part)}", tuple(group.ranks[member] for member in members), rank
         )
         for part, (members, rank) in places.items()
     }

@@ -131,7 +131,7 @@ class HierarchicalStage(Stage):
         else:
             compress = steps.signature.compress if by_call or steps.signature.compress is None else False
             steps.steps["inter"] = inter = inter.replace(compress=compress)
-            whole, part = (resolve_options(self._config, each) for each in (steps.signature, inter))
+            whole, part = (resolve_options(self._config, signature) for signature in (steps.signature, inter))
             if whole is not None and _takes(whole, steps.signature) and not _takes(whole, inter):
                 return f"codec {whole.codec} takes it as a whole, but not its parts"
             used = part is not None and _takes(part, inter)
@@ -166,7 +166,7 @@ class HierarchicalStage(Stage):
         """
         group, world = self._context.group, self._context.world
         for members in nodes.groups(part):
-            inner = Group(f"{group.name}/{part}", tuple(group.ranks[each] for each in members), 0)
+            inner = Group(f"{group.name}/{part}", tuple(group.ranks[member] for member in members), 0)
             if reason := backend_class(name).reaches(world, inner):
                 return reason
         return ""

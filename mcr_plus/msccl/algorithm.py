@@ -135,10 +135,10 @@ class Algorithm:
     @property
     def largest_step(self) -> int:
         """Chunks of the largest step of any rank; a `nop` moves none, whatever its count is."""
-        steps = (step for each in self.programs for block in each.blocks for step in block.steps)
+        steps = (step for program in self.programs for block in program.blocks for step in block.steps)
         return max((step.count for step in steps if step.operation != "nop"), default=1)
 
     @property
     def used_channels(self) -> int:
         """One more than the highest channel of a thread block; `channels` may be larger."""
-        return 1 + max((block.channel for each in self.programs for block in each.blocks), default=0)
+        return 1 + max((block.channel for program in self.programs for block in program.blocks), default=0)

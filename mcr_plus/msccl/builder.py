@@ -107,13 +107,13 @@ class _Program:
         return self.blocks[key]
 
     def _cells(self, spans: _Spans) -> list[_Uses]:
-        found = []
+        cells = []
         for chunks, count in spans:
             if chunks.space == "s":
                 self.scratch = max(self.scratch, chunks.at + count)
             start = self._where.start(chunks.space) + chunks.at
-            found += [self._uses.setdefault(cell, _Uses()) for cell in range(start, start + count)]
-        return found
+            cells += [self._uses.setdefault(cell, _Uses()) for cell in range(start, start + count)]
+        return cells
 
     def needs(self, number: int, reads: _Spans, writes: _Spans) -> list[_At]:
         """Return the steps of other thread blocks that a step with these accesses depends on."""
@@ -151,7 +151,7 @@ class Builder:
             place = layout(self._made, rank, in_place=False)
             blocks = _blocks(list(program.blocks.values()))
             programs.append(Program(place.inputs, place.outputs, program.scratch, blocks))
-        channels = 1 + max((block.channel for each in programs for block in each.blocks), default=0)
+        channels = 1 + max((block.channel for program in programs for block in program.blocks), default=0)
         return replace(self._made, programs=tuple(programs), channels=channels)
 
 

@@ -190,17 +190,17 @@ class Run:
         block = self._blocks[index]
         step = block.step
         assert step is not None
-        found = []
+        reasons = []
         if step.after is not None:
             other = self._number[block.rank, step.after[0]]
             if self._blocks[other].done <= step.after[1]:
-                found.append(("the step it depends on", other))
+                reasons.append(("the step it depends on", other))
         # Receiving and forwarding is atomic here. Where it is not, steps wait for less, never for more.
         if step.operation in RECEIVES and block.inbox is not None and not block.inbox.messages:
-            found.append(("a message", block.inbox.sender))
+            reasons.append(("a message", block.inbox.sender))
         if step.operation in SENDS and block.outbox is not None and len(block.outbox.messages) >= self.slots:
-            found.append(("a free slot", block.outbox.receiver))
-        return found
+            reasons.append(("a free slot", block.outbox.receiver))
+        return reasons
 
     def cycle(self) -> list[tuple[StepId, str]]:
         """Return a cycle of steps that wait for one another, and for what; empty if every step has run.

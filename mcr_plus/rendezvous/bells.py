@@ -1,13 +1,13 @@
-"""Bells: how a rank that sleeps is woken at once by a peer on its host that has something for it.
+"""Bells: immediate wake-up of a sleeping rank by a peer on its host.
 
 Every rank of a host has a line in memory that all of them map: a word that is 1 while the rank sleeps, on
-which the kernel lets it wait (a futex), and eight bytes in which peers ask to be woken. A rank that is about
-to sleep writes 1 into its own word and into its byte of the lines of those that it waits for, looks once more
-whether what it waits for is there, and sleeps while its word is 1, for a bounded time. A rank that has moved
-something looks at the bytes of its own line, one load from its own cache as long as nobody sleeps.
+which it waits (a futex), and eight bytes in which peers request to be woken. A rank that is about to sleep
+writes 1 into its own word and into its byte in the lines of the peers that it waits for, polls once more, and
+sleeps while its word is 1, for a bounded time. A rank that has moved something reads the bytes of its own
+line, which is one load from its own cache as long as no peer sleeps.
 
-A ring may come for nothing, because a byte stays set until it is answered. A rank that is not rung sleeps for
-its bounded time and no longer: deadlines and peers that have died are seen without any bell.
+Some rings are spurious, because a byte stays set until it is answered. Without a ring, a rank sleeps for its
+bounded time and no longer, so deadlines and dead peers are detected without any bell.
 
 Ranks of one host whose numbers are equal modulo eight share a byte, and are woken together.
 """
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 LINE: Final = 128
 """Bytes of a rank's line: two cache lines, because cores fetch them in pairs."""
 WANTED: Final = 8
-"""Where the bytes of those who want to be woken begin in a line."""
+"""Offset in a line of the bytes in which peers request to be woken."""
 BYTES: Final = 8
-_KNOWN: Final = 64  # sets of ranks that waits are for
+_KNOWN: Final = 64  # sets of ranks whose positions are cached
 SYSTEM_CALL: Final = {"x86_64": 202, "AMD64": 202, "aarch64": 98, "arm64": 98, "riscv64": 98}.get(
     platform.machine(), 0
 )
-"""The number of futex(2); 0 where it is not known, and nobody sleeps on a bell."""
+"""The number of futex(2); 0 if it is unknown, and bells are not used."""
 WAIT: Final = 0
 WAKE: Final = 1
 EVERYBODY: Final = 0x7FFFFFFF
@@ -51,26 +51,26 @@ class _TimeSpec(ctypes.Structure):
 
 @lru_cache(maxsize=1)
 def _system_call() -> Any:
-    function = ctypes.CDLL(None, use_errno=True).syscall  # lets go of the GIL
+    function = ctypes.CDLL(None, use_errno=True).syscall  # releases the GIL
     function.restype = ctypes.c_long
     return function
 
 
 class Bells:
-    """The lines of the ranks on this host, as one of them sees them.
+    """The lines of the ranks on this host, for use by one of them.
 
     Attributes:
-        wanted: one word, not zero while somebody wants to be woken by this rank.
-        table: address of what compiled code needs: of `wanted`, of the first line, the number of lines, and
-            whether waits are calm. 0 where there are no bells.
+        wanted: one word, nonzero while a peer requests to be woken by this rank.
+        table: address of a table for compiled code: the addresses of `wanted` and of the first line, the
+            number of lines, and whether waits are calm. 0 without bells.
     """
 
     def __init__(self, memory: mmap.mmap | None, ranks: Sequence[int], rank: int) -> None:
-        """`ranks`: those of the job on this host in order, `rank` among them. Without memory: no bells."""
+        """`ranks`: those of the job on this host, in order, including `rank`. Without memory, no bells."""
         self._memory = memory
         self._ranks = tuple(ranks)
         self._me = me = self._ranks.index(rank)
-        self._known: dict[tuple[int, ...], list[int]] = {}  # what `_places` has found
+        self._known: dict[tuple[int, ...], list[int]] = {}  # results of `_places`
         self.table = 0
         if memory is None:
             self.wanted = memoryview(bytearray(BYTES)).cast("Q")
@@ -89,19 +89,19 @@ class Bells:
         return self._memory is not None
 
     def tell(self, calm: bool) -> None:
-        """Tell compiled code whether waits are calm: whoever yields a core beside other work loses it."""
+        """Set a flag for compiled code: waits are calm, so a yield does not lose the core to other work."""
         if self._memory is not None:
             self._table[3] = calm
 
     def arm(self, ranks: tuple[int, ...]) -> None:
-        """Ask those of `ranks`, of the job, that are on this host to wake this one; before a last look."""
+        """Request a wake-up from those `ranks` of the job that are on this host, before the last poll."""
         self._words[self._me * LINE // 8] = 1
         flags = self._flags
         for place in self._places(ranks):
             flags[place] = 1
 
     def _places(self, ranks: tuple[int, ...]) -> list[int]:
-        """Where this rank's byte is in the lines of others."""
+        """Positions of this rank's byte in the lines of `ranks`."""
         places = self._known.get(ranks)
         if places is None:
             if len(self._known) >= _KNOWN:
@@ -114,11 +114,11 @@ class Bells:
         return places
 
     def asleep(self) -> int:
-        """How many ranks sleep, or are about to."""
+        """Number of ranks that sleep, or are about to."""
         return sum(self._words[: len(self._ranks) * LINE // 8 : LINE // 8])
 
     def sleep(self, seconds: float) -> None:
-        """Sleep until a peer rings, and no longer than that; not at all if one has since `arm`."""
+        """Sleep until a peer rings, for at most `seconds`; return at once if one has rung since `arm`."""
         if not SYSTEM_CALL:
             time.sleep(seconds)
             return
@@ -127,10 +127,10 @@ class Bells:
         address = self._base + self._me * LINE
         _system_call()(
             SYSTEM_CALL, ctypes.c_void_p(address), WAIT, 1, ctypes.byref(limit), None, 0
-        )  # returns early after a signal too, which is as good as a ring
+        )  # a signal also ends the sleep, which is harmless
 
     def ring(self) -> None:
-        """Wake those who wait for this rank: to be called where something has been moved if `wanted[0]`."""
+        """Wake the ranks that wait for this one; call it after moving something if `wanted[0]` is set."""
         own = self._me * LINE + WANTED
         for byte in range(BYTES):
             if self._flags[own + byte]:
@@ -139,7 +139,7 @@ class Bells:
                     self._wake(line)
 
     def close(self) -> None:
-        """Unmap the memory: nobody sleeps or rings from here on."""
+        """Unmap the memory; there is no sleep or ring afterwards."""
         memory, self._memory, self.table = self._memory, None, 0
         if memory is not None:
             for view in (self.wanted, self._words, self._flags):
@@ -160,9 +160,9 @@ class Bells:
 
 
 def open_bells(store: Store | None, rank: int, hosts: Sequence[str], timeout: float) -> Bells:
-    """The bells of this host; collective over the ranks of the job.
+    """Open the bells of this host; collective over the ranks of the job.
 
-    There are none where a host's ranks cannot map the same memory, which is no error: they sleep without.
+    Where the ranks of a host cannot map the same memory, they sleep without bells, which is no error.
     """
     ranks = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
     if store is None or len(set(hosts)) == len(hosts) or not SYSTEM_CALL or sys.byteorder != "little":
@@ -175,14 +175,14 @@ def open_bells(store: Store | None, rank: int, hosts: Sequence[str], timeout: fl
             memory = _mapped(places[ranks[0]], size)
         answers = exchange(store, rank, len(hosts), "bells/mapped", "yes" if memory else "no", timeout)
     finally:
-        if descriptor is not None:  # all have mapped it, or never will
+        if descriptor is not None:  # all ranks have mapped it, or never will
             os.close(descriptor)
     usable = all(answers[peer] == "yes" for peer in ranks)
     return Bells(memory if usable else None, ranks, rank)
 
 
 def _made(size: int) -> tuple[mmap.mmap | None, int | None, str]:
-    """Memory without a name, its descriptor, and where others find it."""
+    """Create anonymous memory; returns it, its descriptor, and the place for `_mapped`."""
     try:
         descriptor = os.memfd_create("mcr_plus bells", os.MFD_CLOEXEC)
     except (OSError, AttributeError):

@@ -1,8 +1,8 @@
-"""The barrier at the end of a job: no rank leaves while others still need it.
+"""The barrier at the end of a job: no rank exits while others still need it.
 
-shutdown_barrier()    wait until all ranks have come to the same point
+shutdown_barrier()    wait until all ranks have reached the same point
 abort_barrier()       release the other ranks, because this rank's program has crashed
-linger_for()          leave after the ranks that caused a crash, so that the launcher sees those first
+linger_for()          exit after the ranks that caused a crash, so that the launcher sees those first
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ def shutdown_barrier(
 ) -> bool:
     """Wait up to `patience` seconds until all ranks have called this; returns whether they have.
 
-    With `peers`, ranks that have died or are stopped are not waited for; neither are those that have failed,
-    nor any once a rank has called `abort_barrier`. `notes` are keys that are set in the store before others
-    see this rank there, and `then` is called if all ranks have come, while the store still answers.
+    With `peers`, ranks that have died or are stopped are not waited for; neither are those that have
+    failed, nor any once a rank has called `abort_barrier`. `notes` are keys that are set in the store
+    before peers see the arrival of this rank, and `then` is called if all ranks have arrived, while the
+    store still answers.
     """
     store, deadline = world.store, Deadline(patience)
     if store is None or world.size == 1:
@@ -56,7 +57,7 @@ def shutdown_barrier(
         nap = 0.0005
         while not is_away(0) and not store.check(keys):
             if deadline.passed() or any(map(will_not_come, others)) or store.check([_CRASHED]):
-                return store.check(keys)  # a rank that has left in good order has said so before
+                return store.check(keys)  # a rank that has exited without an error has set its key before
             nap = min(2 * nap, _LONGEST_NAP)
             time.sleep(nap)
         return not is_away(0)
@@ -86,14 +87,14 @@ def _note(store: Store, keys: Iterable[str]) -> None:
 
 
 def abort_barrier(world: World, peers: Peers) -> None:
-    """Release the ranks that wait in a `shutdown_barrier`: this one will not come."""
+    """Release the ranks that wait in a `shutdown_barrier`, which this one will not reach."""
     with contextlib.suppress(RuntimeError):
         if world.store is not None and peers.status(0) not in ("dead", "stopped"):
             put(world.store, _CRASHED, b"1")
 
 
 def linger_for(peers: Peers, ranks: Collection[int]) -> None:
-    """Wait a moment until the processes of `ranks` have ended, where this can be seen from here."""
+    """Wait a moment until the processes of `ranks` have ended, as far as they are visible here."""
     deadline = Deadline(_LINGER)
     while any(peers.status(rank) == "running" for rank in ranks) and not deadline.passed():
         time.sleep(_LONGEST_NAP)

@@ -21,8 +21,8 @@ REMEDY: Final = "pip install 'mcr_plus[mpi]' (Open MPI) or 'mcr_plus[mpich]' bri
 def load_mpi() -> Any:
     """`mpi4py.MPI`, initialised; finalised by the backend `mpi` and not by mpi4py.
 
-    An orderly end needs all ranks. mpi4py would also try after a failure and hang, so it is told not to,
-    unless the program has imported mpi4py.MPI before.
+    MPI_Finalize needs all ranks. mpi4py would also call it after a failure, and hang, so its own finalization
+    is disabled, unless the program has imported mpi4py.MPI before.
     """
     if importlib.util.find_spec("mpi4py") is None:
         raise BackendUnavailable(f"backend mpi: {MISSING}; {REMEDY}")
@@ -41,9 +41,9 @@ def load_mpi() -> Any:
 
 
 def _warn_of_little_memory() -> None:
-    """Say before MPI_Init why it may end in a SIGBUS, under mpiexec of MPICH. Open MPI says so itself.
+    """Warn before MPI_Init that it may end in a SIGBUS, under mpiexec of MPICH; Open MPI reports it itself.
 
-    A warning, for the ranks of a host do not all see the same: some may have taken their memory already.
+    No error, because ranks of a host may see different values: some may have allocated their memory already.
     """
     place = launch_environment()
     if place.launcher == "mpich" and place.local_rank == 0:

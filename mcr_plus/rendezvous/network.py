@@ -1,4 +1,4 @@
-"""Which address other hosts reach this one by."""
+"""The address of this host for connections from other hosts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _interface_address(name: str) -> str | None:
 def host_address() -> str:
     """The IPv4 address of the interface that `GLOO_SOCKET_IFNAME` names, else of the first but loopback.
 
-    Raises `LaunchError` naming the interfaces when there is none.
+    Raises `LaunchError` with the names of the interfaces if there is none.
     """
     names = [name for _, name in socket.if_nameindex()]
     chosen = socket_interface()
@@ -33,5 +33,5 @@ def host_address() -> str:
         address = _interface_address(name)
         if address is not None and (chosen or not address.startswith("127.")):
             return address
-    wanted = f"interface {chosen!r} (GLOO_SOCKET_IFNAME)" if chosen else "any interface but loopback"
-    raise LaunchError(f"no IPv4 address on {wanted}; interfaces: {', '.join(names)}")
+    expected = f"interface {chosen!r} (GLOO_SOCKET_IFNAME)" if chosen else "any interface but loopback"
+    raise LaunchError(f"no IPv4 address on {expected}; interfaces: {', '.join(names)}")

@@ -1,4 +1,4 @@
-"""The processes behind the ranks: are they running, stopped or dead?"""
+"""The processes of the ranks, and whether they are running, stopped or dead."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def _read_stat(pid: int | str) -> tuple[str, str] | None:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # the name in parentheses may hold anything
+    fields = text.rpartition(")")[2].split()  # the name in parentheses may contain anything
     return fields[0], fields[19]
 
 
 class Peers:
-    """Process ids of all ranks, exchanged once. Only ranks that share our /proc can be watched."""
+    """Process ids of all ranks, exchanged once. Only ranks in the same /proc can be observed."""
 
     def __init__(self, rank: int, hosts: tuple[str, ...], store: Store | None, timeout: float) -> None:
         self.keep: list[Any] = []  # memory that a library may still write to
@@ -44,13 +44,13 @@ class Peers:
             self._processes.append((pid, started, "visible" if visible else ""))
 
     def beside(self) -> list[int]:
-        """Process ids of the other ranks on this host, as far as they can be seen from here."""
+        """Process ids of the other ranks on this host, as far as they are visible here."""
         return [
             pid for rank, (pid, _, visible) in enumerate(self._processes) if visible and rank != self._rank
         ]
 
     def status(self, rank: int) -> Status:
-        """What the process of global rank `rank` is doing, `unknown` if it cannot be seen from here."""
+        """State of the process of global rank `rank`, `unknown` if it is not visible here."""
         if not self._processes or not self._processes[rank][2]:
             return "unknown"
         pid, started, _ = self._processes[rank]

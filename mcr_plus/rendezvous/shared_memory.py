@@ -1,4 +1,4 @@
-"""Whether ranks of a host have enough memory to share for MPI: with too little, it ends without a word."""
+"""Check of free shared memory for MPI, which otherwise exits without a message."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _REMEDY: Final = "docker run --shm-size=1g; mount -o remount,size=1g /dev/shm"
 
 
 def lacking_shared_memory(folder: Path, needed: int, who: str) -> str:
-    """Say what is missing if `folder` has less than `needed` bytes free for `who`; empty if it has them."""
+    """Return an error text if `folder` has less than `needed` bytes free for `who`; else ''."""
     try:
         there = os.statvfs(folder)
-    except OSError:  # there is none: MPI uses another place
+    except OSError:  # it does not exist: MPI uses another folder
         return ""
     free = there.f_bavail * there.f_frsize
     if free >= needed:

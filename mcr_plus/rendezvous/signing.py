@@ -1,9 +1,9 @@
-"""What keeps strangers out of a job: a secret of its ranks, and a store whose values are signed with it.
+"""Protection of a job against other users: a secret of its ranks, and a store with values signed by it.
 
-Whoever reaches the port of a store can read and write all of it, for torch's stores ask nobody who they are.
-So what ranks tell each other there is signed, and refused where the signature is wrong: addresses that gloo
-connects to, the processes of the ranks, their shared memory. Counters are not signed: a stranger who changes
-them can hold a job up, as he can by removing keys.
+torch's stores have no authentication: any process that can connect to the port can read and write all keys.
+Therefore ranks sign the values that they exchange there, and refuse values with a wrong signature:
+addresses that gloo connects to, the processes of the ranks, their shared memory. Counters are not signed:
+an attacker who changes them can block a job, as by removing keys.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _TAG: Final = hashlib.sha256().digest_size
 
 
 def seal(secret: bytes, what: str, value: bytes) -> bytes:
-    """`value` behind a signature of it and of `what` it is; as it is without a secret."""
+    """Return `value` preceded by a signature of it and of its name `what`; unchanged without a secret."""
     return _sign(secret, what, value) + value if secret else value
 
 
 def unseal(secret: bytes, what: str, sealed: bytes) -> bytes | None:
-    """What `seal` was given; None if somebody else has written it, or as something else."""
+    """Return the value passed to `seal`; None if the signature is of another secret or name."""
     if not secret:
         return sealed
     tag, value = sealed[:_TAG], sealed[_TAG:]
@@ -38,12 +38,12 @@ def unseal(secret: bytes, what: str, sealed: bytes) -> bytes | None:
 
 
 def unsigned(sealed: bytes) -> bytes:
-    """What `seal` was given, whoever has signed it, for who has no secret."""
+    """Return the value passed to `seal` without checking the signature, for ranks without the secret."""
     return sealed[_TAG:]
 
 
 def _sign(secret: bytes, what: str, value: bytes) -> bytes:
-    # The name's length first: no end of a name may count as the beginning of a value.
+    # The length of the name first, so that its end cannot be taken for the beginning of the value.
     name = what.encode()
     return hmac.digest(secret, len(name).to_bytes(8, "little") + name + value, "sha256")
 
@@ -52,7 +52,7 @@ class SignedStore(WrappedStore):
     """A store in which values are signed; counters are not, and cannot be read as values."""
 
     def __init__(self, store: Store, secret: bytes, part: str) -> None:
-        """`part`: a name that no other user of the secret has; a value signed for another is refused."""
+        """`part`: a name unique among the users of the secret; values signed for another are refused."""
         super().__init__(store)
         self._secret = hmac.digest(secret, part.encode(), "sha256")
 
@@ -62,7 +62,7 @@ class SignedStore(WrappedStore):
         return hmac.digest(self._secret, b"objects", "sha256")
 
     def part(self, name: str) -> SignedStore:
-        """A part of it under a name of its own; values of one part are refused in another."""
+        """Return a part of the store under its own name; values of one part are refused in another."""
         return SignedStore(PrefixStore(name, self._store), self._secret, name)
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -70,7 +70,7 @@ class SignedStore(WrappedStore):
         put(self._store, key, seal(self._secret, key, value.encode() if isinstance(value, str) else value))
 
     def get(self, key: str) -> bytes:
-        """Wait for a value; raises `LaunchError` if a stranger has written it."""
+        """Wait for a value; raises `LaunchError` if no rank of this job has signed it."""
         value = unseal(self._secret, key, self._store.get(key))
         if value is None:
             raise LaunchError(
@@ -90,16 +90,16 @@ class Offer:
 
     @property
     def place(self) -> str:
-        """Where to find it; no secret itself."""
+        """The place of the secret, which is not secret itself."""
         return f"{os.getpid()}:{self._descriptor}:{_processes()}"
 
     def close(self) -> None:
-        """Take it back: all have read it, or never will."""
+        """Withdraw the offer, after all ranks have read it or failed to."""
         os.close(self._descriptor)
 
 
 def _processes() -> str:
-    """What processes have in common that see each other in `/proc`: a running kernel, and a container."""
+    """An identifier that is equal for processes that see each other in `/proc`: boot id and PID namespace."""
     boot = namespace = ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -108,9 +108,9 @@ def _processes() -> str:
 
 
 def read_offer(place: str) -> bytes:
-    """The secret at an `Offer.place`, which a stranger may have written.
+    """Read the secret at an `Offer.place`, which an attacker may have written.
 
-    Raises `LaunchError` unless a process of this user has put it there: the kernel says so.
+    Raises `LaunchError` unless the kernel reports that the memory belongs to this user.
     """
     problem = f"the job's secret is not to be had from process {place.partition(':')[0][:20]!r}"
     try:
@@ -133,7 +133,7 @@ def read_offer(place: str) -> bytes:
 
 
 def address_of(store: Any) -> str:
-    """The address behind a store of torch's, empty if it has none."""
+    """The address of one of torch's stores, empty if it has none."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return str(getattr(store, "host", ""))

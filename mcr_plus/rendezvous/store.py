@@ -1,4 +1,4 @@
-"""The job's key-value store: how ranks find each other, whatever started them."""
+"""The job's key-value store, through which ranks find each other under any launcher."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from mcr_plus.rendezvous.signing import Offer, SignedStore, address_of, read_off
 
 _SLACK: Final = 10.0  # seconds that rank 0's verdict may take to arrive
 _LONGEST_NAP: Final = 0.02
-_REASONS: Final = 3  # in a message
-_LONGEST_REASON: Final = 300  # characters: a stranger may have written it
+_REASONS: Final = 3  # at most, in a message
+_LONGEST_REASON: Final = 300  # characters: any process may have written it
 _HAS_ITS_OWN: Final = "MCR_SECRET is set there, and not on all ranks"
 _log = logging.getLogger("mcr_plus")
 _warned = False  # the warning about unsigned values is logged once in a process
-_stores: dict[tuple[str, int], Store] = {}  # those of this process that listen or are connected
-_by_mpi: list[tuple[Store, bytes]] = []  # the one whose address MPI has carried, with its secret
+_stores: dict[tuple[str, int], Store] = {}  # stores of this process that listen or are connected
+_by_mpi: list[tuple[Store, bytes]] = []  # the store whose address was sent through MPI, with its secret
 
 
 def open_store(environment: LaunchEnvironment, timeout: float) -> Store:
@@ -38,20 +38,20 @@ def open_store(environment: LaunchEnvironment, timeout: float) -> Store:
     without keys, see `signed_part`.
 
     Raises:
-        LaunchError: the ranks cannot find each other, or have not done so within `timeout` seconds.
+        LaunchError: the ranks could not connect within `timeout` seconds.
     """
     store, secret = _connect(environment, timeout)
     return signed_part(store, environment.rank, environment.world_size, timeout, secret)
 
 
 def open_plain_store(environment: LaunchEnvironment, timeout: float) -> Store:
-    """The same without signatures, for torch: its C++ keeps no store alive that is written in Python."""
+    """The same without signatures, for torch: its C++ does not keep a Python store alive."""
     store, _ = _connect(environment, timeout)
     return unused_part(store, environment.rank, environment.world_size, timeout)
 
 
 def _connect(environment: LaunchEnvironment, timeout: float) -> tuple[Store, bytes]:
-    """The job's store, and the secret that MPI has carried to all ranks, empty if it has not."""
+    """The job's store, and the secret that was sent through MPI, empty without MPI."""
     limit, secret = timedelta(seconds=timeout), b""
     try:
         if environment.launcher in ("openmpi", "mpich") and environment.master_addr is None:
@@ -66,11 +66,11 @@ def _connect(environment: LaunchEnvironment, timeout: float) -> tuple[Store, byt
 def signed_part(store: Store, rank: int, size: int, timeout: float, secret: bytes = b"") -> Store:
     """An `unused_part` whose values are signed, so that those of other programs are refused; collective.
 
-    The ranks need a secret: `secret`, that of MCR_SECRET, or one that rank 0 offers to processes of the same
-    user on its host. Where there is none, values are not signed and rank 0 logs a warning, once.
+    The secret is `secret`, that of MCR_SECRET, or one that rank 0 offers to processes of the same user on its
+    host. Without one, values are not signed and rank 0 logs a warning, once.
 
-    Raises `LaunchError` as `unused_part` does, if ranks do not have the same secret, and if they share a host
-    and cannot read that of rank 0.
+    Raises `LaunchError` as `unused_part` does, if ranks do not have the same secret, and if ranks that
+    share a host cannot read that of rank 0.
     """
     name = _unused_name(store, rank, size, timeout)
     part = PrefixStore(name, store)
@@ -79,7 +79,7 @@ def signed_part(store: Store, rank: int, size: int, timeout: float, secret: byte
         own, problem = _offered_secret(part, name, rank, size, timeout)
         if not problem:
             return SignedStore(part, own, name) if own else part
-    elif not secret:  # ranks without it are not kept waiting
+    elif not secret:  # so that ranks without it do not wait
         part.set(f"reads/{rank}" if rank else "offer", _HAS_ITS_OWN if rank else "")
     signed = SignedStore(part, own or b"unknown", name)
     try:
@@ -96,11 +96,12 @@ def signed_part(store: Store, rank: int, size: int, timeout: float, secret: byte
 
 
 def _offered_secret(part: Store, name: str, rank: int, size: int, timeout: float) -> tuple[bytes, str]:
-    """The secret that rank 0 offers, empty if the job goes without; or a problem, on all ranks.
+    """The secret that rank 0 offers, empty if values stay unsigned; or a problem, on all ranks.
 
     Ranks that have read it sign their answers, and rank 0 signs the list of those that have not, so another
-    program cannot make those go without. It can still keep ranks from finding the secret, so a job whose
-    ranks all share a host, by the launcher or by the store's address, never goes without.
+    program cannot make a rank with the secret continue unsigned. It can still keep ranks from finding the
+    secret, so a job whose ranks all share a host, by the launcher or by the store's address, never
+    runs unsigned.
     """
     offer = Offer() if rank == 0 else None
     try:
@@ -134,7 +135,7 @@ def _offered_secret(part: Store, name: str, rank: int, size: int, timeout: float
 
 
 def _offer_secret(part: Store, signed: Store, place: str, size: int, timeout: float) -> dict[str, str]:
-    """On rank 0: publish where the secret is; returns why ranks, by number, have not read it."""
+    """On rank 0: publish the place of the secret; returns, by rank, why ranks have not read it."""
     part.set("offer", place)
     keys = {str(peer): f"reads/{peer}" for peer in range(1, size)}
     try:
@@ -149,7 +150,7 @@ def _offer_secret(part: Store, signed: Store, place: str, size: int, timeout: fl
 
 
 def _reason(part: Store, signed: Store, key: str) -> str:
-    """Why a rank has not read the secret; nothing if it has."""
+    """The reason why a rank has not read the secret; empty if it has."""
     try:
         signed.get(key)
     except LaunchError:
@@ -158,7 +159,7 @@ def _reason(part: Store, signed: Store, key: str) -> str:
 
 
 def _read_secret(part: Store, name: str, rank: int, timeout: float) -> tuple[bytes, dict[str, str]]:
-    """On other ranks: the secret, empty if it cannot be read, and why ranks have not read it."""
+    """On other ranks: the secret, empty if it cannot be read; and, by rank, why ranks have not read it."""
     secret, patience = b"", timedelta(seconds=timeout + _SLACK)
     try:
         part.wait(["offer"], patience)
@@ -181,14 +182,14 @@ def _read_secret(part: Store, name: str, rank: int, timeout: float) -> tuple[byt
 
 
 def unused_part(store: Store, rank: int, size: int, timeout: float) -> Store:
-    """A part of the store in which there are no keys yet, the same for all ranks; collective.
+    """A part of the store without any keys, the same for all ranks; collective.
 
     A store may outlive the processes that use it: torchrun's agent keeps it when it restarts the ranks, and
-    a replacement of one rank has not seen what the others have. So nothing that a process counts by itself
-    can name the part. Rank 0 draws the name, and gives it to ranks that ask under names they have drawn;
+    the replacement of a rank has not taken part in earlier calls. So a counter of the process cannot name the
+    part. Rank 0 draws a random name, and sends it to ranks that request it under random names of their own;
     no key that was left behind can be taken for an answer.
 
-    Raises `LaunchError` naming the ranks that have not come within `timeout` seconds.
+    Raises `LaunchError` naming the ranks that have not called this within `timeout` seconds.
     """
     return PrefixStore(_unused_name(store, rank, size, timeout), store)
 
@@ -218,12 +219,12 @@ def _unused_name(store: Store, rank: int, size: int, timeout: float) -> str:
 
 
 def _answer(store: Store, name: str, size: int, timeout: float) -> list[int]:
-    """On rank 0: give every rank that asks the part's `name`; returns the ranks that have not come."""
+    """On rank 0: send the part's `name` to every rank that requests it; returns the missing ranks."""
     answered: dict[int, bytes] = {}
     missing, deadline, nap = list(range(1, size)), Deadline(timeout), 0.0005
     while True:
         for peer in missing:
-            # What is there at first may be the question of a process that is gone; another one follows.
+            # The first request may be that of a process that has exited; another one follows.
             if store.check([f"asks/{peer}"]) and answered.get(peer) != (asked := store.get(f"asks/{peer}")):
                 store.set(f"answer/{asked.decode()}", name)
                 answered[peer] = asked
@@ -237,9 +238,9 @@ def _answer(store: Store, name: str, size: int, timeout: float) -> list[int]:
 def exchange(store: Store, rank: int, size: int, what: str, value: str, timeout: float) -> list[str]:
     """Every rank's `value`, by rank; collective. `what` names the exchange and must be new.
 
-    Rank 0 collects and publishes, so that the store sees a few requests per rank and not one per pair.
-    Raises `LaunchError` naming the ranks that have not come within `timeout` seconds, or the key that
-    another program has written.
+    Rank 0 collects and publishes the values, so that the store gets a few requests per rank and not one per
+    pair. Raises `LaunchError` naming the ranks that have not called this within `timeout` seconds, or the key
+    that another program has written.
     """
     call = what if what == "reset" else "init"
     try:
@@ -279,11 +280,11 @@ def exchange(store: Store, rank: int, size: int, what: str, value: str, timeout:
 def open_torch_store(environment: LaunchEnvironment, limit: timedelta) -> Store:
     """Connect to the store of `env://`, which rank 0 creates, and which listens on loopback; collective.
 
-    It stays for the life of rank 0's process. Keys are new at each call, as a program may destroy its process
+    It lives as long as rank 0's process. Keys are new at each call, as a program may destroy its process
     group and create it again.
 
-    Raises `LaunchError` if the port is taken or some rank does not come, and torch's own errors if rank 0
-    does not.
+    Raises `LaunchError` if the port is taken or a rank is missing, and torch's own errors if rank 0 is
+    missing.
     """
     address, port, size = environment.master_addr, environment.master_port, environment.world_size
     assert address is not None
@@ -304,7 +305,7 @@ def _through_address(environment: LaunchEnvironment, limit: timedelta) -> Store:
             "mpirun"
         )
     known = _stores.get((address, port))
-    if known is not None:  # init after finalize: the address is taken, by ourselves
+    if known is not None:  # init after finalize: this process has the address already
         return known
     is_server = environment.rank == 0 and not environment.agent_store
     options: dict[str, Any] = {}
@@ -326,7 +327,7 @@ def _through_address(environment: LaunchEnvironment, limit: timedelta) -> Store:
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    """A listening socket bound to one address: TCPStore by itself binds all interfaces."""
+    """A listening socket bound to one address; TCPStore itself would bind all interfaces."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((address, port))
@@ -335,9 +336,9 @@ def _listen(address: str, port: int) -> socket.socket:
 
 
 def _through_mpi(environment: LaunchEnvironment, limit: timedelta) -> tuple[Store, bytes]:
-    """Started by mpirun without an address: MPI carries that of a store on rank 0, and a secret.
+    """Under mpirun without an address: broadcast the address of a store on rank 0, and a secret, through MPI.
 
-    It does so once, for MPI may have become unusable before another `init`.
+    Done once, because MPI may be unusable at another `init`.
     """
     if _by_mpi:
         _by_mpi[0][0].set_timeout(limit)

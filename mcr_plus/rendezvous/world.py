@@ -1,4 +1,4 @@
-"""The job that this process is a rank of, once its ranks have found each other."""
+"""The job of this process, after its ranks have connected."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class World:
-    """What backends and stages know about the job.
+    """Description of the job for backends and stages.
 
     `store` is the job's own key-value store (a `torch.distributed.Store`), None for a single process and
-    while explaining. `hosts` has one entry per global rank. `libraries` names what is behind each backend on
-    rank 0 (`Open MPI 5.0.11`), where that is known. `cores`: on how many the ranks of this host may run,
-    all of them together, for launchers bind each to its own. `secret`: what only the ranks have, empty if
-    they have none. `bells`: how ranks of this host that sleep are woken; compiled code that moves something
-    for a peer rings them itself. `stores`: see `store_of`.
+    while explaining. `hosts` has one entry per global rank. `libraries` has the library of each backend on
+    rank 0 (`Open MPI 5.0.11`), where it is known. `cores`: number of cores for all ranks of this host
+    together, since launchers bind each to its own. `secret`: shared by the ranks only, empty if there is
+    none. `bells`: wake up sleeping ranks of this host; compiled code that moves something for a peer rings
+    them itself. `stores`: see `store_of`.
     """
 
     rank: int
@@ -39,7 +39,7 @@ class World:
     stores: dict[str, GroupStore] = field(default_factory=dict, repr=False)
 
     def store_of(self, group: Group) -> GroupStore:
-        """The store for what ranks of `group` tell each other about it: its keys go when all have left it.
+        """The store for data that ranks of `group` exchange; its keys are removed when all have left it.
 
         Only for members of groups of several ranks, which have a store.
         """

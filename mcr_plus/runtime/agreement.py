@@ -47,14 +47,14 @@ def _dropped_groups(runtime: Runtime, ranks: Sequence[int]) -> dict[str, list[in
     By their names, with their ranks. A group in use by messages is none of them. Those of one rank, those of
     other ranks and those that have failed are closed at once.
     """
-    found = runtime.idle_channels.groups_within(ranks)
+    dropped = runtime.idle_channels.groups_within(ranks)
     for opened in [opened for opened in runtime.groups if opened.is_dropped]:
         group, state = opened.group, opened.state
         if group.size == 1 or group.rank < 0 or state.failure is not None:
             runtime.remove(opened, clean=state.failure is None)
         elif set(group.ranks) <= set(ranks) and not has_messages(runtime.engine, state):
-            found[group.name] = list(group.ranks)
-    return found
+            dropped[group.name] = list(group.ranks)
+    return dropped
 
 
 def _close_dropped(runtime: Runtime, dropped: Mapping[int, Mapping[str, list[int]]]) -> bool:
@@ -68,7 +68,11 @@ def _close_dropped(runtime: Runtime, dropped: Mapping[int, Mapping[str, list[int
         for name, members in groups.items()
         if all(dropped[rank].get(name) == members for rank in members)
     }
-    opened = {(each.name, each.group.ranks): each for each in runtime.groups if not each.inner}
+    opened = {
+        (open_group.name, open_group.group.ranks): open_group
+        for open_group in runtime.groups
+        if not open_group.inner
+    }
     for group in sorted(by_all):
         runtime.idle_channels.close(group, runtime.libraries.disabled_on(group[1]))
         if group in opened:

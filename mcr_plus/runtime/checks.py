@@ -82,10 +82,10 @@ def choose_backends(config: Config, world: World) -> dict[str, type[Backend]]:
     A single process that asks for none gets `local` alone: none of the others is imported for it.
     Raises `BackendUnavailable` on all ranks if one that was asked for is not available, or if there is none.
     """
-    wanted = config.backends
-    if wanted is None and world.size == 1:
+    named = config.backends
+    if named is None and world.size == 1:
         return {"local": backend_class("local")}
-    names = [name for name in (wanted or preferred_backends()) if name != "local"]
+    names = [name for name in (named or preferred_backends()) if name != "local"]
     with collector_paused():
         classes = {name: backend_class(name) for name in names}
     lacking = {}
@@ -96,14 +96,14 @@ def choose_backends(config: Config, world: World) -> dict[str, type[Backend]]:
     everywhere = [json.loads(text) for text in _gather(world, "backends", json.dumps(lacking))]
     for rank, missing in enumerate(everywhere):
         for name, reason in missing.items():
-            if wanted is not None:
+            if named is not None:
                 where = f" on rank {rank}" if world.size > 1 else ""
                 raise BackendUnavailable(
                     f"backend {name} was asked for and is not available{where}: {reason}"
                 )
             classes.pop(name, None)
     if world.size > 1:
-        classes = _drop_foreign_backends(classes, world, strict=wanted is not None)
+        classes = _drop_foreign_backends(classes, world, strict=named is not None)
         if not classes:
             raise BackendUnavailable(f"no backend is available on all ranks: {everywhere}")
     return {**classes, "local": backend_class("local")}

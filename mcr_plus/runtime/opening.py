@@ -37,7 +37,7 @@ def open_with_parts(
 ) -> OpenGroup:
     """Open a group over its channels, `lines`, and the groups inside it; collective over its ranks."""
     world, name, rank = runtime.world, group.name, group.rank
-    one_host = len({world.hosts[each] for each in group.ranks}) == 1
+    one_host = len({world.hosts[rank] for rank in group.ranks}) == 1
     store = world.store_of(group) if rank >= 0 and group.size > 1 and world.store is not None else None
     with ExitStack() as undo:
         undo.callback(release_unused, lines)
@@ -136,5 +136,6 @@ def _missing(
 
 def _named_for(step: str, config: Config) -> set[str]:
     """The libraries that the hierarchical stage, or a rule that changes it, names for `local` or `inter`."""
-    steps = [getattr(each, step) for each in config.all_options if isinstance(each, HierarchicalOptions)]
-    return {each.backend.partition(":")[0] for each in steps if each.backend is not None}
+    hierarchical = [options for options in config.all_options if isinstance(options, HierarchicalOptions)]
+    backends = [getattr(options, step).backend for options in hierarchical]
+    return {backend.partition(":")[0] for backend in backends if backend is not None}

@@ -82,7 +82,10 @@ class Job:
             for backend in self.backends.values():
                 if backend.name not in self.disabled:
                     backend.finalize()
-            if all(each.name != "mpi" for each in self.backends.values()) and "mpi" not in self.disabled:
+            if (
+                all(backend.name != "mpi" for backend in self.backends.values())
+                and "mpi" not in self.disabled
+            ):
                 _end_unused_mpi()
 
     def _after_fork(self) -> None:

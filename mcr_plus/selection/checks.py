@@ -87,7 +87,7 @@ def check_algorithm(choice: str, place: str, files: str = "`algorithms:` of the 
         return
     backend = backend_class(name)
     if not backend.has_algorithms:
-        others = ", ".join(each for each in registry.names("backends") if backend_class(each).has_algorithms)
+        others = ", ".join(name for name in registry.names("backends") if backend_class(name).has_algorithms)
         raise ConfigError(
             f"{place}: backend {choice!r}: {name} has no algorithms to choose from; expected {name!r} alone, "
             f"or a backend that has some: {others}"
@@ -104,7 +104,7 @@ def _choices(config: Config) -> Iterator[tuple[str, str]]:
     for rule in config.rules:
         if rule.backend is not None:
             yield rule.backend, f"{rule.place}.backend"
-        named += [(each.options, rule.place) for each in rule.overrides]
+        named += [(override.options, rule.place) for override in rule.overrides]
     for options, place in named:
         if isinstance(options, HierarchicalOptions):
             steps = {"local": options.local.backend, "inter": options.inter.backend}

@@ -92,8 +92,8 @@ class Refinement:
                 return bound[choice]
             bound = {choice: bound[choice], **bound}
         trial, issues = OnlineTrial.of(list(bound)), list(bound.values())
-        wanted = exchange_signature(signature, trial, TAG)
-        exchange = place(prefer(wanted), wanted)
+        reduction = exchange_signature(signature, trial, TAG)
+        exchange = place(prefer(reduction), reduction)
 
         def show_operation() -> None:
             # As every issue does; a persistent operation that is bound now stays with the choice of now.
@@ -102,7 +102,7 @@ class Refinement:
         router = Router(
             trial,
             issues,
-            lambda values: exchange(Message(wanted, (values,), (values,))),
+            lambda values: exchange(Message(reduction, (values,), (values,))),
             one_clock=len(self._hosts) == 1,
             agreed=show_operation,
         )
@@ -135,14 +135,14 @@ class Refinement:
 
     def learnt(self) -> list[Learnt]:
         """Results of this stage's trials, including those that have not ended."""
-        found = dict(self._settled)
+        settled = dict(self._settled)
         later = []
         for router, trial, query, default in self._trials:
             router.finish()
             if known := _microseconds(trial):
-                found.pop(_name(query, trial.candidates), None)
+                settled.pop(_name(query, trial.candidates), None)
                 later.append(Learnt(query, trial.candidates[trial.chosen], known, default))
-        return [*found.values(), *later]
+        return [*settled.values(), *later]
 
     def fingerprint(self) -> dict[str, tuple[str, ...]]:
         """The facts of this job."""

@@ -205,9 +205,9 @@ class SelectStage(Stage):
         known = self._context.backends
         if name not in known:
             kind = backend_class(name)
-            found = kind.availability()
-            if not found.available:
-                missing = f"is not part of this job ({found.reason}; {found.remedy})"
+            availability = kind.availability()
+            if not availability.available:
+                missing = f"is not part of this job ({availability.reason}; {availability.remedy})"
             elif reason := kind.reaches(self._context.world, self._context.group):
                 missing = f"is not there: {reason}"
             else:
@@ -245,8 +245,8 @@ class SelectStage(Stage):
         here = fingerprint_here(
             world.libraries, ranks=world.size, nodes=len(shape), ranks_per_node=max(shape.values())
         )
-        found = differences(table.fingerprint, here)
-        return {"measured_elsewhere": found, "strict": table.strict} if found else {}
+        different = differences(table.fingerprint, here)
+        return {"measured_elsewhere": different, "strict": table.strict} if different else {}
 
     def _alternative(
         self, name: str, chosen: str, own: Estimate | None, signature: Signature

@@ -38,8 +38,8 @@ class DDPState:
     def finish(self) -> None:
         """Wait for pending operations; DDP itself would wait for the futures without any progress."""
         pending, self.pending = self.pending, []
-        for each in pending:
-            _resolve(*each)
+        for work, values, future in pending:
+            _resolve(work, values, future)
 
 
 def _resolve(work: Work, values: torch.Tensor, future: Result) -> None:

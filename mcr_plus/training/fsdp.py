@@ -61,7 +61,7 @@ def fsdp(
     if replicas is not None and not any(groups):
         raise Unsupported("fsdp: replicas: the model's mesh has no dimension of replicas; use a hybrid one")
     # Without a codec for the step between replicas, a group of another backend may run it.
-    between = [_ours(each) if each and replicas is not None else each for each in groups]
+    between = [_ours(group) if group and replicas is not None else group for group in groups]
     tags = [f"{tag}.{name}" if name else tag for name, _ in shards]
     _claim_tags({inside: module for inside, (_, module) in zip(tags, shards, strict=True)}, tag)
     for inside, (_, module), group in zip(tags, shards, between, strict=True):

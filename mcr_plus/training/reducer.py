@@ -75,8 +75,9 @@ _reducers: dict[int, weakref.ref[Reducer]] = {}
 
 
 def _reducer_of(param: torch.nn.Parameter) -> Reducer | None:
-    found = _reducers.get(id(param), lambda: None)()
-    return found if found is not None and any(slot.param is param for slot in found._slots) else None
+    reducer = _reducers.get(id(param), lambda: None)()
+    is_current = reducer is not None and any(slot.param is param for slot in reducer._slots)
+    return reducer if is_current else None
 
 
 class Reducer:

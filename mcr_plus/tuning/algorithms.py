@@ -18,20 +18,20 @@ from mcr_plus.tuning.plan import Request
 
 def compared(candidates: Sequence[str], kind: Kind, ranks: int) -> tuple[str, ...]:
     """Return the algorithms of a kind to compare: those that a backend proposes, or the one that is named."""
-    found = []
+    algorithms = []
     for candidate in candidates:
-        name, _, wanted = candidate.partition(":")
-        known = [wanted] if wanted else backend_class(name).algorithms(kind, ranks)
-        found += [f"{name}:{each}" for each in known]
-    return tuple(dict.fromkeys(found))
+        name, _, named = candidate.partition(":")
+        known = [named] if named else backend_class(name).algorithms(kind, ranks)
+        algorithms += [f"{name}:{algorithm}" for algorithm in known]
+    return tuple(dict.fromkeys(algorithms))
 
 
 def spans(algorithms: Mapping[Kind, Sequence[str]]) -> dict[str, Range]:
     """Return the sizes for which a table may name an algorithm, for those with limits."""
-    found = {
+    sizes_of = {
         candidate: table_sizes(candidate) for candidates in algorithms.values() for candidate in candidates
     }
-    return {candidate: sizes for candidate, sizes in found.items() if sizes != Range(0)}
+    return {candidate: sizes for candidate, sizes in sizes_of.items() if sizes != Range(0)}
 
 
 def check_sizes(request: Request) -> None:
@@ -42,10 +42,10 @@ def check_sizes(request: Request) -> None:
     for kind in request.kinds:
         algorithms = request.algorithms.get(kind, ())
         if algorithms and not request.libraries and f"{kind}_v" in VECTOR:
-            wanted = ",".join([algorithms[0].partition(":")[0], *algorithms])
+            libraries = ",".join([algorithms[0].partition(":")[0], *algorithms])
             raise Unsupported(
                 f"{kind}: nothing in --backends is for {kind}_v, which no algorithm does and rules for "
-                f"{kind} cover; add a library: --backends {wanted}"
+                f"{kind} cover; add a library: --backends {libraries}"
             )
         ends = [
             request.spans[candidate].hi

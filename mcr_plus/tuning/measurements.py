@@ -106,9 +106,9 @@ def _read(path: Path, fingerprint: Fingerprint) -> list[Sample]:
         version = head["version"]
     except (ValueError, KeyError, IndexError, TypeError, AttributeError):
         raise ConfigError(f"{path}:1: not a file of measurements; name another with --measurements") from None
-    found = differences(stated, fingerprint)
-    if version != _VERSION or found:
-        what = "; ".join(found) or f"unknown version {version}; known: {_VERSION}"
+    different = differences(stated, fingerprint)
+    if version != _VERSION or different:
+        what = "; ".join(different) or f"unknown version {version}; known: {_VERSION}"
         raise ConfigError(
             f"{path}: measured elsewhere ({what}); name another file with --measurements, or use --fresh"
         )

@@ -160,16 +160,16 @@ class OpUnderTest:
             self.target.fill_(3)
         call()
         expected = self._expected()
-        found = self.target.to(torch.int64, copy=True).numpy() if expected is not None else None
+        result = self.target.to(torch.int64, copy=True).numpy() if expected is not None else None
         self.source.zero_()
         self.target.zero_()
-        if expected is None or found is None or np.array_equal(found, expected):
+        if expected is None or result is None or np.array_equal(result, expected):
             return None
-        place = int(np.argmax(found != expected))
-        wrong = int((found != expected).sum())
+        place = int(np.argmax(result != expected))
+        wrong = int((result != expected).sum())
         return (
             f"wrong result on rank {mine}: {wrong} of {expected.size} elements, the first at {place}: "
-            f"{found[place]} instead of {expected[place]}"
+            f"{result[place]} instead of {expected[place]}"
         )
 
     def _values(self, rank: int, length: int) -> _Integers:
@@ -191,7 +191,7 @@ class OpUnderTest:
         if kind == "all_gather" or (kind == "gather" and rank == 0):
             return np.concatenate(given)
         if kind == "all_to_all":
-            return np.concatenate([each.reshape(size, -1)[rank] for each in given])
+            return np.concatenate([values.reshape(size, -1)[rank] for values in given])
         if kind == "scatter":
             return given[0][mine]
         if kind == "send" and (rank ^ 1) < size:

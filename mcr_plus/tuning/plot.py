@@ -113,13 +113,13 @@ def _chosen(table: Table, query: Query) -> list[tuple[int, str]]:
     ends = {end for rule in table.rules if rule.key.kind == query.kind for end in (rule.lo, rule.hi or 0)} | {
         0
     }
-    found: list[tuple[int, str]] = []
+    choices: list[tuple[int, str]] = []
     for size in sorted(ends):
         rule = table.lookup(query._replace(nbytes=size))
         candidate = BUILT_IN if rule is None else rule.backend
-        if not found or found[-1][1] != candidate:
-            found.append((size, candidate))
-    return found
+        if not choices or choices[-1][1] != candidate:
+            choices.append((size, candidate))
+    return choices
 
 
 def _draw(rows: Sequence[Sequence[_Panel]], path: Path, subtitle: str) -> int:

@@ -108,8 +108,8 @@ class SharedBoard(GroupBoard):
     def counts(self, rank: int, sequence: int) -> tuple[int, int] | None:  # noqa: D102
         slot = _COUNTS // 8 + sequence % RING * 2 * self._size
         at = rank * self._row_words + slot + self._rank
-        found = self._all[at], self._all[at + self._size]
-        return found if self._digest_at(rank, sequence) is not None else None
+        counts = self._all[at], self._all[at + self._size]
+        return counts if self._digest_at(rank, sequence) is not None else None
 
     def all_match(self, sequence: int, digest: int) -> bool:  # noqa: D102
         word = slot_word(sequence, digest)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from mutate import MUTATIONS, Mutation
 from tiers import STALE
 
 ROOT = Path(__file__).parents[2]
@@ -97,3 +98,10 @@ def test_no_personal_paths() -> None:
 
 def test_long_tests_exist(request: pytest.FixtureRequest) -> None:
     assert request.config.stash[STALE] == [], "tests/support/tiers.py names tests that do not exist"
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_mutations_are_of_the_library_as_it_is(mutation: Mutation) -> None:
+    text = (ROOT / "mcr_plus" / mutation.path).read_text()
+    assert text.count(mutation.old) == 1
+    assert mutation.old != mutation.new

@@ -1,6 +1,6 @@
 """Breaks the library in forty places, one at a time, and lists what the tests find.
 
-    python tests/mutate.py [NAME…] [--all-tests]
+    python tests/support/mutate.py [NAME…] [--all-tests]
 
 Every mutation is one plausible mistake: a wrong comparison, a lost term, a check left out. It is made in a
 copy of the working tree, where the tests named beside it run until the first failure (`--all-tests`: all of
@@ -28,7 +28,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 _LIMIT_S = 900
 
 
@@ -56,7 +56,7 @@ MUTATIONS = (
     Mutation("size unit", "core/units.py", 'int(number) * SIZE_UNITS[unit or "B"]', 'int(number) * SIZE_UNITS["B"]', "test_config test_table"),
     Mutation("bus factor", "core/kinds.py", "bus_factor=lambda n: 2 * _by_links(n)", "bus_factor=_by_links", "test_kinds test_cost test_record"),
     Mutation("digest of a signature", "core/message.py", "repr(tuple(self)).encode()", "repr(tuple(self)[:3]).encode()", "test_mismatch test_message"),
-    Mutation("flows of a gather", "core/message.py", "[mine if each == signature.root else 0 for each in range(size)]\n        elif signature.kind == \"reduce_scatter_v\"", "[mine] * size\n        elif signature.kind == \"reduce_scatter_v\"", "test_mismatch test_message"),
+    Mutation("flows of a gather", "core/message.py", "[mine if peer == signature.root else 0 for peer in range(size)]\n        elif signature.kind == \"reduce_scatter_v\"", "[mine] * size\n        elif signature.kind == \"reduce_scatter_v\"", "test_mismatch test_message"),
     Mutation("a second waiter returns early", "core/work.py", "while not self._is_done and self._finisher != threading.get_ident():", "while False:", "test_coalesce test_waiting test_groups"),
     # communicator
     Mutation("overlapping output and input", "communicator/prepared.py", "if to < since + read and since < to + written:", "if False:", "test_calls"),
@@ -100,7 +100,7 @@ MUTATIONS = (
     Mutation("signature not checked", "rendezvous/signing.py", "return value if hmac.compare_digest(tag, _sign(secret, what, value)) else None", "return value", "test_signing"),
     Mutation("groups dropped by some", "runtime/agreement.py", "if all(dropped[rank].get(name) == members for rank in members)", "if any(dropped[rank].get(name) == members for rank in members)", "test_groups test_leaks"),
     Mutation("a table given as a configuration", "config/reader.py", '"kind" in rule and "match" not in rule', '"kind" in rule and "match" in rule', "test_config test_cli"),
-    Mutation("a rank that failed", "launch/job.py", "all_well = all(state.code == 0", "all_well = any(state.code == 0", "test_launch"),
+    Mutation("a rank that failed", "launch/job.py", "all_zero = all(state.code == 0", "all_zero = any(state.code == 0", "test_launch"),
     # torch
     Mutation("mean of integers", "torch_backend/arguments.py", "return not (tensor.is_floating_point() or", "return (tensor.is_floating_point() or", "test_torch_backend"),
     Mutation("too few descriptors", "core/file_limit.py", "if there < need", "if there < 0", "test_groups test_leaks"),

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from leftovers import lasting
 from ranks import RanksFailed, run_ranks
 
 import mcr_plus as mcr
@@ -107,8 +108,8 @@ def leftovers(folder: Path, *runs: Run) -> list[str]:
     """What jobs have left in a temporary directory and in shared memory (other jobs may be running)."""
     ours = [path for run in runs for path in SHARED_MEMORY.glob(f"mcr-job-*-{run.process.pid}-*")]
     temporary = [path for path in folder.iterdir() if path.name != "output.txt"]
-    unmapped = unmapped_segments() - runs[0].segments_before
-    return [str(path) for path in [*ours, *temporary, *unmapped]]
+    unmapped = lasting(lambda: map(str, unmapped_segments() - runs[0].segments_before))
+    return [*map(str, [*ours, *temporary]), *unmapped]
 
 
 def segments() -> list[Path]:

@@ -25,7 +25,7 @@ SHARED = Path("/dev/shm")
 def test_results(ranks: int) -> None:
     for result in run_ranks(jobs.exam, ranks, via="torch", timeout=240):
         assert result.value == []
-    assert jobs.leftovers() == []
+    assert jobs.left_behind() == []
 
 
 def test_killed_ranks_leave_nothing_behind() -> None:

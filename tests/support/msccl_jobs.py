@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msccl_samples as samples
 import torch
+from leftovers import lasting
 from ranks import own_rank
 
 from mcr_plus.backends.shm import collectives_kernels, interpreter_kernels, segment
@@ -353,8 +354,9 @@ def too_large() -> list[str]:
     return []
 
 
-def leftovers() -> list[str]:
-    return [str(path) for path, _, _ in segment._files()]
+def left_behind() -> list[str]:
+    """Files of segments that stay."""
+    return lasting(lambda: [str(path) for path, _, _ in segment._files()])
 
 
 def _be_killed(folder: str, me: int, ranks: int) -> None:
@@ -385,7 +387,7 @@ def killed(times: int, ranks: int = 3) -> list[str]:
             time.sleep(chance.choice([0.0, 0.002, 0.02, 0.1]) + chance.uniform(0, 0.01))
             victim = chance.choice(children)
             os.kill(victim, signal.SIGKILL)
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + 30
             alive = set(children)
             while alive and time.monotonic() < deadline:
                 alive -= {child for child in alive if os.waitpid(child, os.WNOHANG)[0]}
@@ -395,7 +397,7 @@ def killed(times: int, ranks: int = 3) -> list[str]:
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
     segment.remove_stale()
-    return [*problems, *leftovers()]
+    return [*problems, *left_behind()]
 
 
 def _forked(function: Callable[[str, int, int], None], folder: str, me: int, ranks: int) -> int:

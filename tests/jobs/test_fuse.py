@@ -421,35 +421,35 @@ def test_odd_tensors_and_a_codec() -> None:
         assert result.value == [[3.0], [3.0] * 4, 4.0, True, "bf16", 3]
 
 
-def steady() -> list[Any]:
-    """Runs on ranks: memory of buffers over many steps, and what is allocated in one of them."""
+def steady() -> list[list[int]]:
+    """Runs on ranks: for each of some steps, memory of buffers before and after it, and what it allocates."""
     with mcr.init(config("gloo", bucket="64KiB", first_bucket="16KiB", memory="256KiB")) as comm:
         tensors = [torch.ones(n) for n in (100, 1000, 3000, 5000, 7000, 400)]
-
-        def step() -> None:
-            works = [comm.all_reduce(tensor, mcr.MAX, async_op=True) for tensor in tensors]
-            for work in works:
-                assert work is not None
-                work.wait()
-
-        for _ in range(3):
-            step()
-        before = comm.buffer_bytes
-        with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-        ) as profile:
-            step()
-        events = [event for event in profile.events() or () if event.name == "[memory]"]
-        allocated = sum(max(0, event.cpu_memory_usage) for event in events)
-        return [before, comm.buffer_bytes, allocated]
+        found = []
+        for _ in range(9):
+            before = comm.buffer_bytes
+            with torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+            ) as profile:
+                works = [comm.all_reduce(tensor, mcr.MAX, async_op=True) for tensor in tensors]
+                for work in works:
+                    assert work is not None
+                    work.wait()
+            events = [event for event in profile.events() or () if event.name == "[memory]"]
+            allocated = sum(max(0, event.cpu_memory_usage) for event in events)
+            found.append([before, comm.buffer_bytes, allocated])
+        return found
 
 
 def test_nothing_is_allocated_in_the_long_run() -> None:
     for result in run_ranks(steady, 2, via="torch"):
-        before, after, allocated = result.value
-        assert before == after
-        assert 0 < before <= 256 << 10
-        assert allocated == 0
+        grown = [after > before for before, after, _ in result.value]
+        # The later a peer is, the more buffers are in use at once: at most as many as the limit holds.
+        assert grown[0]
+        assert sum(grown) <= 256 // 64
+        for before, after, allocated in result.value[1:]:
+            assert before <= after <= 256 << 10
+            assert allocated == 0 or after > before
 
 
 def unwaited() -> list[list[int]]:

@@ -465,6 +465,7 @@ class Engine:
         reason = self.off.get(operation.signature.backend or "")
         if reason is not None:
             operation.start = refusing(reason)
+            operation.stop_polling()
             operation.gate = None
             operation.compare_every = operation.compared = False
             operation.deferred = True  # the fast path has its own reference to the start

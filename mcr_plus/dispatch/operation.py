@@ -63,9 +63,10 @@ class Operation:
         self.backend_channel = backend_channel
         self.on_stream = on_stream
         self.inline = not (signature.async_op or on_stream or signature.is_p2p)
-        self.spins = range(spins)
-        self.first = range(min(spins, GLANCE if rings else FIRST_POLLS))
-        self.more = range(spins - len(self.first))
+        # Lists, which `stop_polling` empties under a loop of another thread.
+        self.spins = [None] * spins
+        self.first = [None] * min(spins, GLANCE if rings else FIRST_POLLS)
+        self.more = [None] * (spins - len(self.first))
         self.burst = burst
         self.glance = burst[: len(self.first)]
         self.polled = len(burst) > 1
@@ -84,6 +85,11 @@ class Operation:
         gate = self.gate
         self.compared = self.compare_every or (gate is not None and gate.again)
         self.deferred = self.compared or (gate is not None and gate.every)
+
+    def stop_polling(self) -> None:
+        """End the loops that poll at full speed, in any thread: the library is not to be called again."""
+        for polls in (self.spins, self.first, self.more):
+            polls.clear()
 
     def name(self, sequence: int) -> str:
         """For error messages: `all_reduce SUM float32[4] (#7 in group 'world')`."""
@@ -234,6 +240,8 @@ class Operation:
         if engine.occupied or not (self.polled and waiting.may_nap()):
             return False
         for _ in SHORT_NAPS:
+            if not self.first:  # the library has been switched off
+                return False
             waiting.arm(self.state.group.ranks)
             if poll():
                 break

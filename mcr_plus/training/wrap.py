@@ -158,9 +158,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 ) -> OptimizerT:
     """Average the gradients of an optimizer's parameters over ranks; returns the same optimizer.
 
-    As `wrap`, for programs written for Horovod. It does not broadcast parameters; call
-    `mcr.broadcast_parameters(model.state_dict())`. Gradients are averaged when `backward()` returns, so there
-    is no `synchronize`. `named_parameters` gives the names that errors show.
+    As `wrap`, for an optimizer instead of a model. Programs written for Horovod, with `synchronize`, `op` or
+    `compression`, import `mcr_plus.horovod`, whose optimizer has all of these. This one does not broadcast
+    parameters; call `mcr.broadcast_parameters(model.state_dict())`. Gradients are averaged when `backward()`
+    returns, so there is no `synchronize`. `named_parameters` gives the names that errors show.
     """
     comm = member_of(group)
     if not isinstance(optimizer, torch.optim.Optimizer):

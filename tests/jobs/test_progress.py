@@ -8,16 +8,20 @@ import time
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from ranks import run_ranks
 
 import mcr_plus as mcr
+from mcr_plus.core.group import Group
+from mcr_plus.core.message import Message, Signature
 from mcr_plus.dispatch.board.base import Failure, GroupBoard
 from mcr_plus.dispatch.closing import drain
 from mcr_plus.dispatch.engine import Engine
+from mcr_plus.dispatch.group_state import BackendChannel, GroupState
+from mcr_plus.dispatch.operation import Operation
 from mcr_plus.dispatch.work import IssuedWork
 from mcr_plus.launch import mpi_usable
 from mcr_plus.rendezvous.processes import Peers
@@ -152,6 +156,33 @@ class Noted(GroupBoard):
 
     def mark_failed(self, failure: Failure) -> None:
         self.why.append(failure.text)
+
+
+@pytest.mark.parametrize("when", [1, 3, 200])
+def test_a_library_that_is_switched_off_is_not_polled_by_a_thread_that_is_at_it(when: int) -> None:
+    """Whether the first polls, those that follow, or those of the engine are going on."""
+    engine = Engine(Peers(0, ("host",), None, 1.0), wait="spin", oversubscribed=False)
+    group, nobody = Group("world", (0,), 0), cast("Any", None)
+    polls: list[None] = []
+
+    def poll() -> bool:
+        polls.append(None)
+        if len(polls) == when:  # an operation of another thread has failed inside the library
+            engine.off["lost"] = "not used any more"
+            engine.refuse_if_off(operation)
+        return False
+
+    signature = Signature("all_reduce", torch.float32, (4,), 16, "world", 1, reduce_op="SUM", backend="lost")
+    state, channel = GroupState(group, GroupBoard()), BackendChannel(nobody, nobody)
+    operation = Operation(
+        signature, lambda message: poll, engine, state, channel, channel=nobody, on_stream=False, spins=100,
+        burst=range(10), timeout=30.0,
+    )  # fmt: skip
+    issue = operation.bind()
+    assert issue.run is not None
+    with pytest.raises(mcr.BackendError, match="not used any more"):
+        issue.run(Message(signature, (), ()))
+    assert len(polls) == when
 
 
 def issued(engine: Engine, number: int, after: IssuedWork | None) -> IssuedWork:

@@ -70,6 +70,51 @@ def test_ranks_that_are_restarted_read_nothing_of_earlier_attempts() -> None:
         assert result.value == [[3.0] * 3] * 4  # over two libraries, and in two groups
 
 
+UNDER_TORCHRUN = """
+import os, sys
+import torch, torch.distributed as dist
+import mcr_plus as mcr
+attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+native = sys.argv[1] == "native"
+if native:
+    reduce = mcr.init(timeout=60.0).all_reduce
+else:
+    dist.init_process_group("mcr")
+    reduce = dist.all_reduce
+reduce(x := torch.full((3,), rank + 1.0))
+if attempt == 0 and rank == 1:
+    os._exit(17)
+reduce(x)
+os.write(1, f"{attempt} {x.tolist()}\\n".encode())
+mcr.finalize() if native else dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("native", ["native", "torch"])
+def test_a_job_that_torchrun_restarts(tmp_path: Path, native: str) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(UNDER_TORCHRUN)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(program), native],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["1 [6.0, 6.0, 6.0]"] * 2
+
+
 def test_under_the_name_of_gloo() -> None:
     results = run_ranks(jobs.under_the_name_of_gloo, 2, via="torch", env={"MCR_MASQUERADE": "gloo"})
     names = [result.value for result in results]

@@ -86,6 +86,10 @@ def groups_of_tensors() -> None:
         same(found, total)
     for salt, found in enumerate(hvd.grouped_allgather([mine(2 + hvd.rank(), 3, salt=s) for s in (1, 2)]), 1):
         same(found, np.concatenate([values(r, 2 + r, 3, salt=salt) for r in range(hvd.size())]))
+    rank, size = hvd.rank(), hvd.size()
+    rows_of = [mine(size * rows, 3, salt=rows) for rows in (1, 2)]
+    for rows, part in enumerate(hvd.grouped_reducescatter(rows_of, op=hvd.Sum), 1):
+        same(part, np.sum(everyones(size * rows, 3, salt=rows), axis=0)[rank * rows : (rank + 1) * rows])
 
 
 def exchanges() -> None:
@@ -300,8 +304,13 @@ def model_of(salt: int) -> nn.Sequential:
 
 
 def trained(steps: int, passes: int = 1, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """A model that ranks have trained together, and one that was trained on the mean gradient of all."""
-    rank, size = hvd.rank(), hvd.size()
+    """A model that ranks have trained together, and one that was trained on the mean gradient of all.
+
+    Or on the sum of gradients, with `op`; of the ranks of `process_set`, if there is one.
+    """
+    rank = hvd.rank()
+    together = options["process_set"].ranks if "process_set" in options else range(hvd.size())
+    parts = 1 if options.get("op") == hvd.Sum else len(together)
     model, oracle = model_of(rank), model_of(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
@@ -318,9 +327,9 @@ def trained(steps: int, passes: int = 1, **options: Any) -> tuple[nn.Module, nn.
         optimizer.step()
         scheduler.step()
         reference.zero_grad()
-        for r in range(size):
+        for r in together:
             for again in range(passes):
-                loss = oracle(torch.tensor(values(r, 3, 4, salt=step + again))).square().sum() / size
+                loss = oracle(torch.tensor(values(r, 3, 4, salt=step + again))).square().sum() / parts
                 loss.backward()
         reference.step()
         schedule.step()
@@ -331,12 +340,17 @@ def optimizers() -> None:
     ways: list[dict[str, Any]] = [
         {}, {"passes": 3}, {"groups": 2}, {"gradient_predivide_factor": 2.0},
         {"compression": hvd.Compression.codec("fp16")}, {"compression": hvd.Compression.fp16},
+        {"num_groups": 2}, {"op": hvd.Sum},
     ]  # fmt: skip
+    alone = [hvd.add_process_set([r]) for r in range(hvd.size()) if hvd.size() > 1]
+    ways += [{"process_set": each} for each in alone if each.included()]
     for way in ways:
         model, oracle = trained(4, **way)
         close = 0.05 if "compression" in way else 1e-10
         for ours, theirs in zip(model.parameters(), oracle.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=close, atol=close)
+    for each in alone:
+        hvd.remove_process_set(each)
 
 
 def guards() -> None:

@@ -33,6 +33,7 @@ Via = Literal["mpi", "ulfm", "torch"]
 
 _POLL_S = 0.02
 _GRACE_S = 10.0
+_BY_MPICH = "PMI_RANK" in os.environ  # its launcher ends all ranks once one has left without MPI_Finalize
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ Codes = list["int | None"]
 def _run_mpi(
     command: list[str], ranks: int, folder: Path, env: dict[str, str], timeout: float
 ) -> tuple[Codes, bool]:
-    from mcr_plus.launch import run_job
+    from mcr_plus.launch import mpi_flavour, run_job
 
     def keep(rank: int, stream: str, line: bytes) -> None:
         with (folder / f"{stream}.{rank}").open("ab") as file:
@@ -147,7 +148,12 @@ def _run_mpi(
     outcome = run_job(command, ranks, via="mpi", sink=keep, env=env, timeout=timeout)
     for line in outcome.log if not outcome.worked else ():
         keep(0, "err", f"mpiexec: {line}\n".encode())
-    return [state.end for state in outcome.states], outcome.timed_out
+    launcher = mpi_flavour()
+    codes = [state.end for state in outcome.states]
+    if launcher is not None and launcher.flavour == "hydra":  # those that had returned when it ended them
+        returned = [(folder / f"value.{rank}").exists() for rank in range(ranks)]
+        codes = [0 if code is None and done else code for code, done in zip(codes, returned, strict=True)]
+    return codes, outcome.timed_out
 
 
 def _run_ulfm(
@@ -274,8 +280,17 @@ def _main(folder: Path) -> None:
     written = folder / f".value.{own_rank()}"
     written.write_text(json.dumps(value))
     written.rename(folder / f"value.{own_rank()}")
-    if not call["teardown"] and "PMI_RANK" not in os.environ:  # MPICH's launcher would end the other ranks
+    if _BY_MPICH:
+        _wait_for_values(folder, int(os.environ["PMI_SIZE"]))
+    elif not call["teardown"]:
         _end_without_teardown()
+
+
+def _wait_for_values(folder: Path, ranks: int) -> None:
+    """Wait until all ranks have returned, for a while: some may have failed."""
+    deadline = time.monotonic() + _GRACE_S
+    while time.monotonic() < deadline and not all((folder / f"value.{r}").exists() for r in range(ranks)):
+        time.sleep(_POLL_S)
 
 
 def _end_without_teardown() -> None:

@@ -138,6 +138,8 @@ def test_a_log_can_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     log.plot(tmp_path / "log.svg")
     drawn = (tmp_path / "log.svg").read_text()
     assert drawn.startswith("<?xml")
+    for word in ("all_reduce", "barrier", "mpi", "gloo"):
+        assert word in drawn
     with pytest.raises(mcr.InvalidArgument, match=r"unknown ending '.txt'; known: .png, .svg, .pdf"):
         log.plot(tmp_path / "log.txt")
     with pytest.raises(mcr.InvalidArgument, match="no such folder"):

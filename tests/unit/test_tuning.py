@@ -41,6 +41,7 @@ from mcr_plus.msccl.writer import write_algorithm
 from mcr_plus.tables.statistics import Timing, bus_bandwidth, confidence_rank
 from mcr_plus.tables.table import Query, load_table, parse_table
 from mcr_plus.tables.writing import table_text
+from mcr_plus.tuning import worker
 from mcr_plus.tuning.algorithms import check_sizes
 from mcr_plus.tuning.build_table import build_table, choose, crossover, justified
 from mcr_plus.tuning.load import busy_words, scatter_words, used_share
@@ -761,6 +762,27 @@ def test_every_kind_can_be_measured_and_ranks_agree(via: Any, ranks: int) -> Non
         assert excluded == {}, name
         assert set(timings) == {*backends, "tuned"}
         assert all(0 < us < 1e6 for us in timings.values())
+
+
+def tuned_while_busy(table: str, answer: str) -> None:
+    """Runs on ranks: a short tuning on a machine of which other programs use nine tenths."""
+    vars(worker)["used_share"] = lambda: 0.9
+    worker.run(
+        Job(
+            "tune", ("all_reduce",), 8, 64, backends=("gloo",), budget=2.0, answer=answer, progress=False,
+            output=table, measurements=f"{table}.jsonl", asynchronous=False, overlap=False,
+        )
+    )  # fmt: skip
+
+
+def test_the_table_says_that_the_machine_was_busy(tmp_path: Path) -> None:
+    table, answer = tmp_path / "t.yaml", tmp_path / "answer.json"
+    first, _ = run_ranks(tuned_while_busy, 2, args=[str(table), str(answer)], via="torch")
+    words = "The machine was busy"
+    assert first.stderr.count(words) == 1
+    assert words in json.loads(answer.read_text())["warnings"][0]
+    comment = " ".join(line.lstrip("# ") for line in table.read_text().splitlines() if line.startswith("#"))
+    assert comment.count(words) == 1
 
 
 @needs_mpi

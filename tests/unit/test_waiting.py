@@ -322,6 +322,37 @@ def test_results_are_right_and_nobody_is_left_asleep(ranks: int) -> None:
         assert result.value["switches"] > 100
 
 
+def naps(wait: str) -> list[int]:
+    """Runs on ranks: small operations for two seconds; how many, and how often the process slept."""
+    stages = [{"select": {}}, {"dispatch": {"wait": wait}}]
+    with mcr.init({"version": 1, "pipeline": stages}, backends=["msccl"]) as comm:
+        is_over, calls, end = torch.zeros(2), 0, time.monotonic() + 2.0
+        switches = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+        while not is_over[0]:
+            is_over[0] = float(time.monotonic() > end)
+            comm.all_reduce(is_over, mcr.MAX)
+            calls += 1
+        return [calls, resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - switches]
+
+
+def test_waits_sleep_beside_other_work() -> None:
+    """By default, where `spin` never does. The other work takes as many cores as there are."""
+    busy = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(busy, stdin=subprocess.DEVNULL) for _ in range(os.cpu_count() or 1)]
+    try:
+        counts = {
+            wait: [result.value for result in run_ranks(naps, 2, args=[wait], via="torch")]
+            for wait in ("auto", "spin")
+        }
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    slept = {wait: sum(times for _, times in found) for wait, found in counts.items()}
+    assert slept["auto"] > 200, counts
+    assert slept["spin"] < slept["auto"] / 4, counts
+
+
 def deserted(how: str) -> str:
     """Runs on ranks: the last one dies or stops while the others sleep; what they are told."""
     comm = mcr.init(configuration("3s"), backends=["msccl"])

@@ -70,8 +70,8 @@ def start(name: str, tree: Path, cache: str | None = None) -> dict[str, float]:
     environment["PYTHONPATH"] = str(tree)
     if cache is not None:
         environment["NUMBA_CACHE_DIR"] = cache
-    with tempfile.TemporaryDirectory(prefix="mcr-startup-") as name:
-        words = [str(Path(__file__).resolve()), "--rank", name, str(LAUNCHES[name])]
+    with tempfile.TemporaryDirectory(prefix="mcr-startup-") as folder:
+        words = [str(Path(__file__).resolve()), "--rank", folder, str(LAUNCHES[name])]
         began = time.perf_counter()
         if name.startswith("mcr-plus"):
             line = [sys.executable, "-m", "mcr_plus.cli.main", "run", "-n", "2", *words]
@@ -90,7 +90,7 @@ def start(name: str, tree: Path, cache: str | None = None) -> dict[str, float]:
             if job.wait(LIMIT_S):
                 raise SystemExit(f"{name} in {tree}: exit code {job.returncode}")
         whole = 1e3 * (time.perf_counter() - began)
-        steps = [json.loads(path.read_text()) for path in Path(name).glob("rank*")]
+        steps = [json.loads(path.read_text()) for path in Path(folder).glob("rank*")]
     slowest = map(max, zip(*steps, strict=True))
     return {**dict(zip(STEPS, slowest, strict=True)), "all": whole}
 

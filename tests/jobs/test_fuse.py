@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from command import mcr_plus_process
+from command import mcr_plus
 from ranks import run_ranks
 
 import mcr_plus as mcr
@@ -546,6 +546,6 @@ def test_explain_says_what_is_fused(tmp_path: Any) -> None:
         (["4KiB"], "not fused: it is waited for at once"),
         (["2MiB", "--async"], "not fused: it fills a bucket of 1MiB by itself"),
     ):
-        answer = mcr_plus_process("explain", "all_reduce", *words, "--ranks", "2", "--config", str(path))
+        answer = mcr_plus("explain", "all_reduce", *words, "--ranks", "2", "--config", str(path))
         assert answer.returncode == 0, answer.stderr
         assert told in answer.stdout

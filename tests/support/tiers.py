@@ -22,6 +22,7 @@ LONG: Final = (
     "test_torch_suite.py::test_torchs_own",
     # training runs of the examples, compared with torch or with one process on two ranks
     "test_dlrm.py::test_a_few_lines_compare_with_torch",
+    "test_dlrm.py::test_two_processes_on_torch_train_the_same_model",
     "test_dlrm.py::test_all_libraries_train_the_same_model_on_two_ranks",
     "test_gpt.py::test_two_ranks_train_and_report[data]",
     "test_gpt.py::test_all_libraries_train_the_same_model",
@@ -101,6 +102,7 @@ LONG: Final = (
     "test_mpi_contexts.py::test_communicators_are_bounded_in_a_process[3-",
     "test_seams.py::test_a_rank_may_work_on_after_the_others_have_ended[False]",
     "test_groups.py::test_messages_of_one_thread_beside_collectives_of_another[torch-gloo]",
+    "test_clients.py::test_it_trains_as_on_gloo[ddp-plain-gloo]",
     "test_clients.py::test_a_backward_pass_that_fails_raises[dynamic]",
     "test_leaks.py::test_dropped_groups_and_models[12-mpi]",
     "test_store_keys.py::test_groups_that_are_closed_leave_no_keys[torch-False-60]",

@@ -59,7 +59,8 @@ def rank(library: str, answer: Path) -> None:
 
 def job(tree: Path, library: str) -> dict[int, float]:
     """One job of two ranks in a checkout."""
-    environment = os.environ | {"PYTHONPATH": str(tree)}
+    # torch would load this checkout's backend by the name that it was installed with.
+    environment = os.environ | {"PYTHONPATH": str(tree), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     with tempfile.TemporaryDirectory(prefix="mcr-checkouts-") as folder:
         answer = Path(folder, "answer.json")
         words = [str(Path(__file__).resolve()), "--rank", library, str(answer)]

@@ -240,7 +240,7 @@ class Operation:
         if engine.occupied or not (self.polled and waiting.may_nap()):
             return False
         for _ in SHORT_NAPS:
-            if not self.first:  # the library has been switched off
+            if self.signature.backend in engine.off:
                 return False
             waiting.arm(self.state.group.ranks)
             if poll():

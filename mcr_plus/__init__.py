@@ -68,6 +68,9 @@ if TYPE_CHECKING:
         ResultMismatch,
         Unsupported,
     )
+    from mcr_plus.layout.layout import Layout
+    from mcr_plus.layout.redistribute import redistribute
+    from mcr_plus.layout.state import Redistribution, redistribution
     from mcr_plus.runtime.init import (
         finalize,
         get_backends,
@@ -103,10 +106,12 @@ __all__ = [
     "DistributedOptimizer",
     "InvalidArgument",
     "LaunchError",
+    "Layout",
     "McrError",
     "NotInitialized",
     "OrderMismatch",
     "P2POp",
+    "Redistribution",
     "ResultMismatch",
     "Unsupported",
     "Work",
@@ -144,6 +149,8 @@ __all__ = [
     "persistent",
     "record",
     "recv",
+    "redistribute",
+    "redistribution",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_coalesced",
@@ -160,7 +167,8 @@ __all__ = [
 
 _HOMES = (
     "errors", "core.kinds", "core.work", "api.collectives", "communicator.communicator", "runtime.init",
-    "api.explain", "training.wrap", "training.ddp", "training.fsdp", "api.state",
+    "api.explain", "training.wrap", "training.ddp", "training.fsdp", "api.state", "layout.layout",
+    "layout.redistribute", "layout.state",
 )  # fmt: skip
 
 

@@ -93,6 +93,11 @@ class Communicator(Operations):
         """The members' ranks in the whole job, in group order."""
         return self._group.ranks
 
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The host of every rank of the whole job."""
+        return self._runtime.world.hosts
+
     def __repr__(self) -> str:
         return f"<Communicator '{self.name}' rank {self.rank} of {self.size}>"
 

@@ -139,7 +139,7 @@ Codes = list["int | None"]
 def _run_mpi(
     command: list[str], ranks: int, folder: Path, env: dict[str, str], timeout: float
 ) -> tuple[Codes, bool]:
-    from mcr_plus.launch import mpi_flavour, run_job
+    from mcr_plus.launch import run_job
 
     def keep(rank: int, stream: str, line: bytes) -> None:
         with (folder / f"{stream}.{rank}").open("ab") as file:
@@ -148,11 +148,14 @@ def _run_mpi(
     outcome = run_job(command, ranks, via="mpi", sink=keep, env=env, timeout=timeout)
     for line in outcome.log if not outcome.worked else ():
         keep(0, "err", f"mpiexec: {line}\n".encode())
-    launcher = mpi_flavour()
-    codes = [state.end for state in outcome.states]
-    if launcher is not None and launcher.flavour == "hydra":  # those that had returned when it ended them
-        returned = [(folder / f"value.{rank}").exists() for rank in range(ranks)]
-        codes = [0 if code is None and done else code for code, done in zip(codes, returned, strict=True)]
+    # The launcher ends all ranks once one has left without MPI_Finalize, as ranks do that no longer call MPI:
+    # also
+    # those that have returned and are about to leave (MPICH always, Open MPI if one is late).
+    returned = [(folder / f"value.{rank}").exists() for rank in range(ranks)]
+    codes = [
+        0 if code is None and done else code
+        for code, done in zip([state.end for state in outcome.states], returned, strict=True)
+    ]
     return codes, outcome.timed_out
 
 

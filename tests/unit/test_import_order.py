@@ -29,6 +29,7 @@ ORDER = (
     {"api"},
     {"training"},
     {"torch_backend"},
+    {"layout"},
     {"runtime"},
     {"communicator"},
     {"selection"},

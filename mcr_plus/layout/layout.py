@@ -1,0 +1,493 @@
+"""Where the elements of a tensor lie: for every rank, boxes of the global tensor, and their place in its
+memory."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
+
+import numpy as np
+
+from mcr_plus.errors import InvalidArgument, short
+from mcr_plus.layout.regions import Boxes, Ints, Regions, as_ints, counts, cut_apart, runs
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+Op = Literal["SUM", "AVG", "MAX", "MIN", "PRODUCT"]
+_OPS: Final[Mapping[str, Op]] = {
+    "P": "SUM", "P(sum)": "SUM", "P(avg)": "AVG", "P(max)": "MAX", "P(min)": "MIN", "P(product)": "PRODUCT",
+}  # fmt: skip
+_PLACEMENTS: Final = (
+    "R (replicated), S0, S1, … (sharded along a dimension), P (an addend of a sum), P(avg), P(max), P(min), "
+    "P(product)"
+)
+Box = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """For every rank, boxes of a global tensor, and which addend of it they are a part of.
+
+    An element that several ranks hold as a part of the same addend is a replica; the value of an element is
+    the reduction (`op`) of its addends. Made by the class methods, never changed, comparable and hashable by
+    content; all ranks make the same one, and describe all ranks in it. Ranks are those of the whole job.
+
+    Attributes:
+        shape: of the global tensor.
+        owners, held, addends: of each box the rank that holds it, its borders, and its addend. Empty boxes
+            are not listed. Sorted by rank.
+        places: of each box the coordinates in the rank's local tensor at which it begins; for `packed`
+            layouts in one dimension.
+        locals: the shape of each rank's local tensor, empty ones included.
+        packed: whether local tensors have one dimension, with the boxes end to end, each in row-major order.
+        op: how addends are reduced.
+        name: as it is printed, such as `S0,R @2x4`.
+    """
+
+    shape: tuple[int, ...]
+    owners: Ints
+    held: Boxes
+    addends: Ints
+    places: Ints
+    locals: Mapping[int, tuple[int, ...]]
+    packed: bool = False
+    op: Op = "SUM"
+    name: str = ""
+    known_good: bool = field(default=False, repr=False)
+    """Whether the way it was made rules out gaps and overlaps, so that neither is looked for."""
+    inside: tuple[Layout, Ints] | None = field(default=None, repr=False)
+    """A layout whose local tensors hold the boxes, and the index there of the box that each is a part of."""
+
+    # -- making -----------------------------------------------------------------------------------
+
+    @classmethod
+    def replicated(cls, shape: Sequence[int], ranks: Sequence[int]) -> Layout:
+        """Every rank holds the whole tensor."""
+        return cls.mesh(shape, ranks, ["R"])
+
+    @classmethod
+    def sharded(
+        cls, shape: Sequence[int], ranks: Sequence[int], dim: int, sizes: Sequence[int] | None = None
+    ) -> Layout:
+        """Rank i of `ranks` holds slice i along `dim`; of `sizes[i]`, or of equal sizes as `torch.chunk`.
+
+        Without sizes all slices have ceil(n / ranks) but the last ones, which may be smaller or empty.
+
+        Raises:
+            InvalidArgument: `dim` is none of the tensor's, or `sizes` do not sum to its size.
+        """
+        if sizes is None:
+            return cls.mesh(shape, ranks, [f"S{_dim(dim, shape)}"])
+        shape, members = _shape(shape), _mesh(ranks).ravel()
+        dim = _dim(dim, shape)
+        widths = as_ints([_whole(size, f"sizes[{index}]") for index, size in enumerate(sizes)])
+        if len(widths) != len(members) or int(widths.sum()) != shape[dim]:
+            raise InvalidArgument(
+                f"sizes: expected {len(members)} sizes, one for each rank, that sum to {shape[dim]}, "
+                f"the size of dimension {dim}; got {short(list(sizes))}"
+            )
+        ends = widths.cumsum()
+        boxes = _whole_boxes(shape, len(members))
+        boxes.lows[:, dim], boxes.highs[:, dim] = ends - widths, ends
+        name = f"S{dim}({','.join(map(str, widths.tolist()))}) @{len(members)}"
+        return cls._of_one_box(shape, members, boxes, np.zeros(len(members), np.int64), "SUM", name)
+
+    @classmethod
+    def mesh(cls, shape: Sequence[int], ranks: Any, placements: Sequence[str]) -> Layout:
+        """Ranks in a mesh, with a placement for each of its dimensions, as a `DTensor` has them.
+
+        Args:
+            shape: of the global tensor.
+            ranks: an array of ranks (nested lists, NumPy, torch), one dimension for each placement; their
+                order is that of the shards.
+            placements: of each dimension `R` (replicas), `S<dim>` (shards as `torch.chunk` makes them), or
+                `P` (addends of a sum), `P(avg)`, `P(max)`, `P(min)`, `P(product)`. If several dimensions
+                shard the same one of the tensor, the first makes shards, which the next one shards again.
+
+        Raises:
+            InvalidArgument: a rank appears twice, placements are unknown or of another number, or reduce ops
+                are mixed.
+        """
+        shape, mesh = _shape(shape), _mesh(ranks)
+        if isinstance(placements, str):
+            placements = placements.split(",")
+        if mesh.ndim != len(placements):
+            raise InvalidArgument(
+                f"placements: expected {mesh.ndim}, one for each dimension of the mesh, "
+                f"got {short(list(placements))}"
+            )
+        boxes = _whole_boxes(shape, mesh.size)
+        lows, highs = (part.reshape(*mesh.shape, len(shape)) for part in boxes)
+        addends = np.zeros(mesh.shape, np.int64)
+        ops: dict[Op, str] = {}
+        for axis, placement in enumerate(placements):
+            index = np.arange(mesh.shape[axis]).reshape([-1 if a == axis else 1 for a in range(mesh.ndim)])
+            text = str(placement).strip()
+            if text in _OPS:
+                addends = addends * mesh.shape[axis] + index
+                ops[_OPS[text]] = text
+            elif re.fullmatch(r"S\d+", text):
+                dim = _dim(int(text[1:]), shape)
+                size = highs[..., dim] - lows[..., dim]
+                chunk = -(-size // mesh.shape[axis])
+                begin = lows[..., dim] + np.minimum(chunk * index, size)
+                highs[..., dim] = np.minimum(begin + chunk, highs[..., dim])
+                lows[..., dim] = begin
+            elif text != "R":
+                raise InvalidArgument(
+                    f"placements[{axis}]: unknown placement {placement!r}; known: {_PLACEMENTS}"
+                )
+        if len(ops) > 1:
+            raise InvalidArgument(
+                f"placements: {' and '.join(ops.values())} in one layout; addends are reduced by one op"
+            )
+        name = f"{','.join(map(str, placements))} @{'x'.join(map(str, mesh.shape))}"
+        boxes = Boxes(*(part.reshape(mesh.size, len(shape)) for part in (lows, highs)))
+        return cls._of_one_box(shape, mesh.ravel(), boxes, addends.ravel(), next(iter(ops), "SUM"), name)
+
+    @classmethod
+    def flat(
+        cls, shape: Sequence[int], ranks: Sequence[int], ranges: Sequence[Any], name: str = ""
+    ) -> Layout:
+        """Rank i holds runs of the flattened tensor, as FSDP1 and ZeRO do.
+
+        `ranges[i]`: (start, stop), or a list of them, in elements in row-major order. The local tensor of
+        rank i has one dimension, with its runs end to end.
+
+        Raises:
+            InvalidArgument: a range is not in the tensor.
+        """
+        shape, members = _shape(shape), _mesh(ranks).ravel()
+        if len(ranges) != len(members):
+            raise InvalidArgument(
+                f"ranges: expected {len(members)}, one for each rank, got {len(ranges)}: {short(ranges)}"
+            )
+        total = math.prod(shape)
+        owners, starts, stops = [], [], []
+        for rank, listed in zip(members.tolist(), ranges, strict=True):
+            several = len(listed) == 0 or not np.isscalar(listed[0])
+            for start, stop in listed if several else [listed]:
+                if not 0 <= start <= stop <= total:
+                    raise InvalidArgument(
+                        f"ranges: rank {rank}: ({start}, {stop}) is not in the tensor of {total} elements"
+                    )
+                owners.append(rank)
+                starts.append(start)
+                stops.append(stop)
+        which, boxes = runs(_whole_boxes(shape, len(owners)), as_ints(starts), as_ints(stops))
+        order = np.lexsort((stops, starts))
+        ordered = Boxes(as_ints(starts)[order, None], as_ints(stops)[order, None])
+        apart = bool((ordered.lows[1:] >= ordered.highs[:-1]).all()) and int(ordered.volumes.sum()) == total
+        return cls._packed(
+            shape, members, as_ints(owners)[which], boxes, name or f"flat @{len(members)}", known_good=apart
+        )
+
+    @classmethod
+    def boxes(cls, shape: Sequence[int], boxes: Mapping[int, Sequence[Box]]) -> Layout:
+        """Any boxes: `{rank: [box, …]}`, a box being a (low, high) for each dimension; replicas may overlap.
+
+        A rank with one box has a local tensor of its shape. If any rank has none or several, local tensors
+        have one dimension, with the boxes end to end, each in row-major order.
+
+        Raises:
+            InvalidArgument: a box is not in the tensor.
+        """
+        shape = _shape(shape)
+        members = _mesh(list(boxes)).ravel()
+        owners, lows, highs = [], [], []
+        for rank, listed in boxes.items():
+            for number, box in enumerate(listed):
+                bounds = as_ints([tuple(bound) for bound in box]).reshape(-1, 2)
+                low, high = bounds[:, 0], bounds[:, 1]
+                if (
+                    len(bounds) != len(shape)
+                    or not ((low >= 0) & (low <= high) & (high <= as_ints(shape))).all()
+                ):
+                    raise InvalidArgument(
+                        f"boxes: rank {rank}, box {number}: {short(box)} is not in the tensor "
+                        f"of shape {list(shape)}"
+                    )
+                owners.append(rank)
+                lows.append(low)
+                highs.append(high)
+        dims = len(shape)
+        found = Boxes(as_ints(lows).reshape(len(lows), dims), as_ints(highs).reshape(len(lows), dims))
+        single = all(len(listed) == 1 for listed in boxes.values())
+        name = f"boxes @{len(members)}"
+        if single:
+            none = np.zeros(len(owners), np.int64)
+            return cls._of_one_box(shape, as_ints(owners), found, none, "SUM", name, known_good=False)
+        return cls._packed(shape, members, as_ints(owners), found, name)
+
+    @classmethod
+    def of(cls, tensor: DTensor) -> Layout:
+        """The layout of a `DTensor`: partial, uneven and strided shards, and shard orders included.
+
+        Raises:
+            InvalidArgument: it is no `DTensor`.
+            Unsupported: it has placements that are none of torch's own.
+        """
+        from mcr_plus.layout.torch_layouts import layout_of  # DTensor takes a second to import
+
+        return layout_of(tensor)
+
+    @classmethod
+    def _of_one_box(
+        cls,
+        shape: tuple[int, ...],
+        owners: Ints,
+        boxes: Boxes,
+        addends: Ints,
+        op: Op,
+        name: str,
+        *,
+        known_good: bool = True,
+    ) -> Layout:
+        """Every rank holds one box, which is its local tensor."""
+        extents = np.maximum(boxes.highs - boxes.lows, 0)
+        locals_ = dict(zip(owners.tolist(), map(tuple, extents.tolist()), strict=True))
+        return cls._sorted(
+            shape, owners, boxes, addends, np.zeros_like(boxes.lows), locals_, False, op, name, known_good
+        )
+
+    @classmethod
+    def packed_boxes(
+        cls, shape: tuple[int, ...], members: Sequence[int], owners: Ints, boxes: Boxes, name: str, op: Op
+    ) -> Layout:
+        """A partition of the tensor: boxes end to end in local tensors of one dimension, each in row-major
+        order.
+        """
+        return cls._packed(shape, as_ints(members), owners, boxes, name, op, known_good=True)
+
+    @classmethod
+    def part_of(cls, layout: Layout, owners: Ints, boxes: Boxes, pieces: Ints, name: str) -> Layout:
+        """Boxes that lie inside those of another layout, in the same local tensors. `pieces`: inside
+        which.
+        """
+        order = np.argsort(owners, kind="stable")
+        owners, boxes, pieces = owners[order], boxes.take(order), pieces[order]
+        none = np.zeros(len(owners), np.int64)
+        return cls(
+            layout.shape, owners, boxes, none, np.zeros_like(boxes.lows), layout.locals, layout.packed,
+            layout.op, name, True, (layout, pieces),
+        )  # fmt: skip
+
+    @classmethod
+    def _packed(
+        cls,
+        shape: tuple[int, ...],
+        members: Ints,
+        owners: Ints,
+        boxes: Boxes,
+        name: str,
+        op: Op = "SUM",
+        *,
+        known_good: bool = False,
+    ) -> Layout:
+        """Boxes end to end in local tensors of one dimension."""
+        order = np.argsort(owners, kind="stable")
+        owners, boxes = owners[order], boxes.take(order)
+        sizes = boxes.volumes
+        ends = sizes.cumsum()
+        ranks, first = np.unique(owners, return_index=True)
+        before = (ends - sizes)[first]
+        at = (ends - sizes) - np.repeat(before, np.diff([*first.tolist(), len(owners)]))
+        locals_ = {int(rank): (0,) for rank in members}
+        totals = np.add.reduceat(sizes, first) if len(first) else sizes
+        locals_.update((int(rank), (int(total),)) for rank, total in zip(ranks, totals, strict=True))
+        none = np.zeros(len(owners), np.int64)
+        return cls._sorted(shape, owners, boxes, none, at[:, None], locals_, True, op, name, known_good)
+
+    @classmethod
+    def _sorted(
+        cls,
+        shape: tuple[int, ...],
+        owners: Ints,
+        boxes: Boxes,
+        addends: Ints,
+        places: Ints,
+        locals_: Mapping[int, tuple[int, ...]],
+        flat: bool,
+        op: Op,
+        name: str,
+        known_good: bool,
+    ) -> Layout:
+        keep = boxes.volumes > 0
+        order = np.argsort(owners[keep], kind="stable")
+        return cls(
+            shape, owners[keep][order], boxes.take(keep).take(order), addends[keep][order],
+            places[keep][order], locals_, flat, op, name, known_good,
+        )  # fmt: skip
+
+    # -- asking -----------------------------------------------------------------------------------
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that have a part, be it empty, in ascending order."""
+        return tuple(sorted(self.locals))
+
+    @cached_property
+    def volume(self) -> int:
+        """Elements of the global tensor."""
+        return math.prod(self.shape)
+
+    @cached_property
+    def addend_count(self) -> int:
+        """How many addends there are; 1 for complete values."""
+        return int(self.addends.max(initial=0)) + 1
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether values are reductions of several addends."""
+        return self.addend_count > 1
+
+    @cached_property
+    def has_replicas(self) -> bool:
+        """Whether any element is held by several ranks, as a part of the same addend."""
+        return bool((self.regions.counts > 1).any())
+
+    def pieces(self, rank: int) -> Ints:
+        """The indices of a rank's boxes."""
+        begin, end = np.searchsorted(self.owners, [rank, rank + 1])
+        return np.arange(begin, end)
+
+    def local_shape(self, rank: int) -> tuple[int, ...] | None:
+        """The shape of a rank's local tensor; None where it has no part."""
+        return self.locals.get(rank)
+
+    def strided(self, rank: int, pieces: Ints, boxes: Boxes) -> tuple[Ints, Ints, Ints]:
+        """Where boxes inside pieces of a rank lie in its local tensor, if that is contiguous.
+
+        Returns the extents, the strides, both [n, dims], and the offsets [n] in elements, as
+        `torch.as_strided` takes them.
+        """
+        if self.inside is not None:
+            layout, parents = self.inside
+            return layout.strided(rank, parents[pieces], boxes)
+        if not len(pieces):
+            return boxes.lows, boxes.lows, pieces
+        bases = self.held.lows[pieces]
+        extents = boxes.highs - boxes.lows
+        if self.packed:
+            strides = _strides(self.held.highs[pieces] - bases)
+            offsets = self.places[pieces, 0] + ((boxes.lows - bases) * strides).sum(axis=1)
+        else:
+            strides = np.broadcast_to(_strides(as_ints(self.locals[rank])[None, :]), extents.shape)
+            offsets = ((boxes.lows - bases + self.places[pieces]) * strides).sum(axis=1)
+        return extents, strides, offsets
+
+    @cached_property
+    def regions(self) -> Regions:
+        """The regions as those of a source: any two of an addend are apart."""
+        if self.known_good:
+            return Regions(self.held, self.addends, self.owners)
+        parts = []
+        for addend in range(self.addend_count):
+            (own,) = (self.addends == addend).nonzero()
+            which, boxes = cut_apart(self.held.take(own), self.shape)
+            parts.append((own[which], boxes))
+        pieces = np.concatenate([pieces for pieces, _ in parts])
+        lows, highs = (np.concatenate([boxes[side] for _, boxes in parts]) for side in (0, 1))
+        return Regions(Boxes(lows, highs), self.addends[pieces], self.owners[pieces], pieces)
+
+    @cached_property
+    def target_regions(self) -> Regions:
+        """The regions as those of a target, which may overlap."""
+        return Regions(self.held, np.zeros_like(self.addends), self.owners)
+
+    @cached_property
+    def overlaps(self) -> bool:
+        """Whether boxes of its regions overlap, as those with a halo do."""
+        if self.known_good:
+            return False
+        _, grid = counts(self.target_regions.boxes, self.shape)
+        return bool((grid > 1).any())
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Bytes that are equal for equal layouts, on all ranks."""
+        text = repr((self.shape, self.packed, self.op, sorted(self.locals.items())))
+        found = hashlib.blake2b(text.encode(), digest_size=16)
+        for part in (self.owners, *self.held, self.addends, self.places):
+            found.update(np.ascontiguousarray(part).tobytes())
+        return found.digest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __str__(self) -> str:
+        return f"{self.name} {list(self.shape)}"
+
+    def __repr__(self) -> str:
+        return f"<Layout {self}>"
+
+    # -- checks -----------------------------------------------------------------------------------
+
+    def check_source(self) -> None:
+        """Raise `InvalidArgument` unless every element is held, once for each addend."""
+        if self.known_good or self.volume == 0:
+            return
+        for addend in range(self.addend_count):
+            edges, grid = counts(self.held.take(self.addends == addend), self.shape)
+            gaps = np.argwhere(grid == 0)
+            if len(gaps):
+                box = [
+                    (int(edge[at]), int(edge[at + 1]))
+                    for edge, at in zip(edges, gaps[0].tolist(), strict=True)
+                ]
+                of = f" of addend {addend}" if self.is_partial else ""
+                raise InvalidArgument(f"source {self}: no rank holds the elements in {box}{of}")
+
+
+def _whole_boxes(shape: tuple[int, ...], number: int) -> Boxes:
+    lows = np.zeros((number, len(shape)), np.int64)
+    return Boxes(lows, np.repeat(as_ints(shape)[None, :], number, axis=0))
+
+
+def _strides(extents: Ints) -> Ints:
+    """The strides of contiguous tensors of these extents, [n, dims]."""
+    strides = np.ones_like(extents)
+    for dim in range(extents.shape[1] - 2, -1, -1):
+        strides[:, dim] = strides[:, dim + 1] * extents[:, dim + 1]
+    return strides
+
+
+def _shape(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(_whole(size, f"shape[{dim}]") for dim, size in enumerate(shape))
+
+
+def _whole(value: Any, what: str) -> int:
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        number = -1
+    if number < 0 or number != value:
+        raise InvalidArgument(f"{what}: expected a whole number, 0 or more, got {value!r}")
+    return number
+
+
+def _dim(dim: Any, shape: Sequence[int]) -> int:
+    if not -len(shape) <= dim < len(shape):
+        raise InvalidArgument(f"dimension {dim} of a tensor of {len(shape)} dimensions, shape {list(shape)}")
+    return cast("int", dim % len(shape))
+
+
+def _mesh(ranks: Any) -> Ints:
+    mesh = np.asarray(ranks)
+    if mesh.size == 0 or mesh.dtype.kind not in "iu":
+        raise InvalidArgument(f"ranks: expected an array of ranks, got {short(ranks)}")
+    found, times = np.unique(mesh, return_counts=True)
+    if (times > 1).any():
+        raise InvalidArgument(f"ranks: rank {int(found[times > 1][0])} appears twice in {short(ranks)}")
+    if int(found[0]) < 0:
+        raise InvalidArgument(f"ranks: {int(found[0])} is no rank")
+    return np.atleast_1d(mesh).astype(np.int64)

@@ -1,0 +1,317 @@
+"""The plan of a redistribution: chosen, agreed on by the ranks of a group, and proved, before anything is
+sent."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mcr_plus.core.units import about
+from mcr_plus.errors import BackendError, InvalidArgument, McrError, Unsupported
+from mcr_plus.layout import proof
+from mcr_plus.layout.layout import Layout
+from mcr_plus.layout.messages import Part
+from mcr_plus.layout.program import LOADS, Bound, Costs, Program, bound, load, programs
+from mcr_plus.layout.regions import Ints, as_ints
+
+if TYPE_CHECKING:
+    from mcr_plus.communicator.communicator import Communicator
+
+MOST_PROGRAMS: Final = 4
+MOST_STEPS: Final = 3
+_TAG: Final = "redistribute"
+
+
+class Spec(NamedTuple):
+    """A tensor that is to be redistributed. `name`: for messages; empty for a single one."""
+
+    name: str
+    source: Layout
+    target: Layout
+    dtype: torch.dtype
+
+
+class Chosen(NamedTuple):
+    """The program of one tensor, and this rank's part of each of its steps."""
+
+    program: Program
+    parts: Sequence[Part]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a redistribution does, as all ranks of the group have agreed and proved.
+
+    Attributes:
+        specs: the tensors. chosen: the program of each.
+        loads: [tensors, steps, 6]: the most that any rank does, in the order of `LOADS`.
+        nodes: of each rank of the job.
+    """
+
+    specs: Sequence[Spec]
+    chosen: Sequence[Chosen]
+    loads: NDArray[np.int64]
+    nodes: Ints | None
+
+    @property
+    def steps(self) -> int:
+        """How many exchanges follow each other."""
+        return max((len(each.program.steps) for each in self.chosen), default=0)
+
+    def bounds(self) -> list[Bound]:
+        """Of each tensor, what any plan must move at least, in elements."""
+        return [bound(spec.source, spec.target, self.nodes) for spec in self.specs]
+
+    def describe(self) -> str:
+        """The plan for people: each tensor, its steps, and the bytes of the rank that moves most."""
+        lines = []
+        for spec, each, loads in zip(self.specs, self.chosen, self.loads, strict=True):
+            name = f"{spec.name}: " if spec.name else ""
+            least = bound(spec.source, spec.target, self.nodes).fullest * spec.dtype.itemsize
+            lines.append(f"{name}{spec.source} -> {spec.target}: {each.program.name}")
+            for step, row in zip(each.program.steps, loads, strict=False):
+                sent, received, partners, far_sent, far_received, far_partners = row.tolist()
+                lines.append(
+                    f"  to {step.target.name}: at most {about(sent + far_sent)} sent, "
+                    f"{about(received + far_received)} received by a rank, {partners + far_partners} partners"
+                )
+            lines.append(f"  bound: {about(least)} received by a rank")
+        return "\n".join(lines)
+
+    __str__ = describe
+
+
+def make_plan(
+    comm: Communicator,
+    specs: Sequence[Spec],
+    wrong: str | None,
+    *,
+    lossy: bool = False,
+    memory: int | None = None,
+) -> Plan:
+    """Choose a program for each tensor, agree with the other ranks of the group, and prove this rank's parts.
+
+    Collective. `wrong`: what is wrong with this rank's arguments; then, or if the ranks' specs differ, all
+    ranks raise. `lossy`: a codec is asked for, which must not leave replicas with different bits.
+    """
+    for spec in specs:
+        wrong = wrong or _refused(comm, spec)
+    _agree_on_specs(comm, specs, memory, wrong)
+    nodes = nodes_of(comm)
+    rank = comm.ranks[comm.rank]
+    made = _Known(None if lossy else nodes)
+    found = [made.programs(spec, index) for index, spec in enumerate(specs)]
+    if lossy:
+        found = [[each for each in some if keeps_replicas(each)] for some in found]
+        for spec, some in zip(specs, found, strict=True):
+            if not some:
+                raise Unsupported(
+                    f"compress: {_named(spec)}a replica of {spec.target} would keep exact values that "
+                    "others get from the codec; compress=False sends them as they are"
+                )
+    loads = np.zeros((len(specs), MOST_PROGRAMS, MOST_STEPS, len(LOADS)), np.int64)
+    for at, (spec, some) in enumerate(zip(specs, found, strict=True)):
+        for number, program in enumerate(some):
+            for step, part in enumerate(made.parts(program, rank)):
+                loads[at, number, step] = load(part, spec.dtype.itemsize, nodes)
+    loads = _largest(comm, loads)
+    seconds = Costs().seconds(loads, _sharers(comm, nodes)).sum(axis=2)
+    chosen, kept = [], np.zeros((len(specs), MOST_STEPS, len(LOADS)), np.int64)
+    for at, some in enumerate(found):
+        best = int(np.argmin(seconds[at, : len(some)]))
+        kept[at] = loads[at, best]
+        chosen.append(Chosen(some[best], made.parts(some[best], rank)))
+    _prove(comm, chosen)
+    return Plan(specs, chosen, kept, nodes)
+
+
+class _Known:
+    """Programs and parts of pairs of layouts that occur several times among the tensors."""
+
+    def __init__(self, nodes: Ints | None) -> None:
+        self._nodes = nodes
+        self._programs: dict[tuple[Any, ...], list[Program]] = {}
+        self._parts: dict[tuple[int, int], list[Part]] = {}
+
+    def programs(self, spec: Spec, index: int) -> list[Program]:
+        turn = index if spec.source.has_replicas or spec.target.has_replicas or spec.source.is_partial else 0
+        key = (spec.source, spec.target, spec.dtype.itemsize, turn)
+        if key not in self._programs:
+            itemsize = spec.dtype.itemsize
+            self._programs[key] = programs(spec.source, spec.target, itemsize, self._nodes, turn)
+        return self._programs[key]
+
+    def parts(self, program: Program, rank: int) -> list[Part]:
+        key = (id(program), rank)
+        if key not in self._parts:
+            self._parts[key] = program.parts(rank)
+        return self._parts[key]
+
+
+def keeps_replicas(program: Program) -> bool:
+    """Whether lossy steps of a program leave the replicas of an element with the same bits.
+
+    A step may be lossy if each element has one rank that gets or keeps it; see `lossy_steps`.
+    """
+    return lossy_steps(program) > 0
+
+
+def lossy_steps(program: Program) -> int:
+    """How many of the first steps of a program may use a codec; the others send exact values.
+
+    After a step in which some rank keeps what others get, replicas would differ.
+    """
+    for number, step in enumerate(program.steps):
+        if step.target.has_replicas:
+            return number
+    return len(program.steps)
+
+
+def nodes_of(comm: Communicator) -> Ints | None:
+    """Of each rank of the job, the number of the host that it runs on; None if all are on one."""
+    hosts = comm.hosts
+    if len({hosts[rank] for rank in comm.ranks}) == 1:
+        return None
+    order = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+    return as_ints([order[host] for host in hosts])
+
+
+def _sharers(comm: Communicator, nodes: Ints | None) -> int:
+    return 1 if nodes is None else int(np.bincount(nodes[as_ints(comm.ranks)]).max())
+
+
+def _named(spec: Spec) -> str:
+    return f"{spec.name}: " if spec.name else ""
+
+
+def _refused(comm: Communicator, spec: Spec) -> str | None:
+    """Why a pair of layouts cannot be redistributed in the group; None if it can."""
+    source, target, name = spec.source, spec.target, _named(spec)
+    if source.shape != target.shape:
+        return f"{name}source {source} and target {target} are of different tensors"
+    members = set(comm.ranks)
+    for what, layout in (("source", source), ("target", target)):
+        outside = sorted(set(layout.ranks) - members)
+        if outside:
+            return (
+                f"{name}{what} {layout}: rank {outside[0]} is not in group '{comm.name}' ({list(comm.ranks)})"
+            )
+    if target.is_partial and target != source:
+        return f"{name}target {target}: values cannot be divided into addends; only the source itself may be"
+    if source.is_partial and source != target:
+        if spec.dtype is torch.bool and source.op in ("SUM", "AVG"):
+            return f"{name}source {source}: sums of bool"
+        if source.op == "AVG" and not (spec.dtype.is_floating_point or spec.dtype.is_complex):
+            return f"{name}source {source}: means of {spec.dtype}"
+        if source.op in ("MAX", "MIN") and spec.dtype.is_complex:
+            return f"{name}source {source}: {source.op} of {spec.dtype}"
+    try:
+        source.check_source()
+    except InvalidArgument as error:
+        return f"{name}{error}"
+    return None
+
+
+# -- agreement ------------------------------------------------------------------------------------
+
+
+def _agree_on_specs(comm: Communicator, specs: Sequence[Spec], memory: int | None, wrong: str | None) -> None:
+    """Raise `InvalidArgument` on all ranks if something is wrong on any, or if they have different specs."""
+    words = [
+        _number(spec.name.encode()) ^ _number(spec.source.digest) ^ (_number(spec.target.digest) << 1)
+        for spec in specs
+    ]
+    words = [word ^ hash_of_dtype(spec.dtype) for word, spec in zip(words, specs, strict=True)]
+    digest = memory or 0
+    for word in words:
+        digest = (digest * 1_000_003 + word) & ((1 << 62) - 1)
+    facts = [digest, -digest, len(specs), -len(specs), int(wrong is not None)]
+    most = torch.tensor(facts)
+    comm.all_reduce(most, "MAX", compress=False, tag=_TAG)
+    if most.tolist() == [digest, -digest, len(specs), -len(specs), 0]:
+        return
+    mine: Any = (
+        wrong
+        if wrong is not None
+        else [(spec.name, str(spec.source), str(spec.target), str(spec.dtype)) for spec in specs]
+    )
+    said = comm.all_gather_object(mine, tag=_TAG)
+    raise _difference(comm, said)
+
+
+def _difference(comm: Communicator, said: Sequence[Any]) -> McrError:
+    errors = {
+        rank: text for rank, text in zip(comm.ranks, said, strict=True) if isinstance(text, str) and text
+    }
+    if errors:
+        first = next(iter(errors.values()))
+        where = [rank for rank, text in errors.items() if text == first]
+        return InvalidArgument(f"{first} (on rank{'s' * (len(where) > 1)} {', '.join(map(str, where))})")
+    for rank, specs in zip(comm.ranks, said, strict=True):
+        if len(specs) != len(said[0]):
+            return InvalidArgument(
+                f"rank {comm.ranks[0]} redistributes {len(said[0])} tensors, rank {rank} {len(specs)}"
+            )
+        for here, first in zip(specs, said[0], strict=True):
+            if here != first:
+                return InvalidArgument(
+                    f"ranks pass different layouts: rank {comm.ranks[0]} {' '.join(first)}, "
+                    f"rank {rank} {' '.join(here)}"
+                )
+    return InvalidArgument("ranks pass layouts that print alike and hold different boxes")
+
+
+def hash_of_dtype(dtype: torch.dtype) -> int:
+    """A number for a dtype, equal on all ranks."""
+    return _number(str(dtype).encode())
+
+
+def _number(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")
+
+
+def _largest(comm: Communicator, loads: NDArray[np.int64]) -> NDArray[np.int64]:
+    if comm.size > 1 and loads.size:
+        most = torch.from_numpy(loads)
+        comm.all_reduce(most, "MAX", compress=False, tag=_TAG)
+    return loads
+
+
+def _prove(comm: Communicator, chosen: Sequence[Chosen]) -> None:
+    """Check this rank's parts, and compare the order of boxes with each peer. Raises `BackendError` on all
+    ranks.
+    """
+    ranks = as_ints(sorted(comm.ranks))
+    order = np.searchsorted(ranks, as_ints(comm.ranks))
+    wrong: str | None = None
+    sent, expected = [], []
+    checked: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+    for each in chosen:
+        for step, part in zip(each.program.steps, each.parts, strict=True):
+            if id(part) not in checked:
+                wrong = wrong or proof.check(part, step.source, step.target)
+                both = (proof.digests(part.sends, ranks)[order], proof.digests(part.receives, ranks)[order])
+                checked[id(part)] = both
+            sent.append(checked[id(part)][0])
+            expected.append(checked[id(part)][1])
+    if comm.size > 1:
+        rows = torch.from_numpy(np.ascontiguousarray(np.stack(sent, axis=1)))
+        theirs = torch.empty_like(rows)
+        comm.all_to_all_single(theirs, rows, compress=False, tag=_TAG)
+        differ = np.argwhere(theirs.numpy() != np.stack(expected, axis=1))
+        if len(differ) and wrong is None:
+            peer, mine = comm.ranks[int(differ[0][0])], comm.ranks[comm.rank]
+            wrong = f"rank {peer} would send other boxes than rank {mine} expects"
+        failed = torch.tensor([int(wrong is not None)])
+        comm.all_reduce(failed, "MAX", compress=False, tag=_TAG)
+        if failed.item():
+            said = [text for text in comm.all_gather_object(wrong, tag=_TAG) if text is not None]
+            wrong = said[0]
+    if wrong is not None:
+        raise BackendError(f"a plan was refused, which is a mistake in mcr_plus: {wrong}; nothing was sent")

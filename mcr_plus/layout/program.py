@@ -1,0 +1,306 @@
+"""Plans: the steps from one layout to another, what each costs, and which is the cheapest.
+
+Every plan is a sequence of exchanges (`messages`), each from one layout to the next:
+
+    direct              source → target: every rank gets what it lacks from ranks that hold it
+    gather              source → slices → target: of what several ranks lack, each gets a slice first, which
+    they
+                        then send to each other; with nodes, all of it enters each node once
+    reduce              source → sums → target: each addend's holders first sum a slice each
+    reduce, gather      both
+
+The intermediate layouts are computed from the two layouts alone, so all ranks make the same plans. Halo
+exchanges, collectives on a mesh and transfers between meshes are all of this form. The idea of a plan between
+any two layouts is SuperScaler's (Lin et al. 2023, arXiv 2301.08984); that of sending slices which receivers
+gather is from the cross-mesh resharding of Alpa (Zhuang et al. 2023, arXiv 2211.05322).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcr_plus.layout.layout import Layout
+from mcr_plus.layout.messages import GRAIN, Exchange, Part
+from mcr_plus.layout.regions import Boxes, Ints, Regions, as_ints, meet_all, row_length, runs, volumes
+
+_MOST_PAIRS: Final = 1 << 16  # of regions, beyond which no slices are looked for
+_MOST_SLICES: Final = 1 << 13  # of all ranks together
+
+LOADS: Final = ("sent", "received", "partners", "sent_far", "received_far", "partners_far")
+"""What a rank does in an exchange: bytes and partners, on its own node and on others."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A way to get from one layout to another.
+
+    Attributes:
+        name: `direct`, `gather`, `reduce` or `reduce, gather`.
+        steps: its exchanges, one after another.
+    """
+
+    name: str
+    steps: tuple[Exchange, ...]
+
+    def parts(self, rank: int) -> list[Part]:
+        """The parts of a rank in each step."""
+        return [step.part(rank) for step in self.steps]
+
+
+def programs(
+    source: Layout, target: Layout, itemsize: int, nodes: Ints | None = None, turn: int = 0
+) -> list[Program]:
+    """All plans from `source` to `target`; the first is `direct`. The same on all ranks."""
+    direct = Program("direct", (Exchange(source, target, itemsize, nodes, turn),))
+    found = [direct]
+    if source.volume == 0:
+        return found
+    if source.is_partial:
+        sums = summed(source, itemsize, turn)
+        if sums is not None:
+            first = Exchange(source, sums, itemsize, nodes, turn)
+            found.append(Program("reduce", (first, Exchange(sums, target, itemsize, nodes, turn))))
+            slices = sliced(sums, target, itemsize, nodes, turn)
+            if slices is not None:
+                steps = (
+                    Exchange(sums, slices, itemsize, nodes, turn),
+                    Exchange(slices, target, itemsize, nodes, turn),
+                )
+                found.append(Program("reduce, gather", (first, *steps)))
+        return found
+    slices = sliced(source, target, itemsize, nodes, turn)
+    if slices is not None:
+        steps = (
+            Exchange(source, slices, itemsize, nodes, turn),
+            Exchange(slices, target, itemsize, nodes, turn),
+        )
+        found.append(Program("gather", steps))
+    return found
+
+
+def summed(source: Layout, itemsize: int, turn: int = 0) -> Layout | None:
+    """The layout in which every region of a partial source is cut into slices, each summed on one rank.
+
+    None where the addends are not cut alike.
+    """
+    have = source.regions
+    number, addends = len(have.counts), source.addend_count
+    if number % addends:
+        return None
+    per = number // addends
+    first = have.boxes.take(np.arange(per))
+    for part in have.boxes:
+        if not (part.reshape(addends, per, -1) == part[:per]).all():
+            return None
+    # The holders of each box, of all addends.
+    box_of = have.region_of_member % per
+    order = np.lexsort((have.members, box_of))
+    box_of, members = box_of[order], have.members[order]
+    once = np.ones(len(members), bool)
+    once[1:] = (np.diff(box_of) != 0) | (np.diff(members) != 0)
+    box_of, members = box_of[once], members[once]
+    holders = np.bincount(box_of, minlength=per)
+    starts = holders.cumsum() - holders
+    which, index, boxes = _slices(first, np.clip(-(-first.volumes * itemsize // GRAIN), 1, holders))
+    owners = members[starts[which] + (index + which + turn) % holders[which]]
+    return Layout.packed_boxes(source.shape, source.ranks, owners, boxes, "sums", op=source.op)
+
+
+def sliced(
+    source: Layout, target: Layout, itemsize: int, nodes: Ints | None = None, turn: int = 0
+) -> Layout | None:
+    """The layout in which each rank has a slice of what it and others lack of the target, besides what it
+    holds.
+
+    Slices lie inside the target's local tensors. None where no element is lacked by more ranks than hold it,
+    or where there would be too many slices.
+    """
+    have, need = source.regions, target.target_regions
+    nodes = None if nodes is None or len(np.unique(nodes)) == 1 else nodes
+    if (
+        target.overlaps
+        or int(need.counts.max(initial=0)) < 2
+        or len(have.counts) * len(need.counts) > _MOST_PAIRS
+    ):
+        return None
+    region, wanted, cells = meet_all(have.boxes, need.boxes)
+    if int(need.counts[wanted].sum()) > _MOST_SLICES:
+        return None
+    entry, ranks = need.entries(wanted)
+    held = have.has(region[entry], ranks)
+    lacking, lackers = entry[~held], ranks[~held]
+    if not len(lacking):
+        return None
+    # Groups of ranks that lack a cell: all of them, or those of each node.
+    group = np.zeros(len(lacking), np.int64) if nodes is None else nodes[lackers]
+    order = np.lexsort((lackers, group, lacking))
+    lacking, lackers, group = lacking[order], lackers[order], group[order]
+    new = np.ones(len(lacking), bool)
+    new[1:] = (np.diff(lacking) != 0) | (np.diff(group) != 0)
+    (firsts,) = new.nonzero()
+    sizes = np.diff(np.append(firsts, len(lacking)))
+    most = np.zeros(len(cells.lows), np.int64)
+    np.maximum.at(most, lacking[firsts], sizes)
+    few = have.counts[region] if nodes is None else np.ones(len(region), np.int64)
+    if not (most > few).any():
+        return None
+    which, index, boxes = _slices(
+        cells, np.clip(-(-cells.volumes * itemsize // GRAIN), 1, np.maximum(most, 1))
+    )
+    if len(which) > _MOST_SLICES:
+        return None
+    # Each slice goes to one rank of every group of its cell, and stays with ranks that hold the cell.
+    begin = np.searchsorted(which, np.arange(len(cells.lows)))
+    pieces_of_cell = np.bincount(which, minlength=len(cells.lows))
+
+    def slices_of(some: Ints) -> tuple[Ints, Ints]:
+        """For cells, all their slices: the index in `some`, and the slice."""
+        number = pieces_of_cell[some]
+        at = np.repeat(np.arange(len(some)), number)
+        return at, np.arange(len(at)) - (number.cumsum() - number)[at] + begin[some][at]
+
+    at, own = slices_of(lacking[firsts])
+    member = firsts[at] + (index[own] + lacking[firsts][at] + turn) % sizes[at]
+    kept_at, kept = slices_of(entry[held])
+    owners = np.concatenate([lackers[member], ranks[held][kept_at]])
+    slices = np.concatenate([own, kept])
+    wanted_of = wanted[which[slices]]
+    pieces = _pieces(need, wanted_of, owners)
+    return Layout.part_of(target, owners, boxes.take(slices), pieces, "slices")
+
+
+def _pieces(regions: Regions, which: Ints, ranks: Ints) -> Ints:
+    """The box, in its layout, of each rank that has the region with the same index."""
+    return regions.pieces[regions.find(which, ranks)]
+
+
+def _slices(boxes: Boxes, number: Ints) -> tuple[Ints, Ints, Boxes]:
+    """Cut each flattened box into `number` slices of near equal size.
+
+    Returns the box and the index of the slice for each of the resulting boxes (a slice may be several).
+    """
+    sizes = boxes.volumes
+    which = np.repeat(np.arange(len(sizes)), number)
+    index = np.arange(len(which)) - (number.cumsum() - number)[which]
+    total, count = sizes[which], number[which]
+    unit = row_length(boxes, sizes // np.maximum(number, 1))[which]
+
+    def cut(at: Ints) -> Ints:
+        return np.where(at >= count, total, total * at // count // unit * unit)
+
+    run, parts = runs(boxes.take(which), cut(index), cut(index + 1))
+    return which[run], index[run], parts
+
+
+# -- loads, costs and bounds ----------------------------------------------------------------------
+
+
+def load(part: Part, itemsize: int, nodes: Ints | None = None) -> Ints:
+    """What a rank does in an exchange, in the order of `LOADS`."""
+    found = np.zeros((2, 3), np.int64)
+    for side, rows in enumerate((part.sends, part.receives)):
+        sizes = rows.sizes * itemsize
+        far = np.zeros(len(sizes), bool) if nodes is None else nodes[rows.peers] != nodes[part.rank]
+        for where, those in enumerate((~far, far)):
+            found[where, side] = sizes[those].sum()
+            found[where, 2] = max(found[where, 2], len(np.unique(rows.peers[those])))
+    return found.ravel()
+
+
+class Costs(NamedTuple):
+    """Seconds of a message and of a byte, on one node and between nodes; assumed where nothing was
+    measured."""
+
+    message: float = 15e-6
+    byte: float = 1 / 4e9
+    far_message: float = 60e-6
+    far_byte: float = 1 / 117e6
+
+    def seconds(self, loads: NDArray[np.int64], sharers: int = 1) -> NDArray[np.float64]:
+        """The time of exchanges by the largest loads of a rank, [..., 6]; `sharers`: ranks that share a
+        link.
+        """
+        near = self.message * loads[..., 2] + self.byte * np.maximum(loads[..., 0], loads[..., 1])
+        far = self.far_message * loads[..., 5] + self.far_byte * sharers * np.maximum(
+            loads[..., 3], loads[..., 4]
+        )
+        total: NDArray[np.float64] = near + far
+        return total
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What any plan must move at least, in elements.
+
+    Attributes:
+        received: of each rank that lacks something: elements that it must receive.
+        total: of all ranks together, which with sums is more than the sum of `received`.
+        entering: elements that must enter each node.
+    """
+
+    received: dict[int, int]
+    total: int
+    entering: dict[int, int]
+
+    @cached_property
+    def fullest(self) -> int:
+        """The most that some rank must receive, if the total is spread evenly over those that take part."""
+        return max(self.received.values(), default=0)
+
+
+def bound(source: Layout, target: Layout, nodes: Ints | None = None) -> Bound:
+    """The least volume of any plan from `source` to `target`, by counting (for descriptions and tests).
+
+    A rank must receive each element that it needs and does not hold completely, once. Elements of k addends
+    need k - 1 receipts to be summed anywhere, and one for each further rank that needs them.
+    """
+    have, need = source.regions, target.target_regions
+    received = dict.fromkeys(target.ranks, 0)
+    region, wanted, cells = meet_all(have.boxes, need.boxes)
+    sizes = cells.volumes
+    # Elements that lie in the same boxes for all addends are counted by cells of both layouts.
+    for rank in target.ranks:
+        lacked: list[NDArray[np.int64]] = []
+        mine, _ = need.of_rank(rank)
+        (own,) = np.isin(wanted, mine).nonzero()
+        lacks = own[~have.has(region[own], np.full(len(own), rank))]
+        lacked.append(np.column_stack([cells.lows[lacks], cells.highs[lacks]]))
+        different = np.unique(np.concatenate(lacked), axis=0)
+        dims = len(source.shape)
+        received[rank] = int(volumes(different[:, :dims], different[:, dims:]).sum())
+    del sizes
+    total = sum(received.values())
+    if source.is_partial:
+        total = _total_with_sums(source, target)
+    entering: dict[int, int] = {}
+    if nodes is not None:
+        for node in np.unique(nodes[as_ints(target.ranks)]).tolist():
+            at_node = nodes[need.members] == node
+            wanted_here = np.unique(need.region_of_member[at_node])
+            held_here = np.unique(have.region_of_member[nodes[have.members] == node])
+            (own,) = (np.isin(wanted, wanted_here) & ~np.isin(region, held_here)).nonzero()
+            different = np.unique(np.column_stack([cells.lows[own], cells.highs[own]]), axis=0)
+            dims = len(source.shape)
+            entering[node] = int(volumes(different[:, :dims], different[:, dims:]).sum())
+    return Bound(received, total, entering)
+
+
+def _total_with_sums(source: Layout, target: Layout) -> int:
+    have, need = source.regions, target.target_regions
+    addends = source.addend_count
+    region, wanted, cells = meet_all(have.boxes, need.boxes)
+    first = have.addends[region] == 0
+    total = 0
+    for cell in first.nonzero()[0]:
+        low, high = cells.lows[cell], cells.highs[cell]
+        needers = need.members[need.starts[wanted[cell]] : need.starts[wanted[cell] + 1]]
+        inside = ((have.boxes.lows <= low) & (high <= have.boxes.highs)).all(axis=1).nonzero()[0]
+        holders = have.entries(inside)[1]
+        near = bool(np.isin(needers, holders).any())
+        total += int(volumes(low, high)) * (addends - 1 + len(needers) - near)
+    return total

@@ -40,10 +40,10 @@ def explain(
     from mcr_plus.core.kinds import ALIASES, KINDS
     from mcr_plus.errors import InvalidArgument
 
-    _check_known("kind", kind, (*KINDS, *ALIASES), "KIND")
-    _check_known("dtype", dtype, DTYPE_NAMES, "--dtype")
+    check_known("kind", kind, (*KINDS, *ALIASES), "KIND")
+    check_known("dtype", dtype, DTYPE_NAMES, "--dtype")
     options: dict[str, Any] = {"config": config, "tag": tag, "async_op": async_op, "param": param}
-    options["shape"] = None if shape is None else _shape(shape)
+    options["shape"] = None if shape is None else parse_shape(shape)
     try:
         explanation = explained(kind, _size(nbytes), dtype=dtype, ranks=ranks, nodes=nodes, **options)
     except InvalidArgument as error:
@@ -113,14 +113,18 @@ def _expected(alternative: dict[str, Any]) -> str:
     return f"{microseconds(time)} µs{' (extrapolated)' if figure == 'extrapolated' else ''}"
 
 
-def _check_known(what: str, value: str, known: tuple[str, ...], place: str) -> None:
+def check_known(what: str, value: str, known: tuple[str, ...], place: str) -> None:
+    """Refuse a name that is not among the known ones."""
     from mcr_plus.errors import unknown
 
     if value not in known:
         raise typer.BadParameter(unknown(what, value, known), param_hint=place)
 
 
-def _shape(text: str) -> list[int]:
+def parse_shape(text: str) -> list[int]:
+    """Read `512,64`; empty for a tensor of no dimensions."""
+    if not text:
+        return []
     try:
         return [int(size) for size in text.split(",")]
     except ValueError:

@@ -15,6 +15,7 @@ import typer
 from mcr_plus.cli.bench import bench
 from mcr_plus.cli.doctor import doctor
 from mcr_plus.cli.explain import explain
+from mcr_plus.cli.layout import layout
 from mcr_plus.cli.msccl import app as msccl
 from mcr_plus.cli.output import print_error
 from mcr_plus.cli.run import run
@@ -33,6 +34,7 @@ app.command()(doctor)
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(validate)
 app.command()(explain)
+app.command()(layout)
 app.command()(tune)
 app.command()(bench)
 app.command()(warmup)

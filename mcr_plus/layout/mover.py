@@ -161,8 +161,8 @@ class Mover:
         return Stage(rounds, kept, targets, lossy, not moved.any())
 
     def _kept(self, index: int, source: Layout, target: Layout, part: Kept) -> list[tuple[Strided, Strided]]:
-        froms = _strided(index, *source.strided(self.rank, part.pieces, part.boxes))
-        tos = _strided(index, *target.strided(self.rank, part.into, part.boxes))
+        froms = strided(index, *source.strided(self.rank, part.pieces, part.boxes))
+        tos = strided(index, *target.strided(self.rank, part.into, part.boxes))
         return list(zip(froms, tos, strict=True))
 
     def _rounds(
@@ -200,11 +200,11 @@ class Mover:
                     if not is_send and item.tensor in sums:
                         sums[item.tensor].addends[addend][0].append(placed[-1])
                 if is_send:
-                    each.sent, each.input_counts, each.sent_at = placed, tuple(counts), _in_one_piece(placed)
+                    each.sent, each.input_counts, each.sent_at = placed, tuple(counts), in_one_piece(placed)
                 else:
                     each.received = [item for item in placed if item.tensor not in sums]
                     each.output_counts = tuple(counts)
-                    each.received_at = _in_one_piece(placed) if len(each.received) == len(placed) else None
+                    each.received_at = in_one_piece(placed) if len(each.received) == len(placed) else None
         for tensor, addends in sums.items():
             found[whole.get(tensor, 0)].sums.append(addends)
         return found
@@ -213,8 +213,8 @@ class Mover:
         pairs = [pair for pair in target.target_regions.twins if target.owners[pair[0]] == self.rank]
         first, second = (np.array([pair[side] for pair in pairs], np.int64) for side in (0, 1))
         boxes = target.held.take(first)
-        froms = _strided(index, *target.strided(self.rank, first, boxes))
-        tos = _strided(index, *target.strided(self.rank, second, boxes))
+        froms = strided(index, *target.strided(self.rank, first, boxes))
+        tos = strided(index, *target.strided(self.rank, second, boxes))
         return list(zip(froms, tos, strict=True))
 
     @property
@@ -469,13 +469,13 @@ class _Rows(NamedTuple):
     @classmethod
     def of(cls, tensor: int, layout: Layout, rank: int, rows: Rows) -> _Rows:
         return cls(
-            tensor, layout, rank, rows, _strided(tensor, *layout.strided(rank, rows.pieces, rows.boxes))
+            tensor, layout, rank, rows, strided(tensor, *layout.strided(rank, rows.pieces, rows.boxes))
         )
 
     def part(self, row: int, start: int, stop: int) -> list[Strided]:
         """A run of the elements of a row."""
         which, found = runs(self.rows.boxes.take(np.array([row])), np.array([start]), np.array([stop]))
-        return _strided(self.tensor, *self.layout.strided(self.rank, self.rows.pieces[[row]][which], found))
+        return strided(self.tensor, *self.layout.strided(self.rank, self.rows.pieces[[row]][which], found))
 
 
 Item = tuple[int, int, Strided]
@@ -522,14 +522,15 @@ def _cut(
     return found
 
 
-def _strided(tensor: int, extents: Ints, strides: Ints, offsets: Ints) -> list[Strided]:
+def strided(tensor: int, extents: Ints, strides: Ints, offsets: Ints) -> list[Strided]:
+    """Boxes as `Layout.strided` returns them, of tensor number `tensor`."""
     return [
         Strided(tensor, tuple(extent), tuple(stride), offset, 0, math.prod(extent))
         for extent, stride, offset in zip(extents.tolist(), strides.tolist(), offsets.tolist(), strict=True)
     ]
 
 
-def _in_one_piece(boxes: Sequence[Strided]) -> int | None:
+def in_one_piece(boxes: Sequence[Strided]) -> int | None:
     """Where boxes begin that lie in one local tensor end to end in their order; None if they do not."""
     if not boxes:
         return 0

@@ -17,14 +17,16 @@ from mcr_plus.errors import BackendError, InvalidArgument, McrError, Unsupported
 from mcr_plus.layout import proof
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.messages import Part
-from mcr_plus.layout.program import LOADS, Bound, Costs, Program, bound, load, programs
+from mcr_plus.layout.program import LOADS, Bound, Costs, Program, bound, load, native_load, programs
 from mcr_plus.layout.regions import Ints, as_ints
 
 if TYPE_CHECKING:
     from mcr_plus.communicator.communicator import Communicator
 
-MOST_PROGRAMS: Final = 4
+MOST_PROGRAMS: Final = 5
 MOST_STEPS: Final = 3
+ALONE: Final = 1 << 20
+"""Bytes of a tensor among others from which on it may have a collective of its own."""
 _TAG: Final = "redistribute"
 
 
@@ -64,6 +66,11 @@ class Plan:
         """How many exchanges follow each other."""
         return max((len(each.program.steps) for each in self.chosen), default=0)
 
+    def take(self, which: Sequence[int]) -> Plan:
+        """The plan of some of the tensors."""
+        specs = [self.specs[index] for index in which]
+        return Plan(specs, [self.chosen[index] for index in which], self.loads[list(which)], self.nodes)
+
     def bounds(self) -> list[Bound]:
         """Of each tensor, what any plan must move at least, in elements."""
         return [bound(spec.source, spec.target, self.nodes) for spec in self.specs]
@@ -75,6 +82,10 @@ class Plan:
             name = f"{spec.name}: " if spec.name else ""
             least = bound(spec.source, spec.target, self.nodes).fullest * spec.dtype.itemsize
             lines.append(f"{name}{spec.source} -> {spec.target}: {each.program.name}")
+            one = each.program.native
+            if one is not None:
+                sizes = ", ".join(map(str, sorted({len(group) for group in one.groups})))
+                lines.append(f"  one in each of {len(one.groups)} groups of {sizes} ranks")
             for step, row in zip(each.program.steps, loads, strict=False):
                 sent, received, partners, far_sent, far_received, far_partners = row.tolist()
                 lines.append(
@@ -107,6 +118,13 @@ def make_plan(
     rank = comm.ranks[comm.rank]
     made = _Known(None if lossy else nodes)
     found = [made.programs(spec, index) for index, spec in enumerate(specs)]
+    if len(specs) > 1:  # small tensors travel together, in exchanges
+        found = [
+            some
+            if spec.source.volume * spec.dtype.itemsize >= ALONE
+            else [each for each in some if each.steps]
+            for spec, some in zip(specs, found, strict=True)
+        ]
     if lossy:
         found = [[each for each in some if keeps_replicas(each)] for some in found]
         for spec, some in zip(specs, found, strict=True):
@@ -118,6 +136,10 @@ def make_plan(
     loads = np.zeros((len(specs), MOST_PROGRAMS, MOST_STEPS, len(LOADS)), np.int64)
     for at, (spec, some) in enumerate(zip(specs, found, strict=True)):
         for number, program in enumerate(some):
+            if program.native is not None:
+                loads[at, number, 0] = native_load(
+                    program.native, spec.source, rank, spec.dtype.itemsize, nodes
+                )
             for step, part in enumerate(made.parts(program, rank)):
                 loads[at, number, step] = load(part, spec.dtype.itemsize, nodes)
     loads = _largest(comm, loads)
@@ -165,8 +187,12 @@ def keeps_replicas(program: Program) -> bool:
 def lossy_steps(program: Program) -> int:
     """How many of the first steps of a program may use a codec; the others send exact values.
 
-    After a step in which some rank keeps what others get, replicas would differ.
+    After a step in which some rank keeps what others get, replicas would differ. A native collective counts
+    as
+    one step: its ranks get the same bits, and where several groups run it, no element may be in two of them.
     """
+    if program.native is not None:
+        return int(len(program.native.groups) == 1)
     for number, step in enumerate(program.steps):
         if step.target.has_replicas:
             return number
@@ -300,7 +326,7 @@ def _prove(comm: Communicator, chosen: Sequence[Chosen]) -> None:
                 checked[id(part)] = both
             sent.append(checked[id(part)][0])
             expected.append(checked[id(part)][1])
-    if comm.size > 1:
+    if comm.size > 1 and sent:
         rows = torch.from_numpy(np.ascontiguousarray(np.stack(sent, axis=1)))
         theirs = torch.empty_like(rows)
         comm.all_to_all_single(theirs, rows, compress=False, tag=_TAG)

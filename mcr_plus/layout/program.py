@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.messages import GRAIN, Exchange, Part
+from mcr_plus.layout.native import Native, native
 from mcr_plus.layout.regions import Boxes, Ints, Regions, as_ints, meet_all, row_length, runs, volumes
 
 _MOST_PAIRS: Final = 1 << 16  # of regions, beyond which no slices are looked for
@@ -40,12 +41,13 @@ class Program:
     """A way to get from one layout to another.
 
     Attributes:
-        name: `direct`, `gather`, `reduce` or `reduce, gather`.
-        steps: its exchanges, one after another.
+        name: `direct`, `gather`, `reduce`, `reduce, gather`, or the kind of a native collective.
+        steps: its exchanges, one after another; none for a native collective.
     """
 
     name: str
-    steps: tuple[Exchange, ...]
+    steps: tuple[Exchange, ...] = ()
+    native: Native | None = None
 
     def parts(self, rank: int) -> list[Part]:
         """The parts of a rank in each step."""
@@ -55,7 +57,16 @@ class Program:
 def programs(
     source: Layout, target: Layout, itemsize: int, nodes: Ints | None = None, turn: int = 0
 ) -> list[Program]:
-    """All plans from `source` to `target`; the first is `direct`. The same on all ranks."""
+    """All plans from `source` to `target`, exchanges and a native collective. The same on all ranks."""
+    found = exchanges(source, target, itemsize, nodes, turn)
+    one = native(source, target)
+    return found if one is None else [Program(one.kind, native=one), *found]
+
+
+def exchanges(
+    source: Layout, target: Layout, itemsize: int, nodes: Ints | None = None, turn: int = 0
+) -> list[Program]:
+    """The plans that consist of exchanges; the first is `direct`."""
     direct = Program("direct", (Exchange(source, target, itemsize, nodes, turn),))
     found = [direct]
     if source.volume == 0:
@@ -209,6 +220,22 @@ def load(part: Part, itemsize: int, nodes: Ints | None = None) -> Ints:
         for where, those in enumerate((~far, far)):
             found[where, side] = sizes[those].sum()
             found[where, 2] = max(found[where, 2], len(np.unique(rows.peers[those])))
+    return found.ravel()
+
+
+def native_load(one: Native, source: Layout, rank: int, itemsize: int, nodes: Ints | None = None) -> Ints:
+    """What a rank does in a native collective whose algorithm moves the least, in the order of `LOADS`."""
+    found = np.zeros((2, 3), np.int64)
+    members = one.group_of(rank)
+    if members is not None:
+        number = len(members)
+        size = int(source.held.volumes[source.pieces(rank)].sum()) * itemsize
+        passes = {"all_gather": number - 1, "reduce_scatter": (number - 1) / number}
+        moved = passes.get(one.kind, 2 * (number - 1) / number) * size
+        others = as_ints([member for member in members if member != rank])
+        far = 0 if nodes is None else int((nodes[others] != nodes[rank]).sum())
+        for where, those in enumerate((len(others) - far, far)):
+            found[where] = [moved * those // len(others)] * 2 + [int(those > 0)]
     return found.ravel()
 
 

@@ -14,12 +14,16 @@ from mcr_plus.core.kinds import DTYPES, dtype_name
 from mcr_plus.core.units import about, format_size, parse_size
 from mcr_plus.core.work import JointWork, Work
 from mcr_plus.errors import InvalidArgument, NotInitialized, Unsupported, short
+from mcr_plus.layout.collective import Collective
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.mover import TAG, Mover
 from mcr_plus.layout.plan import Plan, Spec, make_plan
 from mcr_plus.runtime.init import member_of
 
 State = Mapping[str, Any]
+_Dtypes = tuple[torch.dtype, ...]
+_Named = tuple[list[str], Mover | Collective]
+"""What runs the redistribution of some tensors, with their names."""
 _WRONG: Final = 1 << 20
 """In place of a dtype where a rank's arguments are wrong."""
 
@@ -78,8 +82,8 @@ class Redistribution:
                 )
         self._memory = None if memory is None else _memory(memory, self._specs)
         self._options: CallOptions = {"tag": tag, "compress": compress}
-        self._movers: dict[tuple[torch.dtype, ...], list[tuple[list[str], Mover]]] = {}
-        self._latest: list[tuple[list[str], Mover]] = []
+        self._bound: dict[_Dtypes, tuple[list[Plan], list[_Named]]] = {}
+        self._latest: list[Plan] = []
         self.rank = self._comm.ranks[self._comm.rank] if self._comm.rank >= 0 else -1
         members = set(self._comm.ranks)
         self._asks = any(members - set(source.ranks) for source, _ in self._specs.values())
@@ -93,7 +97,7 @@ class Redistribution:
                 no part.
             target: local tensors to write to; those that are None or left out are made.
         """
-        movers, locals_ = self._bound(source, target)
+        movers, locals_ = self._ready(source, target)
         for names, mover in movers:
             rows = [locals_[name] for name in names]
             mover.run([row.source for row in rows], [row.output for row in rows], self._options)
@@ -107,7 +111,7 @@ class Redistribution:
 
         The tensors of `source` must not be changed before that.
         """
-        movers, locals_ = self._bound(source, target)
+        movers, locals_ = self._ready(source, target)
         works: list[Work] = []
         nbytes = 0
         for names, mover in movers:
@@ -137,24 +141,22 @@ class Redistribution:
     @property
     def plans(self) -> list[Plan]:
         """The plans of the last call, one for each dtype."""
-        return [mover.plan for _, mover in self._latest]
+        return list(self._latest)
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the buffers that are kept for the next call."""
-        return sum(mover.buffer_bytes for movers in self._movers.values() for _, mover in movers)
+        return sum(mover.buffer_bytes for _, movers in self._bound.values() for _, mover in movers)
 
     def release(self) -> None:
         """Free the buffers that are kept for the next call."""
-        for movers in self._movers.values():
+        for _, movers in self._bound.values():
             for _, mover in movers:
                 mover.release()
 
     # -- binding ----------------------------------------------------------------------------------
 
-    def _bound(
-        self, source: State, target: State | None
-    ) -> tuple[list[tuple[list[str], Mover]], dict[str, _Local]]:
+    def _ready(self, source: State, target: State | None) -> tuple[list[_Named], dict[str, _Local]]:
         """The movers for the dtypes of these tensors, and the tensors. Raises on all ranks alike in a first
         call.
         """
@@ -167,10 +169,9 @@ class Redistribution:
         except (InvalidArgument, Unsupported) as error:
             wrong = str(error)
         dtypes, wrong = self._dtypes(given, wrong)
-        movers = self._movers.get(dtypes)
-        if movers is None or wrong is not None:
-            movers = self._movers[dtypes] = self._plan(dtypes, wrong)
-        self._latest = movers
+        if dtypes not in self._bound or wrong is not None:
+            self._bound[dtypes] = self._plan(dtypes, wrong)
+        self._latest, movers = self._bound[dtypes]
         device = next((each.device for pair in given.values() for each in pair if each is not None), None)
         locals_ = {
             name: self._local(name, *given[name], dtype, device or torch.device("cpu"))
@@ -225,16 +226,32 @@ class Redistribution:
                 return (torch.float32,) * len(codes), ""
         return tuple(DTYPES[code if 0 <= code < len(DTYPES) else 0] for code in codes), wrong
 
-    def _plan(self, dtypes: Sequence[torch.dtype], wrong: str | None) -> list[tuple[list[str], Mover]]:
-        options = self._options
-        lossy = options.get("compress") not in (None, False)
-        movers = []
+    def _plan(self, dtypes: _Dtypes, wrong: str | None) -> tuple[list[Plan], list[_Named]]:
+        """A plan for the tensors of each dtype, and what runs them."""
+        lossy = self._options.get("compress") not in (None, False)
+        plans: list[Plan] = []
+        movers: list[_Named] = []
         for dtype in dict.fromkeys(dtypes):
             names = [name for name, each in zip(self._specs, dtypes, strict=True) if each == dtype]
             specs = [Spec(name, *self._specs[name], dtype) for name in names]
             plan = make_plan(self._comm, specs, wrong, lossy=lossy, memory=self._memory)
-            movers.append((names, Mover(self._comm, plan, self._memory)))
-        return movers
+            plans.append(plan)
+            movers += self._movers_of(plan)
+        return plans, movers
+
+    def _movers_of(self, plan: Plan) -> list[_Named]:
+        """What runs a plan: the exchanges of most tensors, and the native collectives of some."""
+        found: list[_Named] = []
+        exchanged = plan.take(
+            [index for index, each in enumerate(plan.chosen) if each.program.native is None]
+        )
+        if exchanged.specs:
+            names = [spec.name for spec in exchanged.specs]
+            found.append((names, Mover(self._comm, exchanged, self._memory)))
+        for spec, each in zip(plan.specs, plan.chosen, strict=True):
+            if each.program.native is not None:
+                found.append(([spec.name], Collective(self._comm, spec, each.program.native)))
+        return found
 
     def _local(
         self,

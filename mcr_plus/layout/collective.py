@@ -1,0 +1,140 @@
+"""Runs a redistribution that is one native collective in each of some groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
+from weakref import WeakKeyDictionary
+
+import torch
+
+from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.core.work import JointWork, Work
+from mcr_plus.layout.mover import TAG, Locals, Strided, in_one_piece, strided
+from mcr_plus.layout.regions import as_ints
+
+if TYPE_CHECKING:
+    from mcr_plus.communicator.calls import CallOptions
+    from mcr_plus.core.kinds import ReduceOp
+    from mcr_plus.layout.native import Native
+    from mcr_plus.layout.plan import Spec
+
+_groups: WeakKeyDictionary[Communicator, dict[tuple[tuple[int, ...], ...], Communicator | None]]
+_groups = WeakKeyDictionary()
+"""Of each group those inside it that collectives run in, by their ranks."""
+
+
+class Collective:
+    """A native collective bound to its groups, for one tensor. See `Mover`, whose interface it has.
+
+    Making one is collective over `comm`: it opens the groups, once.
+    """
+
+    def __init__(self, comm: Communicator, spec: Spec, native: Native) -> None:
+        rank = comm.ranks[comm.rank]
+        self.rank = rank
+        self._kind = native.kind
+        self._op = cast("ReduceOp", spec.source.op)
+        self._group = _group(comm, native)
+        self._parts: list[Strided] = []
+        self._at: int | None = None
+        self._buffer: torch.Tensor | None = None
+        members = native.group_of(rank)
+        if members is not None and native.kind != "all_reduce":
+            outer, inner = spec.target, spec.source
+            if native.kind == "reduce_scatter":
+                outer, inner = inner, outer
+            at = [int(inner.pieces(member)[0]) for member in members]
+            pieces = as_ints([int(outer.pieces(rank)[0])] * len(at))
+            self._parts = strided(0, *outer.strided(rank, pieces, inner.held.take(as_ints(at))))
+            self._at = in_one_piece(self._parts)
+            if self._at is None:
+                size = self._parts[0].numel
+                self._parts = [part._replace(at=index * size) for index, part in enumerate(self._parts)]
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffer that is kept to be used again."""
+        return 0 if self._buffer is None else self._buffer.nbytes
+
+    def release(self) -> None:
+        """Free the buffer."""
+        self._buffer = None
+
+    def run(self, sources: Locals, outputs: Locals, options: CallOptions) -> None:
+        """See `Mover.run`."""
+        if self._group is not None:
+            _, finish = self._issue(self._group, sources, outputs, options, False)
+            if finish is not None:
+                finish()
+
+    def start(self, sources: Locals, outputs: Locals, options: CallOptions, nbytes: int) -> Work:
+        """See `Mover.start`."""
+        works: list[Work] = []
+        if self._group is not None:
+            work, finish = self._issue(self._group, sources, outputs, options, True)
+            assert work is not None
+            if finish is not None:
+                work.then(finish)
+            works.append(work)
+        return JointWork(works, TAG, nbytes=nbytes, tag=options.get("tag"))
+
+    def _issue(
+        self, group: Communicator, sources: Locals, outputs: Locals, options: CallOptions, async_op: bool
+    ) -> tuple[Work | None, Callable[[], None] | None]:
+        (source,), (output,) = sources, outputs
+        assert source is not None
+        assert output is not None
+        options = {**options, "tag": options.get("tag") or TAG}
+        flat, result = source.view(-1), output.view(-1)
+        if self._kind == "all_reduce":
+            output.copy_(source)
+            return group.all_reduce(output, self._op, async_op, **options), None
+        if self._kind == "all_gather":
+            if self._at is not None:
+                return group.all_gather_into_tensor(result, flat, async_op, **options), None
+            buffer = self._space(output)
+            work = group.all_gather_into_tensor(buffer, flat, async_op, **options)
+            return work, lambda: self._copy([part.of(output) for part in self._parts], buffer, out=True)
+        if self._at is None:
+            flat = self._space(source)
+            self._copy([part.of(source) for part in self._parts], flat, out=False)
+            kept = flat
+            return (
+                group.reduce_scatter_tensor(result, flat, self._op, async_op, **options),
+                lambda: self._keep(kept),
+            )
+        return group.reduce_scatter_tensor(result, flat, self._op, async_op, **options), None
+
+    def _space(self, like: torch.Tensor) -> torch.Tensor:
+        """A buffer for all parts, apart from those of calls in flight."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None and buffer.device == like.device:
+            return buffer
+        return torch.empty(like.numel(), dtype=like.dtype, device=like.device)
+
+    def _keep(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+
+    def _copy(self, views: list[torch.Tensor], buffer: torch.Tensor, *, out: bool) -> None:
+        parts = [part.within(buffer) for part in self._parts]
+        if out:
+            torch._foreach_copy_(views, parts)
+            self._keep(buffer)
+        else:
+            torch._foreach_copy_(parts, views)
+
+
+def _group(comm: Communicator, native: Native) -> Communicator | None:
+    """The group of this rank, opened on first use, which is collective over `comm`."""
+    if native.groups == (comm.ranks,):
+        return comm
+    known = _groups.setdefault(comm, {})
+    if native.groups not in known or ((group := known[native.groups]) is not None and group.closed):
+        rank = comm.ranks[comm.rank]
+        colour, key = None, 0
+        for index, members in enumerate(native.groups):
+            if rank in members:
+                colour, key = index, members.index(rank)
+        known[native.groups] = comm.split(colour, key)
+    return known[native.groups]

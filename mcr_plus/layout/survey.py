@@ -1,0 +1,148 @@
+"""Plans of all ranks in one process: what `mcr-plus layout` prints, without a job."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcr_plus.errors import InvalidArgument
+from mcr_plus.layout import proof
+from mcr_plus.layout.layout import Layout
+from mcr_plus.layout.messages import Part
+from mcr_plus.layout.program import LOADS, Bound, Costs, Program, bound, load, native_load, programs
+from mcr_plus.layout.regions import Ints, as_ints
+
+
+def parse_layout(text: str, shape: Sequence[int]) -> Layout:
+    """Read a layout such as `S0,R @2x4`: a placement for each dimension of a mesh of ranks.
+
+    `@2x4+8`: the mesh consists of ranks 8 to 15. See `Layout.mesh` for placements.
+
+    Raises:
+        InvalidArgument: the text is of another form, or the layout does not exist.
+    """
+    match = re.fullmatch(r"\s*(\S(?:.*\S)?)\s*@\s*(\d+(?:x\d+)*)\s*(?:\+\s*(\d+))?\s*", text)
+    if match is None:
+        raise InvalidArgument(
+            f"{text!r}: expected placements and a mesh, such as 'S0,R @2x4'; '@2x4+8' for ranks 8 to 15"
+        )
+    placements, mesh, first = match.groups()
+    extents = [int(extent) for extent in mesh.split("x")]
+    ranks = np.arange(int(np.prod(extents))).reshape(extents) + int(first or 0)
+    return Layout.mesh(shape, ranks, [each.strip() for each in placements.split(",")])
+
+
+def node_of_rank(ranks: Collection[int], nodes: int) -> Ints | None:
+    """The node of each rank, of those up to the largest, if they are spread evenly in their order.
+
+    None for one node.
+    """
+    if nodes == 1:
+        return None
+    number = max(ranks) + 1
+    if nodes > number:
+        raise InvalidArgument(f"nodes: {nodes} for {number} ranks")
+    return np.arange(number) * nodes // number
+
+
+class Outcome(NamedTuple):
+    """One program on all ranks.
+
+    `loads`: [ranks, steps, 6], in the order of `program.LOADS`. `wrong`: what the proof has found; None if it
+    holds. `seconds`: the expected time.
+    """
+
+    program: Program
+    loads: NDArray[np.int64]
+    wrong: str | None
+    seconds: float
+
+    @property
+    def received(self) -> NDArray[np.int64]:
+        """Bytes that each rank receives."""
+        found: NDArray[np.int64] = self.loads[:, :, [1, 4]].sum(axis=(1, 2))
+        return found
+
+    @property
+    def sent(self) -> NDArray[np.int64]:
+        """Bytes that each rank sends."""
+        found: NDArray[np.int64] = self.loads[:, :, [0, 3]].sum(axis=(1, 2))
+        return found
+
+
+@dataclass(frozen=True)
+class Survey:
+    """All programs from one layout to another on all ranks; the cheapest is the plan.
+
+    Attributes:
+        ranks: those that have a part in either layout.
+        outcomes: of each program.
+    """
+
+    source: Layout
+    target: Layout
+    itemsize: int
+    nodes: Ints | None
+    ranks: tuple[int, ...]
+    outcomes: tuple[Outcome, ...]
+
+    @cached_property
+    def plan(self) -> Outcome:
+        """The program that a job would run."""
+        return min(self.outcomes, key=lambda outcome: outcome.seconds)
+
+    @cached_property
+    def bound(self) -> Bound:
+        """What any plan must move at least, in elements."""
+        return bound(self.source, self.target, self.nodes)
+
+
+def survey(source: Layout, target: Layout, itemsize: int, nodes: Ints | None = None) -> Survey:
+    """Make and prove all plans from `source` to `target`, on every rank.
+
+    `nodes`: of each rank the node that it runs on; None for one node.
+
+    Raises:
+        InvalidArgument: the layouts do not fit each other.
+    """
+    if source.shape != target.shape:
+        raise InvalidArgument(f"source {source} and target {target} are of different tensors")
+    if target.is_partial and source != target:
+        raise InvalidArgument(f"target {target}: values cannot be divided into addends")
+    source.check_source()
+    ranks = tuple(sorted({*source.ranks, *target.ranks}))
+    sharers = 1 if nodes is None else int(np.bincount(nodes[as_ints(ranks)]).max())
+    found = []
+    for program in programs(source, target, itemsize, nodes):
+        loads = np.zeros((len(ranks), max(len(program.steps), 1), len(LOADS)), np.int64)
+        wrong: str | None = None
+        if program.native is not None:
+            for at, rank in enumerate(ranks):
+                loads[at, 0] = native_load(program.native, source, rank, itemsize, nodes)
+        for number, step in enumerate(program.steps):
+            parts = [step.part(rank) for rank in ranks]
+            for at, part in enumerate(parts):
+                loads[at, number] = load(part, itemsize, nodes)
+                wrong = wrong or proof.check(part, step.source, step.target)
+            wrong = wrong or _unlike(parts, as_ints(ranks))
+        seconds = float(Costs().seconds(loads.max(axis=0), sharers).sum())
+        found.append(Outcome(program, loads, wrong, seconds))
+    return Survey(source, target, itemsize, nodes, ranks, tuple(found))
+
+
+def _unlike(parts: Sequence[Part], ranks: Ints) -> str | None:
+    """Two ranks of which one would send what the other does not expect, in boxes or order; None if there are
+    none."""
+    sent = np.stack([proof.digests(part.sends, ranks) for part in parts])
+    expected = np.stack([proof.digests(part.receives, ranks) for part in parts])
+    differ = np.argwhere(sent != expected.T)
+    if not len(differ):
+        return None
+    sender, receiver = (int(ranks[at]) for at in differ[0])
+    return f"rank {sender} would send other boxes than rank {receiver} expects"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import signal
+from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType
 
@@ -30,9 +31,10 @@ _STARTERS = {
 """Functions, fixtures and modules by which tests start processes."""
 
 
-def pytest_configure() -> None:
-    # Beside other work an example may take any time.
-    settings.register_profile("untimed", deadline=None)
+def pytest_configure(config: pytest.Config) -> None:
+    # Beside other work an example may take any time. Without long tests, random ones are shorter, too.
+    drawn = 30 if "not long" in config.option.markexpr else 100
+    settings.register_profile("untimed", deadline=None, max_examples=drawn)
     settings.load_profile("untimed")
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
@@ -57,7 +59,12 @@ def _starts_processes(item: pytest.Function) -> bool:
     """Whether a test names a starter: in its code, in functions of tests that it uses, or in its fixtures."""
     fixtures = item.session._fixturemanager.getfixturedefs
     known = [each.func for name in item.fixturenames for each in fixtures(name, item) or ()]
-    todo: list[object] = [item.function, *known]
+    return _names_a_starter(item.function, *known)
+
+
+@cache  # the variants of a test share its code
+def _names_a_starter(*functions: object) -> bool:
+    todo = list(functions)
     seen: set[int] = set()
     while todo:
         function = inspect.unwrap(todo.pop())  # type: ignore[arg-type]

@@ -8,10 +8,12 @@ import signal
 from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
+from ranks import nursery, share_nursery
 from tiers import STALE, is_long, stale
 
 _HERE = str(Path(__file__).parent)
@@ -38,10 +40,18 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("untimed")
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
+    share_nursery(getattr(config, "workerinput", {}).get("nursery"))
     # A shell starts background jobs with interrupts ignored, and programs inherit that. Tests of Ctrl-C send
     # interrupts to programs they start; those must hear them however pytest itself was started.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Let all workers of pytest-xdist fork ranks from the same processes, whose start takes seconds."""
+    if "not jobs" not in node.config.option.markexpr:
+        node.workerinput["nursery"] = nursery().folder
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks

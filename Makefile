@@ -23,6 +23,9 @@ pip := $(bin)/python -m pip --disable-pip-version-check
 runs := $(venv)/.runs-$(MPI)# mcr_plus and what it needs
 stamp := $(venv)/.installed-$(MPI)# tools for tests and checks too
 
+# Tests start hundreds of processes; without bytecode each would compile the modules of the library again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-all check docs gpu-check torch-suite clients bench-overhead clean
 
@@ -54,14 +57,14 @@ $(stamp): $(runs)
 demo: $(runs)
 	@$(bin)/mcr-plus run -n 2 examples/dlrm/train.py --against-torch
 
-# First what needs one core, several at a time; then what starts ranks, in make test two files at a time, for half of
-# these tests wait. 5: no test of these flags in that half.
+# First what needs one core, several at a time; then what starts ranks, in make test three files at a time, for half
+# of these tests wait. 5: no test of these flags in that half.
 test: tests := not slow and not long
-test: two := -n 2 --dist loadfile
+test: several := -n 3 --dist loadfile
 test-all: tests := not slow
 test test-all: $(stamp)
 	@$(bin)/python -m pytest -n auto -m "$(tests) and not jobs" $(PYTEST_FLAGS); first=$$?; \
-	$(bin)/python -m pytest $(two) -m "$(tests) and jobs" $(PYTEST_FLAGS); second=$$?; \
+	$(bin)/python -m pytest $(several) -m "$(tests) and jobs" $(PYTEST_FLAGS); second=$$?; \
 	case "$$first $$second" in "0 0" | "0 5" | "5 0") ;; *) exit 1 ;; esac
 
 check: $(stamp)

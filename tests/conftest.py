@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect
 import os
 import signal
+from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
+from ranks import nursery, share_nursery
 from tiers import STALE, is_long, stale
 
 _HERE = str(Path(__file__).parent)
@@ -30,16 +33,25 @@ _STARTERS = {
 """Functions, fixtures and modules by which tests start processes."""
 
 
-def pytest_configure() -> None:
-    # Beside other work an example may take any time.
-    settings.register_profile("untimed", deadline=None)
+def pytest_configure(config: pytest.Config) -> None:
+    # Beside other work an example may take any time. Without long tests, random ones are shorter, too.
+    drawn = 30 if "not long" in config.option.markexpr else 100
+    settings.register_profile("untimed", deadline=None, max_examples=drawn)
     settings.load_profile("untimed")
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
+    share_nursery(getattr(config, "workerinput", {}).get("nursery"))
     # A shell starts background jobs with interrupts ignored, and programs inherit that. Tests of Ctrl-C send
     # interrupts to programs they start; those must hear them however pytest itself was started.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Let all workers of pytest-xdist fork ranks from the same processes, whose start takes seconds."""
+    if "not jobs" not in node.config.option.markexpr:
+        node.workerinput["nursery"] = nursery().folder
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
@@ -57,7 +69,12 @@ def _starts_processes(item: pytest.Function) -> bool:
     """Whether a test names a starter: in its code, in functions of tests that it uses, or in its fixtures."""
     fixtures = item.session._fixturemanager.getfixturedefs
     known = [each.func for name in item.fixturenames for each in fixtures(name, item) or ()]
-    todo: list[object] = [item.function, *known]
+    return _names_a_starter(item.function, *known)
+
+
+@cache  # the variants of a test share its code
+def _names_a_starter(*functions: object) -> bool:
+    todo = list(functions)
     seen: set[int] = set()
     while todo:
         function = inspect.unwrap(todo.pop())  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import runpy
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +28,12 @@ WIDTH: Final = 16
 STEPS: Final = 4
 START_S: Final = 150.0  # DeepSpeed compiles something the first time
 LIMIT_S: Final = 30.0  # a client that is not done by then has hung: it shows where, and ends
+
+
+def run(program: str, *words: str) -> None:
+    """Be one rank of a program, as `python PROGRAM.py WORDS…` would be."""
+    sys.argv[1:] = words
+    runpy.run_module(f"clients.{program}", run_name="__main__")
 
 
 def main(clients: Mapping[str, Client], start: Callable[[str], object] = dist.init_process_group) -> None:

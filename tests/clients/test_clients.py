@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import pytest
 import torch.distributed as dist
+from ranks import run_ranks
 
 FOLDER: Final = Path(__file__).parent
 GOES_BY_GLOO: Final = ("with_accelerate",)  # it takes no other name
@@ -72,22 +73,34 @@ def results(program: str, backend: str, names: tuple[str, ...], ranks: int = 2) 
 
 
 def launch(program: str, backend: str, names: list[str], ranks: int) -> tuple[Results, str]:
-    """Run it under torchrun; what its ranks said, and all that it printed."""
+    """Run it; what its ranks said, and all that it printed."""
     settings = {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(FOLDER.parent), os.environ.get("PYTHONPATH")]))
     }
+    if program in NEEDS:
+        printed = under_torchrun(program, backend, names, ranks, settings)
+    else:
+        args = [program, backend, *names]
+        ended = run_ranks(
+            "clients.job:run", ranks, args=args, via="torch", env=settings, timeout=600, check=False
+        )
+        printed = "".join(result.stdout + result.stderr for result in ended)
+    said = [json.loads(line) for line in printed.splitlines() if line.startswith('{"client"')]
+    return {(one["client"], one["rank"]): one for one in said}, printed[-6000:]
+
+
+def under_torchrun(program: str, backend: str, names: list[str], ranks: int, settings: dict[str, str]) -> str:
+    """Libraries that look at how they were started: by torchrun, as they expect it."""
     if program in GOES_BY_GLOO and backend == "mcr":
         settings["MCR_MASQUERADE"] = "gloo"
-    run = subprocess.run(
+    return subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
             *(str(FOLDER / f"{program}.py"), backend, *names),
         ],
         env={**os.environ, "OMP_NUM_THREADS": "1", **settings},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=600,
-    )  # fmt: skip
-    said = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"client"')]
-    return {(one["client"], one["rank"]): one for one in said}, run.stdout[-6000:]
+    ).stdout  # fmt: skip
 
 
 def outcomes(program: str, client: str, backend: str, ranks: int = 2) -> Iterator[Any]:

@@ -165,6 +165,11 @@ def when() -> dict[str, Any]:  # noqa: C901 - a list of cases
             works[1].wait()
             return works
 
+        def as_large_as_a_bucket() -> list[Any]:
+            works = ones(16, 128)
+            works[1].wait()
+            return works
+
         def apart() -> list[Any]:
             works: list[Any] = [
                 comm.all_reduce(torch.ones(2), async_op=True),
@@ -178,7 +183,7 @@ def when() -> dict[str, Any]:  # noqa: C901 - a list of cases
             works[-1].wait()
             return works
 
-        for step in (held, full, no_room, asked, too_large, apart):
+        for step in (held, full, no_room, asked, too_large, as_large_as_a_bucket, apart):
             sent(step)
         synchronous = torch.full((4,), comm.rank + 1.0)
         with mcr.record() as log:
@@ -200,10 +205,9 @@ def test_what_sends_a_bucket() -> None:
         assert found["full"] == [[["all_reduce", 64, 2]]] * 2
         assert found["no_room"] == [[["all_reduce", 40, 1]], [["all_reduce", 40, 1], ["all_reduce", 120, 3]]]
         assert found["asked"] == [[["all_reduce", 32, 2]]] * 2
-        assert found["too_large"] == [
-            [["all_reduce", 256, 1]],
-            [["all_reduce", 256, 1], ["all_reduce", 16, 1]],
-        ]
+        for step, size in (("too_large", 256), ("as_large_as_a_bucket", 128)):
+            alone = ["all_reduce", size, 1]
+            assert found[step] == [[alone], [alone, ["all_reduce", 16, 1]]]
         apart = [["all_reduce", 16, 2], *[["all_reduce", 8, 1]] * 3, *[["broadcast", 8, 1]] * 2]
         assert found["apart"] == [apart] * 2
         assert found["synchronous"] == [[["all_reduce", 16, 1]], [3.0] * 4]
@@ -544,7 +548,8 @@ def test_explain_says_what_is_fused(tmp_path: Any) -> None:
     for words, told in (
         (["4KiB", "--async"], "fused with operations like it, up to 1MiB"),
         (["4KiB"], "not fused: it is waited for at once"),
-        (["2MiB", "--async"], "not fused: it fills a bucket of 1MiB by itself"),
+        (["1020KiB", "--async"], "fused with operations like it, up to 1MiB"),
+        (["1MiB", "--async"], "not fused: it fills a bucket of 1MiB by itself"),
     ):
         answer = mcr_plus("explain", "all_reduce", *words, "--ranks", "2", "--config", str(path))
         assert answer.returncode == 0, answer.stderr

@@ -26,7 +26,7 @@ from mcr_plus.runtime import init as runtime
 from mcr_plus.training import wrap as wrapping
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
-STEPS = 50
+STEPS = 20
 Model = nn.Module
 Batch = torch.Tensor
 
@@ -244,7 +244,7 @@ CASES: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
 
 
 def trained(name: str, comm: mcr.Communicator, way: str) -> Model:
-    """50 steps of a case on data of this rank; the model."""
+    """So many steps of a case on data of this rank; the model."""
     make, optimizer_of, step, options = CASES[name]
     torch.manual_seed(17 + (comm.rank if way != "ddp" else 0))  # ours broadcasts; so does DDP
     model: Model = make()
@@ -304,7 +304,7 @@ def test_training_matches_ddp(backend: str) -> None:
 
 
 def test_training_matches_ddp_on_three_ranks() -> None:
-    """DDP divides before it adds, we after: in double precision nothing of that is left after 50 steps."""
+    """DDP divides before it adds, we after: in double precision nothing of that is left after some steps."""
     names = ["plain", "unused", "batch norm", "accumulation", "tied"]
     args = ["gloo", names, ["wrap"], "float64"]
     for result in run_ranks(compared, 3, args=args, via="torch", timeout=240):

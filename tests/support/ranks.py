@@ -86,7 +86,7 @@ def run_ranks(
         words = _prepare(folder, target, args, teardown=not check if teardown is None else teardown)
         if via == "mpi":
             words = ["-m", "mpi4py", *words]  # as `mcr-plus run` starts programs: one that raises ends all
-        command = _nursery().command(words)
+        command = nursery().command(words)
         by_torch = partial(_run_torch, restarts=restarts)
         starts: dict[str, Callable[..., tuple[Codes, bool]]]
         starts = {"mpi": _run_mpi, "ulfm": _run_ulfm, "torch": by_torch}
@@ -102,8 +102,18 @@ def run_ranks(
 
 
 @cache
-def _nursery() -> Nursery:
-    return Nursery()
+def nursery() -> Nursery:
+    """What ranks are forked from; made when the first test starts some, unless pytest's controller has."""
+    return Nursery(_controllers_nursery)
+
+
+_controllers_nursery: str | None = None
+
+
+def share_nursery(folder: str | None) -> None:
+    """Fork ranks from the processes in this folder, as other workers of pytest do."""
+    global _controllers_nursery
+    _controllers_nursery = folder
 
 
 def _prepare(

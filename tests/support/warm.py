@@ -44,15 +44,23 @@ _OUT_OF_THE_WAY: Final = 1000  # numbers of files that no rank is given
 
 
 class Nursery:
-    """The processes that ranks are forked from, until `close` or the end of the one that made them."""
+    """The processes that ranks are forked from, until `close` or the end of the one that made them.
 
-    def __init__(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="mcr-warm-")
+    With `folder`, those that another process has made, and ends.
+    """
+
+    def __init__(self, folder: str | None = None) -> None:
+        self.folder = folder or tempfile.mkdtemp(prefix="mcr-warm-")
+        self._servers: list[subprocess.Popen[bytes]] = []
+        if folder is None:
+            self._start()
+
+    def _start(self) -> None:
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}  # as launchers set it
-        Path(self._folder, "environment").write_text(json.dumps(read_by_imports(environ)))
+        Path(self.folder, "environment").write_text(json.dumps(read_by_imports(environ)))
         self._servers = [
             subprocess.Popen(
-                [sys.executable, __file__, f"{self._folder}/{index}"],
+                [sys.executable, __file__, f"{self.folder}/{index}"],
                 env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
             )
             for index in range(SERVERS)
@@ -61,14 +69,14 @@ class Nursery:
 
     def command(self, words: list[str]) -> list[str]:
         """What starts `python words…` from here."""
-        return [sys.executable, "-I", "-S", warm_client.__file__, self._folder, *words]
+        return [sys.executable, "-I", "-S", warm_client.__file__, self.folder, *words]
 
     def close(self) -> None:
         """End them, and all ranks that were forked from them."""
         for server in self._servers:
             server.kill()
             server.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 # -- what ranks are forked from -----------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from tiers import examples
 
 from mcr_plus.fusion.bucket import Bucket, Cost, Entry, by_size, earliest_finish
 
@@ -109,7 +110,7 @@ timed = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30)), min_size=1, m
 
 
 @given(timed, st.data())
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_no_partition_is_done_earlier(spec: list[tuple[int, int]], data: st.DataObject) -> None:
     """Against brute force, for any cost whatever, monotone or not."""
     ready = sorted(at for _, at in spec)

@@ -25,6 +25,7 @@ from codec_exam import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 from mcr_plus import registry
 from mcr_plus.compression.codec import PayloadCodec
@@ -74,7 +75,7 @@ def test_dtypes_and_strides(case: Case) -> None:
 
 
 @every_payload
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.data())
 def test_any_finite_values(case: Case, data: st.DataObject) -> None:
     limit = 2.0**15  # what fp16 holds

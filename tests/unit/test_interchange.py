@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 from mcr_plus.core.units import Range
 from mcr_plus.errors import ConfigError, InvalidArgument
@@ -309,7 +310,7 @@ NCCL_CASES = tuple(
 )
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(nccl_texts())
 def test_nccl_import_decides_as_the_plugin_does(text: str) -> None:
     found = import_("nccl-csv", text).table
@@ -379,7 +380,7 @@ NUMBERS = {
 }
 
 
-@settings(max_examples=160)
+@settings(max_examples=examples(160))
 @given(st.sampled_from(tuple(FORMATS)).flatmap(lambda f: st.tuples(st.just(f), expressible(f, NUMBERS[f]))))
 def test_what_a_format_can_say_comes_back(case: tuple[str, Table]) -> None:
     name, found = case
@@ -397,7 +398,7 @@ def test_what_a_format_can_say_comes_back(case: tuple[str, Table]) -> None:
         assert lost or before is None or choice(again, query(kind, None, ranks)) == before
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.sampled_from(tuple(FORMATS)).flatmap(lambda f: st.tuples(st.just(f), expressible(f, st.none()))))
 def test_tables_without_ranks_come_back_as_they_were(case: tuple[str, Table]) -> None:
     name, found = case
@@ -666,7 +667,7 @@ def openmpi_texts(draw: st.DrawFn) -> str:
     return "\n".join(lines) + "\n"
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(openmpi_texts())
 def test_openmpi_import_and_export_decide_as_open_mpi_does(text: str) -> None:
     found = import_("openmpi", text).table
@@ -989,7 +990,7 @@ def ucc_texts(draw: st.DrawFn) -> str:
     return "\n".join(lines) + "\n"
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(ucc_texts())
 def test_ucc_import_and_export_decide_as_ucc_does(text: str) -> None:
     found = import_("ucc", text).table
@@ -1125,7 +1126,7 @@ def oneccl_texts(draw: st.DrawFn) -> str:
     return "\n".join(lines) + "\n"
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(oneccl_texts())
 def test_oneccl_import_and_export_decide_as_oneccl_does(text: str) -> None:
     found = import_("oneccl", text).table

@@ -62,27 +62,24 @@ def test_folder_imports_as_part_of_the_package(name: str) -> None:
     assert {Path(place).resolve() for place in module.__path__} == {ROOT / name}
 
 
-@pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_are_absolute(path: Path) -> None:
-    imports = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
-    assert [node.lineno for node in imports if node.level] == []
-
-
-@pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_linked_folders_are_imported_through_the_package(path: Path) -> None:
-    found = [
-        name
+def test_imports_are_absolute_and_those_of_linked_folders_go_through_the_package() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in python_files()
         for node in ast.walk(ast.parse(path.read_text()))
-        for name in _imported(node)
-        if name.split(".")[0] in LINKED
+        if isinstance(node, ast.Import | ast.ImportFrom) and _is_wrong(node)
     ]
-    assert found == []
+    assert not wrong
 
 
-def _imported(node: ast.AST) -> list[str]:
+def _is_wrong(node: ast.Import | ast.ImportFrom) -> bool:
     if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    return [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        modules = [alias.name for alias in node.names]
+    elif node.level:
+        return True
+    else:
+        modules = [node.module or ""]
+    return any(module.split(".")[0] in LINKED for module in modules)
 
 
 def test_no_personal_paths() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 from mcr_plus.errors import ConfigError
 from mcr_plus.msccl import reader
@@ -286,7 +287,7 @@ def test_a_file_of_too_many_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(error.value) == "it.xml:1001: algo: gpu is element 1001, expected at most 1000 of a file"
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data())
 def test_any_text_is_read_or_refused(data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(PAIR)))

@@ -23,6 +23,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ranks import own_rank, run_ranks
+from tiers import examples
 
 import mcr_plus as mcr
 from mcr_plus import registry
@@ -115,7 +116,7 @@ TRIALS = st.tuples(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(TRIALS)
 @example(([0.5, 0.25], 0.75, 0.578125, 16, 1791))  # which takes all calls that it may
 def test_share_of_calls_that_go_to_rivals_is_bounded_and_ends(
@@ -133,7 +134,7 @@ def test_share_of_calls_that_go_to_rivals_is_bounded_and_ends(
     assert {turn.candidate for turn in play(trial, agreed, 100)} == {trial.chosen}
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(TRIALS, st.integers(0, 1 << 30), st.integers(0, 1 << 30))
 def test_equal_agreed_numbers_mean_equal_choices_whatever_was_measured_locally(
     drawn: tuple[list[float], float, float, int, int], mine: int, theirs: int
@@ -147,7 +148,7 @@ def test_equal_agreed_numbers_mean_equal_choices_whatever_was_measured_locally(
     assert traces[0] == traces[1] == traces[2]
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(TRIALS, st.integers(0, 5))
 def test_a_trial_is_plain_data_and_goes_on_from_it(
     drawn: tuple[list[float], float, float, int, int], exchanges: int
@@ -400,7 +401,7 @@ def lookup(table: Table | None, query: Query) -> str:
     return "local" if rule is None else rule.backend  # as `found_out` has it
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     st.one_of(st.none(), tables()),
     st.lists(st.tuples(queries(), CHOICES), min_size=1, max_size=6, unique_by=lambda pair: pair[0]),
@@ -437,14 +438,14 @@ def expected(base: Table | None, learnt: dict[Query, str], query: Query) -> str:
     return learnt[nearest]
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(tables(), queries(), CHOICES)
 def test_refining_a_refined_table_adds_nothing_new(base: Table, query: Query, choice: str) -> None:
     once = refined_table(base, [found_out(query, choice)], {"ranks": ("2",)})
     assert refined_table(once, [found_out(query, choice)], {"ranks": ("2",)}).rules == once.rules
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(tables(), queries(), CHOICES)
 def test_refined_table_keeps_the_figures_and_joins_equal_neighbours(
     base: Table, query: Query, choice: str

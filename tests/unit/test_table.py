@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import own_rank, run_ranks
+from tiers import examples
 
 import mcr_plus as mcr
 from mcr_plus import registry
@@ -664,7 +665,7 @@ def load_or_refuse(rules: list[Written]) -> Table | int:
 
 
 @given(written_rules())
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_lookup_and_reach_by_trying_every_operation(rules: list[Written]) -> None:
     """The first rule that is meant is found; one refused as out of reach is never the first."""
     first = {query: next((i for i, rule in enumerate(rules) if meant(rule, query)), None) for query in WORLD}

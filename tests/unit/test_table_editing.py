@@ -9,6 +9,7 @@ from itertools import pairwise, product
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 from mcr_plus.core.units import Range
 from mcr_plus.errors import ConfigError, InvalidArgument
@@ -114,7 +115,7 @@ def neighbours(found: Table) -> Iterator[tuple[TableRule, TableRule]]:
 # --- shrink ---------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(tables(measured=True))
 def test_shrinking_changes_no_lookup(found: Table) -> None:
     small = shrink(found)
@@ -139,7 +140,7 @@ def test_shrinking_keeps_reasons() -> None:
     assert set(rule.reason.split("; ")) == {"as told", "it waits"}
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(tables("per_rank"))
 def test_shrinking_changes_no_lookup_per_rank(found: Table) -> None:
     small = shrink(found)
@@ -147,7 +148,7 @@ def test_shrinking_changes_no_lookup_per_rank(found: Table) -> None:
         assert choice(small, query) == choice(found, query), query
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(tables("per_rank", grouped=True), tables(grouped=True))
 def test_shrinking_changes_no_lookup_where_bytes_are_counted_in_two_ways(one: Table, other: Table) -> None:
     try:
@@ -159,7 +160,7 @@ def test_shrinking_changes_no_lookup_where_bytes_are_counted_in_two_ways(one: Ta
         assert choice(small, query) == choice(both, query), query
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(tables(grouped=True, measured=True))
 def test_shrinking_leaves_no_neighbours_that_choose_alike(found: Table) -> None:
     small = shrink(found)
@@ -176,7 +177,7 @@ def points(found: Table) -> set[tuple[TableKey, str, int, float]]:
     }
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(tables(measured=True))
 def test_shrinking_keeps_every_measurement(found: Table) -> None:
     assert points(shrink(found)) == points(found)
@@ -235,7 +236,7 @@ def covers(change: Change, query: Query) -> bool:
     return key is not None and key.covers(query) and change.sizes.covers(query.size(key.basis))
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(st.sampled_from(BASES).flatmap(lambda basis: st.tuples(tables(basis), tables(basis))))
 def test_diff_names_exactly_what_differs(pair: tuple[Table, Table]) -> None:
     a, b = pair
@@ -249,7 +250,7 @@ def test_diff_names_exactly_what_differs(pair: tuple[Table, Table]) -> None:
         assert any((old, new) == pair_of and covers(change, query) for query, old, new in found), str(change)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(tables())
 def test_a_table_does_not_differ_from_itself(found: Table) -> None:
     assert diff(found, found) == []
@@ -339,7 +340,7 @@ def measured_on(ranks: int, found: Table, nodes: int = 1) -> Table:
     return replace(found, fingerprint={name: (str(value),) for name, value in facts.items()})
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(tables(grouped=True), tables(grouped=True))
 def test_tables_of_other_scales_do_not_shadow_one_another(one: Table, other: Table) -> None:
     pair = [

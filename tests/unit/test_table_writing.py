@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 from mcr_plus.core.kinds import KINDS
 from mcr_plus.core.units import MAX_INTEGER, Range, format_span, parse_range, parse_size, size_words
@@ -108,7 +109,7 @@ def as_read(table: Table) -> Table:
 
 
 @given(tables(), st.lists(texts, max_size=2))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_what_is_written_is_read_back(table: Table, comment: list[str]) -> None:
     printable = [line for line in comment if line.replace("\n", "").isprintable()]
     text = table_text(table, comment=printable)

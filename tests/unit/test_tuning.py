@@ -7,11 +7,13 @@ import math
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, pairwise, product
 from pathlib import Path
@@ -1010,6 +1012,22 @@ def test_bad_usage(words: list[str], what: str) -> None:
     assert what in re.sub(r"[\s│]+", " ", answer.stderr)
 
 
+@contextmanager
+def interrupted_after(seconds: int) -> Iterator[None]:
+    """Fails the test that is not done by then, also where it blocks in a system call."""
+
+    def late(*_: object) -> None:
+        pytest.fail(f"not done within {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 @pytest.mark.parametrize(
     ("options", "at"),
     [
@@ -1018,11 +1036,14 @@ def test_bad_usage(words: list[str], what: str) -> None:
         (["-o", "t.yaml", "--plot"], "--plot"),
     ],
 )
-def test_a_fifo_is_refused_as_a_file_of_results(tmp_path: Path, options: list[str], at: str) -> None:
+def test_a_fifo_is_refused_as_a_file_of_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], at: str
+) -> None:
     fifo = tmp_path / "fifo.png"
     os.mkfifo(fifo)
-    # In a separate process, with a time limit: opening a FIFO blocks until another process reads it.
-    answer = mcr_plus_process("tune", "-n", "2", *options, str(fifo), cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with interrupted_after(60):  # opening a FIFO blocks until another process reads it
+        answer = mcr_plus("tune", "-n", "2", *options, fifo)
     assert answer.returncode == 2
     told = re.sub(r"[\s│]+", "", answer.stderr)
     assert f"Invalidvaluefor{at}" in told

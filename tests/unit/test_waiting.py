@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +24,7 @@ from ranks import run_ranks
 import mcr_plus as mcr
 from mcr_plus.backends.shm.wakeup import give_way, may_yield, ring
 from mcr_plus.core.environment import quota_cores
+from mcr_plus.core.work import JointWork, Work
 from mcr_plus.dispatch.waiting import Pause, Waiting
 from mcr_plus.launch import mpi_usable
 from mcr_plus.rendezvous.bells import Bells
@@ -399,3 +401,27 @@ def test_other_work_is_remembered_for_longer_the_longer_it_lasts() -> None:
         waiting.check_load(now + 10.001, 0.0, 0.0)
         assert round(waiting._busy_until - (now + 10.001), 3) == 0.01
     waiting.close()
+
+
+def test_a_second_waiter_returns_once_the_first_has_copied_the_results_out() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    copied = []
+
+    def copy_out() -> None:
+        begun.set()
+        assert go_on.wait(LONG)
+        copied.append(True)
+
+    def waited(work: Work) -> list[bool]:
+        work.wait()
+        return list(copied)
+
+    work = JointWork([], "all_reduce", nbytes=16).then(copy_out)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(waited, work)
+        assert begun.wait(LONG)
+        second = pool.submit(waited, work)
+        early, _ = wait([second], 0.2)
+        go_on.set()
+        assert not early
+        assert first.result(LONG) == second.result(LONG) == [True]

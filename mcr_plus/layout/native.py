@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -80,8 +81,8 @@ def _has_each_addend(group: Ints, sizes: Ints, source: Layout) -> bool:
 
 def _is_whole(layout: Layout) -> bool:
     """Whether local tensors consist of their box alone, and boxes of an addend are equal or apart."""
-    sizes = np.array([int(np.prod(layout.locals[rank], dtype=np.int64)) for rank in layout.owners.tolist()])
-    return bool((layout.held.volumes == sizes).all()) and not layout.overlaps
+    sizes = [math.prod(layout.locals[rank]) for rank in layout.owners.tolist()]
+    return sizes == layout.held.volumes.tolist() and not layout.overlaps
 
 
 def _equal(a: Boxes, b: Boxes) -> bool:

@@ -80,6 +80,9 @@ class Redistribution:
                 raise InvalidArgument(
                     f"specs[{name!r}]: expected (source, target), two layouts, got {short(pair)}"
                 )
+        same: dict[Layout, Layout] = {}  # equal layouts are one object, whose regions are computed once
+        for name, (source, target) in self._specs.items():
+            self._specs[name] = (same.setdefault(source, source), same.setdefault(target, target))
         self._memory = None if memory is None else _memory(memory, self._specs)
         self._options: CallOptions = {"tag": tag, "compress": compress}
         self._bound: dict[_Dtypes, tuple[list[Plan], list[_Named]]] = {}
@@ -189,12 +192,8 @@ class Redistribution:
                 )
         given = {}
         for name, (before, after) in self._specs.items():
-            x = _checked_local(
-                source.get(name), before.local_shape(self.rank), f"{_at(name)}source {before}", True
-            )
-            out = _checked_local(
-                target.get(name), after.local_shape(self.rank), f"{_at(name)}target {after}", False
-            )
+            x = _checked_local(source.get(name), before, self.rank, name, "source")
+            out = _checked_local(target.get(name), after, self.rank, name, "target")
             if x is not None and out is not None and x.dtype != out.dtype:
                 raise InvalidArgument(
                     f"{_at(name)}the target's tensor has dtype {dtype_name(out.dtype)}, "
@@ -311,27 +310,30 @@ def redistribution(
     return Redistribution(specs, memory=memory, group=group, tag=tag, compress=compress)
 
 
-def _checked_local(value: Any, shape: tuple[int, ...] | None, where: str, reads: bool) -> torch.Tensor | None:
-    """A local tensor of the right shape; None where the rank has no part (`shape` is None)."""
+def _checked_local(value: Any, layout: Layout, rank: int, name: str, what: str) -> torch.Tensor | None:
+    """A local tensor of the right shape; None where the rank has no part in the layout. `what`: its side."""
+    shape = layout.local_shape(rank)
+    where = f"{_at(name)}{what}"
     if value is None:
-        if shape is not None and reads:
+        if shape is not None and what == "source":
             raise InvalidArgument(
-                f"{where}: expected this rank's local tensor of shape {list(shape)}, got None"
+                f"{where} {layout}: expected this rank's local tensor of shape {list(shape)}, got None"
             )
         return None
     if shape is None:
-        raise InvalidArgument(f"{where}: this rank has no part in it; expected None, got {_described(value)}")
+        raise InvalidArgument(
+            f"{where} {layout}: this rank has no part in it; expected None, got {_described(value)}"
+        )
     if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
         raise InvalidArgument(
-            f"{where}: the tensor requires gradients; use mcr_plus.autograd.redistribute, or pass "
-            "tensor.detach()"
+            f"{where}: the tensor requires gradients; use mcr_plus.autograd.redistribute, or pass tensor.detach()"
         )
     tensor = as_tensor(value, where)
     if tuple(tensor.shape) != shape:
         raise InvalidArgument(
-            f"{where}: expected a local tensor of shape {list(shape)}, got {_described(tensor)}"
+            f"{where} {layout}: expected a local tensor of shape {list(shape)}, got {_described(tensor)}"
         )
-    if not reads:
+    if what == "target":
         check_apart(tensor)
     return tensor
 

@@ -1,0 +1,259 @@
+"""Redistribution: planning, models between two hosts, many small tensors, and its memory, beside what users
+write by hand.
+
+    python benchmarks/bench_layout.py --parts planning,hosts,state,memory
+
+`planning` runs in one process, `state` and `memory` with four ranks of this host, `hosts` with two ranks on
+each of two network namespaces. Candidates take turns; a time is that of the slowest rank, and of the rounds
+the median (with their range). The report goes to benchmarks/results/layout_<hardware>_<yyyymm>.md.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from statistics import median
+from typing import Annotated, Any, Final
+
+import harness
+import numpy as np
+import torch
+import torch.distributed as dist
+import typer
+from harness import HARDWARE, Dated, Hardware, Rate, Rounds
+from two_hosts import TwoHosts, need_two_hosts
+
+import mcr_plus as mcr
+from mcr_plus.layout import Layout, proof
+from mcr_plus.layout.program import programs
+
+PARTS: Final = ("planning", "state", "memory", "hosts")
+MATRIX: Final = (4096, 4096)
+MODEL: Final = 100 << 20  # bytes between the hosts
+TENSORS: Final = 500  # of a state, 4 to 64 KiB each
+STATE: Final = 1 << 30  # bytes moved in bounded memory
+
+
+# --- planning, in one process ---------------------------------------------------------------------------
+
+
+def planning() -> list[list[str]]:
+    """Rows: pair of layouts, ranks, milliseconds of a rank's own part, of its proof, and of all
+    candidates."""
+    wide = range(1024)
+    pairs = {
+        "S0 -> S1 @2x4, 8 ranks": (Layout.mesh(MATRIX, np.arange(8).reshape(2, 4), ["S0", "R"]),
+                                   Layout.mesh(MATRIX, np.arange(8).reshape(2, 4), ["R", "S1"])),
+        "S0 @1024 -> S0 @1000": (Layout.sharded(MATRIX, wide, 0), Layout.sharded(MATRIX, range(1000), 0)),
+        "S0 @1024 -> S1 @1024": (Layout.sharded(MATRIX, wide, 0), Layout.sharded(MATRIX, wide, 1)),
+        "S0 @1024 -> R @1000": (Layout.sharded(MATRIX, wide, 0), Layout.replicated(MATRIX, range(1000))),
+    }  # fmt: skip
+    rows = []
+    for name, (source, target) in pairs.items():
+        source.regions, target.target_regions  # noqa: B018 - made once per layout
+        step = programs(source, target, 4)[-1].steps[0]
+        part = step.part(7)
+        own, check, all_of_them = (
+            1e3 * min(harness.seconds(call) for _ in range(7))
+            for call in (
+                partial(step.part, 7),
+                partial(proof.check, part, step.source, step.target),
+                partial(programs, source, target, 4),
+            )
+        )
+        rows.append([name, f"{own:.2f}", f"{check:.2f}", f"{all_of_them:.2f}"])
+    return rows
+
+
+# --- on ranks -------------------------------------------------------------------------------------------
+
+
+def _in_turns(comm: mcr.Communicator, candidates: Mapping[str, Callable[[], object]], rounds: int) -> Any:
+    """Milliseconds of the slowest rank by candidate and round."""
+    for call in candidates.values():
+        call()
+
+    def turn(call: Callable[[], object]) -> float:
+        comm.barrier()
+        return 1e3 * max(comm.all_gather_object(harness.seconds(call)))
+
+    return harness.in_turns(candidates, rounds, turn)
+
+
+def hosts(rounds: int) -> dict[str, Any] | None:
+    """FSDP on the first host -> replicas on the second: our plan, slices to each replica, full tensor +
+    broadcast."""
+    torch.set_num_threads(1)
+    with mcr.init() as comm:
+        rank, half = comm.rank, comm.size // 2
+        shape = (MODEL // 4 // 1024, 1024)
+        source, target = (
+            Layout.sharded(shape, range(half), 0),
+            Layout.replicated(shape, range(half, comm.size)),
+        )
+        local = source.local_shape(rank)
+        x = None if local is None else torch.full(local, float(rank))
+        out = torch.empty(shape) if rank >= half else None
+        whole = torch.empty(shape)
+
+        def slices() -> None:
+            ops = []
+            for sender in range(half):
+                low, high = (int(side[sender, 0]) for side in source.held)
+                for receiver in range(half, comm.size):
+                    if rank == sender and x is not None:
+                        ops.append(mcr.P2POp(mcr.isend, x, receiver, tag=sender))
+                    if rank == receiver and out is not None:
+                        ops.append(mcr.P2POp(mcr.irecv, out[low:high], sender, tag=sender))
+            for work in comm.batch_isend_irecv(ops):
+                work.wait()
+
+        trainers = comm.split(0 if rank < half else None)
+
+        def full_tensor() -> None:
+            if trainers is not None and x is not None:
+                trainers.all_gather_into_tensor(whole, x)
+            comm.broadcast(whole, 0)
+
+        ours = partial(mcr.redistribute, x, source, target, out=out)
+        ours()
+        if out is not None:
+            rows = shape[0] // half
+            assert all((out[at * rows : (at + 1) * rows] == at).all() for at in range(half))
+        times = _in_turns(comm, {"redistribute": ours, "slices": slices, "full tensor": full_tensor}, rounds)
+        return {"times": times} if rank == 0 else None
+
+
+def state(rounds: int) -> dict[str, Any] | None:
+    """500 tensors from shards to shards of another dimension: one move, and a full tensor each over torch's
+    gloo."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    torch.set_num_threads(1)
+    with mcr.init() as comm:
+        harness.join_gloo(comm)
+        ranks, rank = range(comm.size), comm.rank
+        mesh = init_device_mesh("cpu", (comm.size,))
+        shapes = {f"t{index}": (16 << index % 5, 64) for index in range(TENSORS)}
+        specs = {
+            name: (Layout.sharded(shape, ranks, 0), Layout.sharded(shape, ranks, 1))
+            for name, shape in shapes.items()
+        }
+        before = {name: torch.full(pair[0].local_shape(rank), float(rank)) for name, pair in specs.items()}
+        after = {name: torch.empty(pair[1].local_shape(rank)) for name, pair in specs.items()}
+        sharded = {
+            name: DTensor.from_local(value, mesh, [Shard(0)], run_check=False)
+            for name, value in before.items()
+        }
+
+        def full_tensors() -> None:
+            for name, value in sharded.items():
+                after[name].copy_(value.full_tensor().chunk(comm.size, 1)[rank])
+
+        began = time.perf_counter()
+        move = mcr.redistribution(specs)
+        move(before, after)
+        first = 1e3 * (time.perf_counter() - began)
+        times = _in_turns(
+            comm, {"redistribution": lambda: move(before, after), "full_tensor each": full_tensors}, rounds
+        )
+        dist.destroy_process_group()
+        return {"times": times, "first": first} if rank == 0 else None
+
+
+def memory(rounds: int) -> dict[str, Any] | None:
+    """Peak of memory above the tensors, of a move of 1 GiB in 64 MiB."""
+    del rounds
+    torch.set_num_threads(1)
+    with mcr.init() as comm:
+        ranks, rank, number = range(comm.size), comm.rank, 16
+        shape = (STATE // number // 4 // 1024, 1024)
+        pair = (Layout.sharded(shape, ranks, 0), Layout.sharded(shape, ranks, 1))
+        specs = {f"w{index}": pair for index in range(number)}
+        before = {name: torch.full(pair[0].local_shape(rank), float(rank)) for name in specs}
+        after = {name: torch.zeros(pair[1].local_shape(rank)) for name in specs}
+        mcr.redistribute(
+            torch.ones(4),
+            Layout.sharded((4 * comm.size,), ranks, 0),
+            Layout.sharded((4 * comm.size,), ranks, 0),
+        )
+        move = mcr.redistribution(specs, memory="64MiB")
+        base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        began = time.perf_counter()
+        move(before, after)
+        took = time.perf_counter() - began
+        extra = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) / 1024
+        rows = shape[0] // comm.size
+        assert all(
+            (value[at * rows : (at + 1) * rows] == at).all() for value in after.values() for at in ranks
+        )
+        most = max(comm.all_gather_object((extra, move.buffer_bytes / (1 << 20), took)))
+        return {"extra": most[0], "buffers": most[1], "seconds": most[2]} if rank == 0 else None
+
+
+# --- the report -----------------------------------------------------------------------------------------
+
+
+def _table(times: Mapping[str, list[float]], first: str) -> str:
+    middle = {name: median(each) for name, each in times.items()}
+    rows = [
+        [
+            name,
+            f"{middle[name]:.1f}",
+            f"{min(each):.1f}-{max(each):.1f}",
+            f"{middle[name] / middle[first]:.2f}",
+        ]
+        for name, each in times.items()
+    ]
+    return harness.markdown(["way", "ms", "range", f"/ {first}"], rows)
+
+
+@harness.program
+def main(
+    parts: Annotated[str, typer.Option(help="Which, with commas between.")] = ",".join(PARTS),
+    rate: Rate = "1gbit",
+    rounds: Rounds = 5,
+    hardware: Hardware = HARDWARE,
+    output: Dated = None,
+) -> None:
+    names = harness.chosen(parts.split(","), PARTS, "part")
+    texts = []
+    if "planning" in names:
+        head = ["pair", "own part, ms", "proof, ms", "all candidates, ms"]
+        texts += ["### Planning, one rank's part", harness.markdown(head, planning())]
+    here = harness.here(4)
+    if "state" in names:
+        found = harness.on_ranks(here, state, rounds)
+        texts += [
+            f"### {TENSORS} tensors of 4 to 64 KiB, S0 -> S1, four ranks of one host",
+            _table(found["times"], "redistribution"),
+            f"The first call, with planning and proof, took {found['first']:.0f} ms.",
+        ]
+    if "memory" in names:
+        found = harness.on_ranks(here, memory, rounds)
+        texts += [
+            "### 1 GiB in `memory: 64MiB`, four ranks of one host",
+            f"Peak above the tensors {found['extra']:.0f} MiB (resident memory), of which buffers "
+            f"{found['buffers']:.0f} MiB; {found['seconds']:.2f} s.",
+        ]
+    if "hosts" in names:
+        need_two_hosts()
+        with TwoHosts(rate) as both:
+            found = harness.on_ranks(harness.on_both(both, per_host=2, stdout=None), hosts, rounds)
+        link = 1e3 * MODEL * 8 / 1e9 if rate == "1gbit" else 0.0
+        texts += [
+            f"### {MODEL >> 20} MiB, FSDP on one host -> two replicas on the other, {rate}",
+            _table(found["times"], "redistribute"),
+            f"The bytes once over the link take {link:.0f} ms at its nominal rate." if link else "",
+        ]
+    note = "medians of rounds in which candidates take turns, times of the slowest rank"
+    harness.write(
+        harness.page("Redistribution", harness.command(), note, *texts), output, f"layout_{hardware}"
+    )
+
+
+if __name__ == "__main__":
+    main()

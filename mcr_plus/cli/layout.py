@@ -20,7 +20,7 @@ def layout(
     nodes: Annotated[int, typer.Option(min=1, help="On how many hosts the ranks are, in order.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Show the plan from layout SOURCE to TARGET: its steps, their bytes, and the least that any plan moves."""
+    """Show the plan from layout SOURCE to TARGET: steps, bytes, and the least that any plan moves."""
     import torch
 
     from mcr_plus.cli.explain import check_known, parse_shape

@@ -597,7 +597,9 @@ def test_no_ranks_is_a_clear_error() -> None:
     ],
 )
 def test_culprit(culprit: RankState, victim: RankState) -> None:
-    assert Outcome((victim, culprit), 1, None, False, ()).culprit is culprit
+    outcome = Outcome((victim, culprit), 1, None, False, ())
+    assert outcome.culprit is culprit
+    assert not outcome.worked
 
 
 def test_abort_of_mpich_tells_the_status() -> None:

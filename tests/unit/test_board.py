@@ -161,6 +161,18 @@ def test_leaving_is_seen(make: Callable[[int], Boards]) -> None:
 
 
 @KINDS
+def test_compiling_is_odd_whenever_the_group_was_opened(make: Callable[[int], Boards]) -> None:
+    first, second = make(2)
+    seen = [first.compiling(1)]
+    for begins in (False, True, True, False, True):  # the first: it had begun before this group was opened
+        second.mark_compiling(begins)
+        seen.append(first.compiling(1))
+        assert seen[-1] % 2 == begins
+    assert seen[0] == 0
+    assert len(set(seen)) == len(seen)
+
+
+@KINDS
 def test_long_text_is_cut_and_not_spilled(make: Callable[[int], Boards]) -> None:
     first, second = make(2)
     issue(second, 1, 1, "x" * 1000)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 import mcr_plus as mcr
@@ -339,6 +340,27 @@ def test_what_a_library_cannot_do_is_said_in_its_words(table: Path) -> None:
     assert nccl["support"] == "no"
     assert nccl["why"] == nccl["how"] != ""
     assert nccl["expected_us"] is None  # measured, but not for this
+
+
+SUM = Signature("all_reduce", torch.float32, (4,), 16, "world", 2, reduce_op="SUM")
+
+
+@pytest.mark.parametrize("name", ["gloo", "mpi", "local"])
+def test_libraries_without_algorithms_refuse_one_by_name(name: str) -> None:
+    library, ranks = backend_class(name), 1 if name == "local" else 2
+    assert library.supports(SUM.replace(ranks=ranks))
+    refused = library.supports(SUM.replace(ranks=ranks, algorithm="ring"))
+    assert not refused
+    assert refused.how == f"algorithm 'ring'; {name} has none to choose from"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+def test_a_call_of_mpi_counts_its_elements_in_31_bits(dtype: torch.dtype) -> None:
+    for numel in (2**31 - 1, 2**31):
+        sent = SUM.replace(
+            kind="broadcast", dtype=dtype, reduce_op=None, root=0, nbytes=numel * dtype.itemsize
+        )
+        assert bool(backend_class("mpi").supports(sent)) == (numel < 2**31)
 
 
 def test_a_library_that_is_named_wins(table: Path) -> None:

@@ -266,6 +266,30 @@ class Layout:
         return cls._packed(shape, as_ints(members), owners, boxes, name, op, known_good=True)
 
     @classmethod
+    def placed(
+        cls,
+        shape: tuple[int, ...],
+        ranks: Sequence[tuple[int, int, Boxes, Ints, tuple[int, ...]]],
+        op: Op,
+        name: str,
+    ) -> Layout:
+        """Ranks with several boxes each in a local tensor of the global tensor's dimensions.
+
+        `ranks`: rank, addend, boxes, the coordinates in the local tensor at which each begins, its shape.
+        """
+        owners, addends, boxes, places = [], [], [], []
+        for rank, addend, held, at, _ in ranks:
+            owners += [rank] * len(at)
+            addends += [addend] * len(at)
+            boxes.append(held)
+            places.append(at)
+        lows, highs = (np.concatenate(side) for side in zip(*boxes, strict=True))
+        return cls._sorted(
+            shape, as_ints(owners), Boxes(lows, highs), as_ints(addends), np.concatenate(places),
+            {rank: local for rank, *_, local in ranks}, False, op, name, False,
+        )  # fmt: skip
+
+    @classmethod
     def part_of(cls, layout: Layout, owners: Ints, boxes: Boxes, pieces: Ints, name: str) -> Layout:
         """Boxes that lie inside those of another layout, in the same local tensors. `pieces`: inside
         which.

@@ -117,6 +117,8 @@ LONG: Final = (
     "test_wrap.py::test_training_matches_ddp[gloo]",
     "test_wrap.py::test_hook_and_optimizer_train_like_wrap[gloo]",
     "test_gradients.py::test_training_with_codecs[ddp]",
+    # layouts
+    "test_layout_autograd.py::test_gradients_are_those_of_one_process[all",
     # a compiler that is waited for
     "test_compiling.py::test_a_rank_that_compiles_is_waited_for[two hosts]",
 )

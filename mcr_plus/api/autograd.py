@@ -243,9 +243,8 @@ def redistribute(
     for name, layout in (("source", source), ("target", target)):
         if not isinstance(layout, Layout):
             raise InvalidArgument(f"{name}: expected a Layout, got {type(layout).__name__}")
-    options: CallOptions = {"tag": tag, "compress": compress}
     comm = member_of(group)
-    way = _Way(_moves(source, target, replicas), _NEXT[replicas], comm, options)
+    way = _Way(_moves(source, target, replicas), _NEXT[replicas], comm, tag, compress)
     has_part = comm.ranks[comm.rank] in source.locals
     given = x is not None and (has_part or x.shape != (0,))
     if x is None:
@@ -382,7 +381,8 @@ class _Way:
     moves: Sequence[_Move]
     next: Sequence[int]
     comm: Communicator
-    options: CallOptions
+    tag: str | None
+    compress: Compress
 
 
 class _Redistribute(Function):
@@ -390,8 +390,9 @@ class _Redistribute(Function):
     def forward(ctx: Any, x: torch.Tensor, way: _Way, number: int, given: bool) -> torch.Tensor:
         ctx.way, ctx.number = way, number
         move = way.moves[number]
+        local = x if given else None
         output: torch.Tensor | None = _redistributed(
-            x if given else None, move.source, move.target, group=way.comm, **way.options
+            local, move.source, move.target, group=way.comm, tag=way.tag, compress=way.compress
         )
         if output is None:
             return x.new_empty(0)

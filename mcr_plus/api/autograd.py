@@ -20,17 +20,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import lru_cache
+from typing import Any, Final, Literal, NamedTuple, cast
 
 import torch
 from torch.autograd import Function
 
-from mcr_plus.communicator.calls import CallOptions, Unpack, check_options
+from mcr_plus.communicator.calls import CallOptions, Compress, Unpack, check_options
 from mcr_plus.communicator.communicator import Communicator
-from mcr_plus.errors import InvalidArgument
+from mcr_plus.errors import InvalidArgument, Unsupported
+from mcr_plus.layout.addends import as_addends, as_source, whole
+from mcr_plus.layout.layout import Layout
+from mcr_plus.layout.redistribute import redistribute as _redistributed
 from mcr_plus.runtime.init import member_of
 
-__all__ = ["all_gather", "all_reduce", "all_to_all_single", "reduce_scatter", "replicate"]
+__all__ = ["all_gather", "all_reduce", "all_to_all_single", "redistribute", "reduce_scatter", "replicate"]
+
+Replicas = Literal["same", "sum"]
 
 
 def all_to_all_single(
@@ -181,6 +187,71 @@ def reduce_scatter(
     return _applied(_ReduceScatter, x, _Route(comm, options))
 
 
+def redistribute(
+    x: torch.Tensor | None,
+    source: Layout,
+    target: Layout,
+    replicas: Replicas = "same",
+    *,
+    group: Communicator | None = None,
+    tag: str | None = None,
+    compress: Compress = None,
+) -> torch.Tensor:
+    """Bring `x` from one layout to another, as `mcr.redistribute`; backward brings its gradient back.
+
+    The gradient takes the transposed way, planned by the same planner. Every replica of an element of the
+    source gets the whole gradient of it, and so does every addend (a mean's: divided by their number).
+    Elements that the target has not get 0.
+
+    Args:
+        x: this rank's local tensor in `source`. Where it has no part in it: None, or an empty tensor of shape
+            [0], such as another redistribution has returned, so that both run backward in their order.
+        source, target: layouts of the same global shape; the addends of `source`, if any, are summed or
+            averaged, those of `target` are complete values.
+        replicas: what the gradients of a target's replicas are. `same`: one gradient, which all have, because
+            what follows is the same on them, as in `all_reduce` and in DTensor; it is taken once. `sum`:
+            addends, because what follows differs, as in `all_gather`; they are summed. Boxes that overlap, as
+            those with a halo do, are replicas where they overlap.
+        group, tag, compress: as of `mcr.redistribute`, for the way back too.
+
+    Returns:
+        The local tensor in `target`, of its local shape and the dtype of `x`. A rank with no part in it gets
+        an empty tensor, of shape [0]. All ranks of the group must run backward through what they got: of an
+        empty tensor `y`, `y.square().sum()` is 0 and may be a loss (`y.sum()` too, but it has no gradients of
+        gradients). Where gradients are enabled, a rank that passes None takes it that `x` needs gradients on
+        the others.
+
+    Raises:
+        InvalidArgument: as `mcr.redistribute` does, and if `target` is partial or `replicas` unknown.
+        Unsupported: `source` has addends of a maximum, minimum or product.
+
+    Example:
+        ```python
+        ranks = range(mcr.get_world_size())
+        rows, all_rows = mcr.Layout.sharded((4, 2), ranks, 0), mcr.Layout.replicated((4, 2), ranks)
+        x = torch.ones(rows.local_shape(mcr.get_rank()), requires_grad=True)
+        y = autograd.redistribute(x, rows, all_rows)
+        y.sum().backward()
+        assert y.shape == (4, 2)
+        assert x.grad.unique().tolist() == [1.0]  # "sum" would give 1.0 for each rank
+        ```
+    """
+    if x is not None and not isinstance(x, torch.Tensor):
+        raise InvalidArgument(f"x: expected a torch.Tensor or None, got {type(x).__name__}")
+    if replicas not in _NEXT:
+        raise InvalidArgument(f"replicas: expected 'same' or 'sum', got {replicas!r}")
+    for name, layout in (("source", source), ("target", target)):
+        if not isinstance(layout, Layout):
+            raise InvalidArgument(f"{name}: expected a Layout, got {type(layout).__name__}")
+    comm = member_of(group)
+    way = _Way(_moves(source, target, replicas), _NEXT[replicas], comm, tag, compress)
+    has_part = comm.ranks[comm.rank] in source.locals
+    given = x is not None and (has_part or x.shape != (0,))
+    if x is None:
+        x = torch.empty(0, requires_grad=torch.is_grad_enabled())  # so that this rank has a backward pass
+    return _applied(_Redistribute, x, way, 0, given)
+
+
 @dataclass(frozen=True)
 class _Route:
     """The group and the options of a call, for its forward and its backward pass."""
@@ -275,3 +346,61 @@ class _ReduceScatter(Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _applied(_AllGather, grads[0], ctx.route), None
+
+
+class _Move(NamedTuple):
+    """A redistribution, whose result is multiplied by `scale`."""
+
+    source: Layout
+    target: Layout
+    scale: float = 1.0
+
+
+_NEXT: Final = {"same": (1, 0), "sum": (1, 2, 1)}
+"""Of each move of `_moves`, the one that its backward pass makes."""
+
+
+@lru_cache(maxsize=256)
+def _moves(source: Layout, target: Layout, replicas: Replicas) -> tuple[_Move, ...]:
+    """The way forward, the way of the gradient, and that of the gradient's gradient if it is another one."""
+    if target.is_partial:
+        raise InvalidArgument(f"target {target}: values cannot be divided into addends")
+    if source.is_partial and source.op not in ("SUM", "AVG"):
+        raise Unsupported(f"source {source}: gradients of {source.op}")
+    scale = 1 / source.addend_count if source.op == "AVG" else 1.0
+    forward, back = _Move(source, target), whole(source)
+    if replicas == "same":
+        return forward, _Move(as_source(target), back, scale)
+    return forward, _Move(as_addends(target), back, scale), _Move(as_addends(back), target, scale)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """The moves of a call and of its backward passes."""
+
+    moves: Sequence[_Move]
+    next: Sequence[int]
+    comm: Communicator
+    tag: str | None
+    compress: Compress
+
+
+class _Redistribute(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, way: _Way, number: int, given: bool) -> torch.Tensor:
+        ctx.way, ctx.number = way, number
+        move = way.moves[number]
+        local = x if given else None
+        output: torch.Tensor | None = _redistributed(
+            local, move.source, move.target, group=way.comm, tag=way.tag, compress=way.compress
+        )
+        if output is None:
+            return x.new_empty(0)
+        return output if move.scale == 1 else output.mul_(move.scale)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        way: _Way = ctx.way
+        number = way.next[ctx.number]
+        given = way.comm.ranks[way.comm.rank] in way.moves[number].source.locals
+        return _applied(_Redistribute, grads[0], way, number, given), None, None, None

@@ -48,6 +48,8 @@ class Layout:
         packed: whether local tensors have one dimension, with the boxes end to end, each in row-major order.
         op: how addends are reduced.
         name: as it is printed, such as `S0,R @2x4`.
+        has_gaps: whether addends may lack elements: the value of an element is the reduction of the addends
+            that have it, and 0 if none has. For sources only, such as gradients (`addends.py`).
     """
 
     shape: tuple[int, ...]
@@ -63,6 +65,7 @@ class Layout:
     """Whether the way it was made rules out gaps and overlaps, so that neither is looked for."""
     inside: tuple[Layout, Ints] | None = field(default=None, repr=False)
     """A layout whose local tensors hold the boxes, and the index there of the box that each is a part of."""
+    has_gaps: bool = False
 
     # -- making -----------------------------------------------------------------------------------
 
@@ -257,6 +260,25 @@ class Layout:
         )
 
     @classmethod
+    def placed(
+        cls,
+        shape: Sequence[int],
+        locals_: Mapping[int, tuple[int, ...]],
+        owners: Ints,
+        boxes: Boxes,
+        places: Ints,
+        addends: Ints,
+        op: Op,
+        name: str,
+    ) -> Layout:
+        """Boxes that lie at `places` in local tensors of as many dimensions; every addend is partitioned.
+
+        `locals_`: the shape of each rank's local tensor. The other arguments are those of each box. Ranks of
+        an addend may hold the same boxes, but none that overlap in part.
+        """
+        return cls._sorted(_shape(shape), owners, boxes, addends, places, locals_, False, op, name, True)
+
+    @classmethod
     def packed_boxes(
         cls, shape: tuple[int, ...], members: Sequence[int], owners: Ints, boxes: Boxes, name: str, op: Op
     ) -> Layout:
@@ -436,10 +458,12 @@ class Layout:
     @cached_property
     def digest(self) -> bytes:
         """Bytes that are equal for equal layouts, on all ranks."""
-        text = repr((self.shape, self.packed, self.op, sorted(self.locals.items())))
+        text = repr((self.shape, self.packed, self.op, self.has_gaps, sorted(self.locals.items())))
         found = hashlib.blake2b(text.encode(), digest_size=16)
         for part in (self.owners, *self.held, self.addends, self.places):
             found.update(np.ascontiguousarray(part).tobytes())
+        if self.inside is not None:
+            found.update(self.inside[0].digest + self.inside[1].tobytes())
         return found.digest()
 
     def __eq__(self, other: object) -> bool:
@@ -458,7 +482,7 @@ class Layout:
 
     def check_source(self) -> None:
         """Raise `InvalidArgument` unless every element is held, once for each addend."""
-        if self.known_good or self.volume == 0:
+        if self.known_good or self.has_gaps or self.volume == 0:
             return
         for addend in range(self.addend_count):
             edges, grid = counts(self.held.take(self.addends == addend), self.shape)

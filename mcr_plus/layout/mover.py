@@ -65,10 +65,14 @@ class Strided(NamedTuple):
 
 @dataclass
 class Sum:
-    """The addends of one tensor, in the order in which they are reduced: received boxes, and kept ones."""
+    """The addends of one tensor, in the order in which they are reduced: received boxes, and kept ones.
+
+    `onto`: whether they are added to what is there, zeros, because the first may lack elements.
+    """
 
     tensor: int
     op: str
+    onto: bool
     addends: list[tuple[list[Strided], list[tuple[Strided, Strided]]]]
 
 
@@ -151,10 +155,11 @@ class Mover:
             pairs = self._kept(index, step.source, step.target, part.kept)
             if step.source.is_partial:
                 empty: list[Any] = [([], []) for _ in range(step.source.addend_count)]
-                sums[index] = Sum(index, spec.source.op, empty)
+                sums[index] = Sum(index, spec.source.op, step.source.has_gaps, empty)
                 for addend, pair in zip(part.kept.addends.tolist(), pairs, strict=True):
                     empty[addend][1].append(pair)
-            elif step.source.inside is None:  # slices lie in the target itself already
+            elif step.source.inside is None or step.source.inside[0] is not step.target:
+                # otherwise they are slices, which lie in the target itself already
                 kept += pairs
         moved = plan.loads[:, number, [0, 1, 3, 4]].sum(axis=1)
         rounds = self._rounds(moved, sends, receives, sums, memory)
@@ -297,6 +302,9 @@ class _Run:
         tensors = [each for each in (*sources, *outputs) if each is not None]
         device = tensors[0].device if tensors else torch.device("cpu")
         self._buffers = mover.buffers(device)
+        for spec, output in zip(mover.plan.specs, outputs, strict=True):
+            if spec.source.has_gaps and output is not None:
+                output.zero_()
         self._stores: list[Locals] = [sources]
         for stage in mover.stages:
             self._stores.append(self._store(stage, device))
@@ -406,13 +414,13 @@ class _Run:
                 continue
             into = result
             if result.dtype in _HALF and len(addends.addends) > 2:  # to be rounded once
-                into = torch.empty_like(result, dtype=torch.float32)
+                into = torch.zeros_like(result, dtype=torch.float32)  # some addends may lack elements
             for addend, (received, kept) in enumerate(addends.addends):
                 targets = [box.of(into) for box in received]
                 values = self._buffers.views(received, self._buffers.received[slot]).copy()
                 targets += [to.of(into) for _, to in kept]
                 values += _views([one for one, _ in kept], self._stores[number])
-                if addend == 0:
+                if addend == 0 and not addends.onto:
                     _copy(targets, values)
                 elif targets:
                     values = [value.to(into.dtype) for value in values]

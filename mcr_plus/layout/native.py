@@ -34,7 +34,7 @@ class Native:
 def native(source: Layout, target: Layout) -> Native | None:
     """The collective that leads from `source` to `target`; None if it takes more, less or several different
     ones."""
-    if len(source.owners) < 2 or not np.array_equal(source.owners, target.owners):
+    if source.has_gaps or len(source.owners) < 2 or not np.array_equal(source.owners, target.owners):
         return None
     if not (np.diff(source.owners) > 0).all() or source.ranks != target.ranks:
         return None  # a rank has several boxes, or none

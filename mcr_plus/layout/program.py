@@ -69,7 +69,7 @@ def exchanges(
     """The plans that consist of exchanges; the first is `direct`."""
     direct = Program("direct", (Exchange(source, target, itemsize, nodes, turn),))
     found = [direct]
-    if source.volume == 0:
+    if source.volume == 0 or source.has_gaps:  # the steps between others are complete layouts
         return found
     if source.is_partial:
         sums = summed(source, itemsize, turn)

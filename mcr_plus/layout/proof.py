@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.messages import Part, Rows
-from mcr_plus.layout.regions import Boxes, Ints, contains, cover_once
+from mcr_plus.layout.regions import Boxes, Ints, contains, counts, cover_once, meet
 
 _PRIMES: Final = np.array(
     [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64
@@ -58,11 +58,24 @@ def _covered(part: Part, source: Layout, target: Layout, piece: int) -> str | No
     lows, highs = (np.concatenate(side) for side in sides)
     # With the addend as one more dimension, of which every element is covered once.
     boxes = Boxes(np.column_stack([addends, lows]), np.column_stack([addends + 1, highs]))
-    if cover_once(boxes, np.append(0, low), np.append(source.addend_count, high)):
+    if source.has_gaps:
+        _, held = meet(low, high, source.regions.boxes)
+        # Boxes that lie in those of the source, overlap nowhere, and are as large as what it has of the box.
+        if int(boxes.volumes.sum()) == int(held.volumes.sum()) and _apart(boxes):
+            return None
+    elif cover_once(boxes, np.append(0, low), np.append(source.addend_count, high)):
         return None
     each = " of every addend" if source.is_partial else ""
     borders = list(zip(low.tolist(), high.tolist(), strict=True))
     return f"rank {part.rank} does not get every element{each} of its box {borders} exactly once"
+
+
+def _apart(boxes: Boxes) -> bool:
+    if not len(boxes.lows):
+        return True
+    low, high = boxes.lows.min(axis=0), boxes.highs.max(axis=0)
+    _, grid = counts(Boxes(boxes.lows - low, boxes.highs - low), tuple((high - low).tolist()))
+    return bool((grid <= 1).all())
 
 
 def _all_hold(layout: Layout, ranks: Ints, boxes: Boxes, addends: Ints) -> str | None:

@@ -83,7 +83,13 @@ def redistribute(
         if out is not None:
             raise InvalidArgument("out: not with a DTensor, whose result is another DTensor")
         return redistribute_dtensor(
-            cast("DTensor", x), source, target, group=group, async_op=async_op, tag=tag, compress=compress
+            cast("DTensor", x),
+            source,
+            cast("Any", target),
+            group=group,
+            async_op=async_op,
+            tag=tag,
+            compress=compress,
         )
     if not isinstance(target, Layout):
         raise InvalidArgument(f"target: expected a Layout, got {short(target)}")

@@ -131,6 +131,20 @@ class Redistribution:
             joint.then(lambda: _write_back(strided))
         return joint
 
+    def prepare(self, dtypes: Sequence[torch.dtype], wrong: str | None = None) -> list[Plan]:
+        """Make the plans for tensors of these dtypes, in the order of the specs, before the first call.
+
+        Collective. `wrong`: what is wrong with this rank's tensors, for which all ranks raise
+        `InvalidArgument`.
+        """
+        key = tuple(dtypes)
+        self._bound[key] = self._plan(key, wrong)
+        return self._bound[key][0]
+
+    def shape_of_source(self, name: str) -> tuple[int, ...] | None:
+        """The shape of this rank's local tensor in the source; None where it has no part."""
+        return self._specs[name][0].local_shape(self.rank)
+
     @property
     def plan(self) -> Plan:
         """The plan of the last call, for all tensors of a dtype; see `plans` for several dtypes."""

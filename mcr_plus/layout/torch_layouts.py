@@ -1,178 +1,354 @@
-"""Layouts of `DTensor`s, and `mcr.redistribute` between any two of them.
+"""Layouts of DTensors, and redistribution of a DTensor to any mesh.
 
-Shards are those that torch's own placements make of an index, so each version's semantics hold.
+A `DeviceMesh` names ranks of torch.distributed; layouts name those of the job. They are the same unless the
+first group of the backend `mcr` was one of a part of torch's ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from mcr_plus.core.work import JointWork, Work
+from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.errors import InvalidArgument, Unsupported, short
 from mcr_plus.layout.layout import Layout
-from mcr_plus.layout.regions import Boxes, Ints
+from mcr_plus.layout.redistribute import bound
+from mcr_plus.layout.regions import Boxes, Ints, as_ints
+from mcr_plus.runtime.init import member_of
+from mcr_plus.runtime.process import job
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from mcr_plus.communicator.calls import Compress
-    from mcr_plus.communicator.communicator import Communicator
 
-_REDUCE: Final = {"sum": "P", "avg": "P(avg)", "max": "P(max)", "min": "P(min)", "product": "P(product)"}
+Order = Sequence[int]
+"""The dimensions of a mesh, in the order in which they cut the tensor."""
+
+_REDUCTIONS: Final = {"sum": "P", "avg": "P(avg)", "max": "P(max)", "min": "P(min)", "product": "P(product)"}
+_KEPT: Final = 1024  # layouts on a mesh
+
+_known: WeakKeyDictionary[DeviceMesh, dict[Any, Layout]] = WeakKeyDictionary()
+_alike: WeakKeyDictionary[Communicator, bool] = WeakKeyDictionary()
+"""Of groups that have moved DTensors, whether torch's ranks are those of the job."""
 
 
-class DTensorWork(JointWork):
-    """The handle of an asynchronous redistribution of a `DTensor`; `output` is complete once it is done."""
-
-    __slots__ = ("output",)
-
-    output: DTensor
-
-
-def layout_of(tensor: Any) -> Layout:
+def layout_of(tensor: DTensor) -> Layout:
     """See `Layout.of`."""
     if not isinstance(tensor, DTensor):
         raise InvalidArgument(f"expected a DTensor, got {type(tensor).__name__}")
-    spec = tensor._spec
-    order = getattr(spec, "shard_order", None)
-    return layout_on(tuple(tensor.shape), tensor.device_mesh, tensor.placements, order)
+    return layout_of_spec(tensor._spec)
+
+
+def layout_of_spec(spec: Any) -> Layout:
+    """The layout that a `DTensorSpec` describes."""
+    known = _known_on(spec.mesh)
+    key = (spec, _numbering())
+    layout = known.get(key)
+    if layout is None:
+        order = _order(spec.mesh.shape, spec.placements, getattr(spec, "shard_order", None))
+        if getattr(spec, "use_strided_shard_as_shard_order", None) is not False:
+            order = order or decoded(spec.mesh.shape, spec.placements)
+        shape = tuple(spec.tensor_meta.shape)
+        layout = known[key] = layout_on(shape, job_ranks(spec.mesh), spec.placements, order)
+    return layout
+
+
+def target_on(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
+    """The layout of a tensor of this shape that DTensor would put on a mesh with these placements."""
+    known = _known_on(mesh)
+    key = (tuple(shape), tuple(placements), _numbering())
+    layout = known.get(key)
+    if layout is None:
+        order = decoded(mesh.shape, placements)
+        layout = known[key] = layout_on(shape, job_ranks(mesh), placements, order)
+    return layout
 
 
 def layout_on(
-    shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement], order: Any = None
+    shape: Sequence[int], ranks: Ints, placements: Sequence[Placement], order: Order | None = None
 ) -> Layout:
-    """The layout of a tensor with placements on a mesh, whose ranks are those of the job.
+    """The layout of a tensor on a mesh of ranks of the job.
 
-    `order`: which dimensions of the mesh shard each one of the tensor first, as `DTensorSpec.shard_order`;
-    None: from left to right.
+    `order`: in which the mesh's dimensions cut the tensor; None: in theirs, strided shards as torch makes
+    them.
 
     Raises:
-        InvalidArgument: there are not as many placements as dimensions of the mesh.
-        Unsupported: a placement is none of torch's own, or a partial one has another reduce op.
+        Unsupported: a placement is none of torch's own, or has another reduce op than sum, avg, max, min and
+            product.
     """
-    ranks = mesh.mesh.cpu().numpy().astype(np.int64)
-    if len(placements) != ranks.ndim:
-        raise InvalidArgument(
-            f"placements: expected {ranks.ndim}, one for each dimension of the mesh, got {short(list(placements))}"
-        )
-    names = [_name(placement, len(shape)) for placement in placements]
-    axes = _axes(order, ranks.ndim)
-    if axes == list(range(ranks.ndim)) and all(name is not None for name in names):
-        return Layout.mesh(shape, ranks, [str(name) for name in names])
-    return _by_index(shape, ranks, placements, names, axes)
+    words = [_word(placement) for placement in placements]
+    name = f"{','.join(words)} @{'x'.join(map(str, ranks.shape))}"
+    if order is not None:
+        plain = [word.partition("/")[0] for word in words]
+        if list(order) != list(range(ranks.ndim)):
+            name += f" cut by {','.join(map(str, order))}"
+        layout = Layout.mesh(shape, ranks.transpose(order), [plain[axis] for axis in order])
+        return replace(layout, name=name)
+    if not any("/" in word for word in words):
+        return Layout.mesh(shape, ranks, words)
+    return _strided(tuple(shape), ranks, placements, words, name)
 
 
-def _name(placement: Placement, dims: int) -> str | None:
-    """A placement as `Layout.mesh` takes it; None for shards of another kind than `Shard`."""
-    if isinstance(placement, Replicate):
-        return "R"
-    if isinstance(placement, Partial):
-        if type(placement) is not Partial or placement.reduce_op not in _REDUCE:
-            raise Unsupported(f"placement {placement}; known reduce ops: {', '.join(_REDUCE)}")
-        return _REDUCE[placement.reduce_op]
-    if type(placement) is Shard:
-        return f"S{placement.dim % max(dims, 1)}"
-    if hasattr(placement, "split_factor"):
+def decoded(sizes: Sequence[int], placements: Sequence[Placement]) -> Order | None:
+    """The order of cuts that strided shards stand for; None if there are none, or they stand for no order.
+
+    A strided shard with split factor f comes after dimensions of the mesh to its right, of f ranks together.
+    """
+    if not any(type(placement) is _StridedShard for placement in placements):
         return None
-    raise Unsupported(f"placement {placement}; known: Replicate, Shard, _StridedShard, Partial")
+    cuts: dict[int, list[int]] = {}
+    for axis in reversed(range(len(placements))):
+        placement = placements[axis]
+        if type(placement) is Shard or type(placement) is _StridedShard:
+            before = cuts.setdefault(placement.dim, [])
+            factor = int(getattr(placement, "split_factor", 1))
+            products = list(itertools.accumulate((sizes[each] for each in before), int.__mul__, initial=1))
+            if factor not in products:
+                return None
+            before.insert(products.index(factor), axis)
+    return _with_the_rest(itertools.chain.from_iterable(cuts.values()), len(placements))
 
 
-def _axes(order: Any, count: int) -> list[int]:
-    """The dimensions of a mesh in the order in which they shard; those of different tensor dimensions are
-    apart."""
-    listed = [axis for entry in order or () for axis in entry.mesh_dims]
-    if all(list(entry.mesh_dims) == sorted(entry.mesh_dims) for entry in order or ()):
-        return list(range(count))
-    return [*listed, *(axis for axis in range(count) if axis not in listed)]
+def _order(sizes: Sequence[int], placements: Sequence[Placement], entries: Any) -> Order | None:
+    """The order that a `shard_order` gives; None if it is that of the mesh."""
+    if not entries or any(type(placement) is _StridedShard for placement in placements):
+        return None
+    order = _with_the_rest((axis for entry in entries for axis in entry.mesh_dims), len(sizes))
+    in_order = all(list(entry.mesh_dims) == sorted(entry.mesh_dims) for entry in entries)
+    return None if in_order else order
 
 
-def _by_index(
-    shape: tuple[int, ...],
-    ranks: Ints,
-    placements: Sequence[Placement],
-    names: Sequence[str | None],
-    axes: Sequence[int],
-) -> Layout:
-    """A layout from the indices that torch's placements leave on each rank; local tensors may be of several
-    boxes."""
-    addends = Layout.mesh(
-        (1,), ranks, [name if name is not None and name[0] == "P" else "R" for name in names]
+def _with_the_rest(cuts: Iterator[int], dims: int) -> Order:
+    first = list(cuts)
+    return [*first, *(axis for axis in range(dims) if axis not in first)]
+
+
+def _word(placement: Placement) -> str:
+    """A placement as `Layout.mesh` has it; `S0/2` for a strided shard of split factor 2."""
+    if type(placement) is Replicate:
+        return "R"
+    if type(placement) is Shard:
+        return f"S{placement.dim}"
+    if type(placement) is _StridedShard:
+        return f"S{placement.dim}/{int(placement.split_factor)}"
+    if type(placement) is Partial and placement.reduce_op in _REDUCTIONS:
+        return _REDUCTIONS[placement.reduce_op]
+    raise Unsupported(
+        f"placement {placement!r} of a DTensor; known: Replicate, Shard, and Partial with "
+        f"{', '.join(_REDUCTIONS)}"
     )
-    found: list[tuple[int, int, Boxes, Ints, tuple[int, ...]]] = []
-    for place in np.ndindex(*ranks.shape):
-        rank = int(ranks[place])
-        index = [torch.arange(size) for size in shape]
-        for axis in axes:
-            placement = placements[axis]
-            if names[axis] is None or str(names[axis]).startswith("S"):
-                dim = placement.dim % len(shape)  # type: ignore[attr-defined]
-                line = index[dim].view([-1 if at == dim else 1 for at in range(len(shape))])
-                parts, _ = placement._split_tensor(  # type: ignore[attr-defined]
-                    line, ranks.shape[axis], with_padding=False, contiguous=False
-                )
-                index[dim] = parts[place[axis]].reshape(-1)
-        boxes, places = _boxes([each.numpy() for each in index])
-        addend = int(addends.addends[addends.pieces(rank)[0]])
-        found.append((rank, addend, boxes, places, tuple(len(each) for each in index)))
-    text = f"{','.join(map(str, placements))} @{'x'.join(map(str, ranks.shape))}"
-    return Layout.placed(shape, found, addends.op, text)
 
 
-def _boxes(index: Sequence[Ints]) -> tuple[Boxes, Ints]:
-    """The boxes of which a product of indices consists, and where each begins in the local tensor."""
-    spans = []
-    for each in index:
-        breaks = np.flatnonzero(np.diff(each) != 1) + 1
-        firsts = np.append(0, breaks) if len(each) else np.zeros(0, np.int64)
-        lasts = np.append(breaks, len(each)) if len(each) else firsts
-        spans.append(
-            [(int(each[a]), int(each[b - 1]) + 1, int(a)) for a, b in zip(firsts, lasts, strict=True)]
+def _strided(
+    shape: tuple[int, ...], ranks: Ints, placements: Sequence[Placement], words: Sequence[str], name: str
+) -> Layout:
+    """The layout with strided shards, of which a rank has several boxes.
+
+    torch itself cuts a list of indices, so it is right for each version of it.
+    """
+    plain = Layout.mesh(shape, ranks, [word if word[0] == "P" else "R" for word in words])
+    addend_of = dict(zip(plain.owners.tolist(), plain.addends.tolist(), strict=True))
+    parts = [_parts(size, dim, ranks.shape, placements) for dim, size in enumerate(shape)]
+    locals_: dict[int, tuple[int, ...]] = {}
+    owners: list[int] = []
+    bounds: list[tuple[tuple[int, int, int], ...]] = []
+    for place, rank in np.ndenumerate(ranks):
+        mine = [part[tuple(place[axis] for axis in axes)] for axes, part in parts]
+        locals_[int(rank)] = tuple(sum(high - low for low, high, _ in found) for found in mine)
+        boxes = list(itertools.product(*mine))
+        owners += [int(rank)] * len(boxes)
+        bounds += boxes
+    lows, highs, places = (as_ints(side) for side in np.moveaxis(_array(bounds, len(shape)), 2, 0))
+    addends = as_ints([addend_of.get(owner, 0) for owner in owners])
+    return Layout.placed(shape, locals_, as_ints(owners), Boxes(lows, highs), places, addends, plain.op, name)
+
+
+def _array(bounds: list[tuple[tuple[int, int, int], ...]], dims: int) -> Ints:
+    return as_ints(bounds).reshape(len(bounds), dims, 3)
+
+
+_Run = tuple[int, int, int]  # low, high, and where it begins in the local tensor
+
+
+def _parts(
+    size: int, dim: int, mesh: tuple[int, ...], placements: Sequence[Placement]
+) -> tuple[list[int], Mapping[tuple[int, ...], list[_Run]]]:
+    """The runs of a dimension of the tensor that ranks have, by their place in the mesh's dimensions that cut
+    it."""
+    axes = [
+        axis
+        for axis, placement in enumerate(placements)
+        if isinstance(placement, Shard | _StridedShard) and placement.dim == dim
+    ]
+    held: dict[tuple[int, ...], torch.Tensor] = {(): torch.arange(size).view([1] * dim + [size])}
+    for axis in axes:
+        split = placements[axis]._split_tensor  # type: ignore[attr-defined]
+        held = {
+            (*place, index): part
+            for place, whole in held.items()
+            for index, part in enumerate(split(whole, mesh[axis], with_padding=False, contiguous=False)[0])
+        }
+    return axes, {place: _runs(part.flatten().numpy()) for place, part in held.items()}
+
+
+def _runs(indices: Ints) -> list[_Run]:
+    """Consecutive indices as runs."""
+    if not len(indices):
+        return []
+    (steps,) = (np.diff(indices) != 1).nonzero()
+    begins = [0, *(steps + 1).tolist()]
+    ends = [*begins[1:], len(indices)]
+    return [
+        (int(indices[begin]), int(indices[end - 1]) + 1, begin)
+        for begin, end in zip(begins, ends, strict=True)
+    ]
+
+
+# -- ranks ----------------------------------------------------------------------------------------
+
+
+def job_ranks(mesh: DeviceMesh) -> Ints:
+    """The ranks of a mesh, in the numbering of the job.
+
+    Raises:
+        Unsupported: some are not in the job.
+    """
+    ranks = mesh.mesh.detach().cpu().numpy().astype(np.int64)
+    known = _numbering()
+    if known is None:
+        return ranks
+    numbers = {torch_rank: rank for rank, torch_rank in enumerate(known)}
+    outside = [rank for rank in ranks.ravel().tolist() if rank not in numbers]
+    if outside:
+        raise Unsupported(
+            f"mesh {short(ranks.tolist())}: rank {outside[0]} of torch.distributed is not in the job of "
+            f"ranks {list(known)}"
         )
-    grids = [list(combination) for combination in np.ndindex(*map(len, spans))]
-    chosen = [[spans[dim][at] for dim, at in enumerate(each)] for each in grids]
-    rows = np.array(chosen, np.int64).reshape(len(chosen), len(index), 3)
-    return Boxes(rows[:, :, 0], rows[:, :, 1]), rows[:, :, 2]
+    return as_ints([numbers[rank] for rank in ranks.ravel().tolist()]).reshape(ranks.shape)
+
+
+def _numbering() -> tuple[int, ...] | None:
+    """Of each rank of the job its number in torch.distributed; None if they are the same."""
+    return None if job.runtime is None or job.runtime.closed else job.runtime.torch_ranks
+
+
+def check_ranks(comm: Communicator) -> None:
+    """Raise `Unsupported` on all ranks of a group if torch.distributed numbers some of them otherwise.
+
+    Collective the first time.
+    """
+    if comm not in _alike:
+        rank, known = comm.ranks[comm.rank], _numbering()
+        expected = rank if known is None else known[rank]
+        differs = torch.tensor([int(dist.is_initialized() and dist.get_rank() != expected)])
+        comm.all_reduce(differs, "MAX", compress=False, tag="redistribute")
+        _alike[comm] = not differs.item()
+    if not _alike[comm]:
+        raise Unsupported(
+            "ranks of torch.distributed are other ranks of the job that mcr.init has joined; use the same "
+            "launcher settings for both"
+        )
+
+
+def _known_on(mesh: DeviceMesh) -> dict[Any, Layout]:
+    known = _known.setdefault(mesh, {})
+    if len(known) >= _KEPT:
+        known.clear()
+    return known
+
+
+# -- DTensors -------------------------------------------------------------------------------------
 
 
 def redistribute_dtensor(
-    x: Any,
-    mesh: Any,
-    placements: Any,
+    x: DTensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
     *,
     group: Communicator | None,
     async_op: bool,
     tag: str | None,
     compress: Compress,
-) -> DTensor | Work:
-    """See `mcr.redistribute`: a `DTensor` on another mesh, or with other placements."""
-    from torch.distributed.device_mesh import DeviceMesh
+) -> Any:
+    """See `mcr.redistribute`: a DTensor to a mesh, which may be another one, of other ranks.
 
-    from mcr_plus.layout.redistribute import bound
-
-    if not isinstance(mesh, DeviceMesh):
+    Ranks outside of a mesh pass and get a DTensor too, whose local tensor is empty, as torch has it.
+    """
+    comm = member_of(group)
+    check_ranks(comm)
+    if not isinstance(x, DTensor):
         raise InvalidArgument(
-            f"source: expected a Layout, or the mesh of the result for a DTensor; got {short(mesh)}"
+            f"x: expected a DTensor, as the target is a mesh and placements, got {type(x).__name__}; ranks "
+            "outside of its mesh pass it too"
         )
-    source = layout_of(x)
-    shape = tuple(x.shape)
-    target = layout_on(shape, mesh, placements)
-    move = bound(source, target, group, tag, compress)
-    local = x.to_local() if move.rank in source.locals else None
-    work = move.start({"": local})
-    output = work.output
-    if output is None:
-        output = torch.empty(0, dtype=x.dtype)
-    strides = tuple(torch.empty(shape, device="meta").stride())
-    result = DTensor.from_local(output, mesh, placements, run_check=False, shape=x.shape, stride=strides)
-    if not async_op:
-        work.wait()
-        return result
-    handle = DTensorWork([work], "redistribute", nbytes=work.nbytes, tag=tag)
-    handle.output = result
-    return handle
+    if not isinstance(mesh, DeviceMesh):
+        raise InvalidArgument(f"expected a Layout or a DeviceMesh, got {short(mesh)}")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise InvalidArgument(
+            "the DTensor requires gradients; pass tensor.detach(), or call it under torch.no_grad()"
+        )
+    target_placements = normalized(placements, x.ndim, mesh.ndim)
+    source, target = layout_of(x), target_on(x.shape, mesh, target_placements)
+    rank = comm.ranks[comm.rank]
+    local = local_tensor(x._local_tensor, source.local_shape(rank))
+    move = bound(source, target, comm, tag, compress)
+    if async_op:
+        work = move.start({"": local})
+        work.outputs = {"": _wrapped(work.outputs[""], x, mesh, target_placements)}
+        return work
+    return _wrapped(move({"": local})[""], x, mesh, target_placements)
+
+
+def normalized(placements: Sequence[Placement], dims: int, mesh_dims: int) -> tuple[Placement, ...]:
+    """Placements with dimensions from 0 on.
+
+    Raises:
+        InvalidArgument: there are more or fewer than dimensions of the mesh, or they name dimensions that the
+            tensor has not.
+    """
+    if not isinstance(placements, Sequence) or len(placements) != mesh_dims:
+        raise InvalidArgument(
+            f"placements: expected {mesh_dims}, one for each dimension of the mesh, got {short(placements)}"
+        )
+    found = list(placements)
+    for at, placement in enumerate(found):
+        if isinstance(placement, Shard | _StridedShard):
+            if not -dims <= placement.dim < dims:
+                raise InvalidArgument(f"placements[{at}]: {placement} of a tensor of {dims} dimensions")
+            if placement.dim < 0:
+                factor = getattr(placement, "split_factor", None)
+                dim = placement.dim + dims
+                found[at] = Shard(dim) if factor is None else _StridedShard(dim, split_factor=factor)
+    return tuple(found)
+
+
+def local_tensor(local: torch.Tensor, shape: tuple[int, ...] | None) -> torch.Tensor | None:
+    """The local tensor of a DTensor as a layout expects it: complete, and None where there is no part."""
+    if shape is None:
+        return None
+    if isinstance(local, AsyncCollectiveTensor):
+        local = local.wait()
+    local = local.detach()
+    # torch has some empty shards with one dimension.
+    return local.view(shape) if local.numel() == 0 and 0 in shape else local
+
+
+def _wrapped(
+    local: torch.Tensor | None, like: DTensor, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> DTensor:
+    """The local tensor of a result as a DTensor."""
+    if local is None:
+        local = torch.empty(0, dtype=like.dtype, device=like._local_tensor.device)
+    shape = torch.Size(like.shape)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)

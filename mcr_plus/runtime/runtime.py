@@ -54,6 +54,7 @@ class Runtime:
         is_native: whether `init` has made it, and not torch.distributed.
         closed: whether the job has ended here; `closed_because` says how, for messages.
         communicator: of all ranks.
+        torch_ranks: of each rank its number in torch.distributed, if it is not the same.
         groups: those that are open, in the order in which they were opened.
         idle_channels: of groups that were closed here, those that all ranks must close together.
         restored: group → stage → entries of a loaded state, see `Stage.load_state`.
@@ -94,6 +95,7 @@ class Runtime:
         self.groups: list[OpenGroup] = []
         self.libraries = Libraries(config, world, backends)
         self.idle_channels = IdleChannels()
+        self.torch_ranks: tuple[int, ...] | None = None
         self.restored: dict[str, dict[str, dict[str, Any]]] = {}
         self.tagged: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self._ended: list[Stage] = []  # of groups that were closed, if they need a `finish`

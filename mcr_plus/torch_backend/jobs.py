@@ -47,6 +47,7 @@ class TorchJob:
     def enter(self, running: Runtime, ranks: tuple[int, ...], *, joined: bool) -> None:
         """Start to use a job. `joined`: torch's first group has joined it, so it ends with the last one."""
         self.runtime, self.ranks, self.joined = running, ranks, joined
+        running.torch_ranks = None if ranks == tuple(range(len(ranks))) else ranks
         self.names, self.groups = Counter(), set()
 
     def drop(self, communicator: Communicator, running: Runtime | None) -> None:

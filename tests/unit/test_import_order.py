@@ -16,16 +16,17 @@ PACKAGE = ROOT / "mcr_plus"
 AT_THE_ROOT = {
     "__init__",
     "autograd",
+    "dtensor",
     "errors",
     "interfaces",
     "registry",
-}  # the second and fourth only forward
+}  # the second, third and fifth only forward
 
 # From the top to the bottom. Folders of one row do not import each other.
 ORDER = (
     {"cli"},
     {"tuning"},
-    {"__init__", "autograd", "interfaces"},
+    {"__init__", "autograd", "dtensor", "interfaces"},
     {"horovod"},
     {"api"},
     {"training"},

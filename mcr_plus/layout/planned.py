@@ -1,0 +1,355 @@
+"""DTensor's own redistributions by our plans, where these move fewer bytes, and what DTensor's move."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, Final, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard, _api, _dispatch, _redistribute
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.errors import InvalidArgument, Unsupported
+from mcr_plus.layout.layout import Layout
+from mcr_plus.layout.program import bound
+from mcr_plus.layout.regions import Ints
+from mcr_plus.layout.state import Redistribution
+from mcr_plus.layout.torch_layouts import check_ranks, job_ranks, layout_of_spec, layout_on, local_tensor
+from mcr_plus.runtime.init import current, member_of
+from mcr_plus.runtime.process import job
+from mcr_plus.runtime.runtime import Runtime
+
+_FUNCTION: Final = "redistribute_local_tensor"
+_TAKES: Final = ("local_tensor", "current_spec", "target_spec")
+_OPTIONS: Final = {"async_op", "is_backward", "use_graph_based_transform", "is_explicit"}
+"""Keywords of torch 2.6 to 2.13; none changes the result where the target is not partial."""
+
+
+_UNKNOWN: Final = (
+    AttributeError, TypeError, ValueError, RuntimeError, AssertionError, InvalidArgument, Unsupported,
+)  # fmt: skip
+"""What torch's internals raise for what they cannot do, or if they are others than expected."""
+
+
+class Volume(NamedTuple):
+    """Elements that ranks receive: all together, and the one that receives most."""
+
+    total: int
+    most: int
+
+
+def dtensor_volume(
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    source: Sequence[str | Placement],
+    target: Sequence[str | Placement],
+) -> Volume | None:
+    """What DTensor's own plan receives from one layout to another on the same mesh, without communication.
+
+    Its collectives are taken as ideal rings without padding: a gather brings a rank what it lacks, a
+    reduce_scatter over n ranks n - 1 times its part, an all_reduce 2 (n - 1) / n times the tensor.
+
+    Args:
+        shape: of the global tensor.
+        mesh_shape: of the mesh.
+        source, target: placements, of torch or as in `Layout.mesh`: `R`, `S0`, `P`, `P(max)`.
+
+    Returns:
+        Elements that all ranks receive, and those of the fullest rank; None if this torch does not say how it
+        would redistribute, or refuses to.
+
+    Example:
+        ```python
+        from mcr_plus import dtensor
+
+        assert dtensor.dtensor_volume((8, 8), (4,), ["S0"], ["R"]) == (4 * 48, 48)
+        ```
+    """
+    before, after = ([_placement(each) for each in side] for side in (source, target))
+    size = math.prod(mesh_shape)
+    try:
+        alone: Any = _without_a_job()
+        mesh = DeviceMesh("cpu", torch.arange(size).view(*mesh_shape), _init_backend=False, **alone)
+        meta = TensorMeta(torch.Size(shape), torch.empty(*shape, device="meta").stride(), torch.float32)
+        current_spec, target_spec = (DTensorSpec(mesh, tuple(side), meta) for side in (before, after))
+        return _volume_of_plan(current_spec, target_spec, np.arange(size).reshape(*mesh_shape))
+    except (
+        AttributeError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+        AssertionError,
+        InvalidArgument,
+        Unsupported,
+    ):
+        return None
+
+
+@contextmanager
+def planned() -> Iterator[None]:
+    """Let DTensor's redistributions inside the block take our plans where these receive fewer bytes.
+
+    Those of `dtensor.redistribute` and of its backward pass, and those inside operators. A pair of layouts is
+    compared once, by what the fullest rank receives; where DTensor's own plan receives as little, it stays.
+    So do those to partial placements, in traced code, and with placements that are none of torch's own. All
+    ranks of a mesh must enter the block alike. Results are DTensor's, but for sums of floats, whose order
+    differs.
+
+    Raises:
+        NotInitialized: there is no job, neither of `mcr.init` nor of the backend `mcr`.
+        Unsupported: this version of torch redistributes in a way that is not known here.
+
+    Example:
+        ```python
+        from mcr_plus import dtensor
+
+        with dtensor.planned():
+            if mcr.get_world_size() >= 4 and torch.distributed.is_initialized():
+                y = x.redistribute(placements=[Shard(1), Shard(1)])
+        ```
+    """
+    current()
+    original = getattr(_redistribute, _FUNCTION, None)
+    if isinstance(original, _Planned):  # a block inside another
+        yield
+        return
+    _check_internals(original)
+    places = [module for module in (_redistribute, _dispatch, _api) if hasattr(module, _FUNCTION)]
+    _set(places, _Planned(original))
+    try:
+        yield
+    finally:
+        _set(places, original)
+
+
+def _set(places: Sequence[ModuleType], function: Any) -> None:
+    for module in places:
+        setattr(module, _FUNCTION, function)
+
+
+def _check_internals(function: Any) -> None:
+    """Raise `Unsupported` if torch redistributes in a way that is not known here."""
+    problem = None
+    if not callable(function) or getattr(_dispatch, _FUNCTION, None) is not function:
+        problem = f"operators do not redistribute by _redistribute.{_FUNCTION}"
+    elif not hasattr(_redistribute, "_gen_transform_infos"):
+        problem = "its plans are not made by _gen_transform_infos"
+    else:
+        parameters = inspect.signature(function).parameters
+        if tuple(parameters)[:3] != _TAKES or not set(parameters) <= {*_TAKES, *_OPTIONS}:
+            problem = f"{_FUNCTION} takes {', '.join(parameters)}"
+        elif not {"mesh", "placements", "tensor_meta"} <= set(DTensorSpec.__dataclass_fields__):
+            problem = "DTensorSpec has other fields"
+    if problem is not None:
+        raise Unsupported(f"planned: torch {torch.__version__} is not known: {problem}")
+
+
+# -- in place of torch's function -----------------------------------------------------------------
+
+
+class _Choices:
+    """What has been chosen in a job: of pairs of specs, and the groups of meshes."""
+
+    def __init__(self) -> None:
+        self.moves: dict[tuple[Any, Any], Redistribution | None] = {}
+        self.groups: dict[tuple[int, ...], Communicator] = {}
+
+
+_choices: WeakKeyDictionary[Runtime, _Choices] = WeakKeyDictionary()
+_MOST: Final = 1024  # pairs of specs, whose plans are kept
+
+
+class _Planned:
+    """`redistribute_local_tensor`, which asks for our plan first."""
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+
+    def __call__(
+        self, local_tensor: torch.Tensor, current_spec: Any, target_spec: Any, **options: Any
+    ) -> torch.Tensor:
+        """See torch's function."""
+        if self._may_plan(local_tensor, current_spec, target_spec):
+            found = _moved(local_tensor, current_spec, target_spec)
+            if found is not None:
+                return found
+        result: torch.Tensor = self.original(local_tensor, current_spec, target_spec, **options)
+        return result
+
+    def _may_plan(self, local: torch.Tensor, current_spec: Any, target_spec: Any) -> bool:
+        """Whether a plan of ours may do it; the same on all ranks of the mesh."""
+        if type(local) not in (torch.Tensor, torch.nn.Parameter, AsyncCollectiveTensor):
+            return False
+        if torch.compiler.is_compiling() or job.runtime is None or job.runtime.closed:
+            return False
+        if current_spec.mesh != target_spec.mesh or current_spec.placements == target_spec.placements:
+            return False
+        return (
+            current_spec.tensor_meta is not None
+            and current_spec.mesh.get_coordinate() is not None
+            and not any(isinstance(each, Partial) for each in target_spec.placements)
+        )
+
+
+def _moved(local: torch.Tensor, current_spec: Any, target_spec: Any) -> torch.Tensor | None:
+    """The local tensor in the target by our plan, or None if DTensor's is as good."""
+    choices = _choices.setdefault(current(), _Choices())
+    key = (current_spec, target_spec)
+    if key not in choices.moves:
+        if len(choices.moves) >= _MOST:
+            choices.moves.clear()
+        choices.moves[key] = _choose(choices, local, current_spec, target_spec)
+    move = choices.moves[key]
+    if move is None:
+        return None
+    with torch.no_grad():
+        return move({"": local_tensor(local, move.shape_of_source(""))})[""]
+
+
+def _choose(
+    choices: _Choices, local: torch.Tensor, current_spec: Any, target_spec: Any
+) -> Redistribution | None:
+    """Our redistribution if its fullest rank receives less; the same on all ranks of the mesh.
+
+    Collective over them, unless counting alone says that DTensor's plan is as good.
+    """
+    try:
+        # An operator's target may have no metadata of its own.
+        target_spec = DTensorSpec(target_spec.mesh, target_spec.placements, current_spec.tensor_meta)
+        source, target = layout_of_spec(current_spec), layout_of_spec(target_spec)
+        ranks = job_ranks(current_spec.mesh)
+        theirs = _volume_of_plan(current_spec, target_spec, ranks)
+    except (InvalidArgument, Unsupported):
+        return None
+    if theirs is None or bound(source, target).fullest >= theirs.most:
+        return None
+    comm = _group(choices, tuple(ranks.ravel().tolist()))
+    check_ranks(comm)
+    move = Redistribution({"": (source, target)}, memory=None, group=comm)
+    fits = local_tensor(local, source.local_shape(move.rank))
+    wrong = None
+    if fits is None or tuple(fits.shape) != source.local_shape(move.rank):
+        wrong = f"the local tensor has shape {list(local.shape)}"
+    try:
+        (plan,) = move.prepare((local.dtype,), wrong)
+    except (InvalidArgument, Unsupported):  # on all ranks
+        return None
+    ours = 0
+    for sent, received, _, far_sent, far_received, _ in plan.loads[0].tolist():
+        ours += max(sent + far_sent, received + far_received)
+    return move if ours < theirs.most * local.dtype.itemsize else None
+
+
+def _group(choices: _Choices, ranks: tuple[int, ...]) -> Communicator:
+    """The group of a mesh's ranks, opened on first use, which is collective over them."""
+    world = member_of(None)
+    if sorted(ranks) == sorted(world.ranks):
+        return world
+    group = choices.groups.get(ranks)
+    if group is None:
+        name = f"layout/{','.join(map(str, ranks))}"
+        group = choices.groups[ranks] = current().open_group(name, ranks)
+    return group
+
+
+# -- DTensor's volume -----------------------------------------------------------------------------
+
+
+def _volume_of_plan(current_spec: Any, target_spec: Any, ranks: Ints) -> Volume | None:
+    """What DTensor's plan receives, in the numbering of `ranks`; None if it is of an unknown form."""
+    infos = _redistribute._gen_transform_infos(current_spec, target_spec)
+    mesh = current_spec.mesh
+    optimize = getattr(_redistribute, "_optimize_transform_infos", None)
+    root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
+    if optimize is not None and getattr(root, "_flatten_mapping", None):
+        infos = optimize(infos, mesh, current_spec.placements, target_spec.placements)
+    shape = tuple(current_spec.tensor_meta.shape)
+    sizes = mesh.shape
+    placements = [_without_order(each) for each in current_spec.placements]
+    received = np.zeros(ranks.size, np.int64)
+    for info in infos:
+        axes = getattr(info, "original_mesh_dims", (info.mesh_dim,))
+        number = math.prod(sizes[axis] for axis in axes)
+        before, after = info.src_dst_placements
+        if number == 1 or before == after:
+            continue
+        held = _volumes(shape, ranks, placements)
+        kept = list(placements)
+        for axis in axes:
+            placements[axis] = after
+        now = _volumes(shape, ranks, placements)
+        if isinstance(before, Partial):
+            if type(after) is Shard:
+                received += (number - 1) * now
+            else:
+                received += -(-2 * (number - 1) * held // number)
+        elif before.is_replicate():
+            continue
+        elif type(before) is Shard and type(after) is Shard:
+            received += now - _common(shape, ranks, kept, placements)
+        else:  # gathered, and perhaps cut again
+            for axis in axes:
+                kept[axis] = Replicate()
+            received += _volumes(shape, ranks, kept) - held
+    return Volume(int(received.sum()), int(received.max(initial=0)))
+
+
+def _without_order(placement: Placement) -> Placement:
+    """Strided shards as plain ones, whose sizes are the same but where they are uneven."""
+    return placement if getattr(placement, "split_factor", None) is None else Shard(placement.dim)  # type: ignore[attr-defined]
+
+
+def _state(shape: tuple[int, ...], ranks: Ints, placements: Sequence[Placement]) -> Layout:
+    return layout_on(
+        shape, ranks, [Replicate() if isinstance(each, Partial) else each for each in placements]
+    )
+
+
+def _volumes(shape: tuple[int, ...], ranks: Ints, placements: Sequence[Placement]) -> Ints:
+    """Elements of each rank's local tensor, by its place in the mesh."""
+    layout = _state(shape, ranks, placements)
+    return np.array([math.prod(layout.locals[rank]) for rank in ranks.ravel().tolist()], np.int64)
+
+
+def _common(shape: tuple[int, ...], ranks: Ints, a: Sequence[Placement], b: Sequence[Placement]) -> Ints:
+    """Elements that each rank has before and after, where it has one box."""
+    found = []
+    one, other = (_state(shape, ranks, each) for each in (a, b))
+    for rank in ranks.ravel().tolist():
+        mine, theirs = one.pieces(rank), other.pieces(rank)
+        if len(mine) == len(theirs) == 1:
+            low = np.maximum(one.held.lows[mine[0]], other.held.lows[theirs[0]])
+            high = np.minimum(one.held.highs[mine[0]], other.held.highs[theirs[0]])
+            found.append(int(np.maximum(high - low, 0).prod()))
+        else:
+            found.append(0)
+    return np.array(found, np.int64)
+
+
+def _without_a_job() -> dict[str, int]:
+    """By which a mesh needs no process group, in versions of torch that know it."""
+    return {"_rank": 0} if "_rank" in inspect.signature(DeviceMesh.__init__).parameters else {}
+
+
+def _placement(text: str | Placement) -> Placement:
+    if not isinstance(text, str):
+        return text
+    text = text.strip()
+    if text == "R":
+        return Replicate()
+    if text[:1] == "S" and text[1:].isdigit():
+        return Shard(int(text[1:]))
+    if text == "P":
+        return Partial()
+    if text[:2] == "P(" and text[-1:] == ")":
+        return Partial(text[2:-1])
+    raise InvalidArgument(f"unknown placement {text!r}; known: R, S0, S1, …, P, P(avg), P(max)")

@@ -1,0 +1,252 @@
+"""DTensors on real ranks: moved to other meshes, and redistributed by our plans inside DTensor."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+import mcr_plus as mcr
+from mcr_plus import dtensor
+from mcr_plus.launch import mpi_usable
+from mcr_plus.layout import Layout
+
+needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
+
+R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+SHAPE = (7, 6)
+
+
+def values(*shape: int) -> torch.Tensor:
+    return torch.arange(float(torch.Size(shape).numel()), dtype=torch.float64).view(shape)
+
+
+@contextmanager
+def job() -> Iterator[None]:
+    config: Any = {"version": 1, "pipeline": [{"select": {}}, {"dispatch": {"timeout": "60s"}}]}
+    dist.init_process_group("mcr", pg_options=config)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def distributed(mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """The values, with addends that sum to them where placements are partial."""
+    whole = values(*SHAPE)
+    complete = [R if each.is_partial() else each for each in placements]
+    found = distribute_tensor(whole, mesh, complete, src_data_rank=None)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None or complete == list(placements):
+        return found if complete == list(placements) else rewrapped(found.to_local(), mesh, placements)
+    first = all(c == 0 for c, each in zip(coordinate, placements, strict=True) if each.is_partial())
+    count = torch.tensor([mesh.size(at) for at, each in enumerate(placements) if each.is_partial()]).prod()
+    local = found.to_local() - (int(count) - 1) * 3 if first else torch.full_like(found.to_local(), 3)
+    return rewrapped(local, mesh, placements)
+
+
+def rewrapped(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(SHAPE), stride=(SHAPE[1], 1)
+    )
+
+
+def check_moves(meshes: dict[str, DeviceMesh]) -> None:
+    """From every mesh to every other, against what torch puts there itself."""
+    one = [[R], [S0], [S1], [P], [_StridedShard(0, split_factor=2)]]
+    two = [[S0, S1], [S0, S0], [R, S1], [P, S0], [_StridedShard(0, split_factor=2), S0]]
+    sides = {name: (two if mesh.ndim == 2 else one) for name, mesh in meshes.items()}
+    for (a, before), (b, after) in itertools.product(meshes.items(), repeat=2):
+        for source, target in zip(sides[a], sides[b][1:] + sides[b][:1], strict=True):
+            if any(each.is_partial() for each in target):
+                target = [R] * after.ndim
+            x = distributed(before, source)
+            y = mcr.redistribute(x, after, target)
+            expected = distribute_tensor(values(*SHAPE), after, target, src_data_rank=None)
+            assert isinstance(y, DTensor)
+            assert (y.device_mesh, y.placements, y.shape) == (after, tuple(target), expected.shape)
+            assert y.stride() == expected.stride()
+            assert torch.equal(y.to_local(), expected.to_local()), (a, source, b, target)
+
+
+def check_arguments(mesh: DeviceMesh, other: DeviceMesh) -> None:
+    x = distributed(mesh, [S0, R])
+    work = mcr.redistribute(x, other, [Shard(-1)], async_op=True, tag="moved")
+    work.wait()
+    assert torch.equal(
+        work.output.to_local(), distribute_tensor(values(*SHAPE), other, [S1], src_data_rank=None).to_local()
+    )
+    leaf = x.detach().requires_grad_()
+    with torch.no_grad():
+        assert not mcr.redistribute(leaf, other, [S0]).requires_grad
+    for arguments, word in (
+        ((leaf, other, [S0]), "requires gradients"),
+        ((x, other, [S0, S0]), "expected 1, one for each dimension"),
+        ((x, other, [Shard(2)]), "of a tensor of 2 dimensions"),
+        ((x, mesh, [P, R]), "cannot be divided into addends"),
+        ((torch.ones(2), mesh, [R, R]), "expected a DTensor"),
+        ((x, "mesh", [R]), "expected a Layout or a DeviceMesh"),
+    ):
+        with pytest.raises(mcr.InvalidArgument, match=word):
+            mcr.redistribute(*arguments)
+
+
+def moved_by_us(function: Any) -> tuple[Any, int]:
+    """What a function returns, and how many operations of ours it has issued."""
+    with mcr.record() as log:
+        result = function()
+    return result, sum(each.tag == "redistribute" for each in log.records)
+
+
+def check_planned(mesh: DeviceMesh) -> int:
+    """DTensor's own redistributions have the same results by our plans; returns how many pairs took them."""
+    everything = list(itertools.product((R, S0, S1), repeat=2))
+    taken = 0
+    for source, target in itertools.product([*everything, (P, S0), (P, P)], everything):
+        x = distributed(mesh, source)
+        expected = x.redistribute(placements=target)
+        with dtensor.planned():
+            y = x.redistribute(placements=target)  # compares and plans
+            y, ours = moved_by_us(lambda: x.redistribute(placements=target))  # noqa: B023
+        assert y.placements == expected.placements
+        assert torch.equal(y.to_local(), expected.to_local()), (source, target)
+        taken += ours > 0
+        if (source, target) in (((R, S0), (R, R)), ((S0, R), (S1, R))):  # as little by DTensor's
+            assert not ours
+        if (source, target) in (((R, S0), (S1, S1)), ((S0, S0), (R, S0))):
+            assert ours
+    return taken
+
+
+def check_gradients(mesh: DeviceMesh) -> None:
+    found = []
+    for ours in (False, True):
+        x = distributed(mesh, [R, S0]).detach().requires_grad_()
+        weight = distributed(mesh, [S1, S1]).detach().requires_grad_()
+        with dtensor.planned() if ours else torch.enable_grad():
+            y = x.redistribute(placements=[S1, S1])
+            z = (y * weight).redistribute(placements=[R, R]) @ weight.t()  # the product redistributes
+            z.to_local().square().sum().backward()
+        assert x.grad is not None
+        assert weight.grad is not None
+        found.append([x.grad.full_tensor(), weight.grad.full_tensor(), z.full_tensor()])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=0)
+
+
+def check_fsdp_and_tensor_parallel(mesh: DeviceMesh, pair: DeviceMesh) -> None:
+    """The state of a model of FSDP2 over tensor parallel, moved to a tensor-parallel pair of ranks."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 7)).double()
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    to = {"0.weight": S0, "0.bias": S0, "2.weight": S1, "2.bias": R}
+    specs, state = {}, {}
+    for name, value in model.state_dict().items():
+        assert isinstance(value, DTensor)
+        with torch.no_grad():
+            alone = mcr.redistribute(value, pair, [to[name]])
+        expected = distribute_tensor(whole[name], pair, [to[name]], src_data_rank=None).to_local()
+        assert torch.equal(alone.to_local(), expected), name
+        specs[name] = (Layout.of(value), Layout.of(alone))
+        state[name] = value.to_local().detach()
+    found = mcr.redistribution(specs)(state)  # all in one exchange
+    for name, local in found.items():
+        expected = distribute_tensor(whole[name], pair, [to[name]], src_data_rank=None).to_local()
+        assert expected.numel() == 0 if local is None else torch.equal(local, expected)
+
+
+def four_ranks() -> int:
+    with job():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        meshes = {
+            "2x2": mesh,
+            "back": DeviceMesh("cpu", torch.tensor([[3, 1], [0, 2]])),
+            "pair": DeviceMesh("cpu", [1, 0]),
+            "others": DeviceMesh("cpu", [2, 3]),
+            "three": DeviceMesh("cpu", [3, 0, 1]),
+        }
+        check_moves(meshes)
+        check_arguments(mesh, meshes["three"])
+        taken = check_planned(mesh)
+        check_gradients(mesh)
+        check_fsdp_and_tensor_parallel(mesh, meshes["others"])
+    return taken
+
+
+@needs_mpi
+def test_tensors_move_between_meshes_and_by_plans_of_ours() -> None:
+    taken = {result.value for result in run_ranks(four_ranks, 4, timeout=240)}
+    assert len(taken) == 1
+    assert taken.pop() > 30  # pairs of 99
+
+
+def beside_gloo() -> None:
+    """A job of mcr.init beside process groups of gloo, and one that is a part of torch's ranks."""
+    whole = values(*SHAPE)
+    dist.init_process_group("gloo")
+    mesh = DeviceMesh("cpu", [0, 1, 2])
+    with mcr.init():
+        x = distribute_tensor(whole, mesh, [S0])
+        y = mcr.redistribute(x, mesh, [S1])
+        assert torch.equal(y.to_local(), x.redistribute(placements=[S1]).to_local())
+    part = dist.new_group([1, 2], backend="mcr")
+    pair = DeviceMesh("cpu", [2, 1])
+    if dist.get_rank():
+        dist.barrier(part)
+        x = distribute_tensor(whole, pair, [S0], src_data_rank=None)
+        assert Layout.of(x) == Layout.sharded(SHAPE, [1, 0], 0)  # ranks of the job
+        y = mcr.redistribute(x, pair, [R])
+        assert torch.equal(y.to_local(), whole)
+        x = distribute_tensor(whole, mesh, [S0], src_data_rank=None)
+        with pytest.raises(mcr.Unsupported, match="rank 0 of torch.distributed is not in the job"):
+            Layout.of(x)
+        dist.destroy_process_group(part)
+    dist.destroy_process_group()
+
+
+def test_ranks_of_torch_and_of_the_job() -> None:
+    run_ranks(beside_gloo, 3, via="torch", timeout=120)
+
+
+def alone() -> str:
+    with pytest.raises(mcr.NotInitialized), dtensor.planned():
+        pass
+    original = dtensor_redistribute()
+    with mcr.init():
+        with dtensor.planned():
+            assert dtensor_redistribute() is not original
+            with dtensor.planned():  # of no effect
+                pass
+            assert dtensor_redistribute() is not original
+        assert dtensor_redistribute() is original
+        from torch.distributed.tensor import _redistribute
+
+        _redistribute.redistribute_local_tensor = lambda local, spec: local  # type: ignore[assignment]
+        with pytest.raises(mcr.Unsupported) as caught, dtensor.planned():
+            pass
+    return str(caught.value)
+
+
+def dtensor_redistribute() -> Any:
+    from torch.distributed.tensor import _dispatch
+
+    return _dispatch.redistribute_local_tensor
+
+
+def test_a_torch_that_is_not_known_is_refused() -> None:
+    (result,) = run_ranks(alone, 1, via="torch")
+    assert result.value.startswith(f"planned: torch {torch.__version__} is not known: operators do not")

@@ -1,10 +1,11 @@
-"""Layouts of boxes that reach into each other, such as slabs with a halo, and the exchange of halos both ways.
+"""Layouts of boxes that reach into each other, such as slabs with a halo, and the exchange of halos.
 
-The way there is a redistribution like any other: its target is a layout whose boxes overlap. The way back adds
-up what the copies of an element have become, at the ranks that own it. These addends are incomplete, and of
-every element there is another number, so each copy becomes a *layer* of a tensor with one more dimension: a
-redistribution brings every rank the layers of its own elements, and it adds them in the order of the layers,
-which is that of the ranks that hold the copies. So sums have the same bits in every run, and on all replicas.
+The way there is a redistribution like any other: its target is a layout whose boxes overlap. The way back
+adds up what the copies of an element have become, at the ranks that own it. These addends are incomplete, and
+of every element there is another number, so each copy becomes a *layer* of a tensor with one more dimension:
+a redistribution brings every rank the layers of its own elements, and it adds them in the order of the
+layers, which is that of the ranks that hold the copies. So sums have the same bits in every run, and on all
+replicas.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _wrapped(boxes: Boxes, shape: Ints) -> tuple[Ints, Boxes, Ints]:
             (hit,) = (lows < highs).all(axis=1).nonzero()
             parts.append((hit, lows[hit] - begin, highs[hit] - begin, lows[hit] - boxes.lows[hit]))
     which, lows, highs, places = (np.concatenate(each) for each in zip(*parts, strict=True))
-    several = ((boxes.highs - boxes.lows) > shape).any(axis=1)
+    several = np.asarray(((boxes.highs - boxes.lows) > shape).any(axis=1), bool)
     done = [(each[~several[which]]) for each in (which, lows, highs, places)]
     rows = [done]
     for box in several.nonzero()[0]:  # an element occurs several times: sent once if such parts are equal

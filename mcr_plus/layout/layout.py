@@ -357,11 +357,11 @@ class Layout:
 
         Args:
             before, after: elements by which each box grows towards lower and higher indices: one number for
-                all dimensions, or one for each. They may be larger than a neighbour's box: a halo comes from as
-                many ranks as it spans. Empty boxes stay empty.
-            periodic: at its borders the tensor goes on with its other end, as often as need be, so every local
-                tensor grows by before + after. Otherwise boxes end at the borders, and local tensors are
-                smaller there.
+                all dimensions, or one for each. They may be larger than a neighbour's box: a halo comes from
+                as many ranks as it spans. Empty boxes stay empty.
+            periodic: at its borders the tensor goes on with its other end, as often as need be, so every
+                local tensor grows by before + after. Otherwise boxes end at the borders, and local tensors
+                are smaller there.
 
         Raises:
             InvalidArgument: a rank holds several boxes, a flattened one, or an addend; or widths are no whole

@@ -44,9 +44,7 @@ def box_of(layout: Layout, rank: int) -> list[tuple[int, int]] | None:
     if not len(pieces):
         return None
     (piece,) = pieces.tolist()
-    return list(
-        zip(layout.held.lows[piece].tolist(), layout.held.highs[piece].tolist(), strict=True)
-    )
+    return list(zip(layout.held.lows[piece].tolist(), layout.held.highs[piece].tolist(), strict=True))
 
 
 def index_of(
@@ -66,7 +64,8 @@ def cut(values: Array, layout: Layout, rank: int) -> Array:
     box = box_of(layout, rank)
     if box is None:
         return np.zeros(layout.locals[rank], np.int64)
-    return values[tuple(slice(*bounds) for bounds in box)].copy()
+    found: Array = values[tuple(slice(*bounds) for bounds in box)].copy()
+    return found
 
 
 def view(layout: Layout, rank: int, local: Array, pieces: Array, boxes: Boxes) -> list[Array]:

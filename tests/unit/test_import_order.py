@@ -19,13 +19,14 @@ AT_THE_ROOT = {
     "errors",
     "interfaces",
     "registry",
-}  # the second and fourth only forward
+    "spatial",
+}  # autograd, interfaces and spatial only forward
 
 # From the top to the bottom. Folders of one row do not import each other.
 ORDER = (
     {"cli"},
     {"tuning"},
-    {"__init__", "autograd", "interfaces"},
+    {"__init__", "autograd", "interfaces", "spatial"},
     {"horovod"},
     {"api"},
     {"training"},

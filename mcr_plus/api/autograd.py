@@ -30,11 +30,20 @@ from mcr_plus.communicator.calls import CallOptions, Compress, Unpack, check_opt
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.errors import InvalidArgument, Unsupported
 from mcr_plus.layout.addends import as_addends, as_source, whole
+from mcr_plus.layout.halo import Halo, Widths, halo
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.redistribute import redistribute as _redistributed
 from mcr_plus.runtime.init import member_of
 
-__all__ = ["all_gather", "all_reduce", "all_to_all_single", "redistribute", "reduce_scatter", "replicate"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all_single",
+    "halo_exchange",
+    "redistribute",
+    "reduce_scatter",
+    "replicate",
+]
 
 Replicas = Literal["same", "sum"]
 
@@ -252,6 +261,62 @@ def redistribute(
     return _applied(_Redistribute, x, way, 0, given)
 
 
+def halo_exchange(
+    x: torch.Tensor,
+    layout: Layout,
+    before: Widths,
+    after: Widths,
+    periodic: bool = False,
+    *,
+    group: Communicator | None = None,
+    tag: str | None = None,
+) -> torch.Tensor:
+    """Return `x` with a halo: elements around this rank's box, of the ranks that hold them.
+
+    Backward returns the gradients of all copies of an element to the ranks that hold it, where they are
+    summed in the order of ranks, so that the same run has the same bits again. Where several ranks hold an
+    element, each gets the whole sum.
+
+    Args:
+        x: this rank's local tensor in `layout`, of any dtype and strides.
+        layout: in which every rank of the group holds one box, be it empty.
+        before, after, periodic: as of `Layout.with_halo`.
+        group: its ranks are those of `layout`. tag: of the operations, `redistribute` if None.
+
+    Returns:
+        The local tensor in `layout.with_halo(before, after, periodic)`.
+
+    Raises:
+        InvalidArgument: as `Layout.with_halo` and `mcr.redistribute` do, and if the group has other ranks
+            than the layout.
+
+    Example:
+        ```python
+        layout = mcr.Layout.sharded((4,), range(mcr.get_world_size()), 0)
+        x = torch.ones(layout.local_shape(mcr.get_rank()), requires_grad=True)
+        y = autograd.halo_exchange(x, layout, 1, 1)  # of shape [3] on each of two ranks
+        y.sum().backward()
+        assert sorted(x.grad.tolist()) == [1.0, 2.0]  # the neighbour has a copy of one
+        ```
+    """
+    if not isinstance(x, torch.Tensor):
+        raise InvalidArgument(f"x: expected a torch.Tensor, got {type(x).__name__}")
+    comm = member_of(group)
+    wide = tuple(each if isinstance(each, int) else tuple(each) for each in (before, after))
+    found = halo(layout, *wide, bool(periodic))
+    check_ranks(comm, layout, "halo_exchange")
+    return _applied(_HaloExchange, x, found, _Route(comm, {"tag": tag}))
+
+
+def check_ranks(comm: Communicator, layout: Layout, what: str) -> None:
+    """Refuse a layout whose ranks are not those of the group: a rank without a part has no backward pass."""
+    if set(comm.ranks) != set(layout.ranks):
+        raise InvalidArgument(
+            f"{what}: the ranks of {layout}, {list(layout.ranks)}, are not those of group '{comm.name}', "
+            f"{list(comm.ranks)}"
+        )
+
+
 @dataclass(frozen=True)
 class _Route:
     """The group and the options of a call, for its forward and its backward pass."""
@@ -404,3 +469,25 @@ class _Redistribute(Function):
         number = way.next[ctx.number]
         given = way.comm.ranks[way.comm.rank] in way.moves[number].source.locals
         return _applied(_Redistribute, grads[0], way, number, given), None, None, None
+
+
+class _HaloExchange(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, found: Halo, route: _Route) -> torch.Tensor:
+        ctx.found, ctx.route = found, route
+        return found.run(x, route.comm, route.options)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _applied(_HaloReturn, grads[0], ctx.found, ctx.route), None, None
+
+
+class _HaloReturn(Function):
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, found: Halo, route: _Route) -> torch.Tensor:
+        ctx.found, ctx.route = found, route
+        return found.start_back(y, route.comm, route.options).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _applied(_HaloExchange, grads[0], ctx.found, ctx.route), None, None

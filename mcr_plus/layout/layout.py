@@ -280,12 +280,37 @@ class Layout:
 
     @classmethod
     def packed_boxes(
-        cls, shape: tuple[int, ...], members: Sequence[int], owners: Ints, boxes: Boxes, name: str, op: Op
+        cls,
+        shape: tuple[int, ...],
+        members: Sequence[int],
+        owners: Ints,
+        boxes: Boxes,
+        name: str,
+        op: Op,
+        *,
+        known_good: bool = True,
     ) -> Layout:
-        """A partition of the tensor: boxes end to end in local tensors of one dimension, each in row-major
-        order.
+        """Boxes end to end in local tensors of one dimension, each in row-major order. `known_good`: no two
+        overlap in part, and no gap matters.
         """
-        return cls._packed(shape, as_ints(members), owners, boxes, name, op, known_good=True)
+        return cls._packed(shape, as_ints(members), owners, boxes, name, op, known_good=known_good)
+
+    @classmethod
+    def placed(
+        cls,
+        shape: tuple[int, ...],
+        owners: Ints,
+        boxes: Boxes,
+        places: Ints,
+        locals_: Mapping[int, tuple[int, ...]],
+        name: str,
+        known_good: bool = False,
+    ) -> Layout:
+        """Boxes at any places of local tensors with as many dimensions as the tensor; several of a rank are
+        possible.
+        """
+        none = np.zeros(len(owners), np.int64)
+        return cls._sorted(shape, owners, boxes, none, places, locals_, False, "SUM", name, known_good)
 
     @classmethod
     def placed(
@@ -370,6 +395,34 @@ class Layout:
             shape, owners[keep][order], boxes.take(keep).take(order), addends[keep][order],
             places[keep][order], locals_, flat, op, name, known_good,
         )  # fmt: skip
+
+    def with_halo(
+        self, before: int | Sequence[int], after: int | Sequence[int], periodic: bool = False
+    ) -> Layout:
+        """The layout in which every rank's box reaches further: a target whose boxes overlap.
+
+        Args:
+            before, after: elements by which each box grows towards lower and higher indices: one number for
+                all dimensions, or one for each. They may be larger than a neighbour's box: a halo comes from
+                as many ranks as it spans. Empty boxes stay empty.
+            periodic: at its borders the tensor goes on with its other end, as often as need be, so every
+                local tensor grows by before + after. Otherwise boxes end at the borders, and local tensors
+                are smaller there.
+
+        Raises:
+            InvalidArgument: a rank holds several boxes, a flattened one, or an addend; or widths are no whole
+                numbers from 0.
+
+        Example:
+            ```python
+            rows = mcr.Layout.sharded((6, 4), [0, 1], 0)
+            assert rows.with_halo((1, 0), (1, 0)).locals == {0: (4, 4), 1: (4, 4)}
+            assert rows.with_halo((1, 0), (1, 0), periodic=True).locals == {0: (5, 4), 1: (5, 4)}
+            ```
+        """
+        from mcr_plus.layout.halo import with_halo  # which imports this module
+
+        return with_halo(self, before, after, periodic)
 
     # -- asking -----------------------------------------------------------------------------------
 

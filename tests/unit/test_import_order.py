@@ -20,13 +20,14 @@ AT_THE_ROOT = {
     "errors",
     "interfaces",
     "registry",
-}  # the second, third and fifth only forward
+    "spatial",
+}  # autograd, dtensor, interfaces and spatial only forward
 
 # From the top to the bottom. Folders of one row do not import each other.
 ORDER = (
     {"cli"},
     {"tuning"},
-    {"__init__", "autograd", "dtensor", "interfaces"},
+    {"__init__", "autograd", "dtensor", "interfaces", "spatial"},
     {"horovod"},
     {"api"},
     {"training"},

@@ -1,0 +1,285 @@
+"""Layouts of boxes that reach into each other, such as slabs with a halo, and the exchange of halos.
+
+The way there is a redistribution like any other: its target is a layout whose boxes overlap. The way back
+adds up what the copies of an element have become, at the ranks that own it. These addends are incomplete, and
+of every element there is another number, so each copy becomes a *layer* of a tensor with one more dimension:
+a redistribution brings every rank the layers of its own elements, and it adds them in the order of the
+layers, which is that of the ranks that hold the copies. So sums have the same bits in every run, and on all
+replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from mcr_plus.errors import InvalidArgument, short
+from mcr_plus.layout.layout import Layout
+from mcr_plus.layout.redistribute import bound
+from mcr_plus.layout.regions import Boxes, Ints, as_ints, cut_apart, meet_all
+
+if TYPE_CHECKING:
+    from mcr_plus.communicator.calls import CallOptions
+    from mcr_plus.communicator.communicator import Communicator
+    from mcr_plus.layout.state import RedistributionWork
+
+Widths = int | Sequence[int]
+_HALF = (torch.float16, torch.bfloat16)
+
+
+# -- layouts --------------------------------------------------------------------------------------
+
+
+def with_halo(layout: Layout, before: Widths, after: Widths, periodic: bool = False) -> Layout:
+    """See `Layout.with_halo`."""
+    check_single(layout, "with_halo")
+    wide = [_widths(each, what, len(layout.shape)) for each, what in ((before, "before"), (after, "after"))]
+    boxes = Boxes(layout.held.lows - wide[0], layout.held.highs + wide[1])
+    words = f"{_said(wide[0])}+{_said(wide[1])}{' periodic' if periodic else ''}"
+    return windows(layout, layout.owners, boxes, periodic, f"{layout.name} halo {words}")
+
+
+def windows(layout: Layout, owners: Ints, boxes: Boxes, periodic: bool, name: str) -> Layout:
+    """The layout in which each of `owners` holds the box with the same index, which may reach beyond the
+    tensor.
+
+    Not periodic, it ends at the tensor's borders. Periodic, the tensor goes on from its beginning, as often
+    as need be, and the local tensor consists of several boxes. Other ranks of `layout` hold nothing, and a
+    local tensor of the shape they have in it.
+    """
+    shape = as_ints(layout.shape)
+    locals_ = dict(layout.locals)
+    if not periodic:
+        lows = np.minimum(np.maximum(boxes.lows, 0), shape)
+        boxes = Boxes(lows, np.maximum(np.minimum(boxes.highs, shape), lows))
+        which, held, places = np.arange(len(owners)), boxes, np.zeros_like(boxes.lows)
+    else:
+        which, held, places = _wrapped(boxes, shape)
+    extents = boxes.highs - boxes.lows
+    locals_.update(zip(owners.tolist(), map(tuple, extents.tolist()), strict=True))
+    return Layout.placed(layout.shape, owners[which], held, places, locals_, name)
+
+
+def _wrapped(boxes: Boxes, shape: Ints) -> tuple[Ints, Boxes, Ints]:
+    """Boxes of an infinite tensor that repeats one of `shape`, in parts that lie in that one.
+
+    Returns of each part the index of its box, its borders, and its place in the box. Parts of one box are
+    equal or apart.
+    """
+    number, dims = boxes.lows.shape
+    none = np.zeros((0, dims), np.int64)
+    parts: list[tuple[Ints, Ints, Ints, Ints]] = [(none[:, 0] if dims else as_ints([]), none, none, none)]
+    if number and shape.all():
+        first, last = (boxes.lows // shape).min(axis=0), ((boxes.highs - 1) // shape).max(axis=0)
+        for turn in product(*(range(low, high + 1) for low, high in zip(first, last, strict=True))):
+            begin = as_ints(turn) * shape
+            lows, highs = np.maximum(boxes.lows, begin), np.minimum(boxes.highs, begin + shape)
+            (hit,) = (lows < highs).all(axis=1).nonzero()
+            parts.append((hit, lows[hit] - begin, highs[hit] - begin, lows[hit] - boxes.lows[hit]))
+    which, lows, highs, places = (np.concatenate(each) for each in zip(*parts, strict=True))
+    several = np.asarray(((boxes.highs - boxes.lows) > shape).any(axis=1), bool)
+    done = [(each[~several[which]]) for each in (which, lows, highs, places)]
+    rows = [done]
+    for box in several.nonzero()[0]:  # an element occurs several times: sent once if such parts are equal
+        (own,) = (which == box).nonzero()
+        part, cut = cut_apart(Boxes(lows[own], highs[own]), tuple(shape.tolist()))
+        of = own[part]
+        rows.append([which[of], *cut, places[of] + cut.lows - lows[of]])
+    which, lows, highs, places = (np.concatenate(each) for each in zip(*rows, strict=True))
+    return which, Boxes(lows, highs), places
+
+
+@lru_cache(maxsize=256)
+def lifted(layout: Layout, sizes: tuple[int, ...]) -> Layout:
+    """The layout of a tensor with further dimensions of `sizes` in front, of which every rank holds all."""
+    front = np.broadcast_to(as_ints(sizes), (len(layout.owners), len(sizes)))
+    zeros = np.zeros_like(front)
+    boxes = Boxes(
+        np.concatenate([zeros, layout.held.lows], axis=1), np.concatenate([front, layout.held.highs], axis=1)
+    )
+    places = np.concatenate([zeros, layout.places], axis=1)
+    locals_ = {rank: (*sizes, *shape) for rank, shape in layout.locals.items()}
+    return Layout.placed(
+        (*sizes, *layout.shape), layout.owners, boxes, places, locals_, layout.name, layout.known_good
+    )
+
+
+def check_single(layout: Layout, what: str) -> None:
+    """Refuse layouts in which a rank holds several boxes, or addends."""
+    if not isinstance(layout, Layout):
+        raise InvalidArgument(f"{what}: expected a Layout, got {short(layout)}")
+    if layout.is_partial:
+        raise InvalidArgument(f"{what}: {layout} has addends; redistribute it first")
+    twice = layout.owners[1:][layout.owners[1:] == layout.owners[:-1]]
+    if len(twice) or layout.packed or layout.inside is not None:
+        who = f"rank {int(twice[0])}" if len(twice) else "a rank"
+        raise InvalidArgument(
+            f"{what}: expected a layout in which every rank holds one box as a tensor of {len(layout.shape)} "
+            f"dimensions; in {layout} {who} holds several, or a flattened one"
+        )
+
+
+def _widths(given: Widths, what: str, dims: int) -> Ints:
+    listed = list(given) if isinstance(given, Sequence) else [given] * dims
+    if len(listed) != dims or not all(isinstance(each, int) and each >= 0 for each in listed):
+        raise InvalidArgument(
+            f"{what}: expected a whole number from 0, or {dims}, one for each dimension; got {short(given)}"
+        )
+    return as_ints(listed).reshape(dims)
+
+
+def _said(widths: Ints) -> str:
+    found = widths.tolist()
+    return str(found[0]) if len(set(found)) == 1 else f"({','.join(map(str, found))})"
+
+
+# -- exchanges ------------------------------------------------------------------------------------
+
+
+class _Term(NamedTuple):
+    """What is added to this rank's gradient: a part of its own copies, or of those that it receives."""
+
+    at: tuple[slice, ...]
+    own: tuple[slice, ...] | None
+    received: slice
+
+
+class Halo:
+    """The exchange between a layout of one box for each rank and one of boxes that reach into each other.
+
+    Attributes:
+        source: where each rank holds what it owns. target: where each holds what it needs.
+        copies: the target's boxes as layers. layers: of each rank those of its elements that others hold.
+        moves: whether any rank needs what it does not own, the same on all ranks.
+    """
+
+    def __init__(self, source: Layout, target: Layout) -> None:
+        self.source = source
+        self.target = target
+        layer, owner, common = meet_all(target.held, source.held)
+        self._layer, self._owner, self._common = layer, owner, common
+        self._remote = target.owners[layer] != source.owners[owner]
+        self.moves = bool(self._remote.any())
+
+    @cached_property
+    def _back(self) -> tuple[Layout, Layout, Ints]:
+        """Both layouts of the way back, and the order of `layers` among all overlaps."""
+        source, target = self.source, self.target
+        shape = (len(target.owners), *source.shape)
+        number = np.arange(len(target.owners))
+
+        def layered(boxes: Boxes, layers: Ints) -> Boxes:
+            return Boxes(np.column_stack([layers, boxes.lows]), np.column_stack([layers + 1, boxes.highs]))
+
+        copies = Layout.placed(
+            shape, target.owners, layered(target.held, number),
+            np.column_stack([np.zeros_like(number), target.places]),
+            {rank: (1, *local) for rank, local in target.locals.items()}, "copies", True,
+        )  # fmt: skip
+        (remote,) = self._remote.nonzero()
+        owners = source.owners[self._owner[remote]]
+        order = remote[np.lexsort((self._layer[remote], owners))]
+        boxes = layered(self._common.take(order), self._layer[order])
+        owners = source.owners[self._owner[order]]
+        # Nobody holds the rest of a layer, and nobody asks for it.
+        layers = Layout.packed_boxes(
+            shape, source.ranks, owners, boxes, "layers", "SUM", known_good=not source.overlaps
+        )
+        return copies, layers, order
+
+    def _terms(self, rank: int) -> list[_Term]:
+        """What a rank adds up, in the order of the layers."""
+        source, target = self.source, self.target
+        order = self._back[2]
+        mine = order[source.owners[self._owner[order]] == rank]
+        sizes = self._common.take(mine).volumes
+        ends = dict(zip(mine.tolist(), sizes.cumsum().tolist(), strict=True))
+        found = []
+        (every,) = (source.owners[self._owner] == rank).nonzero()
+        for index in every[np.argsort(self._layer[every], kind="stable")].tolist():
+            low, high = self._common.lows[index], self._common.highs[index]
+            at = _slices(low, high, source.held.lows[self._owner[index]], 0)
+            layer, end = int(self._layer[index]), ends.get(index)
+            if end is None:
+                own = _slices(low, high, target.held.lows[layer], target.places[layer])
+                found.append(_Term(at, own, slice(0)))
+            else:
+                found.append(_Term(at, None, slice(end - int(np.prod(high - low)), end)))
+        return found
+
+    @cached_property
+    def _terms_of(self) -> dict[int, list[_Term]]:
+        return {}
+
+    def start(self, x: torch.Tensor, comm: Communicator, options: CallOptions) -> RedistributionWork:
+        """Send halos; the handle's `output` is the local tensor in the target, once it is done."""
+        move = bound(self.source, self.target, comm, options.get("tag"), options.get("compress"))
+        return move.start({"": x})
+
+    def run(self, x: torch.Tensor, comm: Communicator, options: CallOptions) -> torch.Tensor:
+        """The local tensor in the target, of the one in the source."""
+        move = bound(self.source, self.target, comm, options.get("tag"), options.get("compress"))
+        output = move({"": x})[""]
+        assert output is not None  # every rank has a part
+        return output
+
+    def start_back(self, y: torch.Tensor, comm: Communicator, options: CallOptions) -> Returning:
+        """Send the copies back to their owners; `wait` returns their sum.
+
+        `y`: in the target, not to be changed before that.
+        """
+        work = None
+        if self.moves:
+            copies, layers, _ = self._back
+            move = bound(copies, layers, comm, options.get("tag"), options.get("compress"))
+            work = move.start({"": y.unsqueeze(0)})
+        rank = comm.ranks[comm.rank]
+        if rank not in self._terms_of:
+            self._terms_of[rank] = self._terms(rank)
+        return Returning(y, work, self._terms_of[rank], self.source.locals[rank])
+
+
+class Returning:
+    """Copies on their way back to the ranks that own their elements."""
+
+    def __init__(
+        self,
+        y: torch.Tensor,
+        work: RedistributionWork | None,
+        terms: Sequence[_Term],
+        shape: tuple[int, ...],
+    ) -> None:
+        self._y = y
+        self._work = work
+        self._terms = terms
+        self._shape = shape
+
+    def wait(self) -> torch.Tensor:
+        """The sum of all copies of each element that this rank owns, 0 where there are none."""
+        y, received = self._y, self._y
+        if self._work is not None:
+            self._work.wait()
+            output = self._work.output
+            assert output is not None
+            received = output
+        half = y.dtype in _HALF and len(self._terms) > 2  # to be rounded once
+        found = torch.zeros(self._shape, dtype=torch.float32 if half else y.dtype, device=y.device)
+        for at, own, part in self._terms:
+            into = found[at]
+            into += received[part].view(into.shape) if own is None else y[own]
+        return found.to(y.dtype)
+
+
+def _slices(low: Ints, high: Ints, base: Ints, place: Ints | int) -> tuple[slice, ...]:
+    return tuple(map(slice, (low - base + place).tolist(), (high - base + place).tolist()))
+
+
+@lru_cache(maxsize=256)
+def halo(layout: Layout, before: Widths, after: Widths, periodic: bool) -> Halo:
+    """The exchange of halos of one layout. `before` and `after`: ints or tuples."""
+    return Halo(layout, with_halo(layout, before, after, periodic))

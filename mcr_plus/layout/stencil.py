@@ -1,0 +1,144 @@
+"""What convolutions and pooling read of layouts: who has which part of the output, what that needs, and what
+of it needs no halo.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from mcr_plus.errors import InvalidArgument
+from mcr_plus.layout.halo import windows
+from mcr_plus.layout.layout import Layout
+from mcr_plus.layout.regions import Boxes, Ints, as_ints
+
+Range = tuple[int, int]
+
+
+class Window(NamedTuple):
+    """What elements of an output read of the input, in each spatial dimension."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+    circular: bool
+
+    @property
+    def reach(self) -> Ints:
+        """Elements from the first to the last that one output reads."""
+        return as_ints(self.dilation) * (as_ints(self.kernel) - 1) + 1
+
+    def reads(self, low: Ints, high: Ints) -> tuple[Ints, Ints]:
+        """The range of the input, padding included, that a range of the output reads."""
+        stride, left = as_ints(self.stride), as_ints(self.left)
+        return low * stride - left, (high - 1) * stride - left + self.reach
+
+    def output(self, layout: Layout) -> Layout:
+        """The layout of the output: each element where the middle of what it reads lies."""
+        size, stride = as_ints(layout.shape), as_ints(self.stride)
+        left = as_ints(self.left)
+        total = (size + left + as_ints(self.right) - self.reach) // stride + 1
+        if (total < 1).any():
+            raise InvalidArgument(
+                f"the kernel reads {self.reach.tolist()} elements, more than {layout} has with its padding"
+            )
+
+        def of(borders: Ints) -> Ints:
+            middle = -((-2 * (borders + left) + self.reach - 1) // (2 * stride))  # rounded up
+            inner = np.clip(middle, 0, total)
+            return np.where(borders == 0, 0, np.where(borders == size, total, inner))
+
+        boxes = Boxes(of(layout.held.lows), of(layout.held.highs))
+        return of_boxes(layout, total, boxes)
+
+    def target(self, layout: Layout, output: Layout) -> Layout:
+        """The layout in which each rank has what its box of the output reads."""
+        boxes = Boxes(*self.reads(output.held.lows, output.held.highs))
+        return windows(layout, output.owners, boxes, self.circular, f"{layout.name} halo")
+
+
+def of_boxes(layout: Layout, shape: Ints, boxes: Boxes) -> Layout:
+    """The layout of other boxes on the same ranks; those that had none still have none."""
+    locals_ = {rank: (0,) * len(shape) for rank in layout.ranks}
+    extents = boxes.highs - boxes.lows
+    locals_.update(zip(layout.owners.tolist(), map(tuple, extents.tolist()), strict=True))
+    size = tuple(shape.tolist())
+    return Layout.placed(
+        size, layout.owners, boxes, np.zeros_like(boxes.lows), locals_, layout.name, layout.known_good
+    )
+
+
+def box_of(layout: Layout, rank: int) -> list[Range] | None:
+    """The borders of a rank's box; None if it has none."""
+    pieces = layout.pieces(rank)
+    if not len(pieces):
+        return None
+    lows, highs = (part[pieces[0]].tolist() for part in layout.held)
+    return list(zip(lows, highs, strict=True))
+
+
+class Strip(NamedTuple):
+    """A box of this rank's output: where it lies there, and what it reads of the input, padding included."""
+
+    at: tuple[slice, ...]
+    reads: tuple[Range, ...]
+
+
+class Part(NamedTuple):
+    """This rank's share of a convolution.
+
+    Attributes:
+        inner: what reads only elements that this rank owns, None if nothing does. outer: the rest.
+        whole: all of it. own, needed: the input that it owns and needs; dimensions that wrap go beyond
+            the tensor's size.
+    """
+
+    inner: Strip | None
+    outer: tuple[Strip, ...]
+    whole: Strip
+    own: tuple[Range, ...]
+    needed: tuple[Range, ...]
+
+
+def part_of(window: Window, layout: Layout, output: Layout, rank: int) -> Part | None:
+    """The share of a rank; None if it has no output."""
+    out, own = box_of(output, rank), box_of(layout, rank)
+    if out is None or own is None:
+        return None
+    low, high = (as_ints([bound[side] for bound in out]) for side in (0, 1))
+    size = as_ints(layout.shape)
+    begin, end = (as_ints([bound[side] for bound in own]) for side in (0, 1))
+    # Beyond the tensor's borders nobody is asked: there is padding, or what this rank has itself.
+    alone = (begin == 0) & (end == size)
+    free = alone if window.circular else np.ones(len(out), bool)
+    stride, left = as_ints(window.stride), as_ints(window.left)
+    first = np.where(free & (begin == 0), low, -((-begin - left) // stride))
+    last = np.where(free & (end == size), high, (end + left - window.reach) // stride + 1)
+    first, last = np.clip(first, low, high), np.clip(last, low, high)
+
+    def strip(lows: Ints, highs: Ints) -> Strip:
+        at = tuple(map(slice, (lows - low).tolist(), (highs - low).tolist()))
+        return Strip(at, _pairs(*window.reads(lows, highs)))
+
+    whole = strip(low, high)
+    needed = window.reads(low, high)
+    if not window.circular:
+        needed = np.maximum(needed[0], 0), np.minimum(needed[1], size)
+    inner, outer = (strip(first, last), []) if (first < last).all() else (None, [whole])
+    if inner is not None:
+        lows, highs = low.copy(), high.copy()
+        for dim in range(len(out)):  # before and behind the inner part, of what is left
+            for side_low, side_high in ((lows[dim], first[dim]), (last[dim], highs[dim])):
+                if side_low < side_high:
+                    begins, ends = lows.copy(), highs.copy()
+                    begins[dim], ends[dim] = side_low, side_high
+                    outer.append(strip(begins, ends))
+            lows[dim], highs[dim] = first[dim], last[dim]
+    return Part(inner, tuple(outer), whole, tuple(own), _pairs(*needed))
+
+
+def _pairs(lows: Ints, highs: Ints) -> tuple[Range, ...]:
+    return tuple(zip(lows.tolist(), highs.tolist(), strict=True))

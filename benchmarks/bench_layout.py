@@ -77,7 +77,7 @@ def _in_turns(comm: mcr.Communicator, candidates: Mapping[str, Callable[[], obje
 
     def turn(call: Callable[[], object]) -> float:
         comm.barrier()
-        return 1e3 * max(comm.all_gather_object(harness.seconds(call)))
+        return 1e3 * float(max(comm.all_gather_object(harness.seconds(call))))
 
     return harness.in_turns(candidates, rounds, turn)
 
@@ -142,8 +142,10 @@ def state(rounds: int) -> dict[str, Any] | None:
             name: (Layout.sharded(shape, ranks, 0), Layout.sharded(shape, ranks, 1))
             for name, shape in shapes.items()
         }
-        before = {name: torch.full(pair[0].local_shape(rank), float(rank)) for name, pair in specs.items()}
-        after = {name: torch.empty(pair[1].local_shape(rank)) for name, pair in specs.items()}
+        before = {
+            name: torch.full(pair[0].local_shape(rank) or (), float(rank)) for name, pair in specs.items()
+        }
+        after = {name: torch.empty(pair[1].local_shape(rank) or ()) for name, pair in specs.items()}
         sharded = {
             name: DTensor.from_local(value, mesh, [Shard(0)], run_check=False)
             for name, value in before.items()
@@ -173,8 +175,8 @@ def memory(rounds: int) -> dict[str, Any] | None:
         shape = (STATE // number // 4 // 1024, 1024)
         pair = (Layout.sharded(shape, ranks, 0), Layout.sharded(shape, ranks, 1))
         specs = {f"w{index}": pair for index in range(number)}
-        before = {name: torch.full(pair[0].local_shape(rank), float(rank)) for name in specs}
-        after = {name: torch.zeros(pair[1].local_shape(rank)) for name in specs}
+        before = {name: torch.full(pair[0].local_shape(rank) or (), float(rank)) for name in specs}
+        after = {name: torch.zeros(pair[1].local_shape(rank) or ()) for name in specs}
         mcr.redistribute(
             torch.ones(4),
             Layout.sharded((4 * comm.size,), ranks, 0),

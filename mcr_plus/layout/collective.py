@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.work import JointWork, Work
-from mcr_plus.layout.mover import TAG, Locals, Strided, in_one_piece, strided
+from mcr_plus.layout.mover import TAG, Locals, Strided, copy_all, in_one_piece, strided
 from mcr_plus.layout.regions import as_ints
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Collective:
         rank = comm.ranks[comm.rank]
         self.rank = rank
         self._kind = native.kind
-        self._op = cast("ReduceOp", spec.source.op)
+        self._op: ReduceOp = spec.source.op
         self._group = _group(comm, native)
         self._parts: list[Strided] = []
         self._at: int | None = None
@@ -119,10 +119,10 @@ class Collective:
     def _copy(self, views: list[torch.Tensor], buffer: torch.Tensor, *, out: bool) -> None:
         parts = [part.within(buffer) for part in self._parts]
         if out:
-            torch._foreach_copy_(views, parts)
+            copy_all(views, parts)
             self._keep(buffer)
         else:
-            torch._foreach_copy_(parts, views)
+            copy_all(parts, views)
 
 
 def _group(comm: Communicator, native: Native) -> Communicator | None:

@@ -152,7 +152,8 @@ class Layout:
             )
         name = f"{','.join(map(str, placements))} @{'x'.join(map(str, mesh.shape))}"
         boxes = Boxes(*(part.reshape(mesh.size, len(shape)) for part in (lows, highs)))
-        return cls._of_one_box(shape, mesh.ravel(), boxes, addends.ravel(), next(iter(ops), "SUM"), name)
+        op: Op = next(iter(ops), "SUM")
+        return cls._of_one_box(shape, mesh.ravel(), boxes, addends.ravel(), op, name)
 
     @classmethod
     def flat(
@@ -262,21 +263,24 @@ class Layout:
     @classmethod
     def placed(
         cls,
-        shape: Sequence[int],
-        locals_: Mapping[int, tuple[int, ...]],
+        shape: tuple[int, ...],
         owners: Ints,
         boxes: Boxes,
         places: Ints,
-        addends: Ints,
-        op: Op,
+        locals_: Mapping[int, tuple[int, ...]],
         name: str,
+        known_good: bool = False,
+        *,
+        addends: Ints | None = None,
+        op: Op = "SUM",
     ) -> Layout:
-        """Boxes that lie at `places` in local tensors of as many dimensions; every addend is partitioned.
+        """Boxes that begin at `places` of local tensors with as many dimensions as the tensor.
 
-        `locals_`: the shape of each rank's local tensor. The other arguments are those of each box. Ranks of
-        an addend may hold the same boxes, but none that overlap in part.
+        `locals_`: the shape of each rank's local tensor. `addends`: of each box; None: complete values. A
+        rank may have several. `known_good`: no two boxes of an addend overlap in part, and no gap matters.
         """
-        return cls._sorted(_shape(shape), owners, boxes, addends, places, locals_, False, op, name, True)
+        addends = np.zeros(len(owners), np.int64) if addends is None else addends
+        return cls._sorted(shape, owners, boxes, addends, places, locals_, False, op, name, known_good)
 
     @classmethod
     def packed_boxes(
@@ -294,47 +298,6 @@ class Layout:
         overlap in part, and no gap matters.
         """
         return cls._packed(shape, as_ints(members), owners, boxes, name, op, known_good=known_good)
-
-    @classmethod
-    def placed(
-        cls,
-        shape: tuple[int, ...],
-        owners: Ints,
-        boxes: Boxes,
-        places: Ints,
-        locals_: Mapping[int, tuple[int, ...]],
-        name: str,
-        known_good: bool = False,
-    ) -> Layout:
-        """Boxes at any places of local tensors with as many dimensions as the tensor; several of a rank are
-        possible.
-        """
-        none = np.zeros(len(owners), np.int64)
-        return cls._sorted(shape, owners, boxes, none, places, locals_, False, "SUM", name, known_good)
-
-    @classmethod
-    def placed(
-        cls,
-        shape: tuple[int, ...],
-        ranks: Sequence[tuple[int, int, Boxes, Ints, tuple[int, ...]]],
-        op: Op,
-        name: str,
-    ) -> Layout:
-        """Ranks with several boxes each in a local tensor of the global tensor's dimensions.
-
-        `ranks`: rank, addend, boxes, the coordinates in the local tensor at which each begins, its shape.
-        """
-        owners, addends, boxes, places = [], [], [], []
-        for rank, addend, held, at, _ in ranks:
-            owners += [rank] * len(at)
-            addends += [addend] * len(at)
-            boxes.append(held)
-            places.append(at)
-        lows, highs = (np.concatenate(side) for side in zip(*boxes, strict=True))
-        return cls._sorted(
-            shape, as_ints(owners), Boxes(lows, highs), as_ints(addends), np.concatenate(places),
-            {rank: local for rank, *_, local in ranks}, False, op, name, False,
-        )  # fmt: skip
 
     @classmethod
     def part_of(cls, layout: Layout, owners: Ints, boxes: Boxes, pieces: Ints, name: str) -> Layout:

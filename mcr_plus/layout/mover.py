@@ -33,13 +33,14 @@ if TYPE_CHECKING:
 
 TAG: Final = "redistribute"
 _SLOTS: Final = 2  # buffers that rounds alternate between
+_torch: Any = torch  # whose type stubs do not have the operations on lists
 _HALF: Final = (torch.float16, torch.bfloat16)
 _REDUCE: Final[dict[str, Callable[..., Any]]] = {
-    "SUM": torch._foreach_add_,
-    "AVG": torch._foreach_add_,
-    "PRODUCT": torch._foreach_mul_,
-    "MAX": torch._foreach_maximum_,
-    "MIN": torch._foreach_minimum_,
+    "SUM": _torch._foreach_add_,
+    "AVG": _torch._foreach_add_,
+    "PRODUCT": _torch._foreach_mul_,
+    "MAX": _torch._foreach_maximum_,
+    "MIN": _torch._foreach_minimum_,
 }
 Locals = list["torch.Tensor | None"]
 
@@ -394,12 +395,12 @@ class _Run:
     def _pack(self, number: int, each: Round, slot: int) -> None:
         if each.sent_at is None:
             views = self._buffers.views(each.sent, self._buffers.sent[slot])
-            _copy(views, _views(each.sent, self._stores[number]))
+            copy_all(views, _views(each.sent, self._stores[number]))
 
     def _unpack(self, number: int, each: Round, slot: int) -> None:
         if each.received_at is None and each.received:
             views = self._buffers.views(each.received, self._buffers.received[slot])
-            _copy(_views(each.received, self._stores[number + 1]), views)
+            copy_all(_views(each.received, self._stores[number + 1]), views)
         self._reduce(number, each, slot)
 
     def _keep(self, number: int) -> None:
@@ -421,7 +422,7 @@ class _Run:
                 targets += [to.of(into) for _, to in kept]
                 values += _views([one for one, _ in kept], self._stores[number])
                 if addend == 0 and not addends.onto:
-                    _copy(targets, values)
+                    copy_all(targets, values)
                 elif targets:
                     values = [value.to(into.dtype) for value in values]
                     _REDUCE[addends.op](targets, values)
@@ -448,18 +449,19 @@ def _after(works: list[Work], function: Callable[[], None]) -> None:
 
 def _copy_pairs(pairs: Sequence[tuple[Strided, Strided]], before: Locals, after: Locals) -> None:
     if pairs:
-        _copy(_views([to for _, to in pairs], after), _views([one for one, _ in pairs], before))
+        copy_all(_views([to for _, to in pairs], after), _views([one for one, _ in pairs], before))
 
 
 def _views(boxes: Sequence[Strided], locals_: Locals) -> list[torch.Tensor]:
     return [box.of(locals_[box.tensor]) for box in boxes]  # type: ignore[arg-type]
 
 
-def _copy(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+def copy_all(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Copy each of `values` to the tensor of `targets` with the same index."""
     if len(targets) == 1:
         targets[0].copy_(values[0])
     elif targets:
-        torch._foreach_copy_(targets, values)
+        _torch._foreach_copy_(targets, values)
 
 
 # -- rows of many tensors -------------------------------------------------------------------------

@@ -340,7 +340,8 @@ def _checked_local(value: Any, layout: Layout, rank: int, name: str, what: str) 
         )
     if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
         raise InvalidArgument(
-            f"{where}: the tensor requires gradients; use mcr_plus.autograd.redistribute, or pass tensor.detach()"
+            f"{where}: the tensor requires gradients; use mcr_plus.autograd.redistribute, "
+            "or pass tensor.detach()"
         )
     tensor = as_tensor(value, where)
     if tuple(tensor.shape) != shape:

@@ -170,7 +170,17 @@ def _strided(
         bounds += boxes
     lows, highs, places = (as_ints(side) for side in np.moveaxis(_array(bounds, len(shape)), 2, 0))
     addends = as_ints([addend_of.get(owner, 0) for owner in owners])
-    return Layout.placed(shape, locals_, as_ints(owners), Boxes(lows, highs), places, addends, plain.op, name)
+    return Layout.placed(
+        tuple(shape),
+        as_ints(owners),
+        Boxes(lows, highs),
+        places,
+        locals_,
+        name,
+        True,
+        addends=addends,
+        op=plain.op,
+    )
 
 
 def _array(bounds: list[tuple[tuple[int, int, int], ...]], dims: int) -> Ints:

@@ -62,6 +62,13 @@ def _at(slices: Iterable[slice]) -> Any:
     return (..., *slices)
 
 
+def _nothing(x: torch.Tensor, more: torch.Tensor, *shape: int) -> torch.Tensor:
+    """A tensor without elements that gradients flow back through, so that ranks without an output go on
+    alike.
+    """
+    return (x.sum() + more).expand(shape)
+
+
 def _read(
     x: torch.Tensor, base: Sequence[Range], reads: Sequence[Range], size: Sequence[int], circular: bool
 ) -> torch.Tensor:
@@ -98,7 +105,7 @@ class _Convolution:
             function = cast("Callable[..., torch.Tensor]", _Convolve.apply)
             return function(x, weight, bias, self)
         if self.part is None:
-            return x.new_empty(x.shape[0], weight.shape[0], *self.out_local)
+            return _nothing(x, weight.sum(), x.shape[0], weight.shape[0], *self.out_local)
         return self.of(self.read(x, self.part.own, self.part.whole), weight, bias)
 
     def of(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -114,19 +121,20 @@ class _Convolution:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The output, and the input with its halo."""
         output = x.new_empty(x.shape[0], weight.shape[0], *self.out_local)
-        part, inner = self.part, None if self.part is None else self.part.inner
-        if not self.overlap or inner is None:
+        part = self.part
+        if not self.overlap:
             needed = self.halo.run(x, self.comm, self.options)
             if part is not None:
                 output = self.of(self.read(needed, part.needed, part.whole), weight, bias)
             return output, needed
-        assert part is not None
+        # Asynchronous on all ranks alike, also where nothing can be computed meanwhile.
         work = self.halo.start(x, self.comm, self.options)
-        output[_at(inner.at)] = self.of(self.read(x, part.own, inner), weight, bias)
+        if part is not None and part.inner is not None:
+            output[_at(part.inner.at)] = self.of(self.read(x, part.own, part.inner), weight, bias)
         work.wait()
         found = work.output
-        assert found is not None
-        for strip in part.outer:
+        assert found is not None  # every rank has a part
+        for strip in () if part is None else part.outer:
             output[_at(strip.at)] = self.of(self.read(found, part.needed, strip), weight, bias)
         return output, found
 
@@ -392,7 +400,7 @@ class _Pool(_Layer):
         comm = self._checked(x)
         local = self.out_layout.locals[comm.ranks[comm.rank]]
         if 0 in local:
-            return x.new_zeros(*x.shape[:_FRONT], *local)
+            return _nothing(x, x.new_zeros(()), *x.shape[:_FRONT], *local)
         return type(self)._function(x, self.kernel_size)
 
     def extra_repr(self) -> str:

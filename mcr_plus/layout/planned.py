@@ -67,6 +67,9 @@ def dtensor_volume(
         Elements that all ranks receive, and those of the fullest rank; None if this torch does not say how it
         would redistribute, or refuses to.
 
+    Raises:
+        InvalidArgument: placements are unknown, or not one for each dimension of the mesh.
+
     Example:
         ```python
         from mcr_plus import dtensor
@@ -75,6 +78,11 @@ def dtensor_volume(
         ```
     """
     before, after = ([_placement(each) for each in side] for side in (source, target))
+    if not len(before) == len(after) == len(mesh_shape):
+        raise InvalidArgument(
+            f"placements: expected {len(mesh_shape)}, one for each dimension of the mesh, "
+            f"got {len(before)} and {len(after)}"
+        )
     size = math.prod(mesh_shape)
     try:
         alone: Any = _without_a_job()
@@ -99,7 +107,8 @@ def planned() -> Iterator[None]:
     """Let DTensor's redistributions inside the block take our plans where these receive fewer bytes.
 
     Those of `dtensor.redistribute` and of its backward pass, and those inside operators. A pair of layouts is
-    compared once, by what the fullest rank receives; where DTensor's own plan receives as little, it stays.
+    compared once, by what the fullest rank receives or sends, and then by what all ranks together receive;
+    where DTensor's own plan needs as little, it stays.
     So do those to partial placements, in traced code, and with placements that are none of torch's own. All
     ranks of a mesh must enter the block alike. Results are DTensor's, but for sums of floats, whose order
     differs.
@@ -110,15 +119,20 @@ def planned() -> Iterator[None]:
 
     Example:
         ```python
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
         from mcr_plus import dtensor
 
-        with dtensor.planned():
-            if mcr.get_world_size() >= 4 and torch.distributed.is_initialized():
+        if torch.distributed.is_initialized():  # by init_process_group("mcr")
+            mesh = init_device_mesh("cpu", (2, mcr.get_world_size() // 2))
+            x = distribute_tensor(torch.ones(8, 8), mesh, [Replicate(), Shard(0)])
+            with dtensor.planned():
                 y = x.redistribute(placements=[Shard(1), Shard(1)])
         ```
     """
     current()
-    original = getattr(_redistribute, _FUNCTION, None)
+    original: Any = getattr(_redistribute, _FUNCTION, None)
     if isinstance(original, _Planned):  # a block inside another
         yield
         return
@@ -139,7 +153,8 @@ def _set(places: Sequence[ModuleType], function: Any) -> None:
 def _check_internals(function: Any) -> None:
     """Raise `Unsupported` if torch redistributes in a way that is not known here."""
     problem = None
-    if not callable(function) or getattr(_dispatch, _FUNCTION, None) is not function:
+    shared = getattr(_dispatch, _FUNCTION, None) is function
+    if function is None or not shared:
         problem = f"operators do not redistribute by _redistribute.{_FUNCTION}"
     elif not hasattr(_redistribute, "_gen_transform_infos"):
         problem = "its plans are not made by _gen_transform_infos"
@@ -230,7 +245,10 @@ def _choose(
         theirs = _volume_of_plan(current_spec, target_spec, ranks)
     except (InvalidArgument, Unsupported):
         return None
-    if theirs is None or bound(source, target).fullest >= theirs.most:
+    if theirs is None:
+        return None
+    least = bound(source, target)
+    if (least.fullest, least.total) >= theirs[::-1]:
         return None
     comm = _group(choices, tuple(ranks.ravel().tolist()))
     check_ranks(comm)
@@ -243,10 +261,12 @@ def _choose(
         (plan,) = move.prepare((local.dtype,), wrong)
     except (InvalidArgument, Unsupported):  # on all ranks
         return None
-    ours = 0
+    busiest = 0
     for sent, received, _, far_sent, far_received, _ in plan.loads[0].tolist():
-        ours += max(sent + far_sent, received + far_received)
-    return move if ours < theirs.most * local.dtype.itemsize else None
+        busiest += max(sent + far_sent, received + far_received)
+    # Where nothing is summed, all ranks together receive no more than the bound.
+    ours = Volume(theirs.total if source.is_partial else least.total, -(-busiest // local.dtype.itemsize))
+    return move if ours[::-1] < theirs[::-1] else None
 
 
 def _group(choices: _Choices, ranks: tuple[int, ...]) -> Communicator:
@@ -282,6 +302,8 @@ def _volume_of_plan(current_spec: Any, target_spec: Any, ranks: Ints) -> Volume 
         before, after = info.src_dst_placements
         if number == 1 or before == after:
             continue
+        if isinstance(after, Partial) and not before.is_replicate():
+            return None  # which torch refuses once it gets there
         held = _volumes(shape, ranks, placements)
         kept = list(placements)
         for axis in axes:

@@ -134,8 +134,9 @@ class _Convolution:
         work.wait()
         found = work.output
         assert found is not None  # every rank has a part
-        for strip in () if part is None else part.outer:
-            output[_at(strip.at)] = self.of(self.read(found, part.needed, strip), weight, bias)
+        if part is not None:
+            for strip in part.outer:
+                output[_at(strip.at)] = self.of(self.read(found, part.needed, strip), weight, bias)
         return output, found
 
     def gradients(
@@ -184,7 +185,9 @@ class _Convolve(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - what the decorator makes of it
+        ctx: Any, *grads: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         needed, weight = ctx.saved_tensors
         found = ctx.how.gradients(grads[0], needed, weight, ctx.needs_input_grad[:3])
         return *found, None
@@ -276,7 +279,7 @@ class _Conv(_Layer):
         return {**self.__dict__, "_known": {}}
 
 
-class Conv3d(_Conv, nn.Conv3d):
+class Conv3d(_Conv, nn.Conv3d):  # pyright: ignore[reportIncompatibleMethodOverride] - a name
     """`torch.nn.Conv3d` of volumes whose depth, height and width are spread over ranks.
 
     It takes the arguments of torch's layer, and has its parameters and its state.
@@ -326,7 +329,7 @@ class Conv3d(_Conv, nn.Conv3d):
         self._spread(layout, group, tag, overlap)
 
 
-class Conv2d(_Conv, nn.Conv2d):
+class Conv2d(_Conv, nn.Conv2d):  # pyright: ignore[reportIncompatibleMethodOverride] - a name
     """`torch.nn.Conv2d` of images whose height and width are spread over ranks.
 
     Arguments, attributes and errors are those of `Conv3d`.

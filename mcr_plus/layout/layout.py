@@ -152,7 +152,7 @@ class Layout:
             )
         name = f"{','.join(map(str, placements))} @{'x'.join(map(str, mesh.shape))}"
         boxes = Boxes(*(part.reshape(mesh.size, len(shape)) for part in (lows, highs)))
-        op: Op = next(iter(ops), "SUM")
+        op: Op = next(iter(ops)) if ops else "SUM"
         return cls._of_one_box(shape, mesh.ravel(), boxes, addends.ravel(), op, name)
 
     @classmethod

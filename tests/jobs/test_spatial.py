@@ -162,7 +162,8 @@ def check_halo(comm: mcr.Communicator, layout: mcr.Layout, widths: Sequence[int]
     (second,) = torch.autograd.grad((first * aims).sum(), x)
 
     mine = spatial.local_part(x.detach(), layout).requires_grad_()
-    found = autograd.halo_exchange(mine, layout, *widths, periodic, tag="halo")
+    before, after = widths
+    found = autograd.halo_exchange(mine, layout, before, after, periodic, tag="halo")
     assert torch.equal(found, expected[comm.rank])
     (gradient,) = torch.autograd.grad(loss(found, comm.rank), mine, create_graph=True)
     torch.testing.assert_close(gradient, spatial.local_part(first.detach(), layout), **CLOSE)
@@ -200,7 +201,7 @@ def networks(layout: mcr.Layout | None) -> nn.Sequential:
     def conv(*arguments: Any, **options: Any) -> None:
         nonlocal layout
         if layout is None:
-            layers.append(nn.Conv3d(*arguments, **options, dtype=torch.float64))
+            layers.append(nn.Conv3d(*arguments, **{**options, "dtype": torch.float64}))
         else:
             layers.append(spatial.Conv3d(*arguments, **options, dtype=torch.float64, layout=layout, tag="c"))
             layout = layers[-1].out_layout
@@ -232,7 +233,7 @@ def check_network(comm: mcr.Communicator) -> None:
             param.fill_(0.3)
     head_of_ours = copy.deepcopy(head)
     x = values(3, 1, *layout.shape)
-    last = ours[-1].out_layout
+    last: Any = ours[-1].out_layout
     for step in range(2):
         loss = head(whole(x).mean((2, 3, 4))).square().mean()
         found = (
@@ -253,7 +254,7 @@ def check_network(comm: mcr.Communicator) -> None:
             with torch.no_grad():
                 for each in (param, mine):
                     assert each.grad is not None
-                    each -= 0.1 * each.grad
+                    each.sub_(0.1 * each.grad)
                     each.grad = None
         assert step < 2
     assert isinstance(copy.deepcopy(ours), nn.Sequential)

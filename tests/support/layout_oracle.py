@@ -94,7 +94,8 @@ def chunk(tensor: Ints, dim: int, count: int, at: int) -> Ints:
     """Slice `at` of `count`, as `torch.chunk` makes them: all of the rounded up size, the last ones less."""
     size = math.ceil(tensor.shape[dim] / count)
     before = [slice(None)] * dim
-    return tensor[(*before, slice(at * size, (at + 1) * size))]
+    where = (*before, slice(at * size, (at + 1) * size))
+    return tensor[where]
 
 
 def sharded(shape: Sequence[int], ranks: Sequence[int], dim: int, sizes: Sequence[int]) -> Side:
@@ -171,7 +172,7 @@ def _strided(tensor: Ints, layout: Layout, rank: int, piece: int, low: Ints, hig
 
     extents, strides, offsets = layout.strided(rank, np.array([piece]), Boxes(low[None], high[None]))
     flattened = np.ascontiguousarray(tensor).ravel()
-    at = np.zeros((), np.int64)
+    at: Ints = np.zeros((), np.int64)
     for extent, stride in zip(extents[0].tolist(), strides[0].tolist(), strict=True):
         at = at[..., None] + np.arange(extent) * stride
     at = at.ravel() + int(offsets[0])
@@ -253,13 +254,13 @@ def execute(
     traffic = Traffic()
     last = len(program.steps) - 1
     for number, step in enumerate(program.steps):
-        mine = {rank: parts[rank][number] for rank in ranks}
-        wires = _exchange(source.shape, mine, have, traffic)
+        own = {rank: parts[rank][number] for rank in ranks}
+        wires = _exchange(source.shape, own, have, traffic)
         addends = source.addends if number == 0 else 1
         if number == last:
-            _finish(target, mine, have, wires, addends, complete)
+            _finish(target, own, have, wires, addends, complete)
         else:
-            have = _next(step.target, mine, have, wires, addends, complete)
+            have = _next(step.target, own, have, wires, addends, complete)
     return traffic
 
 
@@ -411,7 +412,7 @@ def _finish(
         # One of equal boxes of a rank gets what belongs to both; the other is copied from it.
         first = int(np.searchsorted(target.layout.owners, rank))
         twins = {again: once for once, again in target.layout.target_regions.twins}
-        got = []
+        got: list[Any] = []
         for index, piece in enumerate(target.pieces[rank]):
             mine = [each for each in arrivals if each[0] == first + index]
             result, times = _sums(mine, volume, addends, f"rank {rank}, box {index}")
@@ -450,7 +451,7 @@ def check_places(
         ):
             ends = layout is program.steps[0].source, layout is program.steps[-1].target
             if (ends[0] and layout is step.source and number == 0) or (ends[1] and layout is step.target):
-                side = source if layout is step.source and number == 0 else target
+                side: Side | None = source if layout is step.source and number == 0 else target
             else:
                 side = target if layout.inside is not None else None
             for row, piece in enumerate(pieces.tolist()):

@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import run_ranks
 
+import mcr_plus as mcr
 from mcr_plus.config import parsing
 from mcr_plus.config.document import Document
 from mcr_plus.core.collector import collector_paused
+from mcr_plus.launch import mpi_usable
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("numba", "typer", "rich", "matplotlib", "yaml")
@@ -46,12 +50,19 @@ def test_one_process_still_lists_all_backends_that_are_installed() -> None:
     assert names.endswith("'local']")
 
 
+def add_up() -> None:
+    """Runs on ranks: what `PROGRAM` does."""
+    with mcr.init() as comm:
+        x = torch.full((5,), comm.rank + 1.0)
+        comm.all_reduce(x)
+
+
 def test_kernels_from_the_cache_need_none_of_the_compiler(tmp_path: Path) -> None:
     """The first job compiles what the cache lacks; the second finds it and imports no rules of typing."""
     rules = ("numba", "numba.cpython.charseq", "numba.np.linalg")
     (tmp_path / "program.py").write_text(PROGRAM.format(names=rules))
     command = [sys.executable, "-m", "mcr_plus.cli.main", "run", "-n", "2", str(tmp_path / "program.py")]
-    loaded(command)
+    run_ranks(add_up, 2, via="mpi" if mpi_usable() else "torch")
     assert loaded(command) == ["['numba']"] * 2
 
 

@@ -41,17 +41,16 @@ def _meet() -> Peers:
     peers = Peers()
     peers.barrier()
     print(f"up rank={peers.rank} pid={os.getpid()}", flush=True)
-    peers.barrier()
     return peers
 
 
 def finish() -> None:
     """Work, and end well."""
-    _meet()
+    _meet().barrier()
 
 
 def sleep() -> None:
-    """Never end by itself."""
+    """Never end by itself. Once all are up, no rank talks to another: a test may kill one."""
     _meet()
     time.sleep(600)
 
@@ -65,6 +64,7 @@ def stubborn() -> None:
 def fail(how: str) -> None:
     """Rank 1 fails in some way while the others wait for it."""
     peers = _meet()
+    peers.barrier()
     if peers.rank == 1:
         _FAILURES[how]()
     peers.barrier()

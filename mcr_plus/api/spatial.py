@@ -189,8 +189,9 @@ class _Convolve(Function):
         ctx: Any, *grads: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         needed, weight = ctx.saved_tensors
-        found = ctx.how.gradients(grads[0], needed, weight, ctx.needs_input_grad[:3])
-        return *found, None
+        wanted = ctx.needs_input_grad[:3]
+        found = ctx.how.gradients(grads[0], needed, weight, wanted)
+        return *(each if needs else None for each, needs in zip(found, wanted, strict=True)), None
 
 
 class _Layer(nn.Module):

@@ -72,7 +72,7 @@ def exchanges(
     if source.volume == 0:
         return found
     if source.is_partial:
-        sums = summed(source, itemsize, turn)
+        sums = summed(source, target, itemsize, turn)
         if sums is not None:
             first = Exchange(source, sums, itemsize, nodes, turn)
             found.append(Program("reduce", (first, Exchange(sums, target, itemsize, nodes, turn))))
@@ -94,12 +94,14 @@ def exchanges(
     return found
 
 
-def summed(source: Layout, itemsize: int, turn: int = 0) -> Layout | None:
+def summed(source: Layout, target: Layout, itemsize: int, turn: int = 0) -> Layout | None:
     """The layout in which every region of a partial source is cut into slices, each summed on one rank.
 
-    None where the addends are not cut alike.
+    A rank that needs what it sums need not be sent it later. So parts of regions that some of their holders
+    need are summed by these, unless the fullest rank receives less where all holders share the sums. None
+    where the addends are not cut alike.
     """
-    have = source.regions
+    have, need = source.regions, target.target_regions
     number, addends = len(have.counts), source.addend_count
     if number % addends:
         return None
@@ -115,11 +117,48 @@ def summed(source: Layout, itemsize: int, turn: int = 0) -> Layout | None:
     once = np.ones(len(members), bool)
     once[1:] = (np.diff(box_of) != 0) | (np.diff(members) != 0)
     box_of, members = box_of[once], members[once]
-    holders = np.bincount(box_of, minlength=per)
-    starts = holders.cumsum() - holders
-    which, index, boxes = _slices(first, np.clip(-(-first.volumes * itemsize // GRAIN), 1, holders))
-    owners = members[starts[which] + (index + which + turn) % holders[which]]
-    return Layout.packed_boxes(source.shape, source.ranks, owners, boxes, "sums", op=source.op)
+    best = _spread(first, box_of, members, itemsize, turn)
+    if per * len(need.counts) <= _MOST_PAIRS and not target.overlaps:
+        box, wanted, cells = meet_all(first, need.boxes)
+        cell, ranks = _members_of(box, box_of, members)
+        needs = need.has(wanted[cell], ranks)
+        some = np.bincount(cell[needs], minlength=len(box)) > 0
+        keep = needs | ~some[cell]
+        near = _spread(cells, cell[keep], ranks[keep], itemsize, turn)
+        if len(near[0]) <= _MOST_SLICES and _fullest(near, need, addends) <= _fullest(best, need, addends):
+            best = near
+    return Layout.packed_boxes(source.shape, source.ranks, *best, "sums", op=source.op)
+
+
+def _spread(boxes: Boxes, box_of: Ints, members: Ints, itemsize: int, turn: int) -> tuple[Ints, Boxes]:
+    """Slices of boxes, spread over the members of each: the rank of each slice, and the slices.
+
+    `box_of`: the box of each of `members`, ascending.
+    """
+    number = np.bincount(box_of, minlength=len(boxes.lows))
+    starts = number.cumsum() - number
+    which, index, slices = _slices(boxes, np.clip(-(-boxes.volumes * itemsize // GRAIN), 1, number))
+    return members[starts[which] + (index + which + turn) % number[which]], slices
+
+
+def _members_of(some: Ints, box_of: Ints, members: Ints) -> tuple[Ints, Ints]:
+    """For boxes, all their members: the index in `some`, and the rank; `box_of` as in `_spread`."""
+    begins = np.searchsorted(box_of, some)
+    number = np.searchsorted(box_of, some, side="right") - begins
+    which = np.repeat(np.arange(len(some)), number)
+    return which, members[np.arange(len(which)) - (number.cumsum() - number - begins)[which]]
+
+
+def _fullest(owned: tuple[Ints, Boxes], need: Regions, addends: int) -> int:
+    """The most that ranks receive to sum slices, and then to have what they need, in elements."""
+    owners, boxes = owned
+    size = 1 + int(max(owners.max(initial=0), need.members.max(initial=0)))
+    sums = np.bincount(owners, boxes.volumes, size)
+    lacked = np.bincount(need.members, need.boxes.volumes[need.region_of_member], size)
+    which, wanted, common = meet_all(boxes, need.boxes)
+    own = need.has(wanted, owners[which])
+    lacked -= np.bincount(owners[which[own]], common.volumes[own], size)
+    return int((addends - 1) * sums.max() + lacked.max())
 
 
 def sliced(

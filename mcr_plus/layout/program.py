@@ -27,7 +27,17 @@ from numpy.typing import NDArray
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.messages import GRAIN, Exchange, Part
 from mcr_plus.layout.native import Native, native
-from mcr_plus.layout.regions import Boxes, Ints, Regions, as_ints, meet_all, row_length, runs, volumes
+from mcr_plus.layout.regions import (
+    Boxes,
+    Ints,
+    Regions,
+    as_ints,
+    cut_apart,
+    meet_all,
+    row_length,
+    runs,
+    volumes,
+)
 
 _MOST_PAIRS: Final = 1 << 16  # of regions, beyond which no slices are looked for
 _MOST_SLICES: Final = 1 << 13  # of all ranks together
@@ -325,11 +335,9 @@ def bound(source: Layout, target: Layout, nodes: Ints | None = None) -> Bound:
     A rank must receive each element that it needs and does not hold completely, once. Elements of k addends
     need k - 1 receipts to be summed anywhere, and one for each further rank that needs them.
     """
-    have, need = source.regions, target.target_regions
+    have, need = source.regions, _apart(target)
     received = dict.fromkeys(target.ranks, 0)
     region, wanted, cells = meet_all(have.boxes, need.boxes)
-    sizes = cells.volumes
-    # Elements that lie in the same boxes for all addends are counted by cells of both layouts.
     for rank in target.ranks:
         lacked: list[NDArray[np.int64]] = []
         mine, _ = need.of_rank(rank)
@@ -339,7 +347,6 @@ def bound(source: Layout, target: Layout, nodes: Ints | None = None) -> Bound:
         different = np.unique(np.concatenate(lacked), axis=0)
         dims = len(source.shape)
         received[rank] = int(volumes(different[:, :dims], different[:, dims:]).sum())
-    del sizes
     total = sum(received.values())
     if source.is_partial:
         total = _total_with_sums(source, target)
@@ -356,8 +363,16 @@ def bound(source: Layout, target: Layout, nodes: Ints | None = None) -> Bound:
     return Bound(received, total, entering)
 
 
+def _apart(target: Layout) -> Regions:
+    """The regions of a target, cut where they overlap."""
+    if not target.overlaps:
+        return target.target_regions
+    which, boxes = cut_apart(target.held, target.shape)
+    return Regions(boxes, np.zeros(len(which), np.int64), target.owners[which])
+
+
 def _total_with_sums(source: Layout, target: Layout) -> int:
-    have, need = source.regions, target.target_regions
+    have, need = source.regions, _apart(target)
     addends = source.addend_count
     region, wanted, cells = meet_all(have.boxes, need.boxes)
     first = have.addends[region] == 0

@@ -1,10 +1,10 @@
 """Layouts and their redistribution in plain NumPy, from the definition of layouts alone.
 
-A local tensor is written here as an array of the global tensor's flat indices, one for each of its elements,
-which `mesh`, `sharded`, `flat` and `boxes` cut out of `arange(volume)`. Nothing here asks the library which box
-a rank holds or where it lies in memory. `execute` carries out what all ranks' parts of a plan say, on values
-that are unique for every element and addend, so that one that is lost, doubled, in a wrong place or not summed
-is seen.
+A local tensor is written here as an array of the global tensor's flat indices, one for each of its
+elements, which `mesh`, `sharded`, `flat` and `boxes` cut out of `arange(volume)`. Nothing here asks the
+library which box a rank holds or where it lies in memory. `execute` carries out what all ranks' parts of a
+plan say, on values that are unique for every element and addend, so that one that is lost, doubled, in a
+wrong place or not summed is seen.
 """
 
 from __future__ import annotations
@@ -59,6 +59,15 @@ class Side:
     def held(self) -> dict[int, Ints]:
         """Of each rank the different elements that it has."""
         return {rank: np.unique(tensor) for rank, tensor in self.tensors.items()}
+
+    @cached_property
+    def wanted(self) -> dict[int, list[Ints]]:
+        """Of each rank its different boxes, without those in which it has no element."""
+        found = {}
+        for rank, tensor in self.tensors.items():
+            boxes_ = self.pieces.get(rank, [np.sort(tensor.ravel())])
+            found[rank] = [np.array(each) for each in {tuple(box.tolist()) for box in boxes_ if box.size}]
+        return found
 
     def __str__(self) -> str:
         return str(self.layout)
@@ -324,7 +333,7 @@ def _exchange(
 def _arrivals(
     shape: tuple[int, ...], rank: int, part: Part, have: Mapping[int, Mapping[int, Ints]], wires: Wires
 ) -> list[tuple[int, int, Ints, Ints]]:
-    """What a rank has of the next layout: the box of the layout, the addend, the elements and their values."""
+    """What a rank has of the next layout: box of the layout, addend, elements and their values."""
     found = []
     taken: dict[int, int] = {}
     rows = part.receives
@@ -421,13 +430,15 @@ def _finish(
             raise Wrong(f"rank {rank} has no part in the target and gets some of it")
 
 
-def check_places(program: Program, source: Side, target: Side, rank: int) -> None:
+def check_places(
+    program: Program, source: Side, target: Side, rank: int, parts: Sequence[Part] | None = None
+) -> None:
     """That each row of a rank lies in its local tensors where the definition says.
 
     Local tensors of layouts in between are checked for the same place whenever an element is written or read.
     """
     places: dict[int, dict[int, int]] = {}
-    for number, (step, part) in enumerate(zip(program.steps, program.parts(rank), strict=True)):
+    for number, (step, part) in enumerate(zip(program.steps, parts or program.parts(rank), strict=True)):
         if step.source.inside is not None and not target.pieces:
             _same_place(step.source, step.target, rank, part)  # such rows are not copied
         kept = part.kept
@@ -471,16 +482,18 @@ def _same_place(before: Layout, after: Layout, rank: int, part: Part) -> None:
 
 
 def lacked(source: Side, target: Side) -> dict[int, int]:
-    """Of each rank the elements that it needs and does not have in full."""
-    none = np.zeros(0, np.int64)
-    return {
-        rank: int(
-            needed.size
-            if source.addends > 1
-            else np.setdiff1d(needed, source.held.get(rank, none), assume_unique=True).size
-        )
-        for rank, needed in target.held.items()
-    }
+    """Of each rank the different elements that it needs and does not have in full."""
+    return {rank: _lacks(source, rank, needed) for rank, needed in target.held.items()}
+
+
+def lacked_by_boxes(source: Side, target: Side) -> dict[int, int]:
+    """As `lacked`, but elements count again in each different box of a rank."""
+    return {rank: sum(_lacks(source, rank, box) for box in boxes) for rank, boxes in target.wanted.items()}
+
+
+def _lacks(source: Side, rank: int, needed: Ints) -> int:
+    has = source.held.get(rank, np.zeros(0, np.int64)) if source.addends == 1 else np.zeros(0, np.int64)
+    return np.setdiff1d(needed, has, assume_unique=True).size
 
 
 def least_total(source: Side, target: Side) -> int:
@@ -491,15 +504,13 @@ def least_total(source: Side, target: Side) -> int:
     """
     volume = math.prod(source.shape)
     needers, near = np.zeros(volume, np.int64), np.zeros(volume, np.int64)
+    none = np.zeros(0, np.int64)
     for rank, needed in target.held.items():
         needers[needed] += 1
-        if rank in source.held:
-            both = np.intersect1d(needed, source.held[rank], assume_unique=True)
-            near[both] += 1
-    wanted = needers > 0
+        near[np.intersect1d(needed, source.held.get(rank, none), assume_unique=True)] += 1
     if source.addends == 1:
         return int((needers - near).sum())
-    return int((source.addends - 1 + needers - (near > 0))[wanted].sum())
+    return int((source.addends - 1 + needers - (near > 0))[needers > 0].sum())
 
 
 def least_fullest(source: Side, target: Side) -> int:
@@ -521,3 +532,70 @@ def least_entering(source: Side, target: Side, nodes: Ints) -> dict[int, int]:
         has = [held for rank, held in source.held.items() if nodes[rank] == node]
         found[node] = int(np.setdiff1d(np.concatenate([none, *needed]), np.concatenate([none, *has])).size)
     return found
+
+
+# -- native collectives ---------------------------------------------------------------------------
+
+
+def check_native(program: Program, source: Side, target: Side) -> None:
+    """That a native collective in each of its groups leads to the target, by what such a collective does."""
+    native = program.native
+    assert native is not None
+    members = [rank for group in native.groups for rank in group]
+    _equal(len(set(members)), len(members), "ranks that are in one group")
+    _equal(set(members), set(source.tensors) | set(target.tensors), "ranks of all groups")
+    for group in native.groups:
+        before = [source.tensors[rank].ravel() for rank in group]
+        after = [target.tensors[rank].ravel() for rank in group]
+        held = sorted(source.addend_of[rank] for rank in group)
+        if native.kind == "all_gather":
+            _equal(source.addends, 1, "addends that are gathered")
+            _equal(len({each.size for each in before}), 1, "sizes of parts")
+            for each in after:
+                _equal(sorted(np.concatenate(before).tolist()), sorted(each.tolist()), "what is gathered")
+            continue
+        _equal(held, list(range(source.addends)), "addends in a group")
+        for each in before:
+            _equal(each.tolist(), before[0].tolist(), "elements of addends")
+        if native.kind == "reduce_scatter":
+            _equal(len({each.size for each in after}), 1, "sizes of parts")
+            _equal(sorted(np.concatenate(after).tolist()), sorted(before[0].tolist()), "parts of the sum")
+            continue
+        for each in after:
+            _equal(each.tolist(), before[0].tolist(), "elements of the sum")
+
+
+# -- senders --------------------------------------------------------------------------------------
+
+
+def least_fullest_sender(source: Side, target: Side) -> float:
+    """The least that the rank that sends most can send, in elements, if all that a rank lacks comes from
+    ranks that hold it in the source: a linear program over classes of elements that the same ranks hold.
+    """
+    from scipy.optimize import linprog
+
+    volume = math.prod(source.shape)
+    ranks = sorted({*source.tensors, *target.tensors})
+    holders = np.zeros((volume, len(ranks)), bool)
+    lacking = np.zeros(volume, np.int64)
+    for at, rank in enumerate(ranks):
+        if rank in source.held:
+            holders[source.held[rank], at] = True
+        if rank in target.held:
+            needed = target.held[rank]
+            lacking[needed] += ~holders[needed, at]
+    classes, which = np.unique(holders, axis=0, return_inverse=True)
+    demand = np.bincount(which.ravel(), lacking, len(classes))
+    pairs = [(each, at) for each in range(len(classes)) for at in classes[each].nonzero()[0] if demand[each]]
+    if not pairs:
+        return 0.0
+    # Variables: what each rank sends of each class, and the most that any sends.
+    served = np.zeros((len(classes), len(pairs) + 1))
+    sent = np.zeros((len(ranks), len(pairs) + 1))
+    sent[:, -1] = -1
+    for column, (each, at) in enumerate(pairs):
+        served[each, column] = sent[at, column] = 1
+    cost = np.append(np.zeros(len(pairs)), 1)
+    found = linprog(cost, sent, np.zeros(len(ranks)), served, demand, method="highs")
+    assert found.success
+    return float(found.fun)

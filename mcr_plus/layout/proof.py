@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.messages import Part, Rows
-from mcr_plus.layout.regions import Boxes, Ints, contains, cover_once
+from mcr_plus.layout.regions import Boxes, Ints, as_ints, contains, cover_once
 
 _PRIMES: Final = np.array(
     [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64
@@ -29,23 +29,32 @@ def check(part: Part, source: Layout, target: Layout) -> str | None:
     rank = part.rank
     if (part.sends.peers == rank).any() or (part.receives.peers == rank).any():
         return f"rank {rank} exchanges with itself"
-    if not (
-        wrong := _all_hold(source, np.full(len(part.sends.peers), rank), part.sends.boxes, part.sends.addends)
-    ):
-        wrong = _all_hold(source, part.receives.peers, part.receives.boxes, part.receives.addends)
-    if not wrong:
-        kept = part.kept
-        wrong = _all_hold(source, np.full(len(kept.addends), rank), kept.boxes, kept.addends)
-    if wrong:
+    if wrong := _all_hold(source, part.receives.peers, part.receives.boxes, part.receives.addends):
         return wrong
-    if not (source.owners[part.sends.pieces] == rank).all():
-        return f"rank {rank} sends from a box of another rank"
-    if not contains(source.held.take(part.sends.pieces), part.sends.boxes).all():
-        return f"rank {rank} sends from outside of its box"
-    copies = {second for _, second in target.target_regions.twins}
-    for piece in target.pieces(rank).tolist():
-        if piece not in copies and (wrong := _covered(part, source, target, piece)):
+    if not np.isin(part.sends.peers, as_ints(target.ranks)).all():
+        return f"rank {rank} sends to a rank that has no part in the target"
+    for does, rows in (("sends", part.sends), ("keeps", part.kept)):
+        if wrong := _not_inside(does, rank, source, rows.pieces, rows.boxes, rows.addends):
             return wrong
+    copies = [second for _, second in target.target_regions.twins]
+    own = np.setdiff1d(target.pieces(rank), as_ints(copies))
+    for does, into in (("receives", part.receives.pieces), ("keeps", part.kept.into)):
+        if not np.isin(into, own).all():
+            return f"rank {rank} {does} what belongs to none of its boxes of the target"
+    for piece in own.tolist():
+        if wrong := _covered(part, source, target, piece):
+            return wrong
+    return None
+
+
+def _not_inside(
+    does: str, rank: int, source: Layout, pieces: Ints, boxes: Boxes, addends: Ints
+) -> str | None:
+    """What is wrong with the boxes of a rank's source that rows are read from."""
+    if not (source.owners[pieces] == rank).all():
+        return f"rank {rank} {does} a part of a box of another rank"
+    if not (contains(source.held.take(pieces), boxes) & (source.addends[pieces] == addends)).all():
+        return f"rank {rank} {does} what is outside of its box, or another addend"
     return None
 
 

@@ -126,14 +126,6 @@ def make_plan(
             else [each for each in some if each.steps]
             for spec, some in zip(specs, found, strict=True)
         ]
-    if lossy:
-        found = [[each for each in some if keeps_replicas(each)] for some in found]
-        for spec, some in zip(specs, found, strict=True):
-            if not some:
-                raise Unsupported(
-                    f"compress: {_named(spec)}a replica of {spec.target} would keep exact values that "
-                    "others get from the codec; compress=False sends them as they are"
-                )
     loads = np.zeros((len(specs), MOST_PROGRAMS, MOST_STEPS, len(LOADS)), np.int64)
     for at, (spec, some) in enumerate(zip(specs, found, strict=True)):
         for number, program in enumerate(some):
@@ -145,6 +137,8 @@ def make_plan(
                 loads[at, number, step] = load(part, spec.dtype.itemsize, nodes)
     loads = _largest(comm, loads)
     seconds = Costs().seconds(loads, _sharers(comm, nodes)).sum(axis=2)
+    if lossy:
+        _rule_out(specs, found, loads, seconds)
     chosen, kept = [], np.zeros((len(specs), MOST_STEPS, len(LOADS)), np.int64)
     for at, some in enumerate(found):
         best = int(np.argmin(seconds[at, : len(some)]))
@@ -152,6 +146,27 @@ def make_plan(
         chosen.append(Chosen(some[best], made.parts(some[best], rank)))
     _prove(comm, chosen)
     return Plan(specs, chosen, kept, nodes)
+
+
+def _rule_out(
+    specs: Sequence[Spec],
+    found: Sequence[Sequence[Program]],
+    loads: NDArray[np.int64],
+    seconds: NDArray[np.float64],
+) -> None:
+    """Make programs that would leave replicas with different bits infinitely dear.
+
+    Raises `Unsupported` if all are.
+    """
+    for at, (spec, some) in enumerate(zip(specs, found, strict=True)):
+        for number, program in enumerate(some):
+            if loads[at, number].any() and not keeps_replicas(program):
+                seconds[at, number] = np.inf
+        if np.isinf(seconds[at, : len(some)]).all():
+            raise Unsupported(
+                f"compress: {_named(spec)}a replica of {spec.target} would keep exact values that "
+                "others get from the codec; compress=False sends them as they are"
+            )
 
 
 class _Known:

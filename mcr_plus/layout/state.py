@@ -161,7 +161,7 @@ class Redistribution:
 
     def _ready(self, source: State, target: State | None) -> tuple[list[_Named], dict[str, _Local]]:
         """The movers for the dtypes of these tensors, and the tensors. Raises on all ranks alike in a first
-        call.
+        call; in later ones, as any collective, on those whose arguments are wrong.
         """
         if self.rank < 0:
             raise Unsupported(f"this rank is not a member of group '{self._comm.name}'")
@@ -171,6 +171,8 @@ class Redistribution:
             given = self._checked(source, target or {})
         except (InvalidArgument, Unsupported) as error:
             wrong = str(error)
+        if wrong is not None and self._bound and not self._asks:
+            raise InvalidArgument(wrong)
         dtypes, wrong = self._dtypes(given, wrong)
         if dtypes not in self._bound or wrong is not None:
             self._bound[dtypes] = self._plan(dtypes, wrong)

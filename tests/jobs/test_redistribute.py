@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from ranks import run_ranks
+from ranks import Via, run_ranks
 from redistributions import bad_calls
 
 from mcr_plus.launch import mpi_usable
@@ -14,16 +14,10 @@ needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI
 LIBRARIES = ["msccl", "gloo", pytest.param("mpi", marks=needs_mpi)]
 
 
-def launched(what: str, ranks: int, backend: str, *args: Any, timeout: float = 120) -> list[Any]:
+def launched(what: str, ranks: int, backend: str, timeout: float = 120) -> list[Any]:
     """What each rank found."""
-    via = "mpi" if backend == "mpi" else "torch"
-    results = run_ranks(
-        f"redistributions:{what}",
-        ranks,
-        args=[backend, *args],
-        via=via,
-        timeout=timeout,  # type: ignore[arg-type]
-    )
+    via: Via = "mpi" if backend == "mpi" else "torch"
+    results = run_ranks(f"redistributions:{what}", ranks, args=[backend], via=via, timeout=timeout)
     for result in results:
         value = result.value
         assert value["failures"] == [], f"rank {result.rank}: {value['failed']} of {value['cases']} failed"

@@ -93,8 +93,8 @@ def mesh(shape: Sequence[int], ranks: Any, placements: Sequence[str]) -> Side:
 def chunk(tensor: Ints, dim: int, count: int, at: int) -> Ints:
     """Slice `at` of `count`, as `torch.chunk` makes them: all of the rounded up size, the last ones less."""
     size = math.ceil(tensor.shape[dim] / count)
-    before = [slice(None)] * dim
-    return tensor[(*before, slice(at * size, (at + 1) * size))]
+    place = (*[slice(None)] * dim, slice(at * size, (at + 1) * size))
+    return tensor[place]
 
 
 def sharded(shape: Sequence[int], ranks: Sequence[int], dim: int, sizes: Sequence[int]) -> Side:
@@ -171,7 +171,7 @@ def _strided(tensor: Ints, layout: Layout, rank: int, piece: int, low: Ints, hig
 
     extents, strides, offsets = layout.strided(rank, np.array([piece]), Boxes(low[None], high[None]))
     flattened = np.ascontiguousarray(tensor).ravel()
-    at = np.zeros((), np.int64)
+    at: Ints = np.zeros((), np.int64)
     for extent, stride in zip(extents[0].tolist(), strides[0].tolist(), strict=True):
         at = at[..., None] + np.arange(extent) * stride
     at = at.ravel() + int(offsets[0])
@@ -253,13 +253,13 @@ def execute(
     traffic = Traffic()
     last = len(program.steps) - 1
     for number, step in enumerate(program.steps):
-        mine = {rank: parts[rank][number] for rank in ranks}
-        wires = _exchange(source.shape, mine, have, traffic)
+        of_step = {rank: parts[rank][number] for rank in ranks}
+        wires = _exchange(source.shape, of_step, have, traffic)
         addends = source.addends if number == 0 else 1
         if number == last:
-            _finish(target, mine, have, wires, addends, complete)
+            _finish(target, of_step, have, wires, addends, complete)
         else:
-            have = _next(step.target, mine, have, wires, addends, complete)
+            have = _next(step.target, of_step, have, wires, addends, complete)
     return traffic
 
 
@@ -411,7 +411,7 @@ def _finish(
         # One of equal boxes of a rank gets what belongs to both; the other is copied from it.
         first = int(np.searchsorted(target.layout.owners, rank))
         twins = {again: once for once, again in target.layout.target_regions.twins}
-        got = []
+        got: list[Ints] = []
         for index, piece in enumerate(target.pieces[rank]):
             mine = [each for each in arrivals if each[0] == first + index]
             result, times = _sums(mine, volume, addends, f"rank {rank}, box {index}")
@@ -448,11 +448,11 @@ def check_places(
             (step.target, part.receives.boxes, part.receives.pieces),
             (step.target, kept.boxes, kept.into),
         ):
-            ends = layout is program.steps[0].source, layout is program.steps[-1].target
-            if (ends[0] and layout is step.source and number == 0) or (ends[1] and layout is step.target):
-                side = source if layout is step.source and number == 0 else target
-            else:
-                side = target if layout.inside is not None else None
+            side: Side | None = None  # whose local tensor it is; None for one of the planner's own
+            if number == 0 and layout is step.source:
+                side = source
+            elif layout is program.steps[-1].target or layout.inside is not None:
+                side = target
             for row, piece in enumerate(pieces.tolist()):
                 low, high = boxes_.lows[row], boxes_.highs[row]
                 elements = _everything(layout.shape)[

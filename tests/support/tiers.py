@@ -135,6 +135,10 @@ LONG: Final = (
     "test_kernels_fp8_block.py::test_the_triton_kernels_are_the_reference[e8m0-e4m3]",
     # layouts: samples of all pairs stay, and of numbers of ranks and libraries some of each
     "test_layouts.py::test_all_pairs_on_a_mesh",
+    "test_layouts.py::test_every_mutant_of_a_plan_is_found[12]",
+    "test_layouts.py::test_every_mutant_of_a_plan_is_found[3x2]",
+    "test_layouts.py::test_every_mutant_of_a_plan_is_found[4x",
+    "test_layouts.py::test_every_mutant_of_a_plan_is_found[2x2x2]",
     "test_layouts.py::test_all_numbers_of_ranks_to_others",
     *(
         f"test_redistribute.py::test_{name}[{each}"

@@ -149,7 +149,8 @@ class Mover:
                 targets.append(None)
                 continue
             step, part = steps[number], each.parts[number]
-            lossy &= number < lossy_steps(each.program)
+            if plan.loads[index, number].any():
+                lossy &= number < lossy_steps(each.program)
             targets.append(step.target)
             sends.append(_Rows.of(index, step.source, self.rank, part.sends))
             receives.append(_Rows.of(index, step.target, self.rank, part.receives))

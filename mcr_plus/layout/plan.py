@@ -104,16 +104,17 @@ def make_plan(
     wrong: str | None,
     *,
     lossy: bool = False,
-    memory: int | None = None,
+    options: str = "",
 ) -> Plan:
     """Choose a program for each tensor, agree with the other ranks of the group, and prove this rank's parts.
 
-    Collective. `wrong`: what is wrong with this rank's arguments; then, or if the ranks' specs differ, all
-    ranks raise. `lossy`: a codec is asked for, which must not leave replicas with different bits.
+    Collective. `wrong`: what is wrong with this rank's arguments; then, or if the ranks' specs or `options`
+    of the call differ, all ranks raise. `lossy`: a codec is asked for, which must not leave replicas with
+    different bits.
     """
     for spec in specs:
         wrong = wrong or _refused(comm, spec)
-    _agree_on_specs(comm, specs, memory, wrong)
+    _agree_on_specs(comm, specs, options, wrong)
     nodes = nodes_of(comm)
     rank = comm.ranks[comm.rank]
     made = _Known(None if lossy else nodes)
@@ -125,14 +126,6 @@ def make_plan(
             else [each for each in some if each.steps]
             for spec, some in zip(specs, found, strict=True)
         ]
-    if lossy:
-        found = [[each for each in some if keeps_replicas(each)] for some in found]
-        for spec, some in zip(specs, found, strict=True):
-            if not some:
-                raise Unsupported(
-                    f"compress: {_named(spec)}a replica of {spec.target} would keep exact values that "
-                    "others get from the codec; compress=False sends them as they are"
-                )
     loads = np.zeros((len(specs), MOST_PROGRAMS, MOST_STEPS, len(LOADS)), np.int64)
     for at, (spec, some) in enumerate(zip(specs, found, strict=True)):
         for number, program in enumerate(some):
@@ -144,6 +137,8 @@ def make_plan(
                 loads[at, number, step] = load(part, spec.dtype.itemsize, nodes)
     loads = _largest(comm, loads)
     seconds = Costs().seconds(loads, _sharers(comm, nodes)).sum(axis=2)
+    if lossy:
+        _rule_out(specs, found, loads, seconds)
     chosen, kept = [], np.zeros((len(specs), MOST_STEPS, len(LOADS)), np.int64)
     for at, some in enumerate(found):
         best = int(np.argmin(seconds[at, : len(some)]))
@@ -151,6 +146,27 @@ def make_plan(
         chosen.append(Chosen(some[best], made.parts(some[best], rank)))
     _prove(comm, chosen)
     return Plan(specs, chosen, kept, nodes)
+
+
+def _rule_out(
+    specs: Sequence[Spec],
+    found: Sequence[Sequence[Program]],
+    loads: NDArray[np.int64],
+    seconds: NDArray[np.float64],
+) -> None:
+    """Make programs that would leave replicas with different bits infinitely dear.
+
+    Raises `Unsupported` if all are.
+    """
+    for at, (spec, some) in enumerate(zip(specs, found, strict=True)):
+        for number, program in enumerate(some):
+            if loads[at, number].any() and not keeps_replicas(program):
+                seconds[at, number] = np.inf
+        if np.isinf(seconds[at, : len(some)]).all():
+            raise Unsupported(
+                f"compress: {_named(spec)}a replica of {spec.target} would keep exact values that "
+                "others get from the codec; compress=False sends them as they are"
+            )
 
 
 class _Known:
@@ -247,14 +263,14 @@ def _refused(comm: Communicator, spec: Spec) -> str | None:
 # -- agreement ------------------------------------------------------------------------------------
 
 
-def _agree_on_specs(comm: Communicator, specs: Sequence[Spec], memory: int | None, wrong: str | None) -> None:
-    """Raise `InvalidArgument` on all ranks if something is wrong on any, or if they have different specs."""
+def _agree_on_specs(comm: Communicator, specs: Sequence[Spec], options: str, wrong: str | None) -> None:
+    """Raise `InvalidArgument` on all ranks if something is wrong on any, or if specs or options differ."""
     words = [
         _number(spec.name.encode()) ^ _number(spec.source.digest) ^ (_number(spec.target.digest) << 1)
         for spec in specs
     ]
     words = [word ^ hash_of_dtype(spec.dtype) for word, spec in zip(words, specs, strict=True)]
-    digest = memory or 0
+    digest = _number(options.encode())
     for word in words:
         digest = (digest * 1_000_003 + word) & ((1 << 62) - 1)
     facts = [digest, -digest, len(specs), -len(specs), int(wrong is not None)]
@@ -265,7 +281,10 @@ def _agree_on_specs(comm: Communicator, specs: Sequence[Spec], memory: int | Non
     mine: Any = (
         wrong
         if wrong is not None
-        else [(spec.name, str(spec.source), str(spec.target), str(spec.dtype)) for spec in specs]
+        else [
+            [options],
+            *((spec.name, str(spec.source), str(spec.target), str(spec.dtype)) for spec in specs),
+        ]
     )
     said = comm.all_gather_object(mine, tag=_TAG)
     raise _difference(comm, said)
@@ -279,16 +298,16 @@ def _difference(comm: Communicator, said: Sequence[Any]) -> McrError:
         first = next(iter(errors.values()))
         where = [rank for rank, text in errors.items() if text == first]
         return InvalidArgument(f"{first} (on rank{'s' * (len(where) > 1)} {', '.join(map(str, where))})")
+    one, known = comm.ranks[0], said[0]
     for rank, specs in zip(comm.ranks, said, strict=True):
-        if len(specs) != len(said[0]):
+        if len(specs) != len(known):
             return InvalidArgument(
-                f"rank {comm.ranks[0]} redistributes {len(said[0])} tensors, rank {rank} {len(specs)}"
+                f"rank {one} redistributes {len(known) - 1} tensors, rank {rank} {len(specs) - 1}"
             )
-        for here, first in zip(specs, said[0], strict=True):
+        for what, here, first in zip(["options", *["layouts"] * len(specs)], specs, known, strict=False):
             if here != first:
                 return InvalidArgument(
-                    f"ranks pass different layouts: rank {comm.ranks[0]} {' '.join(first)}, "
-                    f"rank {rank} {' '.join(here)}"
+                    f"ranks pass different {what}: rank {one} {' '.join(first)}, rank {rank} {' '.join(here)}"
                 )
     return InvalidArgument("ranks pass layouts that print alike and hold different boxes")
 

@@ -175,7 +175,7 @@ class Redistribution:
 
     def _ready(self, source: State, target: State | None) -> tuple[list[_Named], dict[str, _Local]]:
         """The movers for the dtypes of these tensors, and the tensors. Raises on all ranks alike in a first
-        call.
+        call; in later ones, as any collective, on those whose arguments are wrong.
         """
         if self.rank < 0:
             raise Unsupported(f"this rank is not a member of group '{self._comm.name}'")
@@ -185,6 +185,8 @@ class Redistribution:
             given = self._checked(source, target or {})
         except (InvalidArgument, Unsupported) as error:
             wrong = str(error)
+        if wrong is not None and self._bound and not self._asks:
+            raise InvalidArgument(wrong)
         dtypes, wrong = self._dtypes(given, wrong)
         if dtypes not in self._bound or wrong is not None:
             self._bound[dtypes] = self._plan(dtypes, wrong)
@@ -241,13 +243,17 @@ class Redistribution:
 
     def _plan(self, dtypes: _Dtypes, wrong: str | None) -> tuple[list[Plan], list[_Named]]:
         """A plan for the tensors of each dtype, and what runs them."""
-        lossy = self._options.get("compress") not in (None, False)
+        tag, compress = self._options.get("tag"), self._options.get("compress")
+        lossy = compress not in (None, False)
+        if isinstance(compress, Mapping):
+            compress = dict(sorted(compress.items(), key=str))
+        said = f"memory={self._memory}, tag={tag!r}, compress={compress!r}"
         plans: list[Plan] = []
         movers: list[_Named] = []
         for dtype in dict.fromkeys(dtypes):
             names = [name for name, each in zip(self._specs, dtypes, strict=True) if each == dtype]
             specs = [Spec(name, *self._specs[name], dtype) for name in names]
-            plan = make_plan(self._comm, specs, wrong, lossy=lossy, memory=self._memory)
+            plan = make_plan(self._comm, specs, wrong, lossy=lossy, options=said)
             plans.append(plan)
             movers += self._movers_of(plan)
         return plans, movers
@@ -340,8 +346,8 @@ def _checked_local(value: Any, layout: Layout, rank: int, name: str, what: str) 
         )
     if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
         raise InvalidArgument(
-            f"{where}: the tensor requires gradients; use mcr_plus.autograd.redistribute, "
-            "or pass tensor.detach()"
+            f"{where} {layout}: the tensor requires gradients; use mcr_plus.autograd.redistribute, or pass "
+            "tensor.detach()"
         )
     tensor = as_tensor(value, where)
     if tuple(tensor.shape) != shape:
@@ -349,7 +355,10 @@ def _checked_local(value: Any, layout: Layout, rank: int, name: str, what: str) 
             f"{where} {layout}: expected a local tensor of shape {list(shape)}, got {_described(tensor)}"
         )
     if what == "target":
-        check_apart(tensor)
+        try:
+            check_apart(tensor)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{where} {layout}: {error}") from None
     return tensor
 
 

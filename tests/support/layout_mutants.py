@@ -62,9 +62,10 @@ def mutants(
             yield f"{side}: another peer", _with(parts, rank, side, rows._replace(peers=moved))
         for name, changed in _shifted(rows.boxes, at, source.shape):
             yield f"{side}: {name}", _with(parts, rank, side, rows._replace(boxes=changed))
-        (same,) = (rows.peers == rows.peers[at]).nonzero()
-        if len(same) > 1:
-            other = int(random.choice(same[same != at]))
+        others = rows.peers == rows.peers[at]
+        others &= ~_like(rows, at)  # where a rank lists overlapping boxes, it gets elements twice
+        if others.any():
+            other = int(random.choice(others.nonzero()[0]))
             swap = number.copy()
             swap[[at, other]] = other, at
             yield f"{side}: two swapped", _with(parts, rank, side, rows.take(swap))
@@ -80,6 +81,12 @@ def mutants(
     if keeping:
         rank = pick(keeping)
         yield from _of_kept(parts, rank, source, target, random)
+
+
+def _like(rows: Rows, at: int) -> NDArray[np.bool_]:
+    """The rows of the same box and addend."""
+    words = np.column_stack([rows.addends, *rows.boxes])
+    return np.asarray((words == words[at]).all(axis=1), bool)
 
 
 def _is_as_good(

@@ -135,6 +135,24 @@ LONG: Final = (
     "test_kernels_fp8_block.py::test_the_triton_kernels_are_the_reference[e8m0-e4m3]",
     # layouts
     "test_layout_autograd.py::test_gradients_are_those_of_one_process[all",
+    # samples of all pairs stay, and of numbers of ranks and libraries some of each
+    "test_layouts.py::test_all_pairs_on_a_mesh",
+    "test_layouts.py::test_every_mutant_of_a_plan_is_found[12]",
+    "test_layouts.py::test_every_mutant_of_a_plan_is_found[3x2]",
+    "test_layouts.py::test_every_mutant_of_a_plan_is_found[4x",
+    "test_layouts.py::test_every_mutant_of_a_plan_is_found[2x2x2]",
+    "test_layouts.py::test_all_numbers_of_ranks_to_others",
+    *(
+        f"test_redistribute.py::test_{name}[{each}"
+        for name, some in {
+            "any_layout_to_any_other": "2- 3-msccl 3-mpi 4-gloo 4-mpi",
+            "plans_are_kept_and_calls_may_be_in_flight_together": "2-msccl 2-mpi 3-gloo 3-mpi",
+            "a_state_of_many_tensors_in_one_round_and_in_many": "2-msccl 2-gloo 3-gloo 3-mpi 4",
+            "a_codec_leaves_replicas_with_the_same_bits": "2- 4-msccl 4-mpi",
+            "bad_calls_are_refused_on_all_ranks_alike": "2-msccl 2-gloo 3-gloo 3-mpi",
+        }.items()
+        for each in some.split()
+    ),
     # a compiler that is waited for
     "test_compiling.py::test_a_rank_that_compiles_is_waited_for[two hosts]",
 )

@@ -34,14 +34,21 @@ SETTINGS: Final[Sequence[Setting]] = (
 )  # fmt: skip
 
 
+def by_name(mesh: tuple[int, ...]) -> str:
+    return "x".join(map(str, mesh))
+
+
 def nodes_for(ranks: Sequence[int], nodes: int) -> Ints | None:
     """Ranks spread over nodes in their order."""
     number = max(ranks) + 1
     return None if nodes == 1 else np.arange(number) * min(nodes, number) // number
 
 
-def judge(source: Side, target: Side, setting: Setting) -> dict[str, oracle.Traffic]:
-    """Execute all programs of a pair on all ranks, and compare volumes with bounds; return what was moved."""
+def judge(source: Side, target: Side, setting: Setting, proves: bool = True) -> dict[str, oracle.Traffic]:
+    """Execute all programs of a pair on all ranks, and compare volumes with bounds; return what was moved.
+
+    `proves`: check places in local tensors and the library's own proof too, which take longest.
+    """
     itemsize, number, turn = setting
     ranks = sorted({*source.tensors, *target.tensors})
     nodes = nodes_for(ranks, number)
@@ -62,12 +69,12 @@ def judge(source: Side, target: Side, setting: Setting) -> dict[str, oracle.Traf
         try:
             parts = {rank: program.parts(rank) for rank in ranks}
             traffic = oracle.execute(program, source, target, parts)
-            for rank in ranks:
+            for rank in ranks if proves else ():
                 oracle.check_places(program, source, target, rank, parts[rank])
         except Wrong as error:
             raise Wrong(f"{where}: {error}") from None
         moved[program.name] = traffic
-        for number, step in enumerate(program.steps):
+        for number, step in enumerate(program.steps if proves else ()):
             of_step = {rank: parts[rank][number] for rank in ranks}
             assert found(of_step, step.source, step.target) is None, where
         if source.addends > 1:
@@ -95,20 +102,21 @@ def judge_on_mesh(mesh: tuple[int, ...], which: Sequence[int], settings: Sequenc
         before, after = known[index]
         for at, setting in enumerate(settings):
             shape = SHAPES[(index + at) % len(SHAPES)]
-            judge(oracle.mesh(shape, ranks, before), oracle.mesh(shape, ranks, after), setting)
+            source, target = (oracle.mesh(shape, ranks, each) for each in (before, after))
+            judge(source, target, setting, proves=len(which) == 1 or (at == 0 and index % 5 < 2))
 
 
 def sample(number: int, size: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).permutation(number)[:size].tolist()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh)))
+@pytest.mark.parametrize("mesh", MESHES, ids=by_name)
 def test_some_pairs_on_a_mesh(mesh: tuple[int, ...]) -> None:
     for at, index in enumerate(sample(len(pairs(mesh)), 8)):
         judge_on_mesh(mesh, [index], [SETTINGS[at % len(SETTINGS)]])
 
 
-@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if len(mesh) < 3], ids=str)
+@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if len(mesh) < 3], ids=by_name)
 def test_all_pairs_on_a_mesh(mesh: tuple[int, ...]) -> None:
     settings = SETTINGS if len(mesh) == 1 else SETTINGS[:3]
     judge_on_mesh(mesh, range(len(pairs(mesh))), settings)
@@ -116,8 +124,10 @@ def test_all_pairs_on_a_mesh(mesh: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("part", range(8))
 def test_all_pairs_on_a_mesh_of_three_dimensions(part: int) -> None:
-    for index in range(part, len(pairs((2, 2, 2))), 8):
-        judge_on_mesh((2, 2, 2), [index], [SETTINGS[index // 8 % 4]])
+    ranks = np.array([[[3, 0], [1, 6]], [[7, 2], [5, 4]]])
+    for index, (before, after) in enumerate(pairs((2, 2, 2))[part::8]):
+        source, target = (oracle.mesh((5, 4, 3), ranks, each) for each in (before, after))
+        judge(source, target, SETTINGS[index % 4], proves=index % 5 == 0)
 
 
 def between_meshes(m: int, n: int) -> Iterator[tuple[Side, Side]]:
@@ -148,7 +158,7 @@ def test_all_numbers_of_ranks_to_others(m: int, n: int) -> None:
             judge(source, target, setting)
 
 
-@pytest.mark.parametrize("mesh", [(2, 3), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("mesh", [(2, 3), (2, 2, 2)], ids=by_name)
 def test_some_meshes_to_others(mesh: tuple[int, ...]) -> None:
     """Other meshes of other ranks."""
     known = pairs(mesh)
@@ -349,7 +359,7 @@ def cheapest(source: Side, target: Side, itemsize: int) -> tuple[Program, oracle
     return best, oracle.execute(best, source, target)
 
 
-@pytest.mark.parametrize("mesh", [(4,), (2, 2), (2, 3), (4, 2)], ids=str)
+@pytest.mark.parametrize("mesh", [(4,), (2, 2), (2, 3), (4, 2)], ids=by_name)
 def test_sums_receive_little_more_than_any_plan_must(mesh: tuple[int, ...]) -> None:
     """The cheapest plan may move more than the least, where few ranks could sum what they need themselves."""
     ratios = []
@@ -395,11 +405,32 @@ def sender_ratios(mesh: tuple[int, ...], number: int, itemsize: int = FAT) -> li
     return ratios
 
 
-@pytest.mark.parametrize("mesh", [(4,), (2, 2), (2, 3), (4, 2), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("mesh", [(4,), (2, 2), (2, 3), (4, 2), (2, 2, 2)], ids=by_name)
 def test_senders_share_the_work_nearly_as_a_linear_program(mesh: tuple[int, ...]) -> None:
     ratios = sender_ratios(mesh, 10)
     assert min(ratios) >= 1 - 1e-9
     assert np.mean(ratios) <= 1.05
+
+
+def test_senders_of_any_boxes_share_the_work_within_limits() -> None:
+    """Holders of a region send alike, whatever else they send: more than a linear program needs."""
+    random = np.random.default_rng(0)
+    ratios = []
+    for _ in range(30):
+        cuts = [0, *sorted(random.choice(np.arange(1, 24), 3, replace=False).tolist()), 24]
+        listed: dict[int, list[list[tuple[int, int]]]] = {rank: [] for rank in range(5)}
+        for low, high in itertools.pairwise(cuts):
+            for rank in random.choice(5, random.integers(1, 4), replace=False).tolist():
+                listed[rank].append([(low, high), (0, 24)])
+        wanted = {}
+        for rank in range(6):
+            low, size = random.integers(0, 16, 2).tolist(), random.integers(1, 9, 2).tolist()
+            wanted[rank] = [[(at, at + extent) for at, extent in zip(low, size, strict=True)]]
+        source, target = oracle.boxes((24, 24), listed), oracle.boxes((24, 24), wanted)
+        traffic = oracle.execute(exchanges(source.layout, target.layout, FAT)[0], source, target)
+        ratios.append(max(traffic.sent[0].values()) / oracle.least_fullest_sender(source, target))
+    assert min(ratios) >= 1 - 1e-9
+    assert np.mean(ratios) <= 1.3
 
 
 def test_what_many_lack_is_gathered_and_enters_each_node_once() -> None:
@@ -430,7 +461,7 @@ def wrong_plans(seed: int, source: Side, target: Side, setting: Setting) -> int:
     return count
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", MESHES, ids=by_name)
 def test_every_mutant_of_a_plan_is_found(mesh: tuple[int, ...]) -> None:
     ranks = np.arange(math.prod(mesh)).reshape(mesh)
     known = pairs(mesh)

@@ -1,0 +1,610 @@
+"""Redistributions on real ranks against NumPy: what each rank runs, and what it found wrong.
+
+Every rank can compute the values of all others, so expected local tensors need no communication.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple
+
+import layout_oracle as oracle
+import numpy as np
+import reference
+import torch
+from layout_oracle import Side
+
+import mcr_plus as mcr
+from mcr_plus.layout import Layout, state
+
+do: Final[Any] = mcr
+do_state: Final[Any] = state
+FLOATS: Final = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+PLAIN: Final = (*FLOATS, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool, torch.complex64)
+HOLE: Final = 77
+"""What lies between the elements of strided outputs, and must stay."""
+
+
+class Report:
+    """Cases that a rank has run, and those that failed."""
+
+    def __init__(self) -> None:
+        self.cases = 0
+        self.failures: list[str] = []
+
+    def add(self, where: str, wrong: str | None) -> None:
+        self.cases += 1
+        if wrong is not None:
+            self.failures.append(f"{where}: {wrong}")
+
+    def value(self) -> dict[str, Any]:
+        return {"cases": self.cases, "failures": self.failures[:20], "failed": len(self.failures)}
+
+
+def job(backend: str) -> mcr.Communicator:
+    """The job of the tests, on one library."""
+    torch.set_num_threads(1)
+    stages: list[dict[str, Any]] = [{"compress": {}}, {"select": {}}, {"dispatch": {"timeout": "60s"}}]
+    return mcr.init({"version": 1, "backends": [backend], "pipeline": stages})
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+def full(side: Side, dtype: torch.dtype, salt: int) -> list[reference.Array]:
+    """The addends of the global tensor, flattened."""
+    volume = int(np.prod(side.shape, dtype=np.int64))
+    product = side.layout.op == "PRODUCT"
+    return [
+        reference.inputs(dtype, addend, (volume,), salt, product=product) for addend in range(side.addends)
+    ]
+
+
+def local(side: Side, rank: int, dtype: torch.dtype, salt: int) -> torch.Tensor | None:
+    """A rank's local tensor of a source; None where it has no part."""
+    if rank not in side.tensors:
+        return None
+    values = full(side, dtype, salt)[side.addend_of[rank]]
+    return torch.tensor(values[side.tensors[rank]], dtype=dtype)
+
+
+def expected(source: Side, target: Side, rank: int, dtype: torch.dtype, salt: int) -> reference.Array | None:
+    """What a rank must have in the target."""
+    if rank not in target.tensors:
+        return None
+    ufunc = {"SUM": np.add, "AVG": np.add, "PRODUCT": np.multiply, "MAX": np.maximum, "MIN": np.minimum}
+    op = source.layout.op
+    addends = full(source, dtype, salt)
+    result = addends[0]
+    for addend in addends[1:]:
+        result = ufunc[op](result, addend)
+    if op == "AVG" and len(addends) > 1:
+        result = result / len(addends)
+    return np.asarray(result[target.tensors[rank]])
+
+
+def wrong(found: torch.Tensor | None, right: reference.Array | None, tolerance: float = 0.0) -> str | None:
+    """How a result differs from the right one."""
+    if found is None or right is None:
+        return None if found is None and right is None else f"got {found}, expected {right}"
+    return reference.difference(found, right, tolerance)
+
+
+def spread(tensor: torch.Tensor, how: int) -> torch.Tensor:
+    """The same values with other strides: of every second element, or transposed."""
+    if how % 2 or tensor.dim() < 2:
+        holes = torch.full((*tensor.shape, 2), HOLE, dtype=tensor.dtype)
+        holes[..., 0] = tensor
+        return holes[..., 0]
+    return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def holes_kept(tensor: torch.Tensor) -> bool:
+    """Whether nothing was written between the elements of `spread(…, 1)`."""
+    base = tensor._base
+    assert base is not None
+    return bool((base[..., 1] == torch.tensor(HOLE).to(tensor.dtype)).all())
+
+
+# -- pairs ----------------------------------------------------------------------------------------
+
+
+def pairs(number: int) -> Iterator[tuple[Side, Side]]:
+    """Layouts on this many ranks: of all kinds, with idle ranks and empty parts, small and large tensors."""
+    ranks = range(number)
+    kinds = ("R", "P", "S0", "S1")
+    for before, after in itertools.product(kinds, ("R", "S0", "S1")):
+        yield oracle.mesh((7, 6), ranks, [before]), oracle.mesh((7, 6), ranks[::-1], [after])
+    for before, after in itertools.product(("P", "S0", "R"), ("R", "S1")):  # larger than what is cut
+        shape = (3, 32, 2048)
+        yield oracle.mesh(shape, ranks, [before]), oracle.mesh(shape, ranks, [after])
+    first, last = ranks[: number - 1], ranks[1:]
+    for before, after in itertools.product(kinds, ("R", "S1")):
+        yield oracle.mesh((5, 4), first, [before]), oracle.mesh((5, 4), last, [after])
+        yield oracle.mesh((5, 4), [0], [before]), oracle.mesh((5, 4), [number - 1], [after])
+        yield oracle.mesh((64, 2048), [number - 1], [before]), oracle.mesh((64, 2048), last, [after])
+    unusual: tuple[tuple[int, ...], ...] = ((), (0,), (3, 0), (1, 1))
+    for each, before in itertools.product(unusual, ("R", "P")):
+        yield oracle.mesh(each, ranks, [before]), oracle.mesh(each, last, ["R"])
+    yield oracle.mesh((2, 3), ranks, ["S0"]), oracle.mesh((2, 3), ranks, ["S1"])
+    uneven = [5, *[0] * (number - 2), 2]
+    yield oracle.sharded((7, 6), ranks, 0, uneven), oracle.sharded((7, 6), ranks[::-1], 0, uneven)
+    ranges = [[(0, 9)], [(30, 42), (9, 10)], *[[] for _ in ranks[2:]]]
+    ranges[-1].append((10, 30))
+    runs = oracle.flat((7, 6), ranks, ranges)
+    yield runs, oracle.mesh((7, 6), ranks, ["S1"])
+    yield oracle.mesh((7, 6), ranks, ["P"]), runs
+    halo = {rank: [[(max(0, 2 * rank - 1), min(2 * number, 2 * rank + 3)), (0, 5)]] for rank in ranks}
+    yield oracle.mesh((2 * number, 5), ranks, ["S0"]), oracle.boxes((2 * number, 5), halo)
+    some: dict[int, list[list[tuple[int, int]]]] = {rank: [] for rank in ranks}
+    some[0] = [[(0, 4), (0, 6)], [(3, 7), (2, 3)]]
+    some[1] = [[(2, 7), (0, 6)], [(0, 1), (0, 1)]]
+    many = {rank: [[(0, 3), (1, 4)], [(2, 7), (0, 6)], [(0, 3), (1, 4)]] for rank in last}
+    yield oracle.boxes((7, 6), some), oracle.boxes((7, 6), many)
+    yield oracle.mesh((7, 6), ranks, ["P"]), oracle.boxes((7, 6), many)
+    if number == 4:
+        grid = [[2, 0], [1, 3]]
+        known = list(
+            itertools.product(
+                itertools.product(kinds, repeat=2), itertools.product(("R", "S0", "S1"), repeat=2)
+            )
+        )
+        for one, other in known[::5]:
+            yield oracle.mesh((5, 6), grid, one), oracle.mesh((5, 6), grid, other)
+        for one, other in known[3::17]:
+            yield oracle.mesh((64, 24, 64), grid, one), oracle.mesh((64, 24, 64), grid, other)
+
+
+def everything(backend: str) -> dict[str, Any]:
+    """Runs on ranks: all pairs in turns of dtypes, strides and ways to call."""
+    report = Report()
+    with job(backend) as comm:
+        for index, (source, target) in enumerate(pairs(comm.size)):
+            dtype = PLAIN[index % len(PLAIN)]
+            if source.addends > 1 and dtype is torch.bool:
+                dtype = torch.float32
+            one_pair(report, comm.rank, source, target, dtype, index)
+        for op, dtype in itertools.product(("avg", "max", "min", "product", "sum"), (*FLOATS, torch.int32)):
+            if op == "avg" and dtype is torch.int32:
+                continue
+            source = oracle.mesh((6, 5), range(comm.size), [f"P({op})"])
+            for after, index in (("R", 1), ("S0", 2), ("S1", 3)):
+                target = oracle.mesh((6, 5), range(comm.size), [after])
+                one_pair(report, comm.rank, source, target, dtype, index)
+    return report.value()
+
+
+def one_pair(report: Report, rank: int, source: Side, target: Side, dtype: torch.dtype, index: int) -> None:
+    """A pair twice, with other values; how it is called depends on `index`."""
+    for turn in (0, 1):
+        how = index + turn
+        salt = 2 * index + turn
+        x = local(source, rank, dtype, salt)
+        kept = None if x is None else x.clone()
+        right = expected(source, target, rank, dtype, salt)
+        if x is not None and how % 3 == 1:
+            x = spread(x, how)
+        out = None
+        if right is not None and how % 4 > 1:
+            out = torch.full(right.shape, HOLE, dtype=dtype)
+            out = spread(out, 1) if how % 4 == 3 else out
+        if how % 2:
+            work = mcr.redistribute(x, source.layout, target.layout, out=out, async_op=True)
+            work.wait()
+            found = work.output
+        else:
+            found = mcr.redistribute(x, source.layout, target.layout, out=out)
+        where = f"{source} -> {target}, {dtype}, {how}"
+        tolerance = 0.02 if source.layout.op == "AVG" else 0.0
+        report.add(where, wrong(found, right, tolerance))
+        report.add(f"{where}: out", None if out is None or found is out else "another tensor is returned")
+        if out is not None and how % 4 == 3:
+            report.add(where, None if holes_kept(out) else "written between the elements of out")
+        report.add(
+            where, None if x is None or kept is None or torch.equal(x, kept) else "the source was changed"
+        )
+
+
+# -- calls ----------------------------------------------------------------------------------------
+
+
+def calls(backend: str) -> dict[str, Any]:
+    """Runs on ranks: known plans, groups, memory that source and output share, many calls in flight."""
+    report = Report()
+    with job(backend) as comm:
+        number, rank = comm.size, comm.rank
+        plans_are_kept(report, rank, number)
+        for group in (comm.ranks[::-1], comm.ranks[1:], comm.ranks[:1]):
+            members = mcr.new_group(group)
+            if rank not in group:
+                continue
+            for before, after in (("S0", "S1"), ("S1", "R"), ("P", "R"), ("P", "S0")):
+                source, target = (oracle.mesh((6, 4), group, [each]) for each in (before, after))
+                x = local(source, rank, torch.float32, 3)
+                found = mcr.redistribute(x, source.layout, target.layout, group=members)
+                where = f"group {group}, {before} -> {after}"
+                report.add(where, wrong(found, expected(source, target, rank, torch.float32, 3)))
+        source, target = (
+            oracle.mesh((number, 4 * number), range(number), ["S0"]),
+            oracle.mesh((number, 4 * number), range(number), ["S1"]),
+        )
+        memory = local(source, rank, torch.float32, 5)
+        assert memory is not None
+        out = memory.view(number, 4)
+        mcr.redistribute(memory, source.layout, target.layout, out=out)
+        report.add("in place", wrong(out, expected(source, target, rank, torch.float32, 5)))
+        works = []
+        for salt in range(6):  # of the same plan, so that buffers must not be shared
+            for dtype in (torch.float32, torch.int64):
+                x = local(source, rank, dtype, salt)
+                works.append((salt, dtype, mcr.redistribute(x, source.layout, target.layout, async_op=True)))
+        for salt, dtype, work in reversed(works):
+            work.wait()
+            report.add("in flight", wrong(work.output, expected(source, target, rank, dtype, salt)))
+    return report.value()
+
+
+def plans_are_kept(report: Report, rank: int, number: int) -> None:
+    made = []
+    make_plan = do_state.make_plan
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        made.append(1)
+        return make_plan(*args, **kwargs)
+
+    do_state.make_plan = counted
+    try:
+        for turn in range(4):
+            # equal layouts, made anew
+            source, target = (oracle.mesh((9, 8), range(number), [each]) for each in ("S0", "S1"))
+            dtype = (torch.float32, torch.int32)[turn % 2]
+            found = mcr.redistribute(local(source, rank, dtype, turn), source.layout, target.layout)
+            report.add("known", wrong(found, expected(source, target, rank, dtype, turn)))
+    finally:
+        do_state.make_plan = make_plan
+    report.add("plans are kept", None if len(made) == 2 else f"{len(made)} plans for two dtypes")
+
+
+class Model(NamedTuple):
+    """The tensors of a state, with their layouts."""
+
+    sides: dict[str, tuple[Side, Side]]
+    dtypes: dict[str, torch.dtype]
+
+
+def model(number: int) -> Model:
+    ranks = range(number)
+    grid = np.arange(number).reshape(1, number)
+    sides: dict[str, tuple[Side, Side]] = {}
+    dtypes = {}
+    kinds = (
+        (["R", "S0"], ["R", "S1"]), (["S0", "S1"], ["R", "R"]), (["R", "P"], ["S1", "R"]),
+        (["R", "R"], ["R", "S0"]), (["R", "P"], ["R", "R"]), (["S1", "S1"], ["S0", "S0"]),
+    )  # fmt: skip
+    for index, dtype in enumerate((torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)):
+        for at, (before, after) in enumerate(kinds):
+            if dtype is torch.bool and "P" in before:
+                continue
+            shape = (5 + 9 * at, 6 + index)
+            sides[f"{index}.{at}"] = oracle.mesh(shape, grid, before), oracle.mesh(shape, grid, after)
+            dtypes[f"{index}.{at}"] = dtype
+    sides["once"] = oracle.mesh((40, 6), [0], ["R"]), oracle.mesh((40, 6), ranks[1:], ["S1"])
+    sides["back"] = oracle.mesh((40, 6), ranks[1:], ["S0"]), oracle.mesh((40, 6), [0], ["R"])
+    sides["flat"] = (
+        oracle.mesh((40, 6), ranks, ["S0"]),
+        oracle.flat((40, 6), ranks, [[(0, 77)], [(77, 240)], *[[] for _ in ranks[2:]]]),
+    )
+    sides["none"] = oracle.mesh((0, 6), ranks, ["S0"]), oracle.mesh((0, 6), ranks, ["R"])
+    dtypes.update(dict.fromkeys(("once", "back", "flat", "none"), torch.float32))
+    return Model(sides, dtypes)
+
+
+def states(backend: str) -> dict[str, Any]:
+    """Runs on ranks: many tensors of several dtypes at once, in one round and in many."""
+    report = Report()
+    buffers = {}
+    with job(backend) as comm:
+        known = model(comm.size)
+        specs = {name: (source.layout, target.layout) for name, (source, target) in known.sides.items()}
+        for memory in (None, "1MiB", "2KiB", 700):
+            move = mcr.redistribution(specs, memory=memory)
+            for turn in range(3):
+                one_state(report, move, known, comm.rank, turn, f"memory {memory}, turn {turn}")
+            buffers[str(memory)] = move.buffer_bytes
+            move.release()
+            report.add("release", None if move.buffer_bytes == 0 else "buffers were kept")
+            one_state(report, move, known, comm.rank, 0, f"memory {memory}, after release")
+            report.add("plans", None if len(move.plans) == 5 else f"{len(move.plans)} plans for 5 dtypes")
+            report.add("plan", None if "bound" in move.plans[0].describe() else "no description")
+        bounded(report, comm.rank, comm.size)
+    return {**report.value(), "buffers": buffers}
+
+
+def bounded(report: Report, rank: int, number: int) -> None:
+    """Buffers are as large as they may be, where nothing is summed."""
+    ranks = range(number)
+    sides = {
+        str(at): (oracle.mesh((70, 30), ranks, [before]), oracle.mesh((70, 30), ranks[::-1], [after]))
+        for at, (before, after) in enumerate((("S0", "S1"), ("S1", "R"), ("S1", "S0"), ("S0", "R")))
+    }
+    known = Model(sides, dict.fromkeys(sides, torch.float32))
+    specs = {name: (source.layout, target.layout) for name, (source, target) in sides.items()}
+    for memory in (2000, 3000, 10000):
+        move = mcr.redistribution(specs, memory=memory)
+        for turn in range(2):
+            one_state(report, move, known, rank, turn, f"memory {memory}")
+        size = move.buffer_bytes
+        report.add(f"memory {memory}", None if size <= memory else f"buffers of {size} bytes")
+
+
+def one_state(
+    report: Report, move: mcr.Redistribution, known: Model, rank: int, turn: int, where: str
+) -> None:
+    source = {
+        name: local(before, rank, known.dtypes[name], turn) for name, (before, _) in known.sides.items()
+    }
+    right = {
+        name: expected(before, after, rank, known.dtypes[name], turn)
+        for name, (before, after) in known.sides.items()
+    }
+    target = {
+        name: spread(torch.full(each.shape, HOLE, dtype=torch.int64).to(known.dtypes[name]), index)
+        for index, (name, each) in enumerate(right.items())
+        if each is not None and index % 3 == 0
+    }
+    if turn % 2:
+        work = move.start({name: each for name, each in source.items() if each is not None}, target)
+        work.wait()
+        found = work.outputs
+    else:
+        found = move(source, target if turn else None)
+    for name, each in right.items():
+        report.add(
+            f"{where}, {name} {known.sides[name][0]} -> {known.sides[name][1]}", wrong(found[name], each)
+        )
+        if name in target and turn:
+            report.add(where, None if found[name] is target[name] else f"{name} is another tensor")
+
+
+# -- codecs ---------------------------------------------------------------------------------------
+
+
+def codecs(backend: str) -> dict[str, Any]:
+    """Runs on ranks: lossy redistributions leave replicas with the same bits, near the exact values, or are
+    refused on all ranks.
+    """
+    report = Report()
+    refused: list[str] = []
+    with job(backend) as comm:
+        ranks, rank = comm.ranks, comm.rank
+        halves = ranks[: comm.size // 2 or 1], ranks[comm.size // 2 or 1 :]
+        shape = (64, 2048)
+        known = [
+            (oracle.mesh(shape, ranks, [before]), oracle.mesh(shape, ranks, [after]))
+            for before, after in itertools.product(("R", "P", "S0"), ("R", "S0", "S1"))
+        ]
+        known += [(oracle.mesh(shape, halves[0], ["S0"]), oracle.mesh(shape, halves[1], ["R"]))]
+        known += [(oracle.mesh(shape, halves[0], ["S0"]), oracle.mesh(shape, ranks, ["R"]))]
+        known += [(oracle.mesh(shape, halves[0], ["P"]), oracle.mesh(shape, halves[1], ["R"]))]
+        for codec, (source, target) in itertools.product(("bf16", "int8_block"), known):
+            where = f"{codec}, {source} -> {target}"
+            x = local(source, rank, torch.float32, 11)
+            right = expected(source, target, rank, torch.float32, 11)
+            try:
+                found = mcr.redistribute(x, source.layout, target.layout, compress=codec)
+            except mcr.Unsupported as error:
+                refused.append(f"{where}: {error}")
+                continue
+            scale = 1.0 if right is None else float(np.abs(right).max())
+            report.add(where, wrong(found, right, 0.05 * scale))
+            if target.layout.has_replicas:
+                held = comm.all_gather_object(None if found is None else found.numpy().tobytes())
+                bits = {each for each in held if each is not None}
+                report.add(where, None if len(bits) == 1 else "replicas differ")
+            again = mcr.redistribute(x, source.layout, target.layout)
+            report.add(f"{where}, then exact", wrong(again, right))
+    return {**report.value(), "refused": refused}
+
+
+# -- bad input ------------------------------------------------------------------------------------
+
+Bad = tuple[str, Callable[[int, int], Any], str, tuple[str, ...]]
+
+
+def bad_calls(number: int) -> list[Bad]:
+    """Name, call by rank and number of ranks, error, and what its message must name. Wrong on one rank or
+    on all.
+    """
+    shape, ranks = (6, 4), range(number)
+    rows, columns = Layout.sharded(shape, ranks, 0), Layout.sharded(shape, ranks, 1)
+    whole, sums = Layout.replicated(shape, ranks), Layout.mesh(shape, ranks, ["P"])
+    gap = Layout.boxes(shape, {rank: [[(rank, rank + 1), (0, 4)]] for rank in ranks})
+    last = number - 1
+
+    def good(rank: int, layout: Layout = rows, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
+        held = layout.local_shape(rank)
+        return None if held is None else torch.ones(held, dtype=dtype)
+
+    def call(*args: Any, **options: Any) -> Any:
+        return do.redistribute(*args, **options)
+
+    def moved(source: dict[str, Any], target: Any = None, **options: Any) -> Any:
+        return mcr.redistribution({"w": (rows, columns)}, **options)(source, target)
+
+    wrong, unsupported = "InvalidArgument", "Unsupported"
+    return [
+        (
+            "a gap",
+            lambda r, n: call(good(r, gap), gap, rows),
+            wrong,
+            ("source", "boxes @", f"[({number}, 6), (0, 4)]"),
+        ),
+        (
+            "a rank that is not there",
+            lambda r, n: call(good(r), rows, Layout.replicated(shape, range(n + 1))),
+            wrong,
+            ("target", f"rank {number} is not in group 'world'"),
+        ),
+        (
+            "other global shapes",
+            lambda r, n: call(good(r), rows, Layout.replicated((6, 5), ranks)),
+            wrong,
+            ("[6, 4]", "[6, 5]"),
+        ),
+        (
+            "other layouts on one rank",
+            lambda r, n: call(good(r), rows, columns if r else whole),
+            wrong,
+            ("different layouts", "rank 0", "rank 1", "S1", "R @"),
+        ),
+        (
+            "another dtype on one rank",
+            lambda r, n: call(good(r, rows, torch.float64 if r == last else torch.float32), rows, columns),
+            wrong,
+            ("float32", "float64", f"rank {last}"),
+        ),
+        (
+            "a local tensor that is too small",
+            lambda r, n: call(torch.ones(1, 4) if r == 1 else good(r), rows, columns),
+            wrong,
+            ("source S0", "[1, 4]", str(list(rows.local_shape(1) or ())), "on rank 1"),
+        ),
+        (
+            "no local tensor",
+            lambda r, n: call(None if r == 1 else good(r), rows, columns),
+            wrong,
+            ("source S0", "None", "on rank 1"),
+        ),
+        (
+            "a local tensor too many",
+            lambda r, n: call(torch.ones(6, 4), Layout.replicated(shape, [0]), columns),
+            wrong,
+            ("no part", "source R @1", "on rank"),
+        ),
+        (
+            "an output of another shape",
+            lambda r, n: call(good(r), rows, columns, out=torch.ones(3, 3)),
+            wrong,
+            ("target S1", "[3, 3]"),
+        ),
+        (
+            "an output of another dtype",
+            lambda r, n: call(good(r), rows, columns, out=good(r, columns, torch.float64)),
+            wrong,
+            ("float64", "float32"),
+        ),
+        (
+            "an output that overlaps itself",
+            lambda r, n: call(good(r), rows, columns, out=torch.ones(1).expand(columns.local_shape(r) or ())),
+            wrong,
+            ("target S1",),
+        ),
+        (
+            "sums of bool",
+            lambda r, n: call(good(r, sums, torch.bool), sums, rows),
+            wrong,
+            ("source P @", "sums of bool"),
+        ),
+        (
+            "means of integers",
+            lambda r, n: call(
+                torch.ones(6, 4, dtype=torch.int32), Layout.mesh(shape, ranks, ["P(avg)"]), rows
+            ),
+            wrong,
+            ("P(avg)", "int32"),
+        ),
+        (
+            "the largest of complex numbers",
+            lambda r, n: call(
+                torch.ones(6, 4, dtype=torch.complex64), Layout.mesh(shape, ranks, ["P(max)"]), rows
+            ),
+            wrong,
+            ("P(max)", "complex64"),
+        ),
+        ("a partial target", lambda r, n: call(good(r), rows, sums), wrong, ("target P @", "addends")),
+        (
+            "a tensor that needs gradients",
+            lambda r, n: call(torch.ones(rows.local_shape(r) or (), requires_grad=True), rows, columns),
+            wrong,
+            ("source S0", "gradients", "detach"),
+        ),
+        (
+            "no tensor",
+            lambda r, n: call([1.0] if r == 0 else good(r), rows, columns),
+            wrong,
+            ("source", "list", "on rank 0"),
+        ),
+        (
+            "a sparse tensor",
+            lambda r, n: call(torch.ones(rows.local_shape(r) or ()).to_sparse(), rows, columns),
+            "",
+            ("sparse",),
+        ),
+        (
+            "a wrong tensor where the plan is known",
+            lambda r, n: call(torch.ones(3), *(Layout.sharded((9, 5), ranks, dim) for dim in (1, 0))),
+            wrong,
+            ("source S1", "[3]"),
+        ),
+        ("no layout", lambda r, n: call(good(r), rows, "S1"), wrong, ("target", "'S1'")),
+        (
+            "no room for a row",
+            lambda r, n: mcr.redistribution({"w": (rows, columns)}, memory=100),
+            wrong,
+            ("memory", "100", "256", "w"),
+        ),
+        (
+            "no size",
+            lambda r, n: mcr.redistribution({"w": (rows, columns)}, memory="much"),
+            wrong,
+            ("memory", "much"),
+        ),
+        ("no pair", lambda r, n: do.redistribution({"w": rows}), wrong, ("specs['w']", "source, target")),
+        ("a state without a tensor", lambda r, n: moved({}), wrong, ("w: source S0", "None")),
+        ("no state", lambda r, n: moved([1]), wrong, ("source", "mapping", "list")),  # type: ignore[arg-type]
+        (
+            "a state with a wrong tensor on one rank",
+            lambda r, n: moved({"w": torch.ones(5) if r == last else good(r)}),
+            wrong,
+            ("w: source S0", "[5]", f"on rank {last}"),
+        ),
+        ("an unknown codec", lambda r, n: call(good(r), rows, columns, compress="int9"), "", ("int9",)),
+        (
+            "a codec where a replica keeps its own bits",
+            lambda r, n: call(
+                good(r, Layout.replicated(shape, [0])), Layout.replicated(shape, [0]), whole, compress="bf16"
+            ),
+            unsupported,
+            ("compress", "replica", "R @"),
+        ),
+        (
+            "a codec on one rank alone",
+            lambda r, n: call(good(r), rows, columns, compress="bf16" if r == 0 else None),
+            wrong,
+            ("compress", "rank"),
+        ),
+        (
+            "other memory on one rank",
+            lambda r, n: moved({"w": good(r)}, memory="1MiB" if r else "2MiB"),
+            wrong,
+            ("memory",),
+        ),
+    ]
+
+
+def refusals(backend: str) -> dict[str, Any]:
+    """Runs on ranks: of each bad call the error and its message; after each, a good one."""
+    said: dict[str, Any] = {}
+    report = Report()
+    with job(backend) as comm:
+        source, target = (oracle.mesh((9, 5), comm.ranks, [each]) for each in ("S1", "S0"))
+        for name, call, _, _ in bad_calls(comm.size):
+            try:
+                call(comm.rank, comm.size)
+                said[name] = ("nothing", "")
+            except mcr.McrError as error:
+                said[name] = (type(error).__name__, str(error))
+            found = mcr.redistribute(local(source, comm.rank, torch.float32, 1), source.layout, target.layout)
+            report.add(f"after {name}", wrong(found, expected(source, target, comm.rank, torch.float32, 1)))
+    return {**report.value(), "said": said}

@@ -20,7 +20,7 @@ class Native:
 
     Attributes:
         kind: of all groups.
-        groups: ranks of the job, in the order of their parts; every rank of both layouts is in one.
+        groups: ranks of the job, in the order of their parts; every rank that holds elements is in one.
     """
 
     kind: NativeKind

@@ -57,7 +57,7 @@ $(stamp): $(runs)
 demo: $(runs)
 	@$(bin)/mcr-plus run -n 2 examples/dlrm/train.py --against-torch
 
-# First what needs one core, several at a time; then what starts ranks, in make test three files at a time, for half
+# First what needs one core, several at a time; then what starts ranks, in make test two files at a time, for half
 # of these tests wait. 5: no test of these flags in that half.
 test: tests := not slow and not long
 test: several := -n 3 --dist loadfile

@@ -52,7 +52,7 @@ def planning() -> list[list[str]]:
     }  # fmt: skip
     rows = []
     for name, (source, target) in pairs.items():
-        source.regions, target.target_regions  # noqa: B018 - made once per layout
+        _ = source.regions, target.target_regions  # made once per layout
         step = programs(source, target, 4)[-1].steps[0]
         part = step.part(7)
         own, check, all_of_them = (

@@ -60,7 +60,7 @@ demo: $(runs)
 # First what needs one core, several at a time; then what starts ranks, in make test two files at a time, for half
 # of these tests wait. 5: no test of these flags in that half.
 test: tests := not slow and not long
-test: several := -n 3 --dist loadfile
+test: several := -n 2 --dist loadfile
 test-all: tests := not slow
 test test-all: $(stamp)
 	@$(bin)/python -m pytest -n auto -m "$(tests) and not jobs" $(PYTEST_FLAGS); first=$$?; \

@@ -70,6 +70,7 @@ class Communicator(Operations):
         self._splits = 0
         self.coalescer = Coalescer(self.size)
         self._alignments: dict[Any, int] = {}  # by codec and dtype
+        self.attached: dict[str, Any] = {}  # what layers above keep as long as the group, by a name of theirs
 
     # -- identity ---------------------------------------------------------------------------------
 

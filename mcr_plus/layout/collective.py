@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -19,10 +18,6 @@ if TYPE_CHECKING:
     from mcr_plus.layout.native import Native
     from mcr_plus.layout.plan import Spec
 
-_groups: WeakKeyDictionary[Communicator, dict[tuple[tuple[int, ...], ...], Communicator | None]]
-_groups = WeakKeyDictionary()
-"""Of each group those inside it that collectives run in, by their ranks."""
-
 
 class Collective:
     """A native collective bound to its groups, for one tensor. See `Mover`, whose interface it has.
@@ -36,6 +31,7 @@ class Collective:
         self._kind = native.kind
         self._op: ReduceOp = spec.source.op
         self._group = _group(comm, native)
+        self._is_exact = len(native.groups) > 1
         self._parts: list[Strided] = []
         self._at: int | None = None
         self._buffer: torch.Tensor | None = None
@@ -86,6 +82,8 @@ class Collective:
         assert source is not None
         assert output is not None
         options = {**options, "tag": options.get("tag") or TAG}
+        if self._is_exact:  # with a codec, replicas in different groups would differ
+            options["compress"] = False
         flat, result = source.view(-1), output.view(-1)
         if self._kind == "all_reduce":
             output.copy_(source)
@@ -126,11 +124,12 @@ class Collective:
 
 
 def _group(comm: Communicator, native: Native) -> Communicator | None:
-    """The group of this rank, opened on first use, which is collective over `comm`."""
+    """The group of this rank inside `comm`, which keeps it; opened on first use, which is collective."""
     if native.groups == (comm.ranks,):
         return comm
-    known = _groups.setdefault(comm, {})
-    if native.groups not in known or ((group := known[native.groups]) is not None and group.closed):
+    known: dict[tuple[tuple[int, ...], ...], Communicator | None]
+    known = comm.attached.setdefault("groups of layouts", {})
+    if native.groups not in known:
         rank = comm.ranks[comm.rank]
         colour, key = None, 0
         for index, members in enumerate(native.groups):

@@ -204,8 +204,8 @@ def lossy_steps(program: Program) -> int:
     """How many of the first steps of a program may use a codec; the others send exact values.
 
     After a step in which some rank keeps what others get, replicas would differ. A native collective counts
-    as
-    one step: its ranks get the same bits, and where several groups run it, no element may be in two of them.
+    as one step: its ranks get the same bits, but where several groups run it, an element may be in two of
+    them.
     """
     if program.native is not None:
         return int(len(program.native.groups) == 1)

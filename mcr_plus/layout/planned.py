@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Final, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -26,14 +25,11 @@ from mcr_plus.layout.state import Redistribution
 from mcr_plus.layout.torch_layouts import check_ranks, job_ranks, layout_of_spec, layout_on, local_tensor
 from mcr_plus.runtime.init import current, member_of
 from mcr_plus.runtime.process import job
-from mcr_plus.runtime.runtime import Runtime
 
 _FUNCTION: Final = "redistribute_local_tensor"
 _TAKES: Final = ("local_tensor", "current_spec", "target_spec")
 _OPTIONS: Final = {"async_op", "is_backward", "use_graph_based_transform", "is_explicit"}
 """Keywords of torch 2.6 to 2.13; none changes the result where the target is not partial."""
-
-
 _UNKNOWN: Final = (
     AttributeError, TypeError, ValueError, RuntimeError, AssertionError, InvalidArgument, Unsupported,
 )  # fmt: skip
@@ -90,15 +86,7 @@ def dtensor_volume(
         meta = TensorMeta(torch.Size(shape), torch.empty(*shape, device="meta").stride(), torch.float32)
         current_spec, target_spec = (DTensorSpec(mesh, tuple(side), meta) for side in (before, after))
         return _volume_of_plan(current_spec, target_spec, np.arange(size).reshape(*mesh_shape))
-    except (
-        AttributeError,
-        TypeError,
-        ValueError,
-        RuntimeError,
-        AssertionError,
-        InvalidArgument,
-        Unsupported,
-    ):
+    except _UNKNOWN:
         return None
 
 
@@ -179,7 +167,6 @@ class _Choices:
         self.groups: dict[tuple[int, ...], Communicator] = {}
 
 
-_choices: WeakKeyDictionary[Runtime, _Choices] = WeakKeyDictionary()
 _MOST: Final = 1024  # pairs of specs, whose plans are kept
 
 
@@ -217,7 +204,7 @@ class _Planned:
 
 def _moved(local: torch.Tensor, current_spec: Any, target_spec: Any) -> torch.Tensor | None:
     """The local tensor in the target by our plan, or None if DTensor's is as good."""
-    choices = _choices.setdefault(current(), _Choices())
+    choices: _Choices = current().attached.setdefault("DTensor", _Choices())
     key = (current_spec, target_spec)
     if key not in choices.moves:
         if len(choices.moves) >= _MOST:

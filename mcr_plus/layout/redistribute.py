@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, cast
-from weakref import WeakKeyDictionary
 
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.message import frozen
@@ -23,10 +22,6 @@ if TYPE_CHECKING:
 
 _KEPT: Final = 64  # plans of a group
 _BUFFERS: Final = 256 << 20  # bytes of the buffers that they keep
-
-_Known = OrderedDict[Any, Redistribution]
-_known: WeakKeyDictionary[Communicator, _Known] = WeakKeyDictionary()
-"""Redistributions of a group by the arguments of calls, the same on all ranks."""
 
 
 def redistribute(
@@ -102,9 +97,12 @@ def redistribute(
 def bound(
     source: Layout, target: Layout, group: Communicator | None, tag: str | None, compress: Compress
 ) -> Redistribution:
-    """The redistribution of one tensor, the same object for calls with the same arguments."""
+    """The redistribution of one tensor, the same object for calls with the same arguments.
+
+    The group keeps the latest ones, the same on all ranks.
+    """
     comm = member_of(group)
-    known = _known.setdefault(comm, OrderedDict())
+    known: OrderedDict[Any, Redistribution] = comm.attached.setdefault("redistributions", OrderedDict())
     key = (source, target, tag, frozen(compress) if isinstance(compress, Mapping) else compress)
     move = known.get(key)
     if move is None:

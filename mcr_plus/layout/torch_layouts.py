@@ -38,8 +38,6 @@ _REDUCTIONS: Final = {"sum": "P", "avg": "P(avg)", "max": "P(max)", "min": "P(mi
 _KEPT: Final = 1024  # layouts on a mesh
 
 _known: WeakKeyDictionary[DeviceMesh, dict[Any, Layout]] = WeakKeyDictionary()
-_alike: WeakKeyDictionary[Communicator, bool] = WeakKeyDictionary()
-"""Of groups that have moved DTensors, whether torch's ranks are those of the job."""
 
 
 def layout_of(tensor: DTensor) -> Layout:
@@ -51,25 +49,33 @@ def layout_of(tensor: DTensor) -> Layout:
 
 def layout_of_spec(spec: Any) -> Layout:
     """The layout that a `DTensorSpec` describes."""
-    known = _known_on(spec.mesh)
-    key = (spec, _numbering())
-    layout = known.get(key)
-    if layout is None:
-        order = _order(spec.mesh.shape, spec.placements, getattr(spec, "shard_order", None))
-        if getattr(spec, "use_strided_shard_as_shard_order", None) is not False:
-            order = order or decoded(spec.mesh.shape, spec.placements)
-        shape = tuple(spec.tensor_meta.shape)
-        layout = known[key] = layout_on(shape, job_ranks(spec.mesh), spec.placements, order)
-    return layout
+    order = getattr(spec, "shard_order", None)
+    as_order = getattr(spec, "use_strided_shard_as_shard_order", None) is not False
+    return _layout_on(spec.mesh, tuple(spec.tensor_meta.shape), tuple(spec.placements), order, as_order)
 
 
 def target_on(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
     """The layout of a tensor of this shape that DTensor would put on a mesh with these placements."""
-    known = _known_on(mesh)
-    key = (tuple(shape), tuple(placements), _numbering())
+    return _layout_on(mesh, tuple(shape), tuple(placements), None, True)
+
+
+def _layout_on(
+    mesh: DeviceMesh,
+    shape: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    shard_order: Any,
+    as_order: bool,
+) -> Layout:
+    """`layout_on`, kept with the mesh. `shard_order`, `as_order`: of a `DTensorSpec`."""
+    known = _known.setdefault(mesh, {})  # no key or value refers to the mesh, which would keep it
+    key = (shape, placements, shard_order, as_order, _numbering())
     layout = known.get(key)
     if layout is None:
-        order = decoded(mesh.shape, placements)
+        order = _order(mesh.shape, placements, shard_order)
+        if as_order:
+            order = order or decoded(mesh.shape, placements)
+        if len(known) >= _KEPT:
+            known.clear()
         layout = known[key] = layout_on(shape, job_ranks(mesh), placements, order)
     return layout
 
@@ -257,24 +263,18 @@ def check_ranks(comm: Communicator) -> None:
 
     Collective the first time.
     """
-    if comm not in _alike:
+    alike: bool | None = comm.attached.get("torch has the same ranks")
+    if alike is None:
         rank, known = comm.ranks[comm.rank], _numbering()
         expected = rank if known is None else known[rank]
         differs = torch.tensor([int(dist.is_initialized() and dist.get_rank() != expected)])
         comm.all_reduce(differs, "MAX", compress=False, tag="redistribute")
-        _alike[comm] = not differs.item()
-    if not _alike[comm]:
+        alike = comm.attached["torch has the same ranks"] = not differs.item()
+    if not alike:
         raise Unsupported(
             "ranks of torch.distributed are other ranks of the job that mcr.init has joined; use the same "
             "launcher settings for both"
         )
-
-
-def _known_on(mesh: DeviceMesh) -> dict[Any, Layout]:
-    known = _known.setdefault(mesh, {})
-    if len(known) >= _KEPT:
-        known.clear()
-    return known
 
 
 # -- DTensors -------------------------------------------------------------------------------------

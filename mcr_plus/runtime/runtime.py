@@ -59,6 +59,7 @@ class Runtime:
         idle_channels: of groups that were closed here, those that all ranks must close together.
         restored: group → stage → entries of a loaded state, see `Stage.load_state`.
         tagged: models by the tags of their operations. Two models that share one would share codec state.
+        attached: what layers above keep as long as the job, by a name of theirs.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Runtime:
         self.torch_ranks: tuple[int, ...] | None = None
         self.restored: dict[str, dict[str, dict[str, Any]]] = {}
         self.tagged: WeakValueDictionary[str, Any] = WeakValueDictionary()
+        self.attached: dict[str, Any] = {}
         self._ended: list[Stage] = []  # of groups that were closed, if they need a `finish`
         self._count = 0  # of groups made by `new_group`
         try:

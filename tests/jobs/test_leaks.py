@@ -120,6 +120,14 @@ def dropped(rounds: int) -> dict[str, object]:
         circle.append(circle)  # freed by the garbage collector, when it likes to
         circles[:] = [circle]
 
+    def in_layouts() -> None:
+        group = mcr.new_group([1, 0])
+        rows, columns = (mcr.Layout.sharded((3, 5), [0, 1], dim) for dim in (0, 1))
+        x = torch.ones(rows.local_shape(comm.rank))
+        for target in (columns, mcr.Layout.replicated((3, 5), [0, 1])):  # by an exchange, and by a collective
+            mcr.redistribute(x, rows, target, group=group)
+        in_a_group(group)
+
     def in_a_model() -> None:
         model = torch.nn.Linear(5, 3)
         wrapped = mcr.wrap(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -132,6 +140,7 @@ def dropped(rounds: int) -> dict[str, object]:
         "split": lambda: in_a_group(comm.split(0)),
         "alone": lambda: in_a_group(comm.split(comm.rank)),
         "branch": lambda: in_a_group(comm.branch()),
+        "redistribute": in_layouts,
         "wrap": in_a_model,
     }
     for name, turn in turns.items():

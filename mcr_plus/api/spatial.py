@@ -54,9 +54,6 @@ __all__ = [
 _FRONT: Final = 2  # N and C
 
 
-# -- convolutions ---------------------------------------------------------------------------------
-
-
 def _at(slices: Iterable[slice]) -> Any:
     """The index of a box in the last dimensions."""
     return (..., *slices)
@@ -76,13 +73,33 @@ def _read(
     pads: list[int] = []
     for dim, ((low, high), (first, last), number) in enumerate(zip(base, reads, size, strict=True)):
         at = _FRONT + dim
-        if circular and (low, high) == (0, number) and not 0 <= first <= last <= number:
+        if _wraps((low, high), (first, last), number, circular):
             x = x.index_select(at, torch.arange(first, last, device=x.device) % number)
             first, last, low, high = 0, last - first, 0, last - first
         begin, end = max(first, low), min(last, high)
         x = x.narrow(at, begin - low, end - begin)
         pads = [begin - first, last - end, *pads]
     return F.pad(x, pads) if any(pads) else x
+
+
+def _returned(
+    grad: torch.Tensor, base: Sequence[Range], reads: Sequence[Range], size: Sequence[int], circular: bool
+) -> torch.Tensor:
+    """The gradient of what `_read` has read, of that of what it returned."""
+    pads: list[int] = []  # negative ones cut padding off
+    for dim, ((low, high), (first, last), number) in enumerate(zip(base, reads, size, strict=True)):
+        at = _FRONT + dim
+        if _wraps((low, high), (first, last), number, circular):
+            found = grad.new_zeros(*grad.shape[:at], number, *grad.shape[at + 1 :])
+            grad = found.index_add_(at, torch.arange(first, last, device=grad.device) % number, grad)
+            first, last = low, high
+        pads = [first - low, high - last, *pads]
+    return F.pad(grad, pads) if any(pads) else grad
+
+
+def _wraps(base: Range, reads: Range, size: int, circular: bool) -> bool:
+    """Whether a dimension that is all here is read beyond its borders."""
+    return circular and base == (0, size) and not 0 <= reads[0] <= reads[1] <= size
 
 
 @dataclass(frozen=True)
@@ -160,14 +177,13 @@ class _Convolution:
                 back = torch.zeros_like(needed)
             else:
                 (back, *_) = cast("tuple[torch.Tensor, ...]", of(read, True, False, False))
-                # Padding has no gradient.
-                for dim, (reads, has) in enumerate(zip(part.whole.reads, part.needed, strict=True)):
-                    back = back.narrow(_FRONT + dim, has[0] - reads[0], has[1] - has[0])
+                back = _returned(back, part.needed, part.whole.reads, self.size, window.circular)
             returning = self.halo.start_back(back.contiguous(), self.comm, self.options)
         of_weight = of_bias = None
         if wanted[1] or wanted[2]:
             if read is None:
-                of_weight, of_bias = torch.zeros_like(weight), weight.new_zeros(weight.shape[0])
+                of_weight = torch.zeros_like(weight)
+                of_bias = weight.new_zeros(weight.shape[0]) if wanted[2] else None
             else:
                 (_, of_weight, of_bias) = of(read, False, wanted[1], wanted[2])
         return None if returning is None else returning.wait(), of_weight, of_bias
@@ -244,10 +260,10 @@ class _Conv(_Layer):
         self._target = self._window.target(layout, self.out_layout)
         self._known: dict[Any, _Convolution] = {}
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x`: [N, in_channels, *local shape in `layout`]; returns [N, out_channels, *that in
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`input`: [N, in_channels, *local shape in `layout`]; returns [N, out_channels, *that in
         `out_layout`]."""
-        conv = cast("nn.Conv3d", self)
+        conv, x = cast("nn.Conv3d", self), input
         comm = self._checked(x, conv.in_channels)
         key = (len(x), self.overlap)
         how = self._known.get(key)
@@ -280,7 +296,7 @@ class _Conv(_Layer):
         return {**self.__dict__, "_known": {}}
 
 
-class Conv3d(_Conv, nn.Conv3d):  # pyright: ignore[reportIncompatibleMethodOverride] - a name
+class Conv3d(_Conv, nn.Conv3d):
     """`torch.nn.Conv3d` of volumes whose depth, height and width are spread over ranks.
 
     It takes the arguments of torch's layer, and has its parameters and its state.
@@ -330,7 +346,7 @@ class Conv3d(_Conv, nn.Conv3d):  # pyright: ignore[reportIncompatibleMethodOverr
         self._spread(layout, group, tag, overlap)
 
 
-class Conv2d(_Conv, nn.Conv2d):  # pyright: ignore[reportIncompatibleMethodOverride] - a name
+class Conv2d(_Conv, nn.Conv2d):
     """`torch.nn.Conv2d` of images whose height and width are spread over ranks.
 
     Arguments, attributes and errors are those of `Conv3d`.
@@ -524,6 +540,9 @@ def sum_gradients(
     Afterwards `param.grad` of their weights and biases is the gradient of the whole layer, on all ranks.
     Those of other layers, which compute the same on all ranks, are left as they are. A rank without a
     gradient adds 0.
+
+    Raises:
+        NotInitialized: there is no job, or the group is closed.
 
     Example:
         ```python

@@ -21,7 +21,7 @@ import torch
 from mcr_plus.errors import InvalidArgument, short
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.redistribute import bound
-from mcr_plus.layout.regions import Boxes, Ints, as_ints, cut_apart, meet_all
+from mcr_plus.layout.regions import Boxes, Ints, as_ints, meet_all
 
 if TYPE_CHECKING:
     from mcr_plus.communicator.calls import CallOptions
@@ -73,25 +73,33 @@ def _wrapped(boxes: Boxes, shape: Ints) -> tuple[Ints, Boxes, Ints]:
     """
     number, dims = boxes.lows.shape
     none = np.zeros((0, dims), np.int64)
-    parts: list[tuple[Ints, Ints, Ints, Ints]] = [(none[:, 0] if dims else as_ints([]), none, none, none)]
+    parts: list[tuple[Ints, Ints, Ints, Ints]] = [(np.zeros(0, np.int64), none, none, none)]
     if number and shape.all():
+        edges = _edges(boxes, shape)
         first, last = (boxes.lows // shape).min(axis=0), ((boxes.highs - 1) // shape).max(axis=0)
-        for turn in product(*(range(low, high + 1) for low, high in zip(first, last, strict=True))):
-            begin = as_ints(turn) * shape
-            lows, highs = np.maximum(boxes.lows, begin), np.minimum(boxes.highs, begin + shape)
+        turns = product(*(range(low, high + 1) for low, high in zip(first, last, strict=True)))
+        cells = list(product(*(range(3 if each else 1) for each in (edges[1] < shape).any(axis=0))))
+        for turn, cell in product(turns, cells):
+            begin, dim = as_ints(turn) * shape, np.arange(dims)
+            at = as_ints(cell)
+            lows = np.maximum(boxes.lows, begin + edges[at, :, dim].T)
+            highs = np.minimum(boxes.highs, begin + edges[at + 1, :, dim].T)
             (hit,) = (lows < highs).all(axis=1).nonzero()
             parts.append((hit, lows[hit] - begin, highs[hit] - begin, lows[hit] - boxes.lows[hit]))
     which, lows, highs, places = (np.concatenate(each) for each in zip(*parts, strict=True))
-    several = np.asarray(((boxes.highs - boxes.lows) > shape).any(axis=1), bool)
-    done = [(each[~several[which]]) for each in (which, lows, highs, places)]
-    rows = [done]
-    for box in several.nonzero()[0]:  # an element occurs several times: sent once if such parts are equal
-        (own,) = (which == box).nonzero()
-        part, cut = cut_apart(Boxes(lows[own], highs[own]), tuple(shape.tolist()))
-        of = own[part]
-        rows.append([which[of], *cut, places[of] + cut.lows - lows[of]])
-    which, lows, highs, places = (np.concatenate(each) for each in zip(*rows, strict=True))
     return which, Boxes(lows, highs), places
+
+
+def _edges(boxes: Boxes, shape: Ints) -> Ints:
+    """Where each dimension of the tensor is cut for each box, [4, boxes, dims]: nowhere if the box has no
+    element twice, else where it begins and ends.
+
+    So elements that occur several times are in parts that are equal, which are sent once.
+    """
+    twice = boxes.highs - boxes.lows > shape
+    ends = np.sort(np.stack([boxes.lows % shape, boxes.highs % shape]), axis=0)
+    full = np.broadcast_to(shape, boxes.lows.shape)
+    return np.stack([np.zeros_like(full), *np.where(twice, ends, full), full])
 
 
 @lru_cache(maxsize=256)

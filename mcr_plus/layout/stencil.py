@@ -54,9 +54,21 @@ class Window(NamedTuple):
         boxes = Boxes(of(layout.held.lows), of(layout.held.highs))
         return of_boxes(layout, total, boxes)
 
+    def needs(self, layout: Layout, low: Ints, high: Ints) -> tuple[Ints, Ints]:
+        """The range of the input that a range of the output needs from ranks, padding not included.
+
+        In a circular dimension it goes on beyond the tensor's borders, unless ranks hold all of it anyway.
+        """
+        size = as_ints(layout.shape)
+        first, last = self.reads(low, high)
+        if not self.circular:
+            return np.maximum(first, 0), np.minimum(last, size)
+        all_of_it = ((layout.held.lows == 0) & (layout.held.highs == size)).all(axis=0)
+        return np.where(all_of_it, 0, first), np.where(all_of_it, size, last)
+
     def target(self, layout: Layout, output: Layout) -> Layout:
-        """The layout in which each rank has what its box of the output reads."""
-        boxes = Boxes(*self.reads(output.held.lows, output.held.highs))
+        """The layout in which each rank has what its box of the output needs."""
+        boxes = Boxes(*self.needs(layout, *output.held))
         return windows(layout, output.owners, boxes, self.circular, f"{layout.name} halo")
 
 
@@ -124,9 +136,7 @@ def part_of(window: Window, layout: Layout, output: Layout, rank: int) -> Part |
         return Strip(at, _pairs(*window.reads(lows, highs)))
 
     whole = strip(low, high)
-    needed = window.reads(low, high)
-    if not window.circular:
-        needed = np.maximum(needed[0], 0), np.minimum(needed[1], size)
+    needed = window.needs(layout, low, high)
     inner, outer = (strip(first, last), []) if (first < last).all() else (None, [whole])
     if inner is not None:
         lows, highs = low.copy(), high.copy()

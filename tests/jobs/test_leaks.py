@@ -123,7 +123,7 @@ def dropped(rounds: int) -> dict[str, object]:
     def in_layouts() -> None:
         group = mcr.new_group([1, 0])
         rows, columns = (mcr.Layout.sharded((3, 5), [0, 1], dim) for dim in (0, 1))
-        x = torch.ones(rows.local_shape(comm.rank))
+        x = torch.ones(rows.local_shape(comm.rank) or ())
         for target in (columns, mcr.Layout.replicated((3, 5), [0, 1])):  # by an exchange, and by a collective
             mcr.redistribute(x, rows, target, group=group)
         in_a_group(group)

@@ -85,6 +85,7 @@ CASES = [
     Case({"kernel_size": 3, "stride": 2, "padding": 1, "bias": False}),
     Case({"kernel_size": 2, "stride": (2, 1, 2)}),
     Case({"kernel_size": 2, "stride": 3, "padding": 1, "padding_mode": "circular"}),
+    Case({"kernel_size": (3, 1, 1), "stride": (1, 2, 4), "padding": (1, 0, 0), "padding_mode": "circular"}),
     Case({"kernel_size": (3, 2, 3), "dilation": (2, 3, 1), "padding": (2, 1, 1)}),
     Case({"kernel_size": 5, "padding": 4, "groups": 2}),
     Case({"kernel_size": (4, 2, 3), "padding": "same", "dilation": (1, 2, 1)}),
@@ -149,7 +150,7 @@ def check_halos(comm: mcr.Communicator) -> None:
             check_halo(comm, layout, widths, periodic)
 
 
-def check_halo(comm: mcr.Communicator, layout: mcr.Layout, widths: Sequence[int], periodic: bool) -> None:
+def check_halo(comm: mcr.Communicator, layout: mcr.Layout, widths: tuple[int, int], periodic: bool) -> None:
     """The loss is the sum of all ranks' losses, which this process computes of all of them."""
     x, aims = values(*layout.shape).requires_grad_(), values(*layout.shape, seed=9)
     expected = [with_halo(x, layout, widths, periodic, rank) for rank in range(comm.size)]
@@ -201,9 +202,9 @@ def networks(layout: mcr.Layout | None) -> nn.Sequential:
     def conv(*arguments: Any, **options: Any) -> None:
         nonlocal layout
         if layout is None:
-            layers.append(nn.Conv3d(*arguments, **{**options, "dtype": torch.float64}))
+            layers.append(nn.Conv3d(*arguments, **options).double())
         else:
-            layers.append(spatial.Conv3d(*arguments, **options, dtype=torch.float64, layout=layout, tag="c"))
+            layers.append(spatial.Conv3d(*arguments, **options, layout=layout, tag="c").double())
             layout = layers[-1].out_layout
 
     def pool(name: str) -> None:

@@ -31,6 +31,8 @@ LONG: Final = (
     "test_gpt.py::test_ranks_refuse_together",
     "test_moe.py::test_all_libraries_train_the_same_experts",
     "test_moe.py::test_ranks_train_as_one_process_with_all_experts[3]",
+    "test_cosmo.py::test_ranks_together_are_one_process[4",
+    "test_spatial.py::test_spread_layers_are_those_of_one_process[3]",
     "test_docs.py::test_python_blocks_run_on_two_ranks",
     "test_docs.py::test_the_figures_of_codecs_are_those_of_a_run",
     # benchmarks and tuning from end to end

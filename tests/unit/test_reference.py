@@ -15,13 +15,13 @@ import yaml
 from ranks import run_ranks
 
 import mcr_plus as mcr
-from mcr_plus import autograd, horovod
+from mcr_plus import autograd, horovod, spatial
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
 PUBLIC = {
     f"{module.__name__}.{name}": getattr(module, name)
-    for module in (mcr, autograd)
+    for module in (mcr, autograd, spatial)
     for name in module.__all__
 }
 OF_API = {
@@ -74,6 +74,10 @@ def test_the_examples_of_docstrings_run() -> None:
     programs = {name: examples(function) for name, function in OF_API.items()}
     assert len(programs) >= 30
     assert all(programs.values())
+    classes = {name: examples(value) for name, value in PUBLIC.items() if inspect.isclass(value)}
+    programs |= {name: text for name, text in classes.items() if text}
+    programs["with_halo"] = examples(mcr.Layout.with_halo)
+    assert {"mcr_plus.spatial.Conv3d", "with_halo"} <= {name for name, text in programs.items() if text}
     run_ranks(run_examples, 2, args=[programs])
 
 
@@ -88,7 +92,7 @@ def run_examples(programs: dict[str, str]) -> None:
     with mcr.init():
         for name, text in programs.items():
             code = compile(inspect.cleandoc("\n" + text), name, "exec")
-            exec(code, {"torch": torch, "mcr": mcr, "autograd": autograd})
+            exec(code, {"torch": torch, "mcr": mcr, "autograd": autograd, "spatial": spatial})
             mcr.barrier()
 
 

@@ -4,8 +4,8 @@
     mcr-plus run -n 2 examples/cosmo/train.py --check      beside the same network in one process
     mcr-plus run -n 4 examples/cosmo/train.py --mesh 2,2,1
 
-It predicts the spectral index of Gaussian random fields, which `fields.py` draws; `network.py` has the network,
-`../common` what examples share.
+It predicts the spectral index of Gaussian random fields, which `fields.py` draws; `network.py` has the
+network, `../common` what examples share.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from mcr_plus.backends import backend_class, backends_for, preferred_backends
 from mcr_plus.backends.base import Backend, complete_channel
@@ -12,7 +12,9 @@ from mcr_plus.core.collector import collector_paused
 from mcr_plus.core.file_limit import descriptors_for
 from mcr_plus.core.group import Group
 from mcr_plus.dispatch.group_state import BackendChannel
-from mcr_plus.errors import BackendUnavailable
+from mcr_plus.errors import BackendUnavailable, LaunchError
+from mcr_plus.rendezvous.exit_barrier import SHORT
+from mcr_plus.rendezvous.store import exchange
 from mcr_plus.rendezvous.world import World
 from mcr_plus.runtime.groups import release_unused
 from mcr_plus.runtime.process import job
@@ -97,10 +99,22 @@ class Libraries:
                     lines[name] = BackendChannel(backend, complete_channel(backend.open(group)))
                 except BackendUnavailable as error:  # raised on all ranks of the group alike
                     if self._config.backends is not None or len(names) == 1:
+                        if lines:
+                            self._wait_for_others(group)
                         raise
                     dropped[name] = str(error)
             undo.pop_all()
         return lines, dropped
+
+    def _wait_for_others(self, group: Group) -> None:
+        """Wait until all ranks of a group have come to the library that cannot serve it.
+
+        Those that are still connecting by another library would fail in it, if it were closed here.
+        """
+        if group.size > 1 and self._world.store is not None:
+            store = self._world.store_of(group)
+            with suppress(LaunchError, RuntimeError):  # the error at hand is the one to raise
+                exchange(store, group.rank, group.size, "unavailable", "", SHORT)
 
     def close(self, clean: bool) -> None:
         """Close the backends; one that needs no call at the end of the process is forgotten."""

@@ -178,6 +178,15 @@ class LanguageModel(nn.Module):
     def forward(self, windows: Tensor) -> Losses:
         """Windows [batch, length + 1] of bytes: each but the last is read, each but the first foretold."""
         read, next_ = windows[:, :-1], windows[:, 1:]
+        logits, penalty, dropped = self._read(read)
+        text = functional.cross_entropy(logits.flatten(0, 1), next_.flatten())
+        return Losses(text, penalty, dropped)
+
+    def predict(self, read: Tensor) -> Tensor:
+        """The logits [batch, length, VOCABULARY] of the byte after each of `read` [batch, length]."""
+        return self._read(read)[0]
+
+    def _read(self, read: Tensor) -> tuple[Tensor, Tensor | float, tuple[float, ...]]:
         x = self.bytes(read) + self.positions.weight[: read.shape[1]]
         penalty: Tensor | float = 0.0
         dropped: list[float] = []
@@ -185,9 +194,7 @@ class LanguageModel(nn.Module):
             x, more, lost = block(x)
             penalty = penalty + more
             dropped += () if lost is None else (lost,)
-        logits = functional.linear(self.norm(x), self.bytes.weight)
-        text = functional.cross_entropy(logits.flatten(0, 1), next_.flatten())
-        return Losses(text, penalty, tuple(dropped))
+        return functional.linear(self.norm(x), self.bytes.weight), penalty, tuple(dropped)
 
 
 def parameters(model: nn.Module) -> int:

@@ -4,7 +4,7 @@
     mcr-plus run -n 2 examples/gpt/train.py --tensor-parallel    every layer spread over the ranks
     mcr-plus run -n 2 examples/gpt/train.py --compare            the same job on each library
 
-`tensor_parallel.py` has the layers that are spread, `../common` what the examples share.
+`../common` has what the examples share, the layers that are spread over ranks too (`tensor_parallel.py`).
 """
 
 from __future__ import annotations

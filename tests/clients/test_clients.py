@@ -19,7 +19,7 @@ from ranks import run_ranks
 
 FOLDER: Final = Path(__file__).parent
 GOES_BY_GLOO: Final = ("with_accelerate",)  # it takes no other name
-TOGETHER: Final = ("ddp", "fsdp", "tensor")  # started once
+TOGETHER: Final = ("ddp", "fsdp", "pipelining", "tensor")  # started once
 NEEDS: Final = {
     "with_lightning": ("lightning",),
     "with_accelerate": ("accelerate", "transformers"),
@@ -27,6 +27,7 @@ NEEDS: Final = {
 }
 DDP: Final = {"all_gather", "broadcast", "all_reduce"}
 FSDP: Final = {"all_gather", "reduce_scatter"}
+MESSAGES: Final = {"send", "recv"}
 CLIENTS: Final[dict[str, dict[str, set[str]]]] = {  # and what the pipeline sees of each
     "ddp": {
         **dict.fromkeys(["plain", "unused", "static", "buffers", "views"], DDP),
@@ -37,6 +38,9 @@ CLIENTS: Final[dict[str, dict[str, set[str]]]] = {  # and what the pipeline sees
         **dict.fromkeys(["fsdp2", "fsdp2_mixed", "fsdp1"], FSDP),
         **dict.fromkeys(["fsdp2_clipped", "fsdp1_clipped"], FSDP | {"all_reduce"}),
         **dict.fromkeys(["checkpoint", "async_checkpoint"], FSDP | {"gather", "scatter"}),
+    },
+    "pipelining": {
+        **dict.fromkeys(["gpipe", "1f1b", "interleaved", "looped_bfs", "zero_bubble", "zbv"], MESSAGES),
     },
     "tensor": {
         "dtensor": {"scatter", "all_gather", "reduce_scatter", "all_reduce"},

@@ -1,15 +1,18 @@
 """Redistribution: planning, models between two hosts, many small tensors, and its memory, beside what users
 write by hand.
 
-    python benchmarks/bench_layout.py --parts planning,hosts,state,memory
+    python benchmarks/bench_layout.py --parts planning,calls,halo,state,memory,dtensor,hosts
 
-`planning` runs in one process, `state` and `memory` with four ranks of this host, `hosts` with two ranks on
-each of two network namespaces. Candidates take turns; a time is that of the slowest rank, and of the rounds
-the median (with their range). The report goes to benchmarks/results/layout_<hardware>_<yyyymm>.md.
+`planning` runs in one process, `calls` and `halo` with two ranks of this host, `state`, `memory` and
+`dtensor` with four, `hosts` with two ranks on each of two network namespaces. Candidates take turns; a time
+is that of the slowest rank, and of the rounds the median (with their range). The report goes to
+benchmarks/results/layout_<hardware>_<yyyymm>.md.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import resource
 import time
 from collections.abc import Callable, Mapping
@@ -26,13 +29,16 @@ from harness import HARDWARE, Dated, Hardware, Rate, Rounds
 from two_hosts import TwoHosts, need_two_hosts
 
 import mcr_plus as mcr
+from mcr_plus import autograd
 from mcr_plus.layout import Layout, proof
 from mcr_plus.layout.program import programs
 
-PARTS: Final = ("planning", "state", "memory", "hosts")
+PARTS: Final = ("planning", "calls", "halo", "state", "memory", "dtensor", "hosts")
 MATRIX: Final = (4096, 4096)
 MODEL: Final = 100 << 20  # bytes between the hosts
 TENSORS: Final = 500  # of a state, 4 to 64 KiB each
+IN_A_TURN: Final = 5  # redistributions of DTensors
+MIB: Final = (1024, 1024)  # floats, 4 MiB
 STATE: Final = 1 << 30  # bytes moved in bounded memory
 
 
@@ -82,9 +88,126 @@ def _in_turns(comm: mcr.Communicator, candidates: Mapping[str, Callable[[], obje
     return harness.in_turns(candidates, rounds, turn)
 
 
+def calls(rounds: int) -> dict[str, Any] | None:
+    """Microseconds of a redistribution whose plan is known, and of the exchange that it consists of."""
+    torch.set_num_threads(1)
+    with mcr.init() as comm:
+        ranks, rank, number = range(comm.size), comm.rank, 200
+        source, target = Layout.sharded((8, 8), ranks, 0), Layout.sharded((8, 8), ranks, 1)
+        x, out = torch.full((4, 8), float(rank)), torch.empty(8, 4)
+        counts = [16 * (peer != rank) for peer in ranks]
+        flat, back = torch.ones(16), torch.empty(16)
+
+        def many(call: Callable[[], object]) -> float:
+            return 1e6 * harness.seconds(call, number)
+
+        candidates: dict[str, Callable[[], object]] = {
+            "all_to_all_single": lambda: comm.all_to_all_single(back, flat, counts, counts),
+            "redistribute": lambda: mcr.redistribute(x, source, target, out=out),
+        }
+        for call in candidates.values():
+            many(call)
+        times = harness.in_turns(candidates, rounds, many)
+        return {"times": times} if rank == 0 else None
+
+
+def halo(rounds: int) -> dict[str, Any] | None:
+    """64³ x 16 channels in two slabs, a halo of 1: by layouts, and by messages of the same bytes."""
+    torch.set_num_threads(1)
+    with mcr.init() as comm:
+        rank, peer = comm.rank, 1 - comm.rank
+        layout = Layout.sharded((16, 64, 64, 64), range(comm.size), 1)
+        x = torch.full(layout.local_shape(rank) or (), float(rank))
+        face, other = torch.ones(16 * 64 * 64), torch.empty(16 * 64 * 64)
+        at, edge = (0, 31) if rank == 0 else (1, 0)
+
+        def messages() -> None:
+            works = [comm.irecv(other, peer), comm.isend(face, peer)]
+            for work in works:
+                work.wait()
+
+        def by_hand() -> None:
+            wide = torch.empty(16, 33, 64, 64)
+            face.view(16, 1, 64, 64).copy_(x[:, edge : edge + 1])
+            messages()
+            wide[:, at : at + 32].copy_(x)
+            wide[:, 32 if rank == 0 else 0].copy_(other.view(16, 64, 64))
+
+        def ours() -> torch.Tensor:
+            return autograd.halo_exchange(x, layout, (0, 1, 0, 0), (0, 1, 0, 0))
+
+        by_hand()
+        assert torch.equal(ours()[:, at : at + 32], x)
+        assert (ours()[:, 32 if rank == 0 else 0] == peer).all()
+        candidates: dict[str, Callable[[], object]] = {
+            "halo_exchange": ours,
+            "by hand": by_hand,
+            "messages alone": messages,
+        }
+        times = _in_turns(comm, candidates, rounds * 10)
+        return {"times": times} if rank == 0 else None
+
+
+def dtensor(rounds: int) -> dict[str, Any] | None:
+    """All pairs of placements on 2x2 ranks: DTensor on torch's gloo, on our backend, and by our plans."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    from mcr_plus.dtensor import planned
+
+    torch.set_num_threads(1)
+    with mcr.init() as comm:
+        dist.init_process_group("mcr")
+        gloo: Any = {"backend_override": {0: "gloo", 1: "gloo"}}
+        meshes = {"mcr": init_device_mesh("cpu", (2, 2)), "gloo": init_device_mesh("cpu", (2, 2), **gloo)}
+        one = (Replicate(), Shard(0), Shard(1))
+        befores = list(itertools.product((*one, Partial()), repeat=2))
+        pairs = [(a, b) for a in befores for b in itertools.product(one, repeat=2) if a != b]
+        found: dict[str, dict[str, float]] = {}
+        for before, after in pairs:
+            shape = list(MIB)
+            for axis in before:
+                if isinstance(axis, Shard):
+                    shape[axis.dim] //= 2
+            local = torch.ones(shape)
+            held = {
+                name: DTensor.from_local(local, mesh, before, run_check=False)
+                for name, mesh in meshes.items()
+            }
+
+            def moved(name: str, held: Any = held, after: Any = after) -> None:
+                for _ in range(IN_A_TURN):
+                    wait(held[name].redistribute(placements=after).to_local())
+
+            def by_plans(moved: Any = moved) -> None:
+                with planned():
+                    moved("mcr")
+
+            candidates: dict[str, Callable[[], object]] = {
+                "gloo": partial(moved, "gloo"), "mcr": partial(moved, "mcr"), "planned": by_plans,
+            }  # fmt: skip
+            times = _in_turns(comm, candidates, rounds)
+            found[f"{_words(before)} -> {_words(after)}"] = {
+                name: median(each) / IN_A_TURN for name, each in times.items()
+            }
+        dist.destroy_process_group()
+        return found if comm.rank == 0 else None
+
+
+def wait(tensor: Any) -> Any:
+    """The tensor, once what fills it is complete."""
+    return tensor.wait() if hasattr(tensor, "wait") else tensor
+
+
+def _words(placements: Any) -> str:
+    return ",".join(
+        "R" if each.is_replicate() else f"S{each.dim}" if each.is_shard() else "P" for each in placements
+    )
+
+
 def hosts(rounds: int) -> dict[str, Any] | None:
     """FSDP on the first host -> replicas on the second: our plan, slices to each replica, full tensor +
-    broadcast."""
+    broadcast. Rows on the first -> columns on the second: our plan."""
     torch.set_num_threads(1)
     with mcr.init() as comm:
         rank, half = comm.rank, comm.size // 2
@@ -123,7 +246,9 @@ def hosts(rounds: int) -> dict[str, Any] | None:
             rows = shape[0] // half
             assert all((out[at * rows : (at + 1) * rows] == at).all() for at in range(half))
         times = _in_turns(comm, {"redistribute": ours, "slices": slices, "full tensor": full_tensor}, rounds)
-        return {"times": times} if rank == 0 else None
+        columns = Layout.sharded(shape, range(half, comm.size), 1)
+        across = _in_turns(comm, {"redistribute": partial(mcr.redistribute, x, source, columns)}, rounds)
+        return {"times": times, "columns": across} if rank == 0 else None
 
 
 def state(rounds: int) -> dict[str, Any] | None:
@@ -199,7 +324,23 @@ def memory(rounds: int) -> dict[str, Any] | None:
 # --- the report -----------------------------------------------------------------------------------------
 
 
-def _table(times: Mapping[str, list[float]], first: str) -> str:
+def _pairs(pairs: Mapping[str, Mapping[str, float]]) -> str:
+    rows = []
+    for ours, theirs in (("planned", "mcr"), ("planned", "gloo"), ("mcr", "gloo")):
+        ratios = {name: each[ours] / each[theirs] for name, each in pairs.items()}
+        worst = max(ratios, key=ratios.__getitem__)
+        mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
+        above = sum(ratio > 1.05 for ratio in ratios.values())
+        figures = [f"{each:.2f}" for each in (mean, min(ratios.values()), ratios[worst])]
+        rows.append([f"{ours} / {theirs}", *figures, worst, str(above)])
+    table = harness.markdown(["times", "geometric mean", "least", "most", "of", "above 1.05"], rows)
+    ways = ("gloo", "mcr", "planned")
+    every = [[name, *(f"{each[way]:.2f}" for way in ways)] for name, each in pairs.items()]
+    note = "`gloo`, `mcr`: DTensor's own plans on that backend; `planned`: on mcr inside `dtensor.planned()`."
+    return "\n\n".join([note, table, harness.markdown(["pair", *(f"{way}, ms" for way in ways)], every)])
+
+
+def _table(times: Mapping[str, list[float]], first: str, unit: str = "ms") -> str:
     middle = {name: median(each) for name, each in times.items()}
     rows = [
         [
@@ -210,7 +351,7 @@ def _table(times: Mapping[str, list[float]], first: str) -> str:
         ]
         for name, each in times.items()
     ]
-    return harness.markdown(["way", "ms", "range", f"/ {first}"], rows)
+    return harness.markdown(["way", unit, "range", f"/ {first}"], rows)
 
 
 @harness.program
@@ -226,7 +367,21 @@ def main(
     if "planning" in names:
         head = ["pair", "own part, ms", "proof, ms", "all candidates, ms"]
         texts += ["### Planning, one rank's part", harness.markdown(head, planning())]
-    here = harness.here(4)
+    two, here = harness.here(2), harness.here(4)
+    if "calls" in names:
+        found = harness.on_ranks(two, calls, rounds)
+        texts += [
+            "### A known plan: 8x8 floats, S0 -> S1, two ranks",
+            _table(found["times"], "all_to_all_single", "µs"),
+            "all_to_all_single: of the bytes that the redistribution sends.",
+        ]
+    if "halo" in names:
+        found = harness.on_ranks(two, halo, rounds)
+        texts += [
+            "### Halo of 1 around 64³ x 16 channels in two slabs, 256 KiB each way",
+            _table(found["times"], "by hand"),
+            "By hand: the face is packed, sent and received, and laid beside the slab in a new tensor.",
+        ]
     if "state" in names:
         found = harness.on_ranks(here, state, rounds)
         texts += [
@@ -241,6 +396,9 @@ def main(
             f"Peak above the tensors {found['extra']:.0f} MiB (resident memory), of which buffers "
             f"{found['buffers']:.0f} MiB; {found['seconds']:.2f} s.",
         ]
+    if "dtensor" in names:
+        pairs = harness.on_ranks(here, dtensor, rounds)
+        texts += [f"### DTensor, {len(pairs)} pairs of placements on 2x2 ranks, 4 MiB", _pairs(pairs)]
     if "hosts" in names:
         need_two_hosts()
         with TwoHosts(rate) as both:
@@ -250,6 +408,8 @@ def main(
             f"### {MODEL >> 20} MiB, FSDP on one host -> two replicas on the other, {rate}",
             _table(found["times"], "redistribute"),
             f"The bytes once over the link take {link:.0f} ms at its nominal rate." if link else "",
+            f"### {MODEL >> 20} MiB, rows on two ranks of one host -> columns on two of the other, {rate}",
+            _table(found["columns"], "redistribute"),
         ]
     note = "medians of rounds in which candidates take turns, times of the slowest rank"
     harness.write(

@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from types import ModuleType
 from typing import Any, Final, NamedTuple
 
@@ -138,6 +139,7 @@ def _set(places: Sequence[ModuleType], function: Any) -> None:
         setattr(module, _FUNCTION, function)
 
 
+@cache
 def _check_internals(function: Any) -> None:
     """Raise `Unsupported` if torch redistributes in a way that is not known here."""
     problem = None

@@ -222,6 +222,8 @@ class Redistribution:
         self, given: Mapping[str, tuple[torch.Tensor | None, torch.Tensor | None]], wrong: str | None
     ) -> tuple[tuple[torch.dtype, ...], str | None]:
         """The dtype of each tensor, of ranks that have none of it too."""
+        if wrong is None and not self._asks:  # all ranks have a part in every source
+            return tuple(x.dtype for x, _ in given.values() if x is not None), None
         codes = []
         for name in self._specs:
             known = [each for each in given.get(name, ()) if each is not None]

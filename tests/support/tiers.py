@@ -181,7 +181,7 @@ LONG: Final = (
     "test_tuning.py::test_bench_prints_rows_of_the_contract",
     "test_tuning.py::test_inside_a_job_of_mpirun_the_command_is_a_rank",
     "test_tuning.py::test_measurements_of_another_machine_are_refused_in_one_line",
-    "test_wrap.py::test_hook_and_optimizer_train_like_wrap",
+    "test_wrap.py::test_hook_and_optimizer_train_like_wrap[gloo]",
     "test_wrap.py::test_the_step_after_a_backward_pass_that_raised[ranks2]",
 )
 STALE: Final = pytest.StashKey[list[str]]()

@@ -36,7 +36,7 @@ def layout(
         found = survey(before, after, getattr(torch, dtype).itemsize, where)
     except InvalidArgument as error:
         raise typer.BadParameter(str(error)) from None
-    document = _document(found, dtype, nodes)
+    document = _document(found, dtype, nodes) | {"dtensor": _dtensor(source, target, extents, found.itemsize)}
     if as_json:
         print_json(document)
     else:
@@ -73,6 +73,21 @@ def _document(found: Survey, dtype: str, nodes: int) -> dict[str, Any]:
         "right": plan.wrong is None,
         "wrong": plan.wrong,
     }
+
+
+def _dtensor(source: str, target: str, shape: list[int], itemsize: int) -> dict[str, int] | None:
+    """The bytes of DTensor's own plan; None where it has none: between meshes, or for what it refuses."""
+    from mcr_plus.layout.survey import parse_mesh
+
+    (before, ranks), (after, others) = parse_mesh(source), parse_mesh(target)
+    if ranks.shape != others.shape or (ranks != others).any():
+        return None
+    from mcr_plus.dtensor import dtensor_volume  # DTensor takes a second to import
+
+    volume = dtensor_volume(shape, ranks.shape, before, after)
+    if volume is None:
+        return None
+    return {"plan_bytes": volume.total * itemsize, "most_received": volume.most * itemsize}
 
 
 def _steps(plan: Outcome) -> list[dict[str, Any]]:
@@ -123,6 +138,9 @@ def _print(found: Survey, document: dict[str, Any]) -> None:
     total, least = document["plan_bytes"], document["bound"]
     ratio = f", {total / least:.2f} times that" if least else ""
     print(f"all ranks together: {about(least)} must be received by any plan; this one: {about(total)}{ratio}")
+    if (theirs := document["dtensor"]) is not None:
+        most = about(theirs["most_received"])
+        print(f"DTensor's own plan: {about(theirs['plan_bytes'])}, at most {most} by a rank")
     for name, other in document["others"].items():
         print(f"not chosen: {name} ({about(other['plan_bytes'])}, expected {other['expected_us']:,.0f} µs)")
     if document["right"]:

@@ -19,14 +19,8 @@ from mcr_plus.layout.program import LOADS, Bound, Costs, Program, bound, load, n
 from mcr_plus.layout.regions import Ints, as_ints
 
 
-def parse_layout(text: str, shape: Sequence[int]) -> Layout:
-    """Read a layout such as `S0,R @2x4`: a placement for each dimension of a mesh of ranks.
-
-    `@2x4+8`: the mesh consists of ranks 8 to 15. See `Layout.mesh` for placements.
-
-    Raises:
-        InvalidArgument: the text is of another form, or the layout does not exist.
-    """
+def parse_mesh(text: str) -> tuple[list[str], Ints]:
+    """The placements of a layout such as `S0,R @2x4`, and its ranks in their mesh; see `parse_layout`."""
     match = re.fullmatch(r"\s*(\S(?:.*\S)?)\s*@\s*(\d+(?:x\d+)*)\s*(?:\+\s*(\d+))?\s*", text)
     if match is None:
         raise InvalidArgument(
@@ -35,7 +29,19 @@ def parse_layout(text: str, shape: Sequence[int]) -> Layout:
     placements, mesh, first = match.groups()
     extents = [int(extent) for extent in mesh.split("x")]
     ranks = np.arange(int(np.prod(extents))).reshape(extents) + int(first or 0)
-    return Layout.mesh(shape, ranks, [each.strip() for each in placements.split(",")])
+    return [each.strip() for each in placements.split(",")], ranks
+
+
+def parse_layout(text: str, shape: Sequence[int]) -> Layout:
+    """Read a layout such as `S0,R @2x4`: a placement for each dimension of a mesh of ranks.
+
+    `@2x4+8`: the mesh consists of ranks 8 to 15. See `Layout.mesh` for placements.
+
+    Raises:
+        InvalidArgument: the text is of another form, or the layout does not exist.
+    """
+    placements, ranks = parse_mesh(text)
+    return Layout.mesh(shape, ranks, placements)
 
 
 def node_of_rank(ranks: Collection[int], nodes: int) -> Ints | None:

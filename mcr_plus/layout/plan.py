@@ -304,12 +304,21 @@ def _difference(comm: Communicator, said: Sequence[Any]) -> McrError:
             return InvalidArgument(
                 f"rank {one} redistributes {len(known) - 1} tensors, rank {rank} {len(specs) - 1}"
             )
-        for what, here, first in zip(["options", *["layouts"] * len(specs)], specs, known, strict=False):
+        kinds = ["options", *["layouts or dtypes"] * len(specs)]
+        for what, here, first in zip(kinds, specs, known, strict=False):
             if here != first:
                 return InvalidArgument(
-                    f"ranks pass different {what}: rank {one} {' '.join(first)}, rank {rank} {' '.join(here)}"
+                    f"ranks pass different {what}: rank {one} {_words(first)}; rank {rank} {_words(here)}"
                 )
     return InvalidArgument("ranks pass layouts that print alike and hold different boxes")
+
+
+def _words(said: Sequence[str]) -> str:
+    """The options of a call, or a tensor: its name, its layouts and its dtype."""
+    if len(said) == 1:
+        return said[0]
+    name, source, target, dtype = said
+    return f"{name + ': ' if name else ''}{source} -> {target}, {dtype.removeprefix('torch.')}"
 
 
 def hash_of_dtype(dtype: torch.dtype) -> int:

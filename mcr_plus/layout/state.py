@@ -11,7 +11,7 @@ from mcr_plus.communicator.calls import CallOptions, Compress
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.communicator.tensors import as_tensor, check_apart, is_plain, overlap, plain
 from mcr_plus.core.kinds import DTYPES, dtype_name
-from mcr_plus.core.units import about, format_size, parse_size
+from mcr_plus.core.units import about, parse_size
 from mcr_plus.core.work import JointWork, Work
 from mcr_plus.errors import InvalidArgument, NotInitialized, Unsupported, short
 from mcr_plus.layout.collective import Collective
@@ -382,9 +382,8 @@ def _memory(memory: int | str, specs: Mapping[str, tuple[Layout, Layout]]) -> in
     # Two rounds in flight, each of a row that is sent and one that is received, of the largest dtype.
     if widest is not None and limit < 4 * 16 * rows[widest]:
         raise InvalidArgument(
-            f"memory: {about(limit)} is less than the largest row needs: "
-            f"{format_size(4 * 16 * rows[widest])} "
-            f"for {rows[widest]} elements of {_at(widest) or 'the tensor'}"
+            f"memory: {about(limit)} is less than the largest row needs, {about(4 * 16 * rows[widest])} "
+            f"for {rows[widest]} elements of {widest or 'the tensor'}"
         )
     return limit
 

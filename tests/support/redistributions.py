@@ -456,7 +456,7 @@ def bad_calls(number: int) -> list[Bad]:
             "other layouts on one rank",
             lambda r, n: call(good(r), rows, columns if r else whole),
             wrong,
-            ("different layouts", "rank 0", "rank 1", "S1", "R @"),
+            ("different layouts or dtypes", "rank 0", "rank 1", "S1", "R @"),
         ),
         (
             "another dtype on one rank",

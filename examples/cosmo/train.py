@@ -131,12 +131,17 @@ def train(job: Job, comms: McrTransport, observe: Observer) -> Result:
 
 
 def _relative(ours: float, theirs: float) -> float:
-    return abs(ours - theirs) / max(abs(theirs), 1e-30)
+    return _finite(abs(ours - theirs) / max(abs(theirs), 1e-30))
 
 
 @torch.no_grad()
 def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return float((ours - theirs).abs().max() / theirs.abs().max())
+    return _finite(float((ours - theirs).abs().max() / theirs.abs().max()))
+
+
+def _finite(difference: float) -> float:
+    """`difference`, or infinity for nan, which `max` would leave out."""
+    return difference if math.isfinite(difference) else math.inf
 
 
 def _halo_bytes(log: Log, steps: int) -> int:

@@ -14,6 +14,7 @@ import math
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -62,7 +63,12 @@ class Job:
     length: int
     rounds: int  # of the comparison; 0: none
 
-    @property
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The global shape of each parameter."""
+        return whole_shapes(self.shape)
+
+    @cached_property
     def held_out(self) -> Tensor:
         """Windows whose loss both sides compute."""
         return self.corpus.held_out(0, 1, self.batch, 1)[0]
@@ -81,7 +87,7 @@ def specs(job: Job) -> dict[str, tuple[mcr.Layout, mcr.Layout]]:
     """Where each parameter lies on the ranks that train, as `fully_shard` cuts it, and where it is to lie."""
     return {
         name: (mcr.Layout.mesh(shape, job.trainers, ["S0"]), layout_of(name, shape, job.servers))
-        for name, shape in whole_shapes(job.shape).items()
+        for name, shape in job.shapes.items()
     }
 
 
@@ -199,7 +205,7 @@ def _broadcast_all(job: Job, side: Trainer | Server) -> None:
             dist.broadcast(shard(parameter).full_tensor(), 0)
         return
     number = job.servers.index(mcr.get_rank())
-    for name, shape in whole_shapes(job.shape).items():
+    for name, shape in job.shapes.items():
         whole = torch.empty(shape, dtype=job.dtype)
         dist.broadcast(whole, 0)
         share = share_of(name, whole, number, len(job.servers))
@@ -228,13 +234,19 @@ def run(job: Job, console: Console) -> dict[str, Any]:
         "trainers": job.trainers,
         "servers": job.servers,
         "losses": {"trainers": trained.losses, "servers": served.losses},
-        "difference": max(abs(ours / theirs - 1) for ours, theirs in pairs),
+        "difference": max(_difference(ours, theirs) for ours, theirs in pairs),
         "texts": served.texts,
         "step_seconds": median(trained.seconds),
-        "weights_bytes": size * sum(math.prod(shape) for shape in whole_shapes(job.shape).values()),
+        "weights_bytes": size * sum(math.prod(shape) for shape in job.shapes.values()),
         "needed_bytes": {str(each): size * sum(part.get(each, 0) for part in needed) for each in job.servers},
         "update_seconds": seconds,
     }
+
+
+def _difference(ours: float, theirs: float) -> float:
+    """Relative; infinite for losses that are none."""
+    found = abs(ours / theirs - 1)
+    return found if math.isfinite(found) else math.inf
 
 
 def report(job: Job, result: dict[str, Any], console: Console) -> bool:

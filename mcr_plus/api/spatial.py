@@ -85,7 +85,7 @@ def _read(
 def _returned(
     grad: torch.Tensor, base: Sequence[Range], reads: Sequence[Range], size: Sequence[int], circular: bool
 ) -> torch.Tensor:
-    """The gradient of what `_read` has read, of that of what it returned."""
+    """The gradient of `_read`'s input, from that of its output."""
     pads: list[int] = []  # negative ones cut padding off
     for dim, ((low, high), (first, last), number) in enumerate(zip(base, reads, size, strict=True)):
         at = _FRONT + dim

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
@@ -139,7 +139,6 @@ def _set(places: Sequence[ModuleType], function: Any) -> None:
         setattr(module, _FUNCTION, function)
 
 
-@cache
 def _check_internals(function: Any) -> None:
     """Raise `Unsupported` if torch redistributes in a way that is not known here."""
     problem = None
@@ -149,13 +148,18 @@ def _check_internals(function: Any) -> None:
     elif not hasattr(_redistribute, "_gen_transform_infos"):
         problem = "its plans are not made by _gen_transform_infos"
     else:
-        parameters = inspect.signature(function).parameters
+        parameters = _parameters(function)
         if tuple(parameters)[:3] != _TAKES or not set(parameters) <= {*_TAKES, *_OPTIONS}:
             problem = f"{_FUNCTION} takes {', '.join(parameters)}"
         elif not {"mesh", "placements", "tensor_meta"} <= set(DTensorSpec.__dataclass_fields__):
             problem = "DTensorSpec has other fields"
     if problem is not None:
         raise Unsupported(f"planned: torch {torch.__version__} is not known: {problem}")
+
+
+@cache
+def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
 
 
 # -- in place of torch's function -----------------------------------------------------------------
@@ -165,11 +169,11 @@ class _Choices:
     """What has been chosen in a job: of pairs of specs, and the groups of meshes."""
 
     def __init__(self) -> None:
-        self.moves: dict[tuple[Any, Any], Redistribution | None] = {}
+        self.moves: dict[DeviceMesh, dict[tuple[Any, Any], Redistribution | None]] = {}
         self.groups: dict[tuple[int, ...], Communicator] = {}
 
 
-_MOST: Final = 1024  # pairs of specs, whose plans are kept
+_MOST: Final = 1024  # pairs of specs on a mesh, whose plans are kept
 
 
 class _Planned:
@@ -207,12 +211,13 @@ class _Planned:
 def _moved(local: torch.Tensor, current_spec: Any, target_spec: Any) -> torch.Tensor | None:
     """The local tensor in the target by our plan, or None if DTensor's is as good."""
     choices: _Choices = current().attached.setdefault("DTensor", _Choices())
+    moves = choices.moves.setdefault(current_spec.mesh, {})  # the same on all ranks of the mesh
     key = (current_spec, target_spec)
-    if key not in choices.moves:
-        if len(choices.moves) >= _MOST:
-            choices.moves.clear()
-        choices.moves[key] = _choose(choices, local, current_spec, target_spec)
-    move = choices.moves[key]
+    if key not in moves:
+        if len(moves) >= _MOST:
+            moves.clear()
+        moves[key] = _choose(choices, local, current_spec, target_spec)
+    move = moves[key]
     if move is None:
         return None
     with torch.no_grad():

@@ -179,6 +179,8 @@ class Redistribution:
         """
         if self.rank < 0:
             raise Unsupported(f"this rank is not a member of group '{self._comm.name}'")
+        if self._comm.closed:
+            raise NotInitialized(f"group '{self._comm.name}' is closed")
         wrong: str | None = None
         given: dict[str, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
         try:

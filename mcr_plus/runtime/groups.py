@@ -98,6 +98,11 @@ class OpenGroup:
             self._handle = weakref.ref(communicator)
         return communicator
 
+    def forget_attached(self) -> None:
+        """Drop what layers above keep with the group; groups among it are closed as dropped ones are."""
+        if (communicator := self._handle()) is not None:
+            communicator.attached.clear()
+
     def take_over(self) -> None:
         """See `Communicator.take_over`."""
         for group in self.all:

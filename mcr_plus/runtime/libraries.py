@@ -13,7 +13,6 @@ from mcr_plus.core.file_limit import descriptors_for
 from mcr_plus.core.group import Group
 from mcr_plus.dispatch.group_state import BackendChannel
 from mcr_plus.errors import BackendUnavailable, LaunchError
-from mcr_plus.rendezvous.exit_barrier import SHORT
 from mcr_plus.rendezvous.store import exchange
 from mcr_plus.rendezvous.world import World
 from mcr_plus.runtime.groups import release_unused
@@ -114,7 +113,7 @@ class Libraries:
         if group.size > 1 and self._world.store is not None:
             store = self._world.store_of(group)
             with suppress(LaunchError, RuntimeError):  # the error at hand is the one to raise
-                exchange(store, group.rank, group.size, "unavailable", "", SHORT)
+                exchange(store, group.rank, group.size, "unavailable", "", self._world.timeout)
 
     def close(self, clean: bool) -> None:
         """Close the backends; one that needs no call at the end of the process is forgotten."""

@@ -122,9 +122,9 @@ def dropped(rounds: int) -> dict[str, object]:
 
     def in_layouts() -> None:
         group = mcr.new_group([1, 0])
-        rows, columns = (mcr.Layout.sharded((3, 5), [0, 1], dim) for dim in (0, 1))
+        rows, columns = (mcr.Layout.sharded((4, 6), [0, 1], dim) for dim in (0, 1))
         x = torch.ones(rows.local_shape(comm.rank) or ())
-        for target in (columns, mcr.Layout.replicated((3, 5), [0, 1])):  # by an exchange, and by a collective
+        for target in (columns, mcr.Layout.replicated((4, 6), [0, 1])):  # by an exchange, and by a collective
             mcr.redistribute(x, rows, target, group=group)
         in_a_group(group)
 
@@ -151,6 +151,14 @@ def dropped(rounds: int) -> dict[str, object]:
                 gc.collect()
             counts.append([*held(), len(running.groups)])
         found[name] = counts
+
+    closed = mcr.new_group([0, 1])
+    rows, whole = mcr.Layout.sharded((4, 6), [0, 1], 0), mcr.Layout.replicated((4, 6), [0, 1])
+    move = mcr.redistribution({"w": (rows, whole)}, group=closed)
+    move({"w": torch.ones(2, 6)})
+    closed.close()
+    with pytest.raises(mcr.NotInitialized, match="is closed"):
+        move({"w": torch.ones(2, 6)})
 
     kept, given = [mcr.new_group([0, 1])], mcr.new_group([0, 1])
     names = [kept[0].name, given.name]

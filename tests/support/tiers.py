@@ -117,7 +117,6 @@ LONG: Final = (
     "test_wrap.py::test_training_matches_ddp_on_three_ranks",
     "test_wrap.py::test_training_matches_ddp[gloo]",
     "test_gradients.py::test_training_with_codecs[ddp]",
-    # torchrun itself; a job of ours, restarted, is in `test_ranks_that_are_restarted…`
     # both formats and both scales of fp8 stay
     "test_kernels_fp8_block.py::test_the_triton_kernels_are_the_reference[float32-e5m2]",
     "test_kernels_fp8_block.py::test_the_triton_kernels_are_the_reference[e8m0-e4m3]",

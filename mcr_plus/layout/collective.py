@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mcr_plus.communicator.calls import BUILDERS
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.work import JointWork, Work
 from mcr_plus.layout.mover import TAG, Locals, Strided, copy_all, in_one_piece, strided
@@ -22,13 +23,14 @@ if TYPE_CHECKING:
 class Collective:
     """A native collective bound to its groups, for one tensor. See `Mover`, whose interface it has.
 
-    Making one is collective over `comm`: it opens the groups, once.
+    Making one is collective over `comm`: it opens the groups, once. `call`: as of `Plan`.
     """
 
-    def __init__(self, comm: Communicator, spec: Spec, native: Native) -> None:
+    def __init__(self, comm: Communicator, spec: Spec, native: Native, call: str) -> None:
         rank = comm.ranks[comm.rank]
         self.rank = rank
         self._kind = native.kind
+        self._call = call
         self._op: ReduceOp = spec.source.op
         self._group = _group(comm, native)
         self._is_exact = len(native.groups) > 1
@@ -85,24 +87,30 @@ class Collective:
         if self._is_exact:  # with a codec, replicas in different groups would differ
             options["compress"] = False
         flat, result = source.view(-1), output.view(-1)
+
+        def issue(kind: str, *arguments: Any) -> Work | None:
+            call = BUILDERS[kind](group.opened.group, *arguments)._replace(called=self._call)
+            ready = group.prepared(call, async_op, options)
+            if async_op:
+                return ready.start()
+            ready.run()
+            return None
+
         if self._kind == "all_reduce":
             output.copy_(source)
-            return group.all_reduce(output, self._op, async_op, **options), None
+            return issue("all_reduce", output, self._op), None
         if self._kind == "all_gather":
             if self._at is not None:
-                return group.all_gather_into_tensor(result, flat, async_op, **options), None
+                return issue("all_gather_into_tensor", result, flat), None
             buffer = self._space(output)
-            work = group.all_gather_into_tensor(buffer, flat, async_op, **options)
+            work = issue("all_gather_into_tensor", buffer, flat)
             return work, lambda: self._copy([part.of(output) for part in self._parts], buffer, out=True)
         if self._at is None:
             flat = self._space(source)
             self._copy([part.of(source) for part in self._parts], flat, out=False)
             kept = flat
-            return (
-                group.reduce_scatter_tensor(result, flat, self._op, async_op, **options),
-                lambda: self._keep(kept),
-            )
-        return group.reduce_scatter_tensor(result, flat, self._op, async_op, **options), None
+            return issue("reduce_scatter_tensor", result, flat, self._op), lambda: self._keep(kept)
+        return issue("reduce_scatter_tensor", result, flat, self._op), None
 
     def _space(self, like: torch.Tensor) -> torch.Tensor:
         """A buffer for all parts, apart from those of calls in flight."""

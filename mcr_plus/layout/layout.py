@@ -23,6 +23,7 @@ Op = Literal["SUM", "AVG", "MAX", "MIN", "PRODUCT"]
 _OPS: Final[Mapping[str, Op]] = {
     "P": "SUM", "P(sum)": "SUM", "P(avg)": "AVG", "P(max)": "MAX", "P(min)": "MIN", "P(product)": "PRODUCT",
 }  # fmt: skip
+_NAMED: Final = 8  # ranks of a mesh in the name of a layout
 _PLACEMENTS: Final = (
     "R (replicated), S0, S1, … (sharded along a dimension), P (an addend of a sum), P(avg), P(max), P(min), "
     "P(product)"
@@ -98,7 +99,7 @@ class Layout:
         ends = widths.cumsum()
         boxes = _whole_boxes(shape, len(members))
         boxes.lows[:, dim], boxes.highs[:, dim] = ends - widths, ends
-        name = f"S{dim}({','.join(map(str, widths.tolist()))}) @{len(members)}"
+        name = f"S{dim}({','.join(map(str, widths.tolist()))}) @{mesh_text(members)}"
         return cls._of_one_box(shape, members, boxes, np.zeros(len(members), np.int64), "SUM", name)
 
     @classmethod
@@ -150,7 +151,7 @@ class Layout:
             raise InvalidArgument(
                 f"placements: {' and '.join(ops.values())} in one layout; addends are reduced by one op"
             )
-        name = f"{','.join(map(str, placements))} @{'x'.join(map(str, mesh.shape))}"
+        name = f"{','.join(map(str, placements))} @{mesh_text(mesh)}"
         boxes = Boxes(*(part.reshape(mesh.size, len(shape)) for part in (lows, highs)))
         op: Op = next(iter(ops)) if ops else "SUM"
         return cls._of_one_box(shape, mesh.ravel(), boxes, addends.ravel(), op, name)
@@ -543,6 +544,17 @@ def _dim(dim: Any, shape: Sequence[int]) -> int:
     if not -len(shape) <= dim < len(shape):
         raise InvalidArgument(f"dimension {dim} of a tensor of {len(shape)} dimensions, shape {list(shape)}")
     return cast("int", dim % len(shape))
+
+
+def mesh_text(ranks: Ints) -> str:
+    """The extents of a mesh, with its ranks if they are not 0, 1, …: `2x4`, `2x4+8`, `4(0,1,3,2)`."""
+    extents = "x".join(map(str, ranks.shape))
+    order = ranks.ravel()
+    first = int(order[0])
+    if (order == np.arange(len(order)) + first).all():
+        return f"{extents}+{first}" if first else extents
+    some = ",".join(map(str, order[:_NAMED].tolist()))
+    return f"{extents}({some}{',…' * (len(order) > _NAMED)})"
 
 
 def _mesh(ranks: Any) -> Ints:

@@ -381,7 +381,7 @@ class _Run:
             each.received, each.received_at, each.output_counts, number + 1, buffers.received[slot]
         )
         extras["input_counts"], extras["output_counts"] = each.input_counts, each.output_counts
-        call = Call("all_to_all_v", (source,), (target,), (), None, extras=extras)
+        call = Call("all_to_all_v", (source,), (target,), (), None, extras=extras, called=mover.plan.call)
         exact: CallOptions = {**self._options, "compress": False}
         return mover.comm.prepared(call, async_op, self._options if mover.stages[number].is_lossy else exact)
 

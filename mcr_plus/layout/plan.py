@@ -54,12 +54,15 @@ class Plan:
         specs: the tensors. chosen: the program of each.
         loads: [tensors, steps, 6]: the most that any rank does, in the order of `LOADS`.
         nodes: of each rank of the job.
+        call: in the signatures of its operations, so that ranks that run different plans are found. Equal on
+            ranks with the same layouts, dtypes and options.
     """
 
     specs: Sequence[Spec]
     chosen: Sequence[Chosen]
     loads: NDArray[np.int64]
     nodes: Ints | None
+    call: str
 
     @property
     def steps(self) -> int:
@@ -69,7 +72,8 @@ class Plan:
     def take(self, which: Sequence[int]) -> Plan:
         """The plan of some of the tensors."""
         specs = [self.specs[index] for index in which]
-        return Plan(specs, [self.chosen[index] for index in which], self.loads[list(which)], self.nodes)
+        chosen = [self.chosen[index] for index in which]
+        return Plan(specs, chosen, self.loads[list(which)], self.nodes, self.call)
 
     def bounds(self) -> list[Bound]:
         """Of each tensor, what any plan must move at least, in elements."""
@@ -114,7 +118,7 @@ def make_plan(
     """
     for spec in specs:
         wrong = wrong or _refused(comm, spec)
-    _agree_on_specs(comm, specs, options, wrong)
+    digest = _agree_on_specs(comm, specs, options, wrong)
     nodes = nodes_of(comm)
     rank = comm.ranks[comm.rank]
     made = _Known(None if lossy else nodes)
@@ -145,7 +149,7 @@ def make_plan(
         kept[at] = loads[at, best]
         chosen.append(Chosen(some[best], made.parts(some[best], rank)))
     _prove(comm, chosen)
-    return Plan(specs, chosen, kept, nodes)
+    return Plan(specs, chosen, kept, nodes, f"redistribution {digest:x}")
 
 
 def _rule_out(
@@ -263,8 +267,11 @@ def _refused(comm: Communicator, spec: Spec) -> str | None:
 # -- agreement ------------------------------------------------------------------------------------
 
 
-def _agree_on_specs(comm: Communicator, specs: Sequence[Spec], options: str, wrong: str | None) -> None:
-    """Raise `InvalidArgument` on all ranks if something is wrong on any, or if specs or options differ."""
+def _agree_on_specs(comm: Communicator, specs: Sequence[Spec], options: str, wrong: str | None) -> int:
+    """Raise `InvalidArgument` on all ranks if something is wrong on any, or if specs or options differ.
+
+    Returns their digest.
+    """
     words = [
         _number(spec.name.encode()) ^ _number(spec.source.digest) ^ (_number(spec.target.digest) << 1)
         for spec in specs
@@ -277,7 +284,7 @@ def _agree_on_specs(comm: Communicator, specs: Sequence[Spec], options: str, wro
     most = torch.tensor(facts)
     comm.all_reduce(most, "MAX", compress=False, tag=_TAG)
     if most.tolist() == [digest, -digest, len(specs), -len(specs), 0]:
-        return
+        return digest
     mine: Any = (
         wrong
         if wrong is not None

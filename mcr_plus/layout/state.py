@@ -273,7 +273,7 @@ class Redistribution:
             found.append((names, Mover(self._comm, exchanged, self._memory)))
         for spec, each in zip(plan.specs, plan.chosen, strict=True):
             if each.program.native is not None:
-                found.append(([spec.name], Collective(self._comm, spec, each.program.native)))
+                found.append(([spec.name], Collective(self._comm, spec, each.program.native, plan.call)))
         return found
 
     def _local(
@@ -348,6 +348,11 @@ def _checked_local(value: Any, layout: Layout, rank: int, name: str, what: str) 
         raise InvalidArgument(
             f"{where} {layout}: this rank has no part in it; expected None, got {_described(value)}"
         )
+    if hasattr(value, "to_local"):
+        raise InvalidArgument(
+            f"{where} {layout}: expected this rank's local tensor, got a {type(value).__name__}; pass its "
+            "to_local()"
+        )
     if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
         raise InvalidArgument(
             f"{where} {layout}: the tensor requires gradients; use mcr_plus.autograd.redistribute, or pass "
@@ -379,13 +384,14 @@ def _memory(memory: int | str, specs: Mapping[str, tuple[Layout, Layout]]) -> in
         limit = parse_size(memory)
     except ValueError as error:
         raise InvalidArgument(f"memory: {error}") from None
-    rows = {name: source.shape[-1] if source.shape else 1 for name, (source, _) in specs.items()}
+    rows = {name: source.shape[-1] if len(source.shape) > 1 else 1 for name, (source, _) in specs.items()}
     widest = max(rows, key=rows.__getitem__, default=None)
     # Two rounds in flight, each of a row that is sent and one that is received, of the largest dtype.
     if widest is not None and limit < 4 * 16 * rows[widest]:
         raise InvalidArgument(
             f"memory: {about(limit)} is less than the largest row needs, {about(4 * 16 * rows[widest])} "
-            f"for {rows[widest]} elements of {widest or 'the tensor'}"
+            f"for {rows[widest]} elements of {widest or 'the tensor'}: buffers of two rounds, sent and "
+            "received, of up to 16 bytes an element"
         )
     return limit
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.errors import InvalidArgument, Unsupported, short
-from mcr_plus.layout.layout import Layout
+from mcr_plus.layout.layout import Layout, mesh_text
 from mcr_plus.layout.redistribute import bound
 from mcr_plus.layout.regions import Boxes, Ints, as_ints
 from mcr_plus.runtime.init import member_of
@@ -93,7 +93,7 @@ def layout_on(
             product.
     """
     words = [_word(placement) for placement in placements]
-    name = f"{','.join(words)} @{'x'.join(map(str, ranks.shape))}"
+    name = f"{','.join(words)} @{mesh_text(ranks)}"
     if order is not None:
         plain = [word.partition("/")[0] for word in words]
         if list(order) != list(range(ranks.ndim)):

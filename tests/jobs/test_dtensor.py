@@ -179,6 +179,8 @@ def check_fsdp_and_tensor_parallel(mesh: DeviceMesh, pair: DeviceMesh) -> None:
         assert torch.equal(alone.to_local(), expected), name
         specs[name] = (Layout.of(value), Layout.of(alone))
         state[name] = value.to_local().detach()
+    with pytest.raises(mcr.InvalidArgument, match=r"pass its to_local\(\)"), torch.no_grad():
+        mcr.redistribution(specs)(dict(model.state_dict()))
     found = mcr.redistribution(specs)(state)  # all in one exchange
     for name, local in found.items():
         expected = distribute_tensor(whole[name], pair, [to[name]], src_data_rank=None).to_local()

@@ -245,6 +245,41 @@ def calls(backend: str) -> dict[str, Any]:
     return report.value()
 
 
+def other_plans(backend: str) -> dict[str, Any]:
+    """Runs on ranks: one of them passes layouts that are known, and not those of the others."""
+    report = Report()
+    with job(backend) as comm:
+        ranks, last = list(comm.ranks), comm.size - 1
+        side = 4 * comm.size
+        rows, columns = (Layout.sharded((side, side), ranks, dim) for dim in (0, 1))
+        swapped = Layout.sharded((side, side), [*ranks[1:], 0], 1)
+        whole = Layout.replicated((side, side), ranks)
+        x = torch.ones(rows.local_shape(comm.rank) or ())
+        pairs = {
+            "an exchange": ((x, rows, columns), (x, rows, swapped)),
+            "a collective": ((x, rows, whole), (x.T.contiguous(), columns, whole)),
+        }
+        for name, (ours, theirs) in pairs.items():
+            for async_op in (False, True):
+                group = mcr.new_group(ranks)
+                for each in (ours, theirs):
+                    mcr.redistribute(*each, group=group)
+                if async_op:
+                    for each in (ours, theirs):
+                        mcr.redistribute(*each, group=group, async_op=True).wait()
+                found = "nothing was raised"
+                try:
+                    work = mcr.redistribute(
+                        *(theirs if comm.rank == last else ours), group=group, async_op=async_op
+                    )
+                    if async_op:
+                        work.wait()
+                except mcr.OrderMismatch:
+                    found = ""
+                report.add(f"{name}, async {async_op}", found or None)
+    return report.value()
+
+
 def plans_are_kept(report: Report, rank: int, number: int) -> None:
     made = []
     make_plan = do_state.make_plan
@@ -328,6 +363,8 @@ def bounded(report: Report, rank: int, number: int) -> None:
         str(at): (oracle.mesh((70, 30), ranks, [before]), oracle.mesh((70, 30), ranks[::-1], [after]))
         for at, (before, after) in enumerate((("S0", "S1"), ("S1", "R"), ("S1", "S0"), ("S0", "R")))
     }
+    # One dimension is no row: it may be cut anywhere.
+    sides["long"] = (oracle.mesh((4099,), ranks, ["S0"]), oracle.mesh((4099,), ranks[::-1], ["S0"]))
     known = Model(sides, dict.fromkeys(sides, torch.float32))
     specs = {name: (source.layout, target.layout) for name, (source, target) in sides.items()}
     for memory in (2000, 3000, 10000):

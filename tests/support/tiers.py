@@ -142,7 +142,7 @@ LONG: Final = (
     ),
     # a compiler that is waited for
     "test_compiling.py::test_a_rank_that_compiles_is_waited_for",
-    # what takes longest for what it alone would find
+    # long runs; no mutation of `mutate.py` is found by one of these alone
     "test_benchmarks.py::test_every_codec_has_figures",
     "test_clients.py::test_it_trains_as_on_gloo[ddp-plain-mcr]",
     "test_cosmo.py::test_two_ranks_learn",

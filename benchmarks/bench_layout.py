@@ -1,12 +1,12 @@
 """Redistribution: planning, models between two hosts, many small tensors, and its memory, beside what users
 write by hand.
 
-    python benchmarks/bench_layout.py --parts planning,calls,halo,state,memory,dtensor,hosts
+    python benchmarks/bench_layout.py --parts planning,calls,halo,state,memory,dtensor,hosts,overlap
 
 `planning` runs in one process, `calls` and `halo` with two ranks of this host, `state`, `memory` and
-`dtensor` with four, `hosts` with two ranks on each of two network namespaces. Candidates take turns; a time
-is that of the slowest rank, and of the rounds the median (with their range). The report goes to
-benchmarks/results/layout_<hardware>_<yyyymm>.md.
+`dtensor` with four, `hosts` and `overlap` with two ranks and one on each of two network namespaces.
+Candidates take turns; a time is that of the slowest rank, and of the rounds the median (with their range).
+The report goes to benchmarks/results/layout_<hardware>_<yyyymm>.md.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from harness import HARDWARE, Dated, Hardware, Rate, Rounds
 from two_hosts import TwoHosts, need_two_hosts
 
 import mcr_plus as mcr
-from mcr_plus import autograd
+from mcr_plus import autograd, spatial
 from mcr_plus.dtensor import dtensor_volume
 from mcr_plus.layout import Layout, proof
 from mcr_plus.layout.program import bound, programs
 
-PARTS: Final = ("planning", "calls", "halo", "state", "memory", "dtensor", "hosts")
+PARTS: Final = ("planning", "calls", "halo", "state", "memory", "dtensor", "hosts", "overlap")
 MATRIX: Final = (4096, 4096)
 MODEL: Final = 100 << 20  # bytes between the hosts
 TENSORS: Final = 500  # of a state, 4 to 64 KiB each
 IN_A_TURN: Final = 5  # redistributions of DTensors
 MATRIX_4MIB: Final = (1024, 1024)
+CONVOLUTIONS: Final = ((16, 16), (16, 1), (1, 1))  # channels before and after
 STATE: Final = 1 << 30  # bytes moved in bounded memory
 
 
@@ -90,7 +91,7 @@ def _in_turns(comm: mcr.Communicator, candidates: Mapping[str, Callable[[], obje
 
 
 def calls(rounds: int) -> dict[str, Any] | None:
-    """Microseconds of a redistribution whose plan is known, and of the exchange that it consists of."""
+    """Microseconds of a redistribution whose plan is known, and of the operations that it consists of."""
     torch.set_num_threads(1)
     with mcr.init() as comm:
         ranks, rank, number = range(comm.size), comm.rank, 200
@@ -99,12 +100,27 @@ def calls(rounds: int) -> dict[str, Any] | None:
         counts = [16 * (peer != rank) for peer in ranks]
         flat, back = torch.ones(16), torch.empty(16)
 
+        other = 1 - rank
+        packed, unpacked = flat.view(4, 4), back.view(4, 4)
+        kept, sent = (x[:, 4 * at : 4 * at + 4] for at in (rank, other))
+        stays, arrives = (out[4 * at : 4 * at + 4] for at in (rank, other))
+
+        def by_hand() -> None:
+            stays.copy_(kept)
+            packed.copy_(sent)
+            comm.all_to_all_single(back, flat, counts, counts)
+            arrives.copy_(unpacked)
+
+        move = mcr.redistribution({"": (source, target)})
+
         def many(call: Callable[[], object]) -> float:
             return 1e6 * harness.seconds(call, number)
 
         candidates: dict[str, Callable[[], object]] = {
             "all_to_all_single": lambda: comm.all_to_all_single(back, flat, counts, counts),
+            "its operations": by_hand,
             "redistribute": lambda: mcr.redistribute(x, source, target, out=out),
+            "redistribution": lambda: move({"": x}, {"": out}),
         }
         for call in candidates.values():
             many(call)
@@ -252,6 +268,48 @@ def hosts(rounds: int) -> dict[str, Any] | None:
         return {"times": times, "columns": across} if rank == 0 else None
 
 
+def overlap(rounds: int) -> dict[str, Any] | None:
+    """A step, forward and backward, of convolutions of 64³ volumes in two slabs: ours with and without
+    overlap, and what it consists of: the convolution of a slab that has its halo, and the messages of both
+    ways."""
+    torch.set_num_threads(1)
+    with mcr.init() as comm:
+        rank, peer = comm.rank, 1 - comm.rank
+        layout = Layout.sharded((64, 64, 64), range(comm.size), 0)
+        found = {}
+        for channels, out_channels in CONVOLUTIONS:
+            name = f"{channels} -> {out_channels} channels"
+            face = torch.ones(channels * 64 * 64)
+            other = torch.empty_like(face)
+            layers = {
+                flag: spatial.Conv3d(channels, out_channels, 3, padding=1, layout=layout, overlap=flag)
+                for flag in (True, False)
+            }
+            plain = torch.nn.Conv3d(channels, out_channels, 3, padding=(0, 1, 1))
+            x = torch.randn(1, channels, 32, 64, 64, requires_grad=True)
+            wide = torch.randn(1, channels, 34, 64, 64, requires_grad=True)
+            grad = torch.randn(1, out_channels, 32, 64, 64)
+
+            def messages(face: torch.Tensor = face, other: torch.Tensor = other) -> None:
+                for _ in ("forward", "backward"):
+                    works = [comm.irecv(other, peer), comm.isend(face, peer)]
+                    for work in works:
+                        work.wait()
+
+            def step(conv: Any, x: torch.Tensor, grad: torch.Tensor = grad) -> None:
+                x.grad = conv.weight.grad = conv.bias.grad = None
+                conv(x).backward(grad)
+
+            candidates: dict[str, Callable[[], object]] = {
+                "step": partial(step, layers[True], x),
+                "step without overlap": partial(step, layers[False], x),
+                "computing alone": partial(step, plain, wide),
+                "messages alone": messages,
+            }
+            found[name] = _in_turns(comm, candidates, rounds)
+        return found if rank == 0 else None
+
+
 def state(rounds: int) -> dict[str, Any] | None:
     """500 tensors from shards to shards of another dimension: one move, and a full tensor each over torch's
     gloo."""
@@ -391,8 +449,9 @@ def main(
         found = harness.on_ranks(two, calls, rounds)
         texts += [
             "### A known plan: 8x8 floats, S0 -> S1, two ranks",
-            _table(found["times"], "all_to_all_single", "µs"),
-            "all_to_all_single: of the bytes that the redistribution sends.",
+            _table(found["times"], "its operations", "µs"),
+            "all_to_all_single: of the bytes that the redistribution sends; its operations: that, and the "
+            "three copies to and from its buffers, of views that are there already.",
         ]
     if "halo" in names:
         found = harness.on_ranks(two, halo, rounds)
@@ -430,6 +489,13 @@ def main(
             f"### {MODEL >> 20} MiB, rows on two ranks of one host -> columns on two of the other, {rate}",
             _table(found["columns"], "redistribute"),
         ]
+    if "overlap" in names:
+        need_two_hosts()
+        with TwoHosts(rate) as both:
+            found = harness.on_ranks(harness.on_both(both, per_host=1, stdout=None), overlap, rounds)
+        texts += [f"### A step of a 3x3x3 convolution, 64³ in two slabs, a rank on each host, {rate}"]
+        for name, times in found.items():
+            texts += [f"{name}:", _table(times, "step")]
     note = "medians of rounds in which candidates take turns, times of the slowest rank"
     harness.write(
         harness.page("Redistribution", harness.command(), note, *texts), output, f"layout_{hardware}"

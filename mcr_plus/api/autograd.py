@@ -33,6 +33,7 @@ from mcr_plus.layout.addends import as_addends, as_source, whole
 from mcr_plus.layout.halo import Halo, Widths, halo
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.redistribute import redistribute as _redistributed
+from mcr_plus.layout.state import refuse
 from mcr_plus.runtime.init import member_of
 
 __all__ = [
@@ -214,7 +215,8 @@ def redistribute(
 
     Args:
         x: this rank's local tensor in `source`. Where it has no part in it: None, or an empty tensor of shape
-            [0], such as another redistribution has returned, so that both run backward in their order.
+            [0], such as another redistribution has returned, so that both run backward in their order. Where
+            some rank has no part in `source` or `target`, always of the dtype of the first call.
         source, target: layouts of the same global shape; the addends of `source`, if any, are summed or
             averaged, those of `target` are complete values.
         replicas: what the gradients of a target's replicas are. `same`: one gradient, which all have, because
@@ -245,20 +247,28 @@ def redistribute(
         assert x.grad.unique().tolist() == [1.0]  # "sum" would give 1.0 for each rank
         ```
     """
-    if x is not None and not isinstance(x, torch.Tensor):
-        raise InvalidArgument(f"x: expected a torch.Tensor or None, got {type(x).__name__}")
-    if replicas not in _NEXT:
-        raise InvalidArgument(f"replicas: expected 'same' or 'sum', got {replicas!r}")
-    for name, layout in (("source", source), ("target", target)):
-        if not isinstance(layout, Layout):
-            raise InvalidArgument(f"{name}: expected a Layout, got {type(layout).__name__}")
     comm = member_of(group)
-    way = _Way(_moves(source, target, replicas), _NEXT[replicas], comm, tag, compress)
+    try:
+        _check(x, source, target, replicas)
+        moves = _moves(source, target, replicas)
+    except Unsupported as error:
+        refuse(comm, error)
+    way = _Way(moves, _NEXT[replicas], comm, tag, compress)
     has_part = comm.ranks[comm.rank] in source.locals
     given = x is not None and (has_part or x.shape != (0,))
     if x is None:
         x = torch.empty(0, requires_grad=torch.is_grad_enabled())  # so that this rank has a backward pass
     return _applied(_Redistribute, x, way, 0, given)
+
+
+def _check(x: Any, source: Any, target: Any, replicas: Any) -> None:
+    if x is not None and not isinstance(x, torch.Tensor):
+        raise InvalidArgument(f"x: expected a torch.Tensor or None, got {type(x).__name__}")
+    if replicas not in ("same", "sum"):
+        raise InvalidArgument(f"replicas: expected 'same' or 'sum', got {replicas!r}")
+    for name, layout in (("source", source), ("target", target)):
+        if not isinstance(layout, Layout):
+            raise InvalidArgument(f"{name}: expected a Layout, got {type(layout).__name__}")
 
 
 def halo_exchange(
@@ -299,12 +309,14 @@ def halo_exchange(
         assert sorted(x.grad.tolist()) == [1.0, 2.0]  # the neighbour has a copy of one
         ```
     """
-    if not isinstance(x, torch.Tensor):
-        raise InvalidArgument(f"x: expected a torch.Tensor, got {type(x).__name__}")
     comm = member_of(group)
-    wide = tuple(each if isinstance(each, int) else tuple(each) for each in (before, after))
-    found = halo(layout, *wide, bool(periodic))
-    check_ranks(comm, layout, "halo_exchange")
+    try:
+        if not isinstance(x, torch.Tensor):
+            raise InvalidArgument(f"x: expected a torch.Tensor, got {type(x).__name__}")
+        found = halo(layout, before, after, periodic)
+        check_ranks(comm, layout, "halo_exchange")
+    except Unsupported as error:
+        refuse(comm, error)
     return _applied(_HaloExchange, x, found, _Route(comm, {"tag": tag}))
 
 

@@ -15,10 +15,13 @@ layer on the whole tensor, forward and backward, but for rounding.
 Weights are replicated, and each rank computes the part of their gradients that its output contributes. Their
 sum over the ranks is the gradient: `sum_gradients(model)` after `backward()`. (`mcr.wrap` averages, so it
 needs a loss times the number of ranks.)
+
+The file is long because the layers share what is in it, and have examples.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -33,7 +36,7 @@ from mcr_plus.api import autograd
 from mcr_plus.communicator.calls import CallOptions, Unpack
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.errors import InvalidArgument, Unsupported
-from mcr_plus.layout.halo import Halo, check_single, lifted
+from mcr_plus.layout.halo import HALF, Halo, check_single, lifted, whole_numbers
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.regions import Boxes, Ints, as_ints
 from mcr_plus.layout.stencil import Part, Range, Strip, Window, box_of, of_boxes, part_of
@@ -68,9 +71,12 @@ def _nothing(x: torch.Tensor, more: torch.Tensor, *shape: int) -> torch.Tensor:
 
 def _read(
     x: torch.Tensor, base: Sequence[Range], reads: Sequence[Range], size: Sequence[int], circular: bool
-) -> torch.Tensor:
-    """What a strip reads, of a tensor that has the ranges `base` of the input: padded, wrapped, or a view."""
+) -> tuple[torch.Tensor, list[int]]:
+    """What a strip reads, of a tensor that has the ranges `base` of the input: wrapped, a view, or with some
+    padding. Returns the padding on both sides that the convolution adds itself, too.
+    """
     pads: list[int] = []
+    padding: list[int] = []
     for dim, ((low, high), (first, last), number) in enumerate(zip(base, reads, size, strict=True)):
         at = _FRONT + dim
         if _wraps((low, high), (first, last), number, circular):
@@ -78,8 +84,10 @@ def _read(
             first, last, low, high = 0, last - first, 0, last - first
         begin, end = max(first, low), min(last, high)
         x = x.narrow(at, begin - low, end - begin)
-        pads = [begin - first, last - end, *pads]
-    return F.pad(x, pads) if any(pads) else x
+        both = min(begin - first, last - end)
+        padding.append(both)
+        pads = [begin - first - both, last - end - both, *pads]
+    return F.pad(x, pads) if any(pads) else x, padding
 
 
 def _returned(
@@ -89,11 +97,12 @@ def _returned(
     pads: list[int] = []  # negative ones cut padding off
     for dim, ((low, high), (first, last), number) in enumerate(zip(base, reads, size, strict=True)):
         at = _FRONT + dim
+        both = min(max(first, low) - first, last - min(last, high))
         if _wraps((low, high), (first, last), number, circular):
             found = grad.new_zeros(*grad.shape[:at], number, *grad.shape[at + 1 :])
             grad = found.index_add_(at, torch.arange(first, last, device=grad.device) % number, grad)
-            first, last = low, high
-        pads = [first - low, high - last, *pads]
+            first, last, both = low, high, 0
+        pads = [first + both - low, high - last + both, *pads]
     return F.pad(grad, pads) if any(pads) else grad
 
 
@@ -123,14 +132,19 @@ class _Convolution:
             return function(x, weight, bias, self)
         if self.part is None:
             return _nothing(x, weight.sum(), x.shape[0], weight.shape[0], *self.out_local)
-        return self.of(self.read(x, self.part.own, self.part.whole), weight, bias)
+        return self.of(*self.read(x, self.part.own, self.part.whole), weight, bias)
 
-    def of(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The convolution of what has been read: nothing is padded any more."""
-        function = F.conv2d if len(self.size) == 2 else F.conv3d
-        return function(x, weight, bias, self.window.stride, 0, self.window.dilation, self.groups)
+    def of(
+        self, x: torch.Tensor, padding: list[int], weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The convolution of what has been read."""
+        function: Any = F.conv2d if len(self.size) == 2 else F.conv3d
+        return cast(
+            "torch.Tensor",
+            function(x, weight, bias, self.window.stride, padding, self.window.dilation, self.groups),
+        )
 
-    def read(self, x: torch.Tensor, base: Sequence[Range], strip: Strip) -> torch.Tensor:
+    def read(self, x: torch.Tensor, base: Sequence[Range], strip: Strip) -> tuple[torch.Tensor, list[int]]:
         return _read(x, base, strip.reads, self.size, self.window.circular)
 
     def run(
@@ -142,18 +156,18 @@ class _Convolution:
         if not self.overlap:
             needed = self.halo.run(x, self.comm, self.options)
             if part is not None:
-                output = self.of(self.read(needed, part.needed, part.whole), weight, bias)
+                output = self.of(*self.read(needed, part.needed, part.whole), weight, bias)
             return output, needed
         # Asynchronous on all ranks alike, also where nothing can be computed meanwhile.
         work = self.halo.start(x, self.comm, self.options)
         if part is not None and part.inner is not None:
-            output[_at(part.inner.at)] = self.of(self.read(x, part.own, part.inner), weight, bias)
+            output[_at(part.inner.at)] = self.of(*self.read(x, part.own, part.inner), weight, bias)
         work.wait()
         found = work.output
         assert found is not None  # every rank has a part
         if part is not None:
             for strip in part.outer:
-                output[_at(strip.at)] = self.of(self.read(found, part.needed, strip), weight, bias)
+                output[_at(strip.at)] = self.of(*self.read(found, part.needed, strip), weight, bias)
         return output, found
 
     def gradients(
@@ -162,11 +176,10 @@ class _Convolution:
         """Of the input, the weight and the bias; that of the halo travels while the others are computed."""
         window, part = self.window, self.part
 
-        def of(x: torch.Tensor, *mask: bool) -> tuple[torch.Tensor | None, ...]:
-            zeros = [0] * len(self.size)
+        def of(x: torch.Tensor, padding: list[int], *mask: bool) -> tuple[torch.Tensor | None, ...]:
             found = torch.ops.aten.convolution_backward(
-                grad, x, weight, [weight.shape[0]], window.stride, zeros, window.dilation, False, zeros,
-                self.groups, list(mask),
+                grad, x, weight, [weight.shape[0]], window.stride, padding, window.dilation, False,
+                [0] * len(self.size), self.groups, list(mask),
             )  # fmt: skip
             return cast("tuple[torch.Tensor | None, ...]", found)
 
@@ -176,7 +189,7 @@ class _Convolution:
             if read is None or part is None:
                 back = torch.zeros_like(needed)
             else:
-                (back, *_) = cast("tuple[torch.Tensor, ...]", of(read, True, False, False))
+                (back, *_) = cast("tuple[torch.Tensor, ...]", of(*read, True, False, False))
                 back = _returned(back, part.needed, part.whole.reads, self.size, window.circular)
             returning = self.halo.start_back(back.contiguous(), self.comm, self.options)
         of_weight = of_bias = None
@@ -185,7 +198,7 @@ class _Convolution:
                 of_weight = torch.zeros_like(weight)
                 of_bias = weight.new_zeros(weight.shape[0]) if wanted[2] else None
             else:
-                (_, of_weight, of_bias) = of(read, False, wanted[1], wanted[2])
+                (_, of_weight, of_bias) = of(*read, False, wanted[1], wanted[2])
         return None if returning is None else returning.wait(), of_weight, of_bias
 
 
@@ -216,6 +229,24 @@ class _Layer(nn.Module):
     layout: Layout
     out_layout: Layout
     group: Communicator | None
+
+    def _state(self) -> dict[str, Any]:
+        """What a copy has: all but the exchanges that this layer has bound."""
+        return {name: value for name, value in self.__dict__.items() if name != "_known"} | {"_known": {}}
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.group is not None:
+            raise Unsupported(
+                f"a {type(self).__name__} of group '{self.group.name}' cannot be pickled: the group belongs "
+                "to this process; pickle its state_dict()"
+            )
+        return self._state()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Layer:
+        memo[id(self.group)] = self.group  # of which there is one
+        found = memo[id(self)] = type(self).__new__(type(self))
+        found.__setstate__(copy.deepcopy(self._state(), memo))  # type: ignore[no-untyped-call]
+        return found
 
     def _checked(self, x: torch.Tensor, channels: int | None = None) -> Communicator:
         comm = member_of(self.group)
@@ -290,10 +321,6 @@ class _Conv(_Layer):
             {"tag": self.tag},
             self.overlap,
         )
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Groups and bound exchanges belong to this process; a copy makes its own.
-        return {**self.__dict__, "_known": {}}
 
 
 class Conv3d(_Conv, nn.Conv3d):
@@ -500,10 +527,15 @@ def global_mean(
     comm = member_of(group)
     autograd.check_ranks(comm, layout, "global_mean")
     local = layout.locals[comm.ranks[comm.rank]]
+    if not isinstance(x, torch.Tensor):
+        raise InvalidArgument(f"x: expected a torch.Tensor, got {type(x).__name__}")
     if x.ndim != _FRONT + len(local) or tuple(x.shape[_FRONT:]) != local:
         raise InvalidArgument(f"expected [N, C, {', '.join(map(str, local))}], got {list(x.shape)}")
-    total = x.flatten(_FRONT).sum(dim=_FRONT) / layout.volume
-    return autograd.all_reduce(total, group=comm, **options)
+    # A sum in half precision overflows where its mean does not.
+    dtype = torch.float32 if x.dtype in HALF else None
+    total = x.flatten(_FRONT).sum(dim=_FRONT, dtype=dtype) / layout.volume
+    mean = autograd.all_reduce(total, group=comm, **options)
+    return mean if dtype is None else mean.to(x.dtype)
 
 
 def local_part(x: torch.Tensor, layout: Layout, *, group: Communicator | None = None) -> torch.Tensor:
@@ -535,13 +567,21 @@ def local_part(x: torch.Tensor, layout: Layout, *, group: Communicator | None = 
 def sum_gradients(
     model: nn.Module, *, group: Communicator | None = None, **options: Unpack[CallOptions]
 ) -> None:
-    """Sum the gradients of all convolutions in `model` that are spread over ranks, in one operation.
+    """Sum the gradients of all convolutions in `model` that are spread over ranks, in one operation of each
+    group.
 
     Afterwards `param.grad` of their weights and biases is the gradient of the whole layer, on all ranks.
     Those of other layers, which compute the same on all ranks, are left as they are. A rank without a
     gradient adds 0.
 
+    Args:
+        model: its convolutions are summed over their own groups, in the order of `model.modules()`.
+        group: of the layers that were made without one; None: the whole job.
+        options: as of every collective.
+
     Raises:
+        InvalidArgument: a layer's layout is of other ranks than its group, or layers of different groups
+            share a parameter.
         NotInitialized: there is no job, or the group is closed.
 
     Example:
@@ -553,16 +593,31 @@ def sum_gradients(
         assert conv.bias.grad.tolist() == [32.0]
         ```
     """
-    layers = [module for module in model.modules() if isinstance(module, _Conv)]
-    found: dict[int, nn.Parameter] = {}
-    for layer in layers:
-        found.update((id(param), param) for param in layer.parameters() if param.requires_grad)
-    for param in found.values():
-        if param.grad is None:
-            param.grad = torch.zeros_like(param)
-    grads = [cast("torch.Tensor", param.grad) for param in found.values()]
-    if grads:
-        member_of(group).all_reduce_coalesced(grads, **options)
+    groups: dict[str, Communicator] = {}
+    params: dict[str, list[nn.Parameter]] = {}
+    group_of: dict[nn.Parameter, str] = {}
+    for layer in model.modules():
+        if not isinstance(layer, _Conv):
+            continue
+        comm = member_of(group if layer.group is None else layer.group)
+        autograd.check_ranks(comm, layer.layout, f"sum_gradients of a {type(layer).__name__}")
+        groups[comm.name] = comm
+        for param in layer.parameters():
+            if not param.requires_grad:
+                continue
+            other = group_of.setdefault(param, comm.name)
+            if other != comm.name:
+                raise InvalidArgument(
+                    f"sum_gradients: layers of the groups '{other}' and '{comm.name}' share a parameter of "
+                    f"shape {list(param.shape)}"
+                )
+    for param, name in group_of.items():
+        params.setdefault(name, []).append(param)
+    for name, some in params.items():
+        for param in some:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+        groups[name].all_reduce_coalesced([cast("torch.Tensor", each.grad) for each in some], **options)
 
 
 def _check(layout: Layout, dims: int, name: str) -> None:
@@ -580,10 +635,10 @@ def _check(layout: Layout, dims: int, name: str) -> None:
 
 
 def _each(given: int | Sequence[int], dims: int, what: str) -> tuple[int, ...]:
-    listed = tuple(given) if isinstance(given, Sequence) else (given,) * dims
-    if len(listed) != dims or not all(isinstance(each, int) and each > 0 for each in listed):
+    found = whole_numbers(given, dims)
+    if found is None or min(found) < 1:
         raise InvalidArgument(f"{what}: expected a whole number from 1, or {dims} of them; got {given!r}")
-    return listed
+    return found
 
 
 def _words(low: Ints, high: Ints) -> str:

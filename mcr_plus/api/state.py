@@ -12,9 +12,14 @@ from mcr_plus.errors import InvalidArgument
 from mcr_plus.pipeline.state import StateTensor, holds_tensors
 from mcr_plus.runtime.init import current
 from mcr_plus.runtime.runtime import Runtime
+from mcr_plus.training.given_plan import is_plan
 
 _VERSION: Final = 1
-_KEYS: Final = {"compress": "codecs", "select": "tuner"}  # of stages; others are found under "stages"
+_KEYS: Final = {
+    "compress": "codecs",
+    "select": "tuner",
+    "plan": "plans",
+}  # others: under "stages"
 
 
 def state_dict() -> dict[str, Any]:
@@ -22,10 +27,15 @@ def state_dict() -> dict[str, Any]:
 
     `codecs`: group → operation → name → tensor, residuals and the like. `tuner`: group → operation → the
     results of online refinement (`select: {online: true}`), for jobs in which the same operations have the
-    same candidates. `stages`: stage → group → the state of other stages. Every rank gets the same, as CPU
-    tensors, so that one rank can save it. Of tensors that differ between ranks, such as residuals, it holds
-    the mean, which is all that the next steps depend on: so it is as large as one rank's share and fits any
-    number of ranks. Nothing may be in flight.
+    same candidates. `plans`: group → model → the buckets that a trial of `fuse: {plan: auto}` has chosen;
+    a job that loads them before its first backward pass begins with them, if its model, its ranks, its nodes
+    and the ranks on each are the same, and plans anew otherwise. Of models whose cuts were chosen in the job
+    (`mcr.compile(cuts="auto")`) there is none: each job tries anew. `stages`: stage → group → the state of
+    other stages.
+
+    Every rank gets the same, as CPU tensors, so that one rank can save it. Of tensors that differ between
+    ranks, such as residuals, it holds the mean, which is all that the next steps depend on: so it is as large
+    as one rank's share and fits any number of ranks. Nothing may be in flight.
 
     Raises:
         NotInitialized: there is no job.
@@ -100,6 +110,7 @@ def _is_valid(state: Mapping[str, Any]) -> bool:
         state.get("version") == _VERSION
         and _all_are(state.get("codecs"), lambda group: _all_are(group, holds_tensors))
         and _all_are(state.get("tuner", {}), lambda group: _all_are(group, is_choice))
+        and _all_are(state.get("plans", {}), lambda group: _all_are(group, is_plan))
         and _all_are(state.get("stages", {}), lambda stage: _all_are(stage, is_group))
     )
 

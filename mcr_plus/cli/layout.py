@@ -26,6 +26,7 @@ def layout(
     from mcr_plus.cli.explain import check_known, parse_shape
     from mcr_plus.config.names import DTYPE_NAMES
     from mcr_plus.errors import InvalidArgument
+    from mcr_plus.layout.plan import no_reduction
     from mcr_plus.layout.survey import node_of_rank, parse_layout, survey
 
     check_known("dtype", dtype, DTYPE_NAMES, "--dtype")
@@ -33,7 +34,10 @@ def layout(
     try:
         before, after = parse_layout(source, extents), parse_layout(target, extents)
         where = node_of_rank({*before.ranks, *after.ranks}, nodes)
-        found = survey(before, after, getattr(torch, dtype).itemsize, where)
+        kind = getattr(torch, dtype)
+        if before != after and (what := no_reduction(before, kind)) is not None:
+            raise InvalidArgument(f"source {before}: {what}")
+        found = survey(before, after, kind.itemsize, where, kind)
     except InvalidArgument as error:
         raise typer.BadParameter(str(error)) from None
     document = _document(found, dtype, nodes) | {"dtensor": _dtensor(source, target, extents, found.itemsize)}
@@ -46,6 +50,8 @@ def layout(
 
 
 def _document(found: Survey, dtype: str, nodes: int) -> dict[str, Any]:
+    import numpy as np
+
     plan, item = found.plan, found.itemsize
     return {
         "source": str(found.source),
@@ -61,6 +67,10 @@ def _document(found: Survey, dtype: str, nodes: int) -> dict[str, Any]:
         "plan_bytes": int(plan.received.sum()),
         "bound_per_rank": {str(rank): number * item for rank, number in found.bound.received.items()},
         "bound_per_node": {str(node): number * item for node, number in found.bound.entering.items()},
+        "bytes_per_link": {
+            f"{sender} -> {receiver}": int(plan.links[sender, receiver])
+            for sender, receiver in np.argwhere(plan.links).tolist()
+        },
         "expected_us": round(plan.seconds * 1e6, 1),
         "others": {
             outcome.program.name: {
@@ -135,6 +145,8 @@ def _print(found: Survey, document: dict[str, Any]) -> None:
     print_table("Ranks", ("rank", "sent", "received", "lacks"), ranks)
     for node, number in sorted(bound.entering.items()):
         print(f"host {node}: {about(number * found.itemsize)} must enter it")
+    for link, size in document["bytes_per_link"].items():
+        print(f"link of hosts {link}: {about(size)}")
     total, least = document["plan_bytes"], document["bound"]
     ratio = f", {total / least:.2f} times that" if least else ""
     print(f"all ranks together: {about(least)} must be received by any plan; this one: {about(total)}{ratio}")

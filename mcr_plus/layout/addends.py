@@ -1,4 +1,4 @@
-"""Layouts of gradients: those that lead back from the layouts of values."""
+"""Layouts whose addends are taken as something else: as they are, and those of gradients, which lead back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from mcr_plus.layout.layout import Layout
-from mcr_plus.layout.regions import counts, cut_apart
+from mcr_plus.layout.regions import cut_apart, grids
 
 
 def whole(layout: Layout) -> Layout:
@@ -26,13 +26,21 @@ def whole(layout: Layout) -> Layout:
     )
 
 
+def to_itself(source: Layout, target: Layout) -> tuple[Layout, Layout]:
+    """The pair that is planned: from addends to the same addends, every rank keeps its box as it is."""
+    if not target.is_partial or source != target:
+        return source, target
+    boxes = whole(source)
+    return boxes, boxes
+
+
 def as_source(layout: Layout) -> Layout:
     """The same layout of complete values, of which elements that no rank holds are 0."""
     layout = whole(layout)
     if layout.known_good or layout.volume == 0:
         return layout
-    _, grid = counts(layout.held, layout.shape)
-    return replace(layout, has_gaps=True) if (grid == 0).any() else layout
+    has_gaps = any((grid == 0).any() for _, grid in grids(layout.held, layout.shape))
+    return replace(layout, has_gaps=True) if has_gaps else layout
 
 
 def as_addends(layout: Layout) -> Layout:

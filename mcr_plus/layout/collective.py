@@ -11,6 +11,7 @@ from mcr_plus.communicator.calls import BUILDERS
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.work import JointWork, Work
 from mcr_plus.layout.mover import TAG, Locals, Strided, copy_all, in_one_piece, strided
+from mcr_plus.layout.native import GROUPS
 from mcr_plus.layout.regions import as_ints
 
 if TYPE_CHECKING:
@@ -26,19 +27,24 @@ class Collective:
     Making one is collective over `comm`: it opens the groups, once. `call`: as of `Plan`.
     """
 
-    def __init__(self, comm: Communicator, spec: Spec, native: Native, call: str) -> None:
+    def __init__(
+        self, comm: Communicator, spec: Spec, native: Native, options: CallOptions, call: str
+    ) -> None:
         rank = comm.ranks[comm.rank]
         self.rank = rank
+        members = native.group_of(rank)
         self._kind = native.kind
+        self._is_alone = members is not None and len(members) == 1
         self._call = call
         self._op: ReduceOp = spec.source.op
         self._group = _group(comm, native)
-        self._is_exact = len(native.groups) > 1
+        self._options: CallOptions = {**options, "tag": options.get("tag") or TAG}
+        if len(native.groups) > 1:  # with a codec, replicas in different groups would differ
+            self._options["compress"] = False
         self._parts: list[Strided] = []
         self._at: int | None = None
         self._buffer: torch.Tensor | None = None
-        members = native.group_of(rank)
-        if members is not None and native.kind != "all_reduce":
+        if members is not None and not self._is_alone and native.kind != "all_reduce":
             outer, inner = spec.target, spec.source
             if native.kind == "reduce_scatter":
                 outer, inner = inner, outer
@@ -59,46 +65,47 @@ class Collective:
         """Free the buffer."""
         self._buffer = None
 
-    def run(self, sources: Locals, outputs: Locals, options: CallOptions) -> None:
+    def run(self, sources: Locals, outputs: Locals) -> None:
         """See `Mover.run`."""
-        if self._group is not None:
-            _, finish = self._issue(self._group, sources, outputs, options, False)
+        if self._is_alone:
+            _copy_whole(sources, outputs)
+        elif self._group is not None:
+            _, finish = self._issue(self._group, sources, outputs, False)
             if finish is not None:
                 finish()
 
-    def start(self, sources: Locals, outputs: Locals, options: CallOptions, nbytes: int) -> Work:
+    def start(self, sources: Locals, outputs: Locals, nbytes: int) -> Work:
         """See `Mover.start`."""
         works: list[Work] = []
-        if self._group is not None:
-            work, finish = self._issue(self._group, sources, outputs, options, True)
+        if self._is_alone:
+            _copy_whole(sources, outputs)
+        elif self._group is not None:
+            work, finish = self._issue(self._group, sources, outputs, True)
             assert work is not None
             if finish is not None:
                 work.then(finish)
             works.append(work)
-        return JointWork(works, TAG, nbytes=nbytes, tag=options.get("tag"))
+        return JointWork(works, TAG, nbytes=nbytes, tag=self._options.get("tag"))
 
     def _issue(
-        self, group: Communicator, sources: Locals, outputs: Locals, options: CallOptions, async_op: bool
+        self, group: Communicator, sources: Locals, outputs: Locals, async_op: bool
     ) -> tuple[Work | None, Callable[[], None] | None]:
         (source,), (output,) = sources, outputs
         assert source is not None
         assert output is not None
-        options = {**options, "tag": options.get("tag") or TAG}
-        if self._is_exact:  # with a codec, replicas in different groups would differ
-            options["compress"] = False
         flat, result = source.view(-1), output.view(-1)
 
         def issue(kind: str, *arguments: Any) -> Work | None:
             call = BUILDERS[kind](group.opened.group, *arguments)._replace(called=self._call)
-            ready = group.prepared(call, async_op, options)
+            ready = group.prepared(call, async_op, self._options)
             if async_op:
                 return ready.start()
             ready.run()
             return None
 
         if self._kind == "all_reduce":
-            output.copy_(source)
-            return issue("all_reduce", output, self._op), None
+            result.copy_(flat)  # local tensors may have other dimensions
+            return issue("all_reduce", result, self._op), None
         if self._kind == "all_gather":
             if self._at is not None:
                 return issue("all_gather_into_tensor", result, flat), None
@@ -131,17 +138,24 @@ class Collective:
             copy_all(parts, views)
 
 
+def _copy_whole(sources: Locals, outputs: Locals) -> None:
+    for source, output in zip(sources, outputs, strict=True):
+        assert source is not None
+        assert output is not None
+        output.view(-1).copy_(source.view(-1))
+
+
 def _group(comm: Communicator, native: Native) -> Communicator | None:
     """The group of this rank inside `comm`, which keeps it; opened on first use, which is collective."""
     if native.groups == (comm.ranks,):
         return comm
     known: dict[tuple[tuple[int, ...], ...], Communicator | None]
-    known = comm.attached.setdefault("groups of layouts", {})
+    known = comm.attached.setdefault(GROUPS, {})
     if native.groups not in known:
         rank = comm.ranks[comm.rank]
         colour, key = None, 0
         for index, members in enumerate(native.groups):
-            if rank in members:
+            if rank in members and len(members) > 1:
                 colour, key = index, members.index(rank)
         known[native.groups] = comm.split(colour, key)
     return known[native.groups]

@@ -10,10 +10,11 @@ replicas.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from operator import index as whole
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from mcr_plus.layout.state import RedistributionWork
 
 Widths = int | Sequence[int]
-_HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
 
 
 # -- layouts --------------------------------------------------------------------------------------
@@ -132,13 +133,23 @@ def check_single(layout: Layout, what: str) -> None:
         )
 
 
+def whole_numbers(given: Any, dims: int) -> tuple[int, ...] | None:
+    """One whole number for all dimensions, or one for each; None if `given` is neither."""
+    listed = [given] * dims if isinstance(given, int | np.integer) else given
+    try:
+        found = tuple(map(whole, listed))
+    except TypeError:
+        return None
+    return found if len(found) == dims else None
+
+
 def _widths(given: Widths, what: str, dims: int) -> Ints:
-    listed = list(given) if isinstance(given, Sequence) else [given] * dims
-    if len(listed) != dims or not all(isinstance(each, int) and each >= 0 for each in listed):
+    found = whole_numbers(given, dims)
+    if found is None or min(found, default=0) < 0:
         raise InvalidArgument(
             f"{what}: expected a whole number from 0, or {dims}, one for each dimension; got {short(given)}"
         )
-    return as_ints(listed).reshape(dims)
+    return as_ints(found).reshape(dims)
 
 
 def _said(widths: Ints) -> str:
@@ -150,11 +161,15 @@ def _said(widths: Ints) -> str:
 
 
 class _Term(NamedTuple):
-    """What is added to this rank's gradient: a part of its own copies, or of those that it receives."""
+    """What is added to this rank's gradient: a part of its own copies, or of those that it receives.
+
+    `is_all`: it has every element that the rank owns.
+    """
 
     at: tuple[slice, ...]
     own: tuple[slice, ...] | None
     received: slice
+    is_all: bool = False
 
 
 class Halo:
@@ -207,7 +222,8 @@ class Halo:
         mine = order[source.owners[self._owner[order]] == rank]
         sizes = self._common.take(mine).volumes
         ends = dict(zip(mine.tolist(), sizes.cumsum().tolist(), strict=True))
-        found = []
+        found: list[_Term] = []
+        others: list[int] = []
         (every,) = (source.owners[self._owner] == rank).nonzero()
         for index in every[np.argsort(self._layer[every], kind="stable")].tolist():
             low, high = self._common.lows[index], self._common.highs[index]
@@ -215,9 +231,16 @@ class Halo:
             layer, end = int(self._layer[index]), ends.get(index)
             if end is None:
                 own = _slices(low, high, target.held.lows[layer], target.places[layer])
-                found.append(_Term(at, own, slice(0)))
+                local = source.locals[rank]
+                found.append(_Term(at, own, slice(0), tuple(each.stop - each.start for each in at) == local))
             else:
                 found.append(_Term(at, None, slice(end - int(np.prod(high - low)), end)))
+            if not found[-1].is_all:
+                others.append(index)
+        common = self._common.take(as_ints(others))
+        apart = meet_all(common, common)[0].size == len(others)  # each meets itself alone
+        if apart and len(others) == len(found) - 1:  # no element has more than two addends: in any order
+            found.sort(key=lambda term: not term.is_all)
         return found
 
     @cached_property
@@ -227,12 +250,12 @@ class Halo:
     def start(self, x: torch.Tensor, comm: Communicator, options: CallOptions) -> RedistributionWork:
         """Send halos; the handle's `output` is the local tensor in the target, once it is done."""
         move = bound(self.source, self.target, comm, options.get("tag"), options.get("compress"))
-        return move.start({"": x})
+        return move.start({"": x.detach()})  # in a Function's forward, it still requires gradients
 
     def run(self, x: torch.Tensor, comm: Communicator, options: CallOptions) -> torch.Tensor:
         """The local tensor in the target, of the one in the source."""
         move = bound(self.source, self.target, comm, options.get("tag"), options.get("compress"))
-        output = move({"": x})[""]
+        output = move({"": x.detach()})[""]
         assert output is not None  # every rank has a part
         return output
 
@@ -275,9 +298,15 @@ class Returning:
             output = self._work.output
             assert output is not None
             received = output
-        half = y.dtype in _HALF and len(self._terms) > 2  # to be rounded once
-        found = torch.zeros(self._shape, dtype=torch.float32 if half else y.dtype, device=y.device)
-        for at, own, part in self._terms:
+        half = y.dtype in HALF and len(self._terms) > 2  # to be rounded once
+        terms = self._terms
+        first = terms[0].own if terms and terms[0].is_all and not half else None
+        if first is not None:
+            found = y[first].clone(memory_format=torch.contiguous_format)
+            terms = terms[1:]
+        else:
+            found = torch.zeros(self._shape, dtype=torch.float32 if half else y.dtype, device=y.device)
+        for at, own, part, _ in terms:
             into = found[at]
             into += received[part].view(into.shape) if own is None else y[own]
         return found.to(y.dtype)
@@ -287,7 +316,14 @@ def _slices(low: Ints, high: Ints, base: Ints, place: Ints | int) -> tuple[slice
     return tuple(map(slice, (low - base + place).tolist(), (high - base + place).tolist()))
 
 
-@lru_cache(maxsize=256)
 def halo(layout: Layout, before: Widths, after: Widths, periodic: bool) -> Halo:
-    """The exchange of halos of one layout. `before` and `after`: ints or tuples."""
+    """The exchange of halos of one layout."""
+    if not isinstance(layout, Layout):
+        raise InvalidArgument(f"layout: expected a Layout, got {short(layout)}")
+    wide = (tuple(each) if isinstance(each, Iterable) else each for each in (before, after))
+    return _halo(layout, *wide, bool(periodic))
+
+
+@lru_cache(maxsize=256, typed=True)
+def _halo(layout: Layout, before: Any, after: Any, periodic: bool) -> Halo:
     return Halo(layout, with_halo(layout, before, after, periodic))

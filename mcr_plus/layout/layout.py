@@ -1,5 +1,8 @@
 """Where the elements of a tensor lie: for every rank, boxes of the global tensor, and their place in its
-memory."""
+memory.
+
+Longer than other files: it is one class, whose constructors make half of it.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal, cast
 import numpy as np
 
 from mcr_plus.errors import InvalidArgument, short
-from mcr_plus.layout.regions import Boxes, Ints, Regions, as_ints, counts, cut_apart, runs
+from mcr_plus.layout.regions import Boxes, Ints, Regions, as_ints, cut_apart, grids, runs
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 Op = Literal["SUM", "AVG", "MAX", "MIN", "PRODUCT"]
@@ -177,7 +181,8 @@ class Layout:
         owners, starts, stops = [], [], []
         for rank, listed in zip(members.tolist(), ranges, strict=True):
             several = len(listed) == 0 or not np.isscalar(listed[0])
-            for start, stop in listed if several else [listed]:
+            for run in listed if several else [listed]:
+                start, stop = _pair(run, f"ranges: rank {rank}")
                 if not 0 <= start <= stop <= total:
                     raise InvalidArgument(
                         f"ranges: rank {rank}: ({start}, {stop}) is not in the tensor of {total} elements"
@@ -207,8 +212,10 @@ class Layout:
         members = _mesh(list(boxes)).ravel()
         owners, lows, highs = [], [], []
         for rank, listed in boxes.items():
+            if not isinstance(listed, (list, tuple)):
+                raise InvalidArgument(f"boxes: rank {rank}: expected a list of boxes, got {short(listed)}")
             for number, box in enumerate(listed):
-                bounds = as_ints([tuple(bound) for bound in box]).reshape(-1, 2)
+                bounds = _bounds(box, f"boxes: rank {rank}, box {number}")
                 low, high = bounds[:, 0], bounds[:, 1]
                 if (
                     len(bounds) != len(shape)
@@ -231,16 +238,23 @@ class Layout:
         return cls._packed(shape, members, as_ints(owners), found, name)
 
     @classmethod
-    def of(cls, tensor: DTensor) -> Layout:
+    def of(cls, tensor: DTensor, mesh: DeviceMesh | None = None) -> Layout:
         """The layout of a `DTensor`: partial, uneven and strided shards, and shard orders included.
 
+        Args:
+            tensor: on a mesh of which this rank is a part.
+            mesh: of which that of the tensor is a part, along some of its dimensions. The tensor is taken to
+                be the same on all parts like it: so is a LayerNorm that FSDP2 shards over `mesh["dp"]` beside
+                layers that are tensor parallel over `mesh["tp"]`. Without it, the layout is of the ranks of
+                the tensor's own mesh, and differs between ranks of different parts.
+
         Raises:
-            InvalidArgument: it is no `DTensor`.
+            InvalidArgument: it is no `DTensor`, or its mesh is no part of `mesh`.
             Unsupported: it has placements that are none of torch's own.
         """
         from mcr_plus.layout.torch_layouts import layout_of  # DTensor takes a second to import
 
-        return layout_of(tensor)
+        return layout_of(tensor, mesh)
 
     @classmethod
     def _of_one_box(
@@ -469,8 +483,7 @@ class Layout:
         """Whether boxes of its regions overlap, as those with a halo do."""
         if self.known_good:
             return False
-        _, grid = counts(self.target_regions.boxes, self.shape)
-        return bool((grid > 1).any())
+        return any((grid > 1).any() for _, grid in grids(self.target_regions.boxes, self.shape))
 
     @cached_property
     def digest(self) -> bytes:
@@ -502,9 +515,10 @@ class Layout:
         if self.known_good or self.has_gaps or self.volume == 0:
             return
         for addend in range(self.addend_count):
-            edges, grid = counts(self.held.take(self.addends == addend), self.shape)
-            gaps = np.argwhere(grid == 0)
-            if len(gaps):
+            for edges, grid in grids(self.held.take(self.addends == addend), self.shape):
+                gaps = np.argwhere(grid == 0)
+                if not len(gaps):
+                    continue
                 box = [
                     (int(edge[at]), int(edge[at + 1]))
                     for edge, at in zip(edges, gaps[0].tolist(), strict=True)
@@ -555,6 +569,29 @@ def mesh_text(ranks: Ints) -> str:
         return f"{extents}+{first}" if first else extents
     some = ",".join(map(str, order[:_NAMED].tolist()))
     return f"{extents}({some}{',…' * (len(order) > _NAMED)})"
+
+
+def _bounds(box: Any, where: str) -> Ints:
+    """The (low, high) of each dimension of a box, [dims, 2]."""
+    try:
+        bounds = list(box)
+    except TypeError:
+        raise InvalidArgument(
+            f"{where}: expected a (low, high) for each dimension, got {short(box)}"
+        ) from None
+    return as_ints([_pair(bound, where) for bound in bounds]).reshape(len(bounds), 2)
+
+
+def _pair(bound: Any, where: str) -> tuple[int, int]:
+    """A (low, high) of whole numbers."""
+    try:
+        low, high = bound
+        found = int(low), int(high)
+    except (TypeError, ValueError):
+        raise InvalidArgument(f"{where}: expected a (low, high), got {short(bound)}") from None
+    if found != (low, high):
+        raise InvalidArgument(f"{where}: expected whole numbers, got {short(bound)}")
+    return found
 
 
 def _mesh(ranks: Any) -> Ints:

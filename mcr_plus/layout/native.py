@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 
 from mcr_plus.layout.layout import Layout
-from mcr_plus.layout.regions import Boxes, Ints, contains
+from mcr_plus.layout.regions import Boxes, Ints, as_ints, contains
 
+if TYPE_CHECKING:
+    import torch
+
+    from mcr_plus.communicator.communicator import Communicator
+
+GROUPS: Final = "groups of layouts"
+"""Under which a communicator keeps the groups that were opened for native collectives."""
+_MOST_GROUPS: Final = 32  # partitions of a communicator, which stay open as long as it does
 NativeKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 
@@ -20,11 +28,14 @@ class Native:
 
     Attributes:
         kind: of all groups.
-        groups: ranks of the job, in the order of their parts; every rank that holds elements is in one.
+        groups: ranks of the job, in the order of their parts; every rank that holds elements is in one. A
+            rank alone in its group has its part already, and copies it.
+        repeats: whether several groups make the same elements, where a mesh has replicas along another axis.
     """
 
     kind: NativeKind
     groups: tuple[tuple[int, ...], ...]
+    repeats: bool = False
 
     def group_of(self, rank: int) -> tuple[int, ...] | None:
         """The group of a rank, None if it takes no part."""
@@ -47,27 +58,108 @@ def native(source: Layout, target: Layout) -> Native | None:
     return _made("all_gather", target.held, source.held, source)
 
 
+class Room:
+    """What native collectives of one plan may still take: bytes of buffers, and groups; alike on all ranks.
+
+    `memory`: bytes; None: any number.
+    """
+
+    def __init__(self, comm: Communicator, memory: int | None) -> None:
+        self._left = math.inf if memory is None else memory
+        self._whole = (comm.ranks,)
+        self._open = {*comm.attached.get(GROUPS, ())}
+
+    def has(self, one: Native, source: Layout, target: Layout, itemsize: int) -> bool:
+        """Whether a collective fits."""
+        opens = one.groups != self._whole and one.groups not in self._open
+        if opens and len(self._open) >= _MOST_GROUPS:
+            return False
+        largest = max(source.volume, target.volume) * itemsize
+        return largest <= self._left or packed_volume(one, source, target) * itemsize <= self._left
+
+    def take(self, one: Native, source: Layout, target: Layout, itemsize: int) -> None:
+        """Count what a chosen one takes."""
+        if one.groups != self._whole:
+            self._open.add(one.groups)
+        if self._left < math.inf:
+            self._left -= packed_volume(one, source, target) * itemsize
+
+
+def packed_volume(one: Native, source: Layout, target: Layout) -> int:
+    """Elements of the largest buffer in which a rank packs parts; 0 where all lie in one piece each, end to
+    end in the whole.
+    """
+    if one.kind == "all_reduce" or not source.shape:
+        return 0
+    members = as_ints([rank for group in one.groups if len(group) > 1 for rank in group])
+    at = np.searchsorted(source.owners, members)  # each rank has one box in both
+    outer, inner = target.held.take(at), source.held.take(at)
+    if one.kind == "reduce_scatter":
+        outer, inner = inner, outer
+    extents, whole = inner.highs - inner.lows, outer.highs - outer.lows
+    # In one piece: of one index before some dimension, and all of the whole behind it.
+    single = np.ones(extents.shape, bool)
+    single[:, 1:] = np.logical_and.accumulate(extents == 1, axis=1)[:, :-1]
+    full = np.ones(extents.shape, bool)
+    full[:, :-1] = np.logical_and.accumulate((extents == whole)[:, ::-1], axis=1)[:, ::-1][:, 1:]
+    apart = ~(single & full).any(axis=1)
+    return int(outer.volumes[apart].max(initial=0))
+
+
 def _made(kind: NativeKind, outer: Boxes, inner: Boxes | None, source: Layout) -> Native | None:
     """The collective among ranks with the same outer box, whose inner ones partition it; None if they do
-    not."""
-    _, group = np.unique(np.column_stack(outer), axis=0, return_inverse=True)
-    group = group.ravel()
+    not. Where several ranks have the same part, the first of each part are a group, the second another.
+    """
+    group = _classes(*outer)
+    if np.bincount(group).max() < 2:
+        return None
+    copy = _places(_classes(group, source.addends) if inner is None else _classes(group, *inner))
+    group = _classes(group, copy)
     sizes = np.bincount(group)
     if sizes.max() < 2 or (source.is_partial and not _has_each_addend(group, sizes, source)):
         return None
+    if inner is not None and not (
+        contains(outer, inner).all() and (inner.volumes * sizes[group] == outer.volumes).all()
+    ):
+        return None
     keys = [source.owners] if inner is None else [*inner.lows.T[::-1]]
-    order = np.lexsort([*keys, group])
-    if inner is not None:
-        if not contains(outer, inner).all() or not (inner.volumes * sizes[group] == outer.volumes).all():
-            return None
-        rows = np.column_stack([group, *inner])[order]
-        if (rows[1:] == rows[:-1]).all(axis=1).any():
-            return None  # replicas within a group: parts would be gathered twice
+    ranks = source.owners[np.lexsort([*keys, group])]
     firsts = sizes.cumsum() - sizes
-    ranks = source.owners[order]
     return Native(
         kind,
         tuple(tuple(ranks[first : first + size].tolist()) for first, size in zip(firsts, sizes, strict=True)),
+        bool(copy.any()),
+    )
+
+
+def _classes(*columns: Ints) -> Ints:
+    """Numbers from 0 on, the same for equal rows, in their order."""
+    rows = np.column_stack([np.zeros(len(columns[0]), np.int64), *columns])
+    order = np.lexsort(rows.T[::-1])  # several times as fast as np.unique of rows
+    new = (np.diff(rows[order], axis=0) != 0).any(axis=1)
+    found = np.zeros(len(rows), np.int64)
+    found[order[1:]] = new.cumsum()
+    return found
+
+
+def _places(classes: Ints) -> Ints:
+    """Of each entry how many of its class come before it."""
+    sizes = np.bincount(classes)
+    order = np.argsort(classes, kind="stable")
+    found = np.empty(len(classes), np.int64)
+    found[order] = np.arange(len(classes)) - np.repeat(sizes.cumsum() - sizes, sizes)
+    return found
+
+
+def keeps_bits(one: Native, source: Layout, dtype: torch.dtype) -> bool:
+    """Whether replicas get the same bits, in whichever order the library reduces in each group."""
+    if one.kind == "all_gather" or not one.repeats:
+        return True
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return True
+    # Of two addends the order does not matter, but for zeros of both signs and parts of complex products.
+    return source.addend_count == 2 and (
+        source.op in ("SUM", "AVG") or (source.op == "PRODUCT" and not dtype.is_complex)
     )
 
 

@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 from mcr_plus.core.units import about
 from mcr_plus.errors import BackendError, InvalidArgument, McrError, Unsupported
 from mcr_plus.layout import proof
+from mcr_plus.layout.addends import to_itself
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.messages import Part
+from mcr_plus.layout.native import Native, Room, keeps_bits
 from mcr_plus.layout.program import LOADS, Bound, Costs, Program, bound, load, native_load, programs
 from mcr_plus.layout.regions import Ints, as_ints
 
@@ -28,6 +30,8 @@ MOST_STEPS: Final = 3
 ALONE: Final = 1 << 20
 """Bytes of a tensor among others from which on it may have a collective of its own."""
 _TAG: Final = "redistribute"
+_COSTS: Final = "costs of layouts"
+_LARGE: Final = 4 << 20  # bytes of the all_to_all whose time is that of its bytes
 
 
 class Spec(NamedTuple):
@@ -89,7 +93,12 @@ class Plan:
             one = each.program.native
             if one is not None:
                 sizes = ", ".join(map(str, sorted({len(group) for group in one.groups})))
-                lines.append(f"  one in each of {len(one.groups)} groups of {sizes} ranks")
+                groups = f"{len(one.groups)} groups" if len(one.groups) > 1 else "one group"
+                sent, received = loads[0, [0, 1]] + loads[0, [3, 4]]
+                lines.append(
+                    f"  in {groups} of {sizes} ranks: at most {about(int(sent))} sent, "
+                    f"{about(int(received))} received by a rank"
+                )
             for step, row in zip(each.program.steps, loads, strict=False):
                 sent, received, partners, far_sent, far_received, far_partners = row.tolist()
                 lines.append(
@@ -107,22 +116,28 @@ def make_plan(
     specs: Sequence[Spec],
     wrong: str | None,
     *,
+    memory: int | None = None,
     lossy: bool = False,
     options: str = "",
 ) -> Plan:
     """Choose a program for each tensor, agree with the other ranks of the group, and prove this rank's parts.
 
     Collective. `wrong`: what is wrong with this rank's arguments; then, or if the ranks' specs or `options`
-    of the call differ, all ranks raise. `lossy`: a codec is asked for, which must not leave replicas with
-    different bits.
+    of the call differ, all ranks raise. `memory`: bytes that buffers of native collectives may take; None:
+    any number. `lossy`: a codec is asked for, which must not leave replicas with different bits.
     """
     for spec in specs:
         wrong = wrong or _refused(comm, spec)
     digest = _agree_on_specs(comm, specs, options, wrong)
+    specs = [Spec(spec.name, *to_itself(spec.source, spec.target), spec.dtype) for spec in specs]
     nodes = nodes_of(comm)
     rank = comm.ranks[comm.rank]
     made = _Known(None if lossy else nodes)
     found = [made.programs(spec, index) for index, spec in enumerate(specs)]
+    found = [
+        [each for each in some if each.native is None or keeps_bits(each.native, spec.source, spec.dtype)]
+        for spec, some in zip(specs, found, strict=True)
+    ]
     if len(specs) > 1:  # small tensors travel together, in exchanges
         found = [
             some
@@ -140,37 +155,50 @@ def make_plan(
             for step, part in enumerate(made.parts(program, rank)):
                 loads[at, number, step] = load(part, spec.dtype.itemsize, nodes)
     loads = _largest(comm, loads)
-    seconds = Costs().seconds(loads, _sharers(comm, nodes)).sum(axis=2)
+    seconds = costs_of(comm, nodes).seconds(loads, _sharers(comm, nodes)).sum(axis=2)
     if lossy:
-        _rule_out(specs, found, loads, seconds)
+        _rule_out(found, loads, seconds)
     chosen, kept = [], np.zeros((len(specs), MOST_STEPS, len(LOADS)), np.int64)
-    for at, some in enumerate(found):
-        best = int(np.argmin(seconds[at, : len(some)]))
+    room = Room(comm, memory)
+    for at, (spec, some) in enumerate(zip(specs, found, strict=True)):
+        best = _cheapest(spec, some, seconds[at], room)
         kept[at] = loads[at, best]
         chosen.append(Chosen(some[best], made.parts(some[best], rank)))
-    _prove(comm, chosen)
+    _prove(comm, specs, chosen)
     return Plan(specs, chosen, kept, nodes, f"redistribution {digest:x}")
 
 
+def _cheapest(spec: Spec, some: Sequence[Program], seconds: NDArray[np.float64], room: Room) -> int:
+    """The cheapest program of a tensor, without native collectives that there is no room for.
+
+    Raises `Unsupported` if all that are left are infinitely dear.
+    """
+    pair = spec.source, spec.target, spec.dtype.itemsize
+    for best in np.argsort(seconds[: len(some)], kind="stable").tolist():
+        one = some[best].native
+        if np.isinf(seconds[best]):
+            break
+        if one is None:
+            return int(best)
+        if room.has(one, *pair):
+            room.take(one, *pair)
+            return int(best)
+    raise Unsupported(
+        f"compress: {_named(spec)}a replica of {spec.target} would keep exact values that others get from "
+        "the codec; compress=False sends them as they are"
+    )
+
+
 def _rule_out(
-    specs: Sequence[Spec],
     found: Sequence[Sequence[Program]],
     loads: NDArray[np.int64],
     seconds: NDArray[np.float64],
 ) -> None:
-    """Make programs that would leave replicas with different bits infinitely dear.
-
-    Raises `Unsupported` if all are.
-    """
-    for at, (spec, some) in enumerate(zip(specs, found, strict=True)):
+    """Make programs that would leave replicas with different bits infinitely dear."""
+    for at, some in enumerate(found):
         for number, program in enumerate(some):
             if loads[at, number].any() and not keeps_replicas(program):
                 seconds[at, number] = np.inf
-        if np.isinf(seconds[at, : len(some)]).all():
-            raise Unsupported(
-                f"compress: {_named(spec)}a replica of {spec.target} would keep exact values that "
-                "others get from the codec; compress=False sends them as they are"
-            )
 
 
 class _Known:
@@ -228,6 +256,33 @@ def nodes_of(comm: Communicator) -> Ints | None:
     return as_ints([order[host] for host in hosts])
 
 
+def costs_of(comm: Communicator, nodes: Ints | None) -> Costs:
+    """What messages and bytes cost in this group: by its tuning table's all_to_all, where a table is named
+    that has it, and assumed otherwise. The same on all ranks, as their tables are.
+
+    An all_to_all of s bytes on n ranks, k of them on each node, is n - 1 messages of s / n bytes; on several
+    nodes, the n - k that cross the link take its time.
+    """
+    known: Costs | None = comm.attached.get(_COSTS)
+    if known is None:
+        known = comm.attached[_COSTS] = _costs(comm, _sharers(comm, nodes), nodes is not None)
+    return known
+
+
+def _costs(comm: Communicator, per_node: int, across: bool) -> Costs:
+    if getattr(comm.stage_options("select"), "table", None) is None or comm.size < 2:
+        return Costs()
+    peers = comm.size - per_node if across else comm.size - 1
+    sizes = [2 * comm.size, _LARGE // torch.float32.itemsize // comm.size * comm.size]
+    few, many = (comm.expected_us("all_to_all", torch.float32, numel, tag=_TAG) for numel in sizes)
+    if few is None or many is None or peers < 1:
+        return Costs()
+    part = [numel * torch.float32.itemsize * peers / comm.size for numel in sizes]
+    byte = max(many - few, 0.0) * 1e-6 / (part[1] - part[0])
+    message = few * 1e-6 / peers
+    return Costs(far_message=message, far_byte=byte / per_node) if across else Costs(message, byte)
+
+
 def _sharers(comm: Communicator, nodes: Ints | None) -> int:
     return 1 if nodes is None else int(np.bincount(nodes[as_ints(comm.ranks)]).max())
 
@@ -250,17 +305,25 @@ def _refused(comm: Communicator, spec: Spec) -> str | None:
             )
     if target.is_partial and target != source:
         return f"{name}target {target}: values cannot be divided into addends; only the source itself may be"
-    if source.is_partial and source != target:
-        if spec.dtype is torch.bool and source.op in ("SUM", "AVG"):
-            return f"{name}source {source}: sums of bool"
-        if source.op == "AVG" and not (spec.dtype.is_floating_point or spec.dtype.is_complex):
-            return f"{name}source {source}: means of {spec.dtype}"
-        if source.op in ("MAX", "MIN") and spec.dtype.is_complex:
-            return f"{name}source {source}: {source.op} of {spec.dtype}"
+    if source != target and (reduction := no_reduction(source, spec.dtype)) is not None:
+        return f"{name}source {source}: {reduction}"
     try:
         source.check_source()
     except InvalidArgument as error:
         return f"{name}{error}"
+    return None
+
+
+def no_reduction(source: Layout, dtype: torch.dtype) -> str | None:
+    """The reduction of a layout's addends, if there is none for the dtype; else None."""
+    if not source.is_partial:
+        return None
+    if dtype is torch.bool and source.op in ("SUM", "AVG"):
+        return "sums of bool"
+    if source.op == "AVG" and not (dtype.is_floating_point or dtype.is_complex):
+        return f"means of {dtype}"
+    if source.op in ("MAX", "MIN") and dtype.is_complex:
+        return f"{source.op} of {dtype}"
     return None
 
 
@@ -307,10 +370,13 @@ def _difference(comm: Communicator, said: Sequence[Any]) -> McrError:
         return InvalidArgument(f"{first} (on rank{'s' * (len(where) > 1)} {', '.join(map(str, where))})")
     one, known = comm.ranks[0], said[0]
     for rank, specs in zip(comm.ranks, said, strict=True):
-        if len(specs) != len(known):
-            return InvalidArgument(
-                f"rank {one} redistributes {len(known) - 1} tensors, rank {rank} {len(specs) - 1}"
-            )
+        names, others = ({each[0]: each for each in part[1:]} for part in (known, specs))
+        for here, there, has, lacks in ((names, others, one, rank), (others, names, rank, one)):
+            for name in here.keys() - there.keys():
+                return InvalidArgument(
+                    f"rank {has} passes {_words(here[name])}; among rank {lacks}'s tensors of that dtype "
+                    f"is no '{name}': it has another dtype there, or no layouts"
+                )
         kinds = ["options", *["layouts or dtypes"] * len(specs)]
         for what, here, first in zip(kinds, specs, known, strict=False):
             if here != first:
@@ -344,16 +410,24 @@ def _largest(comm: Communicator, loads: NDArray[np.int64]) -> NDArray[np.int64]:
     return loads
 
 
-def _prove(comm: Communicator, chosen: Sequence[Chosen]) -> None:
-    """Check this rank's parts, and compare the order of boxes with each peer. Raises `BackendError` on all
-    ranks.
+def _prove(comm: Communicator, specs: Sequence[Spec], chosen: Sequence[Chosen]) -> None:
+    """Check this rank's parts, and compare the order of boxes, or the groups of a collective, with each peer.
+    Raises `BackendError` on all ranks.
     """
     ranks = as_ints(sorted(comm.ranks))
     order = np.searchsorted(ranks, as_ints(comm.ranks))
     wrong: str | None = None
     sent, expected = [], []
     checked: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
-    for each in chosen:
+    groups: dict[tuple[Native, Layout, Layout], NDArray[np.int64]] = {}
+    for spec, each in zip(specs, chosen, strict=True):
+        if (native := each.program.native) is not None:
+            pair = native, spec.source, spec.target
+            if pair not in groups:
+                wrong = wrong or proof.check_native(*pair, [comm.ranks[comm.rank]])
+                groups[pair] = np.full(comm.size, proof.digest_of_groups(native))
+            sent.append(groups[pair])
+            expected.append(groups[pair])
         for step, part in zip(each.program.steps, each.parts, strict=True):
             if id(part) not in checked:
                 wrong = wrong or proof.check(part, step.source, step.target)
@@ -368,7 +442,7 @@ def _prove(comm: Communicator, chosen: Sequence[Chosen]) -> None:
         differ = np.argwhere(theirs.numpy() != np.stack(expected, axis=1))
         if len(differ) and wrong is None:
             peer, mine = comm.ranks[int(differ[0][0])], comm.ranks[comm.rank]
-            wrong = f"rank {peer} would send other boxes than rank {mine} expects"
+            wrong = f"rank {peer} would send other boxes, or in other groups, than rank {mine} expects"
         failed = torch.tensor([int(wrong is not None)])
         comm.all_reduce(failed, "MAX", compress=False, tag=_TAG)
         if failed.item():

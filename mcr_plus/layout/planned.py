@@ -237,7 +237,7 @@ def _choose(
         source, target = layout_of_spec(current_spec), layout_of_spec(target_spec)
         ranks = job_ranks(current_spec.mesh)
         theirs = _volume_of_plan(current_spec, target_spec, ranks)
-    except (InvalidArgument, Unsupported):
+    except _UNKNOWN:  # on all ranks
         return None
     if theirs is None:
         return None

@@ -276,21 +276,21 @@ def native_load(one: Native, source: Layout, rank: int, itemsize: int, nodes: In
     """What a rank does in a native collective whose algorithm moves the least, in the order of `LOADS`."""
     found = np.zeros((2, 3), np.int64)
     members = one.group_of(rank)
-    if members is not None:
+    if members is not None and len(members) > 1:  # alone it copies
         number = len(members)
         size = int(source.held.volumes[source.pieces(rank)].sum()) * itemsize
-        passes = {"all_gather": number - 1, "reduce_scatter": (number - 1) / number}
-        moved = passes.get(one.kind, 2 * (number - 1) / number) * size
+        times = {"all_gather": number, "reduce_scatter": 1, "all_reduce": 2}[one.kind]
         others = as_ints([member for member in members if member != rank])
         far = 0 if nodes is None else int((nodes[others] != nodes[rank]).sum())
         for where, those in enumerate((len(others) - far, far)):
-            found[where] = [moved * those // len(others)] * 2 + [int(those > 0)]
+            # (number - 1) parts, of which each of the others has as much
+            found[where] = [-(-times * size * those // number)] * 2 + [int(those > 0)]
     return found.ravel()
 
 
 class Costs(NamedTuple):
-    """Seconds of a message and of a byte, on one node and between nodes: assumed ones, of a host and of a
-    link of 1 Gbit/s.
+    """Seconds of a message and of a byte, on one node and between nodes; by default assumed ones, of a host
+    and of a link of 1 Gbit/s.
     """
 
     message: float = 15e-6

@@ -6,10 +6,17 @@ that it sends what it holds. `digests` are compared between sender and receiver,
 the same boxes in the same order. If `check` passes on every rank for every step, and all digests agree, every
 element of the target has the reduction of all its addends, each once: by induction over the steps, each of
 which is between complete layouts.
+
+`check_native` does so for a native collective in each of some groups: that the boxes which the members of a
+group hold, in their order, are what such a collective takes and leaves. `digest_of_groups` is compared by all
+ranks, which so run the same collectives in the same groups.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
+from collections.abc import Collection
 from typing import Final
 
 import numpy as np
@@ -17,7 +24,8 @@ from numpy.typing import NDArray
 
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.messages import Part, Rows
-from mcr_plus.layout.regions import Boxes, Ints, as_ints, contains, counts, cover_once, meet
+from mcr_plus.layout.native import Native
+from mcr_plus.layout.regions import Boxes, Ints, as_ints, contains, cover_once, grids, meet
 
 _PRIMES: Final = np.array(
     [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64
@@ -83,8 +91,8 @@ def _apart(boxes: Boxes) -> bool:
     if not len(boxes.lows):
         return True
     low, high = boxes.lows.min(axis=0), boxes.highs.max(axis=0)
-    _, grid = counts(Boxes(boxes.lows - low, boxes.highs - low), tuple((high - low).tolist()))
-    return bool((grid <= 1).all())
+    inside = Boxes(boxes.lows - low, boxes.highs - low)
+    return all((grid <= 1).all() for _, grid in grids(inside, tuple((high - low).tolist())))
 
 
 def _all_hold(layout: Layout, ranks: Ints, boxes: Boxes, addends: Ints) -> str | None:
@@ -103,6 +111,65 @@ def _all_hold(layout: Layout, ranks: Ints, boxes: Boxes, addends: Ints) -> str |
     bad = int(np.flatnonzero(~found)[0])
     borders = list(zip(boxes.lows[bad].tolist(), boxes.highs[bad].tolist(), strict=True))
     return f"rank {int(ranks[bad])} is to send {borders}, which it does not hold"
+
+
+def check_native(native: Native, source: Layout, target: Layout, ranks: Collection[int]) -> str | None:
+    """What is wrong with the groups of a native collective to which some of `ranks` belong, or with those
+    that belong to none; None if nothing is.
+    """
+    members = as_ints([rank for group in native.groups for rank in group])
+    if len(np.unique(members)) != len(members):
+        return "a rank is in two groups, or twice in one"
+    holders = np.union1d(source.owners, target.owners)
+    others = np.setxor1d(holders, members)
+    if len(others):
+        return f"rank {int(others[0])} holds elements and is in no group, or the reverse"
+    if source.has_gaps:
+        return f"a collective of {source}, of which elements may be missing"
+    for group in native.groups:
+        if not set(group).isdisjoint(ranks) and (
+            wrong := _wrong_group(native, as_ints(group), source, target)
+        ):
+            return f"{native.kind} by ranks {list(group)}: {wrong}"
+    return None
+
+
+def _wrong_group(native: Native, group: Ints, source: Layout, target: Layout) -> str | None:
+    """What is wrong with one group; None if nothing is."""
+    boxes = []
+    for what, layout in (("source", source), ("target", target)):
+        at = np.searchsorted(layout.owners, group)
+        ends = np.searchsorted(layout.owners, group, side="right")
+        if not (ends - at == 1).all():
+            return f"not every rank has one box of the {what}"
+        sizes = [math.prod(layout.locals[rank]) for rank in group.tolist()]
+        if sizes != layout.held.volumes[at].tolist():
+            return f"a local tensor of the {what} is not the box alone"
+        boxes.append(layout.held.take(at))
+    addends = source.addends[np.searchsorted(source.owners, group)]
+    expected = np.zeros(1) if native.kind == "all_gather" else np.arange(len(group))
+    if not np.array_equal(np.unique(addends), expected) or len(expected) != source.addend_count:
+        return "it does not reduce each addend once"
+    outer, inner = boxes if native.kind == "reduce_scatter" else boxes[::-1]
+    if not ((outer.lows == outer.lows[0]).all() and (outer.highs == outer.highs[0]).all()):
+        return "its ranks have different boxes of what is whole"
+    if native.kind == "all_reduce":
+        same = np.array_equal(outer.lows, inner.lows) and np.array_equal(outer.highs, inner.highs)
+        in_order = bool((np.diff(group) > 0).all())
+        return None if same and in_order else "boxes of source and target differ, or ranks are not in order"
+    if not (inner.volumes == inner.volumes[0]).all():
+        return "parts are of different sizes"
+    if not cover_once(inner, outer.lows[0], outer.highs[0]):
+        return "parts do not cover the whole exactly once"
+    if not np.array_equal(np.lexsort(inner.lows.T[::-1]), np.arange(len(group))):
+        return "ranks are not in the order of their parts"
+    return None
+
+
+def digest_of_groups(native: Native) -> int:
+    """A number for a native collective and its groups, equal on all ranks that would run the same."""
+    text = repr((native.kind, native.groups)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
 
 
 def digests(rows: Rows, ranks: Ints) -> NDArray[np.int64]:

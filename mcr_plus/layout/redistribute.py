@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Final, cast
+
+import torch
 
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.message import frozen
 from mcr_plus.errors import InvalidArgument, short
 from mcr_plus.layout.layout import Layout
-from mcr_plus.layout.state import Redistribution
+from mcr_plus.layout.state import Redistribution, refuse
 from mcr_plus.runtime.init import member_of
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
     from mcr_plus.communicator.calls import Compress
 
-_KEPT: Final = 64  # plans of a group
-_BUFFERS: Final = 256 << 20  # bytes of the buffers that they keep
+_KEPT: Final = 1024  # moves of a group
+_BUFFERS: Final = 256 << 20  # bytes of the buffers that they keep between calls
 
 
 def redistribute(
@@ -32,6 +34,7 @@ def redistribute(
     out: torch.Tensor | None = None,
     group: Communicator | None = None,
     async_op: bool = False,
+    dtype: torch.dtype | None = None,
     tag: str | None = None,
     compress: Compress = None,
 ) -> Any:
@@ -49,7 +52,10 @@ def redistribute(
         target: a `Layout` of the same global shape, or, if `x` is a `DTensor`, the placements of the result.
         out: the local tensor in `target` to write to; None: a new one. Any strided tensor of the right shape
             and dtype.
-        async_op: return a `Work`, whose `output` is the result once it is done.
+        async_op: return a `Work`, whose `output` is the result once it is done. Only the first call with
+            these layouts waits for other ranks.
+        dtype: of the tensor, the same on all ranks. Needed where some rank has no part in the source and
+            tensors of several dtypes go the same way: without it, the dtype of the first call counts.
         tag: of its operations, which rules match; `redistribute` if None.
         compress: as of every collective. With a codec, replicas still get the same bits.
 
@@ -59,7 +65,8 @@ def redistribute(
 
     Raises:
         InvalidArgument: layouts, dtypes or shapes do not fit or differ between ranks; elements that no rank
-            holds; on all ranks.
+            holds; on all ranks. With a known plan, a wrong tensor is refused on its rank alone, as by other
+            collectives.
         Unsupported: a codec would leave replicas with different bits.
 
     Example:
@@ -76,7 +83,7 @@ def redistribute(
         from mcr_plus.layout.torch_layouts import redistribute_dtensor
 
         if out is not None:
-            raise InvalidArgument("out: not with a DTensor, whose result is another DTensor")
+            refuse(group, InvalidArgument("out: not with a DTensor, whose result is another DTensor"))
         return redistribute_dtensor(
             cast("DTensor", x),
             source,
@@ -87,33 +94,96 @@ def redistribute(
             compress=compress,
         )
     if not isinstance(target, Layout):
-        raise InvalidArgument(f"target: expected a Layout, got {short(target)}")
-    move = bound(source, target, group, tag, compress)
+        refuse(group, InvalidArgument(f"target: expected a Layout, got {short(target)}"))
+    if not (dtype is None or isinstance(dtype, torch.dtype)):
+        refuse(group, InvalidArgument(f"dtype: expected a torch.dtype or None, got {short(dtype)}"))
+    move = bound(source, target, group, tag, compress, dtype)
     if async_op:
         return move.start({"": x}, {"": out})
     return move({"": x}, {"": out})[""]
 
 
 def bound(
-    source: Layout, target: Layout, group: Communicator | None, tag: str | None, compress: Compress
+    source: Layout,
+    target: Layout,
+    group: Communicator | None,
+    tag: str | None,
+    compress: Compress,
+    dtype: torch.dtype | None = None,
 ) -> Redistribution:
     """The redistribution of one tensor, the same object for calls with the same arguments.
 
-    The group keeps the latest ones, the same on all ranks.
+    The group keeps the latest ones, the same on all ranks. `dtype`: as of `redistribute`.
     """
     comm = member_of(group)
-    known: OrderedDict[Any, Redistribution] = comm.attached.setdefault("redistributions", OrderedDict())
-    key = (source, target, tag, frozen(compress) if isinstance(compress, Mapping) else compress)
-    move = known.get(key)
-    if move is None:
-        if len(known) >= _KEPT:
-            known.popitem(last=False)
-        used = 0
-        for each in reversed(known.values()):
-            used += each.buffer_bytes
-            if used > _BUFFERS:
-                each.release()
-        move = known[key] = Redistribution(
-            {"": (source, target)}, memory=None, group=comm, tag=tag, compress=compress
-        )
-    return move
+    kept: _Kept | None = comm.attached.get("redistributions")
+    if kept is None:
+        kept = comm.attached["redistributions"] = _Kept()
+    key = (source, target, tag, frozen(compress) if isinstance(compress, Mapping) else compress, dtype)
+    return kept.moves.get(key) or _Move(kept, key, comm, compress)
+
+
+class _Kept:
+    """What a group has bound, and the memory that it keeps for it: of the moves called last."""
+
+    def __init__(self) -> None:
+        self.moves: OrderedDict[Any, _Move] = OrderedDict()
+        self._bytes: dict[_Move, int] = {}
+        self._lock = Lock()  # handles may be completed by any thread
+
+    def add(self, key: Any, move: _Move) -> None:
+        """Keep a move that all ranks have agreed on: what they keep must be the same."""
+        with self._lock:
+            if len(self.moves) >= _KEPT:
+                _, oldest = self.moves.popitem(last=False)
+                self._bytes.pop(oldest, None)
+            self.moves[key] = move
+
+    def hold(self, move: _Move, nbytes: int) -> None:
+        """Count the buffers of a move, and free what is too much."""
+        with self._lock:
+            self._bytes.pop(move, None)
+            if self.moves.get(move.key) is not move:  # it has been forgotten, or is not agreed on
+                return
+            if nbytes > _BUFFERS:
+                move.release()
+                return
+            self._bytes[move] = nbytes
+            used = sum(self._bytes.values())
+            while used > _BUFFERS:
+                oldest = next(iter(self._bytes))
+                oldest.release()
+                used -= self._bytes.pop(oldest)
+
+
+class _Move(Redistribution):
+    """The redistribution of one tensor, which its group keeps from the first call that succeeds."""
+
+    _other_dtypes = "pass `dtype` on all ranks"
+
+    def __init__(self, kept: _Kept, key: Any, comm: Communicator, compress: Compress) -> None:
+        source, target, tag, _, dtype = key
+        super().__init__({"": (source, target)}, memory=None, group=comm, tag=tag, compress=compress)
+        if dtype is not None:
+            self._dtypes = (dtype,)
+        self._kept, self.key = kept, key
+        self._held = 0
+
+    @property
+    def _said(self) -> str:
+        return f"{super()._said}, dtype={self.key[-1]}"
+
+    def _bind(self, dtypes: tuple[torch.dtype, ...], wrong: str | None = None) -> None:
+        super()._bind(dtypes, wrong)
+        if len(self._bound) == 1:
+            self._kept.add(self.key, self)
+
+    def release(self) -> None:
+        super().release()
+        self._held = 0
+
+    def _done(self) -> None:
+        nbytes = self.buffer_bytes
+        if nbytes != self._held:
+            self._held = nbytes
+            self._kept.hold(self, nbytes)

@@ -7,6 +7,8 @@ and `highs`, of shape [n, dims]. A tensor of 0 dimensions has one element: boxes
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
@@ -16,6 +18,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
+_MOST_CELLS: Final = 1 << 20
 _ROWS: Final = 64
 """A cut of a box may be moved by this part of a share, so that it falls between rows and stays one box."""
 
@@ -137,16 +140,37 @@ def _coordinates(at: Ints, inner: Ints, extents: Ints) -> Ints:
     return at[:, None] // np.maximum(inner, 1) % np.maximum(extents, 1)
 
 
-def counts(boxes: Boxes, shape: tuple[int, ...]) -> tuple[list[Ints], NDArray[np.int32]]:
+def grids(boxes: Boxes, shape: tuple[int, ...]) -> Iterator[tuple[list[Ints], NDArray[np.int32]]]:
     """How many boxes cover each cell of the grid that their borders make: the grid's borders, and the counts.
 
-    The borders of each dimension include 0 and its size. The boxes must lie inside `shape`.
+    The borders of each dimension include 0 and its size. The boxes must lie inside `shape`. Where the grid
+    would be large it comes in parts, each with the borders of the boxes in that part alone: one grid of the
+    runs of a flattened tensor on n ranks has O(n ** dims) cells.
     """
-    dims = len(shape)
-    edges = [
-        np.unique(np.concatenate([as_ints([0, shape[dim]]), boxes.lows[:, dim], boxes.highs[:, dim]]))
-        for dim in range(dims)
-    ]
+    none = np.zeros(len(shape), np.int64)
+    parts = [(boxes, none, as_ints(shape))]
+    while parts:
+        some, low, high = parts.pop()
+        edges = [
+            np.unique(np.concatenate([[low[dim], high[dim]], some.lows[:, dim], some.highs[:, dim]]))
+            for dim in range(len(shape))
+        ]
+        if math.prod(len(edge) for edge in edges) <= _MOST_CELLS:
+            yield edges, _counts(some, edges)
+            continue
+        dim = max(range(len(shape)), key=lambda each: len(edges[each]))
+        middle = int(edges[dim][len(edges[dim]) // 2])
+        for side in (0, 1):  # the upper half goes on the pile first
+            lower, upper = low.copy(), high.copy()
+            (lower if side == 0 else upper)[dim] = middle
+            _, inside = meet(lower, upper, some)
+            parts.append((inside, lower, upper))
+
+
+def _counts(boxes: Boxes, edges: list[Ints]) -> NDArray[np.int32]:
+    dims = len(edges)
+    if not dims:  # one element, which every box has
+        return np.array(len(boxes.lows), np.int32)
     grid = np.zeros([len(edge) for edge in edges], np.int32)
     lows = [np.searchsorted(edges[dim], boxes.lows[:, dim]) for dim in range(dims)]
     highs = [np.searchsorted(edges[dim], boxes.highs[:, dim]) for dim in range(dims)]
@@ -155,7 +179,7 @@ def counts(boxes: Boxes, shape: tuple[int, ...]) -> tuple[list[Ints], NDArray[np
         np.add.at(grid, at, -1 if corner.bit_count() % 2 else 1)
     for dim in range(dims):
         np.cumsum(grid, axis=dim, out=grid)
-    return edges, grid[tuple(slice(0, len(edge) - 1) for edge in edges)]
+    return grid[tuple(slice(0, len(edge) - 1) for edge in edges)]
 
 
 def cover_once(boxes: Boxes, low: Ints, high: Ints) -> bool:
@@ -167,8 +191,8 @@ def cover_once(boxes: Boxes, low: Ints, high: Ints) -> bool:
         return False
     if len(boxes.lows) < 2:
         return True
-    _, grid = counts(Boxes(boxes.lows - low, boxes.highs - low), tuple((high - low).tolist()))
-    return bool((grid == 1).all())
+    inside_ = Boxes(boxes.lows - low, boxes.highs - low)
+    return all((grid == 1).all() for _, grid in grids(inside_, tuple((high - low).tolist())))
 
 
 class Regions:
@@ -255,11 +279,18 @@ def cut_apart(boxes: Boxes, shape: tuple[int, ...]) -> tuple[Ints, Boxes]:
     everything = np.arange(len(boxes.lows))
     different = np.unique(np.column_stack(boxes), axis=0)
     dims = len(shape)
-    edges, grid = counts(Boxes(different[:, :dims], different[:, dims:]), shape)
-    if (grid <= 1).all():
+    parts = list(grids(Boxes(different[:, :dims], different[:, dims:]), shape))
+    if all((grid <= 1).all() for _, grid in parts):
         return everything, boxes
+    found = [_covered_cells(edges, grid) for edges, grid in parts]
+    lows, highs = (np.concatenate(side) for side in zip(*found, strict=True))
+    which, _, common = meet_all(boxes, Boxes(lows, highs))
+    return which, common
+
+
+def _covered_cells(edges: list[Ints], grid: NDArray[np.int32]) -> Boxes:
+    """The cells of a grid that some box covers."""
     cells = np.argwhere(grid > 0)
     lows = np.stack([edge[cells[:, dim]] for dim, edge in enumerate(edges)], axis=1)
     highs = np.stack([edge[cells[:, dim] + 1] for dim, edge in enumerate(edges)], axis=1)
-    which, _, common = meet_all(boxes, Boxes(lows, highs))
-    return which, common
+    return Boxes(lows, highs)

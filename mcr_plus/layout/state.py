@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import NoReturn
 
+import numpy as np
 import torch
 
 from mcr_plus.communicator.calls import CallOptions, Compress
 from mcr_plus.communicator.communicator import Communicator
-from mcr_plus.communicator.tensors import as_tensor, check_apart, is_plain, overlap, plain
 from mcr_plus.core.kinds import DTYPES, dtype_name
 from mcr_plus.core.units import about, parse_size
 from mcr_plus.core.work import JointWork, Work
-from mcr_plus.errors import InvalidArgument, NotInitialized, Unsupported, short
+from mcr_plus.errors import InvalidArgument, McrError, NotInitialized, Unsupported, short
+from mcr_plus.layout.buffers import Chain, Pool
 from mcr_plus.layout.collective import Collective
 from mcr_plus.layout.layout import Layout
+from mcr_plus.layout.local import (
+    Expected,
+    Given,
+    KnownLocals,
+    Local,
+    State,
+    checked,
+    local,
+    made_apart,
+    prefix,
+)
 from mcr_plus.layout.mover import TAG, Mover
 from mcr_plus.layout.plan import Plan, Spec, make_plan
 from mcr_plus.runtime.init import member_of
 
-State = Mapping[str, Any]
 _Dtypes = tuple[torch.dtype, ...]
 _Named = tuple[list[str], Mover | Collective]
 """What runs the redistribution of some tensors, with their names."""
-_WRONG: Final = 1 << 20
-"""In place of a dtype where a rank's arguments are wrong."""
+_Bound = tuple[list[Plan], list[_Named]]
 
 
 class RedistributionWork(JointWork):
@@ -46,21 +57,15 @@ class RedistributionWork(JointWork):
         return output
 
 
-class _Local(NamedTuple):
-    """A tensor on this rank: as it is sent, as it is received, and where the result belongs if elsewhere."""
-
-    source: torch.Tensor | None
-    output: torch.Tensor | None
-    final: torch.Tensor | None
-    given: torch.Tensor | None
-
-
 class Redistribution:
     """Tensors of a state between two sets of layouts; the result of `mcr.redistribution`.
 
     Calling it is collective over the group. The plan is made in the first call, for the dtypes of its
-    tensors.
+    tensors. Where a rank has no part in the source of a tensor, it takes it that the dtypes stay those: other
+    ranks must not pass others, unless all of them have called `prepare` with them.
     """
+
+    _other_dtypes = "call `prepare` with other dtypes on all ranks, or bind a redistribution for each"
 
     def __init__(
         self,
@@ -72,8 +77,14 @@ class Redistribution:
         compress: Compress = None,
     ) -> None:
         self._comm = member_of(group)
+        if not isinstance(specs, Mapping):
+            raise InvalidArgument(
+                f"specs: expected a mapping of names to (source, target), got {type(specs).__name__}"
+            )
         self._specs = dict(specs)
         for name, pair in self._specs.items():
+            if not isinstance(name, str):
+                raise InvalidArgument(f"specs: expected names, got {short(name)}")
             if not (
                 isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(each, Layout) for each in pair)
             ):
@@ -84,61 +95,89 @@ class Redistribution:
         for name, (source, target) in self._specs.items():
             self._specs[name] = (same.setdefault(source, source), same.setdefault(target, target))
         self._memory = None if memory is None else _memory(memory, self._specs)
+        self._pool = None if self._memory is None else Pool(is_single=True)
         self._options: CallOptions = {"tag": tag, "compress": compress}
-        self._bound: dict[_Dtypes, tuple[list[Plan], list[_Named]]] = {}
-        self._latest: list[Plan] = []
+        self._bound: dict[_Dtypes, _Bound] = {}
+        self._known: tuple[_Bound, KnownLocals] | None = None
+        self._latest: list[Plan] | None = None
         self.rank = self._comm.ranks[self._comm.rank] if self._comm.rank >= 0 else -1
         members = set(self._comm.ranks)
         self._asks = any(members - set(source.ranks) for source, _ in self._specs.values())
         """Whether some rank may have to be told the dtype of a tensor."""
+        self._dtypes: _Dtypes | None = None
+        """Those that all ranks count on, if some would have to be told."""
 
     def __call__(self, source: State, target: State | None = None) -> dict[str, torch.Tensor | None]:
         """Bring the tensors of `source` to `target`; return those of the target.
 
         Args:
             source: this rank's local tensors by name, in their source layouts; None or left out where it has
-                no part.
-            target: local tensors to write to; those that are None or left out are made.
+                no part. Names that have no layouts are passed over.
+            target: local tensors to write to; those that are None or left out are made, on the device of
+                this rank's other tensors, or on the CPU if it has none. A name that has no layouts is
+                refused. Sources that share memory with any of them are copied first.
+
+        Raises:
+            InvalidArgument: tensors do not fit, have other dtypes than ranks without them count on, or two of
+                the target share memory. In the first call on all ranks, later on those that pass them.
         """
         movers, locals_ = self._ready(source, target)
         for names, mover in movers:
             rows = [locals_[name] for name in names]
-            mover.run([row.source for row in rows], [row.output for row in rows], self._options)
+            mover.run([row.source for row in rows], [row.output for row in rows])
         for row in locals_.values():
             if row.final is not None:
                 row.final.copy_(row.output)  # type: ignore[arg-type]
+        self._done()
         return {name: row.given for name, row in locals_.items()}
 
     def start(self, source: State, target: State | None = None) -> RedistributionWork:
         """As a call, without waiting: returns a handle, whose `outputs` are complete once it is done.
 
-        The tensors of `source` must not be changed before that.
+        Only the first call waits for other ranks. The tensors of `source` must not be changed before the
+        handle is done.
         """
         movers, locals_ = self._ready(source, target)
         works: list[Work] = []
         nbytes = 0
+        chain = self._chain(movers, locals_)
         for names, mover in movers:
             rows = [locals_[name] for name in names]
             size = sum(each.nbytes for row in rows for each in (row.source, row.output) if each is not None)
             nbytes += size
-            works.append(
-                mover.start([row.source for row in rows], [row.output for row in rows], self._options, size)
-            )
+            sources, outputs = [row.source for row in rows], [row.output for row in rows]
+            if chain is not None and isinstance(mover, Mover):
+                works.append(mover.start(sources, outputs, size, chain))
+                chain.before = [works[-1]]
+            else:
+                works.append(mover.start(sources, outputs, size))
         joint = RedistributionWork(works, TAG, nbytes=nbytes, tag=self._options.get("tag"))
         joint.outputs = {name: row.given for name, row in locals_.items()}
         strided = [row for row in locals_.values() if row.final is not None]
         if strided:
             joint.then(lambda: _write_back(strided))
+        if chain is not None:
+            joint.then(chain.give_back)
+        joint.then(self._done)
         return joint
 
     def prepare(self, dtypes: Sequence[torch.dtype], wrong: str | None = None) -> list[Plan]:
         """Make the plans for tensors of these dtypes, in the order of the specs, before the first call.
 
-        Collective. `wrong`: what is wrong with this rank's tensors, for which all ranks raise
-        `InvalidArgument`.
+        Collective. Later calls count on these dtypes. `wrong`: what is wrong with this rank's tensors, for
+        which all ranks raise `InvalidArgument`.
         """
         key = tuple(dtypes)
-        self._bound[key] = self._plan(key, wrong)
+        if len(key) != len(self._specs) or not all(isinstance(each, torch.dtype) for each in key):
+            raise InvalidArgument(
+                f"dtypes: expected {len(self._specs)}, one for each tensor, got {short(dtypes)}"
+            )
+        if key not in self._bound or wrong is not None:
+            self._bind(key, wrong)
+        if self._asks:
+            self._dtypes = key
+        self._known = None  # which ranks without tensors cannot tell from the new ones
+        self._latest = self._bound[key][0]
         return self._bound[key][0]
 
     def shape_of_source(self, name: str) -> tuple[int, ...] | None:
@@ -147,23 +186,38 @@ class Redistribution:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the last call, for all tensors of a dtype; see `plans` for several dtypes."""
+        """The plan of the last call, for all tensors.
+
+        Raises:
+            NotInitialized: there was no call.
+        """
         plans = self.plans
-        if len(plans) != 1:
-            raise NotInitialized(
-                f"there are {len(plans)} plans, one for each dtype, after the first call; see `plans`"
-            )
-        return plans[0]
+        if len(plans) == 1:
+            return plans[0]
+        if self._latest is None:
+            raise NotInitialized("the plan is made in the first call, and there was none")
+        place = {name: number for number, name in enumerate(self._specs)}
+        specs = [spec for plan in plans for spec in plan.specs]
+        loads = np.concatenate([plan.loads for plan in plans] or [np.zeros((0, 0, 0), np.int64)])
+        chosen = [each for plan in plans for each in plan.chosen]
+        call = ", ".join(plan.call for plan in plans)
+        joined = Plan(specs, chosen, loads, plans[0].nodes if plans else None, call)
+        return joined.take(sorted(range(len(specs)), key=lambda index: place[specs[index].name]))
 
     @property
     def plans(self) -> list[Plan]:
         """The plans of the last call, one for each dtype."""
-        return list(self._latest)
+        return list(self._latest or ())
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the buffers that are kept for the next call."""
-        return sum(mover.buffer_bytes for _, movers in self._bound.values() for _, mover in movers)
+        used = 0 if self._pool is None else self._pool.nbytes
+        for _, movers in self._bound.values():
+            for _, mover in movers:
+                if not (isinstance(mover, Mover) and mover.pool is self._pool):
+                    used += mover.buffer_bytes
+        return used
 
     def release(self) -> None:
         """Free the buffers that are kept for the next call."""
@@ -173,7 +227,7 @@ class Redistribution:
 
     # -- binding ----------------------------------------------------------------------------------
 
-    def _ready(self, source: State, target: State | None) -> tuple[list[_Named], dict[str, _Local]]:
+    def _ready(self, source: State, target: State | None) -> tuple[list[_Named], dict[str, Local]]:
         """The movers for the dtypes of these tensors, and the tensors. Raises on all ranks alike in a first
         call; in later ones, as any collective, on those whose arguments are wrong.
         """
@@ -181,86 +235,108 @@ class Redistribution:
             raise Unsupported(f"this rank is not a member of group '{self._comm.name}'")
         if self._comm.closed:
             raise NotInitialized(f"group '{self._comm.name}' is closed")
+        if self._known is not None:
+            bound, known = self._known
+            rows = known.rows(source, target)
+            if rows is not None:
+                self._latest, movers = bound
+                return movers, rows
         wrong: str | None = None
-        given: dict[str, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
+        given: Given = {}
         try:
-            given = self._checked(source, target or {})
+            given = checked(source, {} if target is None else target, self._specs, self.rank)
+            self._check_dtypes(given)
         except (InvalidArgument, Unsupported) as error:
             wrong = str(error)
-        if wrong is not None and self._bound and not self._asks:
+        if not self._bound:
+            self._agree(wrong)
+        elif wrong is not None:
             raise InvalidArgument(wrong)
-        dtypes, wrong = self._dtypes(given, wrong)
-        if dtypes not in self._bound or wrong is not None:
-            self._bound[dtypes] = self._plan(dtypes, wrong)
-        self._latest, movers = self._bound[dtypes]
-        device = next((each.device for pair in given.values() for each in pair if each is not None), None)
-        locals_ = {
-            name: self._local(name, *given[name], dtype, device or torch.device("cpu"))
-            for name, dtype in zip(self._specs, dtypes, strict=True)
-        }
-        return movers, locals_
+        dtypes = self._dtypes or self._found_dtypes(given)
+        if dtypes not in self._bound:
+            self._bind(dtypes)
+        if self._asks:
+            self._dtypes = dtypes
+        bound = self._bound[dtypes]
+        self._latest, movers = bound
+        tensors = (each for pair in given.values() for each in pair if each is not None)
+        device = next((each.device for each in tensors), torch.device("cpu"))
+        rows, expected = {}, []
+        for (name, (before, after)), dtype in zip(self._specs.items(), dtypes, strict=True):
+            shape = after.local_shape(self.rank)
+            rows[name] = local(shape, *given[name], dtype, device)
+            expected.append(Expected(name, dtype, before.local_shape(self.rank), shape))
+        self._known = bound, KnownLocals(self._specs.keys(), device, expected)
+        return movers, made_apart(rows)
 
-    def _checked(
-        self, source: State, target: State
-    ) -> dict[str, tuple[torch.Tensor | None, torch.Tensor | None]]:
-        for what, state in (("source", source), ("target", target)):
-            if not isinstance(state, Mapping):
-                raise InvalidArgument(
-                    f"{what}: expected a mapping of names to tensors, got {type(state).__name__}"
-                )
-        given = {}
-        for name, (before, after) in self._specs.items():
-            x = _checked_local(source.get(name), before, self.rank, name, "source")
-            out = _checked_local(target.get(name), after, self.rank, name, "target")
-            if x is not None and out is not None and x.dtype != out.dtype:
-                raise InvalidArgument(
-                    f"{_at(name)}the target's tensor has dtype {dtype_name(out.dtype)}, "
-                    f"the source's {dtype_name(x.dtype)}"
-                )
-            given[name] = (x, out)
-        return given
+    def _check_dtypes(self, given: Given) -> None:
+        """Refuse other dtypes than ranks that have none of the tensors count on."""
+        for (name, pair), dtype in zip(given.items(), self._dtypes or (), strict=False):
+            for each in pair:
+                if each is not None and each.dtype != dtype:
+                    raise InvalidArgument(
+                        f"{prefix(name)}got a tensor of {dtype_name(each.dtype)}, where ranks that have no "
+                        f"part in the source count on {dtype_name(dtype)}, as of the call before; "
+                        f"{self._other_dtypes}"
+                    )
 
-    def _dtypes(
-        self, given: Mapping[str, tuple[torch.Tensor | None, torch.Tensor | None]], wrong: str | None
-    ) -> tuple[tuple[torch.dtype, ...], str | None]:
+    def _agree(self, wrong: str | None) -> None:
+        """Raise on all ranks if something is wrong on any, or if they pass different layouts or options.
+
+        It comes before all else, so that a rank can take part whatever its arguments are.
+        """
+        words = [self._said, *(f"{name}/{a.digest!r}/{b.digest!r}" for name, (a, b) in self._specs.items())]
+        number = int.from_bytes(hashlib.blake2b("\n".join(words).encode(), digest_size=7).digest(), "big")
+        facts = torch.tensor([number, -number, int(wrong is not None)])
+        self._comm.all_reduce(facts, "MAX", compress=False, tag=TAG)
+        if facts.tolist() != [number, -number, 0]:
+            specs = [Spec(name, *pair, torch.float32) for name, pair in self._specs.items()]
+            make_plan(self._comm, specs, wrong, options=self._said)  # finds out what differs, and raises
+            raise InvalidArgument("ranks pass different layouts or options")
+
+    def _found_dtypes(self, given: Given) -> _Dtypes:
         """The dtype of each tensor, of ranks that have none of it too."""
-        if wrong is None and not self._asks:  # all ranks have a part in every source
-            return tuple(x.dtype for x, _ in given.values() if x is not None), None
+        if not self._asks:  # all ranks have a part in every source
+            return tuple(x.dtype for x, _ in given.values() if x is not None)
         codes = []
-        for name in self._specs:
-            known = [each for each in given.get(name, ()) if each is not None]
+        for pair in given.values():
+            known = [each for each in pair if each is not None]
             codes.append(DTYPES.index(known[0].dtype) if known else -1)
-        if wrong is not None:
-            codes = [_WRONG] * len(codes)
-        if self._asks and self._comm.size > 1 and codes:
-            most = torch.tensor([*codes, *(-code if code >= 0 else -_WRONG for code in codes)])
-            self._comm.all_reduce(most, "MAX", compress=False, tag=TAG)
-            found = most.tolist()
-            largest, smallest = found[: len(codes)], [-code for code in found[len(codes) :]]
-            for name, low, high in zip(self._specs, smallest, largest, strict=True):
-                if wrong is None and high < _WRONG and low != high:
-                    wrong = f"{_at(name)}ranks pass tensors of different dtypes"
-            codes = largest
-            if wrong is None and max(codes) == _WRONG:
-                return (torch.float32,) * len(codes), ""
-        return tuple(DTYPES[code if 0 <= code < len(DTYPES) else 0] for code in codes), wrong
+        most = torch.tensor([*codes, *(-code if code >= 0 else -len(DTYPES) for code in codes)])
+        self._comm.all_reduce(most, "MAX", compress=False, tag=TAG)
+        found = most.tolist()
+        largest, smallest = found[: len(codes)], [-code for code in found[len(codes) :]]
+        dtypes = tuple(DTYPES[max(code, 0)] for code in largest)
+        for name, low, high in zip(self._specs, smallest, largest, strict=True):
+            if 0 <= high != low:
+                wrong = f"{prefix(name)}ranks pass tensors of different dtypes"
+                make_plan(self._comm, self._specs_of(dtypes, dtypes[0]), wrong, options=self._said)
+        return dtypes  # where nobody has a tensor, layouts are of ranks outside the group, which is refused
 
-    def _plan(self, dtypes: _Dtypes, wrong: str | None) -> tuple[list[Plan], list[_Named]]:
-        """A plan for the tensors of each dtype, and what runs them."""
-        tag, compress = self._options.get("tag"), self._options.get("compress")
-        lossy = compress not in (None, False)
+    @property
+    def _said(self) -> str:
+        """The options, as ranks compare them."""
+        compress = self._options.get("compress")
         if isinstance(compress, Mapping):
             compress = dict(sorted(compress.items(), key=str))
-        said = f"memory={self._memory}, tag={tag!r}, compress={compress!r}"
+        return f"memory={self._memory}, tag={self._options.get('tag')!r}, compress={compress!r}"
+
+    def _specs_of(self, dtypes: _Dtypes, dtype: torch.dtype) -> list[Spec]:
+        """The tensors of one dtype."""
+        named = zip(self._specs.items(), dtypes, strict=True)
+        return [Spec(name, *pair, dtype) for (name, pair), each in named if each == dtype]
+
+    def _bind(self, dtypes: _Dtypes, wrong: str | None = None) -> None:
+        """Make a plan for the tensors of each dtype, and what runs them."""
+        lossy = self._options.get("compress") not in (None, False)
         plans: list[Plan] = []
         movers: list[_Named] = []
         for dtype in dict.fromkeys(dtypes):
-            names = [name for name, each in zip(self._specs, dtypes, strict=True) if each == dtype]
-            specs = [Spec(name, *self._specs[name], dtype) for name in names]
-            plan = make_plan(self._comm, specs, wrong, lossy=lossy, options=said)
+            specs = self._specs_of(dtypes, dtype)
+            plan = make_plan(self._comm, specs, wrong, memory=self._memory, lossy=lossy, options=self._said)
             plans.append(plan)
             movers += self._movers_of(plan)
-        return plans, movers
+        self._bound[dtypes] = plans, movers
 
     def _movers_of(self, plan: Plan) -> list[_Named]:
         """What runs a plan: the exchanges of most tensors, and the native collectives of some."""
@@ -270,29 +346,37 @@ class Redistribution:
         )
         if exchanged.specs:
             names = [spec.name for spec in exchanged.specs]
-            found.append((names, Mover(self._comm, exchanged, self._memory)))
+            found.append((names, Mover(self._comm, exchanged, self._options, self._memory, self._pool)))
         for spec, each in zip(plan.specs, plan.chosen, strict=True):
             if each.program.native is not None:
-                found.append(([spec.name], Collective(self._comm, spec, each.program.native, plan.call)))
+                native = Collective(self._comm, spec, each.program.native, self._options, plan.call)
+                found.append(([spec.name], native))
         return found
 
-    def _local(
-        self,
-        name: str,
-        x: torch.Tensor | None,
-        out: torch.Tensor | None,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> _Local:
-        shape = self._specs[name][1].local_shape(self.rank)
-        result = out
-        if shape is not None and (out is None or not is_plain(out)):
-            result = torch.empty(shape, dtype=dtype, device=device if out is None else out.device)
-        if x is not None:
-            x = plain(x)
-            if result is not None and overlap(x, result):
-                x = x.clone()
-        return _Local(x, result, out if out is not result else None, out if out is not None else result)
+    def _chain(self, movers: Sequence[_Named], locals_: Mapping[str, Local]) -> Chain | None:
+        """Where memory is bounded, the tensors of several dtypes travel one dtype after another."""
+        sizes = [mover.nbytes for _, mover in movers if isinstance(mover, Mover)]
+        if self._pool is None or len(sizes) < 2:
+            return None
+        tensors = (each for row in locals_.values() for each in (row.source, row.output) if each is not None)
+        device = next((each.device for each in tensors), torch.device("cpu"))
+        return Chain(self._pool, self._pool.take(max(sizes), device))
+
+    def _done(self) -> None:
+        """Called after each call whose outputs are complete."""
+
+
+def refuse(group: Communicator | None, error: McrError) -> NoReturn:
+    """Raise an error, once it has been said to the other ranks of the group, whose first call it is: they
+    raise it too.
+    """
+    comm = member_of(group)
+    if comm.rank >= 0 and not comm.closed:
+        try:
+            Redistribution({}, group=comm)._agree(str(error))
+        except McrError:  # what is wrong here is more to the point
+            raise error from None
+    raise error
 
 
 def redistribution(
@@ -308,18 +392,22 @@ def redistribution(
 
     Args:
         specs: by name the layouts (source, target) of each tensor, the same on all ranks of the group.
-        memory: bytes of the buffers of a call (`256MiB`); beyond it tensors travel in rounds, of which one is
-            packed while another is on its way. None: everything at once. The addends of a tensor that is to
-            be summed are not cut, so they may take more.
+        memory: bytes of the buffers of a call (`256MiB`), of all dtypes together; beyond it tensors travel in
+            rounds, of which one is packed while another is on its way. None: everything at once. Outside of
+            it: the addends of a tensor that is to be summed, which are not cut, with the slices and the
+            float32 sums that are made of them; whole copies of tensors that are not contiguous, and of
+            sources that share memory with the target; and what codecs and libraries take.
         group, tag, compress: as of `mcr.redistribute`.
 
     Returns:
         A callable: `move(source_state, target_state)` writes the target's local tensors and returns them,
         `move.start(…)` returns a `Work`, `move.plan` is the plan after the first call. It may be called again
-        with tensors of the same dtypes; other dtypes make another plan.
+        with tensors of the same dtypes. Other dtypes make another plan if every rank has a part in every
+        source; if not, they are refused, unless all ranks have called `move.prepare(dtypes)` with them.
 
     Raises:
-        InvalidArgument: layouts do not fit each other or the group, or `memory` is less than the largest row.
+        InvalidArgument: `memory` is less than the largest row, or specs are no pairs of layouts, on the rank
+            that passes them. In the first call, on all ranks: layouts do not fit each other or the group.
 
     Example:
         ```python
@@ -332,51 +420,6 @@ def redistribution(
         ```
     """
     return Redistribution(specs, memory=memory, group=group, tag=tag, compress=compress)
-
-
-def _checked_local(value: Any, layout: Layout, rank: int, name: str, what: str) -> torch.Tensor | None:
-    """A local tensor of the right shape; None where the rank has no part in the layout. `what`: its side."""
-    shape = layout.local_shape(rank)
-    where = f"{_at(name)}{what}"
-    if value is None:
-        if shape is not None and what == "source":
-            raise InvalidArgument(
-                f"{where} {layout}: expected this rank's local tensor of shape {list(shape)}, got None"
-            )
-        return None
-    if shape is None:
-        raise InvalidArgument(
-            f"{where} {layout}: this rank has no part in it; expected None, got {_described(value)}"
-        )
-    if hasattr(value, "to_local"):
-        raise InvalidArgument(
-            f"{where} {layout}: expected this rank's local tensor, got a {type(value).__name__}; pass its "
-            "to_local()"
-        )
-    if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
-        raise InvalidArgument(
-            f"{where} {layout}: the tensor requires gradients; use mcr_plus.autograd.redistribute, or pass "
-            "tensor.detach()"
-        )
-    tensor = as_tensor(value, where)
-    if tuple(tensor.shape) != shape:
-        raise InvalidArgument(
-            f"{where} {layout}: expected a local tensor of shape {list(shape)}, got {_described(tensor)}"
-        )
-    if what == "target":
-        try:
-            check_apart(tensor)
-        except InvalidArgument as error:
-            raise InvalidArgument(f"{where} {layout}: {error}") from None
-    return tensor
-
-
-def _described(value: Any) -> str:
-    return f"one of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-
-
-def _at(name: str) -> str:
-    return f"{name}: " if name else ""
 
 
 def _memory(memory: int | str, specs: Mapping[str, tuple[Layout, Layout]]) -> int:
@@ -396,6 +439,6 @@ def _memory(memory: int | str, specs: Mapping[str, tuple[Layout, Layout]]) -> in
     return limit
 
 
-def _write_back(locals_: Sequence[_Local]) -> None:
+def _write_back(locals_: Sequence[Local]) -> None:
     for row in locals_:
         row.final.copy_(row.output)  # type: ignore[union-attr, arg-type]

@@ -6,17 +6,22 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.layout import proof
+from mcr_plus.layout.addends import to_itself
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.messages import Part
+from mcr_plus.layout.native import keeps_bits
 from mcr_plus.layout.program import LOADS, Bound, Costs, Program, bound, load, native_load, programs
 from mcr_plus.layout.regions import Ints, as_ints
+
+if TYPE_CHECKING:
+    import torch
 
 
 def parse_mesh(text: str) -> tuple[list[str], Ints]:
@@ -60,12 +65,14 @@ def node_of_rank(ranks: Collection[int], nodes: int) -> Ints | None:
 class Outcome(NamedTuple):
     """One program on all ranks.
 
-    `loads`: [ranks, steps, 6], in the order of `program.LOADS`. `wrong`: what the proof has found; None if it
-    holds. `seconds`: the expected time.
+    `loads`: [ranks, steps, 6], in the order of `program.LOADS`. `links`: [nodes, nodes], the bytes that cross
+    from each node to each other. `wrong`: what the proof has found; None if it holds. `seconds`: the expected
+    time.
     """
 
     program: Program
     loads: NDArray[np.int64]
+    links: NDArray[np.int64]
     wrong: str | None
     seconds: float
 
@@ -109,10 +116,17 @@ class Survey:
         return bound(self.source, self.target, self.nodes)
 
 
-def survey(source: Layout, target: Layout, itemsize: int, nodes: Ints | None = None) -> Survey:
+def survey(
+    source: Layout,
+    target: Layout,
+    itemsize: int,
+    nodes: Ints | None = None,
+    dtype: torch.dtype | None = None,
+) -> Survey:
     """Make and prove all plans from `source` to `target`, on every rank.
 
-    `nodes`: of each rank the node that it runs on; None for one node.
+    `nodes`: of each rank the node that it runs on; None for one node. `dtype`: without plans that could leave
+    replicas of this dtype with different bits; None: with all.
 
     Raises:
         InvalidArgument: the layouts do not fit each other.
@@ -122,24 +136,42 @@ def survey(source: Layout, target: Layout, itemsize: int, nodes: Ints | None = N
     if target.is_partial and source != target:
         raise InvalidArgument(f"target {target}: values cannot be divided into addends")
     source.check_source()
+    source, target = to_itself(source, target)
     ranks = tuple(sorted({*source.ranks, *target.ranks}))
     sharers = 1 if nodes is None else int(np.bincount(nodes[as_ints(ranks)]).max())
+    node_of = np.zeros(max(ranks, default=0) + 1, np.int64) if nodes is None else nodes
     found = []
     for program in programs(source, target, itemsize, nodes):
+        one = program.native
+        if one is not None and dtype is not None and not keeps_bits(one, source, dtype):
+            continue
         loads = np.zeros((len(ranks), max(len(program.steps), 1), len(LOADS)), np.int64)
+        links = np.zeros([int(node_of.max()) + 1] * 2, np.int64)
         wrong: str | None = None
-        if program.native is not None:
+        if one is not None:
+            wrong = proof.check_native(one, source, target, ranks)
             for at, rank in enumerate(ranks):
-                loads[at, 0] = native_load(program.native, source, rank, itemsize, nodes)
+                loads[at, 0] = native_load(one, source, rank, itemsize, nodes)
+                _add_links(links, node_of, one.group_of(rank) or (), rank, loads[at, 0])
         for number, step in enumerate(program.steps):
             parts = [step.part(rank) for rank in ranks]
             for at, part in enumerate(parts):
                 loads[at, number] = load(part, itemsize, nodes)
+                np.add.at(links[node_of[part.rank]], node_of[part.sends.peers], part.sends.sizes * itemsize)
                 wrong = wrong or proof.check(part, step.source, step.target)
             wrong = wrong or _unlike(parts, as_ints(ranks))
         seconds = float(Costs().seconds(loads.max(axis=0), sharers).sum())
-        found.append(Outcome(program, loads, wrong, seconds))
+        np.fill_diagonal(links, 0)
+        found.append(Outcome(program, loads, links, wrong, seconds))
     return Survey(source, target, itemsize, nodes, ranks, tuple(found))
+
+
+def _add_links(links: NDArray[np.int64], node_of: Ints, group: Sequence[int], rank: int, row: Ints) -> None:
+    """Add what a rank sends in a native collective, as much to each of its group on another node."""
+    nodes = node_of[as_ints(group)]
+    far = nodes[nodes != node_of[rank]]
+    if len(far):
+        np.add.at(links[node_of[rank]], far, -(-int(row[3]) // len(far)))
 
 
 def _unlike(parts: Sequence[Part], ranks: Ints) -> str | None:

@@ -25,6 +25,7 @@ from mcr_plus.errors import InvalidArgument, Unsupported, short
 from mcr_plus.layout.layout import Layout, mesh_text
 from mcr_plus.layout.redistribute import bound
 from mcr_plus.layout.regions import Boxes, Ints, as_ints
+from mcr_plus.layout.state import refuse
 from mcr_plus.runtime.init import member_of
 from mcr_plus.runtime.process import job
 
@@ -40,11 +41,45 @@ _KEPT: Final = 1024  # layouts on a mesh
 _known: WeakKeyDictionary[DeviceMesh, dict[Any, Layout]] = WeakKeyDictionary()
 
 
-def layout_of(tensor: DTensor) -> Layout:
+def layout_of(tensor: DTensor, mesh: DeviceMesh | None = None) -> Layout:
     """See `Layout.of`."""
     if not isinstance(tensor, DTensor):
         raise InvalidArgument(f"expected a DTensor, got {type(tensor).__name__}")
-    return layout_of_spec(tensor._spec)
+    if mesh is None or mesh == tensor.device_mesh:
+        return layout_of_spec(tensor._spec)
+    if not isinstance(mesh, DeviceMesh):
+        raise InvalidArgument(f"mesh: expected a DeviceMesh, got {type(mesh).__name__}")
+    return _layout_in(mesh, tensor._spec)
+
+
+def _layout_in(mesh: DeviceMesh, spec: Any) -> Layout:
+    """The layout of a tensor on a part of `mesh`, which is the same on all parts like this one."""
+    axes = _axes_of(spec.mesh, mesh)
+    others = [axis for axis in range(mesh.ndim) if axis not in axes]
+    order = getattr(spec, "shard_order", None)
+    order = _order(spec.mesh.shape, spec.placements, order)
+    if getattr(spec, "use_strided_shard_as_shard_order", None) is not False:
+        order = order or decoded(spec.mesh.shape, spec.placements)
+    if order is not None:
+        order = [*range(len(others)), *(len(others) + axis for axis in order)]
+    ranks = job_ranks(mesh).transpose([*others, *axes])
+    placements = [*(Replicate() for _ in others), *spec.placements]
+    return layout_on(tuple(spec.tensor_meta.shape), ranks, placements, order)
+
+
+def _axes_of(part: DeviceMesh, mesh: DeviceMesh) -> tuple[int, ...]:
+    """The dimensions of `mesh` that `part` runs along; along the others it has this rank's coordinates."""
+    here = mesh.get_coordinate()
+    if here is None:
+        raise InvalidArgument(f"mesh: rank {dist.get_rank()} is not in {mesh}")
+    for axes in itertools.permutations(range(mesh.ndim), part.ndim):
+        others = [axis for axis in range(mesh.ndim) if axis not in axes]
+        along = mesh.mesh.permute([*others, *axes])[tuple(here[axis] for axis in others)]
+        if along.shape == part.mesh.shape and bool((along == part.mesh).all()):
+            return axes
+    raise InvalidArgument(
+        f"mesh: {part}, on which the tensor lies, is no part of {mesh} along its dimensions"
+    )
 
 
 def layout_of_spec(spec: Any) -> Layout:
@@ -296,6 +331,25 @@ def redistribute_dtensor(
     """
     comm = member_of(group)
     check_ranks(comm)
+    try:
+        found = _pair_of(x, mesh, placements)
+    except Unsupported as error:
+        refuse(comm, error)
+    source, target, target_placements = found
+    rank = comm.ranks[comm.rank]
+    local = local_tensor(x._local_tensor, source.local_shape(rank))
+    move = bound(source, target, comm, tag, compress, x.dtype)
+    if async_op:
+        work = move.start({"": local})
+        work.outputs = {"": _wrapped(work.outputs[""], x, mesh, target_placements)}
+        return work
+    return _wrapped(move({"": local})[""], x, mesh, target_placements)
+
+
+def _pair_of(
+    x: DTensor, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[Layout, Layout, tuple[Placement, ...]]:
+    """The layouts of a DTensor and of the result, and its placements."""
     if not isinstance(x, DTensor):
         raise InvalidArgument(
             f"x: expected a DTensor, as the target is a mesh and placements, got {type(x).__name__}; ranks "
@@ -308,15 +362,7 @@ def redistribute_dtensor(
             "the DTensor requires gradients; pass tensor.detach(), or call it under torch.no_grad()"
         )
     target_placements = normalized(placements, x.ndim, mesh.ndim)
-    source, target = layout_of(x), target_on(x.shape, mesh, target_placements)
-    rank = comm.ranks[comm.rank]
-    local = local_tensor(x._local_tensor, source.local_shape(rank))
-    move = bound(source, target, comm, tag, compress)
-    if async_op:
-        work = move.start({"": local})
-        work.outputs = {"": _wrapped(work.outputs[""], x, mesh, target_placements)}
-        return work
-    return _wrapped(move({"": local})[""], x, mesh, target_placements)
+    return layout_of(x), target_on(x.shape, mesh, target_placements), target_placements
 
 
 def normalized(placements: Sequence[Placement], dims: int, mesh_dims: int) -> tuple[Placement, ...]:

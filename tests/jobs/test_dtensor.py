@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 import mcr_plus as mcr
 from mcr_plus import dtensor
 from mcr_plus.launch import mpi_usable
-from mcr_plus.layout import Layout
+from mcr_plus.layout import Layout, planned
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 
@@ -101,6 +102,12 @@ def check_arguments(mesh: DeviceMesh, other: DeviceMesh) -> None:
     assert torch.equal(
         work.output.to_local(), distribute_tensor(values(*SHAPE), other, [S1], src_data_rank=None).to_local()
     )
+    for placements in ([P, R], [P, P], [S0, P], [Partial("avg"), S1]):
+        # Addends in which nothing changes; a sum of them would be another tensor.
+        some = DTensor.from_local(torch.full((2, 3), 1.0 + mesh.get_rank()), mesh, placements)
+        same = mcr.redistribute(some, mesh, placements)
+        assert same.placements == tuple(placements)
+        assert torch.equal(same.to_local(), some.to_local())
     leaf = x.detach().requires_grad_()
     with torch.no_grad():
         assert not mcr.redistribute(leaf, other, [S0]).requires_grad
@@ -115,6 +122,16 @@ def check_arguments(mesh: DeviceMesh, other: DeviceMesh) -> None:
     for arguments, word in wrong:
         with pytest.raises(mcr.InvalidArgument, match=word):
             mcr.redistribute(*arguments)
+    right: Any = (x, other, [S0])
+    for arguments, word in wrong:  # on some ranks alone, which others are told
+        fine = dist.get_rank() == 0
+        with pytest.raises(mcr.InvalidArgument, match=word if not fine else rf"{word}.*\(on ranks 1, 2, 3\)"):
+            mcr.redistribute(*(right if fine else arguments), tag=word)
+    one, last = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [3])
+    for dtype in (torch.float64, torch.float32, torch.float64):
+        y = mcr.redistribute(distribute_tensor(values(*SHAPE).to(dtype), one, [S0]), last, [R])
+        assert y.dtype is dtype
+        assert last.get_coordinate() is None or torch.equal(y.to_local(), values(*SHAPE).to(dtype))
 
 
 def moved_by_us(function: Any) -> tuple[Any, int]:
@@ -145,6 +162,17 @@ def _words(placements: Sequence[Placement]) -> str:
     return ",".join("P" if each.is_partial() else str(each) for each in placements)
 
 
+def check_plans_that_are_not_known(mesh: DeviceMesh) -> None:
+    """Where counting what DTensor's plan moves fails, as another torch may let it, DTensor's plan stays."""
+    for columns, error in enumerate((AttributeError, RuntimeError, TypeError), 20):
+        x = distributed(mesh, [R, S0], (24, columns))
+        with pytest.MonkeyPatch.context() as patch, dtensor.planned():
+            patch.setattr(planned, "_volume_of_plan", Mock(side_effect=error("no such plan")))
+            y, ours = moved_by_us(lambda: x.redistribute(placements=[S1, S1]))  # noqa: B023
+        assert ours == 0
+        assert torch.equal(y.full_tensor(), values(24, columns))
+
+
 def check_gradients(mesh: DeviceMesh) -> None:
     found = []
     for ours in (False, True):
@@ -165,7 +193,9 @@ def check_gradients(mesh: DeviceMesh) -> None:
 def check_fsdp_and_tensor_parallel(mesh: DeviceMesh, pair: DeviceMesh) -> None:
     """The state of a model of FSDP2 over tensor parallel, moved to a tensor-parallel pair of ranks."""
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 7)).double()
+    model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 7), nn.LayerNorm(7)).double()
+    for param in model.parameters():
+        nn.init.normal_(param)
     whole = {name: value.clone() for name, value in model.state_dict().items()}
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
@@ -173,17 +203,20 @@ def check_fsdp_and_tensor_parallel(mesh: DeviceMesh, pair: DeviceMesh) -> None:
     specs, state = {}, {}
     for name, value in model.state_dict().items():
         assert isinstance(value, DTensor)
+        state[name] = value.to_local().detach()
+        if name not in to:  # of the LayerNorm, which lies on this rank's part of the mesh
+            specs[name] = (Layout.of(value, mesh), Layout.replicated(value.shape, pair.mesh.tolist()))
+            continue
         with torch.no_grad():
             alone = mcr.redistribute(value, pair, [to[name]])
         expected = distribute_tensor(whole[name], pair, [to[name]], src_data_rank=None).to_local()
         assert torch.equal(alone.to_local(), expected), name
-        specs[name] = (Layout.of(value), Layout.of(alone))
-        state[name] = value.to_local().detach()
+        specs[name] = (Layout.of(value, mesh), Layout.of(alone))
     with pytest.raises(mcr.InvalidArgument, match=r"pass its to_local\(\)"), torch.no_grad():
         mcr.redistribution(specs)(dict(model.state_dict()))
     found = mcr.redistribution(specs)(state)  # all in one exchange
     for name, local in found.items():
-        expected = distribute_tensor(whole[name], pair, [to[name]], src_data_rank=None).to_local()
+        expected = distribute_tensor(whole[name], pair, [to.get(name, R)], src_data_rank=None).to_local()
         assert expected.numel() == 0 if local is None else torch.equal(local, expected)
 
 
@@ -200,6 +233,7 @@ def four_ranks() -> tuple[list[str], list[str]]:
         check_moves(meshes)
         check_arguments(mesh, meshes["three"])
         taken = check_planned(mesh, SHAPE), check_planned(mesh, (256, 264))
+        check_plans_that_are_not_known(mesh)
         check_gradients(mesh)
         check_fsdp_and_tensor_parallel(mesh, meshes["others"])
     return taken

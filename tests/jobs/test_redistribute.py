@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from ranks import Via, run_ranks
 from redistributions import bad_calls
 
+import mcr_plus as mcr
 from mcr_plus.launch import mpi_usable
+from mcr_plus.layout.plan import costs_of
+from mcr_plus.layout.program import Costs
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 LIBRARIES = ["msccl", "gloo", pytest.param("mpi", marks=needs_mpi)]
 
 
 def launched(what: str, ranks: int, backend: str, timeout: float = 120) -> list[Any]:
-    """What each rank found."""
+    """What each rank found. `what`: a function of `redistributions`, or a module and its function."""
     via: Via = "mpi" if backend == "mpi" else "torch"
-    results = run_ranks(f"redistributions:{what}", ranks, args=[backend], via=via, timeout=timeout)
+    results = run_ranks(
+        what if ":" in what else f"redistributions:{what}", ranks, args=[backend], via=via, timeout=timeout
+    )
     for result in results:
         value = result.value
         assert value["failures"] == [], f"rank {result.rank}: {value['failed']} of {value['cases']} failed"
@@ -50,7 +58,25 @@ def test_other_layouts_of_a_known_plan_are_refused_on_all_ranks(ranks: int, back
 def test_a_state_of_many_tensors_in_one_round_and_in_many(ranks: int, backend: str) -> None:
     for value in launched("states", ranks, backend, timeout=200):
         buffers = value["buffers"]
-        assert buffers["None"] == buffers["1MiB"]
+        assert 0 < buffers["1MiB"] <= buffers["None"]
+
+
+@pytest.mark.parametrize("backend", LIBRARIES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_addends_are_kept_where_the_target_is_the_source(ranks: int, backend: str) -> None:
+    launched("kept_addends", ranks, backend)
+
+
+@pytest.mark.parametrize("backend", LIBRARIES)
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_collectives_in_groups_of_one_and_into_other_local_tensors(ranks: int, backend: str) -> None:
+    for value in launched("native_collectives", ranks, backend):
+        assert value["chosen"][:4] == ["all_gather", "all_reduce", "all_reduce", "all_gather"]
+        assert value["chosen"][4:] == ["all_gather", "reduce_scatter", "all_reduce"] * (ranks == 4)
+
+
+def test_a_rank_that_would_run_a_collective_in_other_groups_is_found() -> None:
+    launched("other_groups", 4, "gloo")
 
 
 @pytest.mark.parametrize("backend", LIBRARIES)
@@ -76,3 +102,96 @@ def test_bad_calls_are_refused_on_all_ranks_alike(ranks: int, backend: str) -> N
         )
         for text in texts:
             assert all(each in text for each in says), f"{name}: {text}"
+
+
+# -- costs by a table ---------------------------------------------------------------------------------------
+
+TABLE = """\
+version: 1
+rules:
+  - kind: all_to_all
+    bytes: 0..
+    backend: gloo
+    measured:
+      gloo: {measured}
+"""
+
+
+def costs_by(table: str | None) -> list[Any]:
+    """Runs on ranks: what messages and bytes cost, and the chosen plan of a sum that becomes replicas."""
+    select: dict[str, Any] = {} if table is None else {"table": table}
+    config = {"version": 1, "backends": ["gloo"], "pipeline": [{"select": select}, {"dispatch": {}}]}
+    with mcr.init(config) as comm:
+        costs = costs_of(comm, None)
+        everyone = list(range(comm.size))
+        source = mcr.Layout.sharded((6, 4), everyone, 0)
+        target = mcr.Layout.sharded((6, 4), everyone, 1)
+        local = torch.arange(24.0).view(6, 4)[2 * comm.rank : 2 * comm.rank + 2]
+        found = mcr.redistribute(local, source, target)
+        assert found is not None
+        return [list(costs), found.flatten().tolist()]
+
+
+def test_messages_and_bytes_cost_what_the_table_says(tmp_path: Path) -> None:
+    alpha, beta, ranks = 90e-6, 2e-9, 3  # seconds of a message, and of a byte that a rank sends to another
+
+    def us(nbytes: int) -> float:
+        return 1e6 * ((ranks - 1) * alpha + beta * nbytes * (ranks - 1) / ranks)
+
+    file = tmp_path / "table.yaml"
+    file.write_text(
+        TABLE.format(measured="{" + ", ".join(f"{2**p}B: {us(2**p):.9g}" for p in range(3, 24)) + "}")
+    )
+    whole = np.arange(24.0).reshape(6, 4)
+    for table in (str(file), None):
+        for rank, result in enumerate(run_ranks(costs_by, ranks, args=[table], via="torch")):
+            costs, found = result.value
+            expected = Costs(message=alpha, byte=beta) if table else Costs()
+            assert costs == pytest.approx(list(expected), rel=1e-3)
+            assert found == np.array_split(whole, [2, 4], axis=1)[rank].ravel().tolist()
+
+
+# -- memory and dtypes of later calls, and mistakes of one rank ---------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["msccl", "gloo"])
+def test_tensors_that_share_memory(backend: str) -> None:
+    launched("later_redistributions:shared", 2, backend)
+
+
+@pytest.mark.parametrize("backend", ["msccl", "gloo"])
+def test_later_calls_do_not_wait_for_ranks_that_are_late(backend: str) -> None:
+    launched("later_redistributions:latest", 2, backend)
+
+
+@pytest.mark.parametrize("what", ["kept", "limits", "repeated"])
+def test_plans_and_buffers_that_are_kept(what: str) -> None:
+    launched(f"later_redistributions:{what}", 2, "gloo")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_mistakes_of_one_rank_are_said_to_all(ranks: int) -> None:
+    values = launched("later_redistributions:alone", ranks, "gloo")
+    says = {
+        "no layout": "target: expected a Layout, got 'S1'",
+        "no dtype": "dtype: expected a torch.dtype",
+        "no replicas": "replicas: expected 'same' or 'sum', got 'mean'",
+        "no tensor": "x: expected a torch.Tensor or None, got str",
+        "no widths": "before: expected a whole number from 0",
+        "an unknown name": "target: there are no layouts for 'v'",
+        "no source": "source: expected a mapping",
+        "a source outside": f"rank {ranks} is not in group 'world'",
+        "a number": "specs: expected names, got 3",
+        "a list": "specs: expected a mapping",
+    }
+    for name, text in says.items():
+        for rank, value in enumerate(values):
+            kind, found = value["said"][name]
+            assert kind == "InvalidArgument", f"{name}: {kind}, {found}"
+            assert text in found, f"{name}: {found}"
+            if name.startswith("no ") and rank != ranks - 1:
+                assert f"on rank {ranks - 1}" in found
+    *others, last = [value["said"]["a known plan"] for value in values]
+    assert last == ["InvalidArgument", "target: expected a Layout, got 'S1'"]
+    assert all(kind == "OrderMismatch" for kind, _ in others)
+    assert all(value["said"]["no plan"][0] == "NotInitialized" for value in values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -17,6 +18,7 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 import mcr_plus as mcr
 from mcr_plus import autograd, spatial
 from mcr_plus.launch import mpi_usable
+from mcr_plus.layout import state
 from mcr_plus.layout.halo import Halo
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
@@ -372,6 +374,27 @@ def check_volume(comm: mcr.Communicator) -> None:
     assert np.array_equal(halo.source.held.lows, layout.held.lows)
 
 
+def check_widths(comm: mcr.Communicator) -> None:
+    """Whole numbers of any kind, and nothing else."""
+    layout = mcr.Layout.sharded((2 * comm.size, 3), range(comm.size), 0)
+    x = torch.ones(layout.locals[comm.rank])
+    right = autograd.halo_exchange(x, layout, (1, 0), (1, 0))
+    fine: list[Any] = [(np.int64(1), 0), np.array([1, 0]), [True, False]]
+    for widths in fine:
+        found = autograd.halo_exchange(x, layout, widths, widths)
+        assert torch.equal(found, right)
+    wrong: list[Any] = [1.5, "1", None, (1.0, 0.0), -1, (1, 0, 0), {}]
+    for each in wrong:
+        with pytest.raises(mcr.InvalidArgument, match="before: expected a whole number from 0, or 2"):
+            autograd.halo_exchange(x, layout, each, 1)
+    for no_layout in ([1], "S0", None):
+        with pytest.raises(mcr.InvalidArgument, match="layout: expected a Layout"):
+            autograd.halo_exchange(x, no_layout, 1, 1)  # type: ignore[arg-type]
+    one: Any = np.int64(1)
+    pool = spatial.MaxPool2d(one, layout=layout)
+    assert pool.kernel_size == (1, 1)
+
+
 def everything() -> int:
     torch.set_num_threads(1)
     with mcr.init() as comm:
@@ -382,6 +405,7 @@ def everything() -> int:
         check_network(comm)
         check_edges(comm)
         check_refusals(comm)
+        check_widths(comm)
         return check_convolutions(comm)
 
 
@@ -401,3 +425,86 @@ def exact() -> None:
 
 def test_halos_over_gloo() -> None:
     run_ranks(exact, 2, via="torch", timeout=120)
+
+
+def two_groups() -> list[float]:
+    """Two samples, each spread over a pair of ranks: gradients are summed inside the pairs."""
+    torch.set_num_threads(1)
+    found = []
+    with mcr.init(backends=["gloo"]) as comm:
+        pairs = [mcr.new_group([0, 1]), mcr.new_group([3, 2])]
+        group = pairs[comm.rank // 2]
+        layout = mcr.Layout.sharded((8, 4), sorted(group.ranks), 0)
+        one = spatial.Conv2d(1, 1, 1, layout=layout, group=group)
+        two = spatial.Conv2d(1, 1, 3, padding=1, layout=one.out_layout, group=group)
+        last = nn.Conv2d(1, 1, 1)
+        model = nn.Sequential(one, two, last)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(1.0)
+        x = torch.ones(1, 1, *layout.locals[comm.rank])
+        (model(x).sum() * (1 + comm.rank // 2)).backward()
+        own: Any = last.bias
+        before = own.grad.item()
+        spatial.sum_gradients(model)
+        assert own.grad.item() == before
+        found = [two.bias.grad.item(), one.weight.grad.item()]  # type: ignore[union-attr]
+
+        again = copy.deepcopy(model)  # the group is the same, as there is one
+        assert isinstance(again[0], spatial.Conv2d)
+        assert again[0].group is group
+        assert again[0].weight is not one.weight
+        assert again[0].layout == layout
+        assert torch.equal(again(x), model(x))
+        pool = copy.deepcopy(spatial.AvgPool2d(2, layout=layout, group=group))
+        assert pool.group is group
+        with pytest.raises(mcr.Unsupported, match="cannot be pickled"):
+            pickle.dumps(one)
+
+        everyone = spatial.Conv2d(1, 1, 1, layout=mcr.Layout.sharded((8, 4), range(4), 0))
+        everyone.weight = one.weight
+        with pytest.raises(mcr.InvalidArgument, match="share a parameter"):
+            spatial.sum_gradients(nn.Sequential(one, everyone))
+        with pytest.raises(mcr.InvalidArgument, match="are not those of group"):
+            spatial.sum_gradients(everyone, group=group)
+        half = mcr.Layout.sharded((512, 512), sorted(group.ranks), 0)
+        for dtype in (torch.float16, torch.bfloat16, torch.float64):
+            mean = spatial.global_mean(torch.ones(1, 2, 256, 512, dtype=dtype), half, group=group)
+            assert mean.dtype is dtype
+            assert mean.tolist() == [[1.0, 1.0]]
+    return found
+
+
+def test_layers_of_several_groups() -> None:
+    for rank, result in enumerate(run_ranks(two_groups, 4, via="torch", timeout=120)):
+        factor = 1 + rank // 2
+        # 3x3 ones around each of 8x4 elements of ones, inside the tensor
+        assert result.value == [32.0 * factor, (3 * 8 - 2) * (3 * 4 - 2) * factor]
+
+
+def slow_paths() -> int:
+    """How often the halo of a layer in training is looked at like that of a first call."""
+    looked = []
+    with mcr.init(backends=["gloo"]) as comm:
+        layout = mcr.Layout.sharded((8, 4), range(comm.size), 0)
+        conv = spatial.Conv2d(1, 1, 3, padding=1, layout=layout)
+        x = torch.ones(1, 1, *layout.locals[comm.rank], requires_grad=True)
+        conv(x).sum().backward()
+        do_state: Any = state
+        checked = do_state.checked
+
+        def counted(*args: Any) -> Any:
+            looked.append(1)
+            return checked(*args)
+
+        do_state.checked = counted
+        for overlap in (True, False):
+            conv.overlap = overlap
+            for _ in range(3):
+                conv(x).sum().backward()
+    return len(looked)
+
+
+def test_halos_of_a_layer_in_training_are_known() -> None:
+    for result in run_ranks(slow_paths, 2, via="torch", timeout=120):
+        assert result.value == 0

@@ -1,4 +1,4 @@
-"""Wrong plans: the parts of all ranks in one exchange, with one mistake in one place."""
+"""Wrong plans: parts of all ranks in one exchange, or native collectives, with one mistake in one place."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from mcr_plus.layout import proof
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.messages import Kept, Part, Rows
+from mcr_plus.layout.native import Native, NativeKind
 from mcr_plus.layout.regions import Boxes
 
 Parts = dict[int, Part]
@@ -203,3 +204,38 @@ def _shifted(boxes: Boxes, at: int, shape: tuple[int, ...]) -> Iterator[tuple[st
             lows[at, dim] += low
             highs[at, dim] += high
             yield f"{name} in dimension {dim}", Boxes(lows, highs)
+
+
+# -- native collectives ---------------------------------------------------------------------------
+
+
+def native_mutants(native: Native) -> Iterator[tuple[str, Native]]:
+    """Of a native collective all mistakes of a kind, a group or a member."""
+    groups = native.groups
+    kinds: tuple[NativeKind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
+    for kind in kinds:
+        if kind != native.kind:
+            yield f"{kind} instead", replace(native, kind=kind)
+    first, others = groups[0], groups[1:]
+    yield "a group dropped", replace(native, groups=others)
+    yield "a group twice", replace(native, groups=(first, *groups))
+    stranger = 1 + max(max(group) for group in groups)
+    for at, group in enumerate(groups):
+
+        def changed(*new: tuple[int, ...], at: int = at) -> Native:
+            return replace(native, groups=(*groups[:at], *new, *groups[at + 1 :]))
+
+        yield "a member dropped", changed(group[:-1])
+        yield "a member twice", changed((*group, group[0]))
+        yield "a stranger", changed((*group, stranger))
+        yield "a stranger in place of a member", changed((stranger, *group[1:]))
+        if len(group) > 1:
+            yield "another order", changed((group[1], group[0], *group[2:]))
+            yield "the order reversed", changed(group[::-1])
+            yield "a group cut in two", changed(group[:1], group[1:])
+        if at:
+            before = groups[at - 1]
+            joined = replace(native, groups=(*groups[: at - 1], before + group, *groups[at + 1 :]))
+            yield "two groups joined", joined
+            swapped = (*group[:1], *before[1:]), (*before[:1], *group[1:])
+            yield "members swapped", replace(native, groups=(*groups[: at - 1], *swapped, *groups[at + 1 :]))

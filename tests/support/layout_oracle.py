@@ -207,12 +207,6 @@ class Traffic:
         return sum(sum(step.values()) for step in self.received)
 
     @property
-    def fullest(self) -> int:
-        """The most that one rank receives in all steps together."""
-        ranks = {rank for step in self.received for rank in step}
-        return max((sum(step.get(rank, 0) for step in self.received) for rank in ranks), default=0)
-
-    @property
     def slowest(self) -> int:
         """The most that one rank sends or receives in each step, summed."""
         steps = zip(self.received, self.sent, strict=True)
@@ -511,16 +505,6 @@ def least_total(source: Side, target: Side) -> int:
     if source.addends == 1:
         return int((needers - near).sum())
     return int((source.addends - 1 + needers - (near > 0))[needers > 0].sum())
-
-
-def least_fullest(source: Side, target: Side) -> int:
-    """The least that the rank that receives most can receive: what it lacks, or its share of the total."""
-    ranks = {*source.tensors, *target.tensors}
-    fullest = max(lacked(source, target).values(), default=0)
-    if source.addends == 1:
-        return fullest
-    own = fullest if not set(target.tensors) <= set(source.tensors) else 0
-    return max(own, -(-least_total(source, target) // len(ranks)))
 
 
 def least_entering(source: Side, target: Side, nodes: Ints) -> dict[int, int]:

@@ -1,12 +1,14 @@
 """Redistributions on real ranks against NumPy: what each rank runs, and what it found wrong.
 
-Every rank can compute the values of all others, so expected local tensors need no communication.
+Every rank can compute the values of all others, so expected local tensors need no communication. Longer than
+other files, as what ranks run in one launch shares values, reports and pairs.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import layout_oracle as oracle
@@ -17,9 +19,11 @@ from layout_oracle import Side
 
 import mcr_plus as mcr
 from mcr_plus.layout import Layout, state
+from mcr_plus.layout import program as programs
 
 do: Final[Any] = mcr
 do_state: Final[Any] = state
+do_program: Final[Any] = programs
 FLOATS: Final = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 PLAIN: Final = (*FLOATS, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool, torch.complex64)
 HOLE: Final = 77
@@ -190,11 +194,11 @@ def one_pair(report: Report, rank: int, source: Side, target: Side, dtype: torch
             out = torch.full(right.shape, HOLE, dtype=dtype)
             out = spread(out, 1) if how % 4 == 3 else out
         if how % 2:
-            work = mcr.redistribute(x, source.layout, target.layout, out=out, async_op=True)
+            work = mcr.redistribute(x, source.layout, target.layout, out=out, async_op=True, dtype=dtype)
             work.wait()
             found = work.output
         else:
-            found = mcr.redistribute(x, source.layout, target.layout, out=out)
+            found = mcr.redistribute(x, source.layout, target.layout, out=out, dtype=dtype)
         where = f"{source} -> {target}, {dtype}, {how}"
         tolerance = 0.02 if source.layout.op == "AVG" else 0.0
         report.add(where, wrong(found, right, tolerance))
@@ -404,6 +408,105 @@ def one_state(
             report.add(where, None if found[name] is target[name] else f"{name} is another tensor")
 
 
+# -- addends to themselves, and native collectives ------------------------------------------------
+
+
+def kept_addends(backend: str) -> dict[str, Any]:
+    """Runs on ranks: from addends to the same ones every rank keeps its own, and no byte moves."""
+    report = Report()
+    with job(backend) as comm:
+        grid = np.arange(comm.size).reshape(2, -1)
+        layouts = [Layout.mesh((6, 4), comm.ranks, [each]) for each in ("P", "P(avg)", "P(max)")]
+        layouts += [Layout.mesh((6, 4), grid, each) for each in (["P", "S0"], ["S1", "P"], ["P", "R"])]
+        for layout in layouts:
+            move = mcr.redistribution({"w": (layout, layout), "v": (layout, layout)})
+            state: dict[str, torch.Tensor] = {}
+            for turn in range(2):
+                state = {
+                    name: torch.full(layout.local_shape(comm.rank) or (), float(comm.rank + at + turn))
+                    for at, name in enumerate("wv")
+                }
+                found = move(state)
+                for name, x in state.items():
+                    y = found[name]
+                    same = y is not None and torch.equal(x, y)
+                    report.add(f"{layout}", None if same else f"{x} has become {y}")
+            report.add(f"{layout}", "bytes are moved" if move.plan.loads.any() else None)
+            x = state["w"]
+            again = mcr.redistribute(x, layout, layout, compress="bf16")
+            report.add(f"{layout}", None if torch.equal(again, x) else f"{x} has become {again}")
+    return report.value()
+
+
+def native_collectives(backend: str) -> dict[str, Any]:
+    """Runs on ranks: collectives in groups of several sizes, and between local tensors of other shapes."""
+    report = Report()
+    chosen = []
+    with job(backend) as comm:
+        ranks, last = comm.ranks, comm.size - 1
+        cut, end = 6 // last, 6 // last * last
+        slabs = {rank: [[(cut * rank, cut * (rank + 1)), (0, 4)]] for rank in ranks[:last]}
+        alone = {last: [[(end, end + 3), (0, 4)]]}
+        whole = oracle.boxes((end + 3, 4), {**{key: [[(0, end), (0, 4)]] for key in slabs}, **alone})
+        packed = [oracle.flat((6, 4), ranks, [[(0, 24)] for _ in ranks])]
+        packed += [oracle.boxes((6, 4), {key: [[(0, 6), (0, 4)]] for key in ranks})]
+        pairs_ = [(oracle.boxes((end + 3, 4), {**slabs, **alone}), whole)]
+        pairs_ += [(oracle.mesh((6, 4), ranks, ["P"]), each) for each in packed]
+        pairs_ += [
+            (oracle.mesh((12, 4), ranks, ["S0"]), oracle.flat((12, 4), ranks, [[(0, 48)] for _ in ranks]))
+        ]
+        grid = [[0, 1], [3, 2]]
+        along = (("S0", "R"), ("R", "R")), (("P", "R"), ("S1", "R")), (("R", "P"), ("R", "R"))
+        if comm.size == 4:  # along one axis of a mesh, with replicas along the other
+            pairs_ += [
+                (oracle.mesh((6, 4), grid, before), oracle.mesh((6, 4), grid, after))
+                for before, after in along
+            ]
+        for salt, (source, target) in enumerate(pairs_):
+            move = mcr.redistribution({"w": (source.layout, target.layout)})
+            x = local(source, comm.rank, torch.float32, salt)
+            right = expected(source, target, comm.rank, torch.float32, salt)
+            report.add(f"{source} -> {target}", wrong(move({"w": x})["w"], right))
+            work = move.start({"w": x})
+            work.wait()
+            report.add(f"{source} -> {target}, started", wrong(work.output, right))
+            chosen.append(move.plan.chosen[0].program.name)
+        columns = oracle.mesh((64, 8 * comm.size), ranks, ["S1"])
+        everywhere = oracle.mesh((64, 8 * comm.size), ranks, ["R"])
+        x = local(columns, comm.rank, torch.float32, 1)
+        right = expected(columns, everywhere, comm.rank, torch.float32, 1)
+        for memory in ("256MiB", 4000):  # what is gathered has 2 KiB for each rank
+            move = mcr.redistribution({"w": (columns.layout, everywhere.layout)}, memory=memory)
+            report.add(f"memory {memory}", wrong(move({"w": x})["w"], right))
+            size = move.buffer_bytes
+            report.add(f"memory {memory}", None if size <= 4000 or memory != 4000 else f"{size} bytes")
+    return {**report.value(), "chosen": chosen}
+
+
+def other_groups(backend: str) -> dict[str, Any]:
+    """Runs on 4 ranks: one of them would run a collective in another order, or in groups that are as good."""
+    report = Report()
+    with job(backend) as comm:
+        grid = [[0, 1], [2, 3]]
+        source, target = (Layout.mesh((8, 4), grid, each) for each in (["P", "R"], ["R", "R"]))
+        right = do_program.native(source, target)
+        x = torch.ones(8, 4)
+        for groups in (((0, 2), (3, 1)), ((1, 2), (0, 3))):
+            do_program.native = lambda *_, groups=groups: (
+                right if comm.rank else replace(right, groups=groups)
+            )
+            said = "nothing was raised"
+            try:
+                mcr.redistribute(x, source, target, tag=f"{groups}")
+            except mcr.BackendError as error:
+                said = str(error)
+            report.add(f"{groups}", None if "nothing was sent" in said else said)
+        do_program.native = lambda *_: right
+        found = mcr.redistribute(x, source, target)
+        report.add("then the same", None if bool((found == 2).all()) else str(found))
+    return report.value()
+
+
 # -- codecs ---------------------------------------------------------------------------------------
 
 
@@ -500,6 +603,20 @@ def bad_calls(number: int) -> list[Bad]:
             lambda r, n: call(good(r, rows, torch.float64 if r == last else torch.float32), rows, columns),
             wrong,
             ("float32", "float64", f"rank {last}"),
+        ),
+        (
+            "another dtype of one of two tensors on one rank",
+            lambda r, n: mcr.redistribution({"w": (rows, columns), "v": (rows, columns)})(
+                {"w": good(r), "v": good(r, rows, torch.float64 if r == last else torch.float32)}
+            ),
+            wrong,
+            ("v: S0", "float32", f"among rank {last}'s tensors of that dtype is no 'v'"),
+        ),
+        (
+            "a target that has no layouts",
+            lambda r, n: moved({"w": good(r)}, {"w": good(r, columns), "v": good(r)}),
+            wrong,
+            ("target", "'v'"),
         ),
         (
             "a local tensor that is too small",

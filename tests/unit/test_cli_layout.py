@@ -16,6 +16,8 @@ def test_a_transfer_between_hosts_is_printed_next_to_its_bound() -> None:
     assert (status, said) == (0, "")
     # Both replicas lack all 8 KiB, which enter their host once.
     assert "host 1: 8 KiB must enter it" in printed
+    assert "link of hosts 0 -> 1: 8 KiB" in printed
+    assert "link of hosts 1 -> 0" not in printed
     assert "16 KiB must be received by any plan; this one: 16 KiB, 1.00 times that" in printed
     assert "proved right" in printed
     assert "DTensor" not in printed  # it has no plan between meshes
@@ -41,12 +43,39 @@ def test_the_document(source: str, target: str, bound: int, theirs: dict[str, in
 
 
 @pytest.mark.parametrize(
+    ("source", "target", "nodes", "links"),
+    [
+        ("S0 @4", "R @4", 2, {"0 -> 1": 128, "1 -> 0": 128}),
+        ("R @4", "S0 @4", 2, {}),
+        ("R @2", "R @2+4", 3, {"0 -> 2": 256}),
+    ],
+)
+def test_bytes_of_links(source: str, target: str, nodes: int, links: dict[str, int]) -> None:
+    status, printed, _ = layout(source, target, "--shape", "64", "--nodes", nodes, "--json")
+    document = json.loads(printed)
+    assert status == 0
+    assert document["bytes_per_link"].keys() == links.keys()
+    for link, least in links.items():
+        assert document["bytes_per_link"][link] >= least
+
+
+@pytest.mark.parametrize("layout_", ["P @3", "P(max) @2", "P,S0 @2x2"])
+def test_from_addends_to_the_same_ones_nothing_moves(layout_: str) -> None:
+    status, printed, _ = layout(layout_, layout_, "--shape", "8,8", "--json")
+    document = json.loads(printed)
+    assert status == 0
+    assert (document["plan"], document["plan_bytes"], document["bound"]) == ("direct", 0, 0)
+
+
+@pytest.mark.parametrize(
     ("words", "error"),
     [
         (("S0", "R @2", "--shape", "8"), "expected placements and a mesh, such as 'S0,R @2x4'"),
         (("S3 @2", "R @2", "--shape", "8"), "dimensions, shape [8]"),
         (("S0 @2", "R @2", "--shape", "8", "--nodes", 5), "nodes: 5 for 2 ranks"),
         (("S0 @2", "R @2", "--shape", "8", "--dtype", "float7"), "float7"),
+        (("P @2", "R @2", "--shape", "8", "--dtype", "bool"), "source P @2 [8]: sums of bool"),
+        (("P(avg) @2", "R @2", "--shape", "8", "--dtype", "int32"), "means of torch.int32"),
     ],
 )
 def test_wrong_arguments(words: tuple[object, ...], error: str) -> None:

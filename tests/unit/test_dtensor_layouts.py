@@ -113,6 +113,27 @@ def test_fsdp2_over_tensor_parallel(rows: int, dim: int) -> None:
             assert torch.equal(ours, theirs) or ours.numel() == theirs.numel() == 0  # of any shape
 
 
+@pytest.mark.parametrize(("name", "expected"), [("dp", ["S0", "R"]), ("tp", ["R", "S0"])])
+def test_a_part_of_a_mesh(name: str, expected: list[str]) -> None:
+    """All ranks get the layout on the whole mesh, and each of its own part alone without it."""
+    whole = values(7, 5)
+    alone = set()
+    for rank in range(6):
+        with rank_of(rank, 6):
+            mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+            tensor = distribute_tensor(whole, mesh[name], [Shard(0)], src_data_rank=None)
+            found = Layout.of(tensor, mesh)
+            same = Layout.mesh((7, 5), [[0, 1], [2, 3], [4, 5]], expected)
+            assert torch.equal(local(found, rank, whole), tensor.to_local())
+            assert torch.equal(local(same, rank, whole), tensor.to_local())
+            assert set(found.ranks) == set(range(6))
+            alone.add(tuple(Layout.of(tensor).ranks))
+            other = DeviceMesh("cpu", torch.tensor([5, 4, 3]))
+            with pytest.raises(mcr.InvalidArgument, match="is no part of" if rank > 2 else "is not in"):
+                Layout.of(tensor, other)
+    assert len(alone) == (2 if name == "dp" else 3)
+
+
 def test_partial_placements_and_their_names() -> None:
     ranks = np.arange(6).reshape(2, 3)
     for name in ("sum", "avg", "max", "min", "product"):

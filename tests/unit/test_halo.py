@@ -147,7 +147,7 @@ def test_halos_are_slices_of_the_whole_and_return_to_their_owners(
     sent = execute(copies, layers, {rank: each[None] for rank, each in weights.items()})
     for rank in layout.ranks:
         sums = np.zeros(layout.locals[rank], np.int64)
-        for at, own, part in halo._terms(rank):
+        for at, own, part, _ in halo._terms(rank):
             sums[at] += sent[rank][part].reshape(sums[at].shape) if own is None else weights[rank][own]
         np.testing.assert_array_equal(sums, cut(totals, layout, rank))
     assert halo.moves == any((each >= 0).any() and len(each) for each in sent.values())

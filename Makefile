@@ -57,14 +57,14 @@ $(stamp): $(runs)
 demo: $(runs)
 	@$(bin)/mcr-plus run -n 2 examples/dlrm/train.py --against-torch
 
-# First what needs one core, several at a time; then what starts ranks, in make test two files at a time, for half
-# of these tests wait. 5: no test of these flags in that half.
+# First what needs one core, several at a time; then what starts ranks, two files at a time, for half of these
+# tests wait. 5: no test of these flags in that half.
 test: tests := not slow and not long
-test: several := -n 2 --dist loadfile
 test-all: tests := not slow
+in_twos := -n 2 --dist loadfile
 test test-all: $(stamp)
 	@$(bin)/python -m pytest -n auto -m "$(tests) and not jobs" $(PYTEST_FLAGS); first=$$?; \
-	$(bin)/python -m pytest $(several) -m "$(tests) and jobs" $(PYTEST_FLAGS); second=$$?; \
+	$(bin)/python -m pytest $(in_twos) -m "$(tests) and jobs" $(PYTEST_FLAGS); second=$$?; \
 	case "$$first $$second" in "0 0" | "0 5" | "5 0") ;; *) exit 1 ;; esac
 
 check: $(stamp)

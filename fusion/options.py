@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer
+from pydantic import BeforeValidator, Field, InstanceOf, PlainSerializer, ValidationInfo
 
 from mcr_plus.config.options import Bytes, StageOptions, size_or_none, size_text, some_of
+from mcr_plus.config.schema import TableRef, file_ref
+from mcr_plus.errors import unknown
 
 FUSIBLE: tuple[str, ...] = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
 """Kinds of operation that can be fused."""
+
+
+_FILE: Final = re.compile(r"[./\\]")  # in a path; a misspelt word has none of them
+_PLANS: Final = ("size", "exact", "auto")
+
+
+def _plan(value: object, info: ValidationInfo) -> object:
+    if value in _PLANS or isinstance(value, TableRef):
+        return value
+    if isinstance(value, str) and not _FILE.search(value):
+        raise ValueError(unknown("value", value, (*_PLANS, "or the path of a plan's file")))
+    return file_ref(value, info, "plan")
+
+
+def _plan_text(plan: str | TableRef) -> str:
+    return plan.text if isinstance(plan, TableRef) else plan
 
 
 class FuseOptions(StageOptions):
@@ -25,7 +44,9 @@ class FuseOptions(StageOptions):
     (Hooks such as `mcr.wrap` wait for all of their buckets together, so `order` does not affect them.)
     `plan`: the buckets of gradients that hooks make: with `size` filled up to `bucket`, with `exact`
     computed from the times at which gradients become ready and the table's costs, so that the last operation
-    completes as early as possible; `bucket` has no effect then.
+    completes as early as possible; `bucket` has no effect then. With `auto` they are searched in the job and
+    tried in turns with those by `size`, and the better ones stay: no table is needed. Anything else is the
+    path of a file with the buckets of a model, see `mcr_plus.plan.saved`.
     """
 
     bucket: Annotated[Bytes, Field(gt=0)] = 25 << 20
@@ -35,4 +56,15 @@ class FuseOptions(StageOptions):
     kinds: Annotated[tuple[str, ...], BeforeValidator(some_of(FUSIBLE))] = ("all_reduce",)
     memory: Annotated[Bytes, Field(gt=0)] = 256 << 20
     order: Literal["ready", "priority"] = "ready"
-    plan: Literal["size", "exact"] = "size"
+    plan: Annotated[
+        Literal["size", "exact", "auto"] | InstanceOf[TableRef],
+        BeforeValidator(_plan),
+        PlainSerializer(_plan_text),
+    ] = "size"
+
+    def by_content(self) -> dict[str, Any]:
+        """See `StageOptions.by_content`."""
+        data = self.plain()
+        if isinstance(self.plan, TableRef):
+            data["plan"] = self.plan.digest()
+        return data

@@ -40,7 +40,7 @@ _armed_lock = threading.Lock()
 @contextmanager
 def compiling(what: str) -> Iterator[None]:
     """Context of a compilation: notifies the watchers, and logs the compilation if it takes long."""
-    with _watched(), _said(what):
+    with watched(), _said(what):
         yield
 
 
@@ -59,7 +59,7 @@ def preparing(what: str) -> Iterator[None]:
     if _noted(note):
         yield
         return
-    with _watched(), _alone(note):
+    with watched(), _alone(note):
         if _noted(note):  # by the process that this one has waited for
             yield
             return
@@ -76,7 +76,7 @@ def say_nothing() -> None:
 
 
 @contextmanager
-def _watched() -> Iterator[None]:
+def watched() -> Iterator[None]:
     """Context of a compilation, or of a wait for that of another process: notifies the watchers."""
     _deeper(1)
     try:

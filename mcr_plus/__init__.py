@@ -50,7 +50,9 @@ if TYPE_CHECKING:
         scatter_v,
         send,
     )
+    from mcr_plus.api.compiling import compile  # noqa: A004 - the name is the same as torch's
     from mcr_plus.api.explain import explain
+    from mcr_plus.api.planning import capture, plan_report
     from mcr_plus.api.state import load_state_dict, state_dict
     from mcr_plus.communicator.communicator import Communicator, P2POp
     from mcr_plus.core.kinds import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
@@ -129,6 +131,8 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "broadcast_parameters",
+    "capture",
+    "compile",
     "ddp_hook",
     "explain",
     "finalize",
@@ -147,6 +151,7 @@ __all__ = [
     "new_group",
     "no_sync",
     "persistent",
+    "plan_report",
     "record",
     "recv",
     "redistribute",
@@ -167,8 +172,8 @@ __all__ = [
 
 _HOMES = (
     "errors", "core.kinds", "core.work", "api.collectives", "communicator.communicator", "runtime.init",
-    "api.explain", "training.wrap", "training.ddp", "training.fsdp", "api.state", "layout.layout",
-    "layout.redistribute", "layout.state",
+    "api.explain", "api.planning", "api.compiling", "training.wrap", "training.ddp", "training.fsdp",
+    "api.state", "layout.layout", "layout.redistribute", "layout.state",
 )  # fmt: skip
 
 

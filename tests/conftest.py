@@ -27,6 +27,7 @@ _STARTERS = {
     "fork",
     "multiprocessing",
     "TwoHosts",
+    "Racks",
     "why_not",
     "bench_beside",
 }
@@ -40,6 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("untimed")
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
+    if getattr(config.option, "numprocesses", None) or hasattr(config, "workerinput"):
+        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # more ranks at once than cores
     share_nursery(getattr(config, "workerinput", {}).get("nursery"))
     # A shell starts background jobs with interrupts ignored, and programs inherit that. Tests of Ctrl-C send
     # interrupts to programs they start; those must hear them however pytest itself was started.

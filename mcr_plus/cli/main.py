@@ -18,6 +18,8 @@ from mcr_plus.cli.explain import explain
 from mcr_plus.cli.layout import layout
 from mcr_plus.cli.msccl import app as msccl
 from mcr_plus.cli.output import print_error
+from mcr_plus.cli.plan import plan
+from mcr_plus.cli.replay import replay
 from mcr_plus.cli.run import run
 from mcr_plus.cli.table import app as table
 from mcr_plus.cli.trace import app as trace
@@ -37,6 +39,8 @@ app.command()(explain)
 app.command()(layout)
 app.command()(tune)
 app.command()(bench)
+app.command()(plan)
+app.command()(replay)
 app.command()(warmup)
 app.add_typer(table, name="table")
 app.add_typer(msccl, name="msccl")

@@ -47,7 +47,8 @@ def answer_of(job: Job, ranks: int | None, via: ViaChoice) -> dict[str, Any] | N
         return _read(job)
 
 
-def _as_rank(job: Job) -> dict[str, Any] | None:
+def rank_here() -> int:
+    """The rank that a launcher has made of this process; a usage error (`-n`) if none has."""
     place = launch_environment()
     if place.world_size == 1:
         raise typer.BadParameter(
@@ -57,10 +58,15 @@ def _as_rank(job: Job) -> dict[str, Any] | None:
     # mpirun gives its ranks terminals. On one, numba has colorama, where it is installed, write an escape
     # sequence at the end of the process: on every rank, after the document of `--json`.
     os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
+    return place.rank
+
+
+def _as_rank(job: Job) -> dict[str, Any] | None:
+    rank = rank_here()
     from mcr_plus.tuning.worker import run
 
     run(job)
-    return _read(job) if place.rank == 0 else None
+    return _read(job) if rank == 0 else None
 
 
 def _read(job: Job) -> dict[str, Any]:

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 import yaml
 
 from mcr_plus.cli.output import print_json, rule_count
 
+if TYPE_CHECKING:
+    from mcr_plus.config.schema import TableRef
+
 
 def validate(
     file: Annotated[Path, typer.Argument(help="A pipeline YAML file.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Check FILE, its tables and algorithms, and print the resolved pipeline with defaults.
+    """Check FILE, its tables, plans and algorithms, and print the resolved pipeline with defaults.
 
     FILE may also be a tuning table; then one line with its number of rules is printed.
     """
     from mcr_plus.config.document import Mistakes, read_document
     from mcr_plus.config.reader import dump, is_table, load
+    from mcr_plus.config.schema import TableRef
     from mcr_plus.msccl.catalog import kept
     from mcr_plus.selection.checks import checked_tables, named_tables, use_algorithms
     from mcr_plus.tables.table import load_table
@@ -40,11 +44,20 @@ def validate(
     with kept():
         mistakes.collect(lambda: use_algorithms(config), None)
         mistakes.collect(lambda: checked_tables(config), [])
+    for options in config.all_options:
+        if isinstance(plan := getattr(options, "plan", None), TableRef):
+            mistakes.collect(partial(_plan, plan), None)
     mistakes.raise_all()
     if as_json:
         print_json(dump(config))
     else:
         print(yaml.safe_dump(dump(config, units=True), sort_keys=False), end="")
+
+
+def _plan(file: TableRef) -> None:
+    from mcr_plus.plan.saved import SavedPlan
+
+    SavedPlan.load(file.resolve(), file.place)
 
 
 def _table(file: Path, as_json: bool) -> None:

@@ -85,7 +85,23 @@ def _buffers() -> None:
     pack.prepare()
 
 
-_LIBRARIES: Final = {"msccl": _shared_memory, "reductions": _reductions, "fused buffers": _buffers}
+def _plans() -> None:
+    from mcr_plus.kernels.compiling import preparing
+    from mcr_plus.plan import cut_search, events, search, simulate
+
+    with preparing("plans"):
+        search.prepare()
+        simulate.prepare()
+        cut_search.prepare()
+        events.prepare()
+
+
+_LIBRARIES: Final = {
+    "msccl": _shared_memory,
+    "reductions": _reductions,
+    "fused buffers": _buffers,
+    "plans": _plans,
+}
 
 
 def _codecs(names: list[str] | None) -> dict[str, Callable[[], None]]:

@@ -26,6 +26,7 @@ from mcr_plus.pipeline.pipeline import Bound, Pipeline
 from mcr_plus.rendezvous.signing import seal, unseal
 
 if TYPE_CHECKING:
+    from mcr_plus.communicator.watcher import Watcher
     from mcr_plus.dispatch.group_state import GroupState
     from mcr_plus.pipeline.stage import Issue, Stage
     from mcr_plus.runtime.groups import OpenGroup
@@ -149,6 +150,25 @@ class Communicator(Operations):
         engine = self._runtime.engine
         with engine.lock:
             engine.progress()
+
+    @property
+    def libraries(self) -> list[str]:
+        """The names of the backends of this group, in fallback order."""
+        return self._pipeline.libraries
+
+    @property
+    def polled_by_caller(self) -> list[str]:
+        """The names of those of this group's backends that advance only where the program calls them."""
+        engine = self._runtime.engine
+        if engine.progress_thread is not None:
+            return []
+        polled = {backend.name for backend in engine.backends if backend.needs_polls}
+        return [name for name in self.libraries if name in polled]
+
+    @property
+    def watcher(self) -> Watcher | None:
+        """What is told of the operations of the job; None unless a step is captured."""
+        return self._runtime.watcher
 
     @property
     def stages(self) -> list[Stage]:
@@ -350,6 +370,8 @@ class Communicator(Operations):
                 call.parts, call.key, None, call.called,
             )  # fmt: skip
             issue = self._chain(signature).issue
+            if (watcher := self._runtime.watcher) is not None:
+                issue = watcher.watched(self._group, issue)
             if len(self._plans) >= _PLANS:  # each rank by itself: plans are made anew of the same chains
                 self._plans.clear()
             plan = self._plans[key] = Plan(signature, issue)

@@ -9,10 +9,18 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, Field, InstanceOf, PlainSerializer, SerializationInfo
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    InstanceOf,
+    PlainSerializer,
+    SerializationInfo,
+    ValidationInfo,
+)
 
 from mcr_plus import registry
-from mcr_plus.config.document import dict_document, read_bytes
+from mcr_plus.config.document import dict_document, path_text, read_bytes
 from mcr_plus.config.names import (
     DTYPE_NAMES,
     backend_name,
@@ -21,15 +29,22 @@ from mcr_plus.config.names import (
     read_backends,
     refuse_recv,
 )
-from mcr_plus.config.options import StageOptions, declared_options, plain_options, problem, stage_options
+from mcr_plus.config.options import (
+    ReadContext,
+    StageOptions,
+    declared_options,
+    plain_options,
+    problem,
+    stage_options,
+)
 from mcr_plus.core.kinds import ALIASES, KINDS
 from mcr_plus.core.units import Range, format_size, format_span, parse_count, parse_range
-from mcr_plus.errors import ConfigError, unknown
+from mcr_plus.errors import ConfigError, short, unknown
 
 
 @dataclass(frozen=True)
 class TableRef:
-    """A table file as a configuration names it, relative to the folder of that configuration.
+    """A table file, or one of a plan, as a configuration names it, relative to its folder.
 
     References are equal if their texts are equal, wherever the configuration was read from.
     """
@@ -37,17 +52,28 @@ class TableRef:
     text: str
     folder: Path = field(default=Path(), compare=False)
     place: str = field(default="<dict>: select.table", compare=False)
+    what: str = field(default="table", compare=False)
 
     def resolve(self) -> Path:
         """Return the path of the file; raises `ConfigError` if it does not exist."""
         path = self.folder / self.text
         if not path.is_file():
-            raise ConfigError(f"{self.place}: no table file {self.text!r}; looked for {str(path)!r}")
+            raise ConfigError(f"{self.place}: no {self.what} file {self.text!r}; looked for {str(path)!r}")
         return path
 
     def digest(self) -> str:
         """Return the SHA-256 of the file's content, in hex."""
         return hashlib.sha256(read_bytes(self.resolve(), self.place)).hexdigest()
+
+
+def file_ref(value: object, info: ValidationInfo, what: str) -> TableRef:
+    """The file that an option names, for validators of pydantic."""
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise ValueError(f"expected the path of a {what} file, got {short(value)}")
+    if not isinstance(info.context, ReadContext):
+        return TableRef(value, what=what)
+    document, keys = info.context.document, (*info.context.keys, info.field_name or "")
+    return TableRef(value, document.folder, f"{document.place(keys)}: {path_text(keys)}", what)
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,18 @@ descriptor and binds it again. The launcher is stopped meanwhile, and is not aff
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import signal
 import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 _PIDFD_GETFD = 438  # the same number on every architecture of Linux
-_LISTEN = "0A"
-_ANY = frozenset("0")
+_ANY = ("0.0.0.0", "::")
 _BACKLOG = 128
+_GONE = (errno.ESRCH, errno.EBADF)  # the process, or its descriptor, since they were listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,23 +28,27 @@ class Listener:
     """A listening TCP socket of a process."""
 
     descriptor: int
-    address: str  # hexadecimal, as /proc/net/tcp writes it
+    address: str
     port: int
 
     @property
     def on_all_interfaces(self) -> bool:
         """Whether the socket is bound to 0.0.0.0 or [::]."""
-        return set(self.address) == _ANY
+        return self.address in _ANY
 
 
 def listeners(pid: int) -> list[Listener]:
-    """The listening TCP sockets of a process; empty if it has exited or belongs to another user."""
-    sockets = _sockets(pid)
-    if not sockets:
-        return []
-    return [
-        Listener(sockets[inode], address, port) for inode, address, port in _listening() if inode in sockets
-    ]
+    """The listening TCP sockets of a process; empty if it has exited.
+
+    Raises OSError where this process may not duplicate its descriptors. `/proc/net/tcp` would do without, but
+    takes milliseconds to read, and the launcher is looked at some twenty times while it starts.
+    """
+    with _copies(pid) as copies:
+        return [
+            Listener(descriptor, *copy.getsockname()[:2])
+            for descriptor, copy in copies
+            if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        ]
 
 
 def bind_to_loopback(pid: int) -> int:
@@ -50,46 +56,48 @@ def bind_to_loopback(pid: int) -> int:
 
     Returns their number. Raises OSError where a parent may not duplicate the descriptors of its child.
     """
-    exposed = [listener for listener in listeners(pid) if listener.on_all_interfaces]
+    exposed = {listener.descriptor for listener in listeners(pid) if listener.on_all_interfaces}
     if not exposed:
         return 0
     os.kill(pid, signal.SIGSTOP)
     try:
         os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-        for listener in exposed:
-            _rebind(_copy_descriptor(pid, listener.descriptor))
+        with _copies(pid) as copies:
+            for descriptor, copy in copies:
+                if descriptor in exposed:
+                    _rebind(copy)
     finally:
         os.kill(pid, signal.SIGCONT)
     return len(exposed)
 
 
-def _sockets(pid: int) -> dict[str, int]:
-    """Descriptors of the open sockets of a process, by inode."""
-    descriptors: dict[str, int] = {}
+@contextmanager
+def _copies(pid: int) -> Iterator[list[tuple[int, socket.socket]]]:
+    """Duplicates of the open TCP sockets of a process, with their descriptors there."""
+    with ExitStack() as stack:
+        copies: list[tuple[int, socket.socket]] = []
+        for descriptor in _sockets(pid):
+            try:
+                copy = stack.enter_context(_copy_descriptor(pid, descriptor))
+            except OSError as error:
+                if error.errno in _GONE:
+                    continue
+                raise
+            if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
+                copies.append((descriptor, copy))
+        yield copies
+
+
+def _sockets(pid: int) -> list[int]:
+    """Descriptors of the open sockets of a process."""
     folder = f"/proc/{pid}/fd"
-    try:
+    found: list[int] = []
+    with suppress(OSError):  # it has exited
         for name in os.listdir(folder):
-            target = os.readlink(f"{folder}/{name}")
-            if target.startswith("socket:["):
-                descriptors[target[8:-1]] = int(name)
-    except OSError:
-        pass
-    return descriptors
-
-
-def _listening() -> list[tuple[str, str, int]]:
-    """Inode, address and port of every listening TCP socket."""
-    rows: list[tuple[str, str, int]] = []
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            lines = Path(table).read_text().splitlines()[1:]
-        except OSError:
-            continue
-        for words in map(str.split, lines):
-            if words[3] == _LISTEN:
-                address, port = words[1].split(":")
-                rows.append((words[9], address, int(port, 16)))
-    return rows
+            with suppress(FileNotFoundError):  # it has closed this one meanwhile
+                if os.readlink(f"{folder}/{name}").startswith("socket:["):
+                    found.append(int(name))
+    return found
 
 
 def _copy_descriptor(pid: int, descriptor: int) -> socket.socket:
@@ -107,11 +115,10 @@ def _copy_descriptor(pid: int, descriptor: int) -> socket.socket:
 def _rebind(listener: socket.socket) -> None:
     """Stop listening, bind the same port on loopback, and listen again, all on the owner's socket."""
     host = "127.0.0.1" if listener.family == socket.AF_INET else "::1"
-    with listener:
-        port = listener.getsockname()[1]
-        listener.shutdown(socket.SHUT_RDWR)
-        try:
-            listener.bind((host, port))
-        except OSError:
-            listener.bind((host, 0))
-        listener.listen(_BACKLOG)
+    port = listener.getsockname()[1]
+    listener.shutdown(socket.SHUT_RDWR)
+    try:
+        listener.bind((host, port))
+    except OSError:
+        listener.bind((host, 0))
+    listener.listen(_BACKLOG)

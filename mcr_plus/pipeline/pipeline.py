@@ -45,6 +45,12 @@ class Pipeline:
         self._names = [spec.name for spec in context.config.pipeline]
         self._stages: dict[tuple[str, str | None], Stage] = {}
 
+    @property
+    def libraries(self) -> list[str]:
+        """The names of the group's backends, in fallback order; none without a job to run in."""
+        channels = {} if self._context.runtime is None else self._context.runtime.channels
+        return [name for name in self._context.backends if name in channels]
+
     def bind(self, signature: Signature) -> Bound:
         """Bind all stages to `signature`. Raises `Unsupported` if no library can run it."""
         notes: list[Note] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
+import time
 from functools import cache
 from typing import Any, Final
 
@@ -15,6 +16,7 @@ from mcr_plus.rendezvous.shared_memory import MPICH_RANK, SHARED_MEMORY, lacking
 _log = logging.getLogger("mcr_plus")
 MISSING: Final = "mpi4py is not installed"
 REMEDY: Final = "pip install 'mcr_plus[mpi]' (Open MPI) or 'mcr_plus[mpich]' brings mpi4py and a library"
+_UNTIL_READ: Final = 0.5  # seconds; mpiexec loses what a rank has written just before it is killed
 
 
 @cache
@@ -44,9 +46,11 @@ def _warn_of_little_memory() -> None:
     """Warn before MPI_Init that it may end in a SIGBUS, under mpiexec of MPICH; Open MPI reports it itself.
 
     No error, because ranks of a host may see different values: some may have allocated their memory already.
+    By every rank, because the first that is killed ends the others, which may not have come here.
     """
     place = launch_environment()
-    if place.launcher == "mpich" and place.local_rank == 0:
+    if place.launcher == "mpich":
         who = f"MPICH with {place.local_size} ranks on this host"
         if problem := lacking_shared_memory(SHARED_MEMORY, place.local_size * MPICH_RANK, who):
             _log.warning("%s, or MPI may end the ranks without a word", problem)
+            time.sleep(_UNTIL_READ)

@@ -36,6 +36,7 @@ from mcr_plus.runtime.process import job
 if TYPE_CHECKING:
     from mcr_plus.backends.base import Backend
     from mcr_plus.communicator.communicator import Communicator
+    from mcr_plus.communicator.watcher import Watcher
     from mcr_plus.config.schema import Config
     from mcr_plus.pipeline.stage import Stage
     from mcr_plus.rendezvous.world import World
@@ -60,6 +61,7 @@ class Runtime:
         restored: group → stage → entries of a loaded state, see `Stage.load_state`.
         tagged: models by the tags of their operations. Two models that share one would share codec state.
         attached: what layers above keep as long as the job, by a name of theirs.
+        watcher: what is told of the program's operations, see `watch`.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Runtime:
         self.restored: dict[str, dict[str, dict[str, Any]]] = {}
         self.tagged: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self.attached: dict[str, Any] = {}
+        self.watcher: Watcher | None = None
         self._ended: list[Stage] = []  # of groups that were closed, if they need a `finish`
         self._count = 0  # of groups made by `new_group`
         try:
@@ -138,6 +141,16 @@ class Runtime:
                 )
         if polled:
             self.engine.progress_thread = ProgressThread(self.engine.progress_once)
+
+    def watch(self, watcher: Watcher | None) -> None:
+        """Tell `watcher` of all operations of the program from now on; None ends it.
+
+        Calls are bound again, to the same chains, so that operations cost nothing while nobody watches.
+        Persistent operations that are bound already are not told of.
+        """
+        self.watcher = watcher
+        for opened in self.groups:
+            opened.plans.clear()
 
     # -- groups -----------------------------------------------------------------------------------
 

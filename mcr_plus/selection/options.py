@@ -7,21 +7,14 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, InstanceOf, PlainSerializer, ValidationInfo
 
-from mcr_plus.config.document import path_text
-from mcr_plus.config.options import BytesOrNone, ReadContext, StageOptions
-from mcr_plus.config.schema import TableRef
-from mcr_plus.errors import short
+from mcr_plus.config.options import BytesOrNone, StageOptions
+from mcr_plus.config.schema import TableRef, file_ref
 
 
 def _table_ref(value: object, info: ValidationInfo) -> TableRef | None:
     if value is None or isinstance(value, TableRef):
         return value
-    if not isinstance(value, str) or not value or "\0" in value:
-        raise ValueError(f"expected the path of a table file, got {short(value)}")
-    if not isinstance(info.context, ReadContext):
-        return TableRef(value)
-    document, keys = info.context.document, (*info.context.keys, info.field_name or "")
-    return TableRef(value, document.folder, f"{document.place(keys)}: {path_text(keys)}")
+    return file_ref(value, info, "table")
 
 
 def _table_text(table: TableRef | None) -> str | None:

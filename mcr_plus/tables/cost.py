@@ -9,7 +9,8 @@ Between measured sizes it is a straight line in bytes, which is exact for latenc
 outgrow a cache. Below the smallest size, the smallest size's time is an upper bound. Beyond the largest, the
 curve continues at the bandwidth of the last rising segment; without one, as with a single size, the largest
 size's time is a lower bound. All of these are flagged, as are numbers of ranks or nodes for which the table
-has no rules.
+has no rules: their times are those of the nearest numbers, scaled by the algorithm's formula (`scaling`)
+where the links are the same, and as they are elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from mcr_plus.core.kinds import SHARED
 from mcr_plus.core.units import Range
+from mcr_plus.tables.fingerprint import Fingerprint
+from mcr_plus.tables.scaling import UNKNOWN, Placement, Stretched, algorithms
 from mcr_plus.tables.table import Query, Table, TableKey
 
 Floats = NDArray[np.float64]
@@ -71,7 +75,7 @@ class Curve:
         sizes = sorted(points)
         return cls(np.array(sizes, np.float64), isotonic(np.array([points[size] for size in sizes])))
 
-    def at(self, nbytes: int) -> Estimate:
+    def at(self, nbytes: float) -> Estimate:
         """Expected time of an operation of `nbytes`."""
         if nbytes < self.sizes[0]:
             return Estimate(float(self.times[0]), "at_most", float(self.times[0]))
@@ -83,7 +87,7 @@ class Curve:
             return Estimate(largest + slope * beyond, "extrapolated")
         return Estimate(self._between(nbytes))
 
-    def _between(self, nbytes: int) -> float:
+    def _between(self, nbytes: float) -> float:
         """The lower of the lines in bytes and in logarithms through the two points around `nbytes`."""
         index = int(np.searchsorted(self.sizes, nbytes))
         if self.sizes[index] == nbytes:
@@ -124,6 +128,7 @@ class CostModel:
 
     def __init__(self, table: Table) -> None:
         """Collect the curves of every key of the table."""
+        self._fingerprint = table.fingerprint
         self._curves: dict[TableKey, dict[str, Curve]] = {
             key: {choice: Curve.through(points) for choice, points in _joined(rules).items()}
             for key, rules in (
@@ -139,10 +144,10 @@ class CostModel:
     def expected(self, choice: str, query: Query) -> Estimate | None:
         """Expected time of `query` by `choice` (`name` or `name:algorithm`); None if nothing was measured.
 
-        Without measurements of this number of ranks or nodes, those of the nearest are used, and likewise
-        those of other dtypes. Asynchronous and synchronous measurements do not replace each other: for
-        asynchronous operations tables have exposed times, for synchronous ones whole times. None without a
-        size.
+        Without measurements of this number of ranks or nodes, those of the nearest are used, scaled where the
+        formula of an algorithm holds, and likewise those of other dtypes. Asynchronous and synchronous
+        measurements do not replace each other: for asynchronous operations tables have exposed times, for
+        synchronous ones whole times. None without a size.
         """
         measured = [key for key, curves in self._curves.items() if choice in curves]
         exact = next((key for key in measured if key.covers(query)), None)
@@ -151,8 +156,66 @@ class CostModel:
         size = None if key is None else query.size(key.basis)
         if key is None or size is None:
             return None
-        estimate = self._curves[key][choice].at(size)
-        return estimate if exact else estimate.from_elsewhere()
+        curve = self._curves[key][choice]
+        return (
+            curve.at(size)
+            if exact
+            else self._scaled(curve, key, choice, query) or curve.at(size).from_elsewhere()
+        )
+
+    def _scaled(self, curve: Curve, key: TableKey, choice: str, query: Query) -> Estimate | None:
+        """The estimate by the formulas of the choice's algorithms; None where none holds."""
+        at, to = placement_of(key, self._fingerprint), placed(query.ranks, query.nodes, query.ranks_per_node)
+        # Between other numbers of nodes, only ranks that share their node's link as measured are comparable.
+        alike = at is not None and (
+            at.nodes == to.nodes == 1 or (min(at.nodes, to.nodes) > 1 and at.per_node == to.per_node)
+        )
+        if at is None or not alike or at == to or query.nbytes is None:
+            return None
+        asked: list[Estimate] = []
+
+        def measured(nbytes: float) -> float:
+            asked.append(curve.at(basis_bytes(nbytes, key, at)))
+            return asked[-1].us
+
+        found = (
+            Stretched(algorithm, measured, at, UNKNOWN, to, UNKNOWN).seconds(query.nbytes)
+            for algorithm in algorithms(query.kind, choice)
+        )
+        us = min((each for each in found if each is not None), default=None)
+        if us is None:
+            return None
+        return Estimate(us, "extrapolated" if all(each.comparable for each in asked) else "unknown")
+
+
+def basis_bytes(nbytes: float, key: TableKey, at: Placement) -> float:
+    """Bytes by the basis of a key, of an operation of `nbytes` in all."""
+    per_rank = key.basis == "per_rank" and key.kind.removesuffix("_v") in SHARED
+    return nbytes / at.ranks if per_rank else nbytes
+
+
+def placed(ranks: int, nodes: int, per_node: int) -> Placement:
+    """Ranks in one rack."""
+    return Placement(ranks, nodes, ranks if nodes == 1 else per_node, 1, ranks)
+
+
+def placement_of(key: TableKey, fingerprint: Fingerprint) -> Placement | None:
+    """How the ranks lay whose times a key has, by the key or else by the table's fingerprint.
+
+    None if that is not one number of ranks, nodes and ranks per node each.
+    """
+    found: list[int] = []
+    for name in ("ranks", "nodes", "ranks_per_node"):
+        numbers: Range | None = getattr(key, name)
+        facts = fingerprint.get(name, ())
+        if numbers is not None and numbers.hi == numbers.lo + 1:
+            found.append(numbers.lo)
+        elif numbers is None and len(facts) == 1 and facts[0].isdigit():
+            found.append(int(facts[0]))
+        else:
+            return None
+    ranks, nodes, per_node = found
+    return placed(ranks, nodes, per_node) if 0 < nodes <= ranks <= nodes * per_node else None
 
 
 def _is_similar(key: TableKey, query: Query) -> bool:

@@ -52,3 +52,16 @@ def earliest(entries: Sequence[Entry], costs: dict[Hashable, Cost], alignment: i
         own = sorted((entry for entry in entries if entry.like == like), key=lambda entry: entry.ready)
         buckets += earliest_finish(own, cost, alignment=alignment)
     return sorted(buckets, key=lambda bucket: max(ready[member] for member in bucket.members))
+
+
+def first_waiting(buckets: Sequence[Sequence[int]], seen: Sequence[int]) -> tuple[int, int] | None:
+    """The first bucket that is complete before another that is to be sent earlier, and what that waits for.
+
+    `buckets`: indices of gradients, in the order of sending. `seen`: indices in the order in which gradients
+    become ready; others are at the end of the pass. Returns the number of the bucket and an index, or None.
+    """
+    place = {index: at for at, index in enumerate(seen)}
+    last = [max(members, key=lambda index: place.get(index, len(seen))) for members in buckets]
+    ends = [place.get(index, len(seen)) for index in last]
+    late = next((at for at in range(1, len(ends)) if ends[at] < ends[at - 1]), None)
+    return None if late is None else (late, last[late - 1])

@@ -63,6 +63,8 @@ def ddp_hook(state: DDPState, bucket: GradBucket) -> Result:
     parts = tuple(tuple(param.shape) for param in bucket.parameters())
     policy = policy_for_bucket(comm.config, state.compress, values, state.tag, comm.size)
     encoded = policy.encoded and (state.passes > 0 or not policy.keeps)
+    if comm.watcher is not None:
+        comm.watcher.carries(bucket.parameters())
     work = comm.send_bucket(
         values,
         AVG,

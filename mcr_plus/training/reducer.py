@@ -7,7 +7,7 @@ of them. So `param.grad` is the mean over ranks when `backward()` returns.
 The first pass uses buckets in reverse order of the parameters. The order in which the gradients of rank 0
 became ready is then broadcast, and determines the buckets from then on (as in DDP; Li et al., VLDB 2020).
 With `fuse: {plan: exact}` rank 0 also measures when they become ready, and a few passes later it plans the
-buckets with the earliest end of the last all_reduce.
+buckets with the earliest end of the last all_reduce. With `plan: auto`, see `auto_plan`.
 """
 
 from __future__ import annotations
@@ -15,59 +15,37 @@ from __future__ import annotations
 import logging
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.autograd import Variable
 
+from mcr_plus.communicator.calls import Compress
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.compression.policy import largest_alignment
 from mcr_plus.core.kinds import AVG, MAX, SUM, ReduceOp
 from mcr_plus.core.units import format_size
 from mcr_plus.core.work import Work
-from mcr_plus.errors import InvalidArgument, McrError, Unsupported
+from mcr_plus.errors import ConfigError, McrError
 from mcr_plus.fusion.bucket import Bucket, Cost, Entry, by_size, packed
 from mcr_plus.fusion.options import FuseOptions
-from mcr_plus.training.bucket_plan import all_reduce_cost, earliest
-from mcr_plus.training.policy import GradientPolicy, key_of, policy_for
+from mcr_plus.training.bucket_plan import all_reduce_cost, earliest, first_waiting
+from mcr_plus.training.flat import Flat, Slot, flat_of, move_into_bucket
+from mcr_plus.training.policy import policy_for
+
+if TYPE_CHECKING:
+    from mcr_plus.plan.saved import SavedPlan
+    from mcr_plus.training.auto_plan import AutoPlan
+    from mcr_plus.training.compiled import CompiledCall
 
 _log = logging.getLogger("mcr_plus")
 TAG: Final = "gradients"
 _MEASURED_PASS: Final = 3  # `plan: exact` uses the times of this pass; earlier ones allocate and warm up
+_WHOLE, _CAPTURED = 1, 2  # see `_outcome`
 _ALIGNMENT: Final = 64  # bytes: a cache line, and the widest vector register
-
-
-@dataclass(eq=False)
-class _Slot:
-    """A parameter and its place in a bucket."""
-
-    index: int
-    name: str
-    param: torch.nn.Parameter
-    policy: GradientPolicy
-    flat: _Flat | None = None
-    view: torch.Tensor | None = None
-    ready: bool = False
-
-
-@dataclass(eq=False)
-class _Flat:
-    """The memory of a bucket, and the state of its operation."""
-
-    values: torch.Tensor
-    slots: list[_Slot]
-    policy: GradientPolicy
-    parts: tuple[tuple[int, ...], ...]  # the members' shapes, and the gaps between them
-    gaps: list[torch.Tensor]
-    missing: int = 0
-    work: Work | None = None
-
-    def __post_init__(self) -> None:
-        self.missing = len(self.slots)
-        self.key = key_of([slot.name for slot in self.slots])
 
 
 # The reducer of a parameter, by its identity: an attribute would be part of copies and pickles.
@@ -92,6 +70,7 @@ class Reducer:
     """
 
     def __init__(self, params: Sequence[tuple[str, torch.nn.Parameter]], comm: Communicator) -> None:
+        self._group = comm.name
         for param in {id(param): param for _, param in params}.values():
             if (before := _reducer_of(param)) is not None:
                 before.detach()
@@ -100,7 +79,7 @@ class Reducer:
         config = comm.config
         self._alignment = largest_alignment(config)  # in elements
         self._slots = [
-            _Slot(
+            Slot(
                 index,
                 name,
                 param,
@@ -111,20 +90,32 @@ class Reducer:
         self._order: list[int] = []
         self._times: list[float] = []  # when each of `_order` became ready, in seconds
         self._arranged = False
+        self._seen: list[int] = []  # in the order of the buckets after the first pass
         self._final = False  # whether the buckets are final
+        self._is_given = False  # whether they are those of a file or a loaded state
+        self._watches_order = False  # whether they are planned, and gradients have kept to the plan's order
+        self._last_order: list[int] | None = []  # of gradients; None: that of the next pass is not compared
         self._whole_passes = 0
         self._task: int | None = None  # the autograd graph task whose end we wait for
-        self._flats: list[_Flat] = []
+        self._flats: list[Flat] = []
         self._next = 0
         # The outcome of a pass, reduced to the maximum over ranks at its end: 1 + a rank whose pass failed (0
-        # if none did), whether all gradients of rank 0 became ready in it, and for every parameter whether
-        # any rank has a gradient.
+        # if none did); of rank 0, _WHOLE if all gradients became ready in it, plus _CAPTURED; and for every
+        # parameter whether any rank has a gradient.
         device = params[0][1].device if params else None
         self._outcome = torch.zeros(2 + len(params), dtype=torch.int32, device=device)
         fuse = comm.stage_options("fuse")
         self._limits = fuse if isinstance(fuse, FuseOptions) else FuseOptions()
         self._costs = self._expected() if self._limits.plan == "exact" and comm.size > 1 else None
-        self._arrange(self._by_size(range(len(self._slots) - 1, -1, -1)))
+        self._auto: AutoPlan | None = None
+        self._began = perf_counter()
+        self._computed = self._began
+        given = self._given() if self._slots else None
+        if given is not None:
+            self._adopt(given)
+        else:
+            self._auto = self._auto_plan() if self._limits.plan == "auto" and comm.size > 1 else None
+            self._arrange(self._by_size(range(len(self._slots) - 1, -1, -1)))
         self._hooks = [
             slot.param.register_post_accumulate_grad_hook(self._hook(slot.index))
             for slot in self._slots
@@ -138,6 +129,12 @@ class Reducer:
     def active(self) -> bool:
         """Whether a backward pass is in progress."""
         return self._task is not None
+
+    @property
+    def _captured(self) -> bool:
+        """Whether a step is captured, with its buckets sent at the end of the pass."""
+        watcher = self.comm.watcher
+        return watcher is not None and watcher.holds
 
     @property
     def buckets(self) -> list[list[str]]:
@@ -170,6 +167,23 @@ class Reducer:
         if self.active:
             self._complete(failed=True)
 
+    def use(self, call: CompiledCall) -> None:
+        """Choose where the graph of a compiled model is cut, if it is to be chosen by measured times."""
+        if not call.is_auto or not self._slots or self.comm.size == 1:
+            return
+        if self._is_given or self._costs is not None or any(slot.policy.keeps for slot in self._slots):
+            call.set_cuts(call.places)  # buckets, which are planned once only, are those of this order
+            return
+        # Here, for most jobs need neither the search nor numba.
+        from mcr_plus.training.cut_plan import CutPlan
+
+        entries = [self._entry(slot.index) for slot in self._slots]
+        curves = {} if self._auto is None else self._auto.curves
+        self._auto = CutPlan(
+            self.comm, entries, self._gap, self._limits, curves, self._outcome.nbytes,
+            [slot.name for slot in self._slots], self.comm.polled_by_caller, call=call,
+        )  # fmt: skip
+
     # -- layout -----------------------------------------------------------------------------------
 
     def _entry(self, index: int, ready: float = 0.0) -> Entry:
@@ -187,9 +201,64 @@ class Reducer:
         itemsize = max((slot.param.element_size() for slot in self._slots), default=1)
         return math.lcm(_ALIGNMENT, self._alignment * itemsize)
 
-    def _arrange(self, plan: Sequence[Bucket]) -> None:
-        """Allocate these buckets, and move existing gradients into them."""
-        self._flats = [self._flat(bucket) for bucket in plan]
+    def _arrange(self, plan: Sequence[Bucket], libraries: Sequence[str | None] | None = None) -> None:
+        """Allocate these buckets, and move existing gradients into them.
+
+        Ranks have the same plan, so that all of them raise if it leaves a gradient out or has one twice.
+        """
+        held = Counter(index for bucket in plan for index in bucket.members)
+        for slot in self._slots:
+            if held[slot.index] != 1:
+                raise McrError(
+                    f"the gradient of '{slot.name}' is in {held[slot.index]} buckets of a plan; expected one "
+                    "(a defect of mcr_plus: it would not be averaged)"
+                )
+        chosen = [None] * len(plan) if libraries is None else libraries
+        self._flats = [
+            flat_of([self._slots[index] for index in bucket.members], bucket, library)
+            for bucket, library in zip(plan, chosen, strict=True)
+        ]
+
+    def _given(self) -> SavedPlan | None:
+        """The plan of a file, or of a loaded state, if there is one."""
+        if self._limits.plan in ("size", "exact") or (self._limits.plan == "auto" and self.comm.size == 1):
+            return None
+        # Here, for other jobs read no plan.
+        from mcr_plus.training import given_plan
+
+        return given_plan.found(self._limits.plan, self.comm, self._group, self._named)
+
+    @property
+    def _named(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return [(slot.name, slot.param) for slot in self._slots]
+
+    def _adopt(self, plan: SavedPlan) -> None:
+        """Use these buckets from now on."""
+        index = {slot.name: slot.index for slot in self._slots}
+        buckets: list[Bucket] = []
+        for bucket in plan.buckets:
+            entries = [self._entry(index[name]) for name in bucket.params]
+            if len({entry.like for entry in entries}) > 1:
+                raise ConfigError(
+                    f"fuse.plan: the bucket that begins with {bucket.params[0]!r} has gradients of several "
+                    "dtypes, devices or codecs; expected one"
+                )
+            buckets.append(packed(entries, self._gap))
+        self._arrange(buckets, [bucket.library for bucket in plan.buckets])
+        self._seen = [member for bucket in buckets for member in bucket.members]
+        self._arranged = self._final = self._is_given = self._watches_order = True
+
+    def _auto_plan(self) -> AutoPlan | None:
+        """Measure what buckets cost; None where `plan: auto` is not for these gradients."""
+        if not self._slots:
+            return None
+        # Here, for the search is compiled by numba, whose start other jobs need not pay for.
+        from mcr_plus.training.auto_plan import begun
+
+        entries = [self._entry(slot.index) for slot in self._slots]
+        return begun(
+            self.comm, self._named, entries, self._gap, self._limits, self._outcome.nbytes, self._issue
+        )
 
     def _expected(self) -> dict[Hashable, Cost]:
         """Return the cost of an all_reduce for each set of gradients that may share a bucket."""
@@ -201,23 +270,6 @@ class Reducer:
             (dtype, device, policy): all_reduce_cost(self.comm, dtype, nbytes, device.type, TAG)
             for (dtype, device, policy), nbytes in total.items()
         }
-
-    def _flat(self, bucket: Bucket) -> _Flat:
-        slots = [self._slots[index] for index in bucket.members]
-        first = slots[0].param
-        numel = -(-bucket.nbytes // first.element_size())
-        begins = [offset // first.element_size() for offset in bucket.offsets]
-        values = torch.zeros(numel, dtype=first.dtype, device=first.device)
-        ends = [begin + slot.param.numel() for slot, begin in zip(slots, begins, strict=True)]
-        gaps = [values[end:begin] for end, begin in zip(ends, begins[1:], strict=False) if begin > end]
-        flat = _Flat(values, slots, slots[0].policy, _parts(slots, begins), gaps)
-        for slot, begin in zip(slots, begins, strict=True):
-            slot.flat = flat
-            slot.view = _view(flat.values, begin, slot.param)
-            if slot.param.grad is not None:
-                slot.view.copy_(slot.param.grad)
-                slot.param.grad = slot.view
-        return flat
 
     # -- one backward pass ------------------------------------------------------------------------
 
@@ -232,7 +284,7 @@ class Reducer:
 
         return ready
 
-    def _is_ready(self, slot: _Slot) -> None:
+    def _is_ready(self, slot: Slot) -> None:
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
@@ -243,14 +295,16 @@ class Reducer:
                 "pipeline: a parameter that reentrant checkpoints share (use_reentrant=False helps), or "
                 "a backward pass that raised and was repeated without a forward pass"
             )
-        _move_into_bucket(slot)
+        move_into_bucket(slot)
         slot.ready = True
+        if (watcher := self.comm.watcher) is not None:
+            watcher.ready(slot.param)
         self._order.append(slot.index)
         self._times.append(perf_counter())
         flat = slot.flat
         assert flat is not None
         flat.missing -= 1
-        if flat.missing == 0:
+        if flat.missing == 0 and not (self._captured or (self._auto is not None and self._auto.holds)):
             self._send_complete()
         else:
             self.comm.progress()
@@ -261,25 +315,40 @@ class Reducer:
             self._send(self._flats[self._next])
             self._next += 1
 
-    def _send(self, flat: _Flat) -> None:
-        op: ReduceOp = AVG
-        if flat.values.dtype is torch.float16:  # its sum may be out of range where the mean is not
-            flat.values.div_(self.comm.size)
-            op = SUM
+    def _send(self, flat: Flat) -> None:
         policy = flat.policy
         encoded = policy.encoded and (self._final or not policy.keeps)
         if policy.encoded:
             for gap in flat.gaps:  # decoded values there would count in a block of the codec
                 gap.zero_()
-        flat.work = self.comm.send_bucket(
+        if (watcher := self.comm.watcher) is not None:
+            watcher.carries([slot.param for slot in flat.slots])
+        flat.work = self._issue(
             flat.values,
-            op,
+            flat.backend,
+            policy.options if encoded or not policy.encoded else False,
             members=len(flat.slots),
-            backend=policy.backend,
-            compress=policy.options if encoded or not policy.encoded else False,
-            tag=TAG,
             parts=flat.parts if encoded else None,
             key=flat.key if encoded else None,
+        )
+
+    def _issue(
+        self,
+        values: torch.Tensor,
+        backend: str | None,
+        compress: Compress,
+        *,
+        members: int = 1,
+        parts: tuple[tuple[int, ...], ...] | None = None,
+        key: str | None = None,
+    ) -> Work:
+        """Start the all_reduce of a bucket."""
+        op: ReduceOp = AVG
+        if values.dtype is torch.float16:  # its sum may be out of range where the mean is not
+            values.div_(self.comm.size)
+            op = SUM
+        return self.comm.send_bucket(
+            values, op, members=members, backend=backend, compress=compress, tag=TAG, parts=parts, key=key
         )
 
     def _end(self) -> None:
@@ -289,19 +358,28 @@ class Reducer:
 
     def _complete(self, *, failed: bool) -> None:
         """Send the remaining buckets, wait for all of them, and assign the means."""
+        self._computed = perf_counter()
         for slot in self._slots:
             if not slot.ready:
-                _move_into_bucket(slot)
+                move_into_bucket(slot)
         used = [slot.param.grad is not None for slot in self._slots]
-        whole = self.comm.rank == 0 and len(self._order) == sum(used)
-        self._outcome.copy_(torch.tensor([1 + self.comm.rank if failed else 0, whole, *used]))
+        captured, kind = self._captured, 0
+        if self.comm.rank == 0:
+            kind = _WHOLE * (len(self._order) == sum(used)) + _CAPTURED * captured
+        self._outcome.copy_(torch.tensor([1 + self.comm.rank if failed else 0, kind, *used]))
         for flat in self._flats[self._next :]:
             self._send(flat)
+            if captured and flat.work is not None:
+                flat.work.wait()  # so that an operation's time is its own
         outcome = self.comm.send_bucket(self._outcome, MAX, members=1, tag=TAG)
         try:
             for work in [*(flat.work for flat in self._flats), outcome]:
                 assert work is not None
                 work.wait()
+            if self._auto is not None and not self._auto.report:
+                for flat in self._flats:
+                    assert flat.work is not None
+                    self._auto.used[flat.nbytes] = flat.work.info.backend
         finally:
             self._reset()
         self._assign(raised=failed)
@@ -318,28 +396,45 @@ class Reducer:
         order, self._order = self._order, []
         times, self._times = self._times, []
         if raised:
+            self._began = perf_counter()
             return  # the gradients stay as they are: the program starts another pass
-        failed, whole, *used = self._outcome.tolist()
+        failed, kind, *used = self._outcome.tolist()
         for slot, some in zip(self._slots, used, strict=True):
             if some:
                 slot.param.grad = slot.view
         if not failed:
-            self._replan(order, times, bool(whole))
+            self._replan(order, times, whole=bool(kind & _WHOLE), captured=bool(kind & _CAPTURED))
+        self._began = perf_counter()
         if failed:
             raise McrError(
                 f"the backward pass of rank {self.comm.ranks[failed - 1]} failed; the gradients of this pass "
                 "are not complete on any rank"
             )
 
-    def _replan(self, seen: list[int], times: list[float], whole: bool) -> None:
+    def _replan(self, seen: list[int], times: list[float], *, whole: bool, captured: bool) -> None:
         """Plan the buckets of later passes by the order and the times on rank 0 in this one.
 
         `seen`: indices of parameters in the order in which their gradients became ready, at `times`
         (seconds). `whole`: all gradients of rank 0 became ready in this pass; with reentrant checkpoints it
-        may be a part.
+        may be a part. `captured`: rank 0 captured it, so that its times are not those of a plan.
         """
         self._whole_passes += whole
         first = not self._arranged
+        if (
+            first
+            and self._auto is not None
+            and not self._auto.is_of_cuts
+            and (given := self._given()) is not None
+        ):
+            self._auto = None  # a state that was loaded after the model had been wrapped
+            self._adopt(given)
+            return
+        if self._auto is not None and not first:
+            if not captured:
+                self._take_turns(self._auto, dict(zip(seen, times, strict=True)), whole)
+            return
+        if self._watches_order and whole and self.comm.rank == 0:
+            self._compare_order(seen)
         exactly = self._costs is not None and whole and self._whole_passes == _MEASURED_PASS
         if not (first or exactly):
             return
@@ -354,7 +449,9 @@ class Reducer:
         members = self.comm.broadcast_object([bucket.members for bucket in plan], self.comm.ranks[0])
         plan = [packed([self._entry(index) for index in each], self._gap) for each in members]
         self._arrange(plan)
-        self._final = exactly or self._costs is None
+        self._seen = [index for bucket in plan for index in bucket.members]
+        self._watches_order = exactly
+        self._final = exactly or (self._costs is None and self._auto is None)
         _log.info(
             "gradients: %d buckets of %s, by %s",
             len(plan),
@@ -362,54 +459,34 @@ class Reducer:
             "the table's costs and ready times" if exactly else "size, in the order of the first pass",
         )
 
+    def _compare_order(self, seen: list[int]) -> None:
+        """Warn once, on rank 0, if gradients become ready in another order than the plan, which is kept."""
+        known, self._last_order = self._last_order, seen
+        if seen == known or known is None:
+            return
+        found = first_waiting([[slot.index for slot in flat.slots] for flat in self._flats], seen)
+        if found is not None:
+            self._watches_order = False
+            number, index = found
+            _log.warning(
+                "gradients: the buckets of the plan are kept, but gradients become ready in another order: "
+                "bucket %d waits for '%s' in bucket %d", number, self._slots[index].name, number - 1,
+            )  # fmt: skip
 
-def _move_into_bucket(slot: _Slot) -> None:
-    """Copy the parameter's gradient into the bucket unless it is there; zeros without a gradient."""
-    param, view = slot.param, slot.view
-    assert view is not None
-    grad = param.grad
-    if grad is None:
-        view.zero_()
-    elif grad is not view:
-        if grad.is_sparse:
-            raise Unsupported(f"the gradient of '{slot.name}' is sparse; build the layer with sparse=False")
-        if grad.requires_grad:
-            raise Unsupported(f"the gradient of '{slot.name}' has a graph (create_graph=True)")
-        if grad.shape != view.shape or grad.dtype != view.dtype:
-            raise InvalidArgument(
-                f"the gradient of '{slot.name}' is {list(grad.shape)} of {grad.dtype}; "
-                f"expected {list(view.shape)} of {view.dtype}"
-            )
-        view.copy_(grad)
-        param.grad = view
+    def _take_turns(self, auto: AutoPlan, ready: dict[int, float], whole: bool) -> None:
+        """Let `plan: auto` take note of a pass, and use the plan that it wants for the next."""
+        if whole:
+            sent = auto.after(self._began, ready, self._computed, perf_counter(), self._seen)
+        else:
+            sent = auto.incomplete()
+        if sent is not None:
+            self._arrange(*sent)
+        if auto.is_final:
+            self._final, self._auto = True, None
+            self._watches_order = "chosen" in auto.report
+            # The graph has other cuts than when it was captured: the order of the first pass is usual.
+            self._last_order = None if auto.is_of_cuts else []
+            if auto.has_verdict:
+                from mcr_plus.training import given_plan
 
-
-def _parts(slots: Sequence[_Slot], begins: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of gradients and gaps in a bucket, in order; a gap is one-dimensional."""
-    parts: list[tuple[int, ...]] = []
-    end = 0
-    for slot, begin in zip(slots, begins, strict=True):
-        if begin > end:
-            parts.append((begin - end,))
-        parts.append(tuple(slot.param.shape))
-        end = begin + slot.param.numel()
-    return tuple(parts)
-
-
-def _view(flat: torch.Tensor, offset: int, param: torch.Tensor) -> torch.Tensor:
-    """Return a view of the bucket with the parameter's shape, and with its strides if they are dense."""
-    part = flat[offset : offset + param.numel()]
-    if _is_dense(param):
-        return part.as_strided(param.shape, param.stride(), part.storage_offset())
-    return part.view(param.shape)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a range of memory without gaps, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+                given_plan.keep(self._group, self._named, self.comm, auto.report)

@@ -13,6 +13,7 @@ import torch
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.runtime.init import member_of
+from mcr_plus.training.compiled import CompiledCall
 from mcr_plus.training.reducer import Reducer
 
 _PIECE: Final = 64 << 20  # bytes of one broadcast, which copies its tensors into a flat one
@@ -42,10 +43,19 @@ class _Wrapped(_Inert):
         self.count = _count(optimizer)
         self.parameters = sum(1 for _ in model.parameters())
         self.reducer = Reducer(self.named, comm)
+        self.is_compiled = False
         self.handles = [
             model.register_forward_pre_hook(self.before_forward),
             optimizer.register_step_pre_hook(self.before_step),
         ]
+        if isinstance(model._compiled_call_impl, CompiledCall):
+            self.use(model._compiled_call_impl)
+
+    def use(self, call: CompiledCall) -> None:
+        """Prepare for a model that is compiled: its hooks are part of the graph, which this one cannot be."""
+        self.is_compiled = True
+        call.before = self.begin_forward
+        self.reducer.use(call)
 
     def __deepcopy__(self, memo: object) -> _Wrapped:
         return self  # a copy of the model calls it too; `before_forward` ignores all models but `model`
@@ -54,8 +64,11 @@ class _Wrapped(_Inert):
         return _Inert, ()
 
     def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:  # noqa: ARG002 - a hook
-        if module is not self.model():
-            return
+        if not self.is_compiled and module is self.model():
+            self.begin_forward(module)
+
+    def begin_forward(self, module: torch.nn.Module) -> None:
+        """Complete a pass that failed, and broadcast buffers."""
         self.reducer.recover()
         if not (module.training and torch.is_grad_enabled() and self.reducer.syncing):
             return
@@ -134,6 +147,12 @@ def wrap(
         before.detach()
     _wrapped[model] = _Wrapped(model, optimizer, comm)
     return model, optimizer
+
+
+def use_compiled(model: torch.nn.Module, call: CompiledCall) -> None:
+    """Prepare the wrapping of a model that has been compiled, if there is one."""
+    if (wrapped := _wrapped.get(model)) is not None:
+        wrapped.use(call)
 
 
 @contextmanager

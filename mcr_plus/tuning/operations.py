@@ -36,12 +36,13 @@ _MODULUS: Final = 5
 
 @dataclass(frozen=True)
 class BenchCase:
-    """One case to measure: `kind` of `nbytes` of `dtype` (a name), synchronous or not."""
+    """One case to measure: `kind` of `nbytes` of `dtype` (a name), synchronous or not, with a tag."""
 
     kind: Kind
     nbytes: int
     dtype: str = "float32"
     async_op: bool = False
+    tag: str | None = None
 
 
 def whole_size(kind: str, nbytes: int, dtype: str, ranks: int) -> int:
@@ -82,7 +83,7 @@ class OpUnderTest:
         if candidate == TORCH:
             return self._torch()
         backend = None if candidate == TUNED else candidate
-        options: dict[str, Any] = {"backend": backend, "async_op": self._case.async_op}
+        options: dict[str, Any] = {"backend": backend, "async_op": self._case.async_op, "tag": self._case.tag}
         comm, source, target, kind = self._comm, self.source, self.target, self._case.kind
 
         def parts(tensor: torch.Tensor) -> list[torch.Tensor] | None:

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from itertools import chain
+import copy
+import hashlib
+import time
+from contextlib import nullcontext
+from itertools import chain, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
 
 import mcr_plus as mcr
 from mcr_plus.fusion.bucket import Cost, Entry
+from mcr_plus.fusion.options import FuseOptions
+from mcr_plus.plan.costs import Curve
+from mcr_plus.plan.probe import probe
+from mcr_plus.plan.search import Found
+from mcr_plus.training import auto_plan
 from mcr_plus.training import wrap as wrapping
+from mcr_plus.training.auto_plan import AutoPlan, Captured
 from mcr_plus.training.bucket_plan import earliest
+from mcr_plus.training.reducer import Reducer
 
 TABLE = """\
 version: 1
@@ -114,3 +128,349 @@ def test_an_exact_plan_needs_a_table_with_times() -> None:
     for result in run_ranks(without_figures, 3, via="torch"):
         assert "plan: exact" in result.value
         assert "mcr-plus tune" in result.value
+
+
+# -- in the job, without a table ----------------------------------------------------------------------------
+
+
+def tried(slow: str) -> dict[str, Any]:
+    """Runs on ranks: `plan: auto` where the buckets of one plan, `searched` or `by size`, take 50 ms more.
+
+    Returns the report, the buckets of the last pass, and how far gradients are from the mean over ranks.
+    """
+    torch.set_num_threads(1)
+    send = Reducer._send_complete
+
+    def delayed(reducer: Reducer) -> None:
+        plans = reducer._auto._plans if reducer._auto is not None else []
+        if reducer._next == 0 and plans:
+            members = [tuple(slot.index for slot in flat.slots) for flat in reducer._flats]
+            is_searched = members == [bucket.members for bucket in plans[1].buckets]
+            if is_searched == (slow == "searched"):
+                time.sleep(0.05)
+        send(reducer)
+
+    def apart(captured: Captured, libraries: Any) -> Found:  # whatever is better, so that plans differ
+        return Found([(at, at + 1, at % len(libraries)) for at in range(len(captured.order))], 1.0, 0.5, True)
+
+    stages: list[dict[str, Any]] = [{"fuse": {"plan": "auto"}}, {"select": {}}, {"dispatch": {}}]
+    worst, reports = 0.0, []
+    with (
+        mcr.init({"version": 1, "pipeline": stages}) as comm,
+        patch.object(Reducer, "_send_complete", delayed),
+        patch.object(AutoPlan, "_searched", lambda _, *arguments: apart(*arguments)),
+    ):
+        torch.manual_seed(1)
+        model: Any = nn.Sequential(*[nn.Linear(40, 40) for _ in range(LAYERS)])
+        model, optimizer = mcr.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        twin = copy.deepcopy(model)
+        for step in range(26):
+            reports.append(mcr.plan_report())
+            optimizer.zero_grad()
+            batches = [
+                torch.randn(8, 40, generator=torch.Generator().manual_seed(100 * step + rank))
+                for rank in range(comm.size)
+            ]
+            model(batches[comm.rank]).square().mean().backward()
+            found = []
+            for batch in batches:
+                twin.zero_grad()
+                twin(batch).square().mean().backward()
+                found.append([param.grad.double().numpy().copy() for param in twin.parameters()])
+            for param, *theirs in zip(model.parameters(), *found, strict=True):
+                mean = np.mean(theirs, axis=0)
+                worst = max(
+                    worst, float(np.abs(param.grad.double().numpy() - mean).max() / np.abs(mean).max())
+                )
+        buckets = wrapping._wrapped[model].reducer.buckets
+    return {"before": reports[20], "report": reports[-1], "buckets": buckets, "worst": worst}
+
+
+@pytest.mark.parametrize(("slow", "chosen"), [("searched", "by size"), ("by size", "searched")])
+def test_the_plan_that_is_faster_in_the_job_stays(slow: str, chosen: str) -> None:
+    results = [each.value for each in run_ranks(tried, 2, args=[slow], via="torch", timeout=120)]
+    for value in results:
+        assert value["before"] is None
+        assert value["worst"] < 1e-6
+        report = value["report"]
+        assert report == results[0]["report"]
+        assert report["chosen"] == chosen
+        assert report["buckets"] == value["buckets"]
+        assert (len(report["buckets"]) == 2 * LAYERS) == (chosen == "searched")
+        assert abs(report["measured_ms"] - report["baseline_ms"]) > 5
+
+
+def searched_for() -> dict[str, Any] | None:
+    """Runs on ranks: a whole trial of whatever the search finds; returns the report."""
+    torch.set_num_threads(1)
+    with mcr.init({"version": 1, "pipeline": [{"fuse": {"plan": "auto"}}, {"select": {}}, {"dispatch": {}}]}):
+        model: Any = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+        model, _ = mcr.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(24):
+            model(torch.randn(16, 64)).square().mean().backward()
+        return mcr.plan_report()
+
+
+def test_ranks_agree_on_a_plan_and_its_libraries() -> None:
+    results = [each.value for each in run_ranks(searched_for, 3, timeout=120)]
+    assert results[0] is not None
+    assert results == [results[0]] * 3
+    names = {f"{layer}.{what}" for layer in range(4) for what in ("weight", "bias")}
+    assert sorted(chain.from_iterable(results[0]["buckets"])) == sorted(names)
+    assert len(results[0]["libraries"]) == len(results[0]["buckets"])
+    assert results[0]["compute_ms"] < results[0]["bound_ms"] <= results[0]["foretold_ms"] * (1 + 1e-9)
+
+
+def test_buckets_by_size_are_foretold_by_the_library_that_sends_them() -> None:
+    sizes = np.array([1e3, 1e6])
+    curves = {
+        "quick": Curve(sizes, np.array([0.001, 0.002]), np.zeros(2)),
+        "slow": Curve(sizes, np.array([0.1, 0.2]), np.zeros(2)),
+    }
+    nothing: Any = None
+    plan = AutoPlan(
+        nothing, [Entry(0, 1000, "float", 0.0)], 8, FuseOptions(), curves, 8, ["weight"], ["slow"]
+    )
+    captured = Captured([0], [1.0], 1.0)
+    assert plan.course(captured, [((0,), None)]).ends.tolist() == pytest.approx([1.001])
+    plan.used = {1200: "slow:ring"}
+    assert plan.course(captured, [((0,), None)]).ends.tolist() == pytest.approx([1.1])
+    assert plan.course(captured, [((0,), "quick")]).ends.tolist() == pytest.approx([1.001])
+
+
+class Distant:
+    """Stands for a communicator over a slow link: an operation takes `latency` and its bytes at `rate`."""
+
+    def __init__(self, latency: float, rate: float) -> None:
+        self.latency, self.rate = latency, rate
+
+    def send(self, values: torch.Tensor, library: str) -> Any:
+        if library == "none":
+            raise mcr.Unsupported(library)
+        ends = time.perf_counter() + self.latency + values.nbytes / self.rate
+        return SimpleNamespace(wait=lambda: time.sleep(max(0.0, ends - time.perf_counter())))
+
+    def all_reduce(self, *_: Any, **__: Any) -> None:
+        time.sleep(self.latency)
+
+    def progress(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("latency", "rate"), [(0.004, 1.2e6), (0.001, 12e6), (0.0005, 120e6)])
+def test_the_probe_takes_its_time_whatever_the_link(latency: float, rate: float) -> None:
+    """10 Mbit/s, 100 Mbit/s and 1 Gbit/s: what there is no time for is extrapolated."""
+    distant: Any = Distant(latency, rate)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as ranks do; others use the cores too
+    began = time.perf_counter()
+    try:
+        found = probe(
+            distant, torch.float32, torch.device("cpu"), 50 << 20, ["gloo", "none", "mpi"], distant.send
+        )
+    finally:
+        torch.set_num_threads(threads)
+    assert time.perf_counter() - began < 4
+    assert list(found) == ["gloo", "mpi"]
+    for curve in found.values():
+        for size in (64 << 10, 1 << 20, 25 << 20):
+            assert curve.times(np.array([size]))[0] == pytest.approx(latency + size / rate, rel=0.5)
+
+
+def left_alone() -> list[Any]:
+    """Runs on ranks: gradients that `plan: auto` is not for, and models that it has nothing to plan in."""
+    found = []
+    for codec, dtypes in (("topk", "ff"), (None, "fd"), (None, "")):
+        compress: list[dict[str, Any]] = (
+            [] if codec is None else [{"compress": {"codec": codec, "ratio": 0.1, "error_feedback": True}}]
+        )
+        stages = [{"fuse": {"plan": "auto"}}, *compress, {"select": {}}, {"dispatch": {}}]
+        with mcr.init({"version": 1, "pipeline": stages}):
+            layers = [
+                nn.Linear(20, 20, bias=False, dtype=torch.float32 if each == "f" else torch.float64)
+                for each in dtypes
+            ]
+            model: Any = nn.ModuleList([*layers, nn.Linear(3, 3, bias=False)])
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for param in () if dtypes else model.parameters():
+                param.mcr_skip = True
+            model, _ = mcr.wrap(model, optimizer)
+            for _ in range(3):
+                outputs = [each(torch.ones(2, each.in_features, dtype=each.weight.dtype)) for each in model]
+                torch.stack([output.double().sum() for output in outputs]).sum().backward()
+            found.append(mcr.plan_report())
+    return found
+
+
+def test_gradients_that_it_is_not_for_are_sent_by_size() -> None:
+    first, other = run_ranks(left_alone, 2, timeout=120)
+    assert first.value == other.value == [None, None, None]
+    for reason in ("a codec that keeps state", "several dtypes"):
+        assert reason in first.stderr
+    assert not other.stderr
+
+
+def given_up(why: str) -> tuple[list[Any], list[int], float]:
+    """Runs on ranks: a search that fails on the first rank, or passes in which it has a stale gradient.
+
+    Returns whether a trial goes on after each pass, the buckets of each, and the largest error of gradients.
+    """
+
+    def fails(*_: Any) -> Found:
+        raise MemoryError("so many gradients")
+
+    torch.set_num_threads(1)
+    stages: list[dict[str, Any]] = [
+        {"fuse": {"plan": "auto"}},
+        {"select": {}},
+        {"dispatch": {"timeout": "20s"}},
+    ]
+    goes_on, buckets, worst = [], [], 0.0
+    with mcr.init({"version": 1, "pipeline": stages}) as comm, patch.object(AutoPlan, "_searched", fails):
+        model: Any = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        model, optimizer = mcr.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(16):
+            optimizer.zero_grad(set_to_none=False)
+            used = model if step == 0 or why == "failure" else model[:1]
+            x = torch.full((2, 6), float(comm.rank + step))
+            torch.stack([layer(x).sum() for layer in used]).sum().backward()
+            mean = 2 * (step + (comm.size - 1) / 2)
+            worst = max(worst, float((model[0].weight.grad - mean).abs().max()))
+            reducer = wrapping._wrapped[model].reducer
+            goes_on.append(reducer._auto is not None)
+            buckets.append(len(reducer.buckets))
+        assert mcr.plan_report() is None
+    return goes_on, buckets, worst
+
+
+@pytest.mark.parametrize(
+    ("why", "passes", "said"), [("failure", 5, "MemoryError"), ("stale", 11, "stayed as it was")]
+)
+def test_all_ranks_go_back_to_buckets_by_size_together(why: str, passes: int, said: str) -> None:
+    first, other = run_ranks(given_up, 2, args=[why], timeout=120)
+    assert first.value == other.value
+    goes_on, buckets, worst = first.value
+    assert goes_on == [True] * (passes - 1) + [False] * (16 - passes + 1)
+    assert set(buckets) == {1}
+    assert worst < 1e-6
+    assert said in first.stderr
+
+
+def left_out() -> list[str]:
+    """Runs on ranks: what is raised by a plan that leaves a gradient out, and by one that has one twice."""
+    torch.set_num_threads(1)
+    stages: list[dict[str, Any]] = [
+        {"fuse": {"plan": "auto"}},
+        {"select": {}},
+        {"dispatch": {"timeout": "20s"}},
+    ]
+    said = []
+    for buckets in ([(0, 3, 0)], [(0, 3, 0), (2, 4, 0)]):
+        found = Found(buckets, 1.0, 0.5, True)
+        with (
+            mcr.init({"version": 1, "backends": ["gloo"], "pipeline": stages}),
+            patch.object(AutoPlan, "_searched", lambda *_, found=found: found),
+        ):
+            model: Any = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+            model, _ = mcr.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for _ in range(4):
+                model(torch.ones(2, 6)).sum().backward()
+            last = model(torch.ones(2, 6)).sum()
+            with pytest.raises(mcr.McrError) as error:
+                last.backward()
+            said.append(str(error.value))
+    return said
+
+
+def test_no_plan_leaves_a_gradient_out_or_has_it_twice() -> None:
+    for result in run_ranks(left_out, 2, timeout=120):
+        out, twice = result.value
+        assert "is in 0 buckets of a plan" in out
+        assert "is in 2 buckets of a plan" in twice
+
+
+class Gated(nn.Module):
+    """Two layers that are always used, one that some passes use, one that none does, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.some, self.none, self.frozen = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.frozen.requires_grad_(False)
+        self.uses_some = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.frozen(self.first(x))
+        x = self.some(x) if self.uses_some else x
+        y: torch.Tensor = self.last(x)
+        return y
+
+
+def irregular() -> list[Any]:
+    """Runs on ranks: a trial whose passes accumulate and use other layers on other ranks.
+
+    Every operation is compared. Returns the report, the buckets, a hash of all operations in their order as
+    this rank has sent them, and how far gradients are from the means of what the ranks have computed.
+    """
+
+    def apart(_: AutoPlan, captured: Captured, libraries: Any) -> Found:
+        pairs = pairwise([0, 1, 4, len(captured.order)])
+        return Found([(a, b, n % len(libraries)) for n, (a, b) in enumerate(pairs)], 1.0, 0.5, True)
+
+    torch.set_num_threads(1)
+    stages: list[dict[str, Any]] = [
+        {"fuse": {"plan": "auto"}},
+        {"select": {}},
+        {"dispatch": {"check": "every", "timeout": "20s"}},
+    ]
+    worst = 0.0
+    with (
+        mcr.init({"version": 1, "pipeline": stages}) as comm,
+        patch.object(AutoPlan, "_searched", apart),
+        patch.object(auto_plan, "MARGIN", -9.0),  # whatever it takes, the searched plan stays
+    ):
+        torch.manual_seed(2)
+        model = Gated()
+        twin = copy.deepcopy(model)
+        mcr.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+        def uses(step: int, rank: int) -> bool:
+            """Of the first rank in the first and the last passes, of others in every second one."""
+            return step % 2 == 0 if rank else step < 2 or step > 22
+
+        with mcr.record() as log:
+            for step in range(28):
+                model.zero_grad()
+                means: dict[str, torch.Tensor] = {}
+                for rank in range(comm.size):
+                    twin.zero_grad()
+                    for turn in range(2):
+                        batch = torch.randn(
+                            4, 6, generator=torch.Generator().manual_seed(100 * step + 10 * turn + rank)
+                        )
+                        twin.uses_some = model.uses_some = uses(step, rank)
+                        twin(batch).square().mean().backward()
+                        if rank == comm.rank:
+                            with mcr.no_sync(model) if turn == 0 else nullcontext():
+                                model(batch).square().mean().backward()
+                    for name, param in twin.named_parameters():
+                        if param.grad is not None:
+                            means[name] = means.get(name, 0) + param.grad / comm.size
+                for name, param in model.named_parameters():
+                    assert (param.grad is None) == (name not in means), name
+                    if param.grad is not None:
+                        worst = max(worst, float((param.grad - means[name]).abs().max()))
+        sent = [(each.kind, each.bytes, each.backend, each.tag) for each in log.records]
+        digest = hashlib.sha256(repr(sent).encode()).hexdigest()
+        return [mcr.plan_report(), wrapping._wrapped[model].reducer.buckets, digest, worst]
+
+
+def test_ranks_send_the_same_whatever_each_of_them_uses() -> None:
+    results = [each.value for each in run_ranks(irregular, 3, timeout=120)]
+    report, buckets, digest, _ = results[0]
+    assert report["chosen"] == "searched"
+    assert report["buckets"] == buckets
+    assert [len(bucket) for bucket in buckets] == [1, 3, 4]
+    for theirs in results:
+        assert theirs[:3] == [report, buckets, digest]
+        assert theirs[3] < 1e-6

@@ -1,4 +1,4 @@
-"""Starts an example's train.py on ranks, as its users do."""
+"""Starts an example's train.py by `mcr-plus run`, on ranks forked from a process that has imported torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+
+from ranks import nursery
+
+from mcr_plus.launch import mpi_usable
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RANKS_ENV = {"PYTHONPATH": os.pathsep.join(sys.path)}  # so that ranks find the examples' modules too
@@ -17,14 +21,16 @@ TINY = (
 
 def launch(example: str, *arguments: object, ranks: int = 2) -> subprocess.CompletedProcess[str]:
     """`mcr-plus run -n RANKS examples/EXAMPLE/train.py ARGUMENTS`."""
-    command = [sys.executable, "-m", "mcr_plus.cli.main", "run", "-n", str(ranks)]
+    runner = ("-m", "mpi4py") if mpi_usable() else ()  # as `mcr-plus run` starts a Python file
+    command = [sys.executable, "-m", "mcr_plus.cli.main", "run", "-n", str(ranks), nursery().python, *runner]
     return _run([*command, str(EXAMPLES / example / "train.py"), *map(str, arguments)])
 
 
 def alone(example: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """The program in one process."""
-    return _run([sys.executable, str(EXAMPLES / example / "train.py"), *map(str, arguments)])
+    return _run([nursery().python, str(EXAMPLES / example / "train.py"), *map(str, arguments)])
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as launchers set it
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 
 import pytest
 import torch
 from codec_exam import samples
+from tiers import examples
 
 Kernel = Callable[..., object]
 
@@ -26,6 +28,15 @@ def hard_tensors(sizes: tuple[int, ...]) -> Iterator[tuple[str, torch.Tensor]]:
             _, values = next(samples(size))
             values[size // 3] = values[-1] = bad
             yield f"{bad} {size}", values
+
+
+def for_triton(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of hard tensors those that a Triton kernel is tried on: without a GPU and long tests every fourth.
+
+    There are 15 of each size, so that every size and, over four sizes, each kind is among them.
+    """
+    all_of_them = torch.cuda.is_available() or examples(100) == 100
+    return islice(tensors, 0, None, 1 if all_of_them else 4)
 
 
 def same_bits(what: str, first: torch.Tensor, *others: torch.Tensor) -> None:

@@ -10,7 +10,6 @@ Arguments and return values travel as JSON. Ranks are forked from processes that
 
 from __future__ import annotations
 
-import atexit
 import importlib
 import json
 import os
@@ -19,7 +18,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +25,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
-from warm import Nursery
+from warm import Nursery, end_without_teardown
 
 Via = Literal["mpi", "ulfm", "torch"]
 
@@ -51,7 +49,11 @@ class RanksFailed(AssertionError):
     """A rank failed or did not end; the message holds the end of every rank's stderr."""
 
     def __init__(self, what: str, results: list[RankResult]) -> None:
-        endings = [f"--- rank {r.rank}: returncode {r.returncode}\n{r.stderr[-3000:]}" for r in results]
+        said = [result.stderr.partition("nanobind: leaked")[0][-3000:] for result in results]
+        endings = [
+            f"--- rank {result.rank}: returncode {result.returncode}\n{text}"
+            for result, text in zip(results, said, strict=True)
+        ]
         super().__init__("\n".join([what, *endings]))
         self.results = results
 
@@ -296,7 +298,7 @@ def _main(folder: Path) -> None:
     if _BY_MPICH:
         _wait_for_values(folder, int(os.environ["PMI_SIZE"]))
     elif not call["teardown"]:
-        _end_without_teardown()
+        end_without_teardown()
 
 
 def _wait_for_values(folder: Path, ranks: int) -> None:
@@ -304,20 +306,6 @@ def _wait_for_values(folder: Path, ranks: int) -> None:
     deadline = time.monotonic() + _GRACE_S
     while time.monotonic() < deadline and not all((folder / f"value.{r}").exists() for r in range(ranks)):
         time.sleep(_POLL_S)
-
-
-def _end_without_teardown() -> None:
-    """End as the interpreter does, but leave modules and objects to the operating system."""
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    mpi4py, mpi = sys.modules.get("mpi4py"), sys.modules.get("mpi4py.MPI")
-    # Where the library has not taken the end of MPI over, mpi4py ends it with the interpreter.
-    ends_here = mpi4py is not None and mpi4py.rc.finalize is not False
-    if ends_here and mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
-        mpi.Finalize()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":

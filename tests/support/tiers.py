@@ -132,7 +132,7 @@ LONG: Final = (
     *(
         f"test_redistribute.py::test_{name}[{each}"
         for name, some in {
-            "any_layout_to_any_other": "2- 3-msccl 3-mpi 4-gloo 4-mpi",
+            "any_layout_to_any_other": "2- 3-msccl 3-mpi 4",
             "plans_are_kept_and_calls_may_be_in_flight_together": "2-msccl 2-mpi 3-gloo 3-mpi",
             "a_state_of_many_tensors_in_one_round_and_in_many": "2-msccl 2-gloo 3-gloo 3-mpi 4",
             "a_codec_leaves_replicas_with_the_same_bits": "2- 4-msccl 4-mpi",
@@ -140,6 +140,12 @@ LONG: Final = (
         }.items()
         for each in some.split()
     ),
+    # compiled models: one kind and one trial stay
+    "test_compiled_models.py::test_every_kind_of_model",
+    "test_compiled_models.py::test_inductor_compiles_parts",
+    "test_compiled_models.py::test_ranks_average_what_is_compiled_in_parts",
+    "test_compiled_models.py::test_cuts_are_chosen_in_the_job_alike_on_all_ranks",
+    "test_compiled_models.py::test_the_faster_cuts_stay_alike_on_all_ranks[blocks-size",
     # a compiler that is waited for
     "test_compiling.py::test_a_rank_that_compiles_is_waited_for",
     # long runs; no mutation of `mutate.py` is found by one of these alone
@@ -182,6 +188,13 @@ LONG: Final = (
     "test_tuning.py::test_measurements_of_another_machine_are_refused_in_one_line",
     "test_wrap.py::test_hook_and_optimizer_train_like_wrap[gloo]",
     "test_wrap.py::test_the_step_after_a_backward_pass_that_raised[ranks2]",
+    # a smaller one, or one of another launcher, stays
+    "test_fuse.py::test_every_kind_is_right_in_company[3-mpi]",
+    "test_horovod.py::test_three_ranks",
+    "test_msccl_backend.py::test_every_algorithm_by_name[4]",
+    "test_shm_interpreter.py::test_results[4]",
+    "test_torch_backend.py::test_torch_knows_the_backend[False]",
+    "test_tuning.py::test_every_kind_can_be_measured_and_ranks_agree[torch-2]",
 )
 STALE: Final = pytest.StashKey[list[str]]()
 """Those of `LONG` that name no test, of the files that were collected."""

@@ -12,24 +12,28 @@ import ctypes
 import fcntl
 import gc
 import importlib.util
-import json
+import marshal
 import os
 import runpy
 import selectors
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import weakref
 from pathlib import Path
 from typing import Any, Final
 
 import warm_client
-from warm_client import LENGTH, SERVERS, read_by_imports
+from warm_client import LENGTH, QUICK, SERVERS, read_by_imports
 
 _IMPORTS: Final = (
-    *("pytest", "hypothesis", "torch.distributed.fsdp", "numba", "mpi4py"),
+    *("pytest", "hypothesis", "torch.distributed.fsdp", "torch.distributed.tensor", "numba", "mpi4py"),
+    "torch._dynamo",  # which the first optimizer imports, for a second
     *(
         "mcr_plus.runtime.init",
         "mcr_plus.api.collectives",
@@ -39,6 +43,7 @@ _IMPORTS: Final = (
     *("mcr_plus.api.explain", "mcr_plus.api.record", "mcr_plus.training.wrap", "mcr_plus.training.ddp"),
     *("mcr_plus.backends.gloo.backend", "mcr_plus.backends.mpi.backend", "mcr_plus.backends.shm.backend"),
     *("mcr_plus.compression.stage", "mcr_plus.fusion.stage", "mcr_plus.hierarchy.stage"),
+    *("mcr_plus.selection.stage", "mcr_plus.selection.online", "mcr_plus.layout"),
 )
 _OUT_OF_THE_WAY: Final = 1000  # numbers of files that no rank is given
 
@@ -57,7 +62,7 @@ class Nursery:
 
     def _start(self) -> None:
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}  # as launchers set it
-        Path(self.folder, "environment").write_text(json.dumps(read_by_imports(environ)))
+        Path(self.folder, "environment").write_bytes(marshal.dumps(read_by_imports(environ)))
         self._servers = [
             subprocess.Popen(
                 [sys.executable, __file__, f"{self.folder}/{index}"],
@@ -70,6 +75,17 @@ class Nursery:
     def command(self, words: list[str]) -> list[str]:
         """What starts `python words…` from here."""
         return [sys.executable, "-I", "-S", warm_client.__file__, self.folder, *words]
+
+    @property
+    def python(self) -> str:
+        """A program that runs a Python file from here; one that works ends without teardown."""
+        path = Path(self.folder, "python")
+        if not path.exists():
+            written = Path(self.folder, f"python.{os.getpid()}")
+            written.write_text(f'#!/bin/sh\nexec {shlex.join(self.command([QUICK]))} "$@"\n')
+            written.chmod(0o700)
+            written.rename(path)  # other workers of pytest write it too
+        return str(path)
 
     def close(self) -> None:
         """End them, and all ranks that were forked from them."""
@@ -92,6 +108,8 @@ def serve(path: str) -> list[str]:
         if importlib.util.find_spec(name) is not None:
             importlib.import_module(name)
     _compile()
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # of what is shared; a rank would copy half of its memory to run them all
     gc.collect()
     gc.freeze()  # collections of ranks need not look at, and so copy, what they share
     return _Server(listener).serve()
@@ -157,22 +175,23 @@ def _die_with_parent() -> None:
 
 
 def _compile() -> None:
-    """Have the machine code that every job over shared memory begins with."""
+    """Have the machine code that every job over shared memory, or with buckets, begins with."""
     from mcr_plus.backends.shm import collectives_kernels, interpreter_kernels, p2p_kernels
+    from mcr_plus.kernels import pack
 
-    for module in (collectives_kernels, interpreter_kernels, p2p_kernels):
+    for module in (collectives_kernels, interpreter_kernels, p2p_kernels, pack):
         module.prepare()
 
 
 def _read(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    head, files, _, _ = socket.recv_fds(connection, LENGTH.size, 250)
-    text, left = b"", LENGTH.unpack(head)[0] if len(head) == LENGTH.size else 1
+    head, files, _, _ = socket.recv_fds(connection, LENGTH, 250)
+    text, left = b"", int.from_bytes(head, sys.byteorder) if len(head) == LENGTH else 1
     while len(text) < left:
         part = connection.recv(left - len(text))
         if not part:
             raise OSError("gone")
         text += part
-    return json.loads(text), files
+    return marshal.loads(text), files
 
 
 def _tell(connection: socket.socket, number: int) -> None:
@@ -202,8 +221,16 @@ def _become(asked: dict[str, Any], files: list[int]) -> list[str]:
 
 
 def run(words: list[str]) -> None:
-    """What `python [-m mpi4py] program…` does."""
-    if words[:2] == ["-m", "mpi4py"]:
+    """What `python [-m mpi4py] program…` does; with QUICK first, without teardown."""
+    if words[:1] == [QUICK]:
+        try:
+            run(words[1:])
+        except SystemExit as ended:
+            if isinstance(ended.code, str):
+                print(ended.code, file=sys.stderr)
+            end_without_teardown(ended.code if isinstance(ended.code, int) else ended.code is not None)
+        end_without_teardown()
+    elif words[:2] == ["-m", "mpi4py"]:
         from mpi4py.run import main
 
         sys.argv = words[1:]
@@ -212,6 +239,25 @@ def run(words: list[str]) -> None:
         sys.argv = words
         sys.path[0] = os.path.dirname(words[0])
         runpy.run_path(words[0], run_name="__main__")
+
+
+def end_without_teardown(code: int = 0) -> None:
+    """End as the interpreter does, but leave modules and objects to the operating system.
+
+    Where MPI has yet to be ended after a failure, the interpreter does it, as ever.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    mpi4py, mpi = sys.modules.get("mpi4py"), sys.modules.get("mpi4py.MPI")
+    # Where the library has not taken the end of MPI over, mpi4py ends it with the interpreter.
+    ends_here = mpi4py is not None and mpi4py.rc.finalize is not False
+    if ends_here and mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        if code:
+            raise SystemExit(code)
+        mpi.Finalize()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

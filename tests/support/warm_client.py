@@ -9,45 +9,47 @@ it imports is started the ordinary way. Standard library only, to cost milliseco
 
 from __future__ import annotations
 
-import fcntl
-import json
+# Few imports: every rank of every test pays for them. So no typing, json, re or pathlib.
+import marshal
 import os
-import re
-import resource
 import signal
 import socket
-import struct
 import sys
-from pathlib import Path
-from typing import Final
 
-SERVERS: Final = 2
-LENGTH: Final = struct.Struct("=I")
-_READ_BY_IMPORTS: Final = re.compile(
-    r"(OMP|MKL|KMP|GOMP|OPENBLAS|NUMBA|TRITON|TORCH|CUDA)_|LD_PRELOAD|PYTHON(?!PATH|UNBUFFERED)|MCR_MASQUERADE$"
+SERVERS = 2
+QUICK = "--quick"  # the first word of programs that end without teardown
+LENGTH = 4  # bytes of the length before a request
+_READ_BY_IMPORTS = (
+    *("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "NUMBA_", "TRITON_", "TORCH_", "CUDA_"),
+    *("LD_PRELOAD", "PYTHON", "MCR_MASQUERADE"),
 )
-_RANK_VARIABLES: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
-_FORWARDED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_BUT = ("PYTHONPATH", "PYTHONUNBUFFERED")
+_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def read_by_imports(environ: dict[str, str]) -> dict[str, str]:
     """The part of an environment that cannot be changed any more once torch is there."""
-    return {name: value for name, value in environ.items() if _READ_BY_IMPORTS.match(name)}
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(_READ_BY_IMPORTS) and not name.startswith(_BUT)
+    }
 
 
 def join(folder: str, words: list[str]) -> int:
     """Have a rank forked, and end as it does."""
     rank = next((int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ), 0)
-    expected = json.loads(Path(folder, "environment").read_text())
-    same = read_by_imports(dict(os.environ)) == expected
+    with open(f"{folder}/environment", "rb") as file:
+        same = read_by_imports(dict(os.environ)) == marshal.load(file)
     connection = _connected(f"{folder}/{rank % SERVERS}") if same else None
     if connection is None:
-        os.execv(sys.executable, [sys.executable, *words])
+        os.execv(sys.executable, [sys.executable, *words[words[:1] == [QUICK] :]])
     files = [int(name) for name in os.listdir("/proc/self/fd")]
     files = sorted(number for number in files if number != connection.fileno() and _is_open(number))
     asked = {"words": words, "environ": dict(os.environ), "folder": os.getcwd(), "files": files}
-    text = json.dumps(asked).encode()
-    socket.send_fds(connection, [LENGTH.pack(len(text))], files)
+    text = marshal.dumps(asked)
+    socket.send_fds(connection, [len(text).to_bytes(LENGTH, sys.byteorder)], files)
     connection.sendall(text)
     answers = connection.makefile("rb")
     child = int(answers.readline())
@@ -56,6 +58,8 @@ def join(folder: str, words: list[str]) -> int:
     code = int(answers.readline() or -signal.SIGKILL)
     if code >= 0:
         return code
+    import resource
+
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if -code != signal.SIGKILL:
         signal.signal(-code, signal.SIG_DFL)
@@ -76,7 +80,7 @@ def _connected(path: str) -> socket.socket | None:
 
 def _is_open(number: int) -> bool:
     try:
-        fcntl.fcntl(number, fcntl.F_GETFD)
+        os.fstat(number)
     except OSError:
         return False
     return True

@@ -214,10 +214,16 @@ def run(
     asked: list[list[int]] = [[] for _ in range(size)]
     ranks = [Rank(make, rank, size, steps, seed, differs, window, asked) for rank in range(size)]
     threads = [threading.Thread(target=rank.run) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    # A rank that waits for another would keep the interpreter's lock for the rest of an interval of 5 ms.
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
     if differs is None:
         assert all(theirs == asked[0] for theirs in asked), "what gates were asked for"
     return ranks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -67,6 +68,30 @@ def test_agreement_needs_all_ranks_and_one_digest(make: Callable[[int], Boards])
         issue(board, 2, 9)
     assert all(all_match(board, 2, 9) for board in boards)
     assert not all_match(boards[1], 2, 8)
+
+
+def test_one_request_answers_for_all_operations_that_a_peer_has_posted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second = stored(2)
+    row_of = Mock(side_effect=cast("StoreBoard", first)._row_of)
+    monkeypatch.setattr(first, "_row_of", row_of)
+    for sequence in range(1, 6):
+        for board in (first, second):
+            issue(board, sequence, 10 + sequence)
+    issue(first, 6, 16)
+    assert all(all_match(first, sequence, 10 + sequence) for sequence in range(1, 6))
+    assert row_of.call_count == 1
+    assert not all_match(first, 6, 16)
+    issue(second, 6, 17)  # another operation
+    assert not all_match(first, 6, 16)
+    assert not all_match(first, 5, 16)
+    assert row_of.call_count == 4
+    lap = 5 + _STORED  # the same place in the row
+    issue(first, lap, 15)
+    assert not all_match(first, lap, 15)
+    issue(second, lap, 15)
+    assert all_match(first, lap, 15)
 
 
 @KINDS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -38,16 +39,17 @@ def blocks(language: str) -> list[tuple[str, str]]:
     return found
 
 
-def run_text(text: str) -> None:
+def run_text(text: str, folder: str) -> None:
+    os.chdir(folder)  # for what it writes
     exec(compile(text, "<document>", "exec"), {})
 
 
-def test_python_blocks_run_on_two_ranks() -> None:
+def test_python_blocks_run_on_two_ranks(tmp_path: Path) -> None:
     files = re.compile(r"# \w+\.py\n")  # not programs: other tests run them
     programs = [(where, text) for where, text in blocks("python") if not files.match(text)]
     assert len(programs) >= 2
     for where, text in programs:
-        results = run_ranks(run_text, 2, args=[text])
+        results = run_ranks(run_text, 2, args=[text, str(tmp_path)])
         lines = [result.stdout.count("\n") for result in results]
         assert any(lines), where
         assert sum(count > 1 for count in lines) <= 1, f"{where}: the lines of ranks run into each other"

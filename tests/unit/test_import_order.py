@@ -31,6 +31,7 @@ ORDER = (
     {"horovod"},
     {"api"},
     {"training"},
+    {"plan"},
     {"torch_backend"},
     {"layout"},
     {"runtime"},

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from codec_exam import f64
-from kernel_exam import hard_tensors, same_bits, triton_device
+from kernel_exam import for_triton, hard_tensors, same_bits, triton_device
 
 from mcr_plus.compression.cast import Bf16, CastOptions, Fp16
 from mcr_plus.kernels import cast as kernel
@@ -27,10 +27,14 @@ def rounded(values: torch.Tensor, dtype: torch.dtype, *name: object) -> torch.Te
 
 
 def hardest() -> list[tuple[str, torch.Tensor]]:
-    """Beside the exam's: every exponent with several mantissas, and every kind of NaN."""
+    return [*hard_tensors(SIZES), all_exponents()]
+
+
+def all_exponents() -> tuple[str, torch.Tensor]:
+    """Every exponent with several mantissas, and every kind of NaN."""
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
     words = [patterns | lower for lower in (0, 1, 0x7FFF, 0x8000, 0xFFFF)]
-    return [*hard_tensors(SIZES), ("all exponents", torch.cat(words).view(torch.float32))]
+    return "all exponents", torch.cat(words).view(torch.float32)
 
 
 @both
@@ -46,7 +50,7 @@ def test_the_triton_kernels_are_the_reference(dtype: torch.dtype) -> None:
     device = triton_device()
     from mcr_plus.kernels.gpu import cast as gpu
 
-    for what, values in hardest():
+    for what, values in (*for_triton(hard_tensors(SIZES)), all_exponents()):
         key = counter.key_of(what)
         expected = torch.empty(values.shape, dtype=dtype)
         kernel.encode_reference(values, expected, key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_exam import hard_tensors, same_bits, triton_device
+from kernel_exam import for_triton, hard_tensors, same_bits, triton_device
 
 from mcr_plus.kernels import fp8_block as kernel
 
@@ -58,7 +58,7 @@ def test_the_triton_kernels_are_the_reference(name: str, scale: kernel.Scale) ->
     from mcr_plus.kernels.gpu import fp8_block as gpu
 
     fmt = kernel.FORMATS[name]
-    for what, values in hard_tensors(SIZES):
+    for what, values in for_triton(hard_tensors(SIZES)):
         size = values.numel()
         wire = torch.zeros(kernel.nbytes(size, scale), dtype=torch.uint8)
         kernel.encode_reference(values, wire, fmt, scale)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from codec_exam import f64
-from kernel_exam import hard_tensors, same_bits, triton_device
+from kernel_exam import for_triton, hard_tensors, same_bits, triton_device
 
 from mcr_plus.kernels import int4_block as kernel
 
@@ -70,7 +70,7 @@ def test_the_triton_kernels_are_the_reference(hadamard: bool) -> None:
     device = triton_device()
     from mcr_plus.kernels.gpu import int4_block as gpu
 
-    for what, values in hard_tensors(SIZES):
+    for what, values in for_triton(hard_tensors(SIZES)):
         size = values.numel()
         wire = torch.zeros(kernel.nbytes(size), dtype=torch.uint8)
         kernel.encode_reference(values, wire, hadamard)

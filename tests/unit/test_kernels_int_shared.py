@@ -6,7 +6,7 @@ import mmap
 
 import pytest
 import torch
-from kernel_exam import Kernel, hard_tensors, same_bits, triton_device
+from kernel_exam import Kernel, for_triton, hard_tensors, same_bits, triton_device
 
 from mcr_plus.kernels import cpu
 from mcr_plus.kernels import int_shared as kernel
@@ -53,7 +53,7 @@ def test_the_triton_kernels_are_the_reference(lanes: int, levels: int) -> None:
     device = triton_device()
     from mcr_plus.kernels.gpu import int_shared as gpu
 
-    for what, values in hard_tensors(SIZES):
+    for what, values in for_triton(hard_tensors(SIZES)):
         expected, there = amax_of(values), values.to(device)
         amax = torch.zeros_like(expected, device=device)
         gpu.amax(there, amax)

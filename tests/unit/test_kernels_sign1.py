@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from codec_exam import f64
-from kernel_exam import hard_tensors, same_bits, triton_device
+from kernel_exam import for_triton, hard_tensors, same_bits, triton_device
 
 from mcr_plus.kernels import sign1 as kernel
 
@@ -52,7 +52,7 @@ def test_the_triton_kernels_are_the_reference() -> None:
     device = triton_device()
     from mcr_plus.kernels.gpu import sign1 as gpu
 
-    for what, values in hard_tensors(SIZES):
+    for what, values in for_triton(hard_tensors(SIZES)):
         size = values.numel()
         wire = torch.zeros(kernel.nbytes(size), dtype=torch.uint8)
         kernel.encode_reference(values, wire)

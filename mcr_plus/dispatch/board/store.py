@@ -58,6 +58,9 @@ class StoreBoard(GroupBoard):
         # The digests that this rank has described and the places of their descriptions, by set, oldest first.
         self._described: dict[int, dict[int, int]] = {}
         self._voted: deque[str] = deque()  # on rank 0 of many, which removes what is old
+        # Rows of peers as they were last read. What they hold of an operation stays true, so that one request
+        # answers for all operations that the peer had posted by then.
+        self._read_rows: dict[int, memoryview] = {}
         self._next_question = 0.0
         # Reading the rows is a request per peer to a server that all ranks share.
         self.first_check = 0.02
@@ -153,15 +156,32 @@ class StoreBoard(GroupBoard):
 
     def all_match(self, sequence: int, digest: int) -> bool:
         """See `GroupBoard.all_match`; limited in rate, and a single request if there are many ranks."""
+        if self._group.size > _FEW:
+            if not self._may_ask():
+                return False
+            votes = self._ask(lambda store: store.add(self._votes(sequence, digest), 0), 0)
+            return votes == self._group.size
+        word, slot, rows = slot_word(sequence, digest), 1 + sequence % _STORED, self._read_rows
+        peers = (rank for rank in range(self._group.size) if rank != self._group.rank)
+        missing = [rank for rank in peers if rank not in rows or rows[rank][slot] != word]
+        if missing and not self._may_ask():
+            return False
+        for rank in missing:
+            row = self._row_of(rank)
+            if row is None:
+                return False
+            rows[rank] = row
+            if row[slot] != word:
+                return False
+        return True
+
+    def _may_ask(self) -> bool:
+        """Whether it is time to ask again; then it has been asked."""
         now = time.monotonic()
         if now < self._next_question:
             return False
         self._next_question = now + 10e-6 * self._group.size
-        if self._group.size > _FEW:
-            votes = self._ask(lambda store: store.add(self._votes(sequence, digest), 0), 0)
-            return votes == self._group.size
-        peers = (rank for rank in range(self._group.size) if rank != self._group.rank)
-        return all(self.read(rank, sequence).digest == digest for rank in peers)
+        return True
 
     def read(self, rank: int, sequence: int) -> PeerStatus:  # noqa: D102
         row = self._row_of(rank)

@@ -1,0 +1,272 @@
+"""`mcr-plus plan`: the best buckets for a captured step, here or on another cluster, and what would help."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mcr_plus.cli.output import print_json, print_table, print_written
+
+if TYPE_CHECKING:
+    from mcr_plus.config.schema import Config
+    from mcr_plus.plan.advise import Advice
+    from mcr_plus.plan.scaling import Costs
+    from mcr_plus.plan.step import Step
+
+
+def plan(
+    step: Annotated[list[Path], typer.Argument(help="A step.json, or traces: files of ranks, or a folder.")],
+    config: Annotated[
+        Path | None, typer.Option("--config", help="Pipeline YAML; its table has costs.")
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Number of ranks; as captured by default.")] = None,
+    topology: Annotated[Path | None, typer.Option(help="cluster.yaml: nodes and links.")] = None,
+    measured_on: Annotated[
+        Path | None, typer.Option(help="cluster.yaml of where step and table were measured, if another.")
+    ] = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(help="A change, such as nic=100Gbit/s, compress=int8_block or compute=0.8."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write the plan as pipeline YAML.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Write a report as HTML.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Search the best buckets of a captured step, and foretell the step, its bound, and what would help."""
+    from mcr_plus.config.reader import load
+    from mcr_plus.errors import InvalidArgument
+    from mcr_plus.plan.advise import advise
+    from mcr_plus.plan.traces import load_step
+
+    if report is not None:
+        _check_report(report)
+    pipeline = load({"version": 1} if config is None else config)
+    captured = load_step(step)
+    if output is not None:
+        _check_output(output, captured)
+    if config is not None:
+        captured = replace(captured, by_caller=_by_caller(pipeline))
+    try:
+        costs = _costs(captured, pipeline, topology, measured_on)
+        if costs.guessed:
+            said = (
+                f"{topology}: taken for the links that costs were measured on, too; --measured-on names these"
+            )
+            typer.echo(said, err=True)
+        advice = advise(captured, costs, ranks=ranks, what_ifs=what_if or ())
+    except InvalidArgument as error:
+        hint = "" if topology is not None else " (--topology describes a larger cluster)"
+        raise typer.BadParameter(f"{error}{hint}") from None
+    document = _document(captured, advice)
+    if output is not None:
+        _write_plan(output, pipeline, captured, advice)
+    if report is not None:
+        from mcr_plus.config.document import write_text
+        from mcr_plus.plan.report import html_report
+
+        write_text(report, html_report(captured, advice, f"Plan for {', '.join(map(str, step))}"))
+    if as_json:
+        print_json(document)
+        return
+    _print(advice)
+    for path, what in ((output, "the plan"), (report, "the report")):
+        if path is not None:
+            print_written(path, what)
+
+
+def _check_report(path: Path) -> None:
+    import importlib.util
+
+    from mcr_plus.errors import BackendUnavailable
+
+    if not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"{path}: no such folder", param_hint="--report")
+    if path.is_dir():
+        raise typer.BadParameter(f"{path}: a folder; expected a file", param_hint="--report")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise BackendUnavailable("--report needs matplotlib; pip install 'mcr_plus[plot]' brings it")
+
+
+def _check_output(path: Path, step: Step) -> None:
+    """Refuse a plan that no job could use."""
+    from mcr_plus.plan.programs import gradients_of
+
+    problem = None
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        problem = f"{path}: expected a file in a folder that exists"
+    elif step.source != "hooks":
+        problem = "traces have no names of parameters, so no model could use the plan; `mcr.capture` has them"
+    elif len({gradients_of(step, role) for role in step.roles}) > 1:
+        problem = "ranks send different gradients; `fuse: {plan: FILE}` is for jobs whose ranks send the same"
+    if problem is not None:
+        raise typer.BadParameter(problem, param_hint="-o")
+
+
+def _by_caller(pipeline: Config) -> bool:
+    """Whether the program drives the operations of one of the pipeline's libraries."""
+    from mcr_plus import registry
+    from mcr_plus.plan.network import is_polled
+
+    options = next((stage.options for stage in pipeline.pipeline if stage.name == "dispatch"), None)
+    if getattr(options, "progress", "caller") == "thread":
+        return False
+    return any(map(is_polled, pipeline.backends or registry.names("backends")))
+
+
+def _costs(step: Step, pipeline: Config, topology: Path | None, measured_on: Path | None) -> Costs:
+    from mcr_plus.config.names import backend_name
+    from mcr_plus.plan.scaling import Costs, from_probe, from_step, from_table
+    from mcr_plus.plan.topology import Topology
+    from mcr_plus.tables.table import load_table
+
+    of_tables = (each for ref in pipeline.tables for each in from_table(load_table(ref.resolve())))
+    measured = [
+        each
+        for each in (*of_tables, *from_probe(step))
+        if pipeline.backends is None or backend_name(each.library) in pipeline.backends
+    ]
+    captured_on = Topology.of({"nodes": step.nodes, "ranks_per_node": -(-step.ranks // step.nodes)})
+    here = captured_on if topology is None else Topology.load(topology)
+    there = None if measured_on is None else Topology.load(measured_on)
+    guessed = there is None and bool(here.medium.rates)
+    return Costs([*measured, *from_step(step)], here, there, guessed)
+
+
+def _document(step: Step, advice: Advice) -> dict[str, Any]:
+    timeline = advice.timeline
+    return {
+        "step_ms": 1e3 * timeline.step_s,
+        "bound_ms": 1e3 * advice.bound,
+        "bound_by": timeline.bound_by,
+        "compute_ms": 1e3 * timeline.compute_s,
+        "exposed_ms": 1e3 * timeline.exposed_s,
+        "exposed": {name: 1e3 * seconds for name, seconds in timeline.exposed.items()},
+        "how": timeline.how,
+        "times_how": timeline.times_how,
+        "ranks": timeline.ranks,
+        "captured_ms": 1e3 * step.seconds,
+        "captured_ranks": step.ranks,
+        "gap": advice.gap,
+        "exact": advice.exact,
+        "buckets": [list(bucket.params) for bucket in advice.plan.buckets or ()],
+        "libraries": [bucket.library for bucket in advice.plan.buckets or ()],
+        "plans": {
+            name: {"step_ms": 1e3 * each.step_s, "how": each.how, "times_how": each.times_how}
+            for name, each in advice.others.items()
+        },
+        "scaling": [
+            {
+                "ranks": at.ranks, "step_ms": 1e3 * at.step_s, "bound_ms": 1e3 * at.bound, "how": at.how,
+                "times_how": at.times_how,
+            }
+            for at in advice.scaling
+        ],
+        "what_if": [
+            {"change": each.change, "step_ms": 1e3 * each.step_s, "gain_ms": 1e3 * each.gain, "how": each.how}
+            for each in advice.what_ifs
+        ],
+        "unknown": list(timeline.unknown),
+        "notes": [*step.notes, *advice.skipped],
+    }  # fmt: skip
+
+
+def _write_plan(path: Path, pipeline: Config, step: Step, advice: Advice) -> None:
+    """Write the pipeline with the plan, and the buckets in a file beside it."""
+    import yaml
+
+    from mcr_plus.config.document import write_text
+    from mcr_plus.config.reader import dump, load
+    from mcr_plus.config.schema import TableRef
+    from mcr_plus.msccl.catalog import kept
+    from mcr_plus.plan.saved import SavedBucket, SavedPlan, digests
+    from mcr_plus.plan.scaling import CAPTURED
+    from mcr_plus.selection.checks import checked_tables, use_algorithms
+
+    data = dump(_moved(pipeline, path.absolute().parent), units=True)
+    if advice.plan.buckets:
+        beside = path.with_suffix(".buckets.json")
+        buckets = tuple(
+            SavedBucket(params=bucket.params, library=None if bucket.library == CAPTURED else bucket.library)
+            for bucket in advice.plan.buckets
+        )
+        SavedPlan(
+            model=step.model,
+            ranks=advice.timeline.ranks,
+            tables=digests(pipeline) or None,
+            buckets=buckets,
+        ).save(beside)
+        for stage in data["pipeline"]:
+            if "fuse" in stage:
+                stage["fuse"]["plan"] = beside.name
+                break
+        else:
+            data["pipeline"].insert(0, {"fuse": {"plan": beside.name}})
+    write_text(path, "# Written by mcr-plus plan.\n" + yaml.safe_dump(data, sort_keys=False))
+    written = load(path)
+    with kept():
+        use_algorithms(written)
+        checked_tables(written)
+    for options in written.all_options:
+        if isinstance(ref := getattr(options, "plan", None), TableRef):
+            SavedPlan.load(ref.resolve(), ref.place)
+
+
+def _moved(pipeline: Config, folder: Path) -> Config:
+    """The pipeline with paths of files that are relative to another folder."""
+    from mcr_plus.config.schema import TableRef
+
+    def moved(ref: Any) -> Any:
+        if Path(ref.text).is_absolute():
+            return ref
+        text = os.path.relpath((ref.folder / ref.text).absolute(), folder)
+        return replace(ref, text=text, folder=folder)
+
+    def changed(part: Any) -> Any:
+        refs = {name: moved(value) for name, value in part.options if isinstance(value, TableRef)}
+        return replace(part, options=part.options.model_copy(update=refs)) if refs else part
+
+    return replace(
+        pipeline,
+        pipeline=tuple(map(changed, pipeline.pipeline)),
+        rules=tuple(replace(rule, overrides=tuple(map(changed, rule.overrides))) for rule in pipeline.rules),
+        algorithms=tuple(map(moved, pipeline.algorithms)),
+    )
+
+
+def _print(advice: Advice) -> None:
+    from mcr_plus.plan.report import costs_of, summary
+
+    typer.echo(summary(advice))
+    plans = [("searched", advice.timeline), *advice.others.items()]
+    print_table(
+        "plans",
+        ("", "step ms", "exposed ms", "costs"),
+        [
+            (name, f"{1e3 * each.step_s:.1f}", f"{1e3 * each.exposed_s:.1f}", costs_of(each))
+            for name, each in plans
+        ],
+    )
+    print_table(
+        "step over ranks",
+        ("ranks", "step ms", "bound ms", "costs"),
+        [
+            (str(at.ranks), f"{1e3 * at.step_s:.1f}", f"{1e3 * at.bound:.1f}", costs_of(at))
+            for at in advice.scaling
+        ],
+    )
+    print_table(
+        "what if",
+        ("change", "step ms", "gain ms", "costs"),
+        [
+            (each.change, f"{1e3 * each.step_s:.1f}", f"{1e3 * each.gain:.1f}", each.how)
+            for each in advice.what_ifs
+        ],
+    )
+    for text in advice.skipped:
+        typer.echo(f"left out: {text}", err=True)

@@ -1,0 +1,264 @@
+"""The best buckets for a captured step, on the ranks where it ran or on another cluster, and what would help.
+
+    advice = advise(step, costs, ranks=4096)
+    advice.timeline.step_s, advice.plan, advice.scaling, advice.what_ifs
+
+Buckets come from `buckets`, everything else is simulated (`network`). Every figure says whether its costs
+were measured, scaled or assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Final
+
+import numpy as np
+
+from mcr_plus import registry
+from mcr_plus.errors import ConfigError, McrError, Unsupported, unknown
+from mcr_plus.plan.buckets import (
+    Unit,
+    best_library,
+    buckets_of,
+    in_order,
+    libraries_of,
+    searched,
+    simulated,
+    units_of,
+)
+from mcr_plus.plan.course import Timeline
+from mcr_plus.plan.programs import Bucket, Plan
+from mcr_plus.plan.scaling import CAPTURED, Costs, How
+from mcr_plus.plan.step import Compute, Issue, Step
+
+SECONDS: Final = 4.0
+"""That searches may take in all."""
+_CODEC: Final = "int8_block"
+_MIB: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """The step on a number of ranks, with the same plan. `how`, `times_how`: see `Timeline`."""
+
+    ranks: int
+    step_s: float
+    bound: float
+    how: How
+    times_how: How
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """The step if something were changed. `gain`: seconds by which it is shorter."""
+
+    change: str
+    step_s: float
+    gain: float
+    how: How
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A plan for a step and what is expected of it.
+
+    `bound`: seconds that no buckets can beat; that of `timeline` is for those of `plan`. `gap`: how far these
+    may be above the best ones: by the search where there is one channel, and by the bound otherwise. `exact`:
+    they are the best. `others`: the step under other
+    plans, by their names. `scaling`: on other numbers of ranks. `what_ifs`: the largest gain first.
+    `skipped`: changes that could not be simulated, and why.
+    """
+
+    plan: Plan
+    timeline: Timeline
+    bound: float
+    gap: float
+    exact: bool
+    others: dict[str, Timeline]
+    scaling: tuple[Scaled, ...]
+    what_ifs: tuple[WhatIf, ...]
+    skipped: tuple[str, ...]
+
+
+def advise(
+    step: Step,
+    costs: Costs,
+    *,
+    ranks: int | None = None,
+    what_ifs: Sequence[str] = (),
+    seconds: float = SECONDS,
+) -> Advice:
+    """Search the best buckets for `ranks` ranks, and simulate the step with them and with others.
+
+    Args:
+        costs: of operations, on the topology that is asked about. ranks: None for as many as were captured.
+        what_ifs: changes to try besides the usual ones: `compress=CODEC` for gradients, `compute=0.8` for a
+            factor of computing, or those of `Topology.changed`. seconds: that searches may take in all;
+            usual changes that would take longer are left out.
+
+    Raises:
+        ConfigError: a change is not known. InvalidArgument, Unsupported: see `network.simulate`.
+    """
+    world = step.ranks if ranks is None else ranks
+    for change in what_ifs:
+        _check_change(step, costs, change)
+    end = perf_counter() + seconds
+    found = searched(step, costs, world, until=perf_counter() + seconds / 3)
+    plan = found.plan
+    timeline = simulated(step, plan, costs, world)
+    others = _others(step, costs, world)
+    scaling = tuple(_scaled(step, plan, costs, world))
+    tried = [*what_ifs, *(change for change in _usual(step, costs, world) if change not in what_ifs)]
+    changed, skipped = [], []
+    for number, change in enumerate(tried):
+        now = perf_counter()
+        if now > end and change not in what_ifs:
+            skipped.append(f"{change}: the {seconds:g} s for searches are over")
+            continue
+        try:
+            after = _changed(step, costs, world, change, plan, now + (end - now) / (len(tried) - number))
+        except ConfigError:
+            continue  # a link of the usual ones that this cluster cannot have
+        except McrError as problem:
+            skipped.append(f"{change}: {problem}")
+            continue
+        changed.append(WhatIf(change, after.step_s, timeline.step_s - after.step_s, after.how))
+    known = (timeline, *others.values())
+    bound = min(found.bound, *(each.step_s for each in known))
+    return Advice(
+        plan=plan,
+        timeline=timeline,
+        bound=bound,
+        gap=timeline.step_s / bound - 1 if found.gap is None and bound else found.gap or 0.0,
+        exact=found.exact,
+        others=others,
+        scaling=scaling,
+        what_ifs=tuple(sorted(changed, key=lambda each: -each.gain)),
+        skipped=tuple(skipped),
+    )
+
+
+# -- other plans, other clusters ----------------------------------------------------------------------------
+
+
+def _others(step: Step, costs: Costs, world: int) -> dict[str, Timeline]:
+    """The step as it was captured, and with the usual buckets."""
+    plans: dict[str, Plan | None] = {"as captured": None}
+    units, base = units_of(step), best_library(costs)
+    if units:
+        library = next(iter(libraries_of(costs)), CAPTURED)
+        for name, limit in [*((f"buckets of {limit} MiB", limit * _MIB) for limit in (1, 4, 25))]:
+            plans[name] = Plan(_usual_buckets(units, limit, library), base)
+        plans["each gradient alone"] = Plan(_usual_buckets(units, 1, library), base)
+    found = {name: _known(step, plan, costs, world) for name, plan in plans.items()}
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def _usual_buckets(units: Sequence[Unit], limit: int, library: str) -> list[Bucket]:
+    """Buckets of up to `limit` bytes, of each unit's own gradients."""
+    return in_order(
+        (unit.ready[bucket.params[-1]], bucket)
+        for unit in units
+        for bucket in buckets_of(unit.sizes, limit, library)
+    )
+
+
+def _known(step: Step, plan: Plan | None, costs: Costs, world: int) -> Timeline | None:
+    """The course of the step; None where the costs of some operation are not known on these ranks."""
+    try:
+        return simulated(step, plan, costs, world)
+    except Unsupported:
+        return None
+
+
+def _spreads(step: Step, ranks: int) -> bool:
+    """Whether the step can be spread to so many ranks: any number of one role in one group."""
+    whole = tuple(range(step.ranks))
+    groups = {each.group for role in step.roles for each in role.events if isinstance(each, Issue)}
+    return ranks % step.ranks == 0 or (len(step.roles) == 1 and groups <= {whole})
+
+
+def _scaled(step: Step, plan: Plan, costs: Costs, world: int) -> list[Scaled]:
+    """The step on 1, 2, 4, … ranks and on the captured ones' doublings, up to those that are asked about."""
+    numbers = {step.ranks, world}
+    for first in (1, step.ranks):
+        while first < world:
+            numbers.add(first)
+            first *= 2
+    return [
+        Scaled(ranks, at.step_s, at.bound, at.how, at.times_how)
+        for ranks in sorted(numbers)
+        if ranks <= costs.topology.ranks and _spreads(step, ranks)
+        if (at := _known(step, plan, costs, ranks)) is not None
+    ]
+
+
+def _usual(step: Step, costs: Costs, world: int) -> list[str]:
+    """Changes that are always of interest: links twice as fast, a codec, computing that is faster."""
+    links = costs.topology.links
+    changes = []
+    if links.nic is not None:
+        changes.append(f"nic={2 * 8 * links.nic.rate / 1e9:g}Gbit/s")
+    if links.rack is not None:
+        changes.append(f"uplink={2 * 8 * links.rack.uplink / 1e9:g}Gbit/s")
+    if links.inside is not None:
+        changes.append(f"inside={2 * 8 * links.inside.rate / 1e9:g}Gbit/s")
+    if units_of(step) and world > 1:
+        changes.append(f"compress={_CODEC}")
+    return [*changes, "compute=0.8"]
+
+
+def _check_change(step: Step, costs: Costs, change: str) -> None:
+    """Raise `ConfigError` if a change is not known."""
+    name, _, value = (part.strip() for part in change.partition("="))
+    if name == "compute":
+        _factor(change, value)
+    elif name == "compress":
+        if value not in (known := registry.names("codecs")):
+            raise ConfigError(f"{change}: {unknown('codec', value, known)}")
+        if not units_of(step):
+            raise ConfigError(f"{change}: the step sends no gradients that could be compressed")
+    else:
+        costs.topology.changed([change])
+
+
+def _changed(step: Step, costs: Costs, world: int, change: str, plan: Plan, until: float) -> Timeline:
+    """The step after a change, with the best buckets for it; `plan`: those without it."""
+    name, _, value = (part.strip() for part in change.partition("="))
+    codec = None
+    if name == "compute":
+        step = _faster(step, _factor(change, value))
+    elif name == "compress":
+        codec = value
+    else:
+        costs = costs.on(costs.topology.changed([change]))
+    found = searched(step, costs, world, until=until, codec=codec, start=plan)
+    after = simulated(step, found.plan, costs, world)
+    return replace(after, how="assumed") if name == "compute" else after
+
+
+def _factor(change: str, value: str) -> float:
+    try:
+        factor = float(value)
+    except ValueError:
+        factor = -1.0
+    if not 0 < factor < np.inf:
+        raise ConfigError(f"{change}: expected a factor of the time of computing, such as compute=0.8")
+    return factor
+
+
+def _faster(step: Step, factor: float) -> Step:
+    """The step with another time of computing."""
+    roles = tuple(
+        replace(
+            role,
+            events=tuple(
+                each._replace(seconds=factor * each.seconds) if isinstance(each, Compute) else each
+                for each in role.events
+            ),
+        )
+        for role in step.roles
+    )
+    return replace(step, roles=roles)

@@ -1,0 +1,295 @@
+"""The best buckets for the gradients of a step: exact for one channel, changed by simulations with several.
+
+    found = searched(step, costs, ranks, until=perf_counter() + 2)
+    found.plan, found.bound
+
+The search (`search`) knows one channel. Gradients that other ranks send, or other groups, are searched apart;
+with several libraries, single buckets are then changed as long as the simulated step becomes shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from itertools import pairwise
+from time import perf_counter
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from mcr_plus.errors import Unsupported
+from mcr_plus.fusion.bucket import Entry, by_size
+from mcr_plus.plan.costs import OVERHEAD, Curve, groups, prices
+from mcr_plus.plan.course import Timeline
+from mcr_plus.plan.network import members, simulate
+from mcr_plus.plan.programs import Bucket, Plan
+from mcr_plus.plan.scaling import CAPTURED, Costs
+from mcr_plus.plan.search import rest, search
+from mcr_plus.plan.step import Compute, Issue, Ready, Role, Step, Wait
+from mcr_plus.tables.scaling import Placement
+
+_ALIGNMENT: Final = 64  # bytes
+_POINTS: Final = 16  # of a curve, for each doubling of the size
+_TRIED: Final = 400  # changes of a plan
+_WORTH: Final = 1e-4  # of the step; less is no reason for a change
+_CUTS: Final = 8  # parts of a large bucket, between which it may be cut
+
+
+def simulated(step: Step, plan: Plan | None, costs: Costs, world: int) -> Timeline:
+    """The course of the step on so many ranks, with what issuing operations takes."""
+    return simulate(step, plan, costs, ranks=world, overhead=OVERHEAD)
+
+
+class Unit(NamedTuple):
+    """Gradients that buckets may join, in the order of their readiness, since the same ranks send them in the
+    same groups.
+
+    `sizes`: bytes by name. `ready`: seconds of computing before each; `until`: before the program waits for
+    the last of them, out of `computed` in all. `group`: the captured ranks that send them. All are those of
+    the role that computes longest.
+    """
+
+    sizes: dict[str, int]
+    ready: dict[str, float]
+    until: float
+    computed: float
+    group: tuple[int, ...]
+
+
+class Found(NamedTuple):
+    """A plan; how far it may be above the best of its model (None: see the bound), and whether it is the best
+    there; the least time of any plan, in seconds from the beginning of the step.
+    """
+
+    plan: Plan
+    gap: float | None
+    exact: bool
+    bound: float
+
+
+class _Part(NamedTuple):
+    """Buckets of a unit, each with the time at which it is ready, and what is known of them, see `Found`."""
+
+    buckets: list[tuple[float, Bucket]]
+    libraries: list[str]
+    gap: float
+    exact: bool
+    bound: float
+
+
+def searched(
+    step: Step, costs: Costs, world: int, *, until: float, codec: str | None = None, start: Plan | None = None
+) -> Found:
+    """The best plan: exact for one channel; with several, changed step by step from there until some time.
+
+    `start`: a plan that is tried, too. `codec`: that compresses all buckets.
+    """
+    units = units_of(step)
+    library = best_library(costs)
+    computed = max(computed_in(role) for role in step.roles)
+    if not units:
+        return Found(Plan(library=library), 0.0, True, computed)
+    seconds = max(until - perf_counter(), 0.0) / 2 / len(units)
+    parts = [_part(unit, costs, step.ranks, world, codec, seconds) for unit in units]
+    plan = Plan(in_order(each for part in parts for each in part.buckets), library)
+    bound = max(computed, *(part.bound for part in parts))
+    if len(parts) == len(parts[0].libraries) == 1:
+        return Found(plan, parts[0].gap, parts[0].exact, bound)
+    if start is not None and start.buckets:
+        coded = replace(start, buckets=[each._replace(codec=codec) for each in start.buckets])
+        plan = min(plan, coded, key=lambda each: simulated(step, each, costs, world).step_s)
+    libraries = list(dict.fromkeys(name for part in parts for name in part.libraries))
+    if len(libraries) > 1:
+        plan = _improved(step, plan, costs, world, libraries, until)
+    return Found(plan, None, False, bound)
+
+
+def _part(unit: Unit, costs: Costs, captured: int, world: int, codec: str | None, seconds: float) -> _Part:
+    """The best buckets of a unit, as if nothing else were sent."""
+    names, nbytes, times = _grouped(unit)
+    to = costs.topology.placement(members(unit.group, captured, world))
+    curves = _curves(costs, to, sum(nbytes), codec)
+    if not curves:
+        raise Unsupported("no library has a known cost for the all_reduces of gradients on these ranks")
+    libraries = list(curves)
+    priced = prices(nbytes, 1, [each.cost for each in curves.values()], OVERHEAD)
+    found = search(times, unit.until, priced, seconds=seconds)
+    buckets = [
+        (times[end - 1], Bucket(tuple(sum(names[begin:end], ())), libraries[choice], codec))
+        for begin, end, choice in found.buckets
+    ]
+    after, above = unit.computed - unit.until, 1 + max(each.above for each in curves.values())
+    grouped = len(names) < len(unit.sizes)
+    if len(libraries) == 1 and not grouped:
+        return _Part(buckets, libraries, found.gap, found.exact, (found.bound + after) / above)
+    # Libraries have channels of their own, and share links: each carries what crosses it. And gradients of
+    # one group may yet be parted. What surely comes after the last gradient is an operation that has it.
+    last = np.array([unit.sizes[names[-1][-1]]])
+    ends = [unit.until, times[-1] + min(float(each.cost.times(last)[0]) for each in curves.values())]
+    if not grouped:
+        work = prices(nbytes, 1, [each.work for each in curves.values()], OVERHEAD)
+        ends.append(float(rest(np.array(times), work)[2][0]))
+        if sum(float(np.max(each.cost.shares)) for each in curves.values()) <= 1.0:
+            ends.append(unit.until + float(rest(np.array(times), priced)[1][0]))
+    exact = found.exact and len(libraries) == 1 and not grouped
+    return _Part(buckets, libraries, found.gap, exact, (max(ends) + after) / above)
+
+
+def in_order(buckets: Iterable[tuple[float, Bucket]]) -> list[Bucket]:
+    """Buckets of several units in the order in which they are ready, so that none waits for another."""
+    return [bucket for _, bucket in sorted(buckets, key=lambda pair: pair[0])]
+
+
+def _improved(
+    step: Step, plan: Plan, costs: Costs, world: int, libraries: Sequence[str], until: float
+) -> Plan:
+    """The plan after changes of single buckets, each of which makes the simulated step shorter."""
+    best, tried = simulated(step, plan, costs, world).step_s, 0
+    together = {name: number for number, unit in enumerate(units_of(step)) for name in unit.sizes}
+    improved = True
+    while improved:
+        improved = False
+        for buckets in _neighbours(list(plan.buckets or ()), libraries, together):
+            tried += 1
+            if tried > _TRIED or perf_counter() > until:
+                return plan
+            other = replace(plan, buckets=buckets)
+            step_s = simulated(step, other, costs, world).step_s
+            if step_s < best * (1 - _WORTH):
+                best, plan, improved = step_s, other, True
+                break
+    return plan
+
+
+def _neighbours(
+    buckets: list[Bucket], libraries: Sequence[str], unit: Mapping[str, int]
+) -> Iterator[list[Bucket]]:
+    """Plans in which one bucket has another library, is joined to the next one, or is cut in two.
+
+    `unit`: of each gradient; those of different ones are never joined.
+    """
+    for at in reversed(range(len(buckets))):  # those at the end are exposed
+        before, bucket, behind = buckets[:at], buckets[at], buckets[at + 1 :]
+        for library in libraries:
+            if library != bucket.library:
+                yield [*before, bucket._replace(library=library), *behind]
+        if behind and unit[bucket.params[0]] == unit[behind[0].params[0]]:
+            yield [*before, bucket._replace(params=bucket.params + behind[0].params), *behind[1:]]
+        for place in _places(len(bucket.params)):
+            first = bucket._replace(params=bucket.params[:place])
+            for library in libraries:
+                yield [*before, first, Bucket(bucket.params[place:], library, bucket.codec), *behind]
+
+
+def _places(count: int) -> list[int]:
+    """Where a bucket of so many gradients may be cut: everywhere, or at a few places of a large one."""
+    return sorted({round(count * part / _CUTS) for part in range(1, _CUTS)} - {0, count})
+
+
+def units_of(step: Step) -> list[Unit]:
+    """The gradients of the step, those apart that no bucket may join."""
+    carriers: dict[str, dict[int, tuple[int, ...]]] = {}
+    for number, role in enumerate(step.roles):
+        for each in role.events:
+            if isinstance(each, Issue):
+                for name in each.gradients:
+                    carriers.setdefault(name, {})[number] = each.group
+    alike: dict[tuple[tuple[int, tuple[int, ...]], ...], set[str]] = {}
+    for name, of_role in carriers.items():
+        alike.setdefault(tuple(sorted(of_role.items())), set()).add(name)
+    found = []
+    for places, names in alike.items():
+        number, group = max(places, key=lambda place: computed_in(step.roles[place[0]]))
+        unit = _unit(step.roles[number], names, group)
+        if unit.sizes:
+            found.append(unit)
+    return found
+
+
+def _unit(role: Role, names: Set[str], group: tuple[int, ...]) -> Unit:
+    carrying = {each.id for each in role.events if isinstance(each, Issue) and each.gradients}
+    sizes: dict[str, int] = {}
+    ready: dict[str, float] = {}
+    done, until = 0.0, None
+    for each in role.events:
+        if isinstance(each, Compute):
+            done += each.seconds
+        elif isinstance(each, Ready) and each.param in names:
+            ready[each.param], sizes[each.param] = done, each.nbytes
+        elif isinstance(each, Wait) and each.id in carrying:
+            until = done
+    return Unit(sizes, ready, done if until is None else until, done, group)
+
+
+def computed_in(role: Role) -> float:
+    """Seconds of computing of a role."""
+    return sum(each.seconds for each in role.events if isinstance(each, Compute))
+
+
+def _grouped(unit: Unit) -> tuple[list[tuple[str, ...]], list[int], list[float]]:
+    """Gradients in the order of their readiness; of very many, neighbours of few bytes stay together."""
+    names = list(unit.ready)
+    ends = groups([unit.sizes[name] for name in names])
+    kept = [tuple(names[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
+    nbytes = [sum(unit.sizes[name] for name in group) for group in kept]
+    return kept, nbytes, [unit.ready[group[-1]] for group in kept]
+
+
+class _Curves(NamedTuple):
+    """What all_reduces by a library cost, and the seconds for which they would fill their widest link.
+
+    `above`: how far the curve may lie above the costs between its points, relative to them.
+    """
+
+    cost: Curve
+    work: Curve
+    above: float
+
+
+def _curves(costs: Costs, to: Placement, nbytes: int, codec: str | None = None) -> dict[str, _Curves]:
+    """What all_reduces up to `nbytes` cost on ranks that lie in this way, by library."""
+    doublings = max(1.0, np.log2(max(nbytes, 8) / 4))
+    even = np.geomspace(4, max(nbytes, 8), int(_POINTS * doublings))
+    found: dict[str, _Curves] = {}
+    for library in libraries_of(costs):
+        # Curves have corners where something was measured.
+        corners = [each.curve.sizes for each in costs.measured if each.library == library]
+        wanted = np.unique(np.concatenate([even, *corners]).astype(np.int64))
+        sizes = wanted[(wanted >= 4) & (wanted <= max(nbytes, 8))].tolist()
+        try:
+            used = [costs.use("all_reduce", size, to, library, codec) for size in sizes]
+        except Unsupported:  # nothing is known of this library on these ranks
+            continue
+        points = {size: use.cost[:2] for size, use in zip(sizes, used, strict=True)}
+        work = {
+            size: (use.cost.seconds * use.busy.get(to.widest, 0.0), 0.0)
+            for size, use in zip(sizes, used, strict=True)
+        }
+        curve = Curve.through(points)
+        between = [(low + high) // 2 for low, high in pairwise(sizes)]
+        exact = np.array([costs.use("all_reduce", size, to, library, codec).cost.seconds for size in between])
+        over = curve.times(np.array(between))[exact > 0] / exact[exact > 0] - 1
+        found[library] = _Curves(curve, Curve.through(work), float(over.max(initial=0.0)))
+    return found
+
+
+def libraries_of(costs: Costs) -> list[str]:
+    """The libraries that may send buckets. The one of the captured step is among those that have names."""
+    named = [each for each in costs.libraries() if each != CAPTURED]
+    return named or costs.libraries()
+
+
+def best_library(costs: Costs) -> str:
+    """The library of the program's own operations: that of the captured step, if it has any."""
+    libraries = costs.libraries()
+    return CAPTURED if CAPTURED in libraries or not libraries else libraries[0]
+
+
+def buckets_of(sizes: Mapping[str, int], limit: int, library: str) -> list[Bucket]:
+    """Gradients, by name, in their order, in buckets of up to `limit` bytes."""
+    names = list(sizes)
+    entries = [Entry(at, nbytes) for at, nbytes in enumerate(sizes.values())]
+    return [
+        Bucket(tuple(names[at] for at in each.members), library)
+        for each in by_size(entries, limit=limit, alignment=_ALIGNMENT)
+    ]

@@ -1,0 +1,437 @@
+"""The course of a step as events: ranks that compute, queues of operations, and links that they share.
+
+All arrays are of representatives, see `network`: a rank, a queue or a link here may stand for many that are
+alike. Times are in seconds. The next event is the end of an operation or of a rank's computing; everything
+else follows from these two. Each is in one indexed heap, so a step of E events takes O(E log E), and the
+rates of links are computed again only for operations that are connected by links with one that began or
+ended.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcr_plus.kernels.cpu import compiled
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+COMPUTE: Final = 0
+ISSUE: Final = 1
+WAIT: Final = 2
+POLL: Final = 3
+
+_COMPUTING: Final = 0
+_BLOCKED: Final = 1
+_ENDED: Final = 2
+_CLOSE: Final = 1e-12  # what counts as equal in rates
+
+
+class Programs(NamedTuple):
+    """The events of programs, one program after another; `begins[p]` to `begins[p + 1]` are those of one.
+
+    `code`: of the event. `value`: seconds of computing. `slot`, `number`: the operation that is issued or
+    waited for, by the place of its queue among the rank's, and its number there.
+    """
+
+    begins: Ints
+    code: Ints
+    value: Floats
+    slot: Ints
+    number: Ints
+
+
+class Queues(NamedTuple):
+    """Operations in the order of each queue; `begins[q]` to `begins[q + 1]` are those of one.
+
+    `seconds` alone, `share` of a core meanwhile, `busy[:, class]` of links, `flow` the bytes per second of a
+    message. The members of a queue, from `members[q]` on: `rank`, and the slot that it has there.
+    `by_caller`: operations begin only when the program of each rank issues, waits or has a gradient ready.
+    """
+
+    begins: Ints
+    seconds: Floats
+    share: Floats
+    busy: Floats
+    flow: Floats
+    members: Ints
+    rank: Ints
+    slot: Ints
+    by_caller: NDArray[np.bool_]
+
+
+class Shares(NamedTuple):
+    """Which queues share which links: an entry is one queue's on one link.
+
+    Those of a queue lie from `of_queue[q]` on. `by_link` has the indices of entries by link, those of a link
+    from `of_link[link]` on. `times`: how many queues that are alike the link has.
+    """
+
+    of_queue: Ints
+    queue: Ints
+    link: Ints
+    kind: Ints
+    times: Floats
+    of_link: Ints
+    by_link: Ints
+
+
+class Ran(NamedTuple):
+    """What came out. `starts`, `ends`: of operations, NaN if they never ran.
+
+    `cause`: the rank that was last to arrive and the event that it was at; -1: the operation before it.
+    `when[rank, event]`: the end of an event, NaN if it was never reached. `blocked`: whether it waited.
+    """
+
+    starts: Floats
+    ends: Floats
+    cause: Ints
+    when: Floats
+    blocked: NDArray[np.bool_]
+
+
+def run(programs: Programs, of_rank: Ints, queue_of: Ints, queues: Queues, shares: Shares) -> Ran:
+    """The course of a step.
+
+    Args:
+        programs: of all ranks. of_rank: the program of each. queue_of: [ranks, slots] of int64, the queue of
+            each slot, -1 for none. queues, shares: see there.
+    """
+    return Ran(*_run(programs, of_rank, queue_of, queues, shares))
+
+
+def prepare() -> None:
+    """Compile, or load from disk, what a simulation needs."""
+    one, none = np.zeros(1, np.int64), np.zeros(0, np.int64)
+    ends = np.array([0, 1], np.int64)
+    programs = Programs(ends, one, np.zeros(1), one, one)
+    by_caller = np.zeros(1, np.bool_)
+    queues = Queues(ends, np.zeros(1), np.zeros(1), np.zeros((1, 3)), np.zeros(1), ends, one, one, by_caller)
+    shares = Shares(np.zeros(2, np.int64), none, none, none, np.zeros(0), one, none)
+    run(programs, one, np.zeros((1, 1), np.int64), queues, shares)
+
+
+@compiled
+def _before(keys, one, other):  # type: ignore[no-untyped-def]
+    return keys[one] < keys[other] or (keys[one] == keys[other] and one < other)
+
+
+@compiled
+def _set(keys, heap, place, item, key):  # type: ignore[no-untyped-def]
+    """Change the key of an item of the heap."""
+    keys[item] = key
+    at = place[item]
+    while at > 0:
+        above = (at - 1) // 2
+        if not _before(keys, item, heap[above]):
+            break
+        heap[at] = heap[above]
+        place[heap[at]] = at
+        at = above
+    count = len(heap)
+    while True:
+        below = 2 * at + 1
+        if below >= count:
+            break
+        if below + 1 < count and _before(keys, heap[below + 1], heap[below]):
+            below += 1
+        if not _before(keys, heap[below], item):
+            break
+        heap[at] = heap[below]
+        place[heap[at]] = at
+        at = below
+    heap[at] = item
+    place[item] = at
+
+
+@compiled
+def _lowest_level(flow, speed, free, slope):  # type: ignore[no-untyped-def]
+    """Bytes per second at which the next operation has its full speed, or the next link is full."""
+    level = np.inf
+    for i in range(len(flow)):
+        if speed[i] < 0.0:
+            level = min(level, flow[i])
+    for at in range(len(free)):
+        if slope[at] > 0.0:
+            level = min(level, free[at] / slope[at])
+    return level
+
+
+@compiled
+def _left_over(begins, link, need, flow, speed, free, slope):  # type: ignore[no-untyped-def]
+    """What operations with a speed leave of each link, and what the others need of it per level."""
+    free[:] = 1.0
+    slope[:] = 0.0
+    for i in range(len(flow)):
+        for k in range(begins[i], begins[i + 1]):
+            if speed[i] >= 0.0:
+                free[link[k]] = max(free[link[k]] - need[k] * speed[i], 0.0)
+            else:
+                slope[link[k]] += need[k] / flow[i]
+
+
+@compiled
+def _stops(begins, link, need, free, slope, level, i):  # type: ignore[no-untyped-def]
+    """Whether one of the links of an operation is full at this level."""
+    for k in range(begins[i], begins[i + 1]):
+        if need[k] > 0.0 and free[link[k]] <= level * slope[link[k]]:
+            return True
+    return False
+
+
+@compiled
+def fill(begins, link, need, flow, links, speed):  # type: ignore[no-untyped-def]
+    """Max-min fair speeds of operations, by progressive filling (Bertsekas, Gallager 1992, section 6.5.2).
+
+    Messages of all operations get the same bytes per second until one has its full speed or a link is full;
+    the others go on. Operation i at full speed needs the part `need[k]` of `link[k]`, k from `begins[i]` to
+    `begins[i + 1]`, and has `flow[i]` bytes per second. `speed`: the result, 0 to 1.
+    """
+    free, slope = np.ones(links), np.zeros(links)
+    waiting = 0
+    for i in range(len(flow)):
+        full = flow[i] <= 0.0 or begins[i] == begins[i + 1]
+        speed[i] = 1.0 if full else -1.0
+        waiting += not full
+    while waiting > 0:
+        _left_over(begins, link, need, flow, speed, free, slope)
+        level = _lowest_level(flow, speed, free, slope)
+        limit = level * (1.0 + _CLOSE)
+        for i in range(len(flow)):
+            if speed[i] < 0.0 and (flow[i] <= limit or _stops(begins, link, need, free, slope, limit, i)):
+                speed[i] = min(level / flow[i], 1.0)
+                waiting -= 1
+
+
+@compiled
+def _run(programs, of_rank, queue_of, queues, shares):  # type: ignore[no-untyped-def] # noqa: C901
+    # One function: numba counts references to every array of a call, and these parts share some forty.
+    ranks, slots = queue_of.shape
+    count = len(queues.begins) - 1
+    links = len(shares.of_link) - 1
+    operations = len(queues.seconds)
+    longest = 0
+    for r in range(ranks):
+        longest = max(longest, programs.begins[of_rank[r] + 1] - programs.begins[of_rank[r]])
+    starts, ends = np.full(operations, np.nan), np.full(operations, np.nan)
+    cause = np.full((operations, 2), -1, np.int64)
+    when = np.full((ranks, longest), np.nan)
+    blocked = np.zeros((ranks, longest), np.bool_)
+
+    at = np.zeros(ranks, np.int64)  # the event that a rank is at
+    state = np.full(ranks, _COMPUTING, np.int64)
+    left, rate, since = np.zeros(ranks), np.ones(ranks), np.zeros(ranks)
+    issued = np.zeros((ranks, slots), np.int64)
+    arrived = np.zeros((ranks, slots), np.bool_)
+
+    head = np.zeros(count, np.int64)  # operations of a queue that have ended
+    running = np.zeros(count, np.bool_)
+    there = np.zeros(count, np.int64)  # members that have arrived
+    rest, speed, seen = np.zeros(count), np.zeros(count), np.zeros(count)
+
+    keys = np.full(count + ranks, np.inf)  # queues first: of two events at once, operations end first
+    heap = np.arange(count + ranks)
+    place = np.arange(count + ranks)
+
+    todo, more = np.arange(ranks)[::-1].copy(), ranks
+    begin, beginning = np.zeros(count, np.int64), 0
+    dirty, changed = np.zeros(ranks, np.int64), 0
+    is_dirty = np.zeros(ranks, np.bool_)
+    found, stamp = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    nearby, link_stamp = np.zeros(links, np.int64), np.zeros(links, np.int64)
+    local = np.zeros(links, np.int64)
+    turn = 0
+    now = 0.0
+    ended = -1  # a queue whose operation has just ended
+    while True:
+        while more > 0:
+            more -= 1
+            r = todo[more]
+            first = programs.begins[of_rank[r]]
+            last = programs.begins[of_rank[r] + 1]
+            polls = False
+            while True:
+                event = first + at[r]
+                if event == last:
+                    state[r] = _ENDED
+                    polls = True
+                    break
+                code = programs.code[event]
+                if code == COMPUTE:
+                    if programs.value[event] > 0.0:
+                        state[r] = _COMPUTING
+                        left[r], since[r] = programs.value[event], now
+                        if not is_dirty[r]:
+                            is_dirty[r] = True
+                            dirty[changed] = r
+                            changed += 1
+                        break
+                elif code == ISSUE:
+                    issued[r, programs.slot[event]] += 1
+                    polls = True
+                elif code == WAIT:
+                    polls = True
+                    if head[queue_of[r, programs.slot[event]]] <= programs.number[event]:
+                        state[r] = _BLOCKED
+                        blocked[r, at[r]] = True
+                        break
+                else:
+                    polls = True
+                when[r, at[r]] = now
+                at[r] += 1
+            if polls:
+                for s in range(slots):
+                    q = queue_of[r, s]
+                    if q >= 0 and not running[q] and not arrived[r, s] and issued[r, s] > head[q]:
+                        arrived[r, s] = True
+                        there[q] += 1
+                        if there[q] == queues.members[q + 1] - queues.members[q]:
+                            cause[queues.begins[q] + head[q], 0] = r
+                            cause[queues.begins[q] + head[q], 1] = at[r]
+                            begin[beginning] = q
+                            beginning += 1
+
+        # operations that begin, and those whose links they or the one that has ended share
+        turn += 1
+        reached = 0
+        for i in range(beginning):
+            q = begin[i]
+            running[q] = True
+            there[q] = 0
+            starts[queues.begins[q] + head[q]] = now
+            rest[q], speed[q], seen[q] = 1.0, 0.0, now
+            stamp[q] = turn
+            found[reached] = q
+            reached += 1
+        beginning = 0
+        if ended >= 0 and stamp[ended] != turn:
+            stamp[ended] = turn
+            found[reached] = ended
+            reached += 1
+        ended = -1
+        if reached > 0:
+            close = 0
+            i = 0
+            while i < reached:
+                q = found[i]
+                for k in range(shares.of_queue[q], shares.of_queue[q + 1]):
+                    link = shares.link[k]
+                    if link_stamp[link] != turn:
+                        link_stamp[link] = turn
+                        local[link] = close
+                        nearby[close] = link
+                        close += 1
+                        for m in range(shares.of_link[link], shares.of_link[link + 1]):
+                            other = shares.queue[shares.by_link[m]]
+                            if running[other] and stamp[other] != turn:
+                                stamp[other] = turn
+                                found[reached] = other
+                                reached += 1
+                i += 1
+            if close > 0:
+                entries = 0
+                for i in range(reached):
+                    entries += shares.of_queue[found[i] + 1] - shares.of_queue[found[i]]
+                bounds = np.zeros(reached + 1, np.int64)
+                which, need = np.zeros(entries, np.int64), np.zeros(entries)
+                flow, speeds = np.zeros(reached), np.ones(reached)
+                entries = 0
+                for i in range(reached):
+                    q = found[i]
+                    if running[q]:
+                        operation = queues.begins[q] + head[q]
+                        flow[i] = queues.flow[operation]
+                        for k in range(shares.of_queue[q], shares.of_queue[q + 1]):
+                            used = queues.busy[operation, shares.kind[k]] * shares.times[k]
+                            if used > 0.0:
+                                which[entries] = local[shares.link[k]]
+                                need[entries] = used
+                                entries += 1
+                    bounds[i + 1] = entries
+                fill(bounds, which, need, flow, close, speeds)
+            else:
+                speeds = np.ones(reached)
+            for i in range(reached):
+                q = found[i]
+                if not running[q] or speeds[i] == speed[q]:
+                    continue
+                operation = queues.begins[q] + head[q]
+                seconds = queues.seconds[operation]
+                if speed[q] > 0.0 and seconds > 0.0:
+                    rest[q] = max(rest[q] - speed[q] * (now - seen[q]) / seconds, 0.0)
+                speed[q], seen[q] = speeds[i], now
+                end = now + rest[q] * seconds / speeds[i] if speeds[i] > 0.0 else np.inf
+                _set(keys, heap, place, q, end)
+                if queues.share[operation] > 0.0:
+                    for m in range(queues.members[q], queues.members[q + 1]):
+                        r = queues.rank[m]
+                        if not is_dirty[r]:
+                            is_dirty[r] = True
+                            dirty[changed] = r
+                            changed += 1
+
+        for i in range(changed):
+            r = dirty[i]
+            is_dirty[r] = False
+            if state[r] != _COMPUTING:
+                continue
+            taken = 0.0
+            for s in range(slots):
+                q = queue_of[r, s]
+                if q >= 0 and running[q]:
+                    taken += speed[q] * queues.share[queues.begins[q] + head[q]]
+            left[r] = max(left[r] - rate[r] * (now - since[r]), 0.0)
+            rate[r], since[r] = max(1.0 - taken, 0.0), now
+            _set(keys, heap, place, count + r, now + left[r] / rate[r] if rate[r] > 0.0 else np.inf)
+        changed = 0
+
+        item = heap[0]
+        now_next = keys[item]
+        if now_next == np.inf:
+            break
+        now = now_next
+        _set(keys, heap, place, item, np.inf)
+        if item >= count:
+            r = item - count
+            when[r, at[r]] = now
+            at[r] += 1
+            left[r] = 0.0
+            todo[more] = r
+            more += 1
+            continue
+        q = item
+        operation = queues.begins[q] + head[q]
+        ends[operation] = now
+        running[q] = False
+        ended = q
+        shared = queues.share[operation] > 0.0
+        head[q] += 1
+        for m in range(queues.members[q], queues.members[q + 1]):
+            r, s = queues.rank[m], queues.slot[m]
+            arrived[r, s] = False
+            if shared and not is_dirty[r]:
+                is_dirty[r] = True
+                dirty[changed] = r
+                changed += 1
+            if issued[r, s] > head[q] and (not queues.by_caller[q] or state[r] != _COMPUTING):
+                arrived[r, s] = True
+                there[q] += 1
+        if there[q] > 0 and there[q] == queues.members[q + 1] - queues.members[q]:
+            begin[beginning] = q
+            beginning += 1
+        for m in range(queues.members[q], queues.members[q + 1]):
+            r = queues.rank[m]
+            if state[r] == _BLOCKED:
+                event = programs.begins[of_rank[r]] + at[r]
+                waited = queue_of[r, programs.slot[event]]
+                if waited == q and head[q] > programs.number[event]:
+                    state[r] = _COMPUTING
+                    when[r, at[r]] = now
+                    at[r] += 1
+                    left[r], since[r] = 0.0, now
+                    todo[more] = r
+                    more += 1
+    return starts, ends, cause, when, blocked

@@ -1,0 +1,190 @@
+"""Reads large JSON documents piece by piece: the elements of a list at the top, one after another.
+
+    for key, value, place in members(path, {"traceEvents"}): ...
+
+Memory is bounded by the largest single value, and that by a limit.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import json
+import os
+import stat
+import zlib
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Final, cast
+
+from mcr_plus.errors import ConfigError
+
+_CHUNK: Final = 1 << 20  # bytes
+_LARGEST: Final = 1 << 26  # characters of a value
+_SPACE: Final = " \t\n\r"
+_OF_NUMBERS: Final = "0123456789.eE+-"
+
+
+def members(path: Path, lists: Collection[str]) -> Iterator[tuple[str, Any, int]]:
+    """Yield the members of an object: key, value, and the byte at which the value begins.
+
+    Of members named in `lists`, if they are lists, each element is yielded by itself, under the name of the
+    list. A list at the top is taken for the first of these. Files that end with `.gz` are decompressed, and
+    bytes are those of the content.
+
+    Raises:
+        ConfigError: the file cannot be read, is no JSON object, ends too early, or has a value of more than
+            64 MiB; with the file and the byte.
+    """
+    with _open(path) as file:
+        reader = _Reader(path, file)
+        try:
+            yield from _members(reader, lists)
+        except json.JSONDecodeError as error:
+            raise reader.error(f"not JSON: {error.msg}", error.pos) from None
+        except RecursionError:
+            raise reader.error("not JSON that can be read: nested too deeply") from None
+
+
+def _members(reader: _Reader, lists: Collection[str]) -> Iterator[tuple[str, Any, int]]:
+    first = reader.peek()
+    if first == "[":
+        name = next(iter(lists))
+        yield from ((name, value, place) for value, place in reader.elements())
+        return
+    if first != "{":
+        raise reader.error("not a JSON object")
+    reader.skip()
+    while reader.peek() != "}":
+        key, _ = reader.value()
+        if not isinstance(key, str) or reader.peek() != ":":
+            raise reader.error("not JSON: expected a name and ':'")
+        reader.skip()
+        if key in lists and reader.peek() == "[":
+            yield from ((key, value, place) for value, place in reader.elements())
+        else:
+            yield (key, *reader.value())
+        if not reader.comma("}"):
+            break
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[IO[bytes]]:
+    """Open a regular file; without O_NONBLOCK, a FIFO without a writer would block."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:  # ValueError: the name has a null byte
+        raise ConfigError(f"{path}: cannot read: {getattr(error, 'strerror', None) or error}") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ConfigError(f"{path}: cannot read: not a regular file")
+    with open(descriptor, "rb") as file:
+        if path.name.endswith(".gz"):
+            with gzip.GzipFile(fileobj=file) as content:
+                yield cast("IO[bytes]", content)
+        else:
+            yield file
+
+
+class _Reader:
+    """The part of the text that is in memory, and a position in it."""
+
+    def __init__(self, path: Path, file: IO[bytes]) -> None:
+        self._path = path
+        self._file = file
+        self._text = ""
+        self._at = 0
+        self._known = (0, 0)  # a position in the text, and its byte
+        self._ended = False
+        self._decode = json.JSONDecoder().raw_decode
+        self._utf8 = codecs.getincrementaldecoder("utf-8")()
+
+    def error(self, problem: str, at: int | None = None) -> ConfigError:
+        """An error at a position in the text, or at the current one."""
+        return ConfigError(f"{self._path}: byte {self._place(at)}: {problem}")
+
+    def _place(self, at: int | None = None) -> int:
+        at = self._at if at is None else at
+        known, byte = self._known
+        if at < known:  # of an error in a value that began before
+            return byte - len(self._text[at:known].encode())
+        self._known = (at, byte + len(self._text[known:at].encode()))
+        return self._known[1]
+
+    def _more(self) -> bool:
+        """Read on, and drop what is behind; whether there was anything."""
+        if self._ended:
+            return False
+        try:
+            chunk = self._file.read(max(_CHUNK, len(self._text) - self._at))  # a value is decoded anew
+            text = self._utf8.decode(chunk, final=not chunk)
+        except (EOFError, OSError, zlib.error) as error:
+            raise self.error(f"cannot read on: {error}", len(self._text)) from None
+        except UnicodeDecodeError:
+            raise self.error("not UTF-8", len(self._text)) from None
+        self._ended = not chunk
+        self._known = (0, self._place())
+        self._text, self._at = self._text[self._at :] + text, 0
+        return bool(chunk)
+
+    def peek(self) -> str:
+        """The next character that is no space."""
+        while True:
+            while self._at < len(self._text):
+                if self._text[self._at] not in _SPACE:
+                    return self._text[self._at]
+                self._at += 1
+            if not self._more():
+                raise self.error("truncated: the file ends within a JSON value")
+
+    def skip(self) -> None:
+        """Pass one character."""
+        self._at += 1
+
+    def comma(self, closing: str) -> bool:
+        """Pass a comma and return True, or False at the closing bracket, which is passed too."""
+        found = self.peek()
+        if found not in (",", closing):
+            raise self.error(f"not JSON: expected ',' or '{closing}'")
+        self.skip()
+        return found == ","
+
+    def value(self) -> tuple[Any, int]:
+        """The next value, and its byte."""
+        self.peek()
+        place = -1
+        while True:
+            try:
+                value, end = self._decode(self._text, self._at)
+            except json.JSONDecodeError as error:
+                # What is wrong before the end of the text stays wrong when more is read.
+                is_cut = "Unterminated" in error.msg or error.pos >= len(self._text.rstrip()) - 1
+                if self._ended or (error.pos < len(self._text) - 16 and not is_cut):
+                    if is_cut:
+                        raise self.error(
+                            "truncated: the file ends within a JSON value", len(self._text)
+                        ) from None
+                    raise
+            else:
+                is_whole = end < len(self._text) and not (
+                    isinstance(value, (int, float)) and not self._text[end:].strip(_OF_NUMBERS)
+                )
+                if is_whole or self._ended:
+                    place = self._place()
+                    self._at = end
+                    return value, place
+            if len(self._text) - self._at > _LARGEST:
+                raise self.error(f"a value of more than {_LARGEST >> 20} MiB")
+            self._more()
+
+    def elements(self) -> Iterator[tuple[Any, int]]:
+        """The elements of the list that comes next."""
+        self.skip()
+        if self.peek() == "]":
+            self.skip()
+            return
+        while True:
+            yield self.value()
+            if not self.comma("]"):
+                return

@@ -1,0 +1,139 @@
+"""Measures, in the job itself, what all_reduces of buckets cost: alone, and beside computing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import Final
+
+import numpy as np
+import torch
+
+from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.core.kinds import MAX
+from mcr_plus.core.work import Work
+from mcr_plus.errors import Unsupported
+from mcr_plus.plan.costs import Curve
+
+Send = Callable[[torch.Tensor, str], Work]
+"""Starts the all_reduce of a bucket by a library."""
+
+_SMALLEST: Final = 4 << 10
+_LARGEST: Final = 4 << 20  # beyond it, time grows with size
+_FACTOR: Final = 8
+_SECONDS: Final = 2.0  # of all measurements together
+_MOST: Final = 9  # times that a size is measured
+_PARTS: Final = (
+    4.2  # times that of an operation that a measurement takes: alone, computing, and both together
+)
+_EDGE: Final = 160  # of the square matrices that are multiplied meanwhile: about a tenth of a millisecond
+
+
+def probe(
+    comm: Communicator,
+    dtype: torch.dtype,
+    device: torch.device,
+    nbytes: int,
+    libraries: Sequence[str],
+    send: Send,
+) -> dict[str, Curve]:
+    """The curves of all_reduces up to `nbytes` bytes by library, the same on all ranks; collective.
+
+    A time is the median of some, of the slowest rank. It takes about two seconds in all: sizes for which
+    there is no time left are extrapolated. Libraries that cannot run the operation are left out.
+    """
+    largest = min(nbytes, _LARGEST)
+    sizes = [_SMALLEST]
+    while sizes[-1] * _FACTOR <= largest:
+        sizes.append(sizes[-1] * _FACTOR)
+    if sizes[-1] < largest:
+        sizes.append(largest // dtype.itemsize * dtype.itemsize)
+    found: dict[str, Curve] = {}
+    clock = _Clock(comm)
+    for number, library in enumerate(libraries):
+        seconds = (_SECONDS - clock.spent()) / (len(libraries) - number)
+        points: dict[int, tuple[float, float]] = {}
+        of_library = _Clock(comm)
+        for at, size in enumerate(sizes):
+            if points and seconds - of_library.spent() < 2 * _expected(points, size):
+                break
+            values = torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
+            start = partial(send, values, library)
+            try:
+                work = start()
+            except Unsupported:
+                break
+            work.wait()
+            whole = _slowest(comm, [_alone(start)])[0]
+            left = seconds - of_library.spent()
+            repeats = int(min(left / (len(sizes) - at) / (_PARTS * whole), _MOST))
+            if repeats < 1 and points and left < _PARTS * whole:
+                points[size] = whole, points[sizes[at - 1]][1]  # a share would take too long
+            else:
+                points[size] = _measured(comm, start, max(1, repeats))
+        if points:
+            found[library] = Curve.through(points)
+    return found
+
+
+def _expected(points: Mapping[int, tuple[float, float]], size: int) -> float:
+    """The seconds of an operation that is larger than those measured; of one of these, at most."""
+    if len(points) == 1:
+        ((known, (seconds, _)),) = points.items()
+        return seconds * size / known
+    return float(Curve.through(points).times(np.array([size]))[0])
+
+
+class _Clock:
+    """Seconds since it was made, of the rank for which they are most."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._began = perf_counter()
+
+    def spent(self) -> float:
+        """The same on all ranks; collective."""
+        return _slowest(self._comm, [perf_counter() - self._began])[0]
+
+
+def _alone(start: Callable[[], Work]) -> float:
+    began = perf_counter()
+    start().wait()
+    return perf_counter() - began
+
+
+def _measured(comm: Communicator, start: Callable[[], Work], repeats: int) -> tuple[float, float]:
+    """The seconds of an operation, and the share of the core that it takes."""
+    whole = _slowest(comm, [median(_alone(start) for _ in range(repeats))])[0]
+    left, right = torch.ones(_EDGE, _EDGE), torch.ones(_EDGE, _EDGE)
+
+    def compute(pieces: int) -> float:
+        began = perf_counter()
+        for _ in range(pieces):
+            torch.mm(left, right)
+            comm.progress()  # as the hooks of gradients do
+        return perf_counter() - began
+
+    compute(4)
+    piece = compute(8) / 8
+    pieces = int(_slowest(comm, [max(1.0, 1.2 * whole / piece)])[0])
+
+    def beside() -> float:
+        began = perf_counter()
+        work = start()
+        compute(pieces)
+        work.wait()
+        return perf_counter() - began
+
+    busy = median(compute(pieces) for _ in range(repeats))
+    both = median(beside() for _ in range(repeats))
+    (lost,) = _slowest(comm, [both - busy])
+    return whole, min(max(lost / whole, 0.0), 1.0)
+
+
+def _slowest(comm: Communicator, values: Sequence[float]) -> list[float]:
+    found = torch.tensor(values, dtype=torch.float64)
+    comm.all_reduce(found, MAX, compress=False, tag="plan")
+    return list(found.tolist())

@@ -1,0 +1,221 @@
+"""The programs of captured ranks, with their gradients sent by a plan: what `network` simulates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcr_plus.core.kinds import KINDS
+from mcr_plus.core.units import about
+from mcr_plus.errors import InvalidArgument, short
+from mcr_plus.plan.events import COMPUTE, ISSUE, POLL, WAIT, Programs
+from mcr_plus.plan.scaling import CAPTURED
+from mcr_plus.plan.step import Compute, Issue, Ready, Role, Step, Wait
+
+Ints = NDArray[np.int64]
+
+
+class Bucket(NamedTuple):
+    """Gradients that are sent as one, by the names of their parameters; the library and the codec."""
+
+    params: tuple[str, ...]
+    library: str = CAPTURED
+    codec: str | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is sent by what.
+
+    `buckets`: in the order of sending, in place of the captured operations that carry gradients; None leaves
+    those as they were. `library`: of all other operations.
+    """
+
+    buckets: Sequence[Bucket] | None = None
+    library: str = CAPTURED
+
+
+class Sent(NamedTuple):
+    """An operation as it is simulated, the same for all members of its group."""
+
+    name: str
+    kind: str
+    nbytes: int
+    codec: str | None
+
+
+class Slot(NamedTuple):
+    """A queue as a captured rank sees it: its group, and the library."""
+
+    group: tuple[int, ...]
+    library: str
+
+
+@dataclass
+class Program:
+    """The events of a captured rank."""
+
+    code: list[int] = field(default_factory=list)
+    value: list[float] = field(default_factory=list)
+    slot: list[int] = field(default_factory=list)
+    number: list[int] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
+    sent: list[list[Sent]] = field(default_factory=list)
+
+    def add(self, code: int, value: float = 0.0, slot: int = 0, number: int = 0) -> None:
+        """Append an event."""
+        self.code.append(code)
+        self.value.append(value)
+        self.slot.append(slot)
+        self.number.append(number)
+
+    def issue(self, slot: Slot, sent: Sent) -> tuple[int, int]:
+        """Append an operation; returns the place of its queue among the rank's, and its number there."""
+        if slot not in self.slots:
+            self.slots.append(slot)
+            self.sent.append([])
+        at = self.slots.index(slot)
+        self.sent[at].append(sent)
+        place = at, len(self.sent[at]) - 1
+        self.add(ISSUE, 0.0, *place)
+        return place
+
+
+class Builder:
+    """Makes the program of a role, with its gradients sent by the plan."""
+
+    def __init__(self, role: Role, plan: Plan, overhead: float, world: int, sent: frozenset[str]) -> None:
+        self.role, self.plan, self.overhead = role, plan, overhead
+        carrying = [each for each in role.events if isinstance(each, Issue) and each.gradients]
+        self.extends = {each.group for each in carrying}
+        self.unknown: dict[str, None] = {}
+        self.program = Program()
+        self._groups = {param: each.group for each in carrying for param in each.gradients}
+        self._everyone = tuple(range(world))
+        self._sizes = {each.param: each.nbytes for each in role.events if isinstance(each, Ready)}
+        self._buckets = _buckets(role, plan, sent & self._sizes.keys())
+        self._replaced = {each.id for each in carrying} if plan.buckets is not None else set[int]()
+        self._ready: set[str] = set()
+        self._sent: list[tuple[int, int]] = []
+        self._places: dict[int, tuple[int, int]] = {}
+        self._named: dict[str, int] = {}
+
+    def build(self) -> Program:
+        """The program. Raises `InvalidArgument` for negative times, and for waits for nothing."""
+        waits = [each for each in self.role.events if isinstance(each, Wait) and each.id in self._replaced]
+        for each in self.role.events:
+            if isinstance(each, Compute):
+                if not 0 <= each.seconds < np.inf:
+                    raise InvalidArgument(f"{each.name}: expected seconds of at least 0, got {each.seconds}")
+                self.program.add(COMPUTE, each.seconds)
+            elif isinstance(each, Ready):
+                self._on_ready(each)
+            elif isinstance(each, Issue):
+                self._on_issue(each)
+            elif isinstance(each, Wait):
+                self._on_wait(each, last=bool(waits) and each is waits[-1])
+        return self.program
+
+    def _on_ready(self, event: Ready) -> None:
+        self._ready.add(event.param)
+        self.program.add(POLL)
+        while len(self._sent) < len(self._buckets):
+            bucket = self._buckets[len(self._sent)]
+            if not self._ready.issuperset(bucket.params):
+                break
+            nbytes = sum(self._sizes[param] for param in bucket.params)
+            sent = Sent(f"bucket {len(self._sent)} ({about(nbytes)})", "all_reduce", nbytes, bucket.codec)
+            self._sent.append(self._issue(Slot(self._group(bucket), bucket.library), sent))
+
+    def _on_issue(self, event: Issue) -> None:
+        if event.id in self._replaced:
+            return
+        if event.kind not in KINDS:
+            self.unknown[event.kind] = None
+        kind = "send" if event.kind == "recv" else event.kind  # both ends of one operation
+        stem = event.tag or event.kind
+        self._named[stem] = self._named.get(stem, -1) + 1
+        sent = Sent(f"{stem} {self._named[stem]}", kind, event.nbytes, None)
+        self._places[event.id] = self._issue(Slot(event.group, self.plan.library), sent)
+
+    def _on_wait(self, event: Wait, *, last: bool) -> None:
+        if event.id in self._replaced:
+            places = self._sent if last else []  # gradients are needed once all of them are there
+        elif event.id in self._places:
+            places = [self._places[event.id]]
+        else:
+            ranks = short(self.role.ranks)
+            raise InvalidArgument(
+                f"a wait for operation {event.id}, which ranks {ranks} have not issued before"
+            )
+        for place in places:
+            self.program.add(WAIT, 0.0, *place)
+
+    def _issue(self, slot: Slot, sent: Sent) -> tuple[int, int]:
+        place = self.program.issue(slot, sent)
+        self.program.add(COMPUTE, self.overhead)
+        return place
+
+    def _group(self, bucket: Bucket) -> tuple[int, ...]:
+        found = {self._groups.get(param, self._everyone) for param in bucket.params}
+        if len(found) > 1:
+            raise InvalidArgument(
+                f"a bucket with {bucket.params[0]!r}: its gradients are of {len(found)} groups; expected one"
+            )
+        return found.pop()
+
+
+def gradients_of(step: Step, role: Role) -> frozenset[str]:
+    """The gradients that a plan sends for a role: those that its operations carry.
+
+    Others are ready, too, but are not averaged (`mcr_skip`). In a step none of whose operations carries
+    gradients, nothing tells these apart, and all are sent.
+    """
+
+    def carried(of: Role) -> frozenset[str]:
+        return frozenset(name for each in of.events if isinstance(each, Issue) for name in each.gradients)
+
+    if any(carried(each) for each in step.roles):
+        return carried(role)
+    return frozenset(each.param for each in role.events if isinstance(each, Ready))
+
+
+def _buckets(role: Role, plan: Plan, sent: Set[str]) -> list[Bucket]:
+    """The buckets of this role: those whose gradients it sends."""
+    found = []
+    for bucket in plan.buckets or ():
+        own = [param for param in bucket.params if param in sent]
+        if own and len(own) < len(bucket.params):
+            absent = next(param for param in bucket.params if param not in sent)
+            raise InvalidArgument(
+                f"gradient {absent!r}: in a bucket with {own[0]!r}, but the step does not send it"
+            )
+        if own:
+            found.append(bucket)
+    planned = {param for bucket in found for param in bucket.params}
+    left = min(sent - planned, default=None)
+    if plan.buckets is not None and left is not None:
+        raise InvalidArgument(
+            f"gradient {left!r} of ranks {short(role.ranks)}: it is in no bucket of the plan"
+        )
+    return found
+
+
+def joined(programs: Sequence[Program]) -> Programs:
+    """Programs as arrays, one behind the other."""
+    return Programs(
+        bounds_of([len(each.code) for each in programs]),
+        np.array([code for each in programs for code in each.code], np.int64),
+        np.array([value for each in programs for value in each.value], np.float64),
+        np.array([slot for each in programs for slot in each.slot], np.int64),
+        np.array([number for each in programs for number in each.number], np.int64),
+    )
+
+
+def bounds_of(lengths: Sequence[int]) -> Ints:
+    """Where parts of these lengths begin, one behind the other, and where the last one ends."""
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

@@ -1,0 +1,126 @@
+"""Buckets of gradients in a file, by the names of their parameters: what `fuse: {plan: FILE}` reads.
+
+    {"version": 1, "model": "0f3a…", "ranks": 8, "nodes": 2, "ranks_per_node": 4,
+     "buckets": [{"params": ["head.weight", "head.bias"], "library": "gloo"}, …]}
+
+Buckets are in the order of sending. `library` is left out, or null, where the pipeline chooses. `nodes`,
+`ranks_per_node` and `tables` (the digests of those that it was made with) are compared if they are there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from mcr_plus.config.document import path_text, read_bytes, write_text
+from mcr_plus.config.names import backend_name
+from mcr_plus.config.schema import Config
+from mcr_plus.errors import ConfigError, short
+
+
+class SavedBucket(BaseModel):
+    """The parameters whose gradients travel together, and the library that sends them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    params: tuple[str, ...] = Field(min_length=1)
+    library: str | None = None
+
+
+def digests(config: Config) -> tuple[str, ...]:
+    """Of the tables that a pipeline names; raises `ConfigError` if one cannot be read."""
+    return tuple(dict.fromkeys(ref.digest() for ref in config.tables))
+
+
+class SavedPlan(BaseModel):
+    """The buckets of a model's gradients on a number of ranks.
+
+    `model`: the hash of the parameters' names, shapes and dtypes, see `model_hash`. `ranks_per_node`: the
+    most on one. `tables`: the digests of the tables that told what buckets cost. What is None is unknown.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    version: Literal[1] = 1
+    model: str
+    ranks: int = Field(ge=1)
+    nodes: int | None = Field(default=None, ge=1)
+    ranks_per_node: int | None = Field(default=None, ge=1)
+    tables: tuple[str, ...] | None = None
+    buckets: tuple[SavedBucket, ...] = Field(min_length=1)
+
+    @classmethod
+    def load(cls, path: Path, place: str | None = None) -> SavedPlan:
+        """Read what `save` has written; errors begin with `place`, by default the path.
+
+        Raises:
+            ConfigError: the file cannot be read, or holds something else.
+        """
+        place = str(path) if place is None else place
+        content = read_bytes(path, place)
+        try:
+            return cls.model_validate_json(content)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            at = path_text(tuple(first["loc"]))
+            raise ConfigError(
+                f"{place}: {path.name}: {at}: {first['msg']}, got {short(first['input'])}"
+            ) from None
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON, a bucket a line. Raises `ConfigError` if the file cannot be written."""
+        about = json.dumps(self.model_dump(mode="json", exclude={"buckets"}, exclude_none=True))
+        lines = ",\n".join("  " + json.dumps(bucket.model_dump()) for bucket in self.buckets)
+        write_text(path, f'{about[:-1]},\n "buckets": [\n{lines}\n ]}}\n')
+
+    def difference(
+        self,
+        model: str,
+        names: Sequence[str],
+        ranks: int,
+        libraries: Sequence[str],
+        nodes: int | None = None,
+        ranks_per_node: int | None = None,
+        tables: tuple[str, ...] | None = None,
+    ) -> str | None:
+        """The first thing in which a job differs from this plan, or None; what one side lacks is left out.
+
+        Args:
+            model: the hash of the job's model. names: of its parameters with gradients.
+            ranks: of the job. libraries: that can send its buckets. nodes: of the job. ranks_per_node: the
+                most on one. tables: of its pipeline, as of `digests`.
+        """
+        planned = [name for bucket in self.buckets for name in bucket.params]
+        if len(set(planned)) < len(planned):
+            twice = next(name for at, name in enumerate(planned) if name in planned[:at])
+            return f"parameter {twice!r} is in two buckets"
+        known = set(names)
+        for name in planned:
+            if name not in known:
+                return f"parameter {name!r} is in the plan, but not among the gradients of this model"
+        known = set(planned)
+        for name in names:
+            if name not in known:
+                return f"parameter {name!r} of this model is not in the plan"
+        if model != self.model:
+            return (
+                f"shapes or dtypes of parameters differ: the model is {model}, the plan is for {self.model}"
+            )
+        for what, here, there in (
+            ("ranks", ranks, self.ranks),
+            ("nodes", nodes, self.nodes),
+            ("ranks per node", ranks_per_node, self.ranks_per_node),
+        ):
+            if None not in (here, there) and here != there:
+                return f"the plan is for {there} {what}, and this job has {here}"
+        if None not in (tables, self.tables) and tables != self.tables:
+            mine, its = (
+                ", ".join(each[:8] for each in known or ()) or "none" for known in (tables, self.tables)
+            )
+            return f"the plan was made with other tables: digests {its}, and here {mine}"
+        for bucket in self.buckets:
+            if bucket.library is not None and backend_name(bucket.library) not in libraries:
+                return f"library {bucket.library!r} is not among those of this job: {', '.join(libraries)}"
+        return None

@@ -1,0 +1,532 @@
+"""A training step as its ranks ran it: what they computed, which gradients became ready when, what they sent.
+
+    step = Step.load("step.json")
+    step.roles[0].events        # [Compute("layers.3", 0.012), Ready("layers.3.weight", …), Issue(…), Wait(…)]
+
+The events of a rank are in the order of its program: a `Compute` is the time between two others. Ranks with
+the same events are one role, with the times of its slowest rank. `Step.save` writes JSON of version 1.
+
+Records, how those of ranks are merged, and their JSON are one file, as a change of one is a change of all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, Final, Literal, NamedTuple
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from mcr_plus.config.document import Keys, path_text, read_bytes, write_text
+from mcr_plus.core.kinds import VECTOR
+from mcr_plus.errors import ConfigError, InvalidArgument, short
+
+VERSION: Final = 1
+_MOST_BYTES: Final = 1 << 28
+_WARM: Final = 3.0  # times the median: what the first steps take above it is compilation
+Source = Literal["hooks", "kineto", "et"]
+
+
+class Compute(NamedTuple):
+    """Seconds of computing between two other events; the median over the captured steps."""
+
+    name: str
+    seconds: float
+
+
+class Ready(NamedTuple):
+    """The gradient of a parameter may be sent. `like`: dtype and device; equal ones may share a bucket."""
+
+    param: str
+    nbytes: int
+    like: str
+
+
+class Need(NamedTuple):
+    """A module uses its parameters for the first time in this step."""
+
+    module: str
+
+
+class Issue(NamedTuple):
+    """The program starts an operation. `seconds`: it took, on the rank that waited least; None: unknown.
+
+    `id`: the same on all ranks that take part, and used once in a role. `nbytes` as `Signature.nbytes` counts
+    them; of operations whose sizes differ between ranks, this role's own. `group`: ranks of the job, of
+    messages the sender and the receiver. `gradients`: the parameters whose gradients it carries, empty for
+    the program's own operations; a plan replaces those that carry gradients. `dtype`: its name, if known.
+    """
+
+    id: int
+    kind: str
+    nbytes: int
+    group: tuple[int, ...]
+    tag: str | None = None
+    seconds: float | None = None
+    gradients: tuple[str, ...] = ()
+    dtype: str | None = None
+
+
+class Wait(NamedTuple):
+    """The program waits for an operation."""
+
+    id: int
+
+
+Event = Compute | Ready | Need | Issue | Wait
+
+
+@dataclass(frozen=True)
+class Role:
+    """Ranks with the same events."""
+
+    ranks: tuple[int, ...]
+    events: tuple[Event, ...]
+
+
+class Mark(NamedTuple):
+    """An event of one step of one rank, in seconds from the beginning of the step on the rank's own clock.
+
+    `computed`: the name of what was computed since the mark before. Between `begin` and `end` the program
+    issues an operation or waits, and computes nothing. Of an `Issue`, whose `id` is the rank's own number:
+    `seconds` from here to its end; `key`, equal on its ranks and used once in a step.
+    """
+
+    event: Ready | Need | Issue | Wait
+    computed: str
+    begin: float
+    end: float
+    seconds: float | None = None
+    key: str = ""
+
+
+class RankStep(NamedTuple):
+    """One step of one rank: its seconds, its marks, and the name of what was computed after the last one."""
+
+    seconds: float
+    marks: tuple[Mark, ...]
+    last: str = "end"
+
+
+class Probed(NamedTuple):
+    """What the job has measured of one library: seconds of an operation over its bytes, ascending, and the
+    share of a core that it takes.
+    """
+
+    kind: str
+    sizes: tuple[float, ...]
+    seconds: tuple[float, ...]
+    shares: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of all ranks.
+
+    `ranks`: of the job. `nodes`: hosts that they were on. `model`: a hash of the names, shapes and dtypes of
+    the parameters. `seconds`: the measured time of the step, the median of the slowest rank; `spread`: of the
+    captured steps, (slowest - fastest) / median. `source`: how it was captured. `by_caller`: the program
+    drives progress. `notes`: what could not be read exactly from a trace, for people. `measured`: by library,
+    where the job has measured operations.
+    """
+
+    ranks: int
+    nodes: int
+    model: str
+    seconds: float
+    spread: float
+    roles: tuple[Role, ...]
+    source: Source = "hooks"
+    by_caller: bool = True
+    notes: tuple[str, ...] = ()
+    measured: Mapping[str, Probed] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Step:
+        """Read what `save` has written.
+
+        Raises:
+            ConfigError: the file cannot be read, or is no step of version 1: with file, line and place.
+        """
+        place = str(path)
+        content = read_bytes(Path(path), place, most=_MOST_BYTES)
+        try:
+            text = content.decode()
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{place}:{error.lineno}: not JSON: {error.msg}; expected a step") from None
+        except (UnicodeDecodeError, RecursionError):
+            raise ConfigError(f"{place}: not JSON; expected a step that `step.save` wrote") from None
+        if not isinstance(data, dict) or "version" not in data:
+            raise ConfigError(f"{place}:1: version: missing; expected a step that `step.save` wrote")
+        if data["version"] != VERSION:
+            line = line_of(text, ("version",))
+            raise ConfigError(
+                f"{place}:{line}: version: {short(data['version'])}; expected {VERSION}, which this release "
+                "reads"
+            )
+        try:
+            return _Step.model_validate_json(content).built()
+        except ValidationError as error:
+            problems = [_problem(each) for each in error.errors(include_url=False)[:8]]
+        except _Wrong as error:
+            problems = [(error.keys, str(error))]
+        raise ConfigError(
+            "\n".join(f"{place}:{line_of(text, keys)}: {path_text(keys)}: {what}" for keys, what in problems)
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the step as JSON, an event a line. Raises `ConfigError` if the file cannot be written."""
+        write_text(Path(path), self.text())
+
+    def text(self) -> str:
+        """The step as JSON."""
+        about: dict[str, Any] = {
+            "version": VERSION, "source": self.source, "ranks": self.ranks, "nodes": self.nodes,
+            "model": self.model, "seconds": self.seconds, "spread": self.spread, "by_caller": self.by_caller,
+            "notes": self.notes,
+        }  # fmt: skip
+        if self.measured:
+            about["measured"] = {name: probed._asdict() for name, probed in self.measured.items()}
+        lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in about.items()]
+        roles = [
+            f'  {{"ranks": {json.dumps(role.ranks)}, "events": [\n   '
+            + ",\n   ".join(json.dumps(_plain(event)) for event in role.events)
+            + "\n  ]}"
+            for role in self.roles
+        ]
+        return "{\n" + ",\n".join([*lines, ' "roles": [\n' + ",\n".join(roles) + "\n ]"]) + "\n}\n"
+
+    @classmethod
+    def merged(
+        cls,
+        per_rank: Mapping[int, Sequence[RankStep]],
+        *,
+        nodes: int,
+        model: str,
+        source: Source = "hooks",
+        by_caller: bool = True,
+        least: int = 3,
+        notes: Iterable[str] = (),
+    ) -> Step:
+        """The step that all ranks of a job, from 0, have run together several times.
+
+        Operations of different ranks belong together by their `Mark.key`. Of each step the shortest time of
+        an operation over ranks counts, as ranks that came earlier have waited for the last one; of these
+        times, and of those of computing, the medians. Only steps with the most frequent sequence of events
+        count, and not the first ones as long as they take three times the median: they compile.
+
+        Raises:
+            InvalidArgument: ranks have different numbers of steps, fewer than `least` or without a gradient.
+        """
+        counts = {rank: len(steps) for rank, steps in sorted(per_rank.items())}
+        (first, count), *others = counts.items()
+        for rank, other in others:
+            if other != count:
+                raise InvalidArgument(
+                    f"rank {rank} has {other} steps, and rank {first} {count}; expected the same number of "
+                    "steps on all ranks"
+                )
+        if count < least:
+            raise InvalidArgument(f"{count} steps; expected at least {least}, each with an optimizer.step()")
+        longest = [max(steps[index].seconds for steps in per_rank.values()) for index in range(count)]
+        warm = next(i for i, seconds in enumerate(longest) if seconds <= _WARM * median(longest))
+        usual = {rank: _usual(steps, warm) for rank, steps in sorted(per_rank.items())}
+        if not any(isinstance(mark.event, Ready) for chosen in usual.values() for mark in chosen[0][1].marks):
+            raise InvalidArgument("no backward pass: no gradient became ready; expected one in every step")
+        fewest = min(len(chosen) for chosen in usual.values())
+        if fewest < least:
+            notes = (
+                *notes,
+                f"only {fewest} of {count} steps have the same events; times are no medians of many",
+            )
+        seconds = _shortest(usual)
+        numbers = {key: number for number, key in enumerate(seconds)}
+        by_rank = {rank: _events(chosen, seconds, numbers) for rank, chosen in usual.items()}
+        spread = (max(longest[warm:]) - min(longest[warm:])) / median(longest[warm:])
+        slowest = max(median(each.seconds for _, each in chosen) for chosen in usual.values())
+        return cls(
+            ranks=len(per_rank), nodes=nodes, model=model, seconds=slowest, spread=spread,
+            roles=_roles(by_rank), source=source, by_caller=by_caller, notes=tuple(notes),
+        )  # fmt: skip
+
+
+def model_hash(params: Iterable[tuple[str, Sequence[int], str]]) -> str:
+    """16 hexadecimal digits for the names, shapes and dtypes of parameters, in their order."""
+    text = repr([(name, tuple(shape), dtype) for name, shape, dtype in params])
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+# -- merging ------------------------------------------------------------------------------------------------
+
+Chosen = list[tuple[int, RankStep]]
+"""Steps with the same sequence of events, and their numbers."""
+
+
+def _shape(step: RankStep) -> tuple[Any, ...]:
+    """The sequence of events of a step, without what may differ between steps of the same program."""
+    marks = [
+        (m.event._replace(nbytes=0) if isinstance(m.event, Issue) else m.event, m.key) for m in step.marks
+    ]
+    return tuple(marks)
+
+
+def _usual(steps: Sequence[RankStep], warm: int) -> Chosen:
+    """The steps from `warm` on with the most frequent sequence of events; the later of equals."""
+    shapes = [_shape(step) for step in steps]
+    counted = Counter(reversed(shapes[warm:]))
+    usual = counted.most_common(1)[0][0]
+    return [(i, step) for i, step in enumerate(steps) if i >= warm and shapes[i] == usual]
+
+
+def _shortest(usual: Mapping[int, Chosen]) -> dict[str, float | None]:
+    """The seconds of every operation, by key, in the order of the first rank that has it.
+
+    Of steps that are usual on some of its ranks alone nothing is known: the last one may be another.
+    """
+    by_step: dict[str, dict[int, list[float]]] = {}
+    for chosen in usual.values():
+        for number, step in chosen:
+            for mark in step.marks:
+                if isinstance(mark.event, Issue):
+                    known = by_step.setdefault(mark.key, {})
+                    if mark.seconds is not None:
+                        known.setdefault(number, []).append(mark.seconds)
+    shortest: dict[str, float | None] = {}
+    for key, known in by_step.items():
+        most = max(map(len, known.values()), default=0)
+        times = [min(each) for each in known.values() if len(each) == most]
+        shortest[key] = median(times) if times else None
+    return shortest
+
+
+def _events(
+    chosen: Chosen, seconds: Mapping[str, float | None], numbers: Mapping[str, int]
+) -> tuple[Event, ...]:
+    """The events of a rank, with the medians of its times."""
+    steps = [step for _, step in chosen]
+    times = [[0.0, *(at for mark in step.marks for at in mark[2:4]), step.seconds] for step in steps]
+    ordered = np.maximum.accumulate(np.array(times), axis=1)  # what overlaps is counted once
+    computing = np.median(ordered[:, 1::2] - ordered[:, 0::2], axis=0)
+    events: list[Event] = []
+    keys: dict[int, str] = {}
+    for index, (mark, spent) in enumerate(zip(steps[0].marks, computing.tolist(), strict=False)):
+        if spent > 0:
+            events.append(Compute(mark.computed, spent))
+        event = mark.event
+        if isinstance(event, Issue):
+            keys[event.id] = mark.key
+            sizes = [
+                each.event.nbytes for step in steps if isinstance((each := step.marks[index]).event, Issue)
+            ]
+            event = event._replace(id=numbers[mark.key], nbytes=int(median(sizes)), seconds=seconds[mark.key])
+        elif isinstance(event, Wait):
+            event = Wait(numbers[keys[event.id]])
+        events.append(event)
+    if computing[-1] > 0:
+        events.append(Compute(steps[0].last, float(computing[-1])))
+    return tuple(events)
+
+
+def _alike(event: Event) -> Event:
+    """The event without what may differ between ranks of one role."""
+    if isinstance(event, Compute):
+        return Compute("", 0.0)
+    return event._replace(nbytes=0) if isinstance(event, Issue) and event.kind in VECTOR else event
+
+
+def _computing(events: Iterable[Event]) -> float:
+    return sum(event.seconds for event in events if isinstance(event, Compute))
+
+
+def _roles(by_rank: Mapping[int, tuple[Event, ...]]) -> tuple[Role, ...]:
+    """Ranks with equal events together, with those of the rank that computes longest."""
+    alike: dict[tuple[Event, ...], list[int]] = {}
+    for rank, events in by_rank.items():
+        same = tuple(_alike(event) for event in events if not isinstance(event, Compute))
+        alike.setdefault(same, []).append(rank)
+    slowest = [max(ranks, key=lambda rank: _computing(by_rank[rank])) for ranks in alike.values()]
+    return tuple(Role(tuple(ranks), by_rank[one]) for ranks, one in zip(alike.values(), slowest, strict=True))
+
+
+# -- JSON ---------------------------------------------------------------------------------------------------
+
+
+def _plain(event: Event) -> dict[str, Any]:
+    return {"event": type(event).__name__.lower(), **event._asdict()}
+
+
+class _Wrong(Exception):
+    """A mistake that the types of fields do not show, and its place."""
+
+    def __init__(self, keys: Keys, text: str) -> None:
+        super().__init__(text)
+        self.keys = keys
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+_Seconds = Annotated[float, Field(ge=0)]
+_Bytes = Annotated[int, Field(ge=0)]
+_Rank = Annotated[int, Field(ge=0)]
+
+
+class _Compute(_Model):
+    event: Literal["compute"]
+    name: str
+    seconds: _Seconds
+
+
+class _Ready(_Model):
+    event: Literal["ready"]
+    param: str
+    nbytes: _Bytes
+    like: str
+
+
+class _Need(_Model):
+    event: Literal["need"]
+    module: str
+
+
+class _Issue(_Model):
+    event: Literal["issue"]
+    id: int
+    kind: str
+    nbytes: _Bytes
+    group: tuple[_Rank, ...] = Field(min_length=1)
+    tag: str | None = None
+    seconds: _Seconds | None = None
+    gradients: tuple[str, ...] = ()
+    dtype: str | None = None
+
+
+class _Wait(_Model):
+    event: Literal["wait"]
+    id: int
+
+
+_EVENTS: Final[dict[str, type[Event]]] = {
+    "compute": Compute, "ready": Ready, "need": Need, "issue": Issue, "wait": Wait,
+}  # fmt: skip
+
+
+class _Role(_Model):
+    ranks: tuple[_Rank, ...] = Field(min_length=1)
+    events: tuple[Annotated[_Compute | _Ready | _Need | _Issue | _Wait, Field(discriminator="event")], ...]
+
+    def built(self, ranks: int, keys: Keys) -> Role:
+        events: list[Event] = []
+        issued: set[int] = set()
+        for index, model in enumerate(self.events):
+            place = (*keys, "events", index)
+            if isinstance(model, _Issue):
+                if outside := [rank for rank in model.group if rank >= ranks]:
+                    raise _Wrong((*place, "group"), f"rank {outside[0]}; expected ranks below {ranks}")
+                if model.id in issued:
+                    raise _Wrong((*place, "id"), f"{model.id} again; expected another for each operation")
+                issued.add(model.id)
+            elif isinstance(model, _Wait) and model.id not in issued:
+                raise _Wrong((*place, "id"), f"{model.id} is not issued before; expected an issue's id")
+            fields = model.model_dump(exclude={"event"})
+            events.append(_EVENTS[model.event](**fields))
+        return Role(self.ranks, tuple(events))
+
+
+class _Probed(_Model):
+    kind: str
+    sizes: tuple[_Seconds, ...] = Field(min_length=1)
+    seconds: tuple[_Seconds, ...]
+    shares: tuple[_Seconds, ...]
+
+    def built(self, keys: Keys) -> Probed:
+        if any(not low < high for low, high in pairwise(self.sizes)):
+            raise _Wrong((*keys, "sizes"), f"{short(self.sizes)}; expected ascending bytes")
+        for name, values in (("seconds", self.seconds), ("shares", self.shares)):
+            if len(values) != len(self.sizes):
+                raise _Wrong(
+                    (*keys, name), f"{len(values)} values; expected {len(self.sizes)}, one for each size"
+                )
+        return Probed(self.kind, self.sizes, self.seconds, self.shares)
+
+
+class _Step(_Model):
+    version: Literal[1]
+    source: Source
+    ranks: Annotated[int, Field(ge=1)]
+    nodes: Annotated[int, Field(ge=1)]
+    model: str
+    seconds: _Seconds
+    spread: _Seconds
+    by_caller: bool
+    notes: tuple[str, ...] = ()
+    measured: dict[str, _Probed] = {}
+    roles: tuple[_Role, ...] = Field(min_length=1)
+
+    def built(self) -> Step:
+        seen: dict[int, int] = {}
+        for index, role in enumerate(self.roles):
+            for rank in role.ranks:
+                if rank >= self.ranks or rank in seen:
+                    what = f"is in roles[{seen[rank]}] too" if rank in seen else "is beyond the last"
+                    raise _Wrong(
+                        ("roles", index, "ranks"),
+                        f"rank {rank} {what}; expected each of the {self.ranks} ranks once",
+                    )
+                seen[rank] = index
+        if missing := sorted(set(range(self.ranks)) - seen.keys()):
+            raise _Wrong(("roles",), f"rank {missing[0]} is in no role; expected each of {self.ranks} ranks")
+        roles = tuple(role.built(self.ranks, ("roles", index)) for index, role in enumerate(self.roles))
+        return Step(
+            self.ranks, self.nodes, self.model, self.seconds, self.spread, roles, self.source, self.by_caller,
+            self.notes,
+            {name: each.built(("measured", name)) for name, each in self.measured.items()},
+        )  # fmt: skip
+
+
+def _problem(error: Any) -> tuple[Keys, str]:
+    """Place and text of one of pydantic's errors; the tags of a union are no part of the place."""
+    keys = [key for at, key in enumerate(error["loc"]) if not (at and key in _EVENTS)]
+    got = "" if error["type"] == "missing" else f"{short(error['input'])}: "
+    return tuple(keys), f"{got}{error['msg'][:1].lower()}{error['msg'][1:]}"
+
+
+def line_of(text: str, keys: Keys) -> int:
+    """The line of the value at `keys` in a JSON document, or of the closest one around it."""
+    decoder, at = json.JSONDecoder(), _after_space(text, 0)
+    for key in keys:
+        found = _member(decoder, text, at, key)
+        if found is None:
+            break
+        at = found
+    return text.count("\n", 0, at) + 1
+
+
+def _after_space(text: str, at: int) -> int:
+    while at < len(text) and text[at] in " \t\r\n,:":
+        at += 1
+    return at
+
+
+def _member(decoder: json.JSONDecoder, text: str, at: int, key: str | int) -> int | None:
+    """Where the value of `key` begins in the object or array at `at`; None if it has none."""
+    closing = {"{": "}", "[": "]"}.get(text[at])
+    at, index = _after_space(text, at + 1), 0
+    while closing is not None and text[at] != closing:
+        name: Any = index
+        if closing == "}":
+            name, at = decoder.raw_decode(text, at)
+            at = _after_space(text, at)
+        if name == key:
+            return at
+        at, index = _after_space(text, decoder.raw_decode(text, at)[1]), index + 1
+    return None

@@ -1,0 +1,230 @@
+"""The cluster on which a step runs: nodes, ranks, and the links between them.
+
+    nodes: 8
+    ranks_per_node: 4
+    links:
+      inside: {rate: 50GB/s, latency: 2us}                  # between ranks of a node; of each rank
+      nic: {rate: 100Gbit/s, latency: 5us, per: node}       # between nodes; of each node, or of each rank
+      rack: {nodes: 4, uplink: 200Gbit/s, latency: 2us}     # between racks of 4 nodes; of each rack
+
+    topology = Topology.load("cluster.yaml").changed(["nic=400Gbit/s", "nodes=64"])
+
+Rates hold in each direction. `latency` is added to a message that crosses the link, and is 0 without one. A
+link that is not given is no bottleneck, and nothing can be assumed of it. Ranks are numbered node by node,
+and nodes rack by rack.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
+
+from mcr_plus.config.document import Document, dict_document, read_document
+from mcr_plus.config.options import validate
+from mcr_plus.errors import ConfigError, InvalidArgument, short, unknown
+from mcr_plus.tables.scaling import LinkClass, Medium, Placement
+
+_RATES: Final = {
+    "bit/s": 1 / 8, "kbit/s": 1e3 / 8, "Mbit/s": 1e6 / 8, "Gbit/s": 1e9 / 8, "Tbit/s": 1e12 / 8,
+    "B/s": 1.0, "kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12,
+    "KiB/s": 2.0**10, "MiB/s": 2.0**20, "GiB/s": 2.0**30,
+}  # fmt: skip
+_LATENCIES: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+_MOST: Final = 1 << 20  # nodes, ranks of a node
+
+Scope = Literal["rank", "node"]
+
+
+def parse_rate(value: object) -> float:
+    """Bytes per second of a text such as 100Gbit/s; raises `ValueError` with the expected form."""
+    return _quantity(value, _RATES, "a rate with its unit, such as 100Gbit/s or 12.5GB/s", least=0.0)
+
+
+def parse_latency(value: object) -> float:
+    """Seconds of a text such as 5us, or 0; raises `ValueError` with the expected form."""
+    if value in (0, "0"):
+        return 0.0
+    return _quantity(value, _LATENCIES, "a latency with its unit, such as 5us", least=-1.0)
+
+
+def _quantity(value: object, units: Mapping[str, float], expected: str, *, least: float) -> float:
+    match = (
+        re.fullmatch(r"(\d{1,19}(?:\.\d{1,19})?) ?(\S*)", value.strip()) if isinstance(value, str) else None
+    )
+    if match is None:
+        raise ValueError(f"expected {expected}, got {short(value)}")
+    number, unit = match.groups()
+    if unit not in units:
+        what = f"wrong unit {unit!r}" if unit else "the unit is missing"
+        raise ValueError(f"{what} in {short(value)}; expected {expected}; known: {', '.join(units)}")
+    found = float(number) * units[unit]
+    if not found > least:
+        raise ValueError(f"expected {expected}, above 0, got {short(value)}")
+    return found
+
+
+Rate = Annotated[float, BeforeValidator(parse_rate)]
+Latency = Annotated[float, BeforeValidator(parse_latency)]
+Count = Annotated[int, Field(ge=1, le=_MOST)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Link(_Part):
+    """A link: bytes per second in each direction, seconds, and whether ranks or nodes have one each."""
+
+    rate: Rate
+    latency: Latency = 0.0
+    per: Scope = "rank"
+
+
+class Nic(Link):
+    """The link between nodes."""
+
+    per: Scope = "node"
+
+
+class Rack(_Part):
+    """Racks of so many nodes. `uplink`, `latency`: of the link of each to the others."""
+
+    nodes: Count
+    uplink: Rate
+    latency: Latency = 0.0
+
+
+class Links(_Part):
+    """The links of a cluster; None where nothing is known of one."""
+
+    inside: Link | None = None
+    nic: Nic | None = None
+    rack: Rack | None = None
+
+
+class Topology(_Part):
+    """Nodes with ranks, joined by links; see the module for a file."""
+
+    version: Literal[1] = 1
+    nodes: Count
+    ranks_per_node: Count = 1
+    links: Links = Links()
+    _source: Mapping[str, Any] = PrivateAttr(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Topology:
+        """Read `cluster.yaml`. Raises `ConfigError` with file, line and what was expected."""
+        return cls._of(read_document(path, versioned=False))
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Topology:
+        """The topology that a mapping describes, with the same keys as a file. Raises `ConfigError`."""
+        return cls._of(dict_document(data))
+
+    @classmethod
+    def _of(cls, document: Document) -> Topology:
+        found = validate(cls, document.data, document, ())
+        rack = found.links.rack
+        if rack is not None and found.nodes % rack.nodes:
+            text = f"racks of {rack.nodes} nodes do not divide {found.nodes} nodes; expected a divisor"
+            raise document.error(("links", "rack", "nodes"), text)
+        found._source = document.data
+        return found
+
+    def changed(self, changes: Sequence[str]) -> Topology:
+        """The topology with other values: `nic=100Gbit/s`, `nic.latency=2us`, `rack.nodes=4`, `nodes=64`.
+
+        A link's name alone stands for its rate, `uplink` for that of racks. Raises `ConfigError` that begins
+        with the change.
+        """
+        found = self
+        for change in changes:
+            name, equals, value = (part.strip() for part in change.partition("="))
+            keys = _KEYS.get(name)
+            if not equals or not value:
+                raise ConfigError(f"{change}: expected NAME=VALUE, such as nic=100Gbit/s")
+            if keys is None:
+                raise ConfigError(f"{change}: {unknown('name', name, sorted(_KEYS))}")
+            data = _copied(found._source)
+            where = data
+            for key in keys[:-1]:
+                where = where.setdefault(key, {})
+            where[keys[-1]] = int(value) if value.isascii() and value.isdigit() else value
+            found = Topology._of(dict_document(data, change))
+        return found
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that there is room for."""
+        return self.nodes * self.ranks_per_node
+
+    def placement(self, group: Sequence[int]) -> Placement:
+        """How these ranks lie. Raises `InvalidArgument` for a rank beyond the topology."""
+        if group and not 0 <= min(group) <= max(group) < self.ranks:
+            rank = min(group) if min(group) < 0 else max(group)
+            raise InvalidArgument(
+                f"rank {rank}: expected 0 to {self.ranks - 1}, those of {self.nodes} nodes with "
+                f"{self.ranks_per_node} ranks each"
+            )
+        nodes = [rank // self.ranks_per_node for rank in group]
+        racks = [0 if self.links.rack is None else node // self.links.rack.nodes for node in nodes]
+        return Placement(len(group), len(set(nodes)), _most(nodes), len(set(racks)), _most(racks))
+
+    @property
+    def medium(self) -> Medium:
+        """What is known of the links, as costs are scaled by."""
+        classes: tuple[LinkClass, ...] = ("inside", "nic", "uplink")
+        rates: dict[LinkClass, float] = {
+            link: rate for link in classes if (rate := self.rate(link)) is not None
+        }
+        return Medium(rates, {link: self.latency(link) for link in classes}, self.shared)
+
+    def rate(self, link: LinkClass) -> float | None:
+        """Bytes per second of a link; None if nothing is known of it."""
+        if link == "uplink":
+            return None if self.links.rack is None else self.links.rack.uplink
+        found = self.links.inside if link == "inside" else self.links.nic
+        return None if found is None else found.rate
+
+    def latency(self, link: LinkClass) -> float:
+        """Seconds that a message takes on its way over this link; those between racks cross the NIC, too."""
+        inside, nic, rack = self.links.inside, self.links.nic, self.links.rack
+        if link == "inside":
+            return 0.0 if inside is None else inside.latency
+        own = 0.0 if nic is None else nic.latency
+        return own + rack.latency if link == "uplink" and rack is not None else own
+
+    def shared(self, link: LinkClass) -> bool:
+        """Whether the ranks of a node, or of a rack, share this link."""
+        if link == "uplink":
+            return True
+        found = self.links.inside if link == "inside" else self.links.nic
+        return (link == "nic") if found is None else found.per == "node"
+
+
+def _most(places: Sequence[int]) -> int:
+    return max(Counter(places).values(), default=0)
+
+
+def _copied(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in data.items()}
+
+
+_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
+    "nodes": ("nodes",),
+    "ranks_per_node": ("ranks_per_node",),
+    "inside": ("links", "inside", "rate"),
+    "nic": ("links", "nic", "rate"),
+    "uplink": ("links", "rack", "uplink"),
+    **{
+        f"{link}.{key}": ("links", link, key)
+        for link in ("inside", "nic")
+        for key in ("rate", "latency", "per")
+    },
+    **{f"rack.{key}": ("links", "rack", key) for key in ("nodes", "uplink", "latency")},
+}

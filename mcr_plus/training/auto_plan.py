@@ -1,0 +1,378 @@
+"""`fuse: {plan: auto}`: captures some backward passes, searches the best buckets, and tries them in the job.
+
+Passes of a job, counted from the one after the first:
+
+    0           by size, in the order of the first pass; it warms up
+    1 … 3       captured: buckets are sent at the end, so that nothing slows computing down meanwhile
+    4 … 21      both plans take turns, three passes each, of which the first is not counted
+    22 …        the better one
+
+What a rank times is the whole step, from the end of a pass to the end of the next, and of every step the
+time of the slowest rank counts. The searched plan has to be faster by a margin; otherwise buckets stay as
+they were.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any, Final, NamedTuple, cast
+
+import numpy as np
+import torch
+
+from mcr_plus.communicator.calls import Compress
+from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.core.kinds import MAX
+from mcr_plus.core.work import Work
+from mcr_plus.fusion.bucket import Bucket, Entry, by_size, packed
+from mcr_plus.fusion.options import FuseOptions
+from mcr_plus.plan import MEASURED, REPORT
+from mcr_plus.plan.costs import OVERHEAD, Curve, groups, prices
+from mcr_plus.plan.probe import probe
+from mcr_plus.plan.search import Found, search
+from mcr_plus.plan.simulate import Course, simulate
+from mcr_plus.plan.step import Probed
+from mcr_plus.runtime.init import current
+from mcr_plus.training.policy import GradientPolicy
+
+_log = logging.getLogger("mcr_plus")
+WARM: Final = 1
+CAPTURED: Final = 3
+TURN: Final = 3  # passes of a plan in a row, of which the first binds its operations
+ROUNDS: Final = 3
+_INCOMPLETE: Final = 10  # passes that could not be used, after which nothing is tried any more
+MARGIN: Final = 0.02  # a gain that is not worth a change, or chance
+
+
+Issue = Callable[[torch.Tensor, "str | None", Compress], Work]
+"""Starts the all_reduce of a bucket by a library, or by that which the pipeline chooses."""
+
+
+class Sent(NamedTuple):
+    """A plan as it is carried out: buckets, and the library of each (None: the pipeline chooses)."""
+
+    buckets: list[Bucket]
+    libraries: list[str | None]
+
+
+class PassTimes(NamedTuple):
+    """What a rank has seen of a pass, in `perf_counter` seconds.
+
+    `began`: the end of the pass before. `ready`: of gradients by index. `computed`: the end of the backward
+    pass, before anything is waited for. `ended`: the means are there.
+    """
+
+    began: float
+    ready: Mapping[int, float]
+    computed: float
+    ended: float
+
+
+@dataclass
+class Captured:
+    """The agreed times of a step, in seconds from the end of the pass before: those of the slowest rank."""
+
+    order: list[int]
+    ready: list[float]
+    compute: float
+
+
+@dataclass
+class AutoPlan:
+    """Which buckets the passes of a job use; all ranks draw the same conclusions.
+
+    Args:
+        comm: the reducer's group. entries: gradients by index; of one `like`, or nothing is planned.
+        alignment: bytes. limits: of buckets by size. curves: by library.
+        tail: bytes of the operation that ends a pass. names: of the parameters, by index.
+        polled: the libraries that advance only where the program calls them.
+    """
+
+    comm: Communicator
+    entries: Sequence[Entry]
+    alignment: int
+    limits: FuseOptions
+    curves: Mapping[str, Curve]
+    tail: int
+    names: Sequence[str]
+    polled: Sequence[str]
+    used: dict[int, str] = field(default_factory=dict)  # by bytes of a bucket, the library that has sent it
+    report: dict[str, Any] = field(default_factory=dict)
+    is_final: bool = False
+    _passes: int = 0
+    _incomplete: int = 0
+    _captured: list[PassTimes] = field(default_factory=list)
+    _plans: list[Sent] = field(default_factory=list)
+    _steps: list[list[float]] = field(default_factory=lambda: [[], []])
+
+    @property
+    def is_of_cuts(self) -> bool:
+        """Whether cuts of a compiled model are tried, too."""
+        return False
+
+    @property
+    def has_verdict(self) -> bool:
+        """Whether plans have been compared, so that a later job can take the result over."""
+        return self.is_final and "chosen" in self.report and not self.is_of_cuts
+
+    @property
+    def holds(self) -> bool:
+        """Whether the buckets of the next pass are sent at its end."""
+        return WARM <= self._passes < WARM + CAPTURED
+
+    def after(
+        self, began: float, ready: Mapping[int, float], computed: float, ended: float, order: Sequence[int]
+    ) -> Sent | None:
+        """Take note of a whole pass; returns the plan of the next one if that is another.
+
+        Times as of `PassTimes`. `order`: in which gradients became ready on the first rank in the first pass.
+        """
+        times = PassTimes(began, ready, computed, ended)
+        number, self._passes = self._passes, self._passes + 1
+        if number < WARM:
+            return None
+        if number < WARM + CAPTURED:
+            self._captured.append(times)
+            return self._begin(order) if number == WARM + CAPTURED - 1 else None
+        trial = number - WARM - CAPTURED
+        turn, place = divmod(trial, TURN)
+        if place:
+            self._steps[self._tried(turn)].append(times.ended - times.began)
+        if place < TURN - 1:
+            return None
+        if turn < 2 * ROUNDS - 1:
+            return self._plans[self._tried(turn + 1)]
+        return self._end()
+
+    def incomplete(self) -> Sent | None:
+        """Take note of a pass in which the first rank had no new gradient of some parameter; as `after`."""
+        self._incomplete += 1
+        if self._incomplete < _INCOMPLETE:
+            return None
+        return self._give_up(f"in {_INCOMPLETE} passes some gradient of the first rank stayed as it was")
+
+    def _give_up(self, reason: str) -> Sent | None:
+        """Go back to buckets by size, on all ranks alike."""
+        self.is_final = True
+        if self.comm.rank == 0:
+            _log.warning("gradients: buckets by size, for %s", reason)
+        return self._plans[0] if self._plans else None
+
+    def _tried(self, turn: int) -> int:
+        """The plan of a turn: the searched one first, for the other has just been used."""
+        return -(turn + 1) % len(self._plans)
+
+    def _by_size(self, order: Sequence[int]) -> list[Bucket]:
+        limits = self.limits
+        return by_size(
+            [self.entries[index] for index in order],
+            limit=limits.bucket, first_limit=limits.first_bucket, alignment=self.alignment,
+        )  # fmt: skip
+
+    # -- planning ---------------------------------------------------------------------------------
+
+    def _begin(self, order: Sequence[int]) -> Sent | None:
+        """Search a plan for the captured times, and begin to try it."""
+        captured = self._agreed(order)
+        libraries = list(self.curves)
+        plan: list[tuple[tuple[int, ...], str | None]] = []
+        problem: str | None = None
+        if self.comm.rank == 0:
+            try:
+                found = self._searched(captured, libraries)
+                plan = [
+                    (tuple(captured.order[begin:end]), libraries[choice])
+                    for begin, end, choice in found.buckets
+                ]
+                self._foretell(captured, found, plan)
+            except Exception as error:  # whatever it is, the others wait for the broadcast
+                problem = f"no plan was found: {type(error).__name__}: {error}"
+        plan, self.report, problem = self.comm.broadcast_object(
+            (plan, self.report, problem), self.comm.ranks[0]
+        )
+        if problem is not None:
+            return self._give_up(problem)
+        buckets = [packed([self.entries[index] for index in members], self.alignment) for members, _ in plan]
+        before = self._by_size(captured.order)
+        self._plans = [Sent(before, [None] * len(before)), Sent(buckets, [library for _, library in plan])]
+        return self._plans[self._tried(0)]
+
+    def _agreed(self, order: Sequence[int]) -> Captured:
+        """The captured times: medians of passes, of the slowest rank each."""
+        rows = [
+            [
+                *(each.ready.get(index, each.computed) - each.began for index in order),
+                each.computed - each.began,
+            ]
+            for each in self._captured
+        ]
+        middle = torch.from_numpy(np.median(np.array(rows, np.float64), axis=0))
+        self.comm.all_reduce(middle, MAX, compress=False, tag="plan")
+        *ready, compute = middle.tolist()
+        return Captured(list(order), np.maximum.accumulate(ready).tolist(), compute)
+
+    def _searched(self, captured: Captured, libraries: Sequence[str]) -> Found:
+        """The best plan. Of very many gradients, neighbours of few bytes stay together."""
+        sizes = [self.entries[index].nbytes for index in captured.order]
+        ends = groups(sizes)
+        whole = [
+            packed([self.entries[index] for index in captured.order[begin:end]], self.alignment).nbytes
+            for begin, end in zip([0, *ends], ends, strict=False)
+        ]
+        curves = [self.curves[library] for library in libraries]
+        ready = [captured.ready[end - 1] for end in ends]
+        found = search(ready, captured.compute, prices(whole, self.alignment, curves, OVERHEAD))
+        at = [0, *ends]
+        buckets = [(at[begin], at[end], choice) for begin, end, choice in found.buckets]
+        return replace(found, buckets=buckets, exact=found.exact and len(ends) == len(sizes))
+
+    def _foretell(
+        self, captured: Captured, found: Found, plan: Sequence[tuple[Sequence[int], str | None]]
+    ) -> None:
+        """Write down what is expected of both plans."""
+        tail = float(min(curve.times(np.array([self.tail]))[0] for curve in self.curves.values()))
+        before = self._by_size(captured.order)
+        cheapest = [(bucket.members, None) for bucket in before]
+        course, usual = self.course(captured, plan), self.course(captured, cheapest)
+        last = self.names[plan[-1][0][-1]] if plan else ""
+        self.report = {
+            "plan": "auto",
+            "buckets": [[self.names[index] for index in members] for members, _ in plan],
+            "libraries": [library for _, library in plan],
+            "foretold_ms": 1e3 * (course.step + tail),
+            "foretold_baseline_ms": 1e3 * (usual.step + tail),
+            "bound_ms": 1e3 * (found.bound + tail),
+            "compute_ms": 1e3 * captured.compute,
+            "exposed_ms": 1e3 * course.exposed,
+            "exposed_by": last,
+            "gap": found.gap,
+            "exact": found.exact,
+            "baseline_buckets": len(before),
+        }
+
+    def _chosen(self, nbytes: int) -> str:
+        """The library that the pipeline chooses for a bucket: as it did for one of about this size."""
+        if self.used:
+            name = self.used[min(self.used, key=lambda size: abs(size - nbytes))].partition(":")[0]
+            if name in self.curves:
+                return name
+        size = np.array([nbytes])
+        return min(self.curves, key=lambda name: float(self.curves[name].times(size)[0]))
+
+    def course(self, captured: Captured, plan: Sequence[tuple[Sequence[int], str | None]]) -> Course:
+        """The foretold course; where the pipeline chooses a library, see `_chosen`."""
+        place = {index: at for at, index in enumerate(captured.order)}
+        last, seconds, shares, polled = [], [], [], []
+        for members, library in plan:
+            bucket = packed([self.entries[index] for index in members], self.alignment)
+            size = np.array([bucket.nbytes])
+            library = self._chosen(bucket.nbytes) if library is None else library
+            curve = self.curves[library]
+            last.append(max(place[index] for index in members))
+            seconds.append(float(curve.times(size)[0]))
+            shares.append(float(curve.losses(size)[0]))
+            polled.append(library in self.polled)
+        return simulate(
+            np.array(captured.ready), captured.compute, np.array(last, np.int64), np.array(seconds),
+            np.array(shares), overhead=OVERHEAD, by_caller=polled,
+        )  # fmt: skip
+
+    # -- the verdict ------------------------------------------------------------------------------
+
+    def _end(self) -> Sent:
+        """Compare the plans by the slowest rank's times, and keep the better one."""
+        steps = torch.tensor(self._steps, dtype=torch.float64)
+        self.comm.all_reduce(steps, MAX, compress=False, tag="plan")
+        before, after = (median(each) for each in steps.tolist())
+        chosen = int(after < before * (1 - MARGIN))
+        self.is_final = True
+        self.report |= {
+            "chosen": "searched" if chosen else "by size",
+            "baseline_ms": 1e3 * before,
+            "measured_ms": 1e3 * after,
+        }
+        if not chosen:
+            self.report["buckets"] = [
+                [self.names[at] for at in each.members] for each in self._plans[0].buckets
+            ]
+            self.report["libraries"] = [None] * len(self._plans[0].buckets)
+        current().attached[REPORT] = self.report
+        if self.comm.rank == 0:
+            _log.warning("%s", line(self.report, len(self._plans[1].buckets)))
+        return self._plans[chosen]
+
+
+def line(report: Mapping[str, Any], searched: int) -> str:
+    """The result of a trial in one line."""
+    old, new = (f"{report[key]:.0f}" for key in ("baseline_ms", "measured_ms"))
+    expected = f"foretold {report['foretold_ms']:.0f}; bound {report['bound_ms']:.0f}"
+    if report["chosen"] == "by size":
+        return (
+            f"gradients: {report['baseline_buckets']} buckets by size stay: {searched} buckets took "
+            f"{new} ms instead of {old} ({expected})"
+        )
+    rest = ""
+    if report["exposed_ms"] >= 1:
+        rest = f": the last {report['exposed_ms']:.0f} ms are '{report['exposed_by']}'"
+    return (
+        f"gradients: {searched} buckets instead of {report['baseline_buckets']}: step {old} -> {new} ms "
+        f"({expected}{rest})"
+    )
+
+
+def begun(
+    comm: Communicator,
+    named: Sequence[tuple[str, torch.nn.Parameter]],
+    entries: Sequence[Entry],
+    alignment: int,
+    limits: FuseOptions,
+    tail: int,
+    issue: Issue,
+) -> AutoPlan | None:
+    """Measure what buckets cost, and return the trial; None, and a warning, for gradients that it is not for.
+
+    Collective. `named`: the parameters, at least one; `entries`: of each. For the rest see `AutoPlan`.
+    """
+    reason = None
+    device = named[0][1].device
+    if device.type != "cpu":
+        reason = "`plan: auto` is not for gradients that are not on the CPU, whose times are not the host's"
+    elif len({entry.like for entry in entries}) > 1:
+        reason = "`plan: auto` is not for gradients of several dtypes, devices or codecs"
+    dtype, _, policy = cast("tuple[torch.dtype, torch.device, GradientPolicy]", entries[0].like)
+    if reason is None and policy.keeps:
+        reason = (
+            "`plan: auto` is not for a codec that keeps state, which needs the same buckets in every step"
+        )
+    curves: dict[str, Curve] = {}
+    if reason is None:
+        libraries = [policy.backend] if policy.backend is not None else list(comm.libraries)
+        total = sum(entry.nbytes for entry in entries)
+        curves = probe(
+            comm,
+            dtype,
+            device,
+            total,
+            libraries,
+            lambda values, library: issue(values, library, policy.options),
+        )
+        reason = None if curves else "no library takes them"
+        if comm.size == current().world.size and not policy.encoded:
+            current().attached[MEASURED] = {
+                name: Probed(
+                    "all_reduce",
+                    tuple(map(float, curve.sizes)),
+                    tuple(map(float, curve.seconds)),
+                    tuple(map(float, curve.shares)),
+                )
+                for name, curve in curves.items()
+            }
+    if reason is not None:
+        if comm.rank == 0:
+            _log.warning("gradients: buckets by size, for %s", reason)
+        return None
+    names = [name for name, _ in named]
+    return AutoPlan(comm, entries, alignment, limits, curves, tail, names, comm.polled_by_caller)

@@ -1,0 +1,281 @@
+"""A model compiled in parts, so that its gradients become ready part after part.
+
+A graph that is compiled as a whole is one node of autograd: all of its gradients become ready at its end, and
+no communication runs beside computing. Here Dynamo's graph of the forward pass is cut at the ends of modules,
+and each part is compiled by itself. A cut costs what the compiler could have fused across it.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
+from types import FunctionType
+from typing import Any, Final, NamedTuple, TypeGuard
+
+import torch
+from torch import fx, nn
+
+from mcr_plus.errors import InvalidArgument
+from mcr_plus.kernels.compiling import watched
+
+_NAMES_SHOWN: Final = 20  # of a model's modules in an error
+_ROOT: Final = re.compile(r"^[^.]*?\[[^\]]*\]\.?")  # how Dynamo writes the module whose frame it compiles
+
+Cuts = tuple[str, ...]
+
+
+class Part(NamedTuple):
+    """A part of a graph: the modules at whose end it begins, none at the beginning of a graph; and the
+    parameters whose gradients become ready with it.
+    """
+
+    after: Cuts
+    parameters: tuple[str, ...]
+
+
+def blocks(model: nn.Module) -> list[str]:
+    """The names of the repeated children of a model: the modules in its `Sequential`s and `ModuleList`s.
+
+    A container in a container is looked into; what lies inside a block is not. Modules without parameters
+    are left out, and containers with fewer than two others.
+    """
+
+    def children(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+        for key, child in module.named_children():
+            if any(True for _ in child.parameters()):
+                yield f"{name}.{key}" if name else key, child
+
+    def inside(module: nn.Module, name: str) -> Iterator[str]:
+        own = list(children(module, name))
+        if not isinstance(module, nn.Sequential | nn.ModuleList):
+            for path, child in own:
+                yield from inside(child, path)
+        elif len(own) > 1 or any(isinstance(child, nn.Sequential | nn.ModuleList) for _, child in own):
+            for path, child in own:
+                if isinstance(child, nn.Sequential | nn.ModuleList):
+                    yield from inside(child, path)
+                else:
+                    yield path
+
+    return list(dict.fromkeys(inside(model, "")))
+
+
+def chosen_cuts(model: nn.Module, cuts: str | Sequence[str]) -> Cuts:
+    """The names of the modules at whose ends the graph may be cut.
+
+    Raises:
+        InvalidArgument: `cuts` is neither of "auto", "none" and "blocks" nor a sequence of names of the
+            model's modules.
+    """
+    if cuts == "none":
+        return ()
+    if cuts in ("auto", "blocks"):
+        return tuple(blocks(model))
+    known = [name for name, _ in model.named_modules() if name]
+    if isinstance(cuts, str):
+        raise InvalidArgument(
+            f"cuts: got {cuts!r}, expected 'auto', 'none', 'blocks' or a list of names of modules"
+        )
+    for name in cuts:
+        if name not in known:
+            raise InvalidArgument(
+                f"cuts: the model has no module {name!r}; modules: {', '.join(known[:_NAMES_SHOWN])}"
+                + ", …" * (len(known) > _NAMES_SHOWN)
+            )
+    return tuple(dict.fromkeys(cuts))
+
+
+class CompiledCall:
+    """What runs in place of a model's forward pass: a compiled one for each set of cuts, made on first use.
+
+    `places`: the modules at whose ends the graph may be cut. `cuts`: those at which it is cut. `is_auto`:
+    they are to be chosen by measured times. `before`: is called with the model before every forward pass,
+    outside of what is compiled.
+    """
+
+    def __init__(
+        self, model: nn.Module, cuts: str | Sequence[str], backend: Any, options: dict[str, Any]
+    ) -> None:
+        self.places = chosen_cuts(model, cuts)
+        self.is_auto = cuts == "auto"
+        self.cuts: Cuts = () if self.is_auto else self.places
+        self.before: Callable[[nn.Module], None] | None = None
+        self._model = weakref.ref(model)
+        self._inner = _inner(backend, options)
+        self._options = {key: options[key] for key in ("dynamic", "fullgraph") if key in options}
+        self._variants: dict[Cuts, tuple[_Backend, Any]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass with the current cuts."""
+        model = self._model()
+        assert model is not None  # it is the caller
+        if self.before is not None:
+            self.before(model)
+        return self._variant(model)[1](*args, **kwargs)
+
+    def set_cuts(self, cuts: Collection[str]) -> None:
+        """Use these cuts, some of `places`, from the next forward pass on."""
+        self.cuts = tuple(place for place in self.places if place in cuts)
+
+    def parts(self) -> list[Part]:
+        """The parts that have been compiled with the current cuts, in the order of the forward pass."""
+        return self._variants[self.cuts][0].parts if self.cuts in self._variants else []
+
+    def _variant(self, model: nn.Module) -> tuple[_Backend, Any]:
+        if self.cuts not in self._variants:
+            backend = _Backend(model, self.cuts, self._inner)
+            call = torch.compile(_forward(model), backend=backend, **self._options)
+            self._variants[self.cuts] = backend, call
+        return self._variants[self.cuts]
+
+
+def _forward(model: nn.Module) -> Callable[..., Any]:
+    """The forward pass and its hooks as a function with code of its own.
+
+    Dynamo keeps what it compiles by code, up to a limit that variants and models would share; and it does not
+    begin with code of torch, so that a `Sequential` would not be compiled.
+    """
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)
+
+    return FunctionType(forward.__code__.replace(), globals(), "forward", None, forward.__closure__)
+
+
+def _inner(backend: Any, options: dict[str, Any]) -> Callable[..., Any]:
+    """The compiler of the parts."""
+    mode, settings = options.get("mode"), options.get("options")
+    if backend == "inductor":
+        made: Callable[..., Any] = torch._TorchCompileInductorWrapper(mode, settings, options.get("dynamic"))
+        return made
+    if mode is not None or settings is not None:
+        raise InvalidArgument(f"mode, options: expected with backend='inductor' only, got {backend!r}")
+    if callable(backend):
+        return backend  # type: ignore[no-any-return]
+    from torch._dynamo import list_backends, lookup_backend
+    from torch._dynamo.exc import InvalidBackend
+
+    try:
+        found: Callable[..., Any] = lookup_backend(backend)
+    except InvalidBackend:
+        known = ", ".join(list_backends(exclude_tags=()))
+        raise InvalidArgument(f"backend: torch.compile has no {backend!r}; known: {known}") from None
+    return found
+
+
+class _Backend:
+    """A backend of Dynamo that cuts each graph and lets another backend compile the parts."""
+
+    def __init__(self, model: nn.Module, cuts: Cuts, inner: Callable[..., Any]) -> None:
+        self.parts: list[Part] = []
+        self._model = weakref.ref(model)
+        self._cuts = {name: type(model.get_submodule(name)) for name in cuts}
+        self._inner = inner
+
+    def __call__(self, graph: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
+        with watched():
+            if not torch.is_grad_enabled():
+                return self._inner(graph, inputs, **options)
+            part_of, parts = self._cut(graph, inputs)
+            known = {name for part in self.parts for name in part.parameters}  # recompiled, or used before
+            news = [Part(after, tuple(each for each in names if each not in known)) for after, names in parts]
+            self.parts += [part for part in news if part.parameters]
+            if len(parts) == 1:
+                return self._inner(graph, inputs, **options)
+            return _compiled_parts(graph, inputs, part_of, self._inner, options)
+
+    def _cut(self, graph: fx.GraphModule, inputs: list[Any]) -> tuple[dict[fx.Node, int], list[Part]]:
+        """The part of each node, and the parts. A part in which no gradient becomes ready is none."""
+        part_of: dict[fx.Node, int] = {}
+        after: list[Cuts] = [()]
+        active: set[str] = set()
+        for node in graph.graph.nodes:
+            if node.op in ("placeholder", "output", "get_attr"):
+                continue
+            if _is_item(node):  # of what is no tensor, and so must not leave its part
+                part_of[node] = part_of.get(node.args[0], len(after) - 1)
+                continue
+            now = self._active(graph, node)
+            if active - now:
+                after.append(tuple(sorted(active - now)))
+            part_of[node] = len(after) - 1
+            active = now
+        first = self._first_uses(graph, inputs, part_of)
+        used = set(first.values())
+        kept = [at for at in range(len(after)) if at in used] or [0]
+        begins = [0, *kept[1:]]  # what lies before the first parameter belongs to its part
+        number = {at: sum(begin <= at for begin in begins) - 1 for at in range(len(after))}
+        part_of = {node: number[at] for node, at in part_of.items()}
+        for node in graph.graph.find_nodes(op="get_attr"):
+            part_of[node] = min((part_of[user] for user in node.users if user in part_of), default=0)
+        parts = [
+            Part(after[begin], tuple(name for name, at in first.items() if number[at] == place))
+            for place, begin in enumerate(begins)
+        ]
+        return part_of, parts
+
+    def _active(self, graph: fx.GraphModule, node: fx.Node) -> set[str]:
+        """Those of the modules of `cuts` that a node belongs to."""
+        stack = node.meta.get("nn_module_stack")
+        if not stack:  # a checkpoint is a node with a graph of its own
+            named: list[Any] = [arg.target for arg in node.args if _is_attribute(arg)]
+            bodies = [
+                body for body in (getattr(graph, name) for name in named) if isinstance(body, fx.GraphModule)
+            ]
+            stacks = (each.meta.get("nn_module_stack") for body in bodies for each in body.graph.nodes)
+            stack = next((each for each in stacks if each), {})
+        entries = [(_ROOT.sub("", path), kind) for path, kind, *_ in stack.values()]
+        return {name for name, kind in entries if self._cuts.get(name) is kind}
+
+    def _first_uses(
+        self, graph: fx.GraphModule, inputs: list[Any], part_of: dict[fx.Node, int]
+    ) -> dict[str, int]:
+        """The part in which each trainable parameter is used first; backward passes reach that part last."""
+        model = self._model()
+        named = {} if model is None else {id(each): name for name, each in model.named_parameters()}
+        found: dict[str, int] = {}
+        for node, value in zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True):
+            name = named.get(id(value))
+            if name is not None and value.requires_grad:
+                places = [part_of[user] for user in node.users if user in part_of]
+                if places:
+                    found[name] = min(places)
+        return found
+
+
+def _is_attribute(arg: object) -> TypeGuard[fx.Node]:
+    return isinstance(arg, fx.Node) and arg.op == "get_attr"
+
+
+def _is_item(node: fx.Node) -> bool:
+    """Whether a node takes an item of what another returns."""
+    return node.target is operator.getitem and isinstance(node.args[0], fx.Node)
+
+
+def _compiled_parts(
+    graph: fx.GraphModule,
+    inputs: list[Any],
+    part_of: dict[fx.Node, int],
+    inner: Callable[..., Any],
+    options: dict[str, Any],
+) -> fx.GraphModule:
+    """The graph with each part compiled by itself, by what torch has for the buckets of DDP."""
+    from torch._dynamo import utils
+    from torch._dynamo.backends import distributed
+    from torch._guards import detect_fake_mode
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.passes.split_module import split_module
+
+    split = split_module(graph, None, part_of.__getitem__)  # type: ignore[arg-type]
+    distributed.propagate_dynamo_source(graph, split)
+    distributed.propagate_metadata(graph, split)
+    fake_mode = detect_fake_mode(inputs) or FakeTensorMode()
+    compiler = distributed.SubmodCompiler(split, inner, fake_mode, **options)
+    without_hooks = getattr(utils, "_disable_saved_tensors_hooks_during_tracing", nullcontext)
+    with without_hooks():
+        compiler.run(*inputs)
+    split.recompile()
+    return split

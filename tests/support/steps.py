@@ -1,0 +1,34 @@
+"""Made steps: computing that is known, and gradients that become ready at known times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mcr_plus.plan.step import Compute, Event, Issue, Ready, Role, Step, Wait
+
+Gradients = Sequence[tuple[str, int, float]]
+"""Name, bytes, and seconds of computing before it, since the one before."""
+
+
+def step_of(
+    gradients: Gradients,
+    *,
+    forward: float = 0.0,
+    after: float = 0.0,
+    ranks: int = 2,
+    seconds: float | None = None,
+) -> Step:
+    """A step in which all ranks do the same; gradients travel as one, `seconds` long, at the end."""
+    whole = tuple(range(ranks))
+    names = tuple(name for name, _, _ in gradients)
+    events: list[Event] = [Compute("forward", forward)]
+    for name, nbytes, before in gradients:
+        events += [Compute("backward", before), Ready(name, nbytes, "float32 cpu")]
+    total = sum(nbytes for _, nbytes, _ in gradients)
+    events += [
+        Issue(0, "all_reduce", total, whole, "gradients", seconds, names),
+        Wait(0),
+        Compute("end", after),
+    ]
+    computed = forward + after + sum(before for _, _, before in gradients)
+    return Step(ranks, 1, "0" * 16, computed + (seconds or 0.0), 0.0, (Role(whole, tuple(events)),))

@@ -1,0 +1,247 @@
+"""Records of steps: merging of ranks, roles, and the file."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcr_plus.errors import ConfigError, InvalidArgument
+from mcr_plus.plan.step import (
+    Compute,
+    Issue,
+    Mark,
+    Need,
+    Probed,
+    RankStep,
+    Ready,
+    Role,
+    Step,
+    Wait,
+    line_of,
+    model_hash,
+)
+
+COMPUTED = {"a": 0.010, "b": 0.020, "end": 0.005}
+"""Seconds of computing before each mark, and after the last one."""
+SENT = 0.007
+
+
+def together(ranks: int, steps: int, seed: int, late: float) -> dict[int, list[RankStep]]:
+    """Ranks that compute as `COMPUTED` says, each come up to `late` seconds late to an all_reduce, and wait.
+
+    All ranks end the operation together, `SENT` seconds after the last one has issued it.
+    """
+    chance = random.Random(seed)
+    found: dict[int, list[RankStep]] = {rank: [] for rank in range(ranks)}
+    for _ in range(steps):
+        delays = [chance.uniform(0, late) for _ in range(ranks)]
+        delays[chance.randrange(ranks)] = late  # a straggler, another one in each step
+        delays[chance.randrange(ranks)] = 0.0
+        issue = [COMPUTED["a"] + COMPUTED["b"] + delay for delay in delays]
+        done = max(issue) + SENT
+        for rank in range(ranks):
+            marks = (
+                Mark(Need("layer"), "a", COMPUTED["a"], COMPUTED["a"]),
+                Mark(Ready("layer.weight", 400, "float32 cpu"), "b", issue[rank], issue[rank]),
+                Mark(Issue(5, "all_reduce", 400, tuple(range(ranks)), "gradients", None, ("layer.weight",)),
+                     "b", issue[rank], issue[rank], done - issue[rank], "world#1"),
+                Mark(Wait(5), "b", issue[rank], done),
+            )  # fmt: skip
+            found[rank].append(RankStep(done + COMPUTED["end"], marks))
+    return found
+
+
+@pytest.mark.parametrize("late", [0.0, 0.05, 0.5])
+@pytest.mark.parametrize("seed", range(4))
+def test_skew_is_taken_for_waiting_and_not_for_communication(seed: int, late: float) -> None:
+    step = Step.merged(together(5, 7, seed, late), nodes=2, model="m")
+    assert [role.ranks for role in step.roles] == [(0, 1, 2, 3, 4)]
+    (issue,) = [event for event in step.roles[0].events if isinstance(event, Issue)]
+    assert issue.seconds == pytest.approx(SENT, rel=0.01)
+    assert step.seconds == pytest.approx(sum(COMPUTED.values()) + late + SENT, rel=0.01)
+    computed = {each.name: each.seconds for each in step.roles[0].events if isinstance(each, Compute)}
+    assert computed["a"] == pytest.approx(COMPUTED["a"], rel=0.01)
+    assert computed["end"] == pytest.approx(COMPUTED["end"], rel=0.01)
+    assert computed["b"] >= COMPUTED["b"] * 0.99  # of the slowest rank: with what makes it late
+    kinds = [type(event) for event in step.roles[0].events]
+    assert kinds == [Compute, Need, Compute, Ready, Issue, Wait, Compute]
+
+
+def test_steps_that_are_usual_on_some_ranks_alone_tell_no_time_of_an_operation() -> None:
+    """Rank 0 waits a second for rank 1, half of whose steps have another sequence of events."""
+
+    def rank(me: int, number: int) -> RankStep:
+        ready = Mark(Ready("w", 4, "float32 cpu"), "w", 1.0, 1.0)
+        sent = Mark(Issue(0, "all_reduce", 4, (0, 1)), "w", 1.0, 1.0, 0.1 if me else 1.1, "world#1")
+        waits = Mark(Wait(0), "w", 1.0, 1.1)
+        return RankStep(2.1, (sent, ready, waits) if me and number % 2 else (ready, sent, waits))
+
+    step = Step.merged({me: [rank(me, number) for number in range(8)] for me in range(2)}, nodes=1, model="m")
+    assert {each.seconds for role in step.roles for each in role.events if isinstance(each, Issue)} == {0.1}
+
+
+def test_ranks_with_other_events_are_another_role_and_operations_keep_their_ids() -> None:
+    def rank(me: int, seconds: float) -> list[RankStep]:
+        pair = (0, 1) if me < 2 else (2, 3)
+        marks = (
+            Mark(Ready("w", 4, "float32 cpu"), "w", seconds, seconds),
+            Mark(Issue(0, "all_gather", 8, pair), "w", seconds, seconds, 0.1, f"pair{pair[0]}#1"),
+            Mark(Issue(1, "all_reduce", 4, (0, 1, 2, 3)), "w", seconds, seconds, 0.2, "world#1"),
+            Mark(Wait(1), "w", seconds, seconds + 0.2),
+            Mark(Wait(0), "w", seconds + 0.2, seconds + 0.2),
+        )
+        return [RankStep(seconds + 0.3, marks)] * 3
+
+    step = Step.merged({me: rank(me, 1.0 + me) for me in range(4)}, nodes=1, model="m")
+    assert [role.ranks for role in step.roles] == [(0, 1), (2, 3)]
+    ids = [{each.kind: each.id for each in role.events if isinstance(each, Issue)} for role in step.roles]
+    assert ids[0]["all_reduce"] == ids[1]["all_reduce"]
+    assert ids[0]["all_gather"] != ids[1]["all_gather"]
+    for role, own, slowest in zip(step.roles, ids, (2.0, 4.0), strict=True):
+        assert role.events[0] == Compute("w", slowest)  # of rank 1, of rank 3
+        waits = [each.id for each in role.events if isinstance(each, Wait)]
+        assert waits == [own["all_reduce"], own["all_gather"]]
+
+
+def one(seconds: float, *params: str) -> RankStep:
+    marks = [Mark(Ready(param, 4, "float32 cpu"), param, seconds / 2, seconds / 2) for param in params]
+    return RankStep(seconds, tuple(marks))
+
+
+def test_first_steps_that_compile_and_rare_sequences_are_left_out() -> None:
+    steps = [one(50.0, "w"), one(9.0, "w"), one(1.0, "w"), one(1.1, "w"), one(2.9, "v", "w"), one(1.2, "w")]
+    step = Step.merged({0: steps}, nodes=1, model="m")
+    assert step.seconds == 1.1
+    assert step.spread == pytest.approx((2.9 - 1.0) / 1.15)
+    assert [event for event in step.roles[0].events if isinstance(event, Ready)] == [
+        Ready("w", 4, "float32 cpu")
+    ]
+    # Only those at the beginning: later ones are part of the program.
+    assert Step.merged({0: [*steps[2:], one(50.0, "w")]}, nodes=1, model="m").spread > 30
+
+
+def test_times_of_few_equal_steps_are_noted() -> None:
+    steps = [one(1.0, "w"), one(1.0, "v", "w"), one(1.0, "u", "w"), one(1.2, "w")]
+    notes = Step.merged({0: steps}, nodes=1, model="m").notes
+    assert notes == ("only 2 of 4 steps have the same events; times are no medians of many",)
+    assert Step.merged({0: [*steps, one(1.0, "w")]}, nodes=1, model="m").notes == ()
+
+
+@pytest.mark.parametrize(
+    ("steps", "problem"),
+    [
+        ({0: [one(1, "w")] * 2}, "2 steps; expected at least 3"),
+        ({0: [one(1, "w")] * 4, 1: [one(1, "w")] * 3}, "rank 1 has 3 steps, and rank 0 4"),
+        ({0: [one(1)] * 3}, "no backward pass"),
+        ({0: []}, "0 steps"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused(steps: dict[int, list[RankStep]], problem: str) -> None:
+    with pytest.raises(InvalidArgument, match=re.escape(problem)):
+        Step.merged(steps, nodes=1, model="m")
+
+
+def test_the_hash_of_a_model_is_of_names_shapes_and_dtypes() -> None:
+    base = [("a.weight", (3, 4), "float32"), ("a.bias", (3,), "float32")]
+    others = [
+        base[::-1], base[:1], [("b.weight", (3, 4), "float32"), base[1]],
+        [("a.weight", (4, 3), "float32"), base[1]], [("a.weight", (3, 4), "float64"), base[1]],
+    ]  # fmt: skip
+    hashes = [model_hash(each) for each in [base, *others]]
+    assert len(set(hashes)) == len(hashes)
+    assert model_hash(iter([(name, list(shape), dtype) for name, shape, dtype in base])) == hashes[0]
+
+
+# -- the file -----------------------------------------------------------------------------------------------
+
+STEP = Step(
+    3, 2, "0123", 0.25, 0.04,
+    (
+        Role((0, 2), (Compute("a", 0.1), Need("a"), Ready("a.weight", 12, "float32 cpu"),
+                      Issue(3, "all_reduce", 12, (0, 2), "gradients", 0.01, ("a.weight",)), Wait(3))),
+        Role((1,), (Compute("b", 0.25), Issue(4, "send", 7, (1, 0)))),
+    ),
+    "kineto", False, ("something",),
+)  # fmt: skip
+
+
+def test_a_saved_step_is_loaded_as_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    STEP.save(file)
+    assert Step.load(file) == STEP
+    assert json.loads(file.read_text())["version"] == 1
+
+
+def test_what_the_job_has_measured_is_part_of_the_file(tmp_path: Path) -> None:
+    """And it is optional: a step of before has none."""
+    probed = {"gloo": Probed("all_reduce", (4096, 1 << 20), (1e-3, 5e-3), (0.1, 0.3))}
+    step, file = replace(STEP, measured=probed), tmp_path / "step.json"
+    step.save(file)
+    assert Step.load(file) == step
+    assert "measured" not in json.loads(STEP.text())
+    for old, new, problem in (
+        ("[4096, 1048576]", "[4096, 4096]", "measured.gloo.sizes: (4096.0, 4096.0); expected ascending"),
+        ("[0.1, 0.3]", "[0.1]", "measured.gloo.shares: 1 values; expected 2"),
+        ("[0.001, 0.005]", "[0.001, -1.0]", "measured.gloo.seconds[1]: -1.0: "),
+    ):
+        assert old in step.text()
+        file.write_text(step.text().replace(old, new))
+        with pytest.raises(ConfigError) as error:
+            Step.load(file)
+        assert problem in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ('"seconds": 0.1}', '"seconds": -0.1}', ":13: roles[0].events[0].seconds: -0.1: "),
+        ('"seconds": 0.1}', '"seconds": NaN}', ":13: roles[0].events[0].seconds: nan: "),
+        ('"event": "need"', '"event": "want"', ":14: roles[0].events[1]: "),
+        ('"nbytes": 12, "like"', '"nbytes": "12", "like"', ":15: roles[0].events[2].nbytes: '12': "),
+        ('"like": "float32 cpu"', '"kind": "float32 cpu"', ":15: roles[0].events[2].like: field required"),
+        ('"group": [0, 2]', '"group": [0, 3]', ":16: roles[0].events[3].group: rank 3; expected"),
+        ('{"event": "wait", "id": 3}', '{"event": "wait", "id": 4}', ":17: roles[0].events[4].id: 4 is not"),
+        ('"ranks": [1]', '"ranks": [2]', ": roles[1].ranks: rank 2 is in roles[0] too"),
+        ('"ranks": [1]', '"ranks": [5]', ": roles[1].ranks: rank 5 is beyond the last"),
+        ('"ranks": [0, 2]', '"ranks": [0]', ": roles: rank 2 is in no role"),
+        ('"version": 1', '"version": 2', ":2: version: 2; expected 1"),
+        ('"version": 1,', "", ":1: version: missing"),
+        ('"nodes": 2,', '"nodes": 2, "extra": 1,', ": extra: "),
+        ('"seconds": 0.25', '"seconds": 0.25,,', ": not JSON: "),
+    ],
+)  # fmt: skip
+def test_a_malformed_file_is_refused_with_its_line(tmp_path: Path, old: str, new: str, problem: str) -> None:
+    file, text = tmp_path / "step.json", STEP.text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+    with pytest.raises(ConfigError) as error:
+        Step.load(file)
+    assert str(error.value).startswith(str(file))
+    assert problem in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"[1, 2]", b"{", b"\xff\xfe", b'{"version": 1}', b"[" * 100_000])
+def test_what_is_no_step_is_refused(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "step.json"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=re.escape(str(file))):
+        Step.load(file)
+    with pytest.raises(ConfigError, match="No such file"):
+        Step.load(tmp_path / "missing.json")
+
+
+def test_lines_are_those_of_an_indented_document() -> None:
+    document: dict[str, Any] = {"a": [1, {"b": "x\ny,:", "c": [[], {}, [1]]}], "d": {"e": math.pi}}
+    text = json.dumps(document, indent=1)
+    lines = text.splitlines()
+    assert lines[line_of(text, ("a", 1, "b")) - 1].strip().startswith('"b"')
+    assert lines[line_of(text, ("a", 1, "c", 2, 0)) - 1].strip() == "1"
+    assert lines[line_of(text, ("d", "e")) - 1].strip().startswith('"e"')
+    assert line_of(text, ("d", "nothing")) == line_of(text, ("d",))

@@ -1,0 +1,424 @@
+"""Steps from traces: synthetic ones whose times are known, and files that are not what they should be."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import re
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcr_plus.errors import ConfigError
+from mcr_plus.plan.json_stream import members
+from mcr_plus.plan.step import Compute, Issue, Need, Ready, Role, Wait
+from mcr_plus.plan.traces import load_step
+
+FORWARD, BACKWARD, OPTIMIZER, SENT = 20_000.0, 10_000.0, 4_000.0, 7_000.0
+"""Microseconds: of the forward pass, of each of two gradients, of the optimizer, of each all_reduce."""
+START = 1_700_000_000_000_000.0
+Events = list[dict[str, Any]]
+
+
+def event(
+    name: str, begin: float, end: float, thread: int = 1, cat: str = "cpu_op", **args: Any
+) -> dict[str, Any]:
+    named = {key.replace("_", " "): value for key, value in args.items()}
+    return {
+        "ph": "X", "cat": cat, "name": name, "pid": 9, "tid": thread, "ts": begin, "dur": end - begin,
+        "args": named,
+    }  # fmt: skip
+
+
+def gradient(at: float, *shape: int) -> dict[str, Any]:
+    dims, kind = [list(shape)], ["float"]
+    return event("torch::autograd::AccumulateGrad", at - 10, at, Input_Dims=dims, Input_type=kind)
+
+
+def host_traces(ranks: int, late: float, seed: int, steps: int = 4) -> list[Events]:
+    """Of gloo on hosts: ranks come up to `late` microseconds late to the end of the forward pass.
+
+    The first all_reduce is in flight while the second gradient is computed, and the program waits for both.
+    """
+    chance = random.Random(seed)
+    at = [START + chance.uniform(0, 100) for _ in range(ranks)]
+    traces: list[Events] = [[event("aten::zeros", each, each + 1)] for each in at]
+    for step in range(steps):
+        delays = [chance.uniform(0, late) for _ in range(ranks)]
+        delays[chance.randrange(ranks)] = late
+        fast = chance.randrange(ranks)
+        delays[fast] = 0.0 if delays[fast] < late else late
+        forward = [begin + FORWARD + delay for begin, delay in zip(at, delays, strict=True)]
+        first = [begin + BACKWARD for begin in forward]
+        second = [begin + BACKWARD for begin in first]
+        done = [max(first) + SENT, max(max(second), max(first) + SENT) + SENT]
+        for rank, events in enumerate(traces):
+            events += [
+                event("aten::mm", at[rank], forward[rank]),
+                event("MulBackward0", forward[rank], first[rank]), gradient(first[rank], 100),
+                event("MulBackward0", first[rank], second[rank]), gradient(second[rank], 50, 4),
+                event("Optimizer.step#SGD.step", done[1], done[1] + OPTIMIZER, cat="user_annotation"),
+                event("aten::add_", done[1], done[1] + OPTIMIZER),
+            ]  # fmt: skip
+            for index, (issued, elements) in enumerate(((first[rank], 100), (second[rank], 200))):
+                number = 100 * step + 10 * index
+                args: dict[str, Any] = {
+                    "Input_type": ["TensorList"],
+                    "Input_Dims": [[[elements]]],
+                    "Record_function_id": number,
+                }
+                events.append(event("c10d::allreduce_", issued, issued + 1, **args))
+                args = {"Input_type": ["float"], "Input_Dims": [[elements]], "Record_function_id": number + 1}
+                begin = max(issued, done[0]) if index else issued
+                events.append(event("gloo:all_reduce", begin, done[index], 2, "user_annotation", **args))
+        at = [done[1] + OPTIMIZER] * ranks
+    return traces
+
+
+def gpu_trace(rank: int, late: float, steps: int = 3) -> Events:
+    """Of NCCL on GPUs: the host launches a step within 1 ms, and the GPU computes it meanwhile and after.
+
+    Both all_reduces run beside computing; the stream of the optimizer waits for them. Rank 0 is `late`.
+    """
+    events: Events = []
+    number = 0
+
+    def launch(host: float, begin: float, end: float, stream: int, name: str) -> None:
+        nonlocal number
+        number += 1
+        events.append(event("cudaLaunchKernel", host, host + 2, 1, "cuda_runtime", correlation=number))
+        events.append(event(name, begin, end, stream, "kernel", correlation=number))
+
+    for step in range(steps):
+        host = START + step * (FORWARD + 2 * BACKWARD + SENT + OPTIMIZER + late + 500)
+        gpu, slow = host + 500, late if rank == 0 else 0.0
+        forward = gpu + FORWARD + slow
+        grads = [forward + BACKWARD, forward + 2 * BACKWARD]
+        done = [gpu + FORWARD + late + (index + 1) * BACKWARD + SENT for index in range(2)]
+        events += [event(f"ProfilerStep#{step}", host, host + 400, cat="user_annotation")]
+        launch(host + 10, gpu, forward, 7, "gemm")
+        for index, elements in enumerate((100, 200)):
+            at = host + 100 + 100 * index
+            launch(at, grads[index] - BACKWARD, grads[index], 7, "gemm")
+            events.append({**gradient(at + 20, *((100,) if index == 0 else (50, 4))), "tid": 3})
+            about: dict[str, Any] = {
+                "Collective_name": "allreduce", "dtype": "Float", "In_msg_nelems": elements, "Group_size": 2,
+                "Out_msg_nelems": elements, "Process_Group_Name": "0", "Process_Group_Ranks": "[0, 1]",
+            }  # fmt: skip
+            events.append(event("record_param_comms", at + 30, at + 60, **about))
+            launch(at + 40, grads[index], done[index], 20, "ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)")
+        events += [event("Optimizer.step#Adam.step", host + 350, host + 380, cat="user_annotation")]
+        launch(host + 360, done[1], done[1] + OPTIMIZER, 7, "adam")
+    return events
+
+
+@pytest.mark.parametrize("late", [0.0, 3_000.0, 90_000.0])
+def test_times_are_those_of_the_gpu_where_there_are_kernels(tmp_path: Path, late: float) -> None:
+    step = load_step(written(tmp_path, [gpu_trace(rank, late) for rank in range(2)]))
+    (role,) = step.roles
+    issues = [each for each in role.events if isinstance(each, Issue)]
+    assert [(each.nbytes, each.gradients) for each in issues] == [
+        (400, ("gradient 0 [100]",)), (800, ("gradient 1 [50, 4]",)),
+    ]  # fmt: skip
+    assert [each.seconds for each in issues] == [pytest.approx(SENT / 1e6, rel=0.01)] * 2
+    ready = seconds_before(role, lambda each: isinstance(each, Ready))
+    assert ready == pytest.approx((500 + FORWARD + late + BACKWARD) / 1e6, rel=0.01)
+    assert next(each for each in role.events if isinstance(each, Ready)).like == "float32 cuda"
+    computed = sum(each.seconds for each in role.events if isinstance(each, Compute))
+    assert computed == pytest.approx((500 + FORWARD + late + 2 * BACKWARD + OPTIMIZER) / 1e6, rel=0.01)
+
+
+def written(folder: Path, traces: list[Events], **about: Any) -> list[Path]:
+    paths = []
+    for rank, events in enumerate(traces):
+        path = folder / f"rank{rank}.json"
+        info = {"backend": "gloo", "rank": rank, "world_size": len(traces)}
+        path.write_text(json.dumps({"distributedInfo": info, **about, "traceEvents": events}))
+        paths.append(path)
+    return paths
+
+
+def seconds_before(role: Role, wanted: Callable[[Any], bool]) -> float:
+    total = 0.0
+    for each in role.events:
+        if wanted(each):
+            return total
+        total += each.seconds if isinstance(each, Compute) else 0.0
+    raise AssertionError("no such event")
+
+
+@pytest.mark.parametrize("late", [0.0, 9_000.0, 200_000.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_skew_between_ranks_is_recovered(tmp_path: Path, late: float, seed: int) -> None:
+    step = load_step(written(tmp_path, host_traces(3, late, seed)))
+    assert (step.ranks, step.source, step.notes) == (3, "kineto", ())
+    assert [role.ranks for role in step.roles] == [(0, 1, 2)]
+    (role,) = step.roles
+    issues = [each for each in role.events if isinstance(each, Issue)]
+    assert [(each.kind, each.nbytes, each.group) for each in issues] == [
+        ("all_reduce", 400, (0, 1, 2)), ("all_reduce", 800, (0, 1, 2)),
+    ]  # fmt: skip
+    for each in issues:
+        assert each.seconds == pytest.approx(SENT / 1e6, rel=0.01)
+    assert [each.gradients for each in issues] == [("gradient 0 [100]",), ("gradient 1 [50, 4]",)]
+    first = seconds_before(role, lambda each: isinstance(each, Ready))
+    second = seconds_before(
+        role, lambda each: isinstance(each, Ready) and each.param.startswith("gradient 1")
+    )
+    assert second - first == pytest.approx(BACKWARD / 1e6, rel=0.01)
+    assert first >= (FORWARD + BACKWARD) / 1e6 * 0.99
+    assert step.seconds == pytest.approx((FORWARD + late + 2 * BACKWARD + SENT + OPTIMIZER) / 1e6, rel=0.01)
+    waits = [each.id for each in role.events if isinstance(each, Wait)]
+    assert sorted(waits) == [each.id for each in issues]
+    assert role.events[-1].seconds == pytest.approx(OPTIMIZER / 1e6, rel=0.01)  # type: ignore[union-attr]
+
+
+def test_ranks_without_skew_have_their_own_computing(tmp_path: Path) -> None:
+    (role,) = load_step(written(tmp_path, host_traces(2, 0.0, 1))).roles
+    ready = seconds_before(role, lambda each: isinstance(each, Ready))
+    assert ready == pytest.approx((FORWARD + BACKWARD) / 1e6, rel=0.01)
+    computed = sum(each.seconds for each in role.events if isinstance(each, Compute))
+    assert computed == pytest.approx((FORWARD + 2 * BACKWARD + OPTIMIZER) / 1e6, rel=0.01)
+
+
+# -- other forms, and what cannot be read -------------------------------------------------------------------
+
+
+def test_a_folder_compressed_files_and_a_saved_step_give_the_same(tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    paths = written(tmp_path / "plain", host_traces(2, 0.0, 1))
+    step = load_step(paths)
+    assert load_step(tmp_path / "plain") == load_step([str(path) for path in paths[::-1]]) == step
+    (tmp_path / "gz").mkdir()
+    for path in paths:
+        with gzip.open(tmp_path / "gz" / f"{path.name}.gz", "wt") as file:
+            file.write(path.read_text())
+    assert load_step(tmp_path / "gz") == step
+    step.save(tmp_path / "step.json")
+    assert load_step(tmp_path / "step.json") == step
+    with pytest.raises(ConfigError, match="a step among traces"):
+        load_step([tmp_path / "step.json", *paths])
+
+
+def test_unknown_operations_are_barriers_and_are_named(tmp_path: Path) -> None:
+    traces = host_traces(2, 0.0, 1)
+    for events in traces:
+        for each in events:
+            if each["name"] == "c10d::allreduce_" and each["args"]["Input Dims"] == [[[200]]]:
+                each["name"] = "c10d::quantum_teleport_"
+                each["args"] = {}
+        events[:] = [
+            e for e in events if e["name"] != "gloo:all_reduce" or e["args"]["Input Dims"] == [[100]]
+        ]
+    step = load_step(written(tmp_path, traces))
+    kinds = [(each.kind, each.nbytes) for each in step.roles[0].events if isinstance(each, Issue)]
+    assert kinds == [("all_reduce", 400), ("barrier", 0)]
+    assert any("'c10d::quantum_teleport_'" in note and "(8 times)" in note for note in step.notes)
+
+
+def test_ranges_of_our_own_backend_and_modules_are_read(tmp_path: Path) -> None:
+    events = [
+        event("nn.Module: Linear_0", START, START + 90, cat="python_function"),
+        event("aten::mm", START + 10, START + 500),
+        gradient(START + 500, 100),
+        event("c10d::allreduce_", START + 510, START + 540, Input_type=["TensorList"], Input_Dims=[[]],
+              Concrete_Inputs=["", "", "False", "-1"]),
+        event("mcr:all_reduce", START + 515, START + 535, cat="user_annotation", Input_type=["float"],
+              Input_Dims=[[100]]),
+        event("aten::add_", START + 900, START + 1000),
+        event("Optimizer.step#SGD.step", START + 900, START + 1000, cat="user_annotation"),
+    ]  # fmt: skip
+    step = load_step(written(tmp_path, [events]))
+    assert step.by_caller
+    kinds = [type(each) for each in step.roles[0].events if not isinstance(each, Compute)]
+    assert kinds == [Need, Ready, Issue, Wait]
+    computed = sum(each.seconds for each in step.roles[0].events if isinstance(each, Compute))
+    assert computed == pytest.approx((510 + 100) / 1e6, abs=2e-6)
+    assert any("only 1 step" in note for note in step.notes)
+
+
+def test_an_execution_trace_adds_what_kineto_lacks(tmp_path: Path) -> None:
+    traces = host_traces(2, 0.0, 1)
+    whole = load_step(written(tmp_path, traces))
+    nodes: list[list[dict[str, Any]]] = [[], []]
+    for rank, events in enumerate(traces):
+        for number, each in enumerate(events):
+            if "Input Dims" not in each["args"]:
+                continue
+            identity = each["args"].setdefault("Record function id", 5000 + number)
+            dims, _ = each["args"].pop("Input Dims"), each["args"].pop("Input type")
+            shape = dims[0][0] if isinstance(dims[0][0], list) else dims[0]
+            elements = shape[0] * (shape[1] if len(shape) > 1 else 1)
+            inputs = {
+                "values": [[1, 2, 0, elements, 4, "cpu"]], "shapes": [shape], "types": ["Tensor(float)"],
+            }  # fmt: skip
+            attrs = [{"name": "rf_id", "type": "uint64", "value": identity}]
+            nodes[rank].append({"id": number, "name": each["name"], "inputs": inputs, "attrs": attrs})
+        for each in events:
+            each["pid"] = 70 + rank
+    paths = written(tmp_path, traces)
+    assert any("expected record_shapes=True" in note for note in load_step(paths).notes)
+    graphs = []
+    for rank in range(2):
+        graphs.append(tmp_path / f"et{rank}.json")
+        graphs[-1].write_text(
+            json.dumps({"schema": "1.1.1-chakra.0.0.4", "pid": 70 + rank, "nodes": nodes[rank]})
+        )
+    joined = load_step([*paths, *graphs])
+    assert (joined.source, joined.roles, joined.model) == ("et", whole.roles, whole.model)
+    with pytest.raises(ConfigError, match=r"et0\.json: an execution trace has no times"):
+        load_step(graphs)
+    graphs[1].write_text(json.dumps({"pid": 12345, "nodes": nodes[1]}))
+    with pytest.raises(ConfigError, match=r"et1\.json: no Kineto trace of this run \(process 12345"):
+        load_step([*paths, *graphs])
+
+
+def broken(tmp_path: Path, change: Callable[[list[Events]], Any], **about: Any) -> str:
+    traces = host_traces(3, 0.0, 1)
+    change(traces)
+    with pytest.raises(ConfigError) as error:
+        load_step(written(tmp_path, traces, **about))
+    return str(error.value)
+
+
+def test_traces_that_make_no_sense_are_refused_with_their_place(tmp_path: Path) -> None:
+    def drop(*names: str) -> Callable[[list[Events]], None]:
+        def change(traces: list[Events]) -> None:
+            for events in traces:
+                events[:] = [each for each in events if each["name"] not in names]
+
+        return change
+
+    assert "no backward pass" in broken(tmp_path, drop("torch::autograd::AccumulateGrad"))
+    text = broken(tmp_path, lambda traces: traces[1][3].update(dur=-5))
+    assert re.search(r"rank1\.json: byte \d+: dur of event .*: -5; expected microseconds", text)
+    place = int(re.search(r"byte (\d+)", text)[1])  # type: ignore[index]
+    assert (tmp_path / "rank1.json").read_bytes()[place:].startswith(b'{"ph": "X"')
+    wrong: list[Any] = ["soon", None, float("nan"), 1e300, True]
+    while wrong:
+        assert "rank0.json: byte " in broken(tmp_path, lambda traces: traces[0][5].update(ts=wrong.pop()))
+    text = broken(
+        tmp_path,
+        lambda traces: traces[2].extend(
+            event(f"ProfilerStep#{n}", START + n * 100, START + n * 100 + 150, cat="user_annotation")
+            for n in range(3)
+        ),
+    )
+    assert "rank2.json: a step begins 0.050 ms before the last one ends" in text
+
+
+def test_a_trace_of_another_model_is_refused(tmp_path: Path) -> None:
+    def another(traces: list[Events]) -> None:
+        for each in traces[2]:
+            if each["name"] == "torch::autograd::AccumulateGrad" and each["args"]["Input Dims"] == [[100]]:
+                each["args"]["Input Dims"] = [[10, 10]]
+
+    text = broken(tmp_path, another)
+    assert "rank2.json: rank 2 has a gradient float32 cpu [10, 10], and rank 0 has float32 cpu [100]" in text
+    assert "expected traces of one model" in text
+
+
+def test_of_traces_with_more_steps_the_last_ones_count(tmp_path: Path) -> None:
+    traces = host_traces(2, 0.0, 1, steps=5)
+    whole = load_step(written(tmp_path, traces))
+    ends = sorted(each["ts"] + each["dur"] for each in traces[1] if each["name"].startswith("Optimizer.step"))
+    traces[1][:] = [each for each in traces[1] if each["ts"] >= ends[0]]
+    step = load_step(written(tmp_path, traces))
+    assert "ranks have traced different numbers of steps; the last 4 of each count" in step.notes
+    assert step.seconds == pytest.approx(whole.seconds, rel=1e-3)
+    assert [type(each) for each in step.roles[0].events] == [type(each) for each in whole.roles[0].events]
+
+
+def test_missing_and_repeated_ranks_are_named(tmp_path: Path) -> None:
+    paths = written(tmp_path, host_traces(4, 0.0, 1))
+    with pytest.raises(
+        ConfigError, match=r"no trace of rank 1, 3; expected one of each of the job's 4 ranks"
+    ):
+        load_step([paths[0], paths[2]])
+    with pytest.raises(ConfigError, match=r"rank 2 is in .*rank2\.json too"):
+        load_step([*paths, paths[2]])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"no trace; expected \.json or \.json\.gz"):
+        load_step(tmp_path / "empty")
+    with pytest.raises(ConfigError, match="No such file"):
+        load_step(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b'{"traceEvents": [{"ph": "X"', "truncated"),
+        (b'{"traceEvents": [{"ph": "M"}', "truncated"),
+        (b'{"traceEvents": [{"ph": "M"},', "truncated"),
+        (b'{"traceEvents": [{"ph": "M"}]', "truncated"),
+        (b'{"traceEvents": [{"ph": "unfinished', "truncated"),
+        (b'{"traceEvents": [17]}', "17; expected an event"),
+        (b'{"traceEvents": [{"ph": oops}]}', "not JSON"),
+        (b'{"traceEvents" [1]}', "expected a name and ':'"),
+        (b'{"traceEvents": [{} {}]}', "expected ',' or ']'"),
+        (b'{"traceEvents": []}', "no events; expected a trace"),
+        (b'{"nodes": [3]}', "3; expected a node"),
+        (b'{"other": 1}', "no events; expected a trace"),
+        (b"7", "not a JSON object"),
+        (b"", "truncated"),
+        (b'{"a": "\xff"}', "not UTF-8"),
+        (b'{"a": ' + b"[" * 100_000, "not JSON"),
+    ],
+)
+def test_malformed_files_are_refused(tmp_path: Path, content: bytes, problem: str) -> None:
+    path = tmp_path / "trace.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        load_step(path)
+    assert str(error.value).startswith(f"{path}: ")
+    assert problem in str(error.value)
+
+
+def test_a_cut_archive_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.json.gz"
+    whole = gzip.compress(json.dumps({"traceEvents": host_traces(1, 0.0, 1)[0]}).encode())
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ConfigError, match=r"rank0\.json\.gz: byte \d+: cannot read on: "):
+        load_step(path)
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mcr_plus.plan.json_stream._CHUNK", 1 << 16)
+    path = tmp_path / "large.json"
+    filler = json.dumps(event("user note é", START, START + 1, cat="other", text="x" * 1000))
+    with path.open("w") as file:
+        file.write('{"schemaVersion": 1, "traceEvents": [\n' + ",\n".join([filler] * 4_000) + "]}")
+    size = path.stat().st_size
+    tracemalloc.start()
+    count = sum(1 for key, _, _ in members(path, ("traceEvents",)) if key == "traceEvents")
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert count == 4_000
+    assert most < 1e6 < size / 4
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 64])
+def test_pieces_of_any_size_give_the_same_values(
+    tmp_path: Path, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mcr_plus.plan.json_stream._CHUNK", chunk)
+    events = [{"é": "ü\u2028\n", "n": [1, -2.5e-3, True, None]}, {}, 12, '\\"', [[]], 3.25]
+    document = {"a": 1, "b": {"traceEvents": []}, "traceEvents": events, "é": "z", "last": 123456}
+    path = tmp_path / "x.json"
+    for indent in (None, 1):
+        text = json.dumps(document, ensure_ascii=False, indent=indent)
+        path.write_text(text)
+        found = list(members(path, ("traceEvents",)))
+        assert [value for key, value, _ in found if key == "traceEvents"] == events
+        assert {key: value for key, value, _ in found if key != "traceEvents"} == {
+            key: value for key, value in document.items() if key != "traceEvents"
+        }
+        for _, value, place in found:
+            decoded, _ = json.JSONDecoder().raw_decode(text.encode()[place:].decode())
+            assert decoded == value
+    path.write_text(json.dumps(events))
+    assert [value for _, value, _ in members(path, ("traceEvents",))] == events

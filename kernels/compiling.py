@@ -1,7 +1,7 @@
 """Compilation of kernels: by one process of a host at a time, logged if it takes long, visible to watchers.
 
 with preparing("int8_block"): ...    around code that compiles kernels, or loads compiled ones
-watchers                             called when this process begins and ends compiling
+watchers                             called when this process begins and ends compiling or loading
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Final
 
 watchers: Final[list[Callable[[bool], None]]] = []
-"""Called with True when this process begins to compile, with False when it has ended, in any thread."""
+"""Called with True when this process begins to compile or load kernels, with False when it has ended, in any
+thread."""
 
 _SOURCES: Final = (Path(__file__).parent, Path(__file__).parent.parent / "backends" / "shm")
 """Folders of the sources of kernels."""
@@ -57,7 +58,8 @@ def preparing(what: str) -> Iterator[None]:
             yield
         return
     if _noted(note):
-        yield
+        with watched():  # loading takes long enough, too, beside other work
+            yield
         return
     with watched(), _alone(note):
         if _noted(note):  # by the process that this one has waited for

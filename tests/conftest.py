@@ -42,7 +42,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
     if getattr(config.option, "numprocesses", None) or hasattr(config, "workerinput"):
-        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # more ranks at once than cores
+        # More ranks at once than cores. Yields alone would starve some of them (decision 16).
+        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+        os.environ.setdefault("OMPI_MCA_threads_pthreads_yield_strategy", "nanosleep")
     share_nursery(getattr(config, "workerinput", {}).get("nursery"))
     # A shell starts background jobs with interrupts ignored, and programs inherit that. Tests of Ctrl-C send
     # interrupts to programs they start; those must hear them however pytest itself was started.

@@ -15,7 +15,8 @@ Signs of other work, checked only in waits that take longer than the first polls
   (/proc/PID/schedstat).
 
 Each is remembered for a while. Where the cgroup's quota gives ranks less than a core each, no check is
-needed. Where there are more ranks than cores and no other work, yielding is best: the core goes to a peer.
+needed. Where there are more ranks than cores and no other work, yielding is best at first: the core goes to a
+peer. Every wait that takes longer sleeps (decision 16).
 All of this concerns how this rank waits, never what is done.
 """
 
@@ -55,8 +56,10 @@ _SLOW_FILE: Final = 50e-6  # seconds of reading /proc/loadavg where a container 
 _TRIES: Final = range(8)  # of reading it: during some, this thread may have been without a core
 _WATCHED: Final = 8  # peers
 _SPIN_FOR: Final = 2e-3  # seconds of polling a polled library before a rank yields a core of its own
-_YIELD_FOR: Final = 0.002  # seconds of yielding before a waiting rank begins to sleep
-_POLL_FOR: Final = 0.5  # the same for operations that advance only while they are polled
+# Seconds of yielding before a waiting rank begins to sleep. Not longer: since Linux 6.17 a task that yields all
+# the time can keep others from the core for many seconds.
+_YIELD_FOR: Final = 0.002
+_POLL_FOR: Final = 0.5  # seconds of short naps, for operations that advance only while they are polled
 _NAP: Final = 20e-6
 _LONG_NAP: Final = 200e-6
 _POLLED_NAP: Final = (
@@ -280,7 +283,7 @@ class Pause:
             return
         if policy == "auto" and calm and self._polled and waiting.own_cores and waited < _SPIN_FOR:
             return
-        if policy == "yield" or (policy == "auto" and calm and waited < patience):
+        if policy == "yield" or (policy == "auto" and calm and waited < _YIELD_FOR):
             os.sched_yield()
         else:
             time.sleep(_NAP if waited < patience + 0.05 else _LONG_NAP)

@@ -9,13 +9,14 @@ import time
 from functools import cache
 from typing import Any, Final
 
-from mcr_plus.core.environment import launch_environment
+from mcr_plus.core.environment import cores, default_variable, launch_environment
 from mcr_plus.errors import BackendUnavailable
 from mcr_plus.rendezvous.shared_memory import MPICH_RANK, SHARED_MEMORY, lacking_shared_memory
 
 _log = logging.getLogger("mcr_plus")
 MISSING: Final = "mpi4py is not installed"
 REMEDY: Final = "pip install 'mcr_plus[mpi]' (Open MPI) or 'mcr_plus[mpich]' brings mpi4py and a library"
+_YIELD_STRATEGY: Final = "OMPI_MCA_threads_pthreads_yield_strategy"  # of Open MPI 5
 _UNTIL_READ: Final = 0.5  # seconds; mpiexec loses what a rank has written just before it is killed
 
 
@@ -33,6 +34,7 @@ def load_mpi() -> Any:
     if "mpi4py.MPI" not in sys.modules:
         mpi4py.rc.finalize = False
         _warn_of_little_memory()
+        _have_idle_ranks_sleep()
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -40,6 +42,16 @@ def load_mpi() -> Any:
             f"backend mpi: no MPI library could be loaded ({error}); {REMEDY}"
         ) from error
     return MPI
+
+
+def _have_idle_ranks_sleep() -> None:
+    """Open MPI yields in every poll if there are more ranks than cores; let it sleep for a moment instead.
+
+    Since Linux 6.17 ranks that yield all the time can keep others from the cores for many seconds (decision 16).
+    """
+    place = launch_environment()
+    if place.launcher == "openmpi" and place.local_size > cores():
+        default_variable(_YIELD_STRATEGY, "nanosleep")
 
 
 def _warn_of_little_memory() -> None:

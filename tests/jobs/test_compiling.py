@@ -115,6 +115,16 @@ def test_one_of_many_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (most, cold) == (1, 1)
 
 
+def test_loading_is_seen_like_compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(compiling, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(compiling, "watchers", [told.append])
+    for _ in ("compiles", "loads"):
+        with compiling.preparing("it"):
+            assert told[-1:] == [True]
+    assert told == [True, False, True, False]
+
+
 def test_one_thread_begins_while_another_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peers must not be told the end of the first after the beginning of the second."""
     told: list[bool] = []

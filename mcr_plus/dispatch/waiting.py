@@ -56,8 +56,8 @@ _SLOW_FILE: Final = 50e-6  # seconds of reading /proc/loadavg where a container 
 _TRIES: Final = range(8)  # of reading it: during some, this thread may have been without a core
 _WATCHED: Final = 8  # peers
 _SPIN_FOR: Final = 2e-3  # seconds of polling a polled library before a rank yields a core of its own
-# Seconds of yielding before a waiting rank begins to sleep. Not longer: since Linux 6.17 a task that yields all
-# the time can keep others from the core for many seconds.
+# Seconds of yielding before a waiting rank begins to sleep. Not longer: since Linux 6.18 a task that yields
+# all the time can keep others from the core for many seconds.
 _YIELD_FOR: Final = 0.002
 _POLL_FOR: Final = 0.5  # seconds of short naps, for operations that advance only while they are polled
 _NAP: Final = 20e-6

@@ -47,7 +47,7 @@ def load_mpi() -> Any:
 def _have_idle_ranks_sleep() -> None:
     """Open MPI yields in every poll if there are more ranks than cores; let it sleep for a moment instead.
 
-    Since Linux 6.17 ranks that yield all the time can keep others from the cores for many seconds (decision 16).
+    Since Linux 6.18 ranks that yield all the time can starve others for many seconds (decision 16).
     """
     place = launch_environment()
     if place.launcher == "openmpi" and place.local_size > cores():

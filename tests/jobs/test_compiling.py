@@ -213,7 +213,7 @@ def test_what_takes_long_is_said_once(
     assert (first.name, first.levelno) == ("mcr_plus", logging.WARNING)
     assert f"those of int8_block (once; kept in {tmp_path})" in first.message
     assert f"those of topk (once; kept in {tmp_path})" in second.message
-    assert told == [True, False] * 3
+    assert told == [True, False] * 4
 
 
 def test_what_is_compiled_anew_is_seen_by_its_sources() -> None:

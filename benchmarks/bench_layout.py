@@ -7,6 +7,8 @@ write by hand.
 `dtensor` with four, `hosts` and `overlap` with two ranks and one on each of two network namespaces.
 Candidates take turns; a time is that of the slowest rank, and of the rounds the median (with their range).
 The report goes to benchmarks/results/layout_<hardware>_<yyyymm>.md.
+
+Long because each part measures something else, and what users write by hand stands beside it.
 """
 
 from __future__ import annotations

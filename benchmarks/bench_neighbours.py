@@ -3,8 +3,8 @@
     python benchmarks/bench_neighbours.py                         about six minutes
     python benchmarks/bench_neighbours.py --rounds 2 --seconds 20 --output results/neighbours_X.md
 
-Two jobs of three ranks run all_reduces of every library, with and without a codec, in groups that they make and
-close. Beside them processes that never yield compute 50 ms every half second: the figure is how long
+Two jobs of three ranks run all_reduces of every library, with and without a codec, in groups that they make
+and close. Beside them processes that never yield compute 50 ms every half second: the figure is how long
 they needed for it. In turns, the jobs wait as they do by default, or yield in every poll (`dispatch: {wait:
 yield}`, and Open MPI's own yields).
 """

@@ -10,7 +10,16 @@ from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny
 
 from mcr_plus import registry
 from mcr_plus.config.document import Document, Keys, Mistakes, mapping_at
-from mcr_plus.config.options import Bytes, NoOptions, StageOptions, as_tuple, declared_options, validate
+from mcr_plus.config.options import (
+    Bytes,
+    NoOptions,
+    Scope,
+    StageOptions,
+    as_tuple,
+    declared_options,
+    options_marked,
+    validate,
+)
 from mcr_plus.core.units import parse_count
 from mcr_plus.errors import short, unknown
 
@@ -62,17 +71,19 @@ class CompressOptions(StageOptions):
     `exempt`: what always travels uncompressed. `never_slower`: measure on a few calls what the codec
     gains, and do without where it loses. `audit_every`: compare the ranks' results at every so many
     calls.
+
+    Each option is marked with `Scope.WIRE` or `Scope.LOCAL`: ranks compare those that change what travels.
     """
 
-    codec: str = "none"
-    codec_options: SerializeAsAny[BaseModel] | None = None
-    error_feedback: Annotated[ErrorFeedbackOptions | None, BeforeValidator(_switch)] = None
-    ef21: bool = False
-    momentum_correction: Annotated[MomentumOptions | None, BeforeValidator(_switch)] = None
-    warmup: Annotated[int, BeforeValidator(parse_count), Field(ge=0)] = 0
-    exempt: ExemptOptions | None = None
-    never_slower: bool = False
-    audit_every: Annotated[int, Field(gt=0)] | None = None
+    codec: Annotated[str, Scope.WIRE] = "none"
+    codec_options: Annotated[SerializeAsAny[BaseModel] | None, Scope.WIRE] = None
+    error_feedback: Annotated[ErrorFeedbackOptions | None, BeforeValidator(_switch), Scope.WIRE] = None
+    ef21: Annotated[bool, Scope.WIRE] = False
+    momentum_correction: Annotated[MomentumOptions | None, BeforeValidator(_switch), Scope.WIRE] = None
+    warmup: Annotated[int, BeforeValidator(parse_count), Field(ge=0), Scope.LOCAL] = 0
+    exempt: Annotated[ExemptOptions | None, Scope.LOCAL] = None
+    never_slower: Annotated[bool, Scope.LOCAL] = False
+    audit_every: Annotated[Annotated[int, Field(gt=0)] | None, Scope.LOCAL] = None
 
     @classmethod
     def read(cls, document: Document, keys: Keys, base: Mapping[str, Any]) -> CompressOptions:
@@ -95,6 +106,10 @@ class CompressOptions(StageOptions):
 
 
 FEEDBACKS = ("error_feedback", "ef21", "momentum_correction")
+
+
+LOCAL = options_marked(CompressOptions, Scope.LOCAL)
+"""Options of `compress` in which ranks may differ in a call."""
 
 
 WRAPPERS = tuple(name for name in CompressOptions.model_fields if name not in ("codec", "codec_options"))

@@ -15,7 +15,7 @@ from mcr_plus.compression.codec import Codec, PayloadCodec
 from mcr_plus.compression.ef21 import Ef21
 from mcr_plus.compression.error_feedback import ErrorFeedback, MomentumCorrection
 from mcr_plus.compression.never_slower import never_slower
-from mcr_plus.compression.options import CompressOptions, codec_of
+from mcr_plus.compression.options import LOCAL, CompressOptions, codec_of
 from mcr_plus.compression.policy import NOT_CHOSEN, is_stateful, largest_alignment, options_from_call, refusal
 from mcr_plus.compression.schemes import payload_bytes, scheme_of, wire_bytes
 from mcr_plus.compression.state import CompressorState
@@ -28,8 +28,6 @@ from mcr_plus.errors import InvalidArgument, Unsupported
 from mcr_plus.kernels.compiling import preparing
 from mcr_plus.pipeline.stage import Context, Issue, Next, Stage
 from mcr_plus.pipeline.treatment import Treatment
-
-_LOCAL = ("never_slower", "audit_every", "warmup", "exempt")  # options that do not change what travels
 
 
 class CompressStage(Stage):
@@ -312,7 +310,7 @@ def _with_residual(raw: Issue, instance: CodecInstance) -> Issue:
 def _label(options: CompressOptions) -> str:
     """The codec, its options and its feedback: what ranks must agree on."""
     said = plain_options(options)
-    text = json.dumps({key: said[key] for key in sorted(said) if key not in _LOCAL})
+    text = json.dumps({key: said[key] for key in sorted(said) if key not in LOCAL})
     return f"{options.codec}:{blake2b(text.encode(), digest_size=3).hexdigest()}"
 
 

@@ -62,9 +62,14 @@ class FuseOptions(StageOptions):
         PlainSerializer(_plan_text),
     ] = "size"
 
+    @property
+    def plan_file(self) -> TableRef | None:
+        """The file of the plan; None without one."""
+        return self.plan if isinstance(self.plan, TableRef) else None
+
     def by_content(self) -> dict[str, Any]:
         """See `StageOptions.by_content`."""
         data = self.plain()
-        if isinstance(self.plan, TableRef):
-            data["plan"] = self.plan.digest()
+        if self.plan_file is not None:
+            data["plan"] = self.plan_file.digest()
         return data

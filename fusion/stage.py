@@ -35,6 +35,7 @@ class FuseStage(Stage):
     """
 
     Options = FuseOptions
+    on_request = True  # it requires all ranks to wait at the same places of the program
 
     def __init__(self, options: FuseOptions, context: Context) -> None:
         self._options = options

@@ -40,12 +40,16 @@ CODECS: dict[str, object] = {
     "sign1": "mcr_plus.compression.sign1:Sign1",
 }
 BACKENDS: dict[str, object] = {
-    "local": "mcr_plus.backends.local:LocalBackend",
-    "gloo": "mcr_plus.backends.gloo.backend:GlooBackend",
-    "mpi": "mcr_plus.backends.mpi.backend:MpiBackend",
     "nccl": "mcr_plus.backends.nccl:NcclBackend",
     "msccl": "mcr_plus.backends.msccl:backend",
+    "mpi": "mcr_plus.backends.mpi.backend:MpiBackend",
+    "gloo": "mcr_plus.backends.gloo.backend:GlooBackend",
+    "local": "mcr_plus.backends.local:LocalBackend",
 }
+BACKEND_ORDER: tuple[str, ...] = tuple(BACKENDS)
+"""Our backends in the order of a configuration that names none; those of others follow."""
+OTHER_NAMES: dict[str, dict[str, str]] = {"backends": {"shm": "msccl"}}
+"""Further names that users may write, and the names that are stored and shown for them."""
 REGISTRIES: dict[str, dict[str, object]] = {"stages": STAGES, "codecs": CODECS, "backends": BACKENDS}
 
 _found: dict[str, dict[str, importlib.metadata.EntryPoint]] = {}  # read once per kind; see refresh()
@@ -56,13 +60,18 @@ def names(kind: str) -> tuple[str, ...]:
     return tuple(sorted({*_registry(kind), *_entry_points(kind)}))
 
 
+def stored_name(kind: str, name: str) -> str:
+    """Return the name that is stored and shown for `name`: `msccl` for the backend `shm`."""
+    return OTHER_NAMES.get(kind, {}).get(name, name)
+
+
 def get(kind: str, name: str) -> object:
     """Return what is registered under `name`, importing it if it has not been asked for before.
 
     Raises `Unsupported` naming the known names when there is no such name, and naming the entry point
     or the module when it cannot be imported.
     """
-    registry = _registry(kind)
+    registry, name = _registry(kind), stored_name(kind, name)
     if name in registry:
         entry = registry[name]
         return _import(kind, name, entry) if isinstance(entry, str) else entry
@@ -78,7 +87,7 @@ def register(kind: str, name: str, obj: object) -> None:
     Registering the same object again does nothing; another object under a taken name is `Unsupported`.
     """
     registry = _registry(kind)
-    taken = registry.get(name, _entry_points(kind).get(name))
+    taken = registry.get(stored_name(kind, name), _entry_points(kind).get(name))
     if taken is None:
         registry[name] = obj
     elif not (isinstance(taken, str) and taken == obj) and get(kind, name) is not obj:
@@ -112,7 +121,7 @@ def _by_name(
         first = by_name.setdefault(point.name, point)
         if first.value != point.value:
             raise Unsupported(f"{_describe(point)} and {_describe(first)} have the same name; uninstall one")
-        taken = REGISTRIES[kind].get(point.name)
+        taken = REGISTRIES[kind].get(stored_name(kind, point.name))
         if taken is not None:
             raise Unsupported(f"{_describe(point)} has a name that {taken!r} has taken; uninstall it")
     return by_name

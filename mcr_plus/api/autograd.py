@@ -16,6 +16,8 @@ input needs no gradient, or that does not use what it received, leaves its peers
 Each backward operation is one of these functions again, so gradients of gradients work too.
 """
 
+# Long because each operation has a function, with its documentation, and its way back.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

@@ -35,7 +35,7 @@ Errors that every operation can raise, in the call or from the `wait()` of its `
 - `BackendError`: the library failed, or a rank has died.
 """
 
-# The file is long because it has one function for each operation.
+# Long because each operation has a function, with its documentation and an example.
 
 from __future__ import annotations
 

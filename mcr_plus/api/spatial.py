@@ -15,9 +15,9 @@ layer on the whole tensor, forward and backward, but for rounding.
 Weights are replicated, and each rank computes the part of their gradients that its output contributes. Their
 sum over the ranks is the gradient: `sum_gradients(model)` after `backward()`. (`mcr.wrap` averages, so it
 needs a loss times the number of ranks.)
-
-The file is long because the layers share what is in it, and have examples.
 """
+
+# Long because the layers share their functions, and each has an example.
 
 from __future__ import annotations
 

@@ -7,25 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from mcr_plus import registry
-from mcr_plus.backends.base import Backend, complete
+from mcr_plus.backends.base import Availability, Backend, complete
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import KINDS, Kind
 from mcr_plus.core.message import Signature
 from mcr_plus.core.units import Range
 from mcr_plus.rendezvous.world import World
-
-PREFERENCE = ("nccl", "msccl", "mpi", "gloo")
-
-
-@dataclass(frozen=True)
-class BackendStatus:
-    """Whether a backend can run here; if not, the reason and a remedy."""
-
-    name: str
-    available: bool
-    version: str
-    reason: str
-    remedy: str
 
 
 @dataclass(frozen=True)
@@ -52,7 +39,7 @@ def table_sizes(choice: str) -> Range:
 def preferred_backends() -> list[str]:
     """Return all known backends in the built-in order of preference, those of other packages last."""
     names = registry.names("backends")
-    ours = [name for name in PREFERENCE if name in names]
+    ours = [name for name in registry.BACKEND_ORDER if name in names]
     return ours + [name for name in names if name not in ours]
 
 
@@ -76,13 +63,9 @@ def assumed_backends(wanted: Sequence[str] | None, world: World, group: Group) -
     }
 
 
-def availability() -> list[BackendStatus]:
-    """Return the status of every known backend. Initialises no library."""
-    rows = []
-    for name in registry.names("backends"):
-        found = backend_class(name).availability()
-        rows.append(BackendStatus(name, found.available, found.version, found.reason, found.remedy))
-    return rows
+def availability() -> dict[str, Availability]:
+    """Return the availability of every known backend, by name. Initialises no library."""
+    return {name: backend_class(name).availability() for name in registry.names("backends")}
 
 
 def operations_table() -> list[OperationRow]:

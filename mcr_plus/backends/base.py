@@ -4,10 +4,11 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, ABCMeta, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, cast
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast
 
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import Kind
@@ -119,6 +120,21 @@ class Availability:
     remedy: str = ""
 
 
+class Preference(NamedTuple):
+    """The places of a backend among others where neither a configuration nor a table decides.
+
+    The lowest place comes first. Equal ones, such as the default, are in the order of the registry.
+
+    Attributes:
+        cpu: for operations on CPU tensors. between_hosts: for large ones of these in groups on several hosts.
+        cuda: for operations on CUDA tensors.
+    """
+
+    cpu: float = math.inf
+    between_hosts: float = math.inf
+    cuda: float = math.inf
+
+
 class Channel(ABC):
     """One group of ranks inside one library. Its operations start in the same order on all ranks.
 
@@ -179,6 +195,7 @@ class Backend(ABC):
             whatever order ranks issue them. If it is false, ranks compare every operation before it starts,
             and not only the first of a signature; not so on a stream.
         has_algorithms: whether configurations may name algorithms of it.
+        preference: its places among the backends, see `Preference`.
     """
 
     name: str
@@ -188,6 +205,7 @@ class Backend(ABC):
     rings: ClassVar[bool] = False
     keeps_apart: ClassVar[bool] = False
     has_algorithms: ClassVar[bool] = True
+    preference: ClassVar[Preference] = Preference()
 
     def __init__(self, world: World) -> None:
         """Initialise the library; collective over the job's ranks only if that is."""

@@ -13,7 +13,8 @@ from mcr_plus.cli.output import print_json, print_table
 from mcr_plus.launch import MpiLauncher, mpi_flavour
 
 if TYPE_CHECKING:
-    from mcr_plus.backends import BackendStatus, OperationRow
+    from mcr_plus.backends import OperationRow
+    from mcr_plus.backends.base import Availability
 
 
 def doctor(
@@ -30,18 +31,19 @@ def doctor(
         return
     print_table("versions", ("what", "version"), [(name, text) for name, text in _versions().items()])
     print_table("launchers", ("mcr-plus run --via", "started by"), _launchers(launcher))
-    print_table("backends", ("name", "available", "version", "note"), [_backend_row(row) for row in backends])
+    rows = [_backend_row(name, found) for name, found in backends.items()]
+    print_table("backends", ("name", "available", "version", "note"), rows)
     if ops:
         _print_operations(operations)
 
 
 def _document(
-    launcher: MpiLauncher | None, backends: list[BackendStatus], operations: list[OperationRow] | None
+    launcher: MpiLauncher | None, backends: dict[str, Availability], operations: list[OperationRow] | None
 ) -> dict[str, Any]:
     document: dict[str, Any] = {
         "versions": _versions(),
         "mpi_launcher": None if launcher is None else asdict(launcher),
-        "backends": [asdict(status) for status in backends],
+        "backends": [{"name": name, **asdict(found)} for name, found in backends.items()],
     }
     if operations is not None:
         document["operations"] = [asdict(row) for row in operations]
@@ -65,9 +67,9 @@ def _launchers(launcher: MpiLauncher | None) -> list[tuple[str, str]]:
     return [("mpi", mpi), ("torch", "torchrun's elastic agent")]
 
 
-def _backend_row(status: BackendStatus) -> tuple[str, str, str, str]:
-    note = "" if status.available else "; ".join(filter(None, (status.reason, status.remedy)))
-    return status.name, "yes" if status.available else "no", status.version or "-", note
+def _backend_row(name: str, found: Availability) -> tuple[str, str, str, str]:
+    note = "" if found.available else "; ".join(filter(None, (found.reason, found.remedy)))
+    return name, "yes" if found.available else "no", found.version or "-", note
 
 
 def _print_operations(rows: list[OperationRow]) -> None:

@@ -107,13 +107,14 @@ def backend_names(text: str | None, config: Config, files: str) -> tuple[str, ..
     """
     from mcr_plus import registry
     from mcr_plus.backends import backend_class
-    from mcr_plus.config.names import names_no_algorithm
+    from mcr_plus.config.names import names_no_algorithm, stored_backend
     from mcr_plus.msccl.catalog import kept
     from mcr_plus.selection.checks import check_algorithm, use_algorithms
 
     if text is None:
         return None
-    choices = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    parts = (part.strip() for part in text.split(","))
+    choices = tuple(dict.fromkeys(stored_backend(part) for part in parts if part))
     known = [name for name in registry.names("backends") if name != "local"]
     libraries = names(
         ",".join(choice.partition(":")[0] for choice in choices), "backend", known, "--backends"

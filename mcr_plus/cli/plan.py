@@ -111,10 +111,11 @@ def _check_output(path: Path, step: Step) -> None:
 def _by_caller(pipeline: Config) -> bool:
     """Whether the program drives the operations of one of the pipeline's libraries."""
     from mcr_plus import registry
+    from mcr_plus.dispatch.options import DispatchOptions
     from mcr_plus.plan.network import is_polled
 
-    options = next((stage.options for stage in pipeline.pipeline if stage.name == "dispatch"), None)
-    if getattr(options, "progress", "caller") == "thread":
+    options = pipeline.options("dispatch")
+    if isinstance(options, DispatchOptions) and options.progress == "thread":
         return False
     return any(map(is_polled, pipeline.backends or registry.names("backends")))
 
@@ -182,7 +183,7 @@ def _write_plan(path: Path, pipeline: Config, step: Step, advice: Advice) -> Non
 
     from mcr_plus.config.document import write_text
     from mcr_plus.config.reader import dump, load
-    from mcr_plus.config.schema import TableRef
+    from mcr_plus.fusion.options import FuseOptions
     from mcr_plus.msccl.catalog import kept
     from mcr_plus.plan.saved import SavedBucket, SavedPlan, digests
     from mcr_plus.plan.scaling import CAPTURED
@@ -213,7 +214,7 @@ def _write_plan(path: Path, pipeline: Config, step: Step, advice: Advice) -> Non
         use_algorithms(written)
         checked_tables(written)
     for options in written.all_options:
-        if isinstance(ref := getattr(options, "plan", None), TableRef):
+        if isinstance(options, FuseOptions) and (ref := options.plan_file) is not None:
             SavedPlan.load(ref.resolve(), ref.place)
 
 

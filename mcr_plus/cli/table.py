@@ -121,7 +121,7 @@ def export(
     from mcr_plus.tables.interchange.exchange import facts_without_place
     from mcr_plus.tables.table import load_table
 
-    _check_backend(backend)
+    backend = _known_backend(backend)
     loaded = load_table(table)
     text, lost = export_table(format.value, loaded, backend=backend)
     if is_empty(text):
@@ -173,7 +173,7 @@ def import_(
     from mcr_plus.errors import ConfigError
     from mcr_plus.tables.interchange import import_ as import_table
 
-    _check_backend(backend)
+    backend = _known_backend(backend)
     try:
         text = read_bytes(file, str(file)).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -183,13 +183,15 @@ def import_(
     _write(table, output, comment=[f"imported from {file.name} ({format.value})"])
 
 
-def _check_backend(name: str | None) -> None:
+def _known_backend(name: str | None) -> str | None:
     from mcr_plus import registry
+    from mcr_plus.config.names import stored_backend
     from mcr_plus.errors import unknown
 
-    known = registry.names("backends")
+    known, name = registry.names("backends"), stored_backend(name)
     if name is not None and name not in known:
         raise typer.BadParameter(unknown("backend", name, known), param_hint="--backend")
+    return name
 
 
 def _report(what: str, lost: Sequence[str]) -> None:

@@ -25,7 +25,7 @@ def validate(
     """
     from mcr_plus.config.document import Mistakes, read_document
     from mcr_plus.config.reader import dump, is_table, load
-    from mcr_plus.config.schema import TableRef
+    from mcr_plus.fusion.options import FuseOptions
     from mcr_plus.msccl.catalog import kept
     from mcr_plus.selection.checks import checked_tables, named_tables, use_algorithms
     from mcr_plus.tables.table import load_table
@@ -45,7 +45,7 @@ def validate(
         mistakes.collect(lambda: use_algorithms(config), None)
         mistakes.collect(lambda: checked_tables(config), [])
     for options in config.all_options:
-        if isinstance(plan := getattr(options, "plan", None), TableRef):
+        if isinstance(options, FuseOptions) and (plan := options.plan_file) is not None:
             mistakes.collect(partial(_plan, plan), None)
     mistakes.raise_all()
     if as_json:

@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mcr_plus.communicator.calls import Call, CallOptions, check_options
+from mcr_plus.communicator.calls import Call, CallOptions, Compress, check_options
 from mcr_plus.communicator.tensors import check_apart, is_plain, plain
 from mcr_plus.core.kinds import Kind, ReduceOp
+from mcr_plus.core.message import Signature, frozen
 from mcr_plus.core.work import JointWork, Work
 from mcr_plus.errors import McrError
 
 if TYPE_CHECKING:
     from mcr_plus.communicator.operations import Operations
+    from mcr_plus.core.group import Group
     from mcr_plus.core.message import Extras
+    from mcr_plus.pipeline.pipeline import Pipeline
+
+
+class BlockSizes:
+    """Elements of a block of the codec that tensors of a group may get. `compresses`: whether any may."""
+
+    def __init__(self, group: Group, pipeline: Pipeline, compresses: bool) -> None:
+        self._group = group
+        self._pipeline = pipeline
+        self._compresses = compresses
+        self._known: dict[Any, int] = {}  # by codec and dtype
+
+    def of(self, tensors: Sequence[torch.Tensor], compress: Compress) -> dict[torch.dtype, int]:
+        """The sizes by dtype, of `tensors` that a call with this `compress` packs together."""
+        if not self._compresses or compress is False:
+            return {}
+        codec = frozen(compress) if isinstance(compress, Mapping) else compress
+        blocks = {}
+        for dtype in {tensor.dtype for tensor in tensors}:
+            key = (codec, dtype)
+            if key not in self._known:
+                group = self._group
+                like = Signature("all_reduce", dtype, (), None, group.name, group.size, compress=codec)
+                self._known[key] = self._pipeline.treatment(like).alignment
+            blocks[dtype] = self._known[key]
+        return blocks
 
 
 def coalesced(
@@ -38,7 +66,8 @@ def coalesced(
         check_apart(outputs[index])
     targets = outputs if not strided else [plain(output) for output in outputs]
     sources = targets if inputs is outputs else [plain(value) for value in inputs]
-    parts = comm.coalescer.parts(kind, sources, targets, comm.block_sizes(sources, options.get("compress")))
+    blocks = comm.blocks.of(sources, options.get("compress"))
+    parts = comm.coalescer.parts(kind, sources, targets, blocks)
     ready = []
     try:
         for part in parts:

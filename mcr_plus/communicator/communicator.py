@@ -2,45 +2,39 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mcr_plus.communicator import calls
-from mcr_plus.communicator.calls import BUILDERS, Call, CallOptions, Compress, Unpack
+from mcr_plus.communicator.calls import BUILDERS, Call, CallOptions, Unpack
+from mcr_plus.communicator.coalesced import BlockSizes
+from mcr_plus.communicator.objects import SignedObjects
 from mcr_plus.communicator.operations import Operations
 from mcr_plus.communicator.operations import P2POp as P2POp
 from mcr_plus.communicator.persistent import PersistentOp, bind_persistent, check_persistent
 from mcr_plus.communicator.prepared import Prepared, prepare
+from mcr_plus.config.names import stored_backend
 from mcr_plus.core.group import Group
-from mcr_plus.core.kinds import REDUCE_OPS, REDUCING, Kind, ReduceOp, check_reducible
+from mcr_plus.core.kinds import REDUCE_OPS, REDUCING, ReduceOp, check_reducible
 from mcr_plus.core.message import Extras, Signature, frozen
 from mcr_plus.core.work import Work
 from mcr_plus.dispatch.stage import SIGNATURES
-from mcr_plus.errors import BackendError, InvalidArgument, Unsupported
+from mcr_plus.errors import InvalidArgument, Unsupported
 from mcr_plus.fusion.coalesce import Coalescer
 from mcr_plus.pipeline.pipeline import Bound, Pipeline
-from mcr_plus.rendezvous.signing import seal, unseal
 
 if TYPE_CHECKING:
     from mcr_plus.communicator.watcher import Watcher
     from mcr_plus.dispatch.group_state import GroupState
-    from mcr_plus.pipeline.stage import Issue, Stage
     from mcr_plus.runtime.groups import OpenGroup
     from mcr_plus.runtime.runtime import Runtime
 
 _OPTIONS = CallOptions.__annotations__.keys()
 _PLANS = 4 * SIGNATURES  # several to a signature: different arguments may mean the same operation
-
-
-class Plan(NamedTuple):
-    """A signature and its bound chain, found by the arguments of a call."""
-
-    signature: Signature
-    issue: Issue
 
 
 class Communicator(Operations):
@@ -63,14 +57,15 @@ class Communicator(Operations):
         self.opened = opened
         self.config = opened.config  # of this group's pipeline
         self._group: Group = opened.group
-        self._pipeline: Pipeline = opened.pipeline
-        self._state: GroupState = opened.state
+        self.pipeline: Pipeline = opened.pipeline  # the stages that operations of this group flow through
+        self.state: GroupState = opened.state  # of the group in this process
         self._chains = opened.chains
         self._messages = opened.messages
         self._plans = opened.plans
         self._splits = 0
         self.coalescer = Coalescer(self.size)
-        self._alignments: dict[Any, int] = {}  # by codec and dtype
+        self.blocks = BlockSizes(self._group, self.pipeline, self.config.options("compress") is not None)
+        self.objects = SignedObjects(self._group, runtime)
         self.attached: dict[str, Any] = {}  # what layers above keep as long as the group, by a name of theirs
 
     # -- identity ---------------------------------------------------------------------------------
@@ -136,7 +131,7 @@ class Communicator(Operations):
     def flush(self) -> None:
         """Send the buckets that the fuse stage holds back; called by every rank of the group at one place."""
         self._check_open()
-        self._pipeline.flush()
+        self.pipeline.flush()
 
     def branch(self) -> Communicator:
         """Another communicator of the same ranks, for operations in an order of their own; collective."""
@@ -154,7 +149,7 @@ class Communicator(Operations):
     @property
     def libraries(self) -> list[str]:
         """The names of the backends of this group, in fallback order."""
-        return self._pipeline.libraries
+        return self.pipeline.libraries
 
     @property
     def polled_by_caller(self) -> list[str]:
@@ -170,38 +165,9 @@ class Communicator(Operations):
         """What is told of the operations of the job; None unless a step is captured."""
         return self._runtime.watcher
 
-    @property
-    def stages(self) -> list[Stage]:
-        """The stages of the pipeline that have been built, variants by rules included."""
-        return self._pipeline.stages
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """The stages that operations of this group flow through."""
-        return self._pipeline
-
     def stage_options(self, name: str) -> Any:
         """The options of a stage of the pipeline; None if it is not there."""
         return self.config.options(name)
-
-    def expected_us(
-        self,
-        kind: Kind,
-        dtype: torch.dtype,
-        numel: int,
-        *,
-        op: ReduceOp | None = None,
-        device: str = "cpu",
-        tag: str | None = None,
-    ) -> float | None:
-        """Microseconds that a synchronous operation should take by the tuning table; None if unknown.
-
-        `numel`: its payload in elements, as in `Signature.nbytes`. Sends nothing.
-        """
-        signature = Signature(
-            kind, dtype, (numel,), numel * dtype.itemsize, self.name, self.size, device, op, None, tag
-        )
-        return self._pipeline.expected_us(signature)
 
     def send_bucket(
         self,
@@ -228,36 +194,17 @@ class Communicator(Operations):
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the buffers that are kept for this group's operations, to use them again."""
-        return self._pipeline.buffer_bytes + self.coalescer.buffer_bytes
+        return self.pipeline.buffer_bytes + self.coalescer.buffer_bytes
 
     @property
     def closed(self) -> bool:
         """Whether the group has been closed, in this process."""
-        return self._state.closed
-
-    @property
-    def state(self) -> GroupState:
-        """The state of the group in this process."""
-        return self._state
+        return self.state.closed
 
     @property
     def issued(self) -> int:
         """How many operations this rank has issued in the group."""
-        return self._state.sequence
-
-    def block_sizes(self, tensors: Sequence[torch.Tensor], compress: Compress) -> dict[torch.dtype, int]:
-        """Elements of a block of the codec that `tensors` may get, by dtype."""
-        if self.config.options("compress") is None or compress is False:
-            return {}
-        codec = frozen(compress) if isinstance(compress, Mapping) else compress
-        blocks = {}
-        for dtype in {tensor.dtype for tensor in tensors}:
-            key = (codec, dtype)
-            if key not in self._alignments:
-                like = Signature("all_reduce", dtype, (), None, self.name, self.size, compress=codec)
-                self._alignments[key] = self._pipeline.treatment(like).alignment
-            blocks[dtype] = self._alignments[key]
-        return blocks
+        return self.state.sequence
 
     # -- objects ----------------------------------------------------------------------------------
 
@@ -265,42 +212,23 @@ class Communicator(Operations):
         """The object of rank `src`, on every rank. Pickled: between the ranks of one's own job only."""
         root = calls.group_rank(self._group, src, "src")
         is_source = root == self.rank
-        payload = self.pickled(obj) if is_source else torch.empty(0, dtype=torch.uint8)
+        payload = self.objects.pickled(obj) if is_source else torch.empty(0, dtype=torch.uint8)
         length = torch.tensor([payload.numel()])
         self.broadcast(length, src, compress=False)
         # In powers of two: a new size would be a new signature, to be bound and compared.
         room = torch.empty(1 << (int(length) - 1).bit_length(), dtype=torch.uint8)
         room[: payload.numel()] = payload
         self.broadcast(room, src, compress=False)
-        return obj if is_source else self.unpickled(room[: int(length)], root)
+        return obj if is_source else self.objects.unpickled(room[: int(length)], root)
 
     def all_gather_object(self, obj: Any, *, tag: str | None = None) -> list[Any]:
         """Every rank's object, in rank order. Pickled: between the ranks of one's own job only."""
-        payload = self.pickled(obj)
+        payload = self.objects.pickled(obj)
         lengths = torch.empty(self.size, dtype=torch.int64)
         self.all_gather_into_tensor(lengths, torch.tensor([payload.numel()]), compress=False, tag=tag)
         parts = [torch.empty(int(length), dtype=torch.uint8) for length in lengths]
         self.all_gather_v(parts, payload, compress=False, tag=tag)
-        return [self.unpickled(part, rank) for rank, part in enumerate(parts)]
-
-    def pickled(self, obj: Any) -> torch.Tensor:
-        """An object as it travels: bytes (uint8, on the CPU), signed as this rank's in this group."""
-        written = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
-        sealed = seal(self._runtime.world.secret, f"{self.name}/{self.rank}", written)
-        return torch.frombuffer(bytearray(sealed), dtype=torch.uint8)
-
-    def unpickled(self, payload: torch.Tensor, rank: int) -> Any:
-        """The object that `pickled` was given on `rank`, counted in the group.
-
-        Raises `BackendError` if that rank has not signed it: unpickling runs code of the object's author.
-        """
-        sealed = payload.numpy().tobytes()
-        written = unseal(self._runtime.world.secret, f"{self.name}/{rank}", sealed)
-        if written is None:
-            raise BackendError(
-                f"the object of rank {rank} in group '{self.name}' was not signed by it, and is not unpickled"
-            )
-        return pickle.loads(written)
+        return [self.objects.unpickled(part, rank) for rank, part in enumerate(parts)]
 
     # -- groups and persistent operations ---------------------------------------------------------
 
@@ -366,15 +294,15 @@ class Communicator(Operations):
             nbytes = None if call.numel is None else call.numel * (0 if dtype is None else dtype.itemsize)
             signature = Signature(
                 call.kind, dtype, tuple(call.shape), nbytes, self.name, self.size, device,
-                calls.reduce_op_name(call.reduce_op), call.root, tag, backend, codec, async_op, None,
-                call.parts, call.key, None, call.called,
+                calls.reduce_op_name(call.reduce_op), call.root, tag, stored_backend(backend), codec,
+                async_op, None, call.parts, call.key, None, call.called,
             )  # fmt: skip
-            issue = self._chain(signature).issue
+            plan = self._chain(signature)
             if (watcher := self._runtime.watcher) is not None:
-                issue = watcher.watched(self._group, issue)
+                plan = replace(plan, issue=watcher.watched(self._group, plan.issue))
             if len(self._plans) >= _PLANS:  # each rank by itself: plans are made anew of the same chains
                 self._plans.clear()
-            plan = self._plans[key] = Plan(signature, issue)
+            self._plans[key] = plan
         return prepare(call, plan.signature, plan.issue)
 
     def _chain(self, signature: Signature) -> Bound:
@@ -382,27 +310,29 @@ class Communicator(Operations):
         chain = known.get(signature)
         if chain is None:
             self._check_open()
-            self._validate(signature)
+            _check_valid(signature, self._group)
             if not signature.is_p2p:
                 self.opened.runtime.count()
             elif len(known) >= SIGNATURES:
                 known.clear()
                 self._plans.clear()
                 self.opened.runtime.forget_messages()
-            chain = known[signature] = self._pipeline.bind(signature)
+            chain = known[signature] = self.pipeline.bind(signature)
         return chain
 
     def _check_open(self) -> None:
         if self.closed:
             self.state.check_thread()  # raises: there is nothing left to bind to
 
-    def _validate(self, signature: Signature) -> None:
-        if self.rank < 0:
-            raise Unsupported(
-                f"this rank is not a member of group '{self.name}' (ranks {list(self.ranks)}); "
-                "only members may use it"
-            )
-        if signature.kind in REDUCING and signature.dtype is not None:
-            if signature.reduce_op is None:
-                raise InvalidArgument(f"op: unknown reduce op None; known: {', '.join(REDUCE_OPS)}")
-            check_reducible(signature.reduce_op, signature.dtype)
+
+def _check_valid(signature: Signature, group: Group) -> None:
+    """Raise for operations that no library could run: `Unsupported` outside the group, `InvalidArgument`."""
+    if group.rank < 0:
+        raise Unsupported(
+            f"this rank is not a member of group '{group.name}' (ranks {list(group.ranks)}); "
+            "only members may use it"
+        )
+    if signature.kind in REDUCING and signature.dtype is not None:
+        if signature.reduce_op is None:
+            raise InvalidArgument(f"op: unknown reduce op None; known: {', '.join(REDUCE_OPS)}")
+        check_reducible(signature.reduce_op, signature.dtype)

@@ -18,6 +18,7 @@ from mcr_plus.core.work import Work
 from mcr_plus.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from mcr_plus.communicator.coalesced import BlockSizes
     from mcr_plus.communicator.communicator import Communicator
     from mcr_plus.core.group import Group
     from mcr_plus.fusion.coalesce import Coalescer
@@ -44,17 +45,14 @@ class P2POp:
 class Operations(ABC):
     """Collectives, sends and receives of a group: checks of arguments, and a fast path of repeated calls."""
 
+    blocks: BlockSizes
     coalescer: Coalescer
     _group: Group
-    _plans: dict[Any, Any]  # bound operations by the arguments of calls: chains here, `Plan` in `prepared`
+    _plans: dict[Any, Any]  # bound operations by arguments of calls: functions here, `Bound` in `prepared`
 
     @abstractmethod
     def prepared(self, call: Call, async_op: bool, options: CallOptions) -> Prepared:
         """Bind a call and lay out its tensors; nothing of it is issued."""
-
-    @abstractmethod
-    def block_sizes(self, tensors: Sequence[torch.Tensor], compress: Compress) -> dict[torch.dtype, int]:
-        """Elements of a block of the codec that `tensors` may get, by dtype."""
 
     # -- collectives ------------------------------------------------------------------------------
 

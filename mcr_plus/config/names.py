@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from mcr_plus import registry
 from mcr_plus.config.document import Document, Keys, list_at
 from mcr_plus.core.kinds import ALIASES, DTYPES, dtype_name
 from mcr_plus.errors import short, unknown
+
+T = TypeVar("T")
 
 
 def kind_matches(pattern: str, kind: str) -> bool:
@@ -31,16 +35,31 @@ def read_backends(document: Document) -> tuple[str, ...] | None:
         return None
     if not names:
         raise document.error(("backends",), "empty list; expected at least one, or no such key for all")
-    for index, name in enumerate(names):
-        check_backend(name, document, ("backends", index))
+    found: list[str] = []
+    for index, text in enumerate(names):
+        name = read_backend(text, document, ("backends", index))
         if name != backend_name(name):
             problem = (
                 f"expected a backend without an algorithm, got {short(name)}; rules and calls name algorithms"
             )
             raise document.error(("backends", index), problem)
-        if name in names[:index]:
-            raise document.error(("backends", index), f"backend {name!r} is written twice; expected it once")
-    return tuple(names)
+        if name in found:
+            also = "" if text == name else f", as {text!r} too"
+            problem = f"backend {name!r} is written twice{also}; expected it once"
+            raise document.error(("backends", index), problem)
+        found.append(name)
+    return tuple(found)
+
+
+def stored_backend(choice: T) -> T:
+    """Return `name` or `name:algorithm` as it is stored and shown: `msccl:ring` for `shm:ring`.
+
+    A value that is no string is returned unchanged.
+    """
+    if not isinstance(choice, str):
+        return choice
+    name, colon, algorithm = choice.partition(":")
+    return f"{registry.stored_name('backends', name)}{colon}{algorithm}"  # type: ignore[return-value]
 
 
 def backend_name(choice: object) -> object:
@@ -53,13 +72,18 @@ def names_no_algorithm(choice: object) -> bool:
     return isinstance(choice, str) and choice.partition(":")[1:] == (":", "")
 
 
-def check_backend(name: object, document: Document, keys: Keys) -> None:
-    """Raise `ConfigError` unless `name`, or the name in `name:algorithm`, is that of a registered backend."""
+def read_backend(text: object, document: Document, keys: Keys) -> str:
+    """Return the backend that a document names, `name` or `name:algorithm`, as it is stored.
+
+    Raises `ConfigError` unless a backend of this name is registered.
+    """
     known = registry.names("backends")
-    if backend_name(name) not in known:
+    name = stored_backend(text)
+    if not isinstance(name, str) or backend_name(name) not in known:
         raise document.error(keys, unknown("backend", name, known))
     if names_no_algorithm(name):
         raise document.error(keys, f"{name!r} names no algorithm; expected name or name:algorithm")
+    return name
 
 
 DTYPE_NAMES: tuple[str, ...] = tuple(dtype_name(dtype) for dtype in DTYPES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar, get_args
 
@@ -64,6 +65,20 @@ class ReadContext:
 
 
 NOWHERE: Final = dict_document({})
+
+
+class Scope(Enum):
+    """A mark in the annotation of an option: `warmup: Annotated[int, Scope.LOCAL] = 0`."""
+
+    WIRE = "changes what travels"
+    LOCAL = "does not change what travels"
+    JOB = "equal in all groups of a job"
+    GROUP = "of each group by itself"
+
+
+def options_marked(model: type[BaseModel], scope: Scope) -> tuple[str, ...]:
+    """Return the names of the options of a model that have a mark, in their order."""
+    return tuple(name for name, field in model.model_fields.items() if scope in field.metadata)
 
 
 class StageOptions(BaseModel):

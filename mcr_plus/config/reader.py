@@ -42,7 +42,7 @@ from mcr_plus.config.document import (
 )
 from mcr_plus.config.names import (
     backend_name,
-    check_backend,
+    read_backend,
     read_backends,
 )
 from mcr_plus.config.options import (
@@ -292,16 +292,17 @@ def _rule(
     match = Match()
     if "match" in data:
         match = mistakes.collect(lambda: _match(document, (*keys, "match")), match)
+    backend: str | None = None
     if data.get("backend") is not None:
         at = (*keys, "backend")
-        mistakes.collect(lambda: _check_rule_backend(document, at, data["backend"], backends), None)
+        backend = mistakes.collect(lambda: _rule_backend(document, at, data["backend"], backends), None)
     overrides = []
     for spec in pipeline if sound else _assumed(pipeline, data):
         if spec.name in data:
             read = partial(_override, spec, document, (*keys, spec.name), pipeline, backends)
             overrides.append(mistakes.collect(read, Override(spec.name, spec.options, ())))
     place = f"{document.place(keys)}: {path_text(keys)}"
-    return Rule(match, data.get("backend"), tuple(overrides), place)
+    return Rule(match, backend, tuple(overrides), place)
 
 
 def _assumed(pipeline: tuple[StageSpec, ...], rule: Mapping[str, Any]) -> tuple[StageSpec, ...]:
@@ -343,12 +344,11 @@ def _check_rule_keys(document: Document, keys: Keys, pipeline: tuple[StageSpec, 
         raise document.error(keys, f"changes nothing; expected at least one of backend, {', '.join(here)}")
 
 
-def _check_rule_backend(
-    document: Document, keys: Keys, name: object, backends: tuple[str, ...] | None
-) -> None:
-    check_backend(name, document, keys)
+def _rule_backend(document: Document, keys: Keys, text: object, backends: tuple[str, ...] | None) -> str:
+    name = read_backend(text, document, keys)
     if backends is not None and backend_name(name) not in backends:
         raise document.error(keys, f"backend {name!r} is not in backends; known: {', '.join(backends)}")
+    return name
 
 
 def _override(

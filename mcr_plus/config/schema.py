@@ -223,13 +223,10 @@ class Rule:
 
 def default_pipeline() -> tuple[StageSpec, ...]:
     """Return the pipeline of a configuration without one."""
-    # fuse requires all ranks to wait at the same places of the program; hierarchical opens several groups for
-    # every group. Both must be requested.
-    on_request = ("fuse", "hierarchical")
     return tuple(
         StageSpec(name, declared_options("stages", name)())
         for name in registry.STAGE_ORDER
-        if name not in on_request
+        if not getattr(registry.get("stages", name), "on_request", False)
     )
 
 

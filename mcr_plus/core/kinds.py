@@ -70,10 +70,15 @@ class Collective:
     torch: str = ""
     vector: Kind | None = None
 
-    def parts(self, ranks: int, *, root: bool = True) -> tuple[int, int]:
-        """How many parts the input and the output of a rank have; `root`: of the one that is named."""
+    def buffers(self, *, root: bool = True) -> tuple[Parts, Parts]:
+        """Return the parts of the input and of the output of a rank; `root`: of the one that is named."""
         sends = self.sends if root or self.sends_elsewhere is None else self.sends_elsewhere
         receives = self.receives if root or self.receives_elsewhere is None else self.receives_elsewhere
+        return sends, receives
+
+    def parts(self, ranks: int, *, root: bool = True) -> tuple[int, int]:
+        """As `buffers`, in numbers of parts in a group of `ranks` ranks."""
+        sends, receives = self.buffers(root=root)
         count = {"none": 0, "one": 1, "each": ranks}
         return count[sends], count[receives]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from mcr_plus.config.options import Seconds, StageOptions
+from mcr_plus.config.options import Scope, Seconds, StageOptions
 
 
 class DispatchOptions(StageOptions):
@@ -12,9 +12,11 @@ class DispatchOptions(StageOptions):
 
     `progress`: who advances operations in flight on libraries that need the host (MPI): the `caller`,
     whenever it issues or waits, or a `thread`, also while the program computes.
+
+    Each option is marked with `Scope.JOB` or `Scope.GROUP`: groups of a job cannot differ in the former.
     """
 
-    timeout: Seconds = 300.0
-    check: Literal["first", "every"] = "first"
-    wait: Literal["auto", "spin", "yield", "sleep"] = "auto"
-    progress: Literal["caller", "thread"] = "caller"
+    timeout: Annotated[Seconds, Scope.GROUP] = 300.0
+    check: Annotated[Literal["first", "every"], Scope.GROUP] = "first"
+    wait: Annotated[Literal["auto", "spin", "yield", "sleep"], Scope.JOB] = "auto"
+    progress: Annotated[Literal["caller", "thread"], Scope.JOB] = "caller"

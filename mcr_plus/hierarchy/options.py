@@ -17,7 +17,7 @@ from pydantic import (
 from mcr_plus import registry
 from mcr_plus.compression.options import CompressOptions, checked_compression
 from mcr_plus.config.document import Keys
-from mcr_plus.config.names import backend_name, names_no_algorithm
+from mcr_plus.config.names import backend_name, names_no_algorithm, stored_backend
 from mcr_plus.config.options import NOWHERE, Bytes, ReadContext, StageOptions, some_of
 from mcr_plus.errors import short, unknown
 
@@ -47,6 +47,7 @@ def _nodes(value: object) -> tuple[tuple[int, ...], ...] | None:
 
 def _step_backend(value: object) -> object:
     known = registry.names("backends")
+    value = stored_backend(value)
     if value is not None and backend_name(value) not in known:
         raise ValueError(unknown("backend", value, known))
     if names_no_algorithm(value):

@@ -56,6 +56,7 @@ class HierarchicalStage(Stage):
     """
 
     Options = HierarchicalOptions
+    on_request = True  # it opens several groups for every group
 
     def __init__(self, options: HierarchicalOptions, context: Context) -> None:
         self._options = options

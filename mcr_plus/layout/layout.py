@@ -1,7 +1,7 @@
 """Where the elements of a tensor lie: for every rank, boxes of the global tensor, and their place in its
 memory.
 
-Longer than other files: it is one class, whose constructors make half of it.
+Long because one class is described here, and its constructors make half of the file.
 """
 
 from __future__ import annotations

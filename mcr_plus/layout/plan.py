@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mcr_plus.communicator.costs import expected_us
 from mcr_plus.core.units import about
 from mcr_plus.errors import BackendError, InvalidArgument, McrError, Unsupported
 from mcr_plus.layout import proof
@@ -21,6 +22,7 @@ from mcr_plus.layout.messages import Part
 from mcr_plus.layout.native import Native, Room, keeps_bits
 from mcr_plus.layout.program import LOADS, Bound, Costs, Program, bound, load, native_load, programs
 from mcr_plus.layout.regions import Ints, as_ints
+from mcr_plus.selection.options import SelectOptions
 
 if TYPE_CHECKING:
     from mcr_plus.communicator.communicator import Communicator
@@ -270,11 +272,12 @@ def costs_of(comm: Communicator, nodes: Ints | None) -> Costs:
 
 
 def _costs(comm: Communicator, per_node: int, across: bool) -> Costs:
-    if getattr(comm.stage_options("select"), "table", None) is None or comm.size < 2:
+    select = comm.stage_options("select")
+    if not isinstance(select, SelectOptions) or select.table is None or comm.size < 2:
         return Costs()
     peers = comm.size - per_node if across else comm.size - 1
     sizes = [2 * comm.size, _LARGE // torch.float32.itemsize // comm.size * comm.size]
-    few, many = (comm.expected_us("all_to_all", torch.float32, numel, tag=_TAG) for numel in sizes)
+    few, many = (expected_us(comm, "all_to_all", torch.float32, numel, tag=_TAG) for numel in sizes)
     if few is None or many is None or peers < 1:
         return Costs()
     part = [numel * torch.float32.itemsize * peers / comm.size for numel in sizes]

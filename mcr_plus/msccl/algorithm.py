@@ -8,8 +8,11 @@ with one thread block at each end. Steps of a thread block run in order.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, get_args
+
+from mcr_plus.core import kinds
 
 Operation = Literal["s", "r", "rcs", "rrs", "rrc", "rrcs", "cpy", "re", "nop"]
 """Operations of steps:
@@ -36,12 +39,12 @@ Space = Literal["i", "o", "s"]
 """Input, output, scratch."""
 SPACES: Final[tuple[Space, ...]] = get_args(Space)
 
-Collective = Literal[
-    "allreduce", "allgather", "reducescatter", "alltoall", "alltoallv", "broadcast", "reduce", "gather",
-    "scatter", "send", "recv", "custom",
-]  # fmt: skip
+ROWS: Final[Mapping[str, kinds.Collective]] = {
+    row.msccl: row for row in kinds.COLLECTIVES.values() if row.msccl
+}
+"""The collectives with a defined result, by their names in MSCCL."""
+COLLECTIVES: Final = (*ROWS, "alltoallv", "send", "recv", "custom")
 """Names of collectives in MSCCL."""
-COLLECTIVES: Final[tuple[Collective, ...]] = get_args(Collective)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,7 @@ class Algorithm:
     """
 
     name: str
-    collective: Collective
+    collective: str
     ranks: int
     chunks: int
     channels: int

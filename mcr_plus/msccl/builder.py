@@ -22,7 +22,6 @@ from mcr_plus.msccl.algorithm import (
     WRITES,
     Algorithm,
     Chunks,
-    Collective,
     Operation,
     Program,
     Step,
@@ -135,7 +134,7 @@ class _Program:
 class Builder:
     """An algorithm under construction, for calls in place and out of place."""
 
-    def __init__(self, name: str, collective: Collective, ranks: int, chunks: int, root: int = 0) -> None:
+    def __init__(self, name: str, collective: str, ranks: int, chunks: int, root: int = 0) -> None:
         empty = Program(0, 0, 0, ())
         self._made = Algorithm(name, collective, ranks, chunks, 1, (empty,) * ranks, root=root)
         self._programs = [_Program(layout(self._made, rank, in_place=True)) for rank in range(ranks)]

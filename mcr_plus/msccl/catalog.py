@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 
 from mcr_plus.core import kinds
 from mcr_plus.core.kinds import ROOTED
@@ -25,11 +25,9 @@ from mcr_plus.msccl.verifier import verify_all
 if TYPE_CHECKING:
     from mcr_plus.core.kinds import Kind
     from mcr_plus.core.message import Signature
-    from mcr_plus.msccl.algorithm import Algorithm, Collective
+    from mcr_plus.msccl.algorithm import Algorithm
 
-COLLECTIVES: Final[dict[Kind, Collective]] = {
-    row.kind: cast("Collective", row.msccl) for row in kinds.COLLECTIVES.values() if row.msccl
-}
+COLLECTIVES: Final[dict[Kind, str]] = {row.kind: row.msccl for row in kinds.COLLECTIVES.values() if row.msccl}
 """Kinds with algorithms, and their names in MSCCL."""
 _GENERATED_CHANNELS: Final = 1
 

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from mcr_plus.errors import InvalidArgument
-from mcr_plus.msccl.algorithm import Algorithm, Chunks, Collective, Space
+from mcr_plus.msccl.algorithm import Algorithm, Chunks, Space
 from mcr_plus.msccl.builder import Builder
 
 
 class Generator(NamedTuple):
     """Makes algorithms; `options` are the arguments of `make` besides the number of ranks."""
 
-    collective: Collective
+    collective: str
     make: Callable[..., Algorithm]
     options: tuple[str, ...] = ()
 

@@ -7,18 +7,16 @@ bits of an integer: bit `rank * chunks + index`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final, NamedTuple, cast
+from typing import Final, NamedTuple
 
-from mcr_plus.core.kinds import COLLECTIVES
-from mcr_plus.msccl.algorithm import Algorithm, Collective, Space
+from mcr_plus.msccl.algorithm import ROWS, Algorithm, Space
 
-_ROWS: Final = {cast("Collective", row.msccl): row for row in COLLECTIVES.values() if row.msccl}
-VERIFIABLE: Final[tuple[Collective, ...]] = cast("tuple[Collective, ...]", tuple(_ROWS))
+VERIFIABLE: Final = tuple(ROWS)
 """Collectives with a defined result."""
-ROOTED: Final = frozenset(name for name, row in _ROWS.items() if row.rooted)
-DIVIDED: Final = frozenset(name for name, row in _ROWS.items() if row.is_shared)
+ROOTED: Final = frozenset(name for name, row in ROWS.items() if row.rooted)
+DIVIDED: Final = frozenset(name for name, row in ROWS.items() if row.is_shared)
 """Every rank has a part of the whole buffer, so the ranks must divide its chunks."""
-_ONE_BUFFER: Final = frozenset({"allreduce", "alltoall", "broadcast", "reduce"})
+_ONE_BUFFER: Final = frozenset(name for name, row in ROWS.items() if row.sends == row.receives)
 
 
 class Layout(NamedTuple):
@@ -67,18 +65,12 @@ def layout(algorithm: Algorithm, rank: int, *, in_place: bool) -> Layout:
     whole, part = algorithm.chunks, algorithm.chunks // algorithm.ranks
     is_root = rank == algorithm.root
     inputs = outputs = whole
-    kind = algorithm.collective
-    if kind in ("allgather", "gather"):
-        inputs, outputs = part, whole if kind == "allgather" or is_root else 0
-    elif kind in ("reducescatter", "scatter"):
-        inputs, outputs = whole if kind == "reducescatter" or is_root else 0, part
-    scratch = algorithm.programs[rank].scratch
+    kind, scratch = algorithm.collective, algorithm.programs[rank].scratch
     if in_place and kind in _ONE_BUFFER:
         return Layout(inputs, outputs, scratch, 0, 0, whole)
-    if kind == "broadcast" and not is_root:
-        inputs = 0
-    elif kind == "reduce" and not is_root:
-        outputs = 0
+    if kind in ROWS:
+        length = {"none": 0, "one": part if kind in DIVIDED else whole, "each": whole}
+        inputs, outputs = (length[parts] for parts in ROWS[kind].buffers(root=is_root))
     if in_place and inputs == whole != outputs:
         return Layout(inputs, outputs, scratch, 0, rank * part, whole)
     if in_place and outputs == whole != inputs:
@@ -106,11 +98,13 @@ def given(algorithm: Algorithm, rank: int) -> dict[int, int]:
 
     A rank that is not the root of a broadcast or scatter has no input, whatever its buffer contains.
     """
-    if algorithm.collective in ("broadcast", "scatter") and rank != algorithm.root:
-        return {}
     count = algorithm.chunks
-    if algorithm.collective in ("allgather", "gather"):
-        count //= algorithm.ranks
+    if algorithm.collective in ROWS:
+        sends, _ = ROWS[algorithm.collective].buffers(root=rank == algorithm.root)
+        if sends == "none":
+            return {}
+        if sends == "one" and algorithm.collective in DIVIDED:
+            count //= algorithm.ranks
     return {index: contribution(algorithm, rank, index) for index in range(count)}
 
 

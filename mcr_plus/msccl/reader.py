@@ -29,7 +29,6 @@ from mcr_plus.msccl.algorithm import (
     SPACES,
     Algorithm,
     Chunks,
-    Collective,
     Operation,
     Program,
     Space,
@@ -44,7 +43,7 @@ MAX_ELEMENTS: Final = 1 << 18
 _CHILD: Final = {"algo": "gpu", "gpu": "tb", "tb": "step"}
 _INTEGER: Final = re.compile(r"-?[0-9]{1,19}")
 _INT64: Final = 1 << 63
-_COLLECTIVES: Final[Mapping[str, Collective]] = {
+_COLLECTIVES: Final[Mapping[str, str]] = {
     **{name: name for name in COLLECTIVES},
     "reduce_scatter": "reducescatter",
 }

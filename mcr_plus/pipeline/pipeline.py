@@ -31,8 +31,9 @@ class Note:
 
 @dataclass
 class Bound:
-    """A bound chain and how it came about."""
+    """The chain that is bound to a signature, and how it came about."""
 
+    signature: Signature
     issue: Issue
     notes: list[Note] = field(default_factory=list)
 
@@ -54,7 +55,7 @@ class Pipeline:
     def bind(self, signature: Signature) -> Bound:
         """Bind all stages to `signature`. Raises `Unsupported` if no library can run it."""
         notes: list[Note] = []
-        return Bound(self._bind_from(0, signature, notes), notes)
+        return Bound(signature, self._bind_from(0, signature, notes), notes)
 
     @cached_property
     def explaining(self) -> Pipeline:

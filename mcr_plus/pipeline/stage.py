@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 from mcr_plus.backends.base import Backend
 from mcr_plus.core.group import Group
@@ -100,8 +100,11 @@ class Stage(ABC):
     """A step of the pipeline, built once per group as `StageClass(options, context)`.
 
     A class attribute `Options`, a subclass of `mcr_plus.config.options.StageOptions`, is the model of its
-    options in configurations; a stage without it takes none.
+    options in configurations; a stage without it takes none. `on_request`: it is in the pipeline only if a
+    configuration names it; of interest for built-in stages alone, since others always have to be named.
     """
+
+    on_request: ClassVar[bool] = False
 
     def __init__(self, options: Any, context: Context) -> None:
         """Called on all ranks of the group; `options` is an instance of `Options`."""

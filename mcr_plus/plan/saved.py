@@ -12,12 +12,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from mcr_plus.config.document import path_text, read_bytes, write_text
-from mcr_plus.config.names import backend_name
+from mcr_plus.config.names import backend_name, stored_backend
 from mcr_plus.config.schema import Config
 from mcr_plus.errors import ConfigError, short
 
@@ -27,7 +27,7 @@ class SavedBucket(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     params: tuple[str, ...] = Field(min_length=1)
-    library: str | None = None
+    library: Annotated[str | None, AfterValidator(stored_backend)] = None
 
 
 def digests(config: Config) -> tuple[str, ...]:

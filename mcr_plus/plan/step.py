@@ -6,7 +6,7 @@
 The events of a rank are in the order of its program: a `Compute` is the time between two others. Ranks with
 the same events are one role, with the times of its slowest rank. `Step.save` writes JSON of version 1.
 
-Records, how those of ranks are merged, and their JSON are one file, as a change of one is a change of all.
+Long because records, the merging of those of ranks, and their JSON change together.
 """
 
 from __future__ import annotations

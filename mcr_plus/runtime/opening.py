@@ -137,5 +137,5 @@ def _missing(
 def _named_for(step: str, config: Config) -> set[str]:
     """The libraries that the hierarchical stage, or a rule that changes it, names for `local` or `inter`."""
     hierarchical = [options for options in config.all_options if isinstance(options, HierarchicalOptions)]
-    backends = [getattr(options, step).backend for options in hierarchical]
+    backends = [(options.local if step == "local" else options.inter).backend for options in hierarchical]
     return {backend.partition(":")[0] for backend in backends if backend is not None}

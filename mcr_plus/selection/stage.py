@@ -175,18 +175,19 @@ class SelectStage(Stage):
         )
 
     def _preference(self, signature: Signature) -> list[str]:
-        known = list(self._context.backends)
-        order = known if self._context.config.backends is not None else self._built_in(signature)
-        return [name for name in order if name in known] + [name for name in known if name not in order]
-
-    def _built_in(self, signature: Signature) -> list[str]:
-        if signature.device == "cuda":
-            return ["nccl", "mpi", "gloo"]
+        known = self._context.backends
+        if self._context.config.backends is not None:
+            return list(known)
         nbytes = self._query(signature).nbytes
         large = nbytes is None or nbytes >= _CROSSOVER
-        if large and self._nodes > 1:
-            return ["gloo", "mpi"]
-        return ["msccl", "mpi", "gloo"]
+
+        def place(name: str) -> float:
+            preference = known[name].preference
+            if signature.device == "cuda":
+                return preference.cuda
+            return preference.between_hosts if large and self._nodes > 1 else preference.cpu
+
+        return sorted(known, key=place)
 
     def _rivals(self, chosen: str, signature: Signature) -> list[str]:
         """What online refinement is to measure the choice against; nothing if it is off or may not."""

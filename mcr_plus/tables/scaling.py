@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-from mcr_plus.core.kinds import plain_kind
+from mcr_plus.core.kinds import COLLECTIVES, Collective, plain_kind
 
 LinkClass = Literal["inside", "nic", "uplink"]
 """Links inside a node, between nodes and between racks."""
@@ -175,18 +175,24 @@ def _log2(number: int) -> int:
     return max(number - 1, 0).bit_length()
 
 
+def _algorithms_of(row: Collective) -> Mapping[str, Algorithm]:
+    """Return the algorithms that libraries have for a kind, by what ranks send and receive."""
+    match row.sends, row.receives:
+        case "none", "none":
+            return {"dissemination": _dissemination}
+        case ("none", _) | (_, "none"):
+            return {"message": _message}
+        case "each", "each":
+            return {"pairwise": _pairwise}
+        case "one", "one":
+            if not row.rooted:
+                return {"ring": _ring(2), "doubling": _doubling}
+            return {"tree": _tree} if row.reduces else {"tree": _tree, "parts": _in_parts}
+    return {"linear": _from_one} if row.rooted else {"ring": _ring(1)}
+
+
 _ALL: Final[Mapping[str, Mapping[str, Algorithm]]] = {
-    "all_reduce": {"ring": _ring(2), "doubling": _doubling},
-    "all_gather": {"ring": _ring(1)},
-    "reduce_scatter": {"ring": _ring(1)},
-    "broadcast": {"tree": _tree, "parts": _in_parts},
-    "reduce": {"tree": _tree},
-    "all_to_all": {"pairwise": _pairwise},
-    "gather": {"linear": _from_one},
-    "scatter": {"linear": _from_one},
-    "send": {"message": _message},
-    "recv": {"message": _message},
-    "barrier": {"dissemination": _dissemination},
+    kind: _algorithms_of(row) for kind, row in COLLECTIVES.items()
 }
 _HAS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "gloo": {"all_reduce": ("ring",), "broadcast": ("tree",)},

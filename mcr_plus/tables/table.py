@@ -52,7 +52,14 @@ from mcr_plus.config.document import (
     parse_document,
     read_document,
 )
-from mcr_plus.config.names import DTYPE_NAMES, check_backend, kind_matches, kind_name, refuse_recv
+from mcr_plus.config.names import (
+    DTYPE_NAMES,
+    kind_matches,
+    kind_name,
+    read_backend,
+    refuse_recv,
+    stored_backend,
+)
 from mcr_plus.config.options import StageOptions, validate
 from mcr_plus.core.kinds import ALIASES, IN_PLACE, KINDS, SHARED
 from mcr_plus.core.units import (
@@ -292,7 +299,8 @@ def _count(document: Document) -> int:
 def _fingerprint(document: Document) -> Fingerprint:
     if "fingerprint" not in document.data:
         return {}
-    check_keys(document, ("fingerprint",), (*FACTS, *registry.names("backends")))
+    other_names = [name for name in mapping_at(document, ("fingerprint",)) if stored_backend(name) != name]
+    check_keys(document, ("fingerprint",), (*FACTS, *registry.names("backends"), *other_names))
     facts = {}
     for name, value in mapping_at(document, ("fingerprint",)).items():
         values = value if isinstance(value, list) else [value]
@@ -302,7 +310,7 @@ def _fingerprint(document: Document) -> Fingerprint:
             what = "expected a string or a whole number, or a list of them"
             hint = "; put versions in quotes" if any(isinstance(v, float) for v in wrong) else ""
             raise document.error(("fingerprint", name), f"{what}, got {short(value)}{hint}")
-        facts[name] = tuple(str(v) for v in values)
+        facts[stored_backend(name)] = tuple(str(v) for v in values)
     return facts
 
 
@@ -352,8 +360,9 @@ class _RuleModel(StageOptions):
 def _rule(document: Document, keys: Keys) -> TableRule:
     data: dict[str, Any] = mapping_at(document, keys)
     model = validate(_RuleModel, data, document, keys)
-    if model.backend != BUILT_IN:
-        check_backend(model.backend, document, (*keys, "backend"))
+    choice = model.backend
+    if choice != BUILT_IN:
+        choice = read_backend(choice, document, (*keys, "backend"))
     key = TableKey(
         model.kind, model.dtype, model.ranks, model.nodes, model.ranks_per_node, model.device,
         model.in_place, model.async_op, model.basis,
@@ -362,7 +371,7 @@ def _rule(document: Document, keys: Keys) -> TableRule:
         raise document.error((*keys, problem[0]), problem[1])
     measured = _measured(document, (*keys, "measured")) if model.measured else {}
     sizes = model.bytes
-    return TableRule(model.backend, sizes.lo, sizes.hi, key, measured, model.reason, document.place(keys))
+    return TableRule(choice, sizes.lo, sizes.hi, key, measured, model.reason, document.place(keys))
 
 
 def contradiction(key: TableKey, sizes: Range) -> tuple[str, str] | None:
@@ -390,10 +399,12 @@ def _impossible_scale(key: TableKey) -> tuple[str, str] | None:
 
 
 def _measured(document: Document, keys: Keys) -> Curves:
-    curves = {}
-    for choice in mapping_at(document, keys):
-        check_backend(choice, document, (*keys, choice))
-        curves[choice] = _points(document, (*keys, choice))
+    curves: dict[str, dict[int, float]] = {}
+    for text in mapping_at(document, keys):
+        choice = read_backend(text, document, (*keys, text))
+        if choice in curves:
+            raise document.error((*keys, text), f"{choice!r} is written twice; expected it once")
+        curves[choice] = _points(document, (*keys, text))
     return curves
 
 

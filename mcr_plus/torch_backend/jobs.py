@@ -16,10 +16,12 @@ import torch.distributed as dist
 
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.config import reader as configuration
+from mcr_plus.config.options import Scope, options_marked
 from mcr_plus.config.schema import Config
 from mcr_plus.core.c10d import PrefixStore, Store
 from mcr_plus.dispatch.board.base import Failure
 from mcr_plus.dispatch.board.shared import SharedBoard
+from mcr_plus.dispatch.options import DispatchOptions
 from mcr_plus.errors import ConfigError, Unsupported
 from mcr_plus.hierarchy.nodes import check_nodes
 from mcr_plus.msccl.catalog import kept
@@ -31,6 +33,8 @@ from mcr_plus.runtime.process import job
 from mcr_plus.runtime.runtime import Runtime
 from mcr_plus.selection.checks import use_algorithms
 from mcr_plus.torch_backend.arguments import NAME
+
+_OF_JOB: Final = set(options_marked(DispatchOptions, Scope.JOB))
 
 
 class TorchJob:
@@ -199,12 +203,13 @@ def _check_inside(config: Config, running: Runtime) -> None:
         )
     of_group, of_job = config.options("dispatch"), running.config.options("dispatch")
     assert of_group is not None  # a pipeline without it is refused
-    for name in ("progress", "wait"):
-        requested, present = getattr(of_group, name), getattr(of_job, name)
-        if name in of_group.model_fields_set and requested != present:
+    assert of_job is not None
+    present = of_job.model_dump(include=_OF_JOB)
+    for name, requested in of_group.model_dump(include=_OF_JOB & of_group.model_fields_set).items():
+        if requested != present[name]:
             raise ConfigError(
                 f"{config.name}: dispatch.{name}: {requested} is set for this group alone, but all groups "
-                f"of a job share the setting and this job has {present}; write it {elsewhere}"
+                f"of a job share the setting and this job has {present[name]}; write it {elsewhere}"
             )
     digests = {digest for ref in running.config.algorithms for digest in ref.digests()}
     if any(digest not in digests for ref in config.algorithms for digest in ref.digests()):

@@ -11,7 +11,7 @@ The first group joins an mcr_plus job over torch's store, to which `mcr.record()
 others then refer. Later groups are groups of that job. A job that `mcr.init` has joined before is used as it
 is.
 
-The file is long because it has one method for each operation of a process group.
+Long because a process group has one method for each operation.
 """
 
 # The stubs of ProcessGroup are overloaded, and their argument names differ from those of the callers, which

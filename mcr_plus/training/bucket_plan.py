@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.communicator.costs import expected_us
 from mcr_plus.core.kinds import AVG, dtype_name
 from mcr_plus.errors import ConfigError
 from mcr_plus.fusion.bucket import Bucket, Cost, Entry, earliest_finish
@@ -26,7 +27,7 @@ def all_reduce_cost(comm: Communicator, dtype: torch.dtype, nbytes: int, device:
     steps = max(2, 2 * int(np.ceil(np.log2(max(nbytes, 1024) / 512))))
     sizes = np.geomspace(512, max(nbytes, 1024), steps)
     numels = [int(size) // dtype.itemsize for size in sizes]
-    times = [comm.expected_us("all_reduce", dtype, n, op=AVG, device=device, tag=tag) for n in numels]
+    times = [expected_us(comm, "all_reduce", dtype, n, op=AVG, device=device, tag=tag) for n in numels]
     known = [time for time in times if time is not None]
     if len(known) < len(times):
         raise ConfigError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, cast
 
 import numpy as np
@@ -61,7 +62,7 @@ class OpUnderTest:
         self._dtype = DTYPE_BY_NAME[case.dtype]
         self._count = case.nbytes // self._dtype.itemsize
         part = self._count // comm.size if case.kind in SHARED else self._count
-        row = collective(case.kind)
+        row = self._row = collective(case.kind)
         given, gotten = (max(1, parts) * part for parts in row.parts(comm.size))
         self.source = torch.zeros(given, dtype=self._dtype)
         self.target = self.source if row.in_place else torch.zeros(gotten, dtype=self._dtype)
@@ -84,32 +85,27 @@ class OpUnderTest:
             return self._torch()
         backend = None if candidate == TUNED else candidate
         options: dict[str, Any] = {"backend": backend, "async_op": self._case.async_op, "tag": self._case.tag}
-        comm, source, target, kind = self._comm, self.source, self.target, self._case.kind
-
-        def parts(tensor: torch.Tensor) -> list[torch.Tensor] | None:
-            return list(tensor.view(comm.size, -1).unbind()) if comm.rank == 0 else None
-
-        if kind == "send":
+        comm, source, target = self._comm, self.source, self.target
+        if self._case.kind == "send":
             return self._ping_pong(
                 lambda peer: comm.send(source, comm.ranks[peer], backend=backend),
                 lambda peer: comm.recv(target, comm.ranks[peer], backend=backend),
             )
-        calls: dict[str, Callable[[], Call]] = {
-            "all_reduce": lambda: lambda: comm.all_reduce(source, **options),
-            "broadcast": lambda: lambda: comm.broadcast(source, comm.ranks[0], **options),
-            "reduce": lambda: lambda: comm.reduce(source, comm.ranks[0], **options),
-            "all_gather": lambda: lambda: comm.all_gather_into_tensor(target, source, **options),
-            "reduce_scatter": lambda: lambda: comm.reduce_scatter_tensor(target, source, **options),
-            "all_to_all": lambda: lambda: comm.all_to_all_single(target, source, **options),
-            "gather": lambda: _with(
-                parts(target), lambda p: comm.gather(source, p, comm.ranks[0], **options)
-            ),
-            "scatter": lambda: _with(
-                parts(source), lambda p: comm.scatter(target, p, comm.ranks[0], **options)
-            ),
-            "barrier": lambda: lambda: comm.barrier(**options),
-        }
-        return calls[kind]()
+        return partial(getattr(comm, self._row.torch), *self._arguments(comm.ranks[0]), **options)
+
+    def _arguments(self, root: int) -> tuple[Any, ...]:
+        """Return the arguments of the function of torch.distributed, which are those of ours too."""
+        row, source, target = self._row, self.source, self.target
+        if row.buffers() == ("none", "none"):
+            return ()
+        if row.in_place:
+            tensors: tuple[Any, ...] = (source,)
+        elif row.rooted:  # with a list on the root
+            whole, own = (target, source) if row.receives == "each" else (source, target)
+            tensors = (own, list(whole.view(self._comm.size, -1)) if self._comm.rank == 0 else None)
+        else:
+            tensors = (target, source)
+        return (*tensors, root) if row.rooted else tensors
 
     def _ping_pong(self, send: Callable[[int], object], recv: Callable[[int], object]) -> Call:
         """Return an exchange with the neighbour, there and back; a no-op on a last rank without one."""
@@ -123,30 +119,13 @@ class OpUnderTest:
     def _torch(self) -> Call:
         import torch.distributed as dist
 
-        source, target, kind, size = self.source, self.target, self._case.kind, self._comm.size
-        asynchronous = self._case.async_op
-        root = self._comm.rank == 0
-        # Newer versions of torch have another name for both, and warn about these.
-        all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-        reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+        source, target, kind = self.source, self.target, self._case.kind
         if kind == "send":
             return self._ping_pong(lambda peer: dist.send(source, peer), lambda peer: dist.recv(target, peer))
-        calls: dict[str, Call] = {
-            "all_reduce": lambda: dist.all_reduce(source, async_op=asynchronous),
-            "broadcast": lambda: dist.broadcast(source, 0, async_op=asynchronous),
-            "reduce": lambda: dist.reduce(source, 0, async_op=asynchronous),
-            "all_gather": lambda: all_gather(target, source, async_op=asynchronous),
-            "reduce_scatter": lambda: reduce_scatter(target, source, async_op=asynchronous),
-            "all_to_all": lambda: dist.all_to_all_single(target, source, async_op=asynchronous),
-            "barrier": lambda: dist.barrier(async_op=asynchronous),
-        }
-        if kind in calls:
-            return calls[kind]
-        whole = target if kind == "gather" else source
-        parts = list(whole.view(size, -1)) if root else None
-        if kind == "gather":
-            return lambda: dist.gather(source, parts, 0, async_op=asynchronous)
-        return lambda: dist.scatter(target, parts, 0, async_op=asynchronous)
+        # Newer versions of torch have another name for two functions, and warn about these.
+        newer = f"{kind}_single" if self._row.is_shared and not self._row.rooted else ""
+        function = getattr(dist, newer, None) or getattr(dist, self._row.torch)
+        return partial(function, *self._arguments(0), async_op=self._case.async_op)
 
     # -- verification -----------------------------------------------------------------------------
 
@@ -178,7 +157,7 @@ class OpUnderTest:
         return (np.arange(length, dtype=np.int64) * 7 + rank * 3 + np.arange(length) // 11) % modulus
 
     def _expected(self) -> _Integers | None:
-        """Return the values that `target` must have on this rank; None if they are undefined."""
+        """Return the values that `target` must have on this rank; None if they are undefined or not known."""
         kind, rank, size = self._case.kind, self._comm.rank, self._comm.size
         given = [self._values(other, self.source.numel()) for other in range(size)]
         mine = slice(rank * self.target.numel(), (rank + 1) * self.target.numel())
@@ -186,7 +165,7 @@ class OpUnderTest:
             total = np.minimum(sum(given), 1) if self._dtype is torch.bool else np.sum(given, axis=0)
             if kind == "reduce_scatter":
                 return np.asarray(total)[mine]
-            return np.asarray(total) if kind == "all_reduce" or rank == 0 else None
+            return np.asarray(total) if kind == "all_reduce" or (kind == "reduce" and rank == 0) else None
         if kind == "broadcast":
             return given[0]
         if kind == "all_gather" or (kind == "gather" and rank == 0):
@@ -198,7 +177,3 @@ class OpUnderTest:
         if kind == "send" and (rank ^ 1) < size:
             return given[rank ^ 1]
         return None
-
-
-def _with(value: Any, call: Callable[[Any], object]) -> Call:
-    return lambda: call(value)

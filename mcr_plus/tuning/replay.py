@@ -30,6 +30,7 @@ from mcr_plus.config.schema import TableRef
 from mcr_plus.core.kinds import KINDS, MAX, PLAIN, Kind, dtype_name
 from mcr_plus.core.work import Work
 from mcr_plus.errors import ConfigError, InvalidArgument
+from mcr_plus.fusion.options import FuseOptions
 from mcr_plus.plan.saved import SavedPlan
 from mcr_plus.plan.step import Compute, Event, Issue, Ready, Role, Step, Wait, model_hash
 from mcr_plus.training.reducer import TAG
@@ -280,8 +281,7 @@ def pipeline_of(step: Step, path: str | None, folder: Path) -> Any:
     config = load(path)
     stages = []
     for stage in config.pipeline:
-        ref = getattr(stage.options, "plan", None)
-        if isinstance(ref, TableRef):
+        if isinstance(stage.options, FuseOptions) and (ref := stage.options.plan_file) is not None:
             plan = SavedPlan.load(ref.resolve(), ref.place)
             if plan.model != step.model:
                 what = f"the plan is for model {plan.model}, and the step is of {step.model}"
@@ -357,7 +357,8 @@ def _measured(step: Step, comm: Communicator, request: Request) -> dict[str, Any
 
 def _tries(comm: Communicator) -> bool:
     """Whether a trial of buckets may be going on."""
-    return getattr(comm.stage_options("fuse"), "plan", None) == "auto" and comm.size > 1
+    fuse = comm.stage_options("fuse")
+    return isinstance(fuse, FuseOptions) and fuse.plan == "auto" and comm.size > 1
 
 
 if __name__ == "__main__":

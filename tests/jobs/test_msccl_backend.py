@@ -33,6 +33,48 @@ COUNTS = (1, 5, 1031, 70_001)  # elements of a rank's block
 Check = Callable[[torch.Tensor, torch.Tensor, str], None]
 
 
+# -- its other name ---------------------------------------------------------------------------------
+
+
+def either_name(table: str) -> list[str]:
+    """The libraries of calls that one rank writes with `shm`, the other with `msccl`."""
+    name = "shm" if os.environ["RANK"] == "0" else "msccl"
+    config = {
+        "version": 1,
+        "pipeline": [{"fuse": {}}, {"select": {"table": table}}, {"dispatch": {"check": "every"}}],
+        "rules": [{"match": {"kind": "broadcast"}, "backend": f"{name}:tree"}],
+    }
+    comm = mcr.init(config, backends=[name, "gloo"])
+    peer = 1 - comm.rank
+    value, got, found = torch.full((64,), comm.rank + 1.0), torch.zeros(64), [*mcr.get_backends()]
+    for choice in (name, f"{name}:ring", None):
+        work = mcr.all_reduce(value, async_op=True, backend=choice)
+        assert work is not None
+        work.wait()
+        found.append(work.info.backend)
+    work = mcr.broadcast(value, src=0, async_op=True)
+    assert work is not None
+    work.wait()
+    found.append(work.info.backend)
+    mcr.persistent("all_reduce", value, backend=name)()
+    mcr.all_reduce_coalesced([value, got], backend=name)
+    sent = mcr.isend(value, peer, backend=name)
+    mcr.recv(got, peer, backend=name)
+    sent.wait()
+    assert torch.equal(value, got)
+    mcr.finalize()
+    return found
+
+
+def test_shm_is_another_name_of_msccl(tmp_path: Path) -> None:
+    table = tmp_path / "table.yaml"
+    table.write_text("version: 1\nrules: [{kind: all_reduce, bytes: 0.., backend: shm}]\n")
+    for result in run_ranks(either_name, 2, args=[str(table)], via="torch"):
+        assert result.value == [
+            "msccl", "gloo", "msccl", "msccl:ring", "msccl", "msccl:tree",
+        ]  # fmt: skip
+
+
 # -- algorithms by name -----------------------------------------------------------------------------
 
 

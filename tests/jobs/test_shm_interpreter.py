@@ -6,17 +6,22 @@ import os
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msccl_jobs as jobs
+import numpy as np
 import pytest
 from ranks import own_rank, run_ranks
 from torch.distributed import DistNetworkError
 
+from mcr_plus.backends.shm import interpreter_kernels as words
 from mcr_plus.backends.shm import segment
+from mcr_plus.backends.shm.interpreter import Interpreter
 from mcr_plus.core.c10d import HashStore
 from mcr_plus.core.group import Group
 from mcr_plus.errors import BackendUnavailable, LaunchError
+from mcr_plus.msccl.algorithm import OPERATIONS, RECEIVES, SENDS, Chunks, Program, Step, ThreadBlock
 
 SHARED = Path("/dev/shm")
 
@@ -26,6 +31,20 @@ def test_results(ranks: int) -> None:
     for result in run_ranks(jobs.exam, ranks, via="torch", timeout=240):
         assert result.value == []
     assert jobs.left_behind() == []
+
+
+def test_every_operation_has_a_number_and_says_whether_it_receives_and_sends() -> None:
+    assert sorted(words.NUMBERS) == sorted(OPERATIONS)
+    assert len(set(words.NUMBERS.values())) == len(OPERATIONS)
+    steps = [Step(operation, Chunks("i", 0), Chunks("o", 0)) for operation in OPERATIONS]
+    program = Program(1, 1, 0, (ThreadBlock(1, 1, 0, tuple(steps)),))
+    state = np.zeros(words.HEAD + words.BLOCK + len(steps) * words.STEP, np.int64)
+    of_two: Any = SimpleNamespace(_segment=SimpleNamespace(shape=jobs.small(2), base=0, rank=0), _skip=0)
+    Interpreter._write_program(of_two, state, program)
+    written = state[words.HEAD + words.BLOCK :].reshape(-1, words.STEP)
+    for operation, row in zip(OPERATIONS, written, strict=True):
+        assert row[words.OPERATION] == words.NUMBERS[operation]
+        assert (row[words.TAKES], row[words.PUTS]) == (operation in RECEIVES, operation in SENDS)
 
 
 def test_killed_ranks_leave_nothing_behind() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mcr_plus.msccl.algorithm import Algorithm, Chunks, Collective, Program, Space, Step, ThreadBlock
+from mcr_plus.msccl.algorithm import Algorithm, Chunks, Program, Space, Step, ThreadBlock
 
 
 def at(space: Space, chunk: int) -> Chunks:
@@ -11,7 +11,7 @@ def at(space: Space, chunk: int) -> Chunks:
 
 def algorithm(
     name: str,
-    collective: Collective,
+    collective: str,
     programs: list[Program],
     chunks: int,
     *,

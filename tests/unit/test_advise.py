@@ -20,7 +20,7 @@ from mcr_plus.plan.buckets import searched
 from mcr_plus.plan.costs import OVERHEAD
 from mcr_plus.plan.network import simulate
 from mcr_plus.plan.programs import Bucket, Plan
-from mcr_plus.plan.saved import SavedPlan, digests
+from mcr_plus.plan.saved import SavedBucket, SavedPlan, digests
 from mcr_plus.plan.scaling import Costs, Measured, from_step
 from mcr_plus.plan.step import Compute, Issue, Ready, Role, Step, Wait
 from mcr_plus.plan.topology import Topology
@@ -394,3 +394,9 @@ def test_bad_usage_is_a_line(tmp_path: Path) -> None:
         assert answer.returncode == 2, (words, answer)
         assert said in " ".join(answer.stderr.replace("│", " ").split())
         assert "Traceback" not in answer.stderr
+
+
+def test_shm_is_another_name_of_msccl_in_plans() -> None:
+    plan = SavedPlan(model="m", ranks=2, buckets=(SavedBucket(params=("a",), library="shm:ring"),))
+    assert plan.buckets[0].library == "msccl:ring"
+    assert plan.difference("m", ["a"], 2, ["msccl", "gloo"]) is None

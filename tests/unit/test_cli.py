@@ -15,6 +15,7 @@ import pytest
 import yaml
 from command import mcr_plus, mcr_plus_process
 
+from mcr_plus.cli.measuring import backend_names
 from mcr_plus.cli.output import plain_lines, print_error
 from mcr_plus.cli.run import ViaChoice, choose_via, program
 from mcr_plus.config.reader import load
@@ -56,6 +57,12 @@ def test_doctor_names_every_backend_and_says_how_to_get_the_missing() -> None:
     assert backends["gloo"]["available"]
     assert all(s["reason"] and s["remedy"] for s in backends.values() if not s["available"])
     assert "operations" not in document
+
+
+def test_shm_is_another_name_of_msccl() -> None:
+    assert backend_names("shm,gloo,msccl,shm:ring", load({}), "--algorithms") == (
+        "msccl", "gloo", "msccl:ring",
+    )  # fmt: skip
 
 
 def test_doctor_ops_covers_kind_times_backend() -> None:

@@ -173,6 +173,7 @@ def test_export_of_what_cannot_be_said_is_one_line_and_status_1(two: Path, tmp_p
         ("openmpi", "1 11 1 0 1 0 4 0 0\n", None, "mpi:binary"),
         ("ucc", "reduce:@dbt\n", None, "mpi:ucp/dbt"),
         ("oneccl", "CCL_REDUCE=tree\n", "gloo", "gloo:tree"),
+        ("oneccl", "CCL_REDUCE=tree\n", "shm", "msccl:tree"),
     ],
 )
 def test_import(tmp_path: Path, format: str, text: str, backend: str | None, choice: str) -> None:

@@ -166,6 +166,10 @@ PIPE = "version: 1\npipeline:\n"
             "2: backends[0]: unknown backend 'ncll'; known: gloo, local, mpi, msccl, nccl",
         ),
         ("version: 1\nbackends: [mpi, mpi]\n", "2: backends[1]: backend 'mpi' is written twice"),
+        (
+            "version: 1\nbackends: [msccl, shm]\n",
+            "2: backends[1]: backend 'msccl' is written twice, as 'shm' too; expected it once",
+        ),
         ("version: 1\nbackends: [[mpi]]\n", "2: backends[0]: unknown backend ['mpi']"),
         ("version: 1\npipeline: []\n", "2: pipeline: empty pipeline"),
         ("version: 1\npipeline: {select: {}}\n", "2: pipeline: expected a list"),
@@ -227,6 +231,33 @@ def test_the_message_of_the_issue() -> None:
     )
     place = "run.yaml:7: pipeline[0].compress.codec: "
     assert refusal(text).startswith(f"{place}unknown codec 'int9'; known: bf16, exp_window, ")
+
+
+SHARED_MEMORY = """
+version: 1
+backends: [NAME, gloo]
+pipeline:
+  - hierarchical: {local: {backend: NAME}, inter: {backend: gloo}}
+  - select: {}
+  - dispatch: {}
+rules:
+  - {match: {kind: barrier}, backend: NAME}
+  - {match: {kind: all_reduce}, backend: "NAME:ring"}
+"""
+
+
+def test_shm_is_another_name_of_msccl() -> None:
+    written, stored = (loads(SHARED_MEMORY.replace("NAME", name)) for name in ("shm", "msccl"))
+    assert written == stored
+    assert fingerprint(written) == fingerprint(stored)
+    assert dump(written) == dump(stored)
+    assert written.backends == ("msccl", "gloo")
+    assert [rule.backend for rule in written.rules] == ["msccl", "msccl:ring"]
+    assert stored.with_backends(["shm", "gloo"]) == stored
+    with pytest.raises(ConfigError, match=r"backend 'msccl' is not in backends; known: gloo$"):
+        loads("version: 1\nbackends: [gloo]\nrules: [{match: {tag: x}, backend: shm}]")
+    with pytest.raises(ConfigError, match="'msccl:' names no algorithm"):
+        loads('version: 1\nrules: [{match: {tag: x}, backend: "shm:"}]')
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import mcr_plus as mcr
 from mcr_plus.backends.gloo.channel import GlooChannel
 from mcr_plus.backends.mpi.channel import MpiChannel
 from mcr_plus.backends.mpi.collectives import Collectives
 from mcr_plus.backends.nccl.channel import NcclChannel
+from mcr_plus.backends.shm import collectives_kernels as kernels
+from mcr_plus.backends.shm.backend import MscclBackend, kernel_of
 from mcr_plus.communicator.calls import BUILDERS
 from mcr_plus.core.kinds import COLLECTIVES, KINDS, PLAIN, VECTOR, Collective, plain_kind
-from mcr_plus.msccl.algorithm import COLLECTIVES as IN_FILES
+from mcr_plus.core.message import Signature
+from mcr_plus.msccl import postconditions
+from mcr_plus.tables.scaling import algorithms
+from mcr_plus.torch_backend.process_group import McrProcessGroup
 
 ROOT = Path(__file__).parents[2]
 BINDERS: dict[str, list[type]] = {
@@ -28,17 +36,25 @@ def missing(row: Collective) -> list[str]:
     kinds = [row.kind, *([row.vector] if row.vector else [])]
     backends = (ROOT / "docs" / "adding-a-backend.md").read_text()
     conformance = (ROOT / "tests" / "support" / "conformance.py").read_text()
+    results = inspect.getsource(postconditions.wanted)
+    messages = row.kind in ("send", "recv")
+    methods = {row.kind, row.msccl, row.torch} & vars(McrProcessGroup).keys()
     needed = {
         f"Communicator.{row.torch}": hasattr(mcr.Communicator, row.torch),
         f"mcr.{row.torch}": hasattr(mcr, row.torch),
         f"communicator.calls.BUILDERS: {row.torch}": row.torch in BUILDERS,
-        f"msccl.algorithm.COLLECTIVES: {row.msccl}": row.msccl in ("", *IN_FILES),
+        f"msccl.postconditions.wanted: {row.msccl}": not row.msccl or f'"{row.msccl}"' in results,
+        f"torch_backend.process_group: {row.torch}": bool(methods) or not hasattr(dist, row.torch),
         f"docs/adding-a-backend.md: {row.kind}": row.kind in backends,
         f"tests/support/conformance.py: {row.kind}": row.kind in conformance or row.kind == "barrier",
         **{f"core.kinds.Kind: {kind}": kind in KINDS for kind in kinds},
         **{
             f"backend {backend}: _{kind}": any(hasattr(binder, f"_{kind}") for binder in binders)
             for backend, binders in BINDERS.items()
+            for kind in kinds
+        },
+        **{
+            f"backend shm: collectives_kernels.{kind.upper()}": messages or kernel_of(kind) is not None
             for kind in kinds
         },
     }
@@ -50,20 +66,55 @@ def test_everything_that_a_kind_needs_is_there(row: Collective) -> None:
     assert missing(row) == []
 
 
+SCAN = Collective("scan", reduces=True, mpi="scan", torch="scan")  # type: ignore[arg-type]
+
+
 def test_a_new_row_is_told_what_it_needs() -> None:
-    row = Collective("scan", reduces=True, msccl="scan", mpi="scan", torch="scan")  # type: ignore[arg-type]
-    assert missing(row) == [
+    """Nine files of the library: `mcr.scan` stands in `__init__` and in `api/collectives`."""
+    assert missing(SCAN) == [
         "Communicator.scan",
         "mcr.scan",
         "communicator.calls.BUILDERS: scan",
-        "msccl.algorithm.COLLECTIVES: scan",
         "docs/adding-a-backend.md: scan",
         "tests/support/conformance.py: scan",
         "core.kinds.Kind: scan",
         "backend gloo: _scan",
         "backend mpi: _scan",
         "backend nccl: _scan",
+        "backend shm: collectives_kernels.SCAN",
     ]
+
+
+def test_a_row_that_algorithm_files_or_torch_have_needs_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    without = missing(SCAN)
+    monkeypatch.setattr(dist, "scan", object(), raising=False)
+    assert [place for place in missing(replace(SCAN, msccl="scan")) if place not in without] == [
+        "msccl.postconditions.wanted: scan",
+        "torch_backend.process_group: scan",
+    ]
+
+
+def test_shared_memory_refuses_a_kind_without_a_kernel() -> None:
+    support = MscclBackend.supports(Signature("scan", None, (4,), 16, "world", 2, "cpu"))  # type: ignore[arg-type]
+    assert support.level == "no"
+    assert support.how.startswith("scan; msccl has all_reduce, broadcast, ")
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        ("all_to_all_v", kernels.EXCHANGE), ("scatter_v", kernels.EXCHANGE), ("all_gather_v", kernels.SHARE),
+        ("gather_v", kernels.SHARE), ("reduce_scatter_v", kernels.REDUCE_SCATTER_V),
+        ("all_reduce", kernels.ALL_REDUCE), ("barrier", kernels.BARRIER), ("send", None), ("scan", None),
+    ],
+)  # fmt: skip
+def test_kernels_of_shared_memory(kind: str, number: int | None) -> None:
+    assert kernel_of(kind) == number
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_rounds_of_every_kind_are_known(kind: str) -> None:
+    assert algorithms(kind, "mpi")
 
 
 def test_every_kind_has_a_row() -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from mcr_plus import registry
-from mcr_plus.backends import backend_class
+from mcr_plus.backends import backend_class, preferred_backends
 from mcr_plus.backends.base import NATIVE, Availability, Backend, Support, complete_channel
+from mcr_plus.config.schema import default_pipeline
 from mcr_plus.core.units import Range
 from mcr_plus.errors import Unsupported
 
@@ -144,6 +145,18 @@ def test_register() -> None:
     assert registry.get("codecs", "thing") is thing
 
 
+def test_another_name_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert registry.stored_name("backends", "shm") == "msccl"
+    assert registry.stored_name("codecs", "shm") == "shm"
+    assert registry.get("backends", "shm") is registry.get("backends", "msccl")
+    assert "shm" not in registry.names("backends")
+    with pytest.raises(Unsupported, match="'shm' is taken"):
+        registry.register("backends", "shm", object())
+    install(tmp_path, monkeypatch, "[mcr_plus.backends]\nshm = fake_package:Codec\n")
+    with pytest.raises(Unsupported, match=r"entry point 'shm = fake_package:Codec' .* has a name that"):
+        registry.names("backends")
+
+
 def test_register_a_reference_and_what_it_refers_to() -> None:
     registry.register("codecs", "path", "pathlib:Path")
     assert registry.get("codecs", "path") is Path
@@ -205,6 +218,27 @@ class PlainChannel:
 
     def release(self) -> None:
         self.released = True
+
+
+@pytest.mark.parametrize(
+    ("situation", "order"),
+    [
+        ("cpu", ["msccl", "mpi", "gloo", "nccl", "local"]),
+        ("between_hosts", ["gloo", "mpi", "nccl", "msccl", "local"]),
+        ("cuda", ["nccl", "mpi", "gloo", "msccl", "local"]),
+    ],
+)
+def test_the_built_in_preference(situation: str, order: list[str]) -> None:
+    known = [name for name in preferred_backends() if name in registry.BACKEND_ORDER]
+    assert known == ["nccl", "msccl", "mpi", "gloo", "local"]
+    assert sorted(known, key=lambda name: getattr(backend_class(name).preference, situation)) == order
+
+
+def test_stages_that_must_be_requested() -> None:
+    stages: dict[str, Any] = {name: registry.get("stages", name) for name in registry.STAGE_ORDER}
+    requested = {name for name, stage in stages.items() if stage.on_request}
+    assert requested == {"fuse", "hierarchical"}
+    assert [spec.name for spec in default_pipeline()] == ["compress", "select", "dispatch"]
 
 
 def test_a_backend_of_the_same_shape_gets_the_defaults() -> None:

@@ -778,3 +778,20 @@ def test_rules_for_hosts_on_ranks(tmp_path: Path) -> None:
     (tmp_path / "table.yaml").write_text(ON_RANKS)
     for result in run_ranks(two_hosts, 2, args=[str(tmp_path)]):
         assert result.value == ["mpi", "gloo", "mpi", "mpi", "mpi", "mpi", "gloo", "mpi"]
+
+
+def test_shm_is_another_name_of_msccl(tmp_path: Path) -> None:
+    rule = (
+        '  - {kind: all_reduce, bytes: 0.., backend: "NAME:ring", measured: {NAME: {8B: 2}, gloo: {8B: 3}}}\n'
+    )
+    head = "version: 1\nfingerprint: {NAME: mcr_plus 1}\nrules:\n"
+    written, stored = (
+        load_table(write(tmp_path, rule.replace("NAME", name), head.replace("NAME", name)))
+        for name in ("shm", "msccl")
+    )
+    assert written == stored
+    assert written.rules[0].backend == "msccl:ring"
+    assert list(written.rules[0].measured) == ["msccl", "gloo"]
+    twice = "kind: all_reduce, bytes: 0.., backend: gloo, measured: {shm: {8B: 2}, msccl: {8B: 3}}"
+    with pytest.raises(ConfigError, match="'msccl' is written twice"):
+        table(tmp_path, twice)

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from mcr_plus.backends.base import NATIVE, Availability, Backend, Channel, Support
+from mcr_plus.backends.base import NATIVE, Availability, Backend, Channel, Preference, Support
 from mcr_plus.backends.gloo.channel import GlooChannel, gloo_reduces
 from mcr_plus.core import c10d
 from mcr_plus.core.group import Group
@@ -44,6 +44,7 @@ class GlooBackend(Backend):
     on_stream = False
     has_algorithms = False
     spins = 1
+    preference = Preference(cpu=3, between_hosts=1, cuda=3)
 
     def __init__(self, world: World) -> None:
         self._world = world

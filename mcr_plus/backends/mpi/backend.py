@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from mcr_plus.backends.base import NATIVE, Availability, Backend, Channel, Support
+from mcr_plus.backends.base import NATIVE, Availability, Backend, Channel, Preference, Support
 from mcr_plus.backends.mpi.channel import MpiChannel
 from mcr_plus.backends.mpi.contexts import Contexts
 from mcr_plus.backends.mpi.datatypes import HALVES, SATURATED
@@ -53,6 +53,7 @@ class MpiBackend(Backend):
     needs_polls = True
     keeps_apart = True
     spins = 400
+    preference = Preference(cpu=2, between_hosts=2, cuda=2)
     off = ""  # the reason why MPI is unusable in this process
 
     def __init__(self, world: World) -> None:  # noqa: ARG002 - a Backend

@@ -8,7 +8,7 @@ from typing import ClassVar, Final
 
 import torch
 
-from mcr_plus.backends.base import Availability, Backend, Channel, Support
+from mcr_plus.backends.base import Availability, Backend, Channel, Preference, Support
 from mcr_plus.backends.nccl.abi import INVALID_USAGE, REMEDY, Nccl, NcclError, load
 from mcr_plus.backends.nccl.channel import NcclChannel, support
 from mcr_plus.backends.nccl.link import CudaStreams, Streams
@@ -32,6 +32,7 @@ class NcclBackend(Backend):
     on_stream = True
     has_algorithms = False
     spins = 1
+    preference = Preference(cuda=1)
     library: ClassVar[str | None] = None
 
     def __init__(

@@ -7,8 +7,7 @@ receives from any source.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -132,7 +131,6 @@ class NcclChannel(Channel):
         self._timeout = world.timeout
         self._store = None if world.store is None else world.store_of(group)
         self._scratch = streams.scratch()
-        self._batching = False
         self._link = self._join("all", tuple(range(group.size)))
         self._directions: dict[tuple[int, int], Link] = {}
 
@@ -170,8 +168,6 @@ class NcclChannel(Channel):
         link = self._directions.get(pair)
         if link is None:
             link = self._directions[pair] = self._join(f"{source} to {target}", pair)
-            if self._batching:
-                link.gather()
         return link
 
     def _links(self) -> list[Link]:
@@ -187,22 +183,6 @@ class NcclChannel(Channel):
         for link in (self._link, *self._directions.values()):
             if not link.is_idle:
                 link.advance()
-
-    @contextmanager
-    def batch(self) -> Iterator[None]:
-        """Launch the sends and receives of this block at its end, those of one direction as one.
-
-        The block must not wait for them.
-        """
-        self._batching = True
-        for link in self._directions.values():
-            link.gather()
-        try:
-            yield
-        finally:
-            self._batching = False
-            for link in self._links()[1:]:
-                link.release()
 
     def close(self) -> None:
         """See `Channel.close`."""

@@ -133,9 +133,8 @@ class Link:
         self._next_poll = 0.0
         self._next_check = 0.0
         self._busy = True  # NCCL accepts no calls: it connects, or launches in the background
-        self._queue: deque[list[StreamPoll]] = deque()
-        self._launching: list[StreamPoll] = []
-        self._batch: list[StreamPoll] | None = None
+        self._queue: deque[StreamPoll] = deque()
+        self._launching: StreamPoll | None = None
         self._events: list[Event] = []
 
     # -- issuing ----------------------------------------------------------------------------------
@@ -150,23 +149,9 @@ class Link:
                 )
             self.streams.keep(tensor, self.stream)
         poll = StreamPoll(self, call, self.mark(), on_host)
-        if self._batch is not None:
-            self._batch.append(poll)
-        else:
-            self._queue.append([poll])
-            self.advance()
+        self._queue.append(poll)
+        self.advance()
         return poll
-
-    def gather(self) -> None:
-        """Begin a batch: operations submitted from now on are launched as one."""
-        self._batch = []
-
-    def release(self) -> None:
-        """End a batch."""
-        batch, self._batch = self._batch, None
-        if batch:
-            self._queue.append(batch)
-            self.advance()
 
     def mark(self) -> Event:
         """Return an event recorded on the current stream."""
@@ -227,24 +212,19 @@ class Link:
             self.comm = self.nccl.init_rank(self._size, identity, self._rank)
         return True
 
-    def _launch(self, unit: list[StreamPoll]) -> None:
-        stream = self.stream
-        for poll in unit:
-            poll.arrange(stream)
-        if len(unit) == 1:
-            code = unit[0].call(self.comm, stream.cuda_stream)
-        else:
-            code = self.nccl.grouped([poll.call for poll in unit], self.comm, stream.cuda_stream)
+    def _launch(self, poll: StreamPoll) -> None:
+        poll.arrange(self.stream)
+        code = poll.call(self.comm, self.stream.cuda_stream)
         self.nccl.check(code, f"launching on the {self.name}", self.comm)
-        self._launching = unit
+        self._launching = poll
         if code == IN_PROGRESS:
             self._busy = True
         else:
             self._launched()
 
     def _launched(self) -> None:
-        unit, self._launching = self._launching, []
-        for poll in unit:
+        poll, self._launching = self._launching, None
+        if poll is not None:
             poll.launched()
 
     def watch(self) -> None:

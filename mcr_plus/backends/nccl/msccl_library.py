@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from mcr_plus.backends.base import Support
+from mcr_plus.backends.base import Preference, Support
 from mcr_plus.backends.nccl import NcclBackend
 from mcr_plus.backends.nccl.abi import load
 from mcr_plus.core.environment import default_variable, msccl_library
@@ -27,6 +27,7 @@ class MscclLibraryBackend(NcclBackend):
 
     name = "msccl"
     has_algorithms = True
+    preference = Preference(cpu=1)
     library: ClassVar[str | None] = msccl_library()
 
     def __init__(self, world: World, **options: Any) -> None:

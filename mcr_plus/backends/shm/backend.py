@@ -8,7 +8,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
-from mcr_plus.backends.base import NATIVE, Availability, Backend, Channel, Support
+from mcr_plus.backends.base import NATIVE, Availability, Backend, Channel, Preference, Support
 from mcr_plus.backends.shm import collectives_kernels, interpreter_kernels, p2p_kernels
 from mcr_plus.backends.shm.collectives import DirectCollectives, mismatch
 from mcr_plus.backends.shm.interpreter import Interpreter, mismatched_peer
@@ -16,7 +16,7 @@ from mcr_plus.backends.shm.p2p import PointToPoint
 from mcr_plus.backends.shm.queue import Run, WorkQueue, done_at_once
 from mcr_plus.backends.shm.reduce_kernels import ReduceKernels, kernels_for
 from mcr_plus.backends.shm.segment import Segment, Shape, open_segment
-from mcr_plus.core.kinds import IN_PLACE, REDUCING, VECTOR, Kind
+from mcr_plus.core.kinds import IN_PLACE, KINDS, REDUCING, VECTOR, Kind, collective
 from mcr_plus.errors import AlgorithmError, OperationsDiffer, OrderMismatch
 from mcr_plus.kernels.compiling import preparing
 from mcr_plus.msccl import catalog
@@ -28,22 +28,17 @@ if TYPE_CHECKING:
     from mcr_plus.core.units import Range
     from mcr_plus.rendezvous.world import World
 
-_KINDS: Final[dict[Kind, int]] = {
-    "barrier": collectives_kernels.BARRIER,
-    "all_reduce": collectives_kernels.ALL_REDUCE,
-    "all_gather": collectives_kernels.ALL_GATHER,
-    "all_to_all": collectives_kernels.ALL_TO_ALL,
-    "reduce_scatter": collectives_kernels.REDUCE_SCATTER,
-    "broadcast": collectives_kernels.BROADCAST,
-    "reduce": collectives_kernels.REDUCE,
-    "gather": collectives_kernels.GATHER,
-    "scatter": collectives_kernels.SCATTER,
-    "all_to_all_v": collectives_kernels.EXCHANGE,
-    "scatter_v": collectives_kernels.EXCHANGE,
-    "all_gather_v": collectives_kernels.SHARE,
-    "gather_v": collectives_kernels.SHARE,
-    "reduce_scatter_v": collectives_kernels.REDUCE_SCATTER_V,
-}
+
+def kernel_of(kind: str) -> int | None:
+    """Return the number of a collective in `collectives_kernels`; None if that has none of this name."""
+    found: int | None = getattr(collectives_kernels, kind.upper(), None)
+    if found is None and kind in VECTOR:
+        return collectives_kernels.EXCHANGE if collective(kind).sends == "each" else collectives_kernels.SHARE
+    return found
+
+
+_KERNELS: Final = {kind: number for kind in KINDS if (number := kernel_of(kind)) is not None}
+_MESSAGE_KINDS: Final = ("send", "recv")
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _MOST_RANKS: Final = 128  # the memory grows with their square
 # Bytes of a slot. Ranks wait for each other at each slice; on busy cores each wait costs a time slice of
@@ -70,6 +65,7 @@ class MscclBackend(Backend):
     keeps_apart = True  # every slot has the tag of its operation
     rings = True
     spins = 40  # each may take 5 µs; the engine checks for other work after the last
+    preference = Preference(cpu=1)
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -123,7 +119,9 @@ class MscclBackend(Backend):
 
     @classmethod
     def supports(cls, signature: Signature) -> Support:
-        """All operations."""
+        """All operations for which `collectives_kernels` has a kernel, and messages."""
+        if signature.kind not in _KERNELS and signature.kind not in _MESSAGE_KINDS:
+            return Support("no", f"{signature.kind}; msccl has {', '.join((*_KERNELS, *_MESSAGE_KINDS))}")
         if signature.algorithm is not None:
             why = catalog.refusal(signature) or _too_large(signature)
             if why:
@@ -202,7 +200,7 @@ class _Channel(Channel):
         self._p2p = PointToPoint(segment, group, yields=self._yields)
 
     def bind(self, signature: Signature) -> Start:
-        if signature.kind in ("send", "recv"):
+        if signature.kind in _MESSAGE_KINDS:
             with preparing("msccl's messages"):
                 p2p_kernels.prepare()
             bind = self._p2p.bind_send if signature.kind == "send" else self._p2p.bind_receive
@@ -223,7 +221,7 @@ class _Channel(Channel):
             return self._bind_algorithm(signature, count, width, kernels)
         # One state for all calls: the queue begins an operation only when the one before it is done.
         state = self._collectives.bind(
-            _KINDS[signature.kind], count, width, kernels, signature.root or 0, tag=signature.digest()
+            _KERNELS[signature.kind], count, width, kernels, signature.root or 0, tag=signature.digest()
         )
         # Smaller operations are done before the thread has woken up.
         in_thread = signature.async_op and (signature.nbytes or 0) > _IN_THREAD
@@ -275,7 +273,7 @@ class _Channel(Channel):
 
     def _bind_uneven(self, signature: Signature, width: int, kernels: ReduceKernels) -> Start:
         tag, async_op = signature.digest(), signature.async_op
-        pattern = self._collectives.bind(_KINDS[signature.kind], 0, width, kernels, tag=tag)
+        pattern = self._collectives.bind(_KERNELS[signature.kind], 0, width, kernels, tag=tag)
         parts = kernels.parts
         group, queue, of_sizes = self._group, self._queue, self._collectives.of_sizes
 

@@ -10,11 +10,11 @@ from mcr_plus.backends.shm import interpreter_kernels as words
 from mcr_plus.backends.shm.reduce_kernels import ReduceKernels
 from mcr_plus.backends.shm.segment import LINE
 from mcr_plus.errors import Unsupported
-from mcr_plus.msccl.algorithm import OPERATIONS, READS, RECEIVES, SENDS, SPACES, WRITES
+from mcr_plus.msccl.algorithm import READS, RECEIVES, ROWS, SENDS, SPACES, WRITES
 
 if TYPE_CHECKING:
     from mcr_plus.backends.shm.segment import Segment
-    from mcr_plus.msccl.algorithm import Algorithm, Collective, Program
+    from mcr_plus.msccl.algorithm import Algorithm, Program
 
 _NOTHING: Final = ReduceKernels()
 _LINE_BYTES: Final = 64
@@ -41,7 +41,7 @@ class Interpreter:
                 f"algorithm '{algorithm.name}' is for {algorithm.ranks} ranks and {algorithm.channels} "
                 f"channels; there are {shape.ranks} ranks and {channels} channels"
             )
-        blocks = _blocks(algorithm.collective, shape.ranks)
+        blocks = ROWS[algorithm.collective].parts(shape.ranks)
         if algorithm.chunks % max(blocks):
             raise Unsupported(
                 f"algorithm '{algorithm.name}': {algorithm.chunks} chunks cannot be divided among "
@@ -136,10 +136,10 @@ class Interpreter:
     @property
     def _aliased(self) -> tuple[int, int]:
         """In place: block of the output that is the input, and of the input that is the output; or -1."""
-        rank = self._segment.rank
-        if self.algorithm.collective in ("allgather", "gather"):
-            return rank, -1
-        return (-1, rank) if self.algorithm.collective in ("reducescatter", "scatter") else (0, -1)
+        rank, row = self._segment.rank, ROWS[self.algorithm.collective]
+        if row.sends == row.receives:
+            return 0, -1
+        return (rank, -1) if row.receives == "each" else (-1, rank)
 
     def _stage(self, in_place: bool) -> Literal["", "buffer", "output"]:
         """Return the place to which the input must be copied first; '' if the algorithm can read it."""
@@ -182,13 +182,15 @@ class Interpreter:
                 reads, writes = step.operation in READS, step.operation in WRITES
                 after = step.after or (-1, -1)
                 state[at : at + words.STEP] = (
-                    OPERATIONS.index(step.operation),
+                    words.NUMBERS[step.operation],
                     SPACES.index(source.space) if reads else 0,
                     source.at if reads else 0,
                     SPACES.index(target.space) if writes else 0,
                     target.at if writes else 0,
                     0 if step.operation == "nop" else step.count,
                     *after,
+                    step.operation in RECEIVES,
+                    step.operation in SENDS,
                 )
                 at += words.STEP
 
@@ -196,14 +198,3 @@ class Interpreter:
 def mismatched_peer(state: Any) -> int | None:
     """Return a rank that sends data of another operation, None without one: the orders of ranks differ."""
     return int(state[words.MISMATCHED]) - 1 if state[words.MISMATCHED] else None
-
-
-def _blocks(collective: Collective, ranks: int) -> tuple[int, int]:
-    """Return the numbers of blocks of the input and of the output."""
-    return {
-        "allgather": (1, ranks),
-        "gather": (1, ranks),
-        "reducescatter": (ranks, 1),
-        "scatter": (ranks, 1),
-        "alltoall": (ranks, ranks),
-    }.get(collective, (1, 1))

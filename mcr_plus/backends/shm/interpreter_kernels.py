@@ -18,8 +18,9 @@ operation is never received. A rank that finds another tag has detected a mismat
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numba
 import numpy as np
@@ -27,19 +28,26 @@ import numpy as np
 from mcr_plus.backends.shm.atomics import call, copy, load_acquire, pause, store_release
 from mcr_plus.backends.shm.wakeup import give_way, may_yield, ring
 from mcr_plus.kernels.cpu import compiled
-from mcr_plus.msccl.algorithm import OPERATIONS
+
+if TYPE_CHECKING:
+    from mcr_plus.msccl.algorithm import Operation
 
 _types: Any = numba.types  # partly annotated, which type checkers report here
 
-_S: Final = OPERATIONS.index("s")
-_R: Final = OPERATIONS.index("r")
-_RCS: Final = OPERATIONS.index("rcs")
-_RRS: Final = OPERATIONS.index("rrs")
-_RRC: Final = OPERATIONS.index("rrc")
-_RRCS: Final = OPERATIONS.index("rrcs")
-_CPY: Final = OPERATIONS.index("cpy")
-_RE: Final = OPERATIONS.index("re")
-_NOP: Final = OPERATIONS.index("nop")
+# Operations by numbers of their own: compiled functions are kept on disk as long as this file stays the same.
+_S: Final = 0
+_R: Final = 1
+_RCS: Final = 2
+_RRS: Final = 3
+_RRC: Final = 4
+_RRCS: Final = 5
+_CPY: Final = 6
+_RE: Final = 7
+_NOP: Final = 8
+NUMBERS: Final[Mapping[Operation, int]] = {
+    "s": _S, "r": _R, "rcs": _RCS, "rrs": _RRS, "rrc": _RRC, "rrcs": _RRCS,
+    "cpy": _CPY, "re": _RE, "nop": _NOP,
+}  # fmt: skip
 
 # Words of the state: constants, then the buffers, then the thread blocks, then their steps.
 RANK: Final = 0
@@ -101,7 +109,9 @@ TARGET_AT: Final = 4
 CHUNKS: Final = 5
 AFTER_BLOCK: Final = 6
 AFTER_STEP: Final = 7
-STEP: Final = 8
+TAKES: Final = 8  # whether it receives, and whether it sends
+PUTS: Final = 9
+STEP: Final = 10
 
 
 @compiled
@@ -178,8 +188,7 @@ def _turn(state, block):  # type: ignore[no-untyped-def]
         return False
     step = state[block + FIRST] + state[block + AT_STEP] * STEP
     operation, chunks = state[step + OPERATION], state[step + CHUNKS]
-    receives = _R <= operation <= _RRCS
-    sends = operation in (_S, _RCS, _RRS, _RRCS)
+    receives, sends = state[step + TAKES], state[step + PUTS]
     if not _ready(state, block, step, tile, receives, sends):
         return False
     depth = state[DEPTH]

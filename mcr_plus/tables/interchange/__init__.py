@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Final
 
 from mcr_plus import registry
+from mcr_plus.config.names import stored_backend
 from mcr_plus.errors import InvalidArgument, unknown
 from mcr_plus.tables.interchange import nccl, oneccl, openmpi, ucc
 from mcr_plus.tables.interchange.exchange import Exported, Format, Imported
@@ -57,7 +58,7 @@ def _format(name: str) -> Format:
 
 
 def _backend(name: str | None, format: Format) -> str:
-    known = registry.names("backends")
+    known, name = registry.names("backends"), stored_backend(name)
     if name is not None and name not in known:
         raise InvalidArgument(f"backend: {unknown('backend', name, known)}")
     return name or format.backend

@@ -1,0 +1,256 @@
+"""The operations of a rank in its trace: when they were issued and ran, and what their arguments say."""
+
+from __future__ import annotations
+
+import bisect
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from mcr_plus.core.kinds import COLLECTIVES, collective
+from mcr_plus.errors import ConfigError, short
+from mcr_plus.plan.trace_files import Notes, Range, Trace, mapping
+
+_KINDS: Final[Mapping[str, str]] = {
+    **{name.replace("_", ""): row.kind for row in COLLECTIVES.values() for name in (row.kind, row.torch)},
+    "alltoallv": "all_to_all",
+    "monitoredbarrier": "barrier",
+}
+_NO_OPERATIONS: Final = {"wait", "init", "coalesced", "startcoalescing", "endcoalescing"}
+_ITEMSIZES: Final = {
+    "float": 4, "double": 8, "half": 2, "bfloat16": 2, "long": 8, "long int": 8, "int": 4, "short": 2,
+    "byte": 1, "char": 1, "unsigned char": 1, "signed char": 1, "bool": 1, "short int": 2,
+}  # fmt: skip
+_NO_DTYPES: Final = ("", "TensorList", "Scalar", "ScalarList")
+_KERNEL: Final = re.compile(r"nccl(?:Dev)?Kernel_?(\w*?)(?:_|\(|$)", re.IGNORECASE)
+
+
+@dataclass
+class Operation:
+    """An operation that the program issues. Times in seconds; `started`, `done`: of its execution.
+
+    `parts`: the arguments of its ranges, from the outermost.
+    """
+
+    begin: float
+    end: float
+    thread: Any
+    names: list[str]
+    parts: list[dict[str, Any]]
+    started: float | None = None
+    done: float | None = None
+
+    def take(self, found: Range) -> None:
+        """Add what a range inside it says."""
+        self.names.append(found.name)
+        self.parts.append(found.args)
+
+    def get(self, key: str) -> Any:
+        """An argument, of the outermost range that has it."""
+        return next((part[key] for part in self.parts if part.get(key) not in (None, "", [])), None)
+
+
+def operations(trace: Trace) -> list[Operation]:
+    """The operations, in the order of their issue; ranges inside another belong to it."""
+    found: list[Operation] = []
+    elsewhere: list[Range] = []  # execution by threads of the library
+    issuers = {each.thread for each in trace.communication if not each.name.startswith("gloo:")}
+    for each in sorted(trace.communication, key=lambda r: (str(r.thread), r.begin, -r.end)):
+        last = found[-1] if found and found[-1].thread == each.thread else None
+        inside = last is not None and each.begin <= last.end
+        if inside and last is not None:
+            last.take(each)
+            if each.name.startswith("gloo:"):
+                last.started, last.done = each.begin, each.end
+        elif each.name.startswith("gloo:") and issuers:
+            elsewhere.append(each)
+        elif _plain(each) not in _NO_OPERATIONS | {""}:
+            found.append(Operation(each.begin, each.end, each.thread, [each.name], [each.args]))
+            if each.name.startswith("gloo:"):
+                found[-1].started, found[-1].done = each.begin, each.end
+    found.sort(key=lambda operation: operation.begin)
+    _complete_by_threads(found, elsewhere)
+    _complete_by_kernels(found, trace)
+    return sorted(found, key=lambda operation: operation.begin)
+
+
+def _complete_by_threads(found: Sequence[Operation], elsewhere: Sequence[Range]) -> None:
+    """Give operations the times in which a thread of the library has run them.
+
+    The profiler numbers a range when it is made, which is inside the call: it follows the call's own.
+    """
+    calls = sorted(
+        (number, index)
+        for index, operation in enumerate(found)
+        if isinstance(number := operation.get("Record function id"), int)
+    )
+    numbers = [number for number, _ in calls]
+    for each in sorted(elsewhere, key=lambda r: r.begin):
+        at = bisect.bisect_left(numbers, each.args.get("Record function id", -1)) - 1
+        waiting: Iterable[Operation] = [found[calls[at][1]]] if at >= 0 else found
+        for operation in waiting:
+            same = _KINDS.get(_plain(each)) == _KINDS.get(_plain_name(operation.names[0]))
+            if operation.done is None and same and operation.begin <= each.end:
+                operation.take(each)
+                operation.started, operation.done = each.begin, each.end
+                break
+
+
+def _complete_by_kernels(found: list[Operation], trace: Trace) -> None:
+    """Give operations the times of their kernels, which they have launched or whose id they have."""
+    begins = [operation.begin for operation in found]
+    known = {part.get("External id"): operation for operation in found for part in operation.parts}
+    known.pop(None, None)
+    for kernel in sorted(trace.remote, key=lambda r: r.begin):
+        at, thread = trace.launches.get(kernel.thread, (None, None))
+        operation = None
+        if at is not None:
+            around = [
+                found[index]
+                for index in range(bisect.bisect_right(begins, at) - 1, -1, -1)[:64]
+                if found[index].thread == thread and at <= found[index].end
+            ]
+            operation = around[0] if around else None
+        operation = operation or known.get(kernel.args.get("External id"))
+        if operation is None:
+            begin = kernel.begin if at is None else at
+            named = _KERNEL.search(kernel.name)
+            args = {"Collective name": named[1] if named else kernel.name} | kernel.args
+            found.append(Operation(begin, begin, thread, [kernel.name], [args], kernel.begin, kernel.end))
+            continue
+        operation.take(kernel._replace(name=operation.names[0]))
+        operation.started = kernel.begin if operation.started is None else operation.started
+        operation.done = kernel.end
+
+
+class Arguments:
+    """Reads the arguments of the operations of one rank. `ranks`: of the job; `notes`: what is guessed."""
+
+    def __init__(self, trace: Trace, ranks: int, notes: Notes) -> None:
+        self._trace = trace
+        self._notes = notes
+        self._world = tuple(range(ranks))
+        info = mapping(trace.about.get("distributedInfo"))
+        configs = [each for each in info.get("pg_config", ()) if isinstance(each, dict) and each.get("ranks")]
+        self._groups: dict[str, tuple[int, ...]] = {
+            str(each.get("pg_name")): tuple(each["ranks"]) for each in configs
+        }
+
+    def itemsize(self, dtype: str | None) -> int:
+        """Bytes of an element; 4 for an unknown dtype, which is noted."""
+        name = (dtype or "").removeprefix("c10::").lower()
+        if name in _ITEMSIZES or name.startswith("float8"):
+            return _ITEMSIZES.get(name, 1)
+        if name:
+            self._notes.add(f"an unknown dtype, {short(name)}, counts as 4 bytes")
+        return 4
+
+    def kind(self, operation: Operation) -> str:
+        """The kind of an operation; a barrier for an unknown one, which is noted."""
+        called = operation.get("Collective name")
+        for name in [*operation.names, called]:
+            kind = _KINDS.get(_plain_name(str(name)))
+            if kind == "all_to_all" and operation.get("In split size") not in (None, "[]"):
+                return "all_to_all_v"
+            if kind is not None:
+                return kind
+        name = called or operation.names[0]
+        self._notes.add(f"an unknown operation, {short(name)}, counts as a barrier")
+        return "barrier"
+
+    def nbytes(self, operation: Operation, kind: str) -> int:
+        """The larger of input and output."""
+        if kind == "barrier":
+            return 0
+        counted = [operation.get(key) for key in ("In msg nelems", "Out msg nelems")]
+        if known := [each for each in counted if isinstance(each, int)]:
+            return max(known) * self.itemsize(operation.get("dtype"))
+        nbytes = int(operation.get("bytes") or 0) or max(map(self._part_bytes, operation.parts))
+        if not nbytes:
+            self._notes.add(
+                f"an operation, {kind}, without shapes counts as empty; expected record_shapes=True"
+            )
+        both = any("base" in name or "into" in name for name in operation.names) or operation.get("bytes")
+        row = collective(kind)
+        of_one = row.is_shared and row.sends != row.receives and not both
+        return nbytes * len(self.group(operation, kind)) if of_one else nbytes
+
+    def _part_bytes(self, args: dict[str, Any]) -> int:
+        """Bytes of the largest argument."""
+        dims, types = args.get("Input Dims"), args.get("Input type")
+        if not isinstance(dims, list) or not isinstance(types, list):
+            return 0
+        elements = max((_elements(each) for each in dims), default=0)
+        dtypes = [each for each in types if each not in _NO_DTYPES]
+        return elements * self.itemsize(dtypes[0] if dtypes else None) if elements else 0
+
+    def group(self, operation: Operation, kind: str) -> tuple[int, ...]:
+        """The ranks of an operation; for sends and receives, sender and receiver."""
+        if kind in ("send", "recv"):
+            return self._ends(operation, kind)
+        ranks = operation.get("Process Group Ranks")
+        if isinstance(ranks, str):
+            try:
+                ranks = json.loads(ranks)
+            except ValueError:  # of more than 30 ranks, only some are written
+                ranks = None
+        if isinstance(ranks, list) and ranks and all(isinstance(rank, int) for rank in ranks):
+            return self._inside(ranks)
+        if (known := self._groups.get(str(operation.get("Process Group Name")))) is not None:
+            return self._inside(known)
+        size = operation.get("Group size")
+        if len(self._groups) > 1 and size != len(self._world):
+            self._notes.add("an operation whose group is not in the trace counts as one of all ranks")
+        return self._world
+
+    def _inside(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        kept = tuple(ranks)
+        if any(not 0 <= rank < len(self._world) for rank in kept):
+            raise ConfigError(
+                f"{self._trace.path}: a group of ranks {short(list(kept))}; expected ranks below "
+                f"{len(self._world)}, of which there are traces"
+            )
+        return kept
+
+    def _ends(self, operation: Operation, kind: str) -> tuple[int, ...]:
+        """Sender and receiver."""
+        me = self._trace.rank
+        peer = operation.get("Dst Rank" if kind == "send" else "Src Rank")
+        asks = operation.get("Concrete Inputs")
+        if peer is None and isinstance(asks, list) and len(asks) > 2 and str(asks[2]).isdigit():
+            peer = int(asks[2])
+        if not isinstance(peer, int) or not 0 <= peer < len(self._world):
+            self._notes.add(f"a {kind} whose peer is not in the trace counts as one with nobody")
+            return (me,)
+        return (me, peer) if kind == "send" else (peer, me)
+
+    @staticmethod
+    def key(operation: Operation, kind: str, group: tuple[int, ...]) -> str:
+        """A name that operations which are issued in one order on all their ranks share."""
+        if kind in ("send", "recv"):
+            return f"{'>'.join(map(str, group))}{kind if len(set(group)) == 1 else ''}"
+        return f"{operation.get('Process Group Name') or ''} {group}"
+
+
+def _plain(found: Range) -> str:
+    """The name of the operation of a range; empty if it has none."""
+    return _plain_name(str(found.args.get("Collective name") or found.name))
+
+
+def _plain_name(name: str) -> str:
+    """`allgather` for `c10d::_allgather_base_` or `nccl:all_gather_into_tensor_coalesced`."""
+    name = re.sub(r"^(c10d|nccl|gloo|mcr|ucc|mpi)::?", "", name).lower()
+    name = re.sub(r"_(base|coalesced|into_tensor|tensor|single|any_source)(?=_|$)", "", name)
+    return "" if name == "record_param_comms" else name.replace("_", "")
+
+
+def _elements(dims: Any) -> int:
+    """Elements of an argument: of a tensor, or of all tensors of a list."""
+    if not isinstance(dims, list) or not dims:
+        return 0
+    if all(isinstance(each, int) for each in dims):
+        return math.prod(dims)
+    return sum(_elements(each) for each in dims)

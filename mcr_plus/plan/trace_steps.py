@@ -1,0 +1,238 @@
+"""The steps of a rank in its trace: gradients, operations and waits in the order of the program."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcr_plus.errors import ConfigError
+from mcr_plus.plan.step import Issue, Mark, Need, RankStep, Ready, Wait
+from mcr_plus.plan.trace_files import Notes, Range, Trace
+from mcr_plus.plan.trace_operations import Arguments, Operation, operations
+
+Floats = NDArray[np.float64]
+
+_ROUNDING: Final = 1e-6  # seconds: traces count microseconds from 1970
+_DTYPES: Final = {
+    "float": "float32", "double": "float64", "half": "float16", "long": "int64", "long int": "int64",
+    "int": "int32", "unsigned char": "uint8", "signed char": "int8",
+}  # fmt: skip
+
+
+class Draft(NamedTuple):
+    """A step of a rank in which not all waits have their place yet; times on the clock of the trace.
+
+    `last`: the beginning of the optimizer. `waits`: of each operation, see `Reader._wait`.
+    """
+
+    began: float
+    ended: float
+    last: float
+    marks: list[Mark]
+    waits: list[tuple[float | None, float]]
+
+    def place(self, since: float) -> int:
+        """How many marks come before a wait."""
+        return bisect.bisect_right([mark.begin for mark in self.marks], since)
+
+    def step(self, places: Mapping[tuple[int, int], int]) -> RankStep:
+        """The step, with waits that are not visible at their usual places."""
+        count = len(self.marks)
+        visible = sorted((since, until) for since, until in self.waits if since is not None)
+        marks = [(index, mark) for index, mark in enumerate(self.marks, start=1)]
+        for number, (since, until) in enumerate(self.waits):
+            if since is None and (place := places.get((number, count))) is not None:
+                since = until = self.marks[place - 1].end
+            elif since is None:  # with the next one that is visible, or for the optimizer
+                since = next((begin for begin, end in visible if end >= until), max(self.last, until))
+                until, place = max(since, until), self.place(since)
+            else:
+                place = self.place(since)
+            marks.append((place, Mark(Wait(number), "", since, until)))
+        marks.sort(key=lambda each: (each[0], isinstance(each[1].event, Wait)))
+        ready = [index for index, (_, mark) in enumerate(marks) if isinstance(mark.event, Ready)]
+        first, last = (ready[0], ready[-1]) if ready else (len(marks), len(marks))
+        return RankStep(
+            self.ended - self.began,
+            tuple(
+                mark._replace(
+                    computed="forward" if index <= first else "backward" if index <= last else "optimizer",
+                    begin=mark.begin - self.began, end=mark.end - self.began,
+                )
+                for index, (_, mark) in enumerate(marks)
+            ),
+            "optimizer",
+        )  # fmt: skip
+
+
+def usual_places(drafts: Sequence[Draft]) -> dict[tuple[int, int], int]:
+    """After how many marks a program waits for its operations, by their number and that of all marks."""
+    seen: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
+    for draft in drafts:
+        for number, (since, _) in enumerate(draft.waits):
+            if since is not None:
+                seen[number, len(draft.marks)][draft.place(since)] += 1
+    return {key: counts.most_common(1)[0][0] for key, counts in seen.items()}
+
+
+class Reader:
+    """Makes the steps of one rank of its trace."""
+
+    def __init__(self, trace: Trace, ranks: int, notes: Notes) -> None:
+        self._trace = trace
+        self._notes = notes
+        self._arguments = Arguments(trace, ranks, notes)
+        launched = [
+            (trace.launches[number][0], begin, end)
+            for number, begin, end in trace.kernels
+            if number in trace.launches
+        ]
+        kernels = np.array(sorted(launched), np.float64).reshape(-1, 3)
+        self._on_gpu = len(kernels) > 0
+        self._launched = kernels[:, 0]
+        self._ended = np.maximum.accumulate(kernels[:, 2])
+        self._operations = operations(trace)
+        self._busy = _union(kernels[:, 1:]) if self._on_gpu else self._host_busy()
+
+    def _at(self, host: float) -> float:
+        """When an event of the host comes for the stream that computes: after what was launched before."""
+        index = int(np.searchsorted(self._launched, host, side="right"))
+        return max(host, float(self._ended[index - 1])) if index else host
+
+    def _host_busy(self) -> Floats:
+        """The time in which the threads that train compute, or issue operations."""
+        trace = self._trace
+        threads = {each.thread for each in (*trace.optimizer, *trace.gradients)}
+        threads |= {operation.thread for operation in self._operations}
+        spans = [
+            np.frombuffer(trace.busy[thread]).reshape(-1, 2) for thread in threads if thread in trace.busy
+        ]
+        calls = [(each.begin, each.end) for each in trace.gradients]
+        calls += [(each.begin, each.end) for each in self._operations]
+        spans.append(np.array(calls, np.float64).reshape(-1, 2))
+        return _union(np.concatenate(spans))
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def drafts(self) -> list[Draft]:
+        """The steps of this rank; the first from the beginning of the trace, without ranges of steps."""
+        trace = self._trace
+        ranges = sorted((each.begin, each.end) for each in trace.steps)
+        if not ranges:
+            ends = sorted(each.end for each in trace.optimizer)
+            if not ends:
+                self._notes.add("neither steps nor an optimizer in a trace; all of it counts as one step")
+                ends = [trace.last]
+            ranges = list(zip([min(trace.first, ends[0]), *ends], ends, strict=False))
+        for (_, end), (begin, _) in pairwise(ranges):
+            if begin < end - _ROUNDING:
+                raise ConfigError(
+                    f"{trace.path}: a step begins {1e3 * (end - begin):.3f} ms before the last one ends; "
+                    "expected steps that do not overlap"
+                )
+        return [self._draft(begin, end) for begin, end in ranges]
+
+    def _draft(self, begin: float, end: float) -> Draft:
+        began, ended = self._at(begin), self._at(end)
+        optimizer = [self._at(each.begin) for each in self._trace.optimizer if begin <= each.begin < end]
+        last = optimizer[0] if optimizer else ended
+        gradients = sorted(
+            (each for each in self._trace.gradients if begin <= each.end < end), key=lambda r: r.end
+        )
+        ready = [self._ready(index, each) for index, each in enumerate(gradients)]
+        times = [self._at(each.end) for each in gradients]
+        marks = [Mark(event, "", at, at) for event, at in zip(ready, times, strict=True)]
+        marks += self._needs(begin, end)
+        unsent = list(range(len(ready)))
+        counts: Counter[str] = Counter()
+        waits: list[tuple[float | None, float]] = []
+        for number, operation in enumerate(each for each in self._operations if begin <= each.begin < end):
+            issued, kind = self._at(operation.begin), self._arguments.kind(operation)
+            nbytes = self._arguments.nbytes(operation, kind)
+            group = self._arguments.group(operation, kind)
+            key = self._arguments.key(operation, kind, group)
+            counts[key] += 1
+            carried: tuple[str, ...] = ()
+            if kind in ("all_reduce", "reduce_scatter"):
+                known = [
+                    index for index in unsent if times[index] <= issued + _ROUNDING and ready[index].nbytes
+                ]
+                chosen = _carried([ready[index].nbytes for index in known], nbytes)
+                carried = tuple(ready[known[index]].param for index in chosen)
+                issued = max([issued, *(times[known[index]] for index in chosen)])  # not before, by rounding
+                unsent = [index for index in unsent if ready[index].param not in carried]
+            seconds = None
+            if operation.started is not None and operation.done is not None:
+                seconds = operation.done - operation.started
+            event = Issue(number, kind, nbytes, group, None, None, carried)
+            away = issued if self._on_gpu else max(operation.end, issued)
+            marks.append(Mark(event, "", issued, away, seconds, f"{key}#{counts[key]}"))
+            waits.append(self._wait(operation, away, ended))
+        marks.sort(key=lambda mark: (mark.begin, isinstance(mark.event, Issue)))
+        return Draft(began, ended, last, marks, waits)
+
+    def _wait(self, operation: Operation, issued: float, ended: float) -> tuple[float | None, float]:
+        """From when to when the program waits for an operation; see the top of `traces`.
+
+        None, and a time after which it waits, where it does not wait visibly.
+        """
+        done = operation.done
+        asks = operation.get("Concrete Inputs")
+        at_once = isinstance(asks, list) and "False" in asks[-2:]
+        index = int(np.searchsorted(self._busy[:, 1], issued if done is None else done, side="right"))
+        before = float(self._busy[index - 1, 1]) if index else issued
+        resumed = float(self._busy[index, 0]) if index < len(self._busy) else ended
+        if done is None:  # by a library that does not say when it is
+            return (issued, min(max(resumed, issued), ended)) if at_once else (None, issued)
+        idle, done = max(before, issued), min(max(done, issued), ended)
+        if at_once:
+            return issued, done
+        return (idle, done) if idle <= done <= resumed + _ROUNDING else (None, done)
+
+    def _needs(self, begin: float, end: float) -> list[Mark]:
+        found: dict[str, float] = {}
+        for each in sorted(self._trace.modules, key=lambda r: r.begin):
+            if begin <= each.begin < end:
+                found.setdefault(each.name.removeprefix("nn.Module: "), self._at(each.begin))
+        return [Mark(Need(name), "", at, at) for name, at in found.items()]
+
+    def _ready(self, index: int, found: Range) -> Ready:
+        dims, kind = found.args.get("Input Dims"), found.args.get("Input type")
+        shape = dims[0] if isinstance(dims, list) and dims and isinstance(dims[0], list) else None
+        dtype = str(kind[0]) if isinstance(kind, list) and kind else "float"
+        where = "cuda" if self._on_gpu else "cpu"
+        if shape is None or not dtype or not all(isinstance(each, int) for each in shape):
+            self._notes.add("a gradient without a shape counts as empty; expected record_shapes=True")
+            return Ready(f"gradient {index}", 0, f"float32 {where}")
+        plain = dtype.removeprefix("c10::").lower()
+        nbytes = math.prod(shape) * self._arguments.itemsize(plain)
+        sizes = ", ".join(map(str, shape))
+        return Ready(f"gradient {index} [{sizes}]", nbytes, f"{_DTYPES.get(plain, plain)} {where}")
+
+
+def _carried(sizes: Sequence[int], nbytes: int) -> range:
+    """Which gradients an operation carries: the first or the last ones that have its bytes together."""
+    total = np.cumsum(np.array([0, *sizes], np.int64))
+    count = int(np.searchsorted(total, nbytes))
+    if nbytes and count <= len(sizes) and total[count] == nbytes:
+        return range(count)
+    begin = int(np.searchsorted(total, total[-1] - nbytes))
+    return range(begin, len(sizes)) if nbytes and total[begin] == total[-1] - nbytes else range(0)
+
+
+def _union(spans: Floats) -> Floats:
+    """Intervals that do not touch, in order: the union of spans of beginning and end."""
+    if not len(spans):
+        return np.empty((0, 2))
+    spans = spans[np.argsort(spans[:, 0], kind="stable")]
+    ends = np.maximum.accumulate(spans[:, 1])
+    first = np.append(True, spans[1:, 0] > ends[:-1])
+    last = np.append(first[1:], True)
+    return np.stack([spans[first, 0], ends[last]], axis=1)

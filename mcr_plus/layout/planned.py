@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import cache
 from types import ModuleType
 from typing import Any, Final, NamedTuple
@@ -232,8 +233,9 @@ def _choose(
     Collective over them, unless counting alone says that DTensor's plan is as good.
     """
     try:
-        # An operator's target may have no metadata of its own.
-        target_spec = DTensorSpec(target_spec.mesh, target_spec.placements, current_spec.tensor_meta)
+        # An operator's target may have no metadata of its own. Its order of shards stays.
+        target_spec = copy(target_spec)
+        target_spec.tensor_meta = current_spec.tensor_meta
         source, target = layout_of_spec(current_spec), layout_of_spec(target_spec)
         ranks = job_ranks(current_spec.mesh)
         theirs = _volume_of_plan(current_spec, target_spec, ranks)

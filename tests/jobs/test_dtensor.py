@@ -25,6 +25,7 @@ from torch.distributed.tensor import (
     _redistribute,
     distribute_tensor,
 )
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -173,6 +174,25 @@ def check_plans_that_are_not_known(mesh: DeviceMesh) -> None:
         assert torch.equal(y.full_tensor(), values(24, columns))
 
 
+def check_orders_of_shards(mesh: DeviceMesh) -> None:
+    """The target's order of shards, which torch's internals pass on, stays under plans of ours."""
+    if "shard_order" not in DTensorSpec.__dataclass_fields__:  # an older torch
+        return
+    tensor = distributed(mesh, (Shard(1), Shard(1)), (8, 8))
+    meta = tensor._spec.tensor_meta
+    placements = (Shard(0), Shard(0))
+    (usual,) = DTensorSpec(mesh, placements, meta).shard_order
+    target = DTensorSpec(mesh, placements, meta, shard_order=(usual._replace(mesh_dims=(1, 0)),))
+
+    def moved() -> torch.Tensor:
+        return _redistribute.redistribute_local_tensor(tensor.to_local(), tensor._spec, target)
+
+    expected = moved()
+    with dtensor.planned():
+        for _ in range(2):
+            assert torch.equal(moved(), expected)
+
+
 def check_gradients(mesh: DeviceMesh) -> None:
     found = []
     for ours in (False, True):
@@ -232,6 +252,7 @@ def four_ranks() -> tuple[list[str], list[str]]:
         }
         check_moves(meshes)
         check_arguments(mesh, meshes["three"])
+        check_orders_of_shards(mesh)
         taken = check_planned(mesh, SHAPE), check_planned(mesh, (256, 264))
         check_plans_that_are_not_known(mesh)
         check_gradients(mesh)

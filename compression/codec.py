@@ -28,7 +28,7 @@ class Traits:
     """The properties of a codec by which the compress stage composes collectives from it.
 
     Attributes:
-        additive: the library may sum what it sends (see `Codec.rounds`).
+        additive: the library may sum its payloads (see `Codec.rounds`).
         elementwise: a payload has one element for each value, in the same place.
         unbiased: the mean over many encodings of a value is the value.
         lossless: decoding gives the same bits.
@@ -224,7 +224,7 @@ class PayloadCodec(Codec):
             total: as for `decode_accumulate`; holds the sum afterwards.
             wire: as for `encode`, whose result is returned.
             skip: a row that is left out, -1 for none.
-            scale: what decoded values are multiplied with.
+            scale: the factor of decoded values.
         """
         for row, each in enumerate(wires):
             if row != skip:

@@ -1,7 +1,7 @@
-"""ef21: send what changed since the last call, and add up.
+"""ef21: send the change since the last call, and add up.
 
 Richtárik, Sokolov, Fatkhullin, "EF21: A New, Simpler, Theoretically Better, and Practically Faster Error
-Feedback", NeurIPS 2021; both ways, as in Fatkhullin et al., "EF21 with Bells & Whistles", 2021.
+Feedback", NeurIPS 2021; both directions, as in Fatkhullin et al., "EF21 with Bells & Whistles", 2021.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""error_feedback: what a codec loses is added to the values of the next call.
+"""error_feedback: the error of a codec is added to the values of the next call.
 
 Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al., "Error Feedback
-Fixes SignSGD and other Gradient Compression Schemes", ICML 2019. The rank that sums a part keeps what is
-lost when the sum is encoded again, as in Tang et al., "DoubleSqueeze", ICML 2019.
+Fixes SignSGD and other Gradient Compression Schemes", ICML 2019. The rank that sums a part keeps the
+error of encoding the sum again, as in Tang et al., "DoubleSqueeze", ICML 2019.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from mcr_plus.pipeline.state import StateTensor
 class ErrorFeedback(CompressorState):
     """Residuals of one operation's values (`numel` of them), and of the sums of this rank's part.
 
-    `decay` is what residuals are multiplied with before they are used. `unit`: how many ranks' values a
-    sum holds, by which what is saved of sums is divided, so that another number of ranks can take it. A
+    `decay`: the factor of residuals before they are used. `unit`: the number of ranks whose values a sum
+    holds; saved residuals of sums are divided by it, so that another number of ranks can take them. A
     residual that is not finite, after a gradient that was not, is dropped, so that one bad step does not
     spoil all that follow.
     """

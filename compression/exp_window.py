@@ -18,7 +18,7 @@ from mcr_plus.kernels import exp_window
 
 
 class ExpWindow(PayloadCodec):
-    """The same bits again, those of NaN and negative zero too. Payloads know the dtype of their values.
+    """The same bits again, those of NaN and negative zero too. Payloads carry the dtype of their values.
 
     On the CPU only.
     """

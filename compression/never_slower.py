@@ -1,4 +1,4 @@
-"""never_slower: from time to time a few calls measure what a codec gains; it is left out where it loses."""
+"""never_slower: from time to time a few calls measure the gain of a codec; it is left out where it loses."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class ErrorFeedbackOptions(StageOptions):
-    """Options of `error_feedback`. `decay`: what a residual is multiplied with before it is used again."""
+    """Options of `error_feedback`. `decay`: the factor of a residual before it is used again."""
 
     decay: Annotated[float, Field(gt=0, le=1)] = 1.0
 
@@ -40,7 +40,7 @@ class MomentumOptions(StageOptions):
 
 
 class ExemptOptions(StageOptions):
-    """What travels uncompressed although there is a codec.
+    """The operations that travel uncompressed although there is a codec.
 
     `params`: globs of names of parameters. `max_ndim`: parameters of at most so many dimensions, such as
     biases and norms with 1. `below`: operations, and gradients of parameters, of fewer bytes.
@@ -68,11 +68,11 @@ class CompressOptions(StageOptions):
 
     `error_feedback`, `ef21`, `momentum_correction`: how the compression error is fed back, at most one of
     them. `warmup`: calls of an operation that travel uncompressed before the first that does not.
-    `exempt`: what always travels uncompressed. `never_slower`: measure on a few calls what the codec
-    gains, and do without where it loses. `audit_every`: compare the ranks' results at every so many
+    `exempt`: operations that always travel uncompressed. `never_slower`: measure the gain of the codec on
+    a few calls, and do without where it loses. `audit_every`: compare the ranks' results at every so many
     calls.
 
-    Each option is marked with `Scope.WIRE` or `Scope.LOCAL`: ranks compare those that change what travels.
+    Each option is marked with `Scope.WIRE` or `Scope.LOCAL`: ranks compare those that change the payloads.
     """
 
     codec: Annotated[str, Scope.WIRE] = "none"

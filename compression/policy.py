@@ -1,4 +1,4 @@
-"""Which compression an operation gets, for code that must know before the compress stage binds it."""
+"""The compression of an operation, for code that needs it before the compress stage binds the operation."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def refusal(codec: Codec, options: CompressOptions, signature: Signature) -> str
     if traits.kinds is not None and kind not in traits.kinds:
         return f"codec {codec.name} is for {', '.join(sorted(traits.kinds))}"
     if signature.is_p2p and not traits.fixed_rate:
-        return f"payloads of codec {codec.name} differ in length, which a receiver must know beforehand"
+        return f"payloads of codec {codec.name} differ in length, so a receiver cannot size its buffer"
     if kind in REDUCING and signature.reduce_op not in _SUMS:
         return f"codec {codec.name} allows the reduce ops {', '.join(_SUMS)}"
     feedback = options.feedback
@@ -70,7 +70,7 @@ def refusal(codec: Codec, options: CompressOptions, signature: Signature) -> str
         if kind not in _FED_BACK[feedback]:
             return f"{feedback} is for {', '.join(_FED_BACK[feedback])}"
         if signature.key is None and signature.tag is None:
-            return f"{feedback} must know which tensor it is, call by call; expected tag="
+            return f"{feedback} needs the tensor's identity from call to call; expected tag="
     return None if kind in VECTOR else codec.refusal(signature.parts or (signature.shape,))
 
 

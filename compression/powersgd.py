@@ -56,7 +56,7 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Layout:
-    """What of a tensor list is compressed, and the parts [start, end) of the values that are not."""
+    """The compressed tensors of a list, and the parts [start, end) of the values that are not."""
 
     batches: tuple[_Batch, ...]
     plain: tuple[tuple[int, int], ...]

@@ -34,7 +34,7 @@ class RandKOptions(CodecOptions):
 
 
 class RandK(Codec):
-    """Has no payloads: what was sent means nothing without the step in which all ranks sent it.
+    """Has no payloads: values that were sent mean nothing without the step in which all ranks sent them.
 
     The step is the number of earlier calls of `exchange`, which all ranks make alike; it is the only state.
     A NaN or an infinity is visible in the step that sends its position, and stays in error feedback before.

@@ -1,4 +1,4 @@
-"""How an operation is made of a codec's payloads: the schemes, chosen by the codec's traits.
+"""The schemes that make an operation of a codec's payloads, chosen by the codec's traits.
 
     Native           elementwise codecs: the same operation on encoded values
     AdditiveRounds   other additive codecs: native all_reduces of the codec's rounds
@@ -51,7 +51,7 @@ class Scheme(ABC):
     @property
     @abstractmethod
     def description(self) -> str:
-        """What the operation is made of, for `explain`."""
+        """The parts of the operation, for `explain`."""
 
     @abstractmethod
     def bind(self, next: Next) -> Issue:

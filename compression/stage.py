@@ -34,7 +34,7 @@ class CompressStage(Stage):
     """Chooses a codec by, in this order: the call's `compress=`, a rule, the stage's own option.
 
     A codec asked for by the call that cannot take the operation is an error; one that comes from the
-    configuration leaves such operations as they are, and says so.
+    configuration leaves such operations as they are, with a note.
     """
 
     Options = CompressOptions
@@ -143,20 +143,20 @@ class CompressStage(Stage):
         chosen = scheme_of(instance.codec, full)
         composed = chosen(instance.codec, full, self._group.rank, instance.state, self._pool)
         audit_every = options.audit_every if plain.kind in SAME_RESULT else None
-        says = [f"codec {codec.name}: {composed.description}"]
+        notes = [f"codec {codec.name}: {composed.description}"]
         payload = payload_bytes(codec, full)
         if payload is not None:
             most = "" if codec.traits.fixed_rate else " at most"
-            says.append(f"{plain.nbytes} bytes become {payload}{most}")
+            notes.append(f"{plain.nbytes} bytes become {payload}{most}")
         if options.feedback is not None:
-            says.append(options.feedback)
+            notes.append(options.feedback)
         if audit_every is not None:
-            says.append(f"results compared every {audit_every} calls")
+            notes.append(f"results compared every {audit_every} calls")
         if options.never_slower and not plain.is_p2p:
-            says.append("left out where it is measured to be slower")
+            notes.append("left out where it is measured to be slower")
         if options.warmup:
-            says.append(f"from call {options.warmup + 1} on")
-        next.note("; ".join(says))
+            notes.append(f"from call {options.warmup + 1} on")
+        next.note("; ".join(notes))
         issue = composed.bind(next)
         if audit_every is not None:
             issue = audited(issue, audit_every, codec.name, full, next)
@@ -217,7 +217,7 @@ class CodecInstance:
             state.restore(tensors)
         except (KeyError, RuntimeError, ValueError, TypeError) as error:
             raise InvalidArgument(
-                f"state: what was kept for {self.name} does not fit it: {type(error).__name__}: {error}"
+                f"state: the entry kept for {self.name} does not fit it: {type(error).__name__}: {error}"
             ) from None
 
     def _made(self, device: torch.device, numel: int) -> CompressorState:
@@ -308,7 +308,7 @@ def _with_residual(raw: Issue, instance: CodecInstance) -> Issue:
 
 
 def _label(options: CompressOptions) -> str:
-    """The codec, its options and its feedback: what ranks must agree on."""
+    """The codec, its options and its feedback, which ranks must agree on."""
     said = plain_options(options)
     text = json.dumps({key: said[key] for key in sorted(said) if key not in LOCAL})
     return f"{options.codec}:{blake2b(text.encode(), digest_size=3).hexdigest()}"

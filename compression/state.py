@@ -1,4 +1,4 @@
-"""What a compressed operation keeps between calls: nothing here; residuals or estimates in the subclasses."""
+"""State of a compressed operation between calls: none here; residuals or estimates in the subclasses."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """topk: the values of largest magnitude and their places; the others wait.
 
 Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017; Lin et al., "Deep
-Gradient Compression", ICLR 2018. Training needs error feedback, which keeps what was not sent for later
-steps. Sums over many ranks gather all payloads, so they pay only while ranks × ratio is small.
+Gradient Compression", ICLR 2018. Training needs error feedback, which keeps unsent values for later steps.
+Sums over many ranks gather all payloads, so they pay only while ranks × ratio is small.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ _armed_lock = threading.Lock()
 @contextmanager
 def compiling(what: str) -> Iterator[None]:
     """Context of a compilation: notifies the watchers, and logs the compilation if it takes long."""
-    with watched(), _said(what):
+    with watched(), _logged(what):
         yield
 
 
@@ -54,7 +54,7 @@ def preparing(what: str) -> Iterator[None]:
     """
     note = _note_of(what)
     if note is None:
-        with _said(what):
+        with _logged(what):
             yield
         return
     if _noted(note):
@@ -65,7 +65,7 @@ def preparing(what: str) -> Iterator[None]:
         if _noted(note):  # by the process that this one has waited for
             yield
             return
-        with _said(what):
+        with _logged(what):
             yield
         with contextlib.suppress(OSError):
             note.write_text(_state())
@@ -98,7 +98,7 @@ def _deeper(by: int) -> None:
 
 
 @contextmanager
-def _said(what: str) -> Iterator[None]:
+def _logged(what: str) -> Iterator[None]:
     """Context of a compilation: logs it once for each name if it takes long; nested contexts log nothing."""
     global _armed
     with _armed_lock:

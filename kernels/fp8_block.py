@@ -377,12 +377,12 @@ def encode(values: torch.Tensor, wire: torch.Tensor, fmt: Format, scale: Scale) 
 
 
 def decode(wire: torch.Tensor, out: torch.Tensor, fmt: Format, scale: Scale) -> None:
-    """Overwrite flat float32 `out` with what a payload stands for."""
+    """Overwrite flat float32 `out` with the values of a payload."""
     _decode(wire, out, 1.0, False, fmt, scale)
 
 
 def accumulate(wire: torch.Tensor, total: torch.Tensor, factor: float, fmt: Format, scale: Scale) -> None:
-    """Add `factor` times what a payload stands for to flat float32 `total`."""
+    """Add `factor` times the values of a payload to flat float32 `total`."""
     _decode(wire, total, factor, True, fmt, scale)
 
 
@@ -402,7 +402,7 @@ def reduce(
         skip: a row that is left out, -1 for none.
         total: flat float32; holds the sum afterwards.
         wire: receives the payload of `total`.
-        factor: what decoded values are multiplied with.
+        factor: of decoded values.
         fmt: of the codes.
         scale: kind of the scales.
     """
@@ -437,7 +437,7 @@ def _decode(
 def _encoder(
     values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, fmt: Format, scale: Scale
 ) -> tuple[Any, ...]:
-    """What both kernels that encode take."""
+    """The arguments of both kernels that encode."""
     x, s = values.numpy(), scales.numpy()
     numbers = (np.uint32(fmt.top), (np.uint32(fmt.shift), np.uint32(fmt.lowest)))
     if scale == "e8m0":

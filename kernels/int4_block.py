@@ -425,12 +425,12 @@ def encode(values: torch.Tensor, wire: torch.Tensor, hadamard: bool) -> None:
 
 
 def decode(wire: torch.Tensor, out: torch.Tensor, hadamard: bool) -> None:
-    """Overwrite flat float32 `out` with what a payload stands for."""
+    """Overwrite flat float32 `out` with the values of a payload."""
     _start_decode(wire, out, 1.0, False, hadamard)
 
 
 def accumulate(wire: torch.Tensor, total: torch.Tensor, factor: float, hadamard: bool) -> None:
-    """Add `factor` times what a payload stands for to flat float32 `total`."""
+    """Add `factor` times the values of a payload to flat float32 `total`."""
     _start_decode(wire, total, factor, True, hadamard)
 
 
@@ -444,7 +444,7 @@ def reduce(
         skip: a row that is left out, -1 for none.
         total: flat float32; holds the sum afterwards.
         wire: receives the payload of `total`.
-        factor: what decoded values are multiplied with.
+        factor: of decoded values.
         hadamard: whether blocks are transformed.
     """
     if total.is_cuda:

@@ -147,7 +147,7 @@ def encode(values: torch.Tensor, wire: torch.Tensor) -> None:
 
 
 def decode(wire: torch.Tensor, out: torch.Tensor) -> None:
-    """Overwrite flat float32 `out` with what a payload stands for."""
+    """Overwrite flat float32 `out` with the values of a payload."""
     scales, codes = split(wire, out.numel())
     if out.is_cuda:
         _gpu().decode(scales, codes, out)
@@ -156,7 +156,7 @@ def decode(wire: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def accumulate(wire: torch.Tensor, total: torch.Tensor, factor: float) -> None:
-    """Add `factor` times what a payload stands for to flat float32 `total`."""
+    """Add `factor` times the values of a payload to flat float32 `total`."""
     scales, codes = split(wire, total.numel())
     if total.is_cuda:
         _gpu().accumulate(scales, codes, total, factor)
@@ -173,7 +173,7 @@ def reduce(wires: torch.Tensor, skip: int, total: torch.Tensor, wire: torch.Tens
         skip: a row that is left out, -1 for none.
         total: flat float32; holds the sum afterwards.
         wire: receives the payload of `total`.
-        factor: what decoded values are multiplied with.
+        factor: of decoded values.
     """
     if total.is_cuda:
         for row in range(len(wires)):

@@ -57,7 +57,7 @@ def amax_reference(values: torch.Tensor, amax: torch.Tensor) -> None:
 
 
 def scales_reference(amax: torch.Tensor, levels: int) -> torch.Tensor:
-    """What codes are multiplied with, one per block."""
+    """The factors of codes, one per block."""
     return (amax * float(_step(levels))).clamp(min=float(_TINIEST))
 
 
@@ -182,7 +182,7 @@ def encode(values: torch.Tensor, amax: torch.Tensor, words: torch.Tensor, levels
 
     Args:
         values: no larger than the `amax` of their block.
-        amax: what the ranks agreed on: float32, `blocks_of` long.
+        amax: the maxima that the ranks agreed on: float32, `blocks_of` long.
         words: int32, `words_of` long.
         levels: the largest code, at most 2^20, so that rounding errors never reach the next one.
         lanes: 1, 2 or 4 per word.
@@ -195,14 +195,14 @@ def encode(values: torch.Tensor, amax: torch.Tensor, words: torch.Tensor, levels
 
 
 def decode(amax: torch.Tensor, words: torch.Tensor, out: torch.Tensor, levels: int, lanes: int) -> None:
-    """Overwrite flat float32 `out` with what the sum of payloads stands for."""
+    """Overwrite flat float32 `out` with the values of the sum of payloads."""
     _decode_into(amax, words, out, levels, lanes, 1.0, False)
 
 
 def accumulate(
     amax: torch.Tensor, words: torch.Tensor, total: torch.Tensor, levels: int, lanes: int, factor: float
 ) -> None:
-    """Add `factor` times what a payload stands for to flat float32 `total`."""
+    """Add `factor` times the values of a payload to flat float32 `total`."""
     _decode_into(amax, words, total, levels, lanes, factor, True)
 
 

@@ -43,7 +43,7 @@ def _scatter(parts, sizes, steps, rows, whole):  # type: ignore[no-untyped-def]
 
 
 def prepare() -> None:
-    """Compile, or load from disk, what `gather` and `scatter` need."""
+    """Compile, or load from disk, the kernels of `gather` and `scatter`."""
     with preparing("fused buffers"):
         for function in (_gather, _scatter):
             function.compile((*[_WORD[::1]] * 3, _WORD, _WORD))

@@ -45,7 +45,7 @@ def split(wire: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def mean_factor(count: int) -> float:
-    """What the sum of a block's magnitudes / 2048 is multiplied with; `count`: its values."""
+    """The factor of the sum of a block's magnitudes / 2048; `count`: its values."""
     return float(np.float32(2048) / np.float32(count))
 
 
@@ -169,7 +169,7 @@ def encode(values: torch.Tensor, wire: torch.Tensor) -> None:
 
 
 def decode(wire: torch.Tensor, out: torch.Tensor) -> None:
-    """Overwrite flat float32 `out` with what a payload stands for."""
+    """Overwrite flat float32 `out` with the values of a payload."""
     scales, words = split(wire, out.numel())
     if out.is_cuda:
         _gpu().decode(scales, words, out)
@@ -179,7 +179,7 @@ def decode(wire: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def accumulate(wire: torch.Tensor, total: torch.Tensor, factor: float) -> None:
-    """Add `factor` times what a payload stands for to flat float32 `total`."""
+    """Add `factor` times the values of a payload to flat float32 `total`."""
     scales, words = split(wire, total.numel())
     if total.is_cuda:
         _gpu().accumulate(scales, words, total, factor)

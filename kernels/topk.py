@@ -328,7 +328,7 @@ def _edges(counts: Array) -> Array:
 
 
 def decode(wire: torch.Tensor, out: torch.Tensor, sent: int, dtype: torch.dtype) -> None:
-    """Overwrite flat float32 `out` with what a payload stands for."""
+    """Overwrite flat float32 `out` with the values of a payload."""
     if out.is_cuda:
         *_, chosen = split(wire, out.numel(), sent, dtype)
         out.zero_()
@@ -338,7 +338,7 @@ def decode(wire: torch.Tensor, out: torch.Tensor, sent: int, dtype: torch.dtype)
 
 
 def accumulate(wire: torch.Tensor, total: torch.Tensor, factor: float, sent: int, dtype: torch.dtype) -> None:
-    """Add `factor` times what a payload stands for to flat float32 `total`, touching only what was sent."""
+    """Add `factor` times the values of a payload to flat float32 `total`, at their positions only."""
     if total.is_cuda:
         *_, chosen = split(wire, total.numel(), sent, dtype)
         total.index_add_(0, indices_reference(wire, total.numel(), sent, dtype), chosen.float(), alpha=factor)
@@ -348,7 +348,7 @@ def accumulate(wire: torch.Tensor, total: torch.Tensor, factor: float, sent: int
 
 
 def clear(wire: torch.Tensor, values: torch.Tensor, sent: int, dtype: torch.dtype) -> None:
-    """Set what a payload holds to zero in flat float32 `values`."""
+    """Set the positions of a payload to zero in flat float32 `values`."""
     if values.is_cuda:
         values[indices_reference(wire, values.numel(), sent, dtype)] = 0
         return
@@ -359,9 +359,9 @@ def clear(wire: torch.Tensor, values: torch.Tensor, sent: int, dtype: torch.dtyp
 def _sent(
     wire: torch.Tensor, values: torch.Tensor, sent: int, dtype: torch.dtype
 ) -> tuple[Array, Array, Array]:
-    """What a payload says: where each block's part begins, the places, the values in float32."""
+    """The contents of a payload: where each block's part begins, the places, the values in float32."""
     counts, places, chosen = split(wire, values.numel(), sent, dtype)
     edges = _edges(counts.view(torch.uint32).numpy())
     if edges[-1] != sent:
-        raise BackendError(f"a topk payload of {sent} values says that it holds {edges[-1]}")
+        raise BackendError(f"a topk payload of {sent} values has block counts that sum to {edges[-1]}")
     return edges, places.numpy(), chosen.float().numpy()

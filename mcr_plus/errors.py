@@ -21,9 +21,9 @@ from collections.abc import Sequence
 
 
 class McrError(RuntimeError):
-    """Base of all errors raised by mcr_plus; programs that know torch.distributed catch its RuntimeError."""
+    """Base of all errors raised by mcr_plus; programs for torch.distributed catch its RuntimeError."""
 
-    passed_on = ""  # what another rank said of its failure, where this error is only the news of it
+    passed_on = ""  # the text of another rank's error, where this error only relays that one
 
 
 class ConfigError(McrError):
@@ -39,7 +39,7 @@ class NotInitialized(McrError):
 
 
 class Unsupported(McrError):
-    """An argument, dtype, reduce op or option that cannot be done here; the message says what can."""
+    """An argument, dtype, reduce op or option that is not supported; the message names those that are."""
 
 
 class InvalidArgument(Unsupported, ValueError):
@@ -51,7 +51,7 @@ class BackendError(McrError):
 
 
 class BackendUnavailable(BackendError):
-    """A backend was asked for that cannot run here; the message says how to get it."""
+    """A requested backend cannot run here; the message has the remedy."""
 
 
 class CommTimeout(McrError):
@@ -72,7 +72,7 @@ class OrderMismatch(McrError):
 class OperationsDiffer(OrderMismatch):
     """A library has found that ranks issued different operations.
 
-    `explained`: the text says what they did; otherwise that is for the engine to find out.
+    `explained`: the text has both operations; otherwise the engine finds them out.
     """
 
     def __init__(self, text: str, *, explained: bool = False) -> None:

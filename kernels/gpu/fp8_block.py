@@ -110,7 +110,7 @@ def decode(
     fmt: Format,
     scale: Scale,
 ) -> None:
-    """Overwrite `out` with what a payload stands for, or add `factor` times that."""
+    """Overwrite `out` with the values of a payload, or add `factor` times that."""
     numbers = (out.numel(), factor, fmt.bias << 23, fmt.least)
     _launch(_decode, scale, out.numel(), scales, codes, out, *numbers, shift=fmt.shift, add=add)
 

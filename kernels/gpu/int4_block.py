@@ -75,7 +75,7 @@ def encode(values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, hada
 def decode(
     scales: torch.Tensor, codes: torch.Tensor, out: torch.Tensor, factor: float, add: bool, hadamard: bool
 ) -> None:
-    """Overwrite `out` with what a payload stands for, or add `factor` times that."""
+    """Overwrite `out` with the values of a payload, or add `factor` times that."""
     _launch(_decode, out.numel(), scales, codes, out, out.numel(), factor, add=add, hadamard=hadamard)
 
 

@@ -3,12 +3,12 @@
     from mcr_plus import autograd
 
     rows = autograd.all_to_all_single(x, received, sent, tag="dispatch")
-    loss(experts(rows)).backward()  # the gradient of x takes the same way back
+    loss(experts(rows)).backward()  # the gradient of x takes the reverse exchange
 
 Every function takes a tensor of any dtype and returns another of the same; gradients are those of
 floating-point and complex ones. Neither inputs nor gradients are changed in place, and an input may be
 changed as soon as the function has returned. `group`, `backend`, `compress` and `tag` are as of
-`mcr_plus.api.collectives`, for the way back too, and so are the errors that every operation can raise.
+`mcr_plus.api.collectives`, for the backward pass too, and so are the errors that every operation can raise.
 
 A backward pass communicates where its forward pass did, so all ranks of the group must run both: a rank whose
 input needs no gradient, or that does not use what it received, leaves its peers waiting.
@@ -16,7 +16,7 @@ input needs no gradient, or that does not use what it received, leaves its peers
 Each backward operation is one of these functions again, so gradients of gradients work too.
 """
 
-# Long because each operation has a function, with its documentation, and its way back.
+# Long because each operation has a function, with its documentation, and a backward pass.
 
 from __future__ import annotations
 
@@ -211,9 +211,9 @@ def redistribute(
 ) -> torch.Tensor:
     """Bring `x` from one layout to another, as `mcr.redistribute`; backward brings its gradient back.
 
-    The gradient takes the transposed way, planned by the same planner. Every replica of an element of the
-    source gets the whole gradient of it, and so does every addend (a mean's: divided by their number).
-    Elements that the target has not get 0.
+    The gradient goes through the transposed redistribution, planned by the same planner. Every replica of an
+    element of the source gets the whole gradient of it, and so does every addend (a mean's: divided by their
+    number). Elements that the target has not get 0.
 
     Args:
         x: this rank's local tensor in `source`. Where it has no part in it: None, or an empty tensor of shape
@@ -225,7 +225,7 @@ def redistribute(
             what follows is the same on them, as in `all_reduce` and in DTensor; it is taken once. `sum`:
             addends, because what follows differs, as in `all_gather`; they are summed. Boxes that overlap, as
             those with a halo do, are replicas where they overlap.
-        group, tag, compress: as of `mcr.redistribute`, for the way back too.
+        group, tag, compress: as of `mcr.redistribute`, for the backward pass too.
 
     Returns:
         The local tensor in `target`, of its local shape and the dtype of `x`. A rank with no part in it gets
@@ -255,12 +255,12 @@ def redistribute(
         moves = _moves(source, target, replicas)
     except Unsupported as error:
         refuse(comm, error)
-    way = _Way(moves, _NEXT[replicas], comm, tag, compress)
+    passes = _Passes(moves, _NEXT[replicas], comm, tag, compress)
     has_part = comm.ranks[comm.rank] in source.locals
     given = x is not None and (has_part or x.shape != (0,))
     if x is None:
         x = torch.empty(0, requires_grad=torch.is_grad_enabled())  # so that this rank has a backward pass
-    return _applied(_Redistribute, x, way, 0, given)
+    return _applied(_Redistribute, x, passes, 0, given)
 
 
 def _check(x: Any, source: Any, target: Any, replicas: Any) -> None:
@@ -441,7 +441,7 @@ _NEXT: Final = {"same": (1, 0), "sum": (1, 2, 1)}
 
 @lru_cache(maxsize=256)
 def _moves(source: Layout, target: Layout, replicas: Replicas) -> tuple[_Move, ...]:
-    """The way forward, the way of the gradient, and that of the gradient's gradient if it is another one."""
+    """The moves of the value, of the gradient, and of the gradient's gradient if that is another one."""
     if target.is_partial:
         raise InvalidArgument(f"target {target}: values cannot be divided into addends")
     if source.is_partial and source.op not in ("SUM", "AVG"):
@@ -454,7 +454,7 @@ def _moves(source: Layout, target: Layout, replicas: Replicas) -> tuple[_Move, .
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Passes:
     """The moves of a call and of its backward passes."""
 
     moves: Sequence[_Move]
@@ -466,12 +466,12 @@ class _Way:
 
 class _Redistribute(Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, way: _Way, number: int, given: bool) -> torch.Tensor:
-        ctx.way, ctx.number = way, number
-        move = way.moves[number]
+    def forward(ctx: Any, x: torch.Tensor, passes: _Passes, number: int, given: bool) -> torch.Tensor:
+        ctx.passes, ctx.number = passes, number
+        move = passes.moves[number]
         local = x if given else None
         output: torch.Tensor | None = _redistributed(
-            local, move.source, move.target, group=way.comm, tag=way.tag, compress=way.compress
+            local, move.source, move.target, group=passes.comm, tag=passes.tag, compress=passes.compress
         )
         if output is None:
             return x.new_empty(0)
@@ -479,10 +479,10 @@ class _Redistribute(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        way: _Way = ctx.way
-        number = way.next[ctx.number]
-        given = way.comm.ranks[way.comm.rank] in way.moves[number].source.locals
-        return _applied(_Redistribute, grads[0], way, number, given), None, None, None
+        passes: _Passes = ctx.passes
+        number = passes.next[ctx.number]
+        given = passes.comm.ranks[passes.comm.rank] in passes.moves[number].source.locals
+        return _applied(_Redistribute, grads[0], passes, number, given), None, None, None
 
 
 class _HaloExchange(Function):

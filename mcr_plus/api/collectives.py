@@ -663,7 +663,8 @@ def recv(
 
     Args:
         tensor: any shape, of as many elements and the same dtype as the sender's; output.
-        src: a rank of the whole job, or None: whoever sends first with this `tag`. `irecv` says who that was.
+        src: a rank of the whole job, or None: the first message with this `tag` from any rank;
+            the `Work` of `irecv` has its sender.
         tag: from 0 to 2²⁴ - 1; equal to the sender's.
 
     Raises:
@@ -727,8 +728,8 @@ def irecv(
 
     Args:
         tensor: any shape, of as many elements and the same dtype as the sender's; output.
-        src: a rank of the whole job, or None: whoever sends first with this `tag`. `Work.source_rank()` is
-            the sender once it is done.
+        src: a rank of the whole job, or None: the first message with this `tag` from any rank.
+            `Work.source_rank()` is its sender once it is done.
         tag: from 0 to 2²⁴ - 1; equal to the sender's.
 
     Raises:
@@ -851,7 +852,7 @@ def persistent(kind: str, *tensors: Any, group: Communicator | None = None, **op
 
 
 def flush(group: Communicator | None = None) -> None:
-    """Send what the fuse stage holds back. Collective: every rank calls it at the same place of the program.
+    """Send the pending buckets of the fuse stage; collective, at the same place of the program on all ranks.
 
     It concerns asynchronous operations, of whatever shape and dtype, and does nothing without the stage.
     Waiting for one of them sends its bucket, too.
@@ -863,7 +864,7 @@ def flush(group: Communicator | None = None) -> None:
         ```python
         tensors = [torch.ones(8) for _ in range(4)]
         works = [mcr.all_reduce(x, async_op=True) for x in tensors]
-        mcr.flush()  # all are on their way now
+        mcr.flush()  # all are in flight now
         for work in works:
             work.wait()
         ```

@@ -1,4 +1,4 @@
-"""Planning of training steps: their capture, and what `fuse: {plan: auto}` has found out."""
+"""Planning of training steps: their capture, and the findings of `fuse: {plan: auto}`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def capture(
     """Capture the first `steps` training steps of a block; collective: all ranks enter and end it together.
 
     A step ends with `optimizer.step()`. Hooks note when modules first need their parameters and when
-    gradients become ready; also noted is what the program issues and waits for, by tag, kind, bytes and
+    gradients become ready; operations of the program and its waits are noted too, by tag, kind, bytes and
     group. Times are seconds of the host or, for parameters on a GPU, of its current stream. At the end of the
-    block the ranks exchange what they have seen, and each has the same `Step`: medians, without the first
+    block the ranks exchange their times, and each has the same `Step`: medians, without the first
     steps as long as they take three times the median. Steps beyond `steps` run as if there were no block.
 
     With `hold`, models of `mcr.wrap`, `DistributedOptimizer` and their like send their buckets at the end of
@@ -32,8 +32,8 @@ def capture(
     communication beside it has taken. Operations that `mcr.persistent` has bound before are not seen. Of a
     compiled model, only gradients and operations are noted: inside its graph there are no modules.
 
-    In a job with `fuse: {plan: auto}`, the step also has what `mcr.wrap` has measured of all_reduces by
-    library (`measured`), with which `mcr-plus plan` knows their times and shares of the core.
+    In a job with `fuse: {plan: auto}`, the step also has the times of all_reduces by library that
+    `mcr.wrap` has measured (`measured`), from which `mcr-plus plan` has their times and shares of the core.
 
     Args:
         model: any module, wrapped or not. Parameters of any shape, dtype and device.
@@ -77,12 +77,12 @@ def plan_report() -> dict[str, Any] | None:
       `libraries`: the library of each, None where the pipeline chooses. `baseline_buckets`: how many there
       were by size.
     - `measured_ms`, `baseline_ms`: with the searched buckets and with those by size, tried in turns.
-    - `foretold_ms`, `foretold_baseline_ms`: what was expected of both, before.
-    - `bound_ms`: what no plan can beat, by the same costs. `gap`: the most by which the searched plan may be
-      above the best one, in the model of the search; `exact`: it is known to be the best there.
+    - `foretold_ms`, `foretold_baseline_ms`: the times expected of both, before.
+    - `bound_ms`: the least time of any plan, by the same costs. `gap`: the most by which the searched plan
+      may be above the best one, in the model of the search; `exact`: it is proved to be the best there.
     - `cuts`, of a model compiled with `cuts="auto"` only: the modules at whose ends its graph is cut;
       `cuts_known`: how many places there were. `chosen`: "whole" (uncut, buckets by size), "blocks" (cut at
-      all places, buckets by size) or "searched"; `tried_ms`: what each of them took. `cut_ms`: the price of a
+      all places, buckets by size) or "searched"; `tried_ms`: the time of each. `cut_ms`: the price of a
       cut. Without `fuse: {plan: auto}`, nothing is searched or foretold, and `measured_ms` is that of
       "blocks".
     - `compute_ms`: of computing alone. `exposed_ms`: that are expected to pass after it; `exposed_by`: the

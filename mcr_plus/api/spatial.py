@@ -72,8 +72,8 @@ def _nothing(x: torch.Tensor, more: torch.Tensor, *shape: int) -> torch.Tensor:
 def _read(
     x: torch.Tensor, base: Sequence[Range], reads: Sequence[Range], size: Sequence[int], circular: bool
 ) -> tuple[torch.Tensor, list[int]]:
-    """What a strip reads, of a tensor that has the ranges `base` of the input: wrapped, a view, or with some
-    padding. Returns the padding on both sides that the convolution adds itself, too.
+    """Return the input of a strip, from a tensor that has the ranges `base` of it: wrapped, a view, or with
+    some padding; and the padding on both sides that the convolution adds itself.
     """
     pads: list[int] = []
     padding: list[int] = []
@@ -137,7 +137,7 @@ class _Convolution:
     def of(
         self, x: torch.Tensor, padding: list[int], weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """The convolution of what has been read."""
+        """The convolution of the input that has been read."""
         function: Any = F.conv2d if len(self.size) == 2 else F.conv3d
         return cast(
             "torch.Tensor",
@@ -224,14 +224,14 @@ class _Convolve(Function):
 
 
 class _Layer(nn.Module):
-    """What layers have in common: the layout of their input, and the group."""
+    """Base of the layers: the layout of their input, and the group."""
 
     layout: Layout
     out_layout: Layout
     group: Communicator | None
 
     def _state(self) -> dict[str, Any]:
-        """What a copy has: all but the exchanges that this layer has bound."""
+        """The attributes of a copy: all but the exchanges that this layer has bound."""
         return {name: value for name, value in self.__dict__.items() if name != "_known"} | {"_known": {}}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -264,7 +264,7 @@ class _Layer(nn.Module):
 
 
 class _Conv(_Layer):
-    """A convolution as torch's, of which `layout` says how the spatial dimensions are spread."""
+    """A convolution as torch's; `layout` is that of the spatial dimensions of its input."""
 
     def _spread(self, layout: Layout, group: Communicator | None, tag: str | None, overlap: bool) -> None:
         conv = cast("nn.Conv3d", self)
@@ -334,7 +334,7 @@ class Conv3d(_Conv, nn.Conv3d):
             `mcr.Layout.mesh(shape, ranks, ["S0", "S1"])`.
         group: the ranks of the layout; None: the whole job.
         tag: of the halo exchanges, which rules match; `redistribute` if None.
-        overlap: convolve what needs no halo while that is on its way, and the borders then. It costs
+        overlap: convolve all that needs no halo while that is in flight, and the borders then. It costs
             small convolutions; where halos arrive at once, False may be faster.
 
     Attributes:
@@ -451,7 +451,7 @@ class _Pool(_Layer):
         return type(self)._function(x, self.kernel_size)
 
     def extra_repr(self) -> str:
-        """What `print` says of it."""
+        """The layer's arguments, as `print` shows them."""
         return f"kernel_size={self.kernel_size}"
 
 

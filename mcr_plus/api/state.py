@@ -70,14 +70,14 @@ def _differ(runtime: Runtime) -> bool:
 
 
 def load_state_dict(state: Mapping[str, Any]) -> None:
-    """Load what `state_dict` returned, on every rank; for groups and operations that come later too.
+    """Load the result of `state_dict`, on every rank; for groups and operations that come later too.
 
     The state of an operation is found by its kind, dtype, shape, tag and codec, and by the parameters of a
-    bucket; what no operation asks for is left alone. Results of online refinement hold for operations that
-    are issued for the first time from now on.
+    bucket; entries that no operation looks up are kept. Results of online refinement hold for operations
+    that are issued for the first time from now on.
 
     Args:
-        state: what `state_dict` returned, in this job or another; its tensors are read, not kept.
+        state: the result of `state_dict`, in this job or another; its tensors are read, not kept.
 
     Raises:
         InvalidArgument: `state` is anything else.

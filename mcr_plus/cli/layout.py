@@ -86,7 +86,7 @@ def _document(found: Survey, dtype: str, nodes: int) -> dict[str, Any]:
 
 
 def _dtensor(source: str, target: str, shape: list[int], itemsize: int) -> dict[str, int] | None:
-    """The bytes of DTensor's own plan; None where it has none: between meshes, or for what it refuses."""
+    """The bytes of DTensor's own plan; None where it has none: between meshes, or where it refuses."""
     from mcr_plus.layout.survey import parse_mesh
 
     (before, ranks), (after, others) = parse_mesh(source), parse_mesh(target)
@@ -101,7 +101,7 @@ def _dtensor(source: str, target: str, shape: list[int], itemsize: int) -> dict[
 
 
 def _steps(plan: Outcome) -> list[dict[str, Any]]:
-    """Of each step: what it leads to, and what the busiest rank does in it."""
+    """The steps of a plan: the layout after each, and the work of its busiest rank."""
     names = [step.target.name for step in plan.program.steps] or [plan.program.name]
     most = plan.loads.max(axis=0)
     return [

@@ -57,7 +57,7 @@ __all__ = [
 
 
 def put(store: Store, key: str, value: bytes) -> None:
-    """Set a key of a store to bytes; the stubs know text only."""
+    """Set a key of a store to bytes; the stubs have text only."""
     store.set(key, value)  # type: ignore[arg-type]
 
 
@@ -69,11 +69,11 @@ class WrappedStore(Store):
         self._store = store
 
     def get(self, key: str) -> bytes:
-        """Wait for a value; raises what the other store does."""
+        """Wait for a value; raises the errors of the other store."""
         return self._store.get(key)
 
     def add(self, key: str, value: int) -> int:
-        """Add to a counter; returns what it has become."""
+        """Add to a counter; returns its new value."""
         return self._store.add(key, value)
 
     def check(self, keys: list[str]) -> bool:
@@ -96,7 +96,7 @@ class WrappedStore(Store):
 def gloo_group(
     store: Store, rank: int, size: int, *, devices: Sequence[Any], threads: int, timeout: timedelta
 ) -> ProcessGroupGloo:
-    """Create a gloo group on chosen devices; the stubs know neither the options' class nor this argument."""
+    """Create a gloo group on chosen devices; the stubs have neither the options' class nor this argument."""
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = list(devices)
     options._threads = threads

@@ -120,7 +120,7 @@ def on_one_host(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def torch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironment | None:
-    """Find what `env://` of torch.distributed finds in a job for which `speaks_for_both` holds.
+    """Find the variables that `env://` of torch.distributed finds in a job for which `speaks_for_both` holds.
 
     A program may have changed it. None in any other job, and where something is missing.
     """
@@ -260,9 +260,9 @@ def _started_by_us(env: Mapping[str, str]) -> bool:
 
 
 def _recognise(env: Mapping[str, str]) -> tuple[Launcher, tuple[int, int, int, int]]:
-    """Ask from the most explicit to the most inherited.
+    """Check launchers from the most explicit to the most inherited.
 
-    RANK and WORLD_SIZE come first: nobody sets them but for this purpose, and mpirun may start one
+    RANK and WORLD_SIZE come first: they are set for this purpose only, and mpirun may start one
     torchrun per host. Slurm's come last: an mpirun inside an allocation starts its helpers by srun, and
     ranks then inherit the numbers of the helper.
     """

@@ -1,4 +1,4 @@
-"""File descriptors: how many a process may still open, asked before a group needs them.
+"""File descriptors: how many a process may still open, checked before a group needs them.
 
 A library that runs out of them in the middle of opening a group leaves its peers waiting, and gloo ends the
 process. So all ranks first exchange how many they have left.

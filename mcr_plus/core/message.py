@@ -1,4 +1,4 @@
-"""One communication operation as plain data: what to move, never how."""
+"""One communication operation as plain data: the data to move, never the method."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ class Signature(NamedTuple):
     def as_call(self) -> str | None:
         """The `call` of the operations that a stage derives from this one.
 
-        It contains only what ranks must agree on, so neither the library nor `async_op`. None for sends and
-        receives, which peers match by tag.
+        It contains only facts that ranks must agree on: neither the library nor `async_op`. None for sends
+        and receives, which peers match by tag.
         """
         if self.is_p2p:
             return None
@@ -185,7 +185,7 @@ class Message:
         seen_bytes: `own_bytes` of tensors that have been let go.
     """
 
-    # Defaults of what `Extras` declares.
+    # Defaults of the fields of `Extras`.
     input_counts: tuple[int, ...] | None = None
     output_counts: tuple[int, ...] | None = None
     peer: int | None = None
@@ -200,7 +200,7 @@ class Message:
     origin: int | None = None
     seen_bytes: int = 0
 
-    # Slots for what every message has; the rest has its defaults on the class, and is rarely set.
+    # Slots for the fields of every message; the rest has its defaults on the class, and is rarely set.
     __slots__ = ("__dict__", "inputs", "outputs", "signature")
 
     def __init__(
@@ -221,7 +221,7 @@ class Message:
 
     @property
     def extras(self) -> Extras:
-        """A copy of what it carries besides its signature and tensors, as far as it is not the default."""
+        """A copy of the fields besides its signature and tensors that are not at their defaults."""
         return cast("Extras", vars(self).copy())
 
     def with_tensors(
@@ -266,6 +266,6 @@ class Message:
         return self.flows(rank) if self.values is None else self.values
 
     def own_bytes(self) -> int:
-        """The larger of what this rank sends and receives; remembered once the tensors are let go."""
+        """The larger of the bytes that this rank sends and receives; kept once the tensors are released."""
         sent, received = (sum(tensor.nbytes for tensor in part) for part in (self.inputs, self.outputs))
         return max(sent, received, self.seen_bytes)

@@ -111,7 +111,7 @@ class Range:
     hi: int | None = None
 
     def covers(self, number: int | None) -> bool:
-        """Tell whether a number is in the range.
+        """Return whether a number is in the range.
 
         None is the size of an operation whose size differs between ranks, which therefore must not
         decide by it; it counts as large, so the ranges without an end cover it.

@@ -96,7 +96,7 @@ _NAP_S: Final = 20e-6  # between looks at another thread that copies the results
 class JointWork(Work):
     """Several handles as one: the handle of a coalesced call, or of a stage that issues several operations.
 
-    Done when all members are done. `kind`, `tag` and `nbytes` describe the operation the user asked for.
+    Done when all members are done. `kind`, `tag` and `nbytes` describe the operation that the program issued.
     With `legs` the members move the same payload one after another, so that `wire_bytes` is that of the
     largest, as for one operation of the library that does the same; otherwise the sum.
     """

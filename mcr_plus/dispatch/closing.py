@@ -1,4 +1,4 @@
-"""The end of groups and of the process's part in a job: what becomes of the operations in flight."""
+"""The end of groups and of the process's part in a job, with operations in flight or without."""
 
 from __future__ import annotations
 

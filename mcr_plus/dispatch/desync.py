@@ -64,7 +64,7 @@ def find_mismatch(work: IssuedWork) -> OrderMismatch | None:
 def explain_difference(work: IssuedWork, difference: OperationsDiffer, watchdog: Watchdog) -> McrError:
     """The error of an operation whose library has reported `difference` between ranks.
 
-    It names what two ranks issued if the peers post that within a moment.
+    It names the operations of two ranks if the peers post theirs within a moment.
     """
     state, sequence = work.operation.state, work.sequence
     deadline = Deadline(_DESCRIBED_WITHIN)

@@ -91,7 +91,7 @@ class Engine:
 
     @property
     def occupied(self) -> bool:
-        """Whether anything is in flight but what the caller waits for."""
+        """Whether operations are in flight besides the one that the caller waits for."""
         return bool(self.in_flight or self.blocked or self.unordered)
 
     def ring(self) -> None:
@@ -123,7 +123,7 @@ class Engine:
             self.start_thread.wake()
 
     def start_pending(self) -> bool:
-        """Start what may start of libraries with threads of their own, for a thread; whether some is left."""
+        """Start pending operations of libraries with own threads, for a thread; whether some are left."""
         with self.lock:
             channels = [channel for channel in self.blocked if _runs_by_itself(channel.pending[0])]
             for channel in channels:
@@ -277,7 +277,7 @@ class Engine:
                 thread.stop()
 
     def progress_once(self) -> bool:
-        """Make progress on what is in flight, for the progress thread; False if nothing is.
+        """Make progress on operations in flight, for the progress thread; False if there are none.
 
         Operations complete here, so that what follows them (decoding, copying out) is done before the program
         waits.

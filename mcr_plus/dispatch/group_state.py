@@ -1,4 +1,4 @@
-"""A group in one process: its operations' numbers, the thread that may issue them, what waits to start."""
+"""A group in one process: its operations' numbers, the thread that may issue them, those not started."""
 
 from __future__ import annotations
 

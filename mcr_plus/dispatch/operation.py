@@ -35,7 +35,7 @@ class Operation:
         channel: where the library's own persistent requests come from; None if no library is involved.
         deferred: whether the next issue is queued, to be compared or to pass the library's gate.
         compared: whether the next issue compares signatures with the peers before it starts.
-        gate: what the library requires before it is handed the operation; None if nothing.
+        gate: the library's requirement before it is handed the operation; None if it has none.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Operation:
         engine.refuse_if_off(self)
 
     def update_checks(self) -> None:
-        """Set what the next issue has to pass, once an operation may start."""
+        """Set the requirements of the next issue, once an operation may start."""
         gate = self.gate
         self.compared = self.compare_every or (gate is not None and gate.again)
         self.deferred = self.compared or (gate is not None and gate.every)

@@ -10,8 +10,8 @@ from mcr_plus.config.options import Scope, Seconds, StageOptions
 class DispatchOptions(StageOptions):
     """Options of `dispatch`: the deadline in seconds, when ranks compare signatures, how a wait idles.
 
-    `progress`: who advances operations in flight on libraries that need the host (MPI): the `caller`,
-    whenever it issues or waits, or a `thread`, also while the program computes.
+    `progress`: the thread that advances operations in flight on libraries that need the host (MPI): the
+    `caller`, whenever it issues or waits, or a `thread` of its own, also while the program computes.
 
     Each option is marked with `Scope.JOB` or `Scope.GROUP`: groups of a job cannot differ in the former.
     """

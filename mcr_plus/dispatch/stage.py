@@ -26,7 +26,7 @@ _BURST: Final = 16  # polls in a row in a longer wait, of libraries that need th
 
 @dataclass(eq=False)
 class GroupRuntime:
-    """What the stages of a group share; a group that only explains has none.
+    """The state that the stages of a group share; a group that only explains has none.
 
     Attributes:
         channels: by backend name.
@@ -50,16 +50,16 @@ class GroupRuntime:
         """Count a signature that all ranks bind at this call; if there are too many, forget those before it.
 
         Ranks must forget at the same call, because all of them compare a signature when it comes again. So
-        this counts what all ranks bind alike, and not what a rank looks up, which may differ between them.
+        this counts signatures that all ranks bind, and not look-ups, which may differ between ranks.
         """
         if self.bound >= SIGNATURES:
             self.forget()
         self.bound += 1
 
     def forget(self) -> None:
-        """Forget what signatures are bound to. A signature that comes again is bound and compared anew.
+        """Drop the bindings of all signatures. A signature that comes again is bound and compared anew.
 
-        Persistent operations and pending buckets keep what they are bound to. The state of codecs and the
+        Persistent operations and pending buckets keep their bindings. The state of codecs and the
         results of online refinement are kept.
         """
         self.bound = 0
@@ -68,7 +68,7 @@ class GroupRuntime:
         self.operations.clear()
 
     def forget_messages(self) -> None:
-        """Forget what sends and receives are bound to: ranks do not compare them, so each may on its own."""
+        """Drop the bindings of sends and receives: ranks do not compare them, so each may on its own."""
         for signature in [known for known in self.operations if known.is_p2p]:
             del self.operations[signature]
 

@@ -196,7 +196,7 @@ class Waiting:
     def _publish(self) -> None:
         """Publish `calm` to compiled code, which stops yielding until then if a yield has cost the core."""
         if self.bells is not None:
-            self.bells.tell(self.calm)
+            self.bells.set_calm(self.calm)
 
     def _too_many_run(self) -> bool:
         if self._loadavg < 0:

@@ -150,11 +150,11 @@ class Watchdog:
                 at = [f"last issued #{issued}"] if absent else []
                 at += [f"process {status}"] if status != "unknown" else []
                 notes.append(f"rank {rank}: {', '.join(at)}")
-        who = f"missing ranks: {missing}" if missing else "all ranks have issued it"
+        absence = f"missing ranks: {missing}" if missing else "all ranks have issued it"
         detail = f" ({'; '.join(notes)})" if notes else ""
         return CommTimeout(
             f"{operation.name(work.sequence)} on {operation.backend} not done after {waited:.1f} s "
-            f"(its timeout is {operation.timeout:g} s); {who}{detail}",
+            f"(its timeout is {operation.timeout:g} s); {absence}{detail}",
             missing,
         )
 
@@ -189,7 +189,7 @@ def _needed(work: IssuedWork) -> Sequence[int]:
 def _is_unmatched(work: IssuedWork) -> bool:
     """Whether a send or receive has started, and its library has found no counterpart at the peer.
 
-    An operation on a stream may have to wait there for its turn, whoever has left meanwhile.
+    False on a stream: the operation may wait there for its turn, even if the peer has left meanwhile.
     """
     operation, poll = work.operation, work.poll
     if not operation.signature.is_p2p or operation.on_stream or poll is None:

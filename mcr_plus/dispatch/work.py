@@ -127,7 +127,7 @@ class IssuedWork(Work):
         return self
 
     def complete(self) -> None:
-        """Run what was to follow and mark as done. For the engine."""
+        """Run `finish` and mark as done. For the engine."""
         if self.finish is not None:
             try:
                 for function in self.finish:

@@ -290,8 +290,8 @@ class Negotiator:
 
     def missing(self, name: str) -> str:
         """A text with the ranks that have not announced an operation, by the rounds read so far."""
-        heard = {*self._announced.get(name, ()), *self._joined_since, self.comm.ranks[self.comm.rank]}
-        ranks = [rank for rank in self.comm.ranks if rank not in heard]
+        announced = {*self._announced.get(name, ()), *self._joined_since, self.comm.ranks[self.comm.rank]}
+        ranks = [rank for rank in self.comm.ranks if rank not in announced]
         return f"ranks {ranks}" if ranks else "all ranks"
 
     def _stalled(self, waiting: Mapping[int, str]) -> None:

@@ -152,7 +152,7 @@ def _message(alike: Sequence[RankState], outcome: Outcome, *, then: bool = False
     lines = []
     for (location, source), at in places.items():
         lines += [f"  {location}{f' ({_ranks(at)})' if len(places) > 1 else ''}:", f"      {source}"]
-    return [f"{head} (MCR_TRACEBACK=1 says more):" if lines or then else f"{head}:", *lines, *words]
+    return [f"{head} (MCR_TRACEBACK=1 shows more):" if lines or then else f"{head}:", *lines, *words]
 
 
 def _ranks(numbers: Iterable[int]) -> str:

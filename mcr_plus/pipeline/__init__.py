@@ -1,1 +1,1 @@
-"""The seam between stages: what a stage is, and how stages are bound to a signature."""
+"""The seam between stages: the base class of stages, and their binding to a signature."""

@@ -65,7 +65,7 @@ class Pipeline:
     def expected_us(self, signature: Signature) -> float | None:
         """Microseconds that the library operations for `signature` should take together; None if unknown.
 
-        Binds to no library, so each rank may ask about any signature.
+        Binds to no library, so each rank may pass any signature.
         """
         steps = [note.details() for note in self.explaining.bind(signature).notes]
         times = [step["expected_us"] for step in steps if "expected_us" in step]
@@ -76,7 +76,7 @@ class Pipeline:
         return self._treated_from(0, signature)
 
     def flush(self) -> None:
-        """Let every stage issue what it holds back, in pipeline order."""
+        """Let every stage issue its pending buckets, in pipeline order."""
         for name in self._names:
             for (owner, _), stage in list(self._stages.items()):
                 if owner == name:
@@ -162,7 +162,7 @@ def finish(stages: Iterable[Stage]) -> None:
 
 
 def _in_flight(changed: Signature, own: Signature) -> Signature:
-    """An operation that a stage issues for another: several may be in flight at once, whoever waits."""
+    """An operation that a stage issues for another: several may be in flight, even if the caller waits."""
     same = changed.kind == own.kind and changed.dtype == own.dtype and changed.shape == own.shape
     return changed if same else changed.replace(async_op=True)
 

@@ -1,4 +1,4 @@
-"""The seam between stages: what a stage is, and how it binds the rest of the pipeline."""
+"""The seam between stages: their base class, and the binding of the rest of the pipeline."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class Stage(ABC):
         return 0
 
     def state(self) -> Mapping[str, Any]:
-        """What the stage keeps between calls and the next job should have, for `mcr.state_dict`.
+        """Return the state that is kept between calls and belongs in the next job, for `mcr.state_dict`.
 
         Called on all ranks of the group while nothing is in flight. The names are the same on all ranks and
         in the next job. A value is a list of `StateTensor`, which is saved as a mapping from their names to
@@ -147,7 +147,7 @@ class Stage(ABC):
         return {}
 
     def load_state(self, kept: MutableMapping[str, Any]) -> None:
-        """Take over entries of what `state` returned in an earlier job, as they were saved.
+        """Take over entries of the `state` of an earlier job, as they were saved.
 
         Called when the stage has been built, mostly with nothing in `kept`, and after each
         `mcr.load_state_dict`. `kept` is the same object each time and is shared by the stages of one name in
@@ -159,7 +159,7 @@ class Stage(ABC):
     def needs_finish(self) -> bool:
         """Whether `finish` is to see this stage even if its group is closed before the job ends.
 
-        Asked when the group is closed; the stage is then kept until the end of the job.
+        Read when the group is closed; the stage is then kept until the end of the job.
         """
         return False
 

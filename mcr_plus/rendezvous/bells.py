@@ -88,7 +88,7 @@ class Bells:
     def __bool__(self) -> bool:
         return self._memory is not None
 
-    def tell(self, calm: bool) -> None:
+    def set_calm(self, calm: bool) -> None:
         """Set a flag for compiled code: waits are calm, so a yield does not lose the core to other work."""
         if self._memory is not None:
             self._table[3] = calm

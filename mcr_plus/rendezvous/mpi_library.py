@@ -62,7 +62,7 @@ def _warn_of_little_memory() -> None:
     """
     place = launch_environment()
     if place.launcher == "mpich":
-        who = f"MPICH with {place.local_size} ranks on this host"
-        if problem := lacking_shared_memory(SHARED_MEMORY, place.local_size * MPICH_RANK, who):
+        user = f"MPICH with {place.local_size} ranks on this host"
+        if problem := lacking_shared_memory(SHARED_MEMORY, place.local_size * MPICH_RANK, user):
             _log.warning("%s, or MPI may end the ranks without a word", problem)
             time.sleep(_UNTIL_READ)

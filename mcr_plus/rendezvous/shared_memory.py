@@ -11,8 +11,8 @@ MPICH_RANK: Final = 5 << 18  # bytes that MPICH 5 writes for each rank: with les
 _REMEDY: Final = "docker run --shm-size=1g; mount -o remount,size=1g /dev/shm"
 
 
-def lacking_shared_memory(folder: Path, needed: int, who: str) -> str:
-    """Return an error text if `folder` has less than `needed` bytes free for `who`; else ''."""
+def lacking_shared_memory(folder: Path, needed: int, user: str) -> str:
+    """Return an error text if `folder` has less than `needed` bytes free for `user`; else ''."""
     try:
         there = os.statvfs(folder)
     except OSError:  # it does not exist: MPI uses another folder
@@ -21,6 +21,6 @@ def lacking_shared_memory(folder: Path, needed: int, who: str) -> str:
     if free >= needed:
         return ""
     return (
-        f"{folder} has {free / (1 << 20):.1f} MiB free; {who} needs {needed / (1 << 20):.1f} MiB. "
+        f"{folder} has {free / (1 << 20):.1f} MiB free; {user} needs {needed / (1 << 20):.1f} MiB. "
         f"Enlarge it ({_REMEDY})"
     )

@@ -89,7 +89,7 @@ def signed_part(store: Store, rank: int, size: int, timeout: float, secret: byte
             raise
     if problem:
         raise LaunchError(
-            f"what ranks tell each other cannot be signed ({problem}); set MCR_SECRET to the same random "
+            f"messages between ranks cannot be signed ({problem}); set MCR_SECRET to the same random "
             "text on all ranks"
         )
     return signed
@@ -119,14 +119,14 @@ def _offered_secret(part: Store, name: str, rank: int, size: int, timeout: float
     reasons += f"; and {len(without) - _REASONS} ranks more" if len(without) > _REASONS else ""
     reasons = reasons if reasons.isprintable() else repr(reasons)
     if secret and str(rank) in without:
-        raise LaunchError(f"somebody else has answered for rank {rank} in the job's store: {reasons}")
+        raise LaunchError(f"another program has answered for rank {rank} in the job's store: {reasons}")
     shared = on_one_host() or address_of(part) in (LOOPBACK, "localhost")
     if shared or not without or _HAS_ITS_OWN in without.values():
         return b"", reasons or "rank 0 has not written the answer in the job's store"
     global _warned
     if rank == 0 and not _warned:
         _log.warning(
-            "what ranks leave in the job's store and the objects that they send are not signed (%s); where "
+            "values in the job's store and objects that ranks send are not signed (%s); where "
             "others can reach their network, set MCR_SECRET to the same random text on all ranks",
             reasons,
         )
@@ -352,7 +352,7 @@ def _through_mpi(environment: LaunchEnvironment, limit: timedelta) -> tuple[Stor
     comm = mpi.COMM_WORLD
     if comm.size != environment.world_size:
         raise LaunchError(
-            f"the launcher says {environment.world_size} ranks, MPI says {comm.size}: "
+            f"the launcher has started {environment.world_size} ranks, MPI's world has {comm.size}: "
             "mpirun and the MPI library that mpi4py loads do not belong together"
         )
     node = comm.Split_type(mpi.COMM_TYPE_SHARED)

@@ -1,4 +1,4 @@
-"""What ranks agree on before they open a group: room for it, and which dropped groups they close first."""
+"""Agreement of ranks before they open a group: on room for it, and on dropped groups to close first."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _dropped_groups(runtime: Runtime, ranks: Sequence[int]) -> dict[str, list[in
 def _close_dropped(runtime: Runtime, dropped: Mapping[int, Mapping[str, list[int]]]) -> bool:
     """Close the groups that all their ranks have dropped; returns whether there are any, on any rank.
 
-    `dropped`: what `_dropped_groups` returned, by rank.
+    `dropped`: the result of `_dropped_groups`, by rank.
     """
     by_all = {
         (name, tuple(members))

@@ -1,4 +1,4 @@
-"""What ranks check about each other before a job begins: configuration, resources, libraries and tables."""
+"""Checks between ranks before a job begins: configuration, resources, libraries and tables."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class OpenGroup:
         return communicator
 
     def forget_attached(self) -> None:
-        """Drop what layers above keep with the group; groups among it are closed as dropped ones are."""
+        """Drop objects that layers above keep with the group; groups among them close as dropped ones do."""
         if (communicator := self._handle()) is not None:
             communicator.attached.clear()
 

@@ -65,6 +65,14 @@ def init(
         BackendUnavailable: a backend that was asked for is missing on some rank.
         BackendError: a rank has too few file descriptors left.
         LaunchError: the ranks cannot find each other.
+
+    Example:
+        ```python
+        with mcr.init(backends=["gloo"], timeout=60) as comm:  # or `mcr.finalize()` at the end
+            x = torch.full((4,), 1.0 + comm.rank)
+            comm.all_reduce(x)
+        assert x.tolist() == [3, 3, 3, 3]  # of two ranks
+        ```
     """
     with _lock:
         job.leave_dropped()
@@ -81,7 +89,7 @@ def init(
             raise
         try:
             return _begin(loaded, world, seconds).communicator
-        except ConfigError as error:  # the file and the line in it say where; our frames do not
+        except ConfigError as error:  # its text names the file and the line; our frames add nothing
             raise error.with_traceback(None) from None
 
 
@@ -99,7 +107,7 @@ def _load(config: Source, backends: Sequence[str] | None, seconds: float | None)
 
 
 def readable(load: Callable[[], Config]) -> Config | ConfigError:
-    """Return what `load` does, or its error, which `compare_configs` raises on all ranks."""
+    """Return the result of `load`, or its error, which `compare_configs` raises on all ranks."""
     try:
         return load()
     except ConfigError as error:
@@ -164,7 +172,7 @@ def _world_of(store: Store, rank: int, size: int, timeout: float) -> World:
 
 
 def finalize() -> None:
-    """Wait for what is in flight, leave the job in good order, and release everything.
+    """Wait for operations in flight, leave the job in good order, and release everything.
 
     After the first, further calls do nothing. Raises `NotInitialized` if `init` has never been called, or the
     first error of an operation in flight.
@@ -194,6 +202,19 @@ def reset() -> Communicator:
         LaunchError: a rank has not called it within the time that `init` gave ranks to find each other.
         BackendUnavailable: the configuration names a library that has become unusable, as MPI does after an
             error inside it.
+
+    Example:
+        ```python
+        comm = mcr.init(backends=["gloo"])
+        try:
+            comm.all_reduce(torch.ones(2 + comm.rank))  # another size on each rank
+        except mcr.OrderMismatch:
+            comm = mcr.reset()
+        x = torch.ones(2)
+        comm.all_reduce(x)
+        assert x.tolist() == [2, 2]  # of two ranks
+        mcr.finalize()
+        ```
     """
     runtime = current()
     if not runtime.is_native:
@@ -277,14 +298,25 @@ def get_world_size(group: Communicator | None = None) -> int:
 
 
 def new_group(ranks: Sequence[int]) -> Communicator:
-    """The communicator of `ranks`, which keep the given order; collective over the whole job.
+    """Create the communicator of `ranks`, which keep the given order; collective over the whole job.
 
     Other ranks get a communicator too; its `rank` is -1 and it refuses operations. A group is closed by its
     `close()`, at the end of a `with` block, or some time after all its ranks have dropped it.
 
+    Args:
+        ranks: distinct ranks of the job, at least one; the same on all ranks of the job.
+
     Raises:
-        InvalidArgument: `ranks` are no ranks of the job.
+        InvalidArgument: `ranks` are no ranks of the job, or one is there twice.
         OrderMismatch: ranks have passed different ones.
         BackendError: a rank has too few file descriptors left.
+
+    Example:
+        ```python
+        with mcr.new_group([1, 0]) as pair:
+            x = torch.full((2,), float(pair.rank))  # 1 on rank 0 of the job, 0 on rank 1
+            mcr.broadcast(x, 1, group=pair)  # `src` is a rank of the job
+        assert x.tolist() == [0, 0]
+        ```
     """
     return current().new_group(ranks)

@@ -73,7 +73,7 @@ class Libraries:
         }
 
     def note_disabled(self, ranks: Sequence[int], disabled: Sequence[Mapping[str, str]]) -> None:
-        """Take over what `ranks` have told each other."""
+        """Take over the disabled libraries that `ranks` have exchanged."""
         self.disabled.update(zip(ranks, disabled, strict=True))
 
     def open_channels(self, group: Group) -> tuple[dict[str, BackendChannel], dict[str, str]]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Job:
-    """The process's one runtime, and what happens to its libraries at the end of the process.
+    """The process's one runtime, and the end of its libraries with the process.
 
     Attributes:
         runtime: the last one that `init` has made, also after `finalize`; None before.

@@ -60,8 +60,8 @@ class Runtime:
         idle_channels: of groups that were closed here, those that all ranks must close together.
         restored: group → stage → entries of a loaded state, see `Stage.load_state`.
         tagged: models by the tags of their operations. Two models that share one would share codec state.
-        attached: what layers above keep as long as the job, by a name of theirs.
-        watcher: what is told of the program's operations, see `watch`.
+        attached: objects of layers above that live as long as the job, by a name of theirs.
+        watcher: the receiver of the program's operations, see `watch`.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Runtime:
         compiling.watchers.append(self.engine.compiles)
 
     def _abort_start(self) -> None:
-        """Close what has been opened for a job that cannot begin."""
+        """Close libraries and groups of a job that cannot begin."""
         self.closed = True
         self.engine.stop_thread()
         for opened in self.groups:
@@ -143,10 +143,10 @@ class Runtime:
             self.engine.progress_thread = ProgressThread(self.engine.progress_once)
 
     def watch(self, watcher: Watcher | None) -> None:
-        """Tell `watcher` of all operations of the program from now on; None ends it.
+        """Report all operations of the program to `watcher` from now on; None ends it.
 
-        Calls are bound again, to the same chains, so that operations cost nothing while nobody watches.
-        Persistent operations that are bound already are not told of.
+        Calls are bound again, to the same chains, so that operations cost nothing without a watcher.
+        Persistent operations that are bound already are not reported.
         """
         self.watcher = watcher
         for opened in self.groups:
@@ -188,7 +188,7 @@ class Runtime:
             return open_with_parts(self, group, lines, config).communicator(self)
         except McrError:
             raise
-        except RuntimeError as error:  # of torch's store, or of a library that has asked it
+        except RuntimeError as error:  # of torch's store, or of a library that uses it
             raise BackendError(f"group '{name}' cannot be opened over the job's store: {error}") from error
         finally:
             for failed in world.stores.keys() - {opened.name for opened in self.groups}:
@@ -293,7 +293,7 @@ class Runtime:
     # -- the end ----------------------------------------------------------------------------------
 
     def close(self, clean: bool) -> None:
-        """Take everything down. Waits for what is in flight if `clean`, and raises its first error."""
+        """Take everything down. Waits for operations in flight if `clean`, and raises their first error."""
         self.closed = True
         job.communicator = None
         job.disabled.update(self.engine.off)

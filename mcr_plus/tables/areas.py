@@ -1,4 +1,4 @@
-"""Areas of operations: what keys of rules have in common, and which rule applies to which operation.
+"""Areas of operations: the common part of keys of rules, and the rule that applies to an operation.
 
 If keys of rules overlap, the order of the rules decides. An *area* is one of the keys, or the intersection of
 some. Every operation has a narrowest area that covers it, and the keys that cover the operation are those

@@ -12,7 +12,7 @@ busiest link cross it: α + bytes · β (Hockney 1994). From Thakur, Rabenseifne
     send, barrier    1 round of s;  log₂n rounds of nothing
 
 `Stretched` needs neither α nor β. A measured time over size is one of rounds of the measured number of ranks,
-so it has the time of a round over its bytes in it, and that is what other numbers of ranks are made of. For
+so it has the time of a round over its bytes in it, from which other numbers of ranks are computed. For
 times that are straight lines over size the result is the formula's. Only the part of a time that a link's
 rate explains changes with the rate.
 """
@@ -176,7 +176,7 @@ def _log2(number: int) -> int:
 
 
 def _algorithms_of(row: Collective) -> Mapping[str, Algorithm]:
-    """Return the algorithms that libraries have for a kind, by what ranks send and receive."""
+    """Return the algorithms that libraries have for a kind, by the parts that ranks send and receive."""
     match row.sends, row.receives:
         case "none", "none":
             return {"dissemination": _dissemination}
@@ -214,14 +214,14 @@ def algorithms(kind: str, library: str) -> list[Algorithm]:
 
 
 class Medium(NamedTuple):
-    """What is known of the links: bytes per second and seconds by class, and what ranks of a node share."""
+    """The known facts of links: bytes per second and seconds by class, and the links that a node shares."""
 
     rates: Mapping[LinkClass, float]
     latencies: Mapping[LinkClass, float]
     shared: Shared
 
     def latency(self, round: Round) -> float:
-        """Seconds that a message of a round takes on its way."""
+        """Seconds from a message's start to its arrival in a round."""
         return self.latencies.get(round.widest, 0.0)
 
 
@@ -251,7 +251,7 @@ class Stretched:
     after: Medium
 
     def seconds(self, nbytes: float) -> float | None:
-        """Seconds of an operation of so many bytes; None where the formula says nothing about it."""
+        """Seconds of an operation of so many bytes; None where the formula does not apply."""
         unit = self.algorithm(1.0, self.at, self.before.shared)
         count = sum(each.times for each in unit)
         link: LinkClass = "inside" if self.at.nodes == 1 else "nic"

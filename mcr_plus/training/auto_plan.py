@@ -59,7 +59,7 @@ class Sent(NamedTuple):
 
 
 class PassTimes(NamedTuple):
-    """What a rank has seen of a pass, in `perf_counter` seconds.
+    """The times of a pass on one rank, in `perf_counter` seconds.
 
     `began`: the end of the pass before. `ready`: of gradients by index. `computed`: the end of the backward
     pass, before anything is waited for. `ended`: the means are there.
@@ -82,7 +82,7 @@ class Captured:
 
 @dataclass
 class AutoPlan:
-    """Which buckets the passes of a job use; all ranks draw the same conclusions.
+    """The choice of buckets for the passes of a job; all ranks draw the same conclusions.
 
     Args:
         comm: the reducer's group. entries: gradients by index; of one `like`, or nothing is planned.
@@ -232,7 +232,7 @@ class AutoPlan:
     def _foretell(
         self, captured: Captured, found: Found, plan: Sequence[tuple[Sequence[int], str | None]]
     ) -> None:
-        """Write down what is expected of both plans."""
+        """Write down the expected times of both plans."""
         tail = float(min(curve.times(np.array([self.tail]))[0] for curve in self.curves.values()))
         before = self._by_size(captured.order)
         cheapest = [(bucket.members, None) for bucket in before]
@@ -332,7 +332,7 @@ def begun(
     tail: int,
     issue: Issue,
 ) -> AutoPlan | None:
-    """Measure what buckets cost, and return the trial; None, and a warning, for gradients that it is not for.
+    """Measure the costs of buckets, and return the trial; None, and a warning, for unsuitable gradients.
 
     Collective. `named`: the parameters, at least one; `entries`: of each. For the rest see `AutoPlan`.
     """

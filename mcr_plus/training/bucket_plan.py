@@ -56,7 +56,7 @@ def earliest(entries: Sequence[Entry], costs: dict[Hashable, Cost], alignment: i
 
 
 def first_waiting(buckets: Sequence[Sequence[int]], seen: Sequence[int]) -> tuple[int, int] | None:
-    """The first bucket that is complete before another that is to be sent earlier, and what that waits for.
+    """The first bucket that is complete before an earlier one in sending order, and the gradient it awaits.
 
     `buckets`: indices of gradients, in the order of sending. `seen`: indices in the order in which gradients
     become ready; others are at the end of the pass. Returns the number of the bucket and an index, or None.

@@ -89,11 +89,11 @@ def chosen_cuts(model: nn.Module, cuts: str | Sequence[str]) -> Cuts:
 
 
 class CompiledCall:
-    """What runs in place of a model's forward pass: a compiled one for each set of cuts, made on first use.
+    """The replacement of a model's forward pass: a compiled one for each set of cuts, made on first use.
 
     `places`: the modules at whose ends the graph may be cut. `cuts`: those at which it is cut. `is_auto`:
     they are to be chosen by measured times. `before`: is called with the model before every forward pass,
-    outside of what is compiled.
+    outside of the compiled code.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ def _compiled_parts(
     inner: Callable[..., Any],
     options: dict[str, Any],
 ) -> fx.GraphModule:
-    """The graph with each part compiled by itself, by what torch has for the buckets of DDP."""
+    """The graph with each part compiled by itself, by torch's splitter for the buckets of DDP."""
     from torch._dynamo import utils
     from torch._dynamo.backends import distributed
     from torch._guards import detect_fake_mode

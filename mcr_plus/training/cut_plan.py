@@ -1,4 +1,4 @@
-"""`mcr.compile(model, cuts="auto")`: measures what cuts cost, searches for the best, tries them in the job.
+"""`mcr.compile(model, cuts="auto")`: measures costs of cuts, searches for the best, tries them in the job.
 
 Passes of a job, counted from the one after the first:
 
@@ -54,7 +54,7 @@ Plan = list[tuple[tuple[int, ...], str | None]]
 
 
 class Candidate(NamedTuple):
-    """What is tried: cuts, and the buckets that go with them."""
+    """A candidate of the trial: cuts, and the buckets that go with them."""
 
     name: str
     cuts: Cuts
@@ -72,7 +72,7 @@ class Stretch(NamedTuple):
 
 @dataclass
 class CutPlan(AutoPlan):
-    """Where a compiled model is cut, and its buckets; as `AutoPlan`, which it replaces.
+    """The cuts of a compiled model, and its buckets; as `AutoPlan`, which it replaces.
 
     Args:
         call: the compiled model, which may be cut at its `places`. curves: none, if nothing is searched.
@@ -253,7 +253,7 @@ class CutPlan(AutoPlan):
     def _foretell_cuts(
         self, free: Captured, starts: Sequence[int], costs: Sequence[float], chosen: Sequence[int], plan: Plan
     ) -> None:
-        """Write down what is expected of cuts and of none; `free`: of cuts everywhere without a cost."""
+        """Write down the expected times of cuts and of none; `free`: of cuts everywhere without a cost."""
         count = len(free.order)
         for key, cuts, buckets in (
             ("foretold_ms", chosen, plan),

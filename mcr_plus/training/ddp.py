@@ -57,6 +57,27 @@ def ddp_hook(state: DDPState, bucket: GradBucket) -> Result:
     The model's own process group may be any; it only serves DDP's set-up. The group of `state` must have
     the same ranks in the same order. DDP does not pass the names of parameters, so rules by `param` and
     exemptions do not apply.
+
+    Args:
+        state: one for each model, made on all ranks in the same order.
+        bucket: of DDP, which calls the hook.
+
+    Raises:
+        NotInitialized: there is no job, or the group of `state` is closed. DDP raises it, and the errors of
+            the operations, from `backward()`.
+
+    Example:
+        ```python
+        import torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+
+        dist.init_process_group("mcr")
+        model = DistributedDataParallel(torch.nn.Linear(4, 2))
+        model.register_comm_hook(mcr.DDPState(), mcr.ddp_hook)
+        model(torch.full((3, 4), float(dist.get_rank()))).sum().backward()
+        assert model.module.weight.grad.unique().tolist() == [1.5]  # the mean of 0 and 3, of two ranks
+        dist.destroy_process_group()
+        ```
     """
     values = bucket.buffer()
     comm = member_of(state.group)

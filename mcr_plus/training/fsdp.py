@@ -45,6 +45,19 @@ def fsdp(
             has the tag.
         Unsupported: this torch has no entries for it (it came with 2.8), or `replicas` is given and the
             model has none, or has them in a group of another backend.
+
+    Example:
+        ```python
+        import torch.distributed as dist
+        from torch.distributed.fsdp import fully_shard
+
+        dist.init_process_group("mcr")
+        model = fully_shard(torch.nn.Linear(64, 8))
+        mcr.fsdp(model, parameters="bf16", gradients="int8_block")
+        model(torch.ones(4, 64)).sum().backward()
+        assert model.weight.grad.to_local().shape == (4, 64)  # this rank's half of the mean, of two ranks
+        dist.destroy_process_group()
+        ```
     """
     from torch.distributed.fsdp import FSDPModule
 

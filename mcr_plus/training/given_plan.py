@@ -67,7 +67,7 @@ def keep(group: str, named: Named, comm: Communicator, report: Mapping[str, Any]
 
 
 class _Job(NamedTuple):
-    """What a plan has to fit; see `SavedPlan.difference`."""
+    """The facts of a job that a plan has to fit; see `SavedPlan.difference`."""
 
     model: str
     names: Sequence[str]

@@ -249,7 +249,7 @@ class Reducer:
         self._arranged = self._final = self._is_given = self._watches_order = True
 
     def _auto_plan(self) -> AutoPlan | None:
-        """Measure what buckets cost; None where `plan: auto` is not for these gradients."""
+        """Measure the costs of buckets; None where `plan: auto` is not for these gradients."""
         if not self._slots:
             return None
         # Here, for the search is compiled by numba, whose start other jobs need not pay for.

@@ -124,13 +124,33 @@ def wrap(
     the first wrapping: do so on all ranks after parameters were added, removed, frozen or unfrozen.
 
     Bucket sizes are those of the pipeline's fuse stage, or its defaults (25 MiB, the first 1 MiB). All ranks
-    must run the same forward and backward passes. Raises `InvalidArgument` if ranks have different
-    parameters, and at the next forward pass or `step()` if they have changed since. A parameter belongs to
-    one wrapping, or one `DistributedOptimizer`: a later one replaces it.
+    must run the same forward and backward passes. A parameter belongs to one wrapping, or one
+    `DistributedOptimizer`: a later one replaces it.
 
     A backward pass that raises after its first gradient is an error on all ranks. A pass that raises earlier,
     or is left out on one rank, is not detected: the next pass of that rank meets this pass of its peers,
     whose last pass then has no partner.
+
+    Args:
+        model: in training or not; changed in place.
+        optimizer: of any class, with at least one parameter of the model.
+        group: the ranks that train the model together; None is the whole job.
+
+    Raises:
+        InvalidArgument: `model` or `optimizer` is something else, the optimizer has no parameter of the
+            model, or ranks have different parameters. At the next forward pass or `step()`: parameters have
+            been added, removed, frozen or unfrozen since.
+        Unsupported: in a backward pass, a gradient is sparse or has a graph (`create_graph=True`).
+
+    Example:
+        ```python
+        model = torch.nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = mcr.wrap(model, optimizer)
+        model(torch.full((3, 4), float(mcr.get_rank()))).sum().backward()
+        assert model.weight.grad.unique().tolist() == [1.5]  # the mean of 0 and 3, on both of two ranks
+        optimizer.step()
+        ```
     """
     comm = member_of(group)
     if not isinstance(model, torch.nn.Module):
@@ -157,7 +177,26 @@ def use_compiled(model: torch.nn.Module, call: CompiledCall) -> None:
 
 @contextmanager
 def no_sync(model: torch.nn.Module) -> Iterator[None]:
-    """Accumulate gradients locally in this block; the next backward pass outside averages the sum."""
+    """Accumulate gradients locally in this block; the next backward pass outside averages the sum.
+
+    Args:
+        model: a model that `mcr.wrap` has returned. All ranks enter the block for the same passes.
+
+    Raises:
+        InvalidArgument: `mcr.wrap` has not been called on `model`.
+
+    Example:
+        ```python
+        model = torch.nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = mcr.wrap(model, optimizer)
+        x = torch.full((1, 4), float(mcr.get_rank()))
+        with mcr.no_sync(model):
+            model(x).sum().backward()  # nothing is sent
+        model(x).sum().backward()
+        assert model.weight.grad.unique().tolist() == [1.0]  # the mean of 0 + 0 and 1 + 1 on two ranks
+        ```
+    """
     wrapped = _wrapped.get(model)
     if wrapped is None:
         raise InvalidArgument("model: mcr.wrap has not been called on it")
@@ -204,7 +243,29 @@ def broadcast_parameters(
     *,
     group: Communicator | None = None,
 ) -> None:
-    """Copy tensors (a `state_dict()` or `named_parameters()`) from rank `root_rank` to all, in place."""
+    """Copy tensors (a `state_dict()` or `named_parameters()`) from rank `root_rank` to all, in place.
+
+    Collective over the group. Tensors of one dtype and device travel together, uncompressed.
+
+    Args:
+        params: pairs of a name and a tensor, or a mapping; of the same shapes, dtypes and order on all ranks.
+            Values that are no tensors are left alone.
+        root_rank: a rank of the whole job.
+        group: the ranks that take part; None is the whole job.
+
+    Raises:
+        InvalidArgument: `root_rank` is not in the group.
+        OrderMismatch: ranks have passed tensors of different sizes or dtypes.
+
+    Example:
+        ```python
+        model = torch.nn.Linear(4, 2)  # its initial values are random
+        mcr.broadcast_parameters(model.state_dict())
+        values = model.weight.detach().clone()
+        mcr.all_reduce(values, mcr.MAX)
+        assert values.equal(model.weight)  # those of rank 0 everywhere
+        ```
+    """
     items = params.items() if isinstance(params, dict) else params
     broadcast_tensors(
         [tensor for _, tensor in items if isinstance(tensor, torch.Tensor)], member_of(group), root_rank

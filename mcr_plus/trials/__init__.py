@@ -1,1 +1,1 @@
-"""Comparing several ways to issue an operation while the job runs."""
+"""Trials of several candidates for an operation while the job runs."""

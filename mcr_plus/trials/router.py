@@ -23,7 +23,7 @@ from mcr_plus.trials.trial import Trial, Turn
 
 
 class Router:
-    """Sends the calls of one operation to the candidates of its trial; `issue` is what a stage returns.
+    """Sends the calls of one operation to the candidates of its trial; `issue` is the stage's result.
 
     Args:
         trial: decides which candidate a call uses.

@@ -1,4 +1,4 @@
-"""A trial of several ways to issue an operation: which of them a call uses, and which of them is faster."""
+"""A trial of candidates for an operation: the one that a call uses, and the one that is faster."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Turn(NamedTuple):
 
 @dataclass
 class Trial(ABC):
-    """Which of its candidates the n-th call of an operation uses, and what is known of them.
+    """The choice of a candidate for the n-th call of an operation, and the times of each.
 
     Calls are timed in rounds. Before call `exchange_at` the ranks start an exchange of the round's times, and
     before call `apply_at` all of them draw the same conclusions from it (`agree`). A subclass decides which
-    calls of a round are timed (`schedule`), and what follows from the times (`_decide`).
+    calls of a round are timed (`schedule`), and the conclusion from the times (`_decide`).
 
     A trial has no clock and does not communicate. Everything but `local` is equal on all ranks, because it
     follows from the number of calls and from numbers that the ranks have agreed on. All fields are plain

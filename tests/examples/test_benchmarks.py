@@ -73,7 +73,7 @@ def test_every_second_size_is_held_out() -> None:
     assert hold_out(points)["mpi"] == pytest.approx([1 / 3, 1 / 5])
 
 
-def test_two_hosts_say_why_they_cannot_be_had() -> None:
+def test_unavailable_hosts_give_a_reason() -> None:
     reason = why_not()
     assert reason is None or reason
 
@@ -179,7 +179,7 @@ def test_break_even_by_the_lines() -> None:
     assert bench_break_even.fitted({1000: 2.0, 2000: 1.0}, 0.0).per_byte == pytest.approx(2.5 / 4.25e3)
 
 
-def test_break_even_by_what_was_measured() -> None:
+def test_break_even_from_measurements() -> None:
     raw = dict.fromkeys(SIZES, 1.0)
     crossing = bench_break_even.measured_crossing
     assert crossing(raw, dict(zip(SIZES, (4.0, 0.5, 0.5), strict=True))) == pytest.approx(

@@ -227,7 +227,7 @@ def test_a_malformed_row_is_refused_with_its_place(message: str, compressed: boo
     assert message in str(raised.value)
 
 
-def test_what_is_no_tsv_is_not_read_to_its_end(tmp_path: Path) -> None:
+def test_files_other_than_tsv_are_not_read_to_their_end(tmp_path: Path) -> None:
     path = tmp_path / "x.bin"
     path.write_bytes(bytes(1_000_000))
     with pytest.raises(criteo.DataError, match=r"x\.bin:1: expected 37 to 40 columns"):
@@ -332,7 +332,7 @@ def test_written_files_are_the_same_rows_in_the_same_bytes(tmp_path: Path) -> No
     assert (tmp_path / "a.tsv.gz").read_bytes() == (tmp_path / "b.tsv.gz").read_bytes()
 
 
-def test_the_bundled_file_is_what_the_generator_writes() -> None:
+def test_the_bundled_file_is_the_output_of_the_generator() -> None:
     with gzip.open(EXAMPLE / "sample.tsv.gz") as bundled:
         assert list(islice(bundled, 100)) == list(criteo.generate(100))
 
@@ -398,7 +398,7 @@ def test_interaction_is_every_pair_once() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_gradients_take_the_way_back(size: int) -> None:
+def test_gradients_take_the_reverse_exchange(size: int) -> None:
     """Rank r sends r + p + 1 rows to rank p, and weighs row i of what it gets by i + 1."""
 
     def body(comms: ThreadComms) -> tuple[Tensor, Tensor]:
@@ -601,7 +601,7 @@ def test_a_library_that_adds_wrongly_is_found(
     assert "losses differ by more than 1e-05" in output
 
 
-def test_what_cannot_be_done_is_said(transports: object, tmp_path: Path) -> None:
+def test_impossible_requests_are_refused(transports: object, tmp_path: Path) -> None:
     status, output = invoke("--data", tmp_path / "none.tsv")
     assert status == 1
     assert "none.tsv" in output

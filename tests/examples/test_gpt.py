@@ -70,7 +70,7 @@ def test_windows_depend_on_seed_step_and_stream_alone() -> None:
 
 
 @pytest.mark.parametrize("streams", [1, 2, 3])
-def test_what_is_held_out_is_the_tail_for_all_streams_together(streams: int) -> None:
+def test_held_out_text_is_the_tail_for_all_streams_together(streams: int) -> None:
     shares = [counted().held_out(stream, streams, 2, 4) for stream in range(streams)]
     assert {len(share) for share in shares} == {4}
     windows = torch.cat([batch for share in shares for batch in share])
@@ -118,7 +118,7 @@ def text() -> Corpus:
     return Corpus(np.random.default_rng(5).integers(0, 256, 2000, dtype=np.uint8), "noise", 9, seed=4)
 
 
-def test_no_byte_sees_what_comes_after_it() -> None:
+def test_no_byte_depends_on_later_ones() -> None:
     model = LanguageModel(SHAPE, 1).double()
     windows = text().windows(0, 0, 1)
     changed = windows.clone()
@@ -258,7 +258,7 @@ def started(**changes: Any) -> int:
         ({"compare": True}, "none.yaml: cannot read: "),
     ],
 )
-def test_what_cannot_be_done_is_said_at_once(
+def test_impossible_requests_are_refused_at_once(
     changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert started(**changes) == 1
@@ -284,7 +284,7 @@ def result(offset: float, seconds: float) -> training.Result:
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e-3])
-def test_comparison_goes_in_rounds_and_finds_who_differs(
+def test_comparison_goes_in_rounds_and_finds_the_differing_rank(
     offset: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """MPI is not there; the mix is twice as fast, and wrong in its second round if there is an offset."""

@@ -218,7 +218,7 @@ def refused() -> list[str]:
     return told
 
 
-def test_what_goes_wrong_is_told_on_all_ranks_and_leaves_nothing_behind() -> None:
+def test_failed_captures_raise_on_all_ranks_and_leave_nothing_behind() -> None:
     first, other = (each.value for each in run_ranks(refused, 2, via="torch"))
     expected = [
         "2 steps; expected at least 3",

@@ -197,7 +197,7 @@ def test_blocks_are_the_children_of_containers() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of what other backends import
-def test_what_cannot_be_compiled_is_refused() -> None:
+def test_invalid_arguments_of_compile_are_refused() -> None:
     model = model_of("plain")
     for cuts, said in (
         (["blocks.7"], r"no module 'blocks.7'; modules: embedding, blocks, blocks.0, .*"),
@@ -268,7 +268,7 @@ def trained(plan: str, cuts: str, wrap_first: bool, steps: int) -> dict[str, Any
 
 
 @pytest.mark.parametrize("wrap_first", [True, False])
-def test_ranks_average_what_is_compiled_in_parts(wrap_first: bool) -> None:
+def test_gradients_of_a_model_compiled_in_parts_are_averaged(wrap_first: bool) -> None:
     one, other = run_ranks(trained, 2, args=["size", "blocks", wrap_first, 4], via="torch", timeout=120)
     assert one.value["buckets"] == other.value["buckets"]
     assert max(one.value["worst"], other.value["worst"]) < 1e-5

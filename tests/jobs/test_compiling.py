@@ -195,7 +195,7 @@ def test_two_threads_that_compile_the_same_kernel(tmp_path: Path) -> None:
     assert max(told["found"]) < 1 / 127
 
 
-def test_what_takes_long_is_said_once(
+def test_long_compilation_is_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     told: list[bool] = []
@@ -216,7 +216,7 @@ def test_what_takes_long_is_said_once(
     assert told == [True, False] * 4
 
 
-def test_what_is_compiled_anew_is_seen_by_its_sources() -> None:
+def test_folders_of_kernel_sources_have_kernels() -> None:
     for folder in compiling._SOURCES:
         assert any("numba" in path.read_text() for path in folder.glob("*.py")), folder
 
@@ -233,7 +233,7 @@ with compiling.preparing("it"):
 """
 
 
-def test_who_compiles_says_so_without_a_terminal_and_who_waits_does_not(tmp_path: Path) -> None:
+def test_without_a_terminal_only_the_compiling_process_logs(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PREPARES]
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     jobs = [

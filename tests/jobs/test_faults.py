@@ -198,7 +198,7 @@ def _attempt_message(form: str, backend: str, group: mcr.Communicator) -> dict[s
     # Under mpirun rank 0 is the server of the job's store.
     [*((name, VICTIM) for name in FAULTS), ("SIGKILL", 0), ("SIGSTOP", 0)],
 )
-def test_survivors_are_told_who_is_missing(name: str, victim: int, via: Via) -> None:
+def test_survivors_report_the_missing_ranks(name: str, victim: int, via: Via) -> None:
     check_survivors(name, victim, via, "caller")
 
 
@@ -219,7 +219,7 @@ def test_messages_of_ranks_that_have_left() -> None:
 
 @pytest.mark.skipif(not mpi_usable(), reason="needs MPI")
 @pytest.mark.parametrize("name", ["never calls", "SIGKILL"])
-def test_survivors_are_told_beside_a_progress_thread(name: str) -> None:
+def test_survivors_report_missing_ranks_beside_a_progress_thread(name: str) -> None:
     via: Via = "ulfm" if _has_fault_tolerance() else "mpi"
     if via == "mpi" and name == "SIGKILL":
         pytest.skip("this MPI's launcher ends the job when a rank dies")

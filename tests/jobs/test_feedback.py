@@ -112,7 +112,7 @@ def test_ef21_begins_anew_after_a_bad_step() -> None:
         assert result.value == {codec: [True, False, True, True] for codec in ("int8_block", "topk", "bf16")}
 
 
-def test_what_is_kept_belongs_to_tag_codec_and_options() -> None:
+def test_state_belongs_to_tag_codec_and_options() -> None:
     results = [result.value for result in run_ranks(by_name, 4, args=[10], timeout=120)]
     for found in results:
         plain, fed, plain_again = found["off"]
@@ -129,7 +129,7 @@ def test_what_is_kept_belongs_to_tag_codec_and_options() -> None:
     assert not any(found["lines"] for found in results[1:])
 
 
-def test_ranks_that_use_different_codecs_are_told() -> None:
+def test_different_codecs_between_ranks_raise() -> None:
     for result in run_ranks(misunderstandings, 2, timeout=120):
         for text, part in zip(result.value, ("fp8_block", "fp8_block", "randk", "int8_block"), strict=True):
             assert f"encoding={part}" in text
@@ -141,7 +141,7 @@ def test_lengths_that_are_known_late_are_no_mismatch(ranks: int) -> None:
         assert result.value == 15
 
 
-def test_what_is_decided_while_the_job_runs() -> None:
+def test_decisions_while_the_job_runs() -> None:
     results = [result.value for result in run_ranks(decisions, 2, timeout=90)]
     for found in results:
         assert found["never slower"][:16].count("sluggish") == 8
@@ -156,9 +156,9 @@ def test_what_is_decided_while_the_job_runs() -> None:
     assert results[0]["never slower"] == results[1]["never slower"]
 
 
-def test_what_cannot_be_done_is_refused_on_all_ranks() -> None:
+def test_impossible_options_are_refused_on_all_ranks() -> None:
     expected = (
-        "error_feedback must know which tensor it is, call by call; expected tag=",
+        "error_feedback needs the tensor's identity from call to call; expected tag=",
         "error_feedback is for all_reduce, reduce, reduce_scatter",
         "ef21 is for all_reduce",
         "factors of rank 4 make none of the shapes (600,)",

@@ -197,7 +197,7 @@ def when() -> dict[str, Any]:  # noqa: C901 - a list of cases
     return found
 
 
-def test_what_sends_a_bucket() -> None:
+def test_events_that_send_a_bucket() -> None:
     for result in run_ranks(when, 2, via="torch"):
         found = result.value
         both = [["all_reduce", 48, 3]]
@@ -256,7 +256,7 @@ def other_way_round() -> list[float]:
         return [*x.tolist(), *y.tolist()]
 
 
-def test_what_a_waiting_peer_needs_is_sent() -> None:
+def test_buckets_of_a_waiting_peer_are_sent() -> None:
     for result in run_ranks(other_way_round, 2, via="torch"):
         assert result.value == [3.0] * 5 + [7.0] * 3
 
@@ -295,7 +295,7 @@ def bound_at_the_same_places(codec: str | None) -> list[Any]:
 
 
 @pytest.mark.parametrize("codec", [None, "bf16", "int8_block"])
-def test_looking_for_what_a_peer_needs_binds_nothing(codec: str | None) -> None:
+def test_lookup_of_a_peers_buckets_binds_nothing(codec: str | None) -> None:
     first, second = run_ranks(bound_at_the_same_places, 2, args=[codec], via="torch")
     assert first.value == second.value
     assert len(first.value) > 50
@@ -319,7 +319,7 @@ def only_what_is_needed() -> list[Any]:
         return [x.tolist(), z.tolist(), works[1].info.fused]
 
 
-def test_a_waiting_peer_gets_what_it_waits_for_and_no_more() -> None:
+def test_flush_for_a_waiting_peer_sends_only_its_buckets() -> None:
     for result in run_ranks(only_what_is_needed, 2, via="torch"):
         assert result.value == [[3.0] * 5, [2, 2], 2]
 
@@ -542,7 +542,7 @@ def test_defaults_and_names() -> None:
     assert FuseOptions.model_validate({"kinds": "all_to_all_single"}).kinds == ("all_to_all",)
 
 
-def test_explain_says_what_is_fused(tmp_path: Any) -> None:
+def test_explain_names_fused_operations(tmp_path: Any) -> None:
     path = tmp_path / "p.yaml"
     path.write_text("version: 1\npipeline:\n  - fuse: {bucket: 1MiB}\n  - select: {}\n  - dispatch: {}\n")
     for words, told in (

@@ -198,7 +198,7 @@ def reordered(plan: str) -> float:
 
 
 @pytest.mark.parametrize("plan", ["auto", "file"])
-def test_another_order_later_is_said_once_and_the_plan_is_kept(plan: str, tmp_path: Path) -> None:
+def test_later_change_of_order_is_logged_once_and_keeps_the_plan(plan: str, tmp_path: Path) -> None:
     if plan == "file":
         file = tmp_path / "plan.json"
         plan_of(Swapping(), 2, ("b.weight",), ("a.weight",)).save(file)

@@ -59,7 +59,7 @@ def asked() -> list[Any]:
     return [time.monotonic() - began, type(work.exception()).__name__, str(work.exception())]
 
 
-def test_who_asks_and_never_waits_is_told_too() -> None:
+def test_polling_without_wait_reports_a_missing_peer() -> None:
     seconds, error, text = run_ranks(asked, 2, via="torch", check=False)[0].value
     assert error == "CommTimeout"
     assert "missing ranks: [1]" in text
@@ -79,7 +79,7 @@ def asked_of_the_dead() -> list[Any]:
     return [time.monotonic() - began, str(work.exception())]
 
 
-def test_who_asks_hears_of_a_death() -> None:
+def test_polling_without_wait_reports_a_dead_peer() -> None:
     seconds, text = run_ranks(asked_of_the_dead, 2, via="torch", check=False)[0].value
     assert "rank 1 has died" in text
     assert seconds < 5
@@ -173,7 +173,7 @@ def held_back() -> list[Any]:
     return [type(refused).__name__, value.tolist()]
 
 
-def test_what_is_held_back_survives_a_wait_in_a_wrong_thread() -> None:
+def test_pending_buckets_survive_a_wait_in_a_wrong_thread() -> None:
     for result in run_ranks(held_back, 2, via="torch"):
         assert result.value == ["OrderMismatch", [2.0] * 4]
 

@@ -44,7 +44,7 @@ def test_error_feedback_belongs_to_names(tmp_path: Path) -> None:
         assert result.value == ["feedback"]
 
 
-def test_who_has_not_started_an_operation_is_named(tmp_path: Path) -> None:
+def test_ranks_that_have_not_started_an_operation_are_named(tmp_path: Path) -> None:
     told = run_ranks(horovod_jobs.late, 2, args=[str(tmp_path)], via="torch", timeout=120)[0].value
     assert told == "'wanted': not started by ranks [1] within 3 s"
 

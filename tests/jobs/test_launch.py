@@ -237,7 +237,7 @@ def test_one_mistake_of_all_ranks_is_one_message(start: Start, via: str) -> None
     assert run.wait() == 1
     lines = run.text().splitlines()
     head, place, source, text = (line for line in lines if not line.startswith("Abort("))  # of MPICH itself
-    assert head == "mcr-plus: ranks 0 and 1 of 2 failed (MCR_TRACEBACK=1 says more):"
+    assert head == "mcr-plus: ranks 0 and 1 of 2 failed (MCR_TRACEBACK=1 shows more):"
     assert re.fullmatch(r"  \S*programs\.py:\d+, in mistake:", place)
     assert source.strip() == "mcr.all_reduce(torch.ones(3), op)"
     assert text.startswith("  InvalidArgument: op: unknown reduce op 'sum'; known: SUM, AVG")
@@ -272,14 +272,14 @@ def reported(rank: int, text: str | None, place: str = "a.py:3, in <module>") ->
     return state
 
 
-def test_a_rank_that_raised_is_not_said_to_have_been_killed() -> None:
+def test_a_rank_that_raised_is_not_reported_as_killed() -> None:
     """Its launcher has ended it while it left, because the other rank had ended before."""
     raised = reported(0, "BackendError: rank 1 has left")
     killed = RankState(1, code=-signal.SIGTERM, ended=2.0)
     raised.code = -signal.SIGTERM
     assert [raised.ending(), killed.ending()] == ["ended with an exception", "was killed by SIGTERM"]
     head, *_ = explanation(Outcome((raised,), 1, None, False, ()), "mpi")
-    assert head == "mcr-plus: rank 0 of 1 ended with an exception (MCR_TRACEBACK=1 says more):"
+    assert head == "mcr-plus: rank 0 of 1 ended with an exception (MCR_TRACEBACK=1 shows more):"
 
 
 def test_ranks_that_failed_alike_share_a_message() -> None:
@@ -292,23 +292,23 @@ def test_ranks_that_failed_alike_share_a_message() -> None:
         reported(4, None),
     )
     assert explanation(Outcome(states, 1, None, False, ()), "mpi") == [
-        "mcr-plus: ranks 0 and 1 of 5 failed (MCR_TRACEBACK=1 says more):",
+        "mcr-plus: ranks 0 and 1 of 5 failed (MCR_TRACEBACK=1 shows more):",
         "  a.py:3, in <module> (rank 0):",
         "      f()",
         "  b.py:9, in step (rank 1):",
         "      f()",
         f"  OrderMismatch: {sides[0]}",
-        "mcr-plus: ranks 2 and 3 of 5 then failed (MCR_TRACEBACK=1 says more):",
+        "mcr-plus: ranks 2 and 3 of 5 then failed (MCR_TRACEBACK=1 shows more):",
         "  a.py:3, in <module>:",
         "      f()",
         "  BackendError: rank 0 has left",
-        "mcr-plus: rank 4 of 5 then failed (MCR_TRACEBACK=1 says more):",
+        "mcr-plus: rank 4 of 5 then failed (MCR_TRACEBACK=1 shows more):",
         "  E: x",
     ]
 
 
 @both
-def test_the_cause_comes_before_what_followed_from_it(start: Start, tmp_path: Path, via: str) -> None:
+def test_the_cause_is_shown_before_its_consequences(start: Start, tmp_path: Path, via: str) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import torch, mcr_plus as mcr\n"
@@ -323,7 +323,7 @@ def test_the_cause_comes_before_what_followed_from_it(start: Start, tmp_path: Pa
     heads = [line for line in run.text().splitlines() if line.startswith("mcr-plus:")]
     assert heads == [
         "mcr-plus: rank 1 of 2 exited with status 1:",
-        "mcr-plus: rank 0 of 2 then failed (MCR_TRACEBACK=1 says more):",
+        "mcr-plus: rank 0 of 2 then failed (MCR_TRACEBACK=1 shows more):",
     ]
     assert "SIGTERM" not in run.text()
 
@@ -548,7 +548,7 @@ def test_ranks_share_the_cores_by_default() -> None:
         ("Intel(R) MPI Library for Linux* OS, Version 2021.11 Build 2023", "hydra", "2021.11"),
     ],
 )
-def test_launchers_are_told_apart(text: str, flavour: str, version: str) -> None:
+def test_launchers_are_distinguished_by_version_text(text: str, flavour: str, version: str) -> None:
     launcher = parse_version("mpiexec", text)
     assert launcher is not None
     assert (launcher.flavour, launcher.version) == (flavour, version)
@@ -603,7 +603,7 @@ def test_culprit(culprit: RankState, victim: RankState) -> None:
     assert not outcome.worked
 
 
-def test_abort_of_mpich_tells_the_status() -> None:
+def test_abort_of_mpich_has_the_exit_status() -> None:
     state = RankState(1)
     state.note_error(b"Abort(7) on node 1 (rank 1 in comm 0): application called MPI_Abort\n")
     assert state.failed
@@ -646,7 +646,7 @@ def test_run_ranks_gives_values_and_output_by_rank(via: str) -> None:
 
 
 @needs_mpi
-def test_run_ranks_shows_what_failed() -> None:
+def test_run_ranks_shows_the_failure() -> None:
     with pytest.raises(RanksFailed, match="only here") as caught:
         run_ranks(fail_on_one, 2)
     assert caught.value.results[1].returncode == 1
@@ -743,7 +743,7 @@ def a_file_on_one_rank_only(folder: str) -> list[Any]:
     ],
     ids=["algorithm", "table"],
 )
-def test_a_file_that_one_rank_lacks_is_told_to_all_at_once(
+def test_a_file_missing_on_one_rank_raises_on_all_at_once(
     tmp_path: Path, text: str, file: str, told: str
 ) -> None:
     for rank in range(3):
@@ -760,7 +760,7 @@ def test_a_file_that_one_rank_lacks_is_told_to_all_at_once(
         assert soon
 
 
-def test_a_part_of_a_store_is_new_whatever_was_left_in_it() -> None:
+def test_a_part_of_a_store_is_new_despite_leftover_keys() -> None:
     """An earlier attempt may have ended anywhere; ranks of the next one come in any order."""
     store = HashStore()
     for delays in ((0.0, 0.0, 0.0), (0.1, 0.0, 0.0), (0.0, 0.1, 0.05), (0.0, 0.0, None), (0.05, 0.0, 0.0)):
@@ -814,7 +814,7 @@ def _little_shared_memory() -> tuple[MpiLauncher, list[str]]:
     return launcher, small
 
 
-def test_too_little_shared_memory_is_said_before_mpi_starts() -> None:
+def test_too_little_shared_memory_is_reported_before_mpi_starts() -> None:
     launcher, small = _little_shared_memory()
     command = [
         *small,
@@ -838,7 +838,7 @@ def test_too_little_shared_memory_is_said_before_mpi_starts() -> None:
     assert "--shm-size" in run.stderr
 
 
-def test_too_little_shared_memory_is_said_under_mpiexec() -> None:
+def test_too_little_shared_memory_is_reported_under_mpiexec() -> None:
     launcher, small = _little_shared_memory()
     program = "import mcr_plus as mcr; mcr.init(); mcr.barrier()"
     words = [

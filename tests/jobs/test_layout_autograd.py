@@ -175,7 +175,7 @@ def refusals() -> list[str]:
     return said
 
 
-def test_what_has_no_gradient_is_refused() -> None:
+def test_arguments_without_a_gradient_are_refused() -> None:
     (result,) = run_ranks(refusals, 1, via="torch")
     partial, largest, word, kind = result.value
     assert "cannot be divided into addends" in partial

@@ -327,7 +327,7 @@ def heard_of() -> dict[str, Any]:
     return outcome_of(run)
 
 
-def test_ranks_that_hear_of_a_mismatch_hear_all_of_it() -> None:
+def test_relayed_mismatch_has_both_operations() -> None:
     for result in run_ranks(heard_of, 4, via="torch", check=False):
         assert result.value["error"] == "OrderMismatch"
         for tag in TAGS:

@@ -454,7 +454,7 @@ def other_order() -> str:
     return "no error"
 
 
-def test_another_order_raises_where_data_flow_one_way() -> None:
+def test_another_order_raises_in_one_sided_data_flow() -> None:
     start = time.monotonic()
     root, other = run_ranks(other_order, 2, via="torch", check=False)
     assert "broadcast float32[200]" in str(other.value)

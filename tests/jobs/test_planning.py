@@ -258,7 +258,7 @@ class Distant:
 
 
 @pytest.mark.parametrize(("latency", "rate"), [(0.004, 1.2e6), (0.001, 12e6), (0.0005, 120e6)])
-def test_the_probe_takes_its_time_whatever_the_link(latency: float, rate: float) -> None:
+def test_the_probe_keeps_to_its_time_on_every_link(latency: float, rate: float) -> None:
     """10 Mbit/s, 100 Mbit/s and 1 Gbit/s: what there is no time for is extrapolated."""
     distant: Any = Distant(latency, rate)
     threads = torch.get_num_threads()
@@ -465,7 +465,7 @@ def irregular() -> list[Any]:
         return [mcr.plan_report(), wrapping._wrapped[model].reducer.buckets, digest, worst]
 
 
-def test_ranks_send_the_same_whatever_each_of_them_uses() -> None:
+def test_ranks_send_the_same_with_different_parameters_in_use() -> None:
     results = [each.value for each in run_ranks(irregular, 3, timeout=120)]
     report, buckets, digest, _ = results[0]
     assert report["chosen"] == "searched"

@@ -76,7 +76,7 @@ def profiled(folder: str, with_steps: bool) -> None:
 
 
 @pytest.mark.parametrize("with_steps", [False, True])
-def test_a_real_trace_gives_what_the_program_did(tmp_path: Path, with_steps: bool) -> None:
+def test_real_trace_gives_the_operations_of_the_program(tmp_path: Path, with_steps: bool) -> None:
     run_ranks(profiled, 2, args=[str(tmp_path), with_steps], via="torch")
     step = load_step([tmp_path / "rank0.json", tmp_path / "rank1.json"])
     assert (step.ranks, step.nodes, step.source) == (2, 1, "kineto")

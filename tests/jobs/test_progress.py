@@ -114,7 +114,7 @@ class Stub:
         return self
 
 
-def test_the_end_does_not_mind_what_the_progress_thread_lets_go_of() -> None:
+def test_drain_tolerates_operations_released_by_the_progress_thread() -> None:
     nobody: Any = None
     engine = Engine(nobody, wait="auto", oversubscribed=False)
 

@@ -132,7 +132,7 @@ def costs_by(table: str | None) -> list[Any]:
         return [list(costs), found.flatten().tolist()]
 
 
-def test_messages_and_bytes_cost_what_the_table_says(tmp_path: Path) -> None:
+def test_costs_of_messages_and_bytes_are_those_of_the_table(tmp_path: Path) -> None:
     alpha, beta, ranks = 90e-6, 2e-9, 3  # seconds of a message, and of a byte that a rank sends to another
 
     def us(nbytes: int) -> float:
@@ -170,7 +170,7 @@ def test_plans_and_buffers_that_are_kept(what: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_mistakes_of_one_rank_are_said_to_all(ranks: int) -> None:
+def test_mistakes_of_one_rank_raise_on_all(ranks: int) -> None:
     values = launched("later_redistributions:alone", ranks, "gloo")
     says = {
         "no layout": "target: expected a Layout, got 'S1'",

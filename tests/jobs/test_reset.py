@@ -128,7 +128,7 @@ def remedies() -> list[str]:
     return found
 
 
-def test_an_operation_after_a_failure_says_how_to_go_on() -> None:
+def test_operations_after_a_failure_name_the_remedy() -> None:
     fresh = "mcr.reset() makes a fresh world"
     expected = [
         f"(close it on its ranks and make another with mcr.new_group, or {fresh}): operation #",
@@ -333,7 +333,7 @@ def test_resets_give_communicators_back(ranks: int, mistake: str) -> None:
 
 
 @needs_mpi
-def test_a_reset_after_a_failure_in_mpi_keeps_what_signatures_had() -> None:
+def test_reset_after_an_mpi_failure_keeps_the_contexts_of_signatures() -> None:
     for result in run_ranks(resets, 2, args=["mpi"], timeout=150):
         found = result.value
         for number, left in enumerate(found["contexts"]):
@@ -408,7 +408,7 @@ def too_late() -> dict[str, Any]:
 
 
 @both
-def test_a_reset_that_fails_says_what_to_do(via: Via) -> None:
+def test_failed_reset_names_the_remedy(via: Via) -> None:
     for result in run_ranks(too_late, 2, via=via):
         found = result.value
         told = "ranks [1] did not call reset within 2 s"

@@ -33,7 +33,7 @@ def test_results(ranks: int) -> None:
     assert jobs.left_behind() == []
 
 
-def test_every_operation_has_a_number_and_says_whether_it_receives_and_sends() -> None:
+def test_every_operation_has_a_number_and_flags_for_receiving_and_sending() -> None:
     assert sorted(words.NUMBERS) == sorted(OPERATIONS)
     assert len(set(words.NUMBERS.values())) == len(OPERATIONS)
     steps = [Step(operation, Chunks("i", 0), Chunks("o", 0)) for operation in OPERATIONS]

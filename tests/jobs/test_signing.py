@@ -76,7 +76,7 @@ def test_values_of_strangers_are_refused() -> None:
     assert not ours.check(["p/key"])
 
 
-def test_what_a_thing_is_called_is_signed_with_it() -> None:
+def test_names_are_signed_with_their_values() -> None:
     assert unseal(b"k", "name", seal(b"k", "name", b"value")) == b"value"
     assert unseal(b"k", "na", seal(b"k", "name", b"value")) is None
     assert unseal(b"k", "namev", seal(b"k", "name", b"value")[:32] + b"alue") is None
@@ -385,7 +385,7 @@ def test_nobody_can_have_ranks_go_unsigned(one_host: bool) -> None:
     assert both[0].secret == both[1].secret
 
     _, refused = met((raw, _Forging(raw, "/reads/1", b"on another host")), variables)
-    assert refused == "somebody else has answered for rank 1 in the job's store: rank 1: on another host"
+    assert refused == "another program has answered for rank 1 in the job's store: rank 1: on another host"
 
     lies = bytes(32) + json.dumps({"0": "on another host"}).encode()
     _, refused = met((raw, _Forging(raw, "without", lies)), variables)
@@ -395,7 +395,7 @@ def test_nobody_can_have_ranks_go_unsigned(one_host: bool) -> None:
     told = "rank 1: the job's secret is not to be had from process '1': it is on another host, or in another"
     if one_host:
         assert both[0] == both[1]
-        assert both[0].startswith(f"what ranks tell each other cannot be signed ({told}")
+        assert both[0].startswith(f"messages between ranks cannot be signed ({told}")
         assert both[0].endswith("set MCR_SECRET to the same random text on all ranks")
     else:
         assert not any(isinstance(part, (str, SignedStore)) for part in both)
@@ -438,7 +438,7 @@ def test_ranks_that_meet_by_the_name_of_their_host(local_size: int) -> None:
 
 @needs_a_name
 @pytest.mark.parametrize("elsewhere", [0, 2])
-def test_ranks_that_cannot_read_the_secret_go_without_and_say_so(elsewhere: int) -> None:
+def test_ranks_that_cannot_read_the_secret_continue_unsigned_with_a_warning(elsewhere: int) -> None:
     results = run_ranks(by_host_name, 3, args=[free_port(), 1, elsewhere], via="torch")
     for result in results:
         assert (result.value["bits"], result.value["objects"]) == (0, [0, 1, 2])

@@ -115,7 +115,7 @@ def test_groups_inside_of_groups_leave_no_keys() -> None:
         assert result.value[-1] <= result.value[2], result.value
 
 
-def test_the_last_rank_removes_what_all_have_written() -> None:
+def test_the_last_rank_removes_the_keys_of_all() -> None:
     root = HashStore()
     root.set("of another", "1")
     members = [GroupStore(root, Group("g", (4, 7, 9), rank)) for rank in range(3)]

@@ -154,7 +154,7 @@ KNOWN = (
 
 
 @pytest.mark.parametrize("autoload", [True, False])
-def test_torch_knows_the_backend(autoload: bool) -> None:
+def test_the_backend_is_registered_with_torch(autoload: bool) -> None:
     environment = {} if autoload else {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     torch_first = f"import sys, torch, torch.distributed; {KNOWN}; import mcr_plus; {KNOWN}"
     assert python(torch_first, **environment) == f"{autoload} False\nTrue False"

@@ -201,7 +201,7 @@ def test_the_library_of_the_step_is_no_other_one_than_those_of_the_table() -> No
     assert {bucket.library for bucket in advice.plan.buckets or ()} == {"gloo"}
 
 
-def test_a_share_that_was_never_measured_is_told() -> None:
+def test_an_unmeasured_share_is_reported() -> None:
     """Where operations run beside computing, what they take of the core is a part of the time."""
     gradients = [(f"w{at}", 1 << 20, 0.01) for at in range(4)]
     without = advise(step_of(gradients), costs()).timeline
@@ -220,7 +220,7 @@ def test_searches_end_in_time() -> None:
     assert any("searches are over" in text for text in advice.skipped)
 
 
-def test_what_ifs_are_what_the_change_makes() -> None:
+def test_predicted_times_are_those_of_the_changed_cluster() -> None:
     """A gradient at the end: everything is exposed, and twice the rate halves what the link takes."""
     cluster = {"nodes": 2, "ranks_per_node": 1, "links": {"nic": {"rate": "1Gbit/s"}}}
     sizes = np.geomspace(4.0, 1e9, 30)
@@ -240,7 +240,7 @@ def test_what_ifs_are_what_the_change_makes() -> None:
     assert by_change["compute=0.5"].how == "assumed"
 
 
-def test_scaling_says_how_costs_are_known() -> None:
+def test_scaling_has_the_origin_of_costs() -> None:
     topology = Topology.of({"nodes": 4, "ranks_per_node": 2, "links": {"nic": {"rate": "10Gbit/s"}}})
     advice = advise(step_of([("w", 1 << 20, 0.01)]), costs(topology=topology), ranks=8)
     assert [at.ranks for at in advice.scaling] == [1, 2, 4, 8]
@@ -360,7 +360,7 @@ def test_a_written_plan_can_be_run_from_its_own_folder(tmp_path: Path) -> None:
     assert answer.returncode == 2
 
 
-def test_what_is_known_of_links_and_of_the_gap_is_said(tmp_path: Path) -> None:
+def test_facts_of_links_and_the_gap_are_reported(tmp_path: Path) -> None:
     step_of([(f"w{at}", 1 << 20, 2e-3) for at in range(6)], seconds=0.05).save(tmp_path / "step.json")
     (tmp_path / "cluster.yaml").write_text("nodes: 1\nranks_per_node: 8\nlinks:\n  inside: {rate: 10GB/s}\n")
     words = ["plan", tmp_path / "step.json", "--topology", tmp_path / "cluster.yaml"]

@@ -44,7 +44,7 @@ def all_match(board: Any, sequence: int, digest: int) -> bool:
 
 
 @KINDS
-def test_peers_see_what_was_posted(make: Callable[[int], Boards]) -> None:
+def test_posted_signatures_are_visible_to_peers(make: Callable[[int], Boards]) -> None:
     first, second, third = make(3)
     assert first.read(1, 1).issued == 0
     issue(second, 7, 0xABCDEF, "all_reduce SUM float32[4]")
@@ -122,7 +122,7 @@ def test_old_posts_are_not_taken_for_new_ones(earlier: int, laps: int) -> None:
 
 
 @KINDS
-def test_counts_are_seen_by_those_they_are_about(make: Callable[[int], Boards]) -> None:
+def test_counts_are_visible_to_their_peers(make: Callable[[int], Boards]) -> None:
     first, second, third = make(3)
     for sequence in (1, 2, RING + 1):
         second.post_counts(sequence, [10 + sequence, 11, 12], [20, 21, 22 + sequence])
@@ -172,7 +172,7 @@ def test_a_peer_that_went_on_has_counted_the_ballots_before() -> None:
 
 
 @KINDS
-def test_leaving_is_seen(make: Callable[[int], Boards]) -> None:
+def test_failing_and_leaving_are_visible_to_peers(make: Callable[[int], Boards]) -> None:
     first, second = make(2)
     assert not first.is_closed(1)
     assert first.failure(1) is None

@@ -133,7 +133,7 @@ def hockney(latency: float, per_byte: float) -> Cost:
     return cost
 
 
-def test_what_is_ready_at_once_goes_in_one_and_what_comes_late_apart() -> None:
+def test_gradients_ready_together_share_a_bucket_and_late_ones_do_not() -> None:
     together = [Entry(i, 100) for i in range(5)]
     assert len(earliest_finish(together, hockney(10.0, 0.01))) == 1
     apart = [Entry(i, 100, None, 1000.0 * i) for i in range(5)]

@@ -50,7 +50,7 @@ def broken(tmp_path: Path) -> Path:
     return path
 
 
-def test_doctor_names_every_backend_and_says_how_to_get_the_missing() -> None:
+def test_doctor_lists_every_backend_and_remedies_for_missing_ones() -> None:
     document = json_of("doctor", "--json")
     backends = {status["name"]: status for status in document["backends"]}
     assert {"gloo", "mpi", "nccl", "local"} <= backends.keys()
@@ -110,7 +110,7 @@ def test_missing_configuration_is_status_2(tmp_path: Path) -> None:
     assert answer.stderr == f"mcr-plus: {tmp_path / 'none.yaml'}: cannot read: No such file or directory\n"
 
 
-def test_validate_looks_into_tables_whatever_else_is_wrong(tmp_path: Path) -> None:
+def test_validate_checks_tables_beside_other_mistakes(tmp_path: Path) -> None:
     (tmp_path / "foreign.txt").write_text("nothing of ours\n")
     (tmp_path / "two.yaml").write_text("version: 1\nrules: [{kind: al_reduce, bytes: 0.., backend: gloo}]\n")
     path = tmp_path / "run.yaml"
@@ -132,7 +132,7 @@ def test_validate_looks_into_tables_whatever_else_is_wrong(tmp_path: Path) -> No
     assert f"{path}:8: rules[1].select.table: no table file 'none.yaml'" in answer.stderr
 
 
-def test_validate_tells_all_mistakes_at_once(tmp_path: Path) -> None:
+def test_validate_reports_all_mistakes_at_once(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(
         "version: 1\n"
@@ -172,7 +172,7 @@ def test_validate_tells_all_mistakes_at_once(tmp_path: Path) -> None:
         assert line.startswith(f"mcr-plus: {path}:{beginning}")
 
 
-def test_validate_tells_files_that_are_missing_beside_other_mistakes(tmp_path: Path) -> None:
+def test_validate_reports_missing_files_beside_other_mistakes(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(
         "version: 1\n"
@@ -195,7 +195,7 @@ def test_validate_tells_files_that_are_missing_beside_other_mistakes(tmp_path: P
         assert line.startswith(f"mcr-plus: {path}:{beginning}")
 
 
-def test_mistakes_are_told_in_the_order_of_the_file(tmp_path: Path) -> None:
+def test_mistakes_are_reported_in_the_order_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(
         "rules:\n"
@@ -250,7 +250,7 @@ def test_validate_prints_sizes_and_durations_with_units(tmp_path: Path) -> None:
     assert load(again) == load(path)
 
 
-def test_validate_says_of_a_table_that_it_is_one(tmp_path: Path) -> None:
+def test_validate_recognises_a_table(tmp_path: Path) -> None:
     path = tmp_path / "table.yaml"
     path.write_text(TABLE)
     answer = mcr_plus("validate", str(path))
@@ -267,7 +267,7 @@ def test_validate_says_of_a_table_that_it_is_one(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_tables_and_configurations_are_told_apart(tmp_path: Path, config: Path) -> None:
+def test_tables_and_configurations_are_distinguished(tmp_path: Path, config: Path) -> None:
     path = tmp_path / "table.yaml"
     path.write_text(TABLE)
     assert "this is a tuning table" in mcr_plus("explain", "all_reduce", "8", "--config", path).stderr
@@ -398,7 +398,7 @@ def test_run_tags_lines() -> None:
     assert sorted(answer.stdout.splitlines()) == ["[0] ('a',)", "[1] ('a',)"]
 
 
-def test_run_failure_is_status_1_whatever_the_rank_said() -> None:
+def test_run_failure_is_status_1_for_any_exit_of_the_rank() -> None:
     answer = mcr_plus_process("run", "-n", "2", PROGRAMS, "no such program")
     assert answer.returncode == 1
     assert answer.stderr.splitlines()[-1].strip() == "KeyError: 'no such program'"

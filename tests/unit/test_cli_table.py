@@ -84,7 +84,7 @@ def test_diff_for_people_and_for_programs(two: Path, four: Path) -> None:
     ]  # fmt: skip
 
 
-def test_diff_of_equal_tables_says_so(two: Path) -> None:
+def test_diff_of_equal_tables_prints_that_they_are_equal(two: Path) -> None:
     assert worked("diff", two, two).stdout == f"{two} and {two} make the same choices\n"
     assert json.loads(worked("diff", "--json", two, two).stdout) == []
 
@@ -111,7 +111,7 @@ def test_show_is_readable(two: Path) -> None:
     assert row.endswith("mpi:recursive_doubling 0.9 to 1.7, gloo 205")
 
 
-def test_export_tells_on_stderr_what_is_lost(two: Path, tmp_path: Path) -> None:
+def test_export_reports_losses_on_stderr(two: Path, tmp_path: Path) -> None:
     answer = worked("export", two, "--format", "openmpi")
     assert "65536 4 0 0  # 64KiB and more: ring" in answer.stdout.splitlines()
     assert answer.stderr.splitlines() == [
@@ -158,7 +158,7 @@ def test_export_of_a_part_is_written_with_status_1(tmp_path: Path) -> None:
     assert summary == f"mcr-plus: {path}: {what}"
 
 
-def test_export_of_what_cannot_be_said_is_one_line_and_status_1(two: Path, tmp_path: Path) -> None:
+def test_export_of_inexpressible_rules_is_one_line_and_status_1(two: Path, tmp_path: Path) -> None:
     output = tmp_path / "tuner.conf"
     answer = table("export", two, "--format", "nccl-csv", "-o", output)
     what = "nothing can be exported as nccl-csv: of 3 rules, 3 for other backends than nccl (mpi)"
@@ -188,7 +188,7 @@ def test_import(tmp_path: Path, format: str, text: str, backend: str | None, cho
     assert answer.stdout.startswith(f"# imported from foreign.conf ({format})\n")
 
 
-def test_import_tells_on_stderr_what_is_lost_and_where_a_file_is_wrong(tmp_path: Path) -> None:
+def test_import_reports_losses_and_positions_of_mistakes_on_stderr(tmp_path: Path) -> None:
     file = tmp_path / "tuner.conf"
     file.write_text("reduce,0,9,ring,ll,2,-1,-1\nreduce,0,99,ring,ll,2,-1,-1,-1,1\n")
     answer = worked("import", file, "--format", "nccl-csv")

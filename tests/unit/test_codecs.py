@@ -150,14 +150,14 @@ def test_reducing(case: Case, skip: int) -> None:
 
 @every_payload
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_stays_visible(case: Case, bad: float) -> None:
+def test_non_finite_values_stay_visible(case: Case, bad: float) -> None:
     for size in (1, 33, 256, 1025):
         for at in {0, size // 2, size - 1}:
             check_not_finite(case, next(samples(size))[1], at, bad)
 
 
 @every_payload
-def test_what_a_codec_refuses(case: Case) -> None:
+def test_refusals_of_codecs(case: Case) -> None:
     codec = case.make_payload()
     wire = torch.zeros(codec.wire_numel(100), dtype=codec.wire_dtype)
     with pytest.raises(Unsupported, match="int64; expected one of"):

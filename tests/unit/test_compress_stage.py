@@ -179,7 +179,7 @@ def test_options_of_a_call_are_checked(compress: Codec, what: str, ranks: int) -
     assert what in str(caught.value)
 
 
-def test_what_a_codec_cannot_take() -> None:
+def test_operations_that_a_codec_cannot_take() -> None:
     with pytest.raises(Unsupported, match="codec narrow takes"):
         bind("narrow")
     assert bind(None, {"codec": "narrow"})[1].notes == ["codec narrow not used: codec narrow takes "]

@@ -649,7 +649,7 @@ def test_the_first_rule_that_matches(op: dict[str, Any], index: int | None) -> N
         ({"ranks": ">=4"}, {"ranks": 9}, {"ranks": None}),
     ],
 )
-def test_what_a_match_reads(match: dict[str, Any], matching: dict[str, Any], other: dict[str, Any]) -> None:
+def test_fields_of_a_match(match: dict[str, Any], matching: dict[str, Any], other: dict[str, Any]) -> None:
     config = load({"rules": [{"match": match, "backend": "mpi"}]})
     op: dict[str, Any] = {"kind": "all_reduce", "nbytes": 8, "dtype": "float32", "ranks": 2}
     assert config.rule_for(**{**op, **matching}) is config.rules[0]
@@ -666,7 +666,7 @@ def test_kinds_may_be_spelt_as_calls_spell_them(spelling: str, kind: str) -> Non
     assert fingerprint(config) == fingerprint(same)
 
 
-def test_only_what_a_rule_names_is_overridden() -> None:
+def test_rules_override_only_their_own_fields() -> None:
     config = load(
         {
             "pipeline": [{"select": {}}, {"dispatch": {"timeout": 60, "wait": "spin"}}],
@@ -862,7 +862,7 @@ def test_round_trip(data: dict[str, Any]) -> None:
     assert dump(load(dumped)) == dumped
 
 
-def test_dump_says_what_was_written() -> None:
+def test_dump_has_the_contents_of_the_file() -> None:
     assert dump(loads(EXAMPLE)) == {
         "version": 1,
         "backends": ["mpi", "gloo"],
@@ -962,7 +962,7 @@ def test_fingerprint(tmp_path: Path) -> None:
         {"rules": [{"match": {"tag": "a"}, "backend": "gloo"}]},
     ],
 )
-def test_whatever_decides_is_in_the_fingerprint(change: dict[str, Any]) -> None:
+def test_all_deciding_facts_are_in_the_fingerprint(change: dict[str, Any]) -> None:
     changes: list[dict[str, Any]] = [{}, {"rules": [{"match": {"param": "a"}, "backend": "mpi"}]}]
     assert fingerprint(load(change)) not in {fingerprint(load(other)) for other in changes}
     assert fingerprint(load(change)) == fingerprint(load(dump(load(change))))
@@ -1106,7 +1106,7 @@ def test_launch_environments_that_contradict_themselves(environ: dict[str, str],
         launch_environment(environ)
 
 
-def test_what_torch_is_told_under_mpi() -> None:
+def test_variables_set_for_torch_under_mpi() -> None:
     told = {"MCR_LAUNCHER": "mcr-plus", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
     told |= OPENMPI | {"MASTER_PORT": "5000"}
     found = torch_environment(told)

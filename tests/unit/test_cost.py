@@ -43,7 +43,7 @@ def test_isotonic_is_the_min_max_formula(values: list[float]) -> None:
 
 
 @given(st.lists(times | st.sampled_from([1.0, 2.0, 3.0]), min_size=1, max_size=12))
-def test_isotonic_never_falls_and_leaves_what_rises(values: list[float]) -> None:
+def test_isotonic_never_falls_and_keeps_rising_values(values: list[float]) -> None:
     found = isotonic(np.array(values)).tolist()
     assert found == sorted(found)  # not by the smallest bit
     rising = sorted(values)
@@ -80,7 +80,7 @@ def test_a_larger_message_never_costs_less(measured: dict[int, float], asked: li
 
 
 @given(points)
-def test_measured_sizes_cost_what_was_measured_made_monotone(measured: dict[int, float]) -> None:
+def test_measured_sizes_cost_the_measured_times_made_monotone(measured: dict[int, float]) -> None:
     curve = Curve.through(measured)
     sizes = sorted(measured)
     fitted = min_max([measured[size] for size in sizes])
@@ -108,7 +108,7 @@ def test_latency_and_bandwidth_are_met_exactly(
     ("nbytes", "extrapolated"),
     [(0, True), (7, True), (8, False), (100, False), (4 * K, False), (4 * K + 1, True)],
 )
-def test_what_no_measurement_encloses_is_extrapolated(nbytes: int, extrapolated: bool) -> None:
+def test_sizes_outside_of_measurements_are_extrapolated(nbytes: int, extrapolated: bool) -> None:
     assert Curve.through({8: 1.0, 512: 2.0, 4 * K: 9.0}).at(nbytes).extrapolated is extrapolated
 
 
@@ -295,7 +295,7 @@ def test_narrow_measurements_come_first(model: CostModel) -> None:
         ("gloo", "all_to_all", {}, None),  # chosen by the last rule, and never measured
     ],
 )
-def test_what_is_taken_from_other_measurements(
+def test_estimates_from_other_measurements(
     model: CostModel, choice: str, kind: str, more: dict[str, Any], expected: tuple[float, bool] | None
 ) -> None:
     assert cost(model, choice, kind, 8, **more) == expected

@@ -78,7 +78,7 @@ def test_cuts_without_a_cost_are_the_search_without_cuts_and_dear_ones_are_left_
     assert many.bound <= many.step <= few.step <= few.least * (1 + few.gap) * (1 + 1e-12)
 
 
-def test_what_cannot_be_searched_is_refused() -> None:
+def test_invalid_arguments_of_the_search_are_refused() -> None:
     of = prices([8, 8], 8, [Curve.through({8: (1.0, 0.0)})], 0.0)
     with pytest.raises(ValueError, match="ready: expected in ascending"):
         search_cuts([1.0, 0.5], 1.0, of, [1], [0.0])

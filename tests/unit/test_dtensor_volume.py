@@ -38,7 +38,7 @@ def test_volumes(
     assert dtensor_volume(shape, mesh, source.split(","), target.split(",")) == (total, most)
 
 
-def test_placements_of_torch_and_what_it_refuses() -> None:
+def test_placements_of_torch_and_its_refusals() -> None:
     assert dtensor_volume((8, 8), (2, 2), [Partial(), Shard(0)], [Replicate(), Replicate()]) == (384, 96)
     assert dtensor_volume((8, 8), (2,), ["S0"], ["P"]) is None  # which torch refuses
     with pytest.raises(InvalidArgument, match="unknown placement 'Q'"):

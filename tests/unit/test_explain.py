@@ -169,7 +169,7 @@ def test_a_faster_alternative_is_not_hidden(table: Path) -> None:
     assert way["alternatives"]["mpi"]["why"] == why
 
 
-def test_the_reason_of_a_rule_is_told(table: Path) -> None:
+def test_explanation_has_the_reason_of_a_rule(table: Path) -> None:
     table.write_text(TABLE.replace("backend: gloo\n", "backend: gloo\n    reason: it hides better\n", 1))
     way = mcr.explain("all_reduce", 1 << 20, config=config(table.parent))
     why = "measured to be 5 × as fast; reason of the rule: it hides better"
@@ -263,7 +263,7 @@ rules:
 """
 
 
-def test_what_was_not_measured_is_no_reason(table: Path) -> None:
+def test_unmeasured_libraries_are_no_reason(table: Path) -> None:
     """An open end chooses what its figures, drawn out, do not bear out; nothing measured says otherwise."""
     table.write_text(SMALL_ONLY.format(end=""))
     way = mcr.explain("all_reduce", 25 << 20, config=config(table.parent))
@@ -322,7 +322,7 @@ def test_of_one_size_measured_others_have_bounds(
     assert (bounds in out.splitlines()) is (mpi["bound_us"] is not None)
 
 
-def test_a_table_leaves_to_the_built_in_preference_what_it_says_so_of(table: Path) -> None:
+def test_default_rules_of_a_table_leave_the_choice_to_the_built_in_preference(table: Path) -> None:
     rest = "  - {kind: all_reduce, bytes: 64KiB.., backend: built-in}\n"
     table.write_text(SMALL_ONLY.format(end="64KiB") + rest)
     way = mcr.explain("all_reduce", 25 << 20, config=config(table.parent, backends="gloo, mpi"))
@@ -334,7 +334,7 @@ def test_a_table_leaves_to_the_built_in_preference_what_it_says_so_of(table: Pat
     assert small["backends"] == ["mpi"]
 
 
-def test_what_a_library_cannot_do_is_said_in_its_words(table: Path) -> None:
+def test_refusals_are_quoted_from_the_library(table: Path) -> None:
     path = config(table.parent, backends="mpi, gloo, nccl")
     nccl = mcr.explain("all_reduce", 8, config=path)["alternatives"]["nccl"]
     assert nccl["support"] == "no"
@@ -430,7 +430,7 @@ def test_async_rules(table: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["send", "recv"])
 @pytest.mark.parametrize("async_op", [False, True])
-def test_both_ends_of_a_message_take_one_way(table: Path, kind: str, async_op: bool) -> None:
+def test_both_ends_of_a_message_choose_the_same_library(table: Path, kind: str, async_op: bool) -> None:
     way = mcr.explain(kind, 8, config=config(table.parent), async_op=async_op)
     assert (way["table_rule"], way["backends"]) == (f"{table}:{line_of('kind: send')}", ["gloo"])
 
@@ -463,7 +463,7 @@ def test_a_rule_that_was_not_followed_is_not_named(table: Path) -> None:
     assert mcr.explain("all_reduce", 8, ranks=1, config=config(table.parent))["table_rule"] is None
 
 
-def test_what_was_measured_is_not_called_not_measured(table: Path) -> None:
+def test_measured_libraries_are_not_called_not_measured(table: Path) -> None:
     table.write_text(
         "version: 1\nrules: [{kind: send, bytes: 0.., backend: mpi, measured: {gloo: {8B: 5}}}]\n"
     )
@@ -561,7 +561,7 @@ def test_for_people_it_names_the_rule_and_every_alternative(table: Path) -> None
     assert rows["nccl"].split()[1] == "-"
 
 
-def test_for_people_it_names_rules_and_what_is_extrapolated(table: Path) -> None:
+def test_text_names_rules_and_extrapolated_costs(table: Path) -> None:
     rules = "rules:\n  - match: {kind: all_reduce}\n    backend: gloo\n"
     path = config(table.parent, rules)
     _, out = command("all_reduce", "1GiB", "--config", str(path), "--nodes", "2", "--async", "--tag", "mlp")
@@ -573,7 +573,7 @@ def test_for_people_it_names_rules_and_what_is_extrapolated(table: Path) -> None
     assert re.search(r" \d{5} µs \(extrapolated\) ", gloo)
 
 
-def test_for_people_it_says_what_internal_names_mean(tmp_path: Path) -> None:
+def test_text_explains_internal_names(tmp_path: Path) -> None:
     path = tmp_path / "p.yaml"
     path.write_text(
         "version: 1\npipeline: [{fuse: {}}, {compress: {codec: int8_block}}, {select: {}}, {dispatch: {}}]\n"
@@ -673,7 +673,7 @@ GRADIENTS = {
 }
 
 
-def test_the_way_of_a_gradient() -> None:
+def test_explanation_of_a_gradient() -> None:
     def decided(param: str, shape: list[int]) -> list[str]:
         nbytes = 4 * math.prod(shape)
         way = mcr.explain("all_reduce", nbytes, ranks=4, config=GRADIENTS, param=param, shape=shape)
@@ -701,6 +701,6 @@ def test_the_way_of_a_gradient() -> None:
         ("all_reduce", {"param": "w", "tag": "t"}, "param: gradients are all_reduces"),
     ],
 )
-def test_what_no_gradient_is(kind: str, options: dict[str, Any], message: str) -> None:
+def test_operations_that_are_no_gradients(kind: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         mcr.explain(kind, 64, config=GRADIENTS, **options)

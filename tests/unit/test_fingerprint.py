@@ -63,12 +63,12 @@ def test_differences(stated: dict[str, tuple[str, ...]], expected: list[str]) ->
     assert differences(stated, HERE) == expected
 
 
-def test_what_only_this_side_knows_is_no_difference() -> None:
+def test_facts_of_one_side_only_are_no_difference() -> None:
     assert differences({"ranks": ("2",)}, {**HERE, "cpu": ("unheard of",)}) == []
     assert differences(HERE, {}) == []
 
 
-def test_merged_states_what_all_state_with_every_value() -> None:
+def test_merged_fingerprint_has_common_facts_with_every_value() -> None:
     one = {"torch": ("2.13.0",), "ranks": ("2",), "cpu": ("a",)}
     two = {"ranks": ("4", "2"), "torch": ("2.13.0",), "gpu": ("none",)}
     three = {"torch": ("2.12.0",), "ranks": ("8",), "cpu": ("a",), "gpu": ("none",)}
@@ -79,7 +79,7 @@ def test_merged_states_what_all_state_with_every_value() -> None:
     assert merged([one, {}]) == {}
 
 
-def test_each_place_fits_what_was_merged() -> None:
+def test_each_place_fits_the_merged_fingerprint() -> None:
     places = [{"torch": ("2.13.0",), "ranks": ("2",)}, {"torch": ("2.12.1",), "ranks": ("4",), "cpu": ("a",)}]
     assert [differences(merged(places), place) for place in places] == [[], []]
 
@@ -218,7 +218,7 @@ def only_the_second_rank_differs(folder: str) -> dict[str, Any]:
         return {name: join(log, f"{folder}/{name}.yaml") for name in ("wrong", "strict")}
 
 
-def test_a_difference_on_one_rank_is_everybody_s(tmp_path: Path) -> None:
+def test_a_difference_on_one_rank_is_reported_on_all(tmp_path: Path) -> None:
     for name in ("wrong", "strict"):
         write(tmp_path / f"{name}.yaml", {"cpu": "processor 0"}, strict=name == "strict")
     first, second = (r.value for r in run_ranks(only_the_second_rank_differs, 2, args=[str(tmp_path)]))

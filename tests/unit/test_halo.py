@@ -167,7 +167,7 @@ def test_a_halo_is_received_once_from_the_ranks_that_it_spans(periodic: bool) ->
         assert set(received.peers.tolist()) == {row % 12 // 2 for row in range(low, high)} - {rank}
 
 
-def test_what_a_rank_needs_several_times_is_sent_once() -> None:
+def test_elements_needed_several_times_are_sent_once() -> None:
     layout = Layout.sharded((4,), [0, 1], 0)
     exchange = Exchange(layout, layout.with_halo(5, 6, periodic=True), 8)
     assert [int(exchange.part(rank).receives.sizes.sum()) for rank in (0, 1)] == [2, 2]

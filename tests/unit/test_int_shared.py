@@ -63,7 +63,7 @@ def test_sums_never_overflow(bits: int) -> None:
         assert float((results[0] - true).abs().max()) <= ranks * 0.9 / levels / 2 * 1.01
 
 
-def test_what_travels() -> None:
+def test_rounds_of_the_codec() -> None:
     first, second = codec().rounds([(1000,), (10, 3)], 8)
     assert (first.dtype, first.numel, first.op) == (torch.float32, 5, "MAX")
     assert (second.dtype, second.numel, second.op) == (torch.int32, 258, "SUM")
@@ -76,7 +76,7 @@ def test_what_travels() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("at", [0, 255, 256, 999])
-def test_what_is_not_finite_on_one_rank_is_nan_on_all(bad: float, at: int) -> None:
+def test_non_finite_values_of_one_rank_are_nan_on_all(bad: float, at: int) -> None:
     inputs = [torch.randn(1000, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
     sound = exchanged([codec()] * 3, inputs)
     inputs[1][at] = bad

@@ -117,7 +117,7 @@ def test_nothing_is_lost_in_silence(format: str, algorithm: str) -> None:
     assert not any(each.startswith("t.yaml:7:") for each in lines)
 
 
-def test_a_rule_for_what_cannot_be_told_is_taken_for_all_where_nothing_else_is_known() -> None:
+def test_rule_with_an_inexpressible_condition_applies_to_all_without_another_rule() -> None:
     found = table(
         "kind: all_reduce, ranks: 2, nodes: 1, bytes: 0.., backend: 'mpi:ring'",
         "kind: all_reduce, ranks: 2, nodes: 2, bytes: 0.., backend: 'mpi:rabenseifner'",
@@ -194,7 +194,7 @@ def test_nccl_first_match_wins_across_nodes_and_ranks() -> None:
     assert choice(found, query("all_reduce", 200, ranks=8, nodes=1)) == "nccl"
 
 
-def test_nccl_tells_what_its_tables_cannot_say() -> None:
+def test_nccl_reports_losses_of_its_format() -> None:
     text = (
         "allreduce,0,99,ring,ll,1,-1,-1,-1,-1\nallreduce,0,99,tree,ll,1,-1,-1,4,1\nallreduce,5,9,pat,ll,1,-1,-1,-1\n"
         "reduce,0,99,tree,ll,-1,-1,-1,-1,0\n"
@@ -284,7 +284,7 @@ def test_nccl_unknown_algorithms_of_a_table_are_lost(algorithm: str) -> None:
         (" # a comment that NCCL does not know for one", "1 fields; expected"),
     ],
 )
-def test_nccl_refuses_what_the_plugin_would_mistake(line: str, what: str) -> None:
+def test_nccl_refuses_entries_that_the_plugin_would_misread(line: str, what: str) -> None:
     with pytest.raises(ConfigError, match=r"^tuner\.conf:3: ") as caught:
         import_("nccl-csv", f"# comment\n\n{line}\n", "tuner.conf")
     assert what in str(caught.value)
@@ -382,7 +382,7 @@ NUMBERS = {
 
 @settings(max_examples=examples(160))
 @given(st.sampled_from(tuple(FORMATS)).flatmap(lambda f: st.tuples(st.just(f), expressible(f, NUMBERS[f]))))
-def test_what_a_format_can_say_comes_back(case: tuple[str, Table]) -> None:
+def test_expressible_rules_survive_a_round_trip(case: tuple[str, Table]) -> None:
     name, found = case
     text, lost = export(name, found)
     again, lost_again = import_(name, text, "again")
@@ -554,7 +554,7 @@ def test_openmpi_vector_operations_follow_the_rule_without_an_end() -> None:
     assert choice(again, query("all_gather_v", None)) == "mpi:ring"
 
 
-def test_what_is_left_to_the_built_in_preference_is_left_to_the_library_and_said() -> None:
+def test_built_in_preference_is_left_to_the_library_with_a_note() -> None:
     found = table(
         "kind: all_gather, bytes: 0..8, backend: 'mpi:bruck'",
         "kind: all_gather, bytes: 8.., backend: built-in",
@@ -592,7 +592,7 @@ def test_openmpi_per_rank_rules_need_one_number_of_ranks() -> None:
     )
 
 
-def test_openmpi_tells_what_its_tables_cannot_say() -> None:
+def test_openmpi_reports_losses_of_its_format() -> None:
     text = "2\n8 1 0 1 0 1 0 0\n2 2 0 1 0 1 0 0\n1 1 0 2 0 0\n"
     found, lost = import_("openmpi", text, "r")
     assert rules_of(found) == [("all_reduce ranks 1..", "0..", "mpi:nonoverlapping")]
@@ -642,7 +642,7 @@ def test_openmpi_unknown_algorithms_of_a_table_are_lost(algorithm: str) -> None:
         ("0\n", 1, "no rules that a table can express"),
     ],
 )
-def test_openmpi_refuses_what_it_would_skip_or_drop(text: str, line: int, what: str) -> None:
+def test_openmpi_refuses_entries_that_it_would_skip_or_drop(text: str, line: int, what: str) -> None:
     with pytest.raises(ConfigError, match=rf"^rules\.conf:{line}: ") as caught:
         import_("openmpi", text, "rules.conf")
     assert what in str(caught.value)
@@ -893,7 +893,7 @@ def test_ucc_takes_no_overlapping_ranges_of_one_component() -> None:
     assert import_("ucc", "allreduce:0-8:[2-4]:@dbt#allreduce:0-8:[5-inf]:@knomial").lost == ()
 
 
-def test_ucc_tells_what_its_tables_cannot_say() -> None:
+def test_ucc_reports_losses_of_its_format() -> None:
     text = (
         "allreduce:@dbt:cuda_managed,host#bcast:0-4K#reduce:0:4K-inf#fanin:inf"
         "#alltoallv:4K-inf:@hybrid#barrier:0-8:9"
@@ -1071,7 +1071,7 @@ def test_oneccl_shares_of_a_size_that_does_not_divide() -> None:
     )  # 4 × 100 < 401
 
 
-def test_oneccl_tells_what_its_tables_cannot_say() -> None:
+def test_oneccl_reports_losses_of_its_format() -> None:
     text = "CCL_ALLREDUCE_SCALEOUT=ring\nCCL_ALLTOALLV=naive:0-max;scatter:8-max\n"
     found, lost = import_("oneccl", text, "c")
     assert rules_of(found) == [("all_to_all_v", "0..", "mpi:naive")]

@@ -152,7 +152,7 @@ def test_more_than_two_billion_values(dtype: torch.dtype, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("codec", [Bf16, Fp16])
-def test_what_draws_depend_on(codec: type[Bf16 | Fp16]) -> None:
+def test_draws_depend_on_seed_rank_key_and_count(codec: type[Bf16 | Fp16]) -> None:
     values = torch.full((300,), 1 + 2.0**-9 + 2.0**-12)
 
     def payloads(seed: int = 0, rank: int = 0, key: str = "key", count: int = 1) -> list[list[float]]:

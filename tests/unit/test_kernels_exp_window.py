@@ -144,7 +144,7 @@ def test_damage_anywhere_writes_nowhere_else() -> None:
     assert 0 < noticed < 2000
 
 
-def test_payloads_know_their_dtype() -> None:
+def test_payloads_carry_their_dtype() -> None:
     codec = ExpWindow()
     values = torch.randn(1000).to(torch.bfloat16)
     wire = torch.zeros(codec.wire_numel(1000), dtype=torch.uint8)

@@ -41,7 +41,7 @@ def test_orthonormal_rows_span_the_same(orthonormalise, rank: int, size: int, sc
             np.testing.assert_allclose(projected, before[each, :upto], rtol=0, atol=1e-5 * scale)
 
 
-def test_both_ways_are_one() -> None:
+def test_the_kernel_and_the_reference_agree() -> None:
     ours, theirs = drawn(4, 5, 64), drawn(4, 5, 64)
     for factors in (ours, theirs):
         factors[1, 2] = factors[1, 0] * 2
@@ -76,7 +76,7 @@ def test_dependent_rows_are_replaced(orthonormalise) -> None:  # type: ignore[no
 
 @BOTH
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_spoils_its_matrix_alone(orthonormalise, bad: float) -> None:  # type: ignore[no-untyped-def]
+def test_non_finite_values_spoil_only_their_matrix(orthonormalise, bad: float) -> None:  # type: ignore[no-untyped-def]
     factors = drawn(3, 4, 50)
     factors[1, 3, 49] = bad
     orthonormalise(factors, drawn(4, 50, seed=1))

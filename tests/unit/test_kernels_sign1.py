@@ -25,7 +25,7 @@ def test_the_cpu_kernels_are_the_reference() -> None:
         same_bits(what, *outs)
 
 
-def test_what_a_payload_says() -> None:
+def test_contents_of_a_payload() -> None:
     """By the layout of the docstring, one value at a time."""
     values = torch.randn(3000, generator=torch.Generator().manual_seed(0))
     wire = torch.zeros(kernel.nbytes(3000), dtype=torch.uint8)

@@ -136,7 +136,7 @@ def test_more_than_two_billion_values() -> None:
 def test_a_payload_that_contradicts_itself_is_refused() -> None:
     wire = encoded(torch.randn(1000), 10)
     wire[:4].view(torch.int32).fill_(11)
-    with pytest.raises(BackendError, match="10 values says that it holds 11"):
+    with pytest.raises(BackendError, match="10 values has block counts that sum to 11"):
         kernel.decode(wire, torch.zeros(1000), 10, torch.float32)
 
 

@@ -69,7 +69,7 @@ def test_everything_that_a_kind_needs_is_there(row: Collective) -> None:
 SCAN = Collective("scan", reduces=True, mpi="scan", torch="scan")  # type: ignore[arg-type]
 
 
-def test_a_new_row_is_told_what_it_needs() -> None:
+def test_missing_parts_of_a_new_row_are_listed() -> None:
     """Nine files of the library: `mcr.scan` stands in `__init__` and in `api/collectives`."""
     assert missing(SCAN) == [
         "Communicator.scan",

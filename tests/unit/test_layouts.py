@@ -401,7 +401,7 @@ def test_a_rank_that_needs_a_sum_makes_it() -> None:
     assert traffic.total == oracle.least_total(source, target) == 128
 
 
-def test_what_is_gathered_by_one_rank_is_summed_by_all() -> None:
+def test_a_sum_for_one_rank_is_computed_by_all() -> None:
     """Else the one rank would receive every addend of everything."""
     source, target = oracle.mesh((16, 16), range(8), ["P"]), oracle.mesh((16, 16), [3], ["R"])
     _, traffic = cheapest(source, target, FAT)
@@ -451,7 +451,7 @@ def test_senders_of_any_boxes_share_the_work_within_limits() -> None:
     assert np.mean(ratios) <= 1.3
 
 
-def test_what_many_lack_is_gathered_and_enters_each_node_once() -> None:
+def test_boxes_missing_on_many_ranks_enter_each_node_once() -> None:
     source = oracle.mesh((16, 16), range(4), ["S0"])
     target = oracle.mesh((16, 16), range(4, 12), ["R"])
     nodes = np.arange(12) // 4

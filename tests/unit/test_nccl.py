@@ -735,7 +735,7 @@ def test_exactly_these_reductions_are_refused() -> None:
     assert all(NcclBackend.supports(signature("all_to_all", dtype)) for dtype in DTYPES)
 
 
-def test_binding_refuses_what_supports_denies(alone: tuple[Job, NcclChannel]) -> None:
+def test_binding_refuses_unsupported_operations(alone: tuple[Job, NcclChannel]) -> None:
     with pytest.raises(Unsupported, match="BXOR on int32; NCCL has SUM, PRODUCT, MAX, MIN, AVG"):
         alone[1].bind(signature("all_reduce", torch.int32, reduce_op="BXOR"))
 

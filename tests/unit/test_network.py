@@ -113,7 +113,7 @@ def test_a_pipeline(stages: int, batches: int, transfer: float) -> None:
     assert sum(part.end - part.start for part in found.critical) == pytest.approx(found.step_s)
 
 
-def test_the_critical_path_has_no_gaps_and_names_what_is_waited_for() -> None:
+def test_the_critical_path_has_no_gaps_and_names_its_waits() -> None:
     slow: list[Event] = [
         Compute("", 3.0),
         Issue(0, "all_reduce", 500, (0, 1), "loss"),
@@ -571,7 +571,7 @@ PAIR = (0, 1)
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_simulated_is_refused(
+def test_invalid_programs_of_the_simulation_are_refused(
     programs: list[list[Event]], plan: Plan | None, ranks: int | None, message: str
 ) -> None:
     with pytest.raises(InvalidArgument, match=message):

@@ -90,7 +90,7 @@ def test_without_a_gain_the_codec_is_left_out(monkeypatch: pytest.MonkeyPatch, c
     assert len(job.exchanges) == 1
 
 
-def test_comparisons_recur_more_and_more_rarely_and_find_what_has_changed(
+def test_comparisons_recur_ever_more_rarely_and_find_changes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = Job(monkeypatch, fixed(1.0, 1.0))
@@ -115,7 +115,7 @@ def test_a_costly_comparison_comes_back_later(monkeypatch: pytest.MonkeyPatch) -
     assert trace[ROUND:].index("c") == LAG + 8000 + 1
 
 
-def test_what_one_round_cannot_tell_more_rounds_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_rounds_decide_an_open_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     right = 0
     for seed in range(50):
         chance = random.Random(seed)

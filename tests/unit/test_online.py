@@ -136,7 +136,7 @@ def test_share_of_calls_that_go_to_rivals_is_bounded_and_ends(
 
 @settings(max_examples=examples(40))
 @given(TRIALS, st.integers(0, 1 << 30), st.integers(0, 1 << 30))
-def test_equal_agreed_numbers_mean_equal_choices_whatever_was_measured_locally(
+def test_equal_agreed_numbers_mean_equal_choices_despite_local_times(
     drawn: tuple[list[float], float, float, int, int], mine: int, theirs: int
 ) -> None:
     medians, sigma, missing, lag, seed = drawn
@@ -175,14 +175,14 @@ def test_the_fastest_wins_under_noise(best: int) -> None:
         assert trial.chosen == best
 
 
-def test_what_is_hopeless_is_dropped_at_the_first_exchange() -> None:
+def test_hopeless_candidates_are_dropped_at_the_first_exchange() -> None:
     trial = OnlineTrial.of("abc")
     slow = [turn.candidate for turn in play(trial, timed(noisy([1, 9, 1.2], 0.1, 1)), 4000)].count(1)
     assert slow == 6  # three turns of two calls
     assert trial.chosen == 0
 
 
-def test_what_is_a_hundred_times_too_slow_is_left_at_the_first_exchange() -> None:
+def test_a_choice_a_hundred_times_too_slow_is_left_at_the_first_exchange() -> None:
     trial = OnlineTrial.of("ab")
     trace = [turn.candidate for turn in play(trial, timed(noisy([100, 1], 0.3, 1)), 200)]
     assert trace[32 + 96 + 16 :] == [1] * (200 - 144)
@@ -200,7 +200,7 @@ def test_equals_stay_as_they_are() -> None:
     assert changed <= 3  # chance changes something, rarely
 
 
-def test_what_is_fast_only_beside_another_is_left_again_for_good() -> None:
+def test_a_choice_fast_only_beside_another_is_left_again_for_good() -> None:
     """In charge, b is slower than a in charge: a rival meets an idle library, for instance."""
 
     def seconds(candidate: int, chosen: int) -> float:
@@ -380,7 +380,7 @@ def found_out(query: Query, choice: str, **more: Any) -> Learnt:
     return Learnt(query, choice, **{**details, **more})
 
 
-def test_what_was_learnt_of_an_algorithm_holds_for_the_sizes_that_it_is_for(tmp_path: Path) -> None:
+def test_results_of_an_algorithm_hold_for_its_sizes_only(tmp_path: Path) -> None:
     for name, algorithm in {
         "small": replace(samples.ring(2), least=1500, most=3000),
         "chain": samples.chain(2, 0),  # of one root, and a rule is for all
@@ -407,7 +407,7 @@ def lookup(table: Table | None, query: Query) -> str:
     st.lists(st.tuples(queries(), CHOICES), min_size=1, max_size=6, unique_by=lambda pair: pair[0]),
     st.lists(queries(), max_size=10),
 )
-def test_refined_table_is_the_old_one_but_for_what_was_learnt(
+def test_refined_table_changes_only_refined_rules(
     base: Table | None, learnt: list[tuple[Query, str]], others: list[Query]
 ) -> None:
     refined = refined_table(base, [found_out(query, choice) for query, choice in learnt], {"ranks": ("2",)})
@@ -481,7 +481,7 @@ def test_sizes_of_one_octave_part_at_their_geometric_mean() -> None:
     assert rules[-1] == base.rules[0]
 
 
-def test_where_a_rule_cannot_tell_operations_apart_the_medians_decide() -> None:
+def test_medians_decide_between_operations_of_one_rule() -> None:
     query = Query("all_reduce", 4096)
     learnt = [
         found_out(query, "mpi", measured={"mpi": 10.0, "gloo": 11.0}),
@@ -903,7 +903,7 @@ def select(options: SelectOptions, ranks: int = 2) -> SelectStage:
     return SelectStage(options, Context(load({}), world, Group("world", tuple(range(ranks)), 0), backends))
 
 
-def test_off_means_the_very_chain() -> None:
+def test_off_returns_the_unchanged_chain() -> None:
     following = Chains()
     assert select(SelectOptions()).bind(PLAIN, following) is chain
     assert [signature.backend for signature in following.bound] == ["mpi"]
@@ -950,7 +950,7 @@ def test_a_rival_that_refuses_is_left_out() -> None:
     assert select(SelectOptions(online=True)).bind(PLAIN, Refusing()) is chain
 
 
-def test_explain_tells_what_is_tried() -> None:
+def test_explain_lists_the_candidates_of_a_trial() -> None:
     config = {
         "version": 1,
         "backends": ["gloo", "mpi"],

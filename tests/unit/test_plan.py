@@ -67,7 +67,7 @@ def test_no_plan_ends_before_the_one_that_is_found(seed: int) -> None:
         assert bound(np.array(ready), compute, of) <= best * (1 + 1e-12)
 
 
-def test_a_search_that_drops_labels_says_so_and_ends_within_its_gap() -> None:
+def test_search_that_drops_labels_has_a_gap_and_ends_within_it() -> None:
     draw = np.random.default_rng(3)
     ready = np.sort(draw.random(60))
     curves = [
@@ -111,7 +111,7 @@ def test_no_plan_of_eight_gradients_and_two_libraries_is_better() -> None:
         assert few.least <= best * (1 + 1e-9)
 
 
-def test_what_cannot_be_searched_is_refused() -> None:
+def test_invalid_arguments_of_the_search_are_refused() -> None:
     of = prices([8, 8], 8, [Curve.through({8: (1.0, 0.0)})], 0.0)
     with pytest.raises(ValueError, match="ascending"):
         search([1.0, 0.5], 1.0, of)

@@ -166,7 +166,7 @@ def test_the_start_of_the_call_before_helps() -> None:
     assert np.linalg.norm(f64(fresh) - matrix.reshape(-1)) == pytest.approx(errors[0])
 
 
-def test_what_is_left_gets_through_in_time() -> None:
+def test_residuals_get_through_in_time() -> None:
     """With error feedback the mean of many results is the true mean, of whatever rank that is."""
     true = drawn(400, 1)
 
@@ -206,7 +206,7 @@ def test_tiny_and_huge_values(scale: float) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_stays_visible_and_is_forgotten(bad: float) -> None:
+def test_non_finite_values_stay_visible_in_one_step_only(bad: float) -> None:
     shapes = [(24, 16), (6,), (24, 16), (40, 10)]
     low = torch.cat([of_rank(2, 24, 16, 1), drawn(6, 2), of_rank(2, 24, 16, 3), of_rank(2, 40, 10, 5)])
     codecs = world(3)
@@ -280,7 +280,7 @@ def test_the_state_does_not_live_in_the_buffers() -> None:
     assert torch.equal(kept, before)
 
 
-def test_what_travels() -> None:
+def test_rounds_of_the_codec() -> None:
     codec = world(1, rank=4, min_rate=2)[0]
     assert [each.numel for each in codec.rounds([(100, 50), (9,)], 8)] == [409, 200]
     assert [each.numel for each in codec.rounds([(9,), (8, 8)], 8)] == [73]  # 64 / (4 × 16) is below 2

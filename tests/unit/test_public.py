@@ -40,7 +40,7 @@ def test_importing_the_package_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_package_does_without_what_the_command_line_needs() -> None:
+def test_the_package_works_without_requirements_of_the_command_line() -> None:
     code = """
 import sys
 sys.modules |= {"typer": None, "rich": None}

@@ -62,7 +62,7 @@ def sent_by(codecs: list[RandK], numel: int) -> list[int]:
     return result.nonzero().view(-1).tolist()
 
 
-def test_what_is_drawn_depends_on_seed_key_and_step_alone() -> None:
+def test_draws_depend_on_seed_key_and_step_alone() -> None:
     first = [sent_by(all_ranks(2), 1000)]
     codecs = all_ranks(2)
     steps = [sent_by(codecs, 1000) for _ in range(3)]
@@ -79,7 +79,7 @@ def test_what_is_drawn_depends_on_seed_key_and_step_alone() -> None:
     assert sent_by(resumed, 1000) == sent_by(codecs, 1000)
 
 
-def test_sums_what_was_sent_and_leaves_the_rest() -> None:
+def test_sums_sent_values_and_leaves_the_rest() -> None:
     codecs = all_ranks(3, ratio=0.1)
     inputs = [torch.arange(1, 1001, dtype=torch.float32) * (rank + 1) for rank in range(3)]
     left = [tensor.clone() for tensor in inputs]
@@ -116,7 +116,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     assert torch.equal(result[sent], (2 * inputs[0])[sent])
 
 
-def test_nothing_and_what_is_not_finite() -> None:
+def test_empty_and_non_finite_input() -> None:
     codecs = all_ranks(2, ratio=1.0)
     assert exchanged(codecs, [torch.zeros(0)] * 2)[0].numel() == 0
     spoilt = torch.tensor([1.0, torch.nan, torch.inf])

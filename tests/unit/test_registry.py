@@ -145,7 +145,7 @@ def test_register() -> None:
     assert registry.get("codecs", "thing") is thing
 
 
-def test_another_name_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alias_of_a_built_in_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert registry.stored_name("backends", "shm") == "msccl"
     assert registry.stored_name("codecs", "shm") == "shm"
     assert registry.get("backends", "shm") is registry.get("backends", "msccl")
@@ -157,13 +157,13 @@ def test_another_name_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         registry.names("backends")
 
 
-def test_register_a_reference_and_what_it_refers_to() -> None:
+def test_register_a_reference_and_its_target() -> None:
     registry.register("codecs", "path", "pathlib:Path")
     assert registry.get("codecs", "path") is Path
     registry.register("codecs", "path", Path)
 
 
-def test_register_what_an_entry_point_already_offers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_register_the_object_of_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, "[mcr_plus.codecs]\nmine = fake_package:Codec\n")
     registry.register("codecs", "mine", registry.get("codecs", "mine"))
     with pytest.raises(Unsupported, match="'mine' is taken"):

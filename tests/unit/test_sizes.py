@@ -65,7 +65,7 @@ def test_classes_have_few_methods() -> None:
 
 
 @pytest.mark.parametrize("folder", ["mcr_plus", "benchmarks", "examples"])
-def test_long_files_say_why(folder: str) -> None:
+def test_long_files_give_a_reason(folder: str) -> None:
     missing = [file for file, text in sources(folder).items() if reason_is_missing(text)]
     assert not missing, f"more than {MOST_LINES} lines, and no 'Long because' at the head: {missing}"
 

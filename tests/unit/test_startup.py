@@ -112,7 +112,7 @@ def test_both_parsers_read_plain_data_alike(data: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "text", ["a:\t1\n\tb: 2\n", "a: [mpi, glo?o]\n", "a: [1\n", "a: b: c\n", "a: \x07\n"]
 )
-def test_what_one_parser_refuses_both_refuse(text: str) -> None:
+def test_both_parsers_refuse_the_same(text: str) -> None:
     from mcr_plus.config.document import parse_document
     from mcr_plus.errors import ConfigError
 

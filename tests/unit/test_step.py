@@ -74,7 +74,7 @@ def test_skew_is_taken_for_waiting_and_not_for_communication(seed: int, late: fl
     assert kinds == [Compute, Need, Compute, Ready, Issue, Wait, Compute]
 
 
-def test_steps_that_are_usual_on_some_ranks_alone_tell_no_time_of_an_operation() -> None:
+def test_steps_usual_on_some_ranks_only_give_no_times_of_operations() -> None:
     """Rank 0 waits a second for rank 1, half of whose steps have another sequence of events."""
 
     def rank(me: int, number: int) -> RankStep:
@@ -143,7 +143,7 @@ def test_times_of_few_equal_steps_are_noted() -> None:
         ({0: []}, "0 steps"),
     ],
 )
-def test_what_cannot_be_merged_is_refused(steps: dict[int, list[RankStep]], problem: str) -> None:
+def test_captures_that_do_not_fit_are_refused(steps: dict[int, list[RankStep]], problem: str) -> None:
     with pytest.raises(InvalidArgument, match=re.escape(problem)):
         Step.merged(steps, nodes=1, model="m")
 
@@ -179,7 +179,7 @@ def test_a_saved_step_is_loaded_as_it_was(tmp_path: Path) -> None:
     assert json.loads(file.read_text())["version"] == 1
 
 
-def test_what_the_job_has_measured_is_part_of_the_file(tmp_path: Path) -> None:
+def test_measurements_of_the_job_are_part_of_the_file(tmp_path: Path) -> None:
     """And it is optional: a step of before has none."""
     probed = {"gloo": Probed("all_reduce", (4096, 1 << 20), (1e-3, 5e-3), (0.1, 0.3))}
     step, file = replace(STEP, measured=probed), tmp_path / "step.json"
@@ -228,7 +228,7 @@ def test_a_malformed_file_is_refused_with_its_line(tmp_path: Path, old: str, new
 
 
 @pytest.mark.parametrize("content", [b"", b"[1, 2]", b"{", b"\xff\xfe", b'{"version": 1}', b"[" * 100_000])
-def test_what_is_no_step_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_files_without_a_step_are_refused(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "step.json"
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=re.escape(str(file))):

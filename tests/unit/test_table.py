@@ -66,7 +66,7 @@ def test_lookup(tmp_path: Path, kind: str, nbytes: int | None, expected: str) ->
     assert backend(table(tmp_path, *EXAMPLE), kind, nbytes) == expected
 
 
-def test_a_rule_knows_its_place(tmp_path: Path) -> None:
+def test_a_rule_has_its_file_and_line(tmp_path: Path) -> None:
     rule = table(tmp_path, *EXAMPLE).lookup(Query("all_reduce", 64 * K))
     assert rule is not None
     assert (rule.lo, rule.hi) == (64 * K, None)
@@ -86,7 +86,7 @@ def test_an_algorithm_of_a_backend_that_has_none(tmp_path: Path, name: str) -> N
         use_algorithms(load({"rules": [rule]}))
 
 
-def test_an_outside_backend_may_have_algorithms_that_only_it_knows(
+def test_an_outside_backend_may_have_algorithms_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(registry.BACKENDS, "quick", type("Quick", (GlooBackend,), {"has_algorithms": True}))
@@ -159,7 +159,7 @@ DIVIDED = {f"{kind}{form}" for kind in ("all_gather", "reduce_scatter", "all_to_
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("recv", "barrier")])
-def test_per_rank_divides_what_is_of_all_ranks(tmp_path: Path, kind: str) -> None:
+def test_per_rank_divides_bytes_of_all_ranks(tmp_path: Path, kind: str) -> None:
     found = table(
         tmp_path,
         f"kind: {kind}, bytes: 0..1KiB, basis: per_rank, backend: mpi",

@@ -150,7 +150,7 @@ def test_shrinking_changes_no_lookup_per_rank(found: Table) -> None:
 
 @settings(max_examples=examples(60))
 @given(tables("per_rank", grouped=True), tables(grouped=True))
-def test_shrinking_changes_no_lookup_where_bytes_are_counted_in_two_ways(one: Table, other: Table) -> None:
+def test_shrinking_changes_no_lookup_of_both_kinds_of_bytes(one: Table, other: Table) -> None:
     try:
         both = parse_table(table_text(Table((*one.rules, *other.rules))))
     except ConfigError:
@@ -201,7 +201,7 @@ def test_shrink_joins_and_drops() -> None:
     ]
 
 
-def test_shrink_drops_a_key_that_says_what_the_rest_says() -> None:
+def test_shrink_drops_a_redundant_key() -> None:
     narrow = "kind: all_reduce, dtype: float16, bytes: 0.., backend: mpi"
     wide = ("kind: all_reduce, bytes: 0..8, backend: mpi", "kind: all_reduce, bytes: 8.., backend: mpi")
     assert [rule.key.dtype for rule in shrink(table(narrow, *wide)).rules] == [None]
@@ -210,7 +210,7 @@ def test_shrink_drops_a_key_that_says_what_the_rest_says() -> None:
     assert [rule.key.dtype for rule in kept.rules] == ["float16", None, None]
 
 
-def test_shrink_leaves_alone_what_stands_between_each_other() -> None:
+def test_shrink_keeps_interleaved_rules() -> None:
     found = table(
         'kind: "*", bytes: 0..8, backend: gloo',
         "kind: send, bytes: 0..16, backend: mpi",
@@ -238,7 +238,7 @@ def covers(change: Change, query: Query) -> bool:
 
 @settings(max_examples=examples(80))
 @given(st.sampled_from(BASES).flatmap(lambda basis: st.tuples(tables(basis), tables(basis))))
-def test_diff_names_exactly_what_differs(pair: tuple[Table, Table]) -> None:
+def test_diff_names_exactly_the_differences(pair: tuple[Table, Table]) -> None:
     a, b = pair
     changes = [change for change in diff(a, b) if change.before != change.after]
     found = [(query, choice(a, query), choice(b, query)) for query in ALL_QUERIES]
@@ -257,7 +257,7 @@ def test_a_table_does_not_differ_from_itself(found: Table) -> None:
     assert not [change for change in diff(found, shrink(found)) if change.before != change.after]
 
 
-def test_diff_splits_at_the_bounds_of_both_and_joins_what_is_equal() -> None:
+def test_diff_splits_at_the_bounds_of_both_and_joins_equal_ranges() -> None:
     a = table(
         "kind: all_reduce, bytes: 0..4KiB, backend: mpi",
         "kind: all_reduce, bytes: 4KiB..16KiB, backend: gloo",
@@ -276,7 +276,7 @@ def test_diff_splits_at_the_bounds_of_both_and_joins_what_is_equal() -> None:
     ]
 
 
-def test_diff_tells_times_where_they_were_measured() -> None:
+def test_diff_has_times_of_measured_sizes() -> None:
     a = table(
         "kind: all_reduce, bytes: 0.., backend: mpi, measured: {mpi: {1KiB: 10, 3KiB: 30}, gloo: {1KiB: 7}}"
     )
@@ -290,7 +290,7 @@ def test_diff_tells_times_where_they_were_measured() -> None:
     assert (unknown.before_us, unknown.after_us, unknown.at) == (None, 30, 3 * K)
 
 
-def test_diff_tells_keys_that_only_one_has_and_facts() -> None:
+def test_diff_lists_unmatched_keys_and_facts() -> None:
     a = table(
         "kind: all_reduce, dtype: float16, bytes: 0.., backend: mpi",
         "kind: all_reduce, dtype: int8, bytes: 0.., backend: gloo",
@@ -312,7 +312,7 @@ def test_diff_tells_keys_that_only_one_has_and_facts() -> None:
     ]
 
 
-def test_diff_sees_what_only_the_order_of_rules_changes() -> None:
+def test_diff_finds_effects_of_the_order_of_rules() -> None:
     one = "kind: all_reduce, dtype: float16, bytes: 0.., backend: mpi"
     other = "kind: all_reduce, ranks: 2, bytes: 0.., backend: gloo"
     (change,) = diff(table(one, other), table(other, one))
@@ -463,7 +463,7 @@ def test_merge_refuses_bad_arguments(given_tables: list[Table], prefer: str | No
         merge(given_tables, prefer=prefer)  # type: ignore[arg-type]
 
 
-def test_keys_that_overlap_in_too_many_ways_are_refused() -> None:
+def test_keys_with_too_many_overlaps_are_refused() -> None:
     numbers = [Range(number, number + 1) for number in range(1, 4)]
     keys = [TableKey("reduce", ranks=each) for each in numbers]
     keys += [TableKey("reduce", nodes=each) for each in numbers]

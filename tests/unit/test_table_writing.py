@@ -110,7 +110,7 @@ def as_read(table: Table) -> Table:
 
 @given(tables(), st.lists(texts, max_size=2))
 @settings(max_examples=examples(300))
-def test_what_is_written_is_read_back(table: Table, comment: list[str]) -> None:
+def test_written_tables_are_read_back(table: Table, comment: list[str]) -> None:
     printable = [line for line in comment if line.replace("\n", "").isprintable()]
     text = table_text(table, comment=printable)
     found = parse_table(text)
@@ -296,7 +296,7 @@ def test_an_interrupt_leaves_the_old_file(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_cannot_be_text_leaves_the_old_file(tmp_path: Path) -> None:
+def test_tables_that_cannot_be_text_leave_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "table.yaml"
     save_table(OLD, path)
     with pytest.raises(ValueError, match="surrogates not allowed"):

@@ -70,7 +70,7 @@ def test_error_feedback_sends_everything_in_time() -> None:
     assert (got[:200] == 0).all()
 
 
-def test_clearing_what_was_sent() -> None:
+def test_clearing_sent_values() -> None:
     codec = TopK(TopKOptions(ratio=0.02))
     values, momentum = torch.randn(1000, generator=torch.Generator().manual_seed(0)), torch.ones(1000)
     wire = payload(codec, values)

@@ -241,7 +241,7 @@ def test_ranges_of_our_own_backend_and_modules_are_read(tmp_path: Path) -> None:
     assert any("only 1 step" in note for note in step.notes)
 
 
-def test_an_execution_trace_adds_what_kineto_lacks(tmp_path: Path) -> None:
+def test_an_execution_trace_adds_facts_missing_from_kineto(tmp_path: Path) -> None:
     traces = host_traces(2, 0.0, 1)
     whole = load_step(written(tmp_path, traces))
     nodes: list[list[dict[str, Any]]] = [[], []]

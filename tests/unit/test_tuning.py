@@ -81,7 +81,7 @@ def test_the_interval_is_the_narrowest_that_encloses_the_median_often_enough(cou
         assert rank == 0
 
 
-def test_the_interval_encloses_the_median_as_often_as_it_says() -> None:
+def test_the_interval_encloses_the_median_at_its_confidence() -> None:
     draw = random.Random(1)
     hits = 0
     for _ in range(2000):
@@ -777,7 +777,7 @@ def tuned_while_busy(table: str, answer: str) -> None:
         worker.run(job)
 
 
-def test_the_table_says_that_the_machine_was_busy(tmp_path: Path) -> None:
+def test_the_table_notes_a_busy_machine(tmp_path: Path) -> None:
     table, answer = tmp_path / "t.yaml", tmp_path / "answer.json"
     first, _ = run_ranks(tuned_while_busy, 2, args=[str(table), str(answer)], via="torch")
     words = "The machine was busy"

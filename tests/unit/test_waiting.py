@@ -51,7 +51,7 @@ def asleep(sleeper: Bells, awaited: tuple[int, ...]) -> threading.Thread:
 
 
 @pytest.mark.parametrize("by_compiled_code", [False, True])
-def test_who_is_waited_for_wakes_the_sleeper(bells: list[Bells], by_compiled_code: bool) -> None:
+def test_the_awaited_rank_wakes_the_sleeper(bells: list[Bells], by_compiled_code: bool) -> None:
     first, second, third = bells
     thread = asleep(first, (4,))
     assert second.wanted[0]
@@ -187,7 +187,7 @@ def test_a_yield_that_costs_the_core_is_the_last_before_a_check(bells: list[Bell
         os.sched_setaffinity(0, cores)
     assert not may_yield(bells[0].table)
     assert may_yield(bells[1].table)
-    bells[0].tell(calm=True)
+    bells[0].set_calm(calm=True)
     assert may_yield(bells[0].table)
 
 
@@ -235,7 +235,7 @@ def test_a_peer_that_waits_for_a_core_ends_the_calm(tmp_path: Path) -> None:
     found.close()
 
 
-def test_what_is_asked_for_is_done_whatever_is_seen(bells: list[Bells]) -> None:
+def test_explicit_wait_policies_override_measured_load(bells: list[Bells]) -> None:
     for policy, calm, sleeps in (
         ("spin", True, False),
         ("yield", True, False),

@@ -170,7 +170,7 @@ class SharedBoard(GroupBoard):
 
 
 def _row_bytes(ranks: int) -> int:
-    """Bytes of a row in a group of `ranks`; what is never written takes no memory."""
+    """Bytes of a row in a group of `ranks`; pages that are never written take no memory."""
     return _COUNTS + RING * 2 * ranks * 8
 
 

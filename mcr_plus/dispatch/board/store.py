@@ -75,7 +75,7 @@ class StoreBoard(GroupBoard):
     def _ask(self, question: Callable[[Store], _Answer], otherwise: _Answer) -> _Answer:
         """The store's answer; `otherwise` if it does not answer, or a stranger has written the answer.
 
-        `problem` is set then. A store that has not answered is not asked again: its process may have died.
+        `problem` is set then. After one failure the store gets no more requests: its process may have died.
         """
         if self._store is None:
             return otherwise
@@ -176,7 +176,7 @@ class StoreBoard(GroupBoard):
         return True
 
     def _may_ask(self) -> bool:
-        """Whether it is time to ask again; then it has been asked."""
+        """Whether the next request to the store is due; if so, also sets the time of the one after it."""
         now = time.monotonic()
         if now < self._next_question:
             return False

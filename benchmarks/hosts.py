@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -53,7 +54,7 @@ def need_hosts(*, mpi: bool = True) -> None:
         raise SystemExit(f"skipped: {reason}")
 
 
-class Hosts:
+class Hosts(ABC):
     """Network namespaces, which a subclass joins in `connect`.
 
     `names`, `links`, `addresses`: of each host its namespace, its interface and its IPv4 address. `network`:
@@ -86,9 +87,9 @@ class Hosts:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
         self._folder.cleanup()
 
+    @abstractmethod
     def connect(self) -> None:
-        """Make the interfaces of the hosts and what joins them."""
-        raise NotImplementedError
+        """Make the interfaces of the hosts and the links between them."""
 
     def mpirun(
         self,

@@ -33,6 +33,7 @@ _log = logging.getLogger("mcr_plus")
 _depth = 0
 _depth_lock = threading.Lock()
 _silent = False  # nothing is logged
+_loaded: set[Path] = set()  # notes of the kernels that this process has compiled or loaded
 _known: set[str] = set()  # names that have been logged
 _armed = False  # a timer will log the current compilation unless it ends soon
 _armed_lock = threading.Lock()
@@ -57,18 +58,24 @@ def preparing(what: str) -> Iterator[None]:
         with _logged(what):
             yield
         return
+    if note in _loaded:
+        yield
+        return
     if _noted(note):
         with watched():  # loading takes long enough, too, beside other work
             yield
+        _loaded.add(note)
         return
     with watched(), _alone(note):
         if _noted(note):  # by the process that this one has waited for
             yield
+            _loaded.add(note)
             return
         with _logged(what):
             yield
         with contextlib.suppress(OSError):
             note.write_text(_state())
+            _loaded.add(note)
 
 
 def say_nothing() -> None:

@@ -223,10 +223,11 @@ class Rule:
 
 def default_pipeline() -> tuple[StageSpec, ...]:
     """Return the pipeline of a configuration without one."""
+    stages: dict[str, Any] = {name: registry.get("stages", name) for name in registry.STAGE_ORDER}
     return tuple(
         StageSpec(name, declared_options("stages", name)())
-        for name in registry.STAGE_ORDER
-        if not getattr(registry.get("stages", name), "on_request", False)
+        for name, stage in stages.items()
+        if not stage.on_request
     )
 
 

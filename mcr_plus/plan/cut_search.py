@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcr_plus.kernels.cpu import compiled
-from mcr_plus.plan.search import Floats, Found, Prices, bound, front, rest
+from mcr_plus.plan.search import Floats, Found, Prices, bound, checked_times, front, rest
 
 _LABELS: Final = 64  # of a state
 _FEW: Final = 4
@@ -61,12 +61,8 @@ def search_cuts(
         ValueError: `ready` or `positions` is not ascending, a position or a cost is out of range, or
             something has another length than expected.
     """
-    times = np.asarray(ready, np.float64)
+    times = checked_times(ready, prices)
     count = len(times)
-    if np.any(np.diff(times) < 0):
-        raise ValueError("ready: expected in ascending order")
-    if prices.seconds.shape != (len(prices.seconds), count + 1, count + 1):
-        raise ValueError(f"prices: expected [choices, {count + 1}, {count + 1}], got {prices.seconds.shape}")
     if not count and not len(positions):
         return FoundCuts([], compute, compute, True, compute, ())
     if len(costs) != len(positions) or any(not cost >= 0 for cost in costs):

@@ -94,12 +94,8 @@ def search(
     Raises:
         ValueError: `ready` is not ascending, or prices are not of its length.
     """
-    times = np.asarray(ready, np.float64)
+    times = checked_times(ready, prices)
     count = len(times)
-    if np.any(np.diff(times) < 0):
-        raise ValueError("ready: expected in ascending order")
-    if prices.seconds.shape != (len(prices.seconds), count + 1, count + 1):
-        raise ValueError(f"prices: expected [choices, {count + 1}, {count + 1}], got {prices.seconds.shape}")
     if not count:
         return Found([], compute, compute, True, compute)
     after, loss, late = rest(times, prices)
@@ -119,6 +115,17 @@ def search(
         if least >= step * (1 - _ROUNDING) or now - began + longer * (now - before) > seconds:
             break
     return Found(buckets, step, lowest, least >= step * (1 - _ROUNDING), max(least, lowest))
+
+
+def checked_times(ready: Sequence[float] | Floats, prices: Prices) -> Floats:
+    """`ready` as an array. Raises `ValueError` if it is not ascending, or prices are not of its length."""
+    times = np.asarray(ready, np.float64)
+    count = len(times)
+    if np.any(np.diff(times) < 0):
+        raise ValueError("ready: expected in ascending order")
+    if prices.seconds.shape != (len(prices.seconds), count + 1, count + 1):
+        raise ValueError(f"prices: expected [choices, {count + 1}, {count + 1}], got {prices.seconds.shape}")
+    return times
 
 
 def beams(labels: int) -> list[tuple[int, float]]:

@@ -59,13 +59,14 @@ def native(source: Layout, target: Layout) -> Native | None:
 
 
 class Room:
-    """What native collectives of one plan may still take: bytes of buffers, and groups; alike on all ranks.
+    """What native collectives of a call may still take: bytes of buffers, and groups; alike on all ranks.
 
-    `memory`: bytes; None: any number.
+    `memory`: bytes; None: any number. `used`: bytes that chosen ones take.
     """
 
     def __init__(self, comm: Communicator, memory: int | None) -> None:
         self._left = math.inf if memory is None else memory
+        self.used = 0
         self._whole = (comm.ranks,)
         self._open = {*comm.attached.get(GROUPS, ())}
 
@@ -82,7 +83,9 @@ class Room:
         if one.groups != self._whole:
             self._open.add(one.groups)
         if self._left < math.inf:
-            self._left -= packed_volume(one, source, target) * itemsize
+            nbytes = packed_volume(one, source, target) * itemsize
+            self._left -= nbytes
+            self.used += nbytes
 
 
 def packed_volume(one: Native, source: Layout, target: Layout) -> int:

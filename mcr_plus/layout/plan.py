@@ -118,15 +118,15 @@ def make_plan(
     specs: Sequence[Spec],
     wrong: str | None,
     *,
-    memory: int | None = None,
+    room: Room | None = None,
     lossy: bool = False,
     options: str = "",
 ) -> Plan:
     """Choose a program for each tensor, agree with the other ranks of the group, and prove this rank's parts.
 
     Collective. `wrong`: what is wrong with this rank's arguments; then, or if the ranks' specs or `options`
-    of the call differ, all ranks raise. `memory`: bytes that buffers of native collectives may take; None:
-    any number. `lossy`: a codec is asked for, which must not leave replicas with different bits.
+    of the call differ, all ranks raise. `room`: what native collectives may take, which is counted there;
+    None: any number of bytes. `lossy`: a codec is asked for, which must leave replicas with the same bits.
     """
     for spec in specs:
         wrong = wrong or _refused(comm, spec)
@@ -161,7 +161,7 @@ def make_plan(
     if lossy:
         _rule_out(found, loads, seconds)
     chosen, kept = [], np.zeros((len(specs), MOST_STEPS, len(LOADS)), np.int64)
-    room = Room(comm, memory)
+    room = room or Room(comm, None)
     for at, (spec, some) in enumerate(zip(specs, found, strict=True)):
         best = _cheapest(spec, some, seconds[at], room)
         kept[at] = loads[at, best]

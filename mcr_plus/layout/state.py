@@ -30,6 +30,7 @@ from mcr_plus.layout.local import (
     prefix,
 )
 from mcr_plus.layout.mover import TAG, Mover
+from mcr_plus.layout.native import Room
 from mcr_plus.layout.plan import Plan, Spec, make_plan
 from mcr_plus.runtime.init import member_of
 
@@ -329,24 +330,32 @@ class Redistribution:
     def _bind(self, dtypes: _Dtypes, wrong: str | None = None) -> None:
         """Make a plan for the tensors of each dtype, and what runs them."""
         lossy = self._options.get("compress") not in (None, False)
-        plans: list[Plan] = []
-        movers: list[_Named] = []
-        for dtype in dict.fromkeys(dtypes):
-            specs = self._specs_of(dtypes, dtype)
-            plan = make_plan(self._comm, specs, wrong, memory=self._memory, lossy=lossy, options=self._said)
-            plans.append(plan)
-            movers += self._movers_of(plan)
-        self._bound[dtypes] = plans, movers
+        room, memory = Room(self._comm, self._for_native()), self._memory
+        plans = [
+            make_plan(
+                self._comm, self._specs_of(dtypes, dtype), wrong, room=room, lossy=lossy, options=self._said
+            )
+            for dtype in dict.fromkeys(dtypes)
+        ]
+        if memory is not None:
+            memory -= room.used
+        self._bound[dtypes] = plans, [each for plan in plans for each in self._movers_of(plan, memory)]
 
-    def _movers_of(self, plan: Plan) -> list[_Named]:
-        """What runs a plan: the exchanges of most tensors, and the native collectives of some."""
+    def _for_native(self) -> int | None:
+        """Bytes that native collectives of all dtypes together may take: half, if exchanges need the rest."""
+        if self._memory is None or len(self._specs) == 1:
+            return self._memory
+        return max(0, min(self._memory // 2, self._memory - _needed(self._specs)[0]))
+
+    def _movers_of(self, plan: Plan, memory: int | None) -> list[_Named]:
+        """What runs a plan: the exchanges of most tensors, in `memory` bytes, and native collectives."""
         found: list[_Named] = []
         exchanged = plan.take(
             [index for index, each in enumerate(plan.chosen) if each.program.native is None]
         )
         if exchanged.specs:
             names = [spec.name for spec in exchanged.specs]
-            found.append((names, Mover(self._comm, exchanged, self._options, self._memory, self._pool)))
+            found.append((names, Mover(self._comm, exchanged, self._options, memory, self._pool)))
         for spec, each in zip(plan.specs, plan.chosen, strict=True):
             if each.program.native is not None:
                 native = Collective(self._comm, spec, each.program.native, self._options, plan.call)
@@ -427,16 +436,23 @@ def _memory(memory: int | str, specs: Mapping[str, tuple[Layout, Layout]]) -> in
         limit = parse_size(memory)
     except ValueError as error:
         raise InvalidArgument(f"memory: {error}") from None
-    rows = {name: source.shape[-1] if len(source.shape) > 1 else 1 for name, (source, _) in specs.items()}
-    widest = max(rows, key=rows.__getitem__, default=None)
-    # Two rounds in flight, each of a row that is sent and one that is received, of the largest dtype.
-    if widest is not None and limit < 4 * 16 * rows[widest]:
+    needed, widest, row = _needed(specs)
+    if limit < needed:
         raise InvalidArgument(
-            f"memory: {about(limit)} is less than the largest row needs, {about(4 * 16 * rows[widest])} "
-            f"for {rows[widest]} elements of {widest or 'the tensor'}: buffers of two rounds, sent and "
+            f"memory: {about(limit)} is less than the largest row needs, {about(needed)} "
+            f"for {row} elements of {widest or 'the tensor'}: buffers of two rounds, sent and "
             "received, of up to 16 bytes an element"
         )
     return limit
+
+
+def _needed(specs: Mapping[str, tuple[Layout, Layout]]) -> tuple[int, str, int]:
+    """The bytes that exchanges need at least, the tensor with the largest row, and elements of that row."""
+    rows = {name: source.shape[-1] if len(source.shape) > 1 else 1 for name, (source, _) in specs.items()}
+    widest = max(rows, key=rows.__getitem__, default="")
+    row = rows.get(widest, 0)
+    # Two rounds in flight, each of a row that is sent and one that is received, of the largest dtype.
+    return 4 * 16 * row, widest, row
 
 
 def _write_back(locals_: Sequence[Local]) -> None:

@@ -357,6 +357,7 @@ def states(backend: str) -> dict[str, Any]:
             report.add("plans", None if len(move.plans) == 5 else f"{len(move.plans)} plans for 5 dtypes")
             report.add("plan", None if "bound" in move.plans[0].describe() else "no description")
         bounded(report, comm.rank, comm.size)
+        bounded_together(report, comm.rank, comm.size)
     return {**report.value(), "buffers": buffers}
 
 
@@ -377,6 +378,29 @@ def bounded(report: Report, rank: int, number: int) -> None:
             one_state(report, move, known, rank, turn, f"memory {memory}")
         size = move.buffer_bytes
         report.add(f"memory {memory}", None if size <= memory else f"buffers of {size} bytes")
+
+
+def bounded_together(report: Report, rank: int, number: int) -> None:
+    """Native collectives, exchanges and all dtypes have their buffers in the same memory."""
+    ranks = range(number)
+    shapes = {"a": (480, 1020), "b": (480, 1020), "c": (240, 1020), "x": (2048, 1024)}
+    dtypes = {"a": torch.float32, "b": torch.int32, "c": torch.complex64, "x": torch.float32}
+    whole = {name: torch.arange(shapes[name][1]).to(dtypes[name]).expand(shapes[name]) for name in shapes}
+    specs = {
+        name: (mcr.Layout.sharded(shape, ranks, 1), mcr.Layout.replicated(shape, ranks))
+        for name, shape in shapes.items()
+    }
+    memory = 4 << 20  # each of the first three would fit
+    move = mcr.redistribution(specs, memory=memory)
+    state = {name: each.chunk(number, 1)[rank].clone() for name, each in whole.items()}
+    for _ in range(2):
+        for name, full in move(state).items():
+            right = full is not None and torch.equal(full, whole[name])
+            report.add(f"{name} of several dtypes", None if right else "wrong values")
+    names = {each.program.native is not None for plan in move.plans for each in plan.chosen}
+    report.add("kinds of programs", None if names == {True, False} else "expected native and other programs")
+    size = move.buffer_bytes
+    report.add("one memory", None if size <= memory else f"buffers of {size} bytes in {memory}")
 
 
 def one_state(

@@ -185,6 +185,7 @@ def _write_plan(path: Path, pipeline: Config, step: Step, advice: Advice) -> Non
     from mcr_plus.config.reader import dump, load
     from mcr_plus.fusion.options import FuseOptions
     from mcr_plus.msccl.catalog import kept
+    from mcr_plus.plan.buckets import unused_in
     from mcr_plus.plan.saved import SavedBucket, SavedPlan, digests
     from mcr_plus.plan.scaling import CAPTURED
     from mcr_plus.selection.checks import checked_tables, use_algorithms
@@ -200,6 +201,7 @@ def _write_plan(path: Path, pipeline: Config, step: Step, advice: Advice) -> Non
             model=step.model,
             ranks=advice.timeline.ranks,
             tables=digests(pipeline) or None,
+            unused=unused_in(step) or None,
             buckets=buckets,
         ).save(beside)
         for stage in data["pipeline"]:

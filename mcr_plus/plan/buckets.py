@@ -9,7 +9,7 @@ with several libraries, single buckets are then changed as long as the simulated
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from time import perf_counter
@@ -22,7 +22,7 @@ from mcr_plus.fusion.bucket import Entry, by_size
 from mcr_plus.plan.costs import OVERHEAD, Curve, groups, prices
 from mcr_plus.plan.course import Timeline
 from mcr_plus.plan.network import members, simulate
-from mcr_plus.plan.programs import Bucket, Plan
+from mcr_plus.plan.programs import Bucket, Plan, sizes_of
 from mcr_plus.plan.scaling import CAPTURED, Costs
 from mcr_plus.plan.search import rest, search
 from mcr_plus.plan.step import Compute, Issue, Ready, Role, Step, Wait
@@ -194,31 +194,47 @@ def units_of(step: Step) -> list[Unit]:
             if isinstance(each, Issue):
                 for name in each.gradients:
                     carriers.setdefault(name, {})[number] = each.group
-    alike: dict[tuple[tuple[int, tuple[int, ...]], ...], set[str]] = {}
+    likes = {each.param: each.like for role in step.roles for each in role.events if isinstance(each, Ready)}
+    sizes = sizes_of(step)
+    alike: dict[tuple[str, tuple[tuple[int, tuple[int, ...]], ...]], dict[str, int]] = {}
     for name, of_role in carriers.items():
-        alike.setdefault(tuple(sorted(of_role.items())), set()).add(name)
+        if name in sizes:  # ready on some rank
+            alike.setdefault((likes[name], tuple(sorted(of_role.items()))), {})[name] = sizes[name]
     found = []
-    for places, names in alike.items():
+    for (_, places), of_unit in alike.items():
         number, group = max(places, key=lambda place: computed_in(step.roles[place[0]]))
-        unit = _unit(step.roles[number], names, group)
-        if unit.sizes:
-            found.append(unit)
+        found.append(_unit(step.roles[number], of_unit, group))
     return found
 
 
-def _unit(role: Role, names: Set[str], group: tuple[int, ...]) -> Unit:
+def unused_in(step: Step) -> tuple[str, ...]:
+    """Parameters that the step's operations carry, and that have no gradient on any rank."""
+    sizes = sizes_of(step)
+    carried = (
+        name
+        for role in step.roles
+        for each in role.events
+        if isinstance(each, Issue)
+        for name in each.gradients
+    )
+    return tuple(dict.fromkeys(name for name in carried if name not in sizes))
+
+
+def _unit(role: Role, nbytes: Mapping[str, int], group: tuple[int, ...]) -> Unit:
     carrying = {each.id for each in role.events if isinstance(each, Issue) and each.gradients}
-    sizes: dict[str, int] = {}
     ready: dict[str, float] = {}
     done, until = 0.0, None
     for each in role.events:
         if isinstance(each, Compute):
             done += each.seconds
-        elif isinstance(each, Ready) and each.param in names:
-            ready[each.param], sizes[each.param] = done, each.nbytes
+        elif isinstance(each, Ready) and each.param in nbytes:
+            ready[each.param] = done
         elif isinstance(each, Wait) and each.id in carrying:
             until = done
-    return Unit(sizes, ready, done if until is None else until, done, group)
+    until = done if until is None else until
+    for name in nbytes:
+        ready.setdefault(name, until)  # a gradient of other ranks alone: this one sends zeros at the end
+    return Unit({name: nbytes[name] for name in ready}, ready, until, done, group)
 
 
 def computed_in(role: Role) -> float:

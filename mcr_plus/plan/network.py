@@ -40,7 +40,17 @@ from mcr_plus.errors import InvalidArgument, short
 from mcr_plus.plan import events
 from mcr_plus.plan.course import CLASSES, Course, Timeline
 from mcr_plus.plan.events import Queues, Shares
-from mcr_plus.plan.programs import Builder, Plan, Program, Sent, Slot, bounds_of, gradients_of, joined
+from mcr_plus.plan.programs import (
+    Builder,
+    Plan,
+    Program,
+    Sent,
+    Slot,
+    bounds_of,
+    gradients_of,
+    joined,
+    sizes_of,
+)
 from mcr_plus.plan.scaling import Costs, Use
 from mcr_plus.plan.step import Step
 from mcr_plus.plan.topology import Topology
@@ -92,13 +102,14 @@ class _Job:
         self.unknown: dict[str, None] = {}
         self.extends: set[tuple[int, ...]] = {tuple(range(step.ranks))}
         programs: list[Program] = []
+        sizes = sizes_of(step)
         base = np.full(step.ranks, -1, np.int64)
         for role in step.roles:
             for rank in role.ranks:
                 if not 0 <= rank < step.ranks or base[rank] >= 0:
                     raise InvalidArgument(f"rank {rank}: expected each of 0 to {step.ranks - 1} in one role")
                 base[rank] = len(programs)
-            builder = Builder(role, plan, overhead, step.ranks, gradients_of(step, role))
+            builder = Builder(role, plan, overhead, step.ranks, gradients_of(step, role), sizes)
             programs.append(builder.build())
             self.extends |= builder.extends
             self.unknown |= builder.unknown

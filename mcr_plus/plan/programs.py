@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -86,9 +86,20 @@ class Program:
 
 
 class Builder:
-    """Makes the program of a role, with its gradients sent by the plan."""
+    """Makes the program of a role, with its gradients sent by the plan.
 
-    def __init__(self, role: Role, plan: Plan, overhead: float, world: int, sent: frozenset[str]) -> None:
+    `sent`: the gradients that it sends, also those that are ready on other ranks alone. `sizes`: their bytes.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        plan: Plan,
+        overhead: float,
+        world: int,
+        sent: frozenset[str],
+        sizes: Mapping[str, int],
+    ) -> None:
         self.role, self.plan, self.overhead = role, plan, overhead
         carrying = [each for each in role.events if isinstance(each, Issue) and each.gradients]
         self.extends = {each.group for each in carrying}
@@ -96,8 +107,8 @@ class Builder:
         self.program = Program()
         self._groups = {param: each.group for each in carrying for param in each.gradients}
         self._everyone = tuple(range(world))
-        self._sizes = {each.param: each.nbytes for each in role.events if isinstance(each, Ready)}
-        self._buckets = _buckets(role, plan, sent & self._sizes.keys())
+        self._sizes = sizes
+        self._buckets = _buckets(role, plan, sent & sizes.keys())
         self._replaced = {each.id for each in carrying} if plan.buckets is not None else set[int]()
         self._ready: set[str] = set()
         self._sent: list[tuple[int, int]] = []
@@ -118,18 +129,27 @@ class Builder:
                 self._on_issue(each)
             elif isinstance(each, Wait):
                 self._on_wait(each, last=bool(waits) and each is waits[-1])
+        self._send_rest()
         return self.program
 
     def _on_ready(self, event: Ready) -> None:
         self._ready.add(event.param)
         self.program.add(POLL)
         while len(self._sent) < len(self._buckets):
-            bucket = self._buckets[len(self._sent)]
-            if not self._ready.issuperset(bucket.params):
+            if not self._ready.issuperset(self._buckets[len(self._sent)].params):
                 break
-            nbytes = sum(self._sizes[param] for param in bucket.params)
-            sent = Sent(f"bucket {len(self._sent)} ({about(nbytes)})", "all_reduce", nbytes, bucket.codec)
-            self._sent.append(self._issue(Slot(self._group(bucket), bucket.library), sent))
+            self._send_next()
+
+    def _send_rest(self) -> None:
+        """Send the buckets of gradients that are not ready on these ranks, as the backward pass ends."""
+        while len(self._sent) < len(self._buckets):
+            self._send_next()
+
+    def _send_next(self) -> None:
+        bucket = self._buckets[len(self._sent)]
+        nbytes = sum(self._sizes[param] for param in bucket.params)
+        sent = Sent(f"bucket {len(self._sent)} ({about(nbytes)})", "all_reduce", nbytes, bucket.codec)
+        self._sent.append(self._issue(Slot(self._group(bucket), bucket.library), sent))
 
     def _on_issue(self, event: Issue) -> None:
         if event.id in self._replaced:
@@ -144,6 +164,7 @@ class Builder:
 
     def _on_wait(self, event: Wait, *, last: bool) -> None:
         if event.id in self._replaced:
+            self._send_rest()
             places = self._sent if last else []  # gradients are needed once all of them are there
         elif event.id in self._places:
             places = [self._places[event.id]]
@@ -167,6 +188,11 @@ class Builder:
                 f"a bucket with {bucket.params[0]!r}: its gradients are of {len(found)} groups; expected one"
             )
         return found.pop()
+
+
+def sizes_of(step: Step) -> dict[str, int]:
+    """The bytes of each gradient that is ready on some rank."""
+    return {each.param: each.nbytes for role in step.roles for each in role.events if isinstance(each, Ready)}
 
 
 def gradients_of(step: Step, role: Role) -> frozenset[str]:

@@ -5,6 +5,8 @@
 
 Buckets are in the order of sending. `library` is left out, or null, where the pipeline chooses. `nodes`,
 `ranks_per_node` and `tables` (the digests of those that it was made with) are compared if they are there.
+`unused` lists parameters that had no gradient in the captured step; jobs send theirs behind the buckets, by
+size.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class SavedPlan(BaseModel):
     """The buckets of a model's gradients on a number of ranks.
 
     `model`: the hash of the parameters' names, shapes and dtypes, see `model_hash`. `ranks_per_node`: the
-    most on one. `tables`: the digests of the tables that told what buckets cost. What is None is unknown.
+    most on one. `tables`: the digests of the tables with the costs of buckets. `unused`: parameters that
+    had no gradient on any rank, and that are in no bucket. Fields that are None are unknown.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -49,6 +52,7 @@ class SavedPlan(BaseModel):
     nodes: int | None = Field(default=None, ge=1)
     ranks_per_node: int | None = Field(default=None, ge=1)
     tables: tuple[str, ...] | None = None
+    unused: tuple[str, ...] | None = None
     buckets: tuple[SavedBucket, ...] = Field(min_length=1)
 
     @classmethod
@@ -92,7 +96,7 @@ class SavedPlan(BaseModel):
             ranks: of the job. libraries: that can send its buckets. nodes: of the job. ranks_per_node: the
                 most on one. tables: of its pipeline, as of `digests`.
         """
-        planned = [name for bucket in self.buckets for name in bucket.params]
+        planned = [name for bucket in self.buckets for name in bucket.params] + list(self.unused or ())
         if len(set(planned)) < len(planned):
             twice = next(name for at, name in enumerate(planned) if name in planned[:at])
             return f"parameter {twice!r} is in two buckets"

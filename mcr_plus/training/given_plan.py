@@ -45,12 +45,13 @@ def found(plan: str | TableRef, comm: Communicator, group: str, named: Named) ->
         if data is None:
             return None
         known = SavedPlan.model_validate(data)
-    current().attached[REPORT] = {
-        "plan": "file" if isinstance(plan, TableRef) else "state",
-        "buckets": [list(bucket.params) for bucket in known.buckets],
-        "libraries": [bucket.library for bucket in known.buckets],
-    }
     return known
+
+
+def report(plan: str | TableRef, buckets: list[list[str]], libraries: list[str | None]) -> None:
+    """Attach the buckets in use, by names of parameters, as what `mcr.plan_report` returns."""
+    source = "file" if isinstance(plan, TableRef) else "state"
+    current().attached[REPORT] = {"plan": source, "buckets": buckets, "libraries": libraries}
 
 
 def keep(group: str, named: Named, comm: Communicator, report: Mapping[str, Any]) -> None:

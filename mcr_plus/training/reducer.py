@@ -29,7 +29,7 @@ from mcr_plus.compression.policy import largest_alignment
 from mcr_plus.core.kinds import AVG, MAX, SUM, ReduceOp
 from mcr_plus.core.units import format_size
 from mcr_plus.core.work import Work
-from mcr_plus.errors import ConfigError, McrError
+from mcr_plus.errors import McrError
 from mcr_plus.fusion.bucket import Bucket, Cost, Entry, by_size, packed
 from mcr_plus.fusion.options import FuseOptions
 from mcr_plus.training.bucket_plan import all_reduce_cost, earliest, first_waiting
@@ -223,8 +223,7 @@ class Reducer:
         """The plan of a file, or of a loaded state, if there is one."""
         if self._limits.plan in ("size", "exact") or (self._limits.plan == "auto" and self.comm.size == 1):
             return None
-        # Here, for other jobs read no plan.
-        from mcr_plus.training import given_plan
+        from mcr_plus.training import given_plan  # other jobs read no plan
 
         return given_plan.found(self._limits.plan, self.comm, self._group, self._named)
 
@@ -233,18 +232,30 @@ class Reducer:
         return [(slot.name, slot.param) for slot in self._slots]
 
     def _adopt(self, plan: SavedPlan) -> None:
-        """Use these buckets from now on."""
+        """Use these buckets from now on; gradients that the plan has no bucket for are sent last, by size."""
+        from mcr_plus.training import given_plan  # other jobs read no plan
+
         index = {slot.name: slot.index for slot in self._slots}
         buckets: list[Bucket] = []
+        libraries: list[str | None] = []
         for bucket in plan.buckets:
-            entries = [self._entry(index[name]) for name in bucket.params]
-            if len({entry.like for entry in entries}) > 1:
-                raise ConfigError(
-                    f"fuse.plan: the bucket that begins with {bucket.params[0]!r} has gradients of several "
-                    "dtypes, devices or codecs; expected one"
+            entries: dict[Hashable, list[Entry]] = {}
+            for name in bucket.params:
+                entry = self._entry(index[name])
+                entries.setdefault(entry.like, []).append(entry)
+            if len(entries) > 1 and self.comm.rank == 0:
+                _log.warning(
+                    "gradients: the bucket of the plan that begins with %r is sent as %d, since its "
+                    "gradients have several dtypes, devices or codecs",
+                    bucket.params[0],
+                    len(entries),
                 )
-            buckets.append(packed(entries, self._gap))
-        self._arrange(buckets, [bucket.library for bucket in plan.buckets])
+            buckets += [packed(each, self._gap) for each in entries.values()]
+            libraries += [bucket.library] * len(entries)
+        rest = self._by_size([index[name] for name in plan.unused or ()])
+        buckets, libraries = [*buckets, *rest], [*libraries, *[None] * len(rest)]
+        self._arrange(buckets, libraries)
+        given_plan.report(self._limits.plan, self.buckets, libraries)
         self._seen = [member for bucket in buckets for member in bucket.members]
         self._arranged = self._final = self._is_given = self._watches_order = True
 

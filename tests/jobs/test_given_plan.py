@@ -83,6 +83,49 @@ def test_buckets_of_a_file_are_used_from_the_first_pass_on(tmp_path: Path) -> No
         assert worst < 1e-5
 
 
+def mixed(file: str) -> list[Any]:
+    """Runs on ranks: the buckets, the report, and gradients as sums of both ranks' inputs.
+
+    The second layer has another dtype, the third one is used by rank 1 alone, the fourth by no rank.
+    """
+    torch.set_num_threads(1)
+    with mcr.init({"version": 1, "pipeline": stages(file)}) as comm:
+        torch.manual_seed(3)
+        model = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(4))
+        model[1].double()
+        wrapped, _ = mcr.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        found = []
+        for step in range(2):
+            model.zero_grad()
+            x = torch.full((2, 3), 1.0 + step + comm.rank)
+            loss = model[0](x).sum() + model[1](x.double()).sum()
+            if comm.rank == 1:
+                loss = loss + model[2](x).sum()
+            loss.backward()
+            found.append([None if p.grad is None else p.grad.double().tolist() for p in model.parameters()])
+        return [wrapping._wrapped[wrapped].reducer.buckets, mcr.plan_report(), found]
+
+
+def test_unused_gradients_follow_the_plan_and_dtypes_are_parted(tmp_path: Path) -> None:
+    model = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(4))
+    model[1].double()
+    plan = plan_of(model, 2, ("2.weight",), ("1.weight", "0.weight"))
+    plan = plan.model_copy(update={"unused": ("3.weight",)})
+    plan.save(tmp_path / "plan.json")
+    buckets = [["2.weight"], ["1.weight"], ["0.weight"], ["3.weight"]]
+    for rank, result in enumerate(run_ranks(mixed, 2, args=[str(tmp_path / "plan.json")])):
+        used, report, found = result.value
+        assert used == buckets
+        assert report == {"plan": "file", "buckets": buckets, "libraries": ["gloo", "gloo", "gloo", None]}
+        assert result.stderr.count("is sent as 2, since its gradients have several dtypes") == (rank == 0)
+        for step, grads in enumerate(found):
+            inputs = [2.0 * (1 + step + other) for other in range(2)]  # a row has two samples
+            expected = [sum(inputs) / 2, sum(inputs) / 2, inputs[1] / 2]
+            for grad, value in zip(grads, expected, strict=False):
+                assert np.allclose(grad, np.full((3, 3), value))
+            assert grads[3] is None
+
+
 def refused(folder: str) -> list[str]:
     """Runs on ranks: what `mcr.wrap` raises with each of the folder's plans."""
     found = []

@@ -127,6 +127,48 @@ def test_roles_send_their_own_gradients_and_shared_ones() -> None:
     assert all(advice.timeline.step_s <= each.step_s * 1.001 for each in advice.others.values())
 
 
+def mixed_step() -> Step:
+    """Two dtypes; `late` has a gradient on rank 1 alone, and `unused` on no rank."""
+    carried = ("a", "half", "b", "late", "unused")
+
+    def role(rank: int, *ready: tuple[str, int, str]) -> Role:
+        events: list[Any] = [Compute("forward", 0.01)]
+        for name, nbytes, dtype in ready:
+            events += [Compute("backward", 0.002), Ready(name, nbytes, f"{dtype} cpu")]
+        sent = Issue(0, "all_reduce", 1 << 20, BOTH, "gradients", 0.01, carried)
+        return Role((rank,), (*events, sent, Wait(0)))
+
+    first = (("a", 1 << 20, "float32"), ("half", 1 << 19, "bfloat16"), ("b", 1 << 10, "float32"))
+    roles = (role(0, *first), role(1, *first, ("late", 1 << 12, "float32")))
+    return Step(2, 1, "0" * 16, 0.03, 0.0, roles)
+
+
+def test_dtypes_travel_apart_and_gradients_of_one_rank_are_sent_by_all() -> None:
+    step = mixed_step()
+    advice = advise(step, costs())
+    buckets = advice.plan.buckets or ()
+    assert sorted(name for each in buckets for name in each.params) == ["a", "b", "half", "late"]
+    assert ("half",) in [each.params for each in buckets]
+    assert advice.bound <= advice.timeline.step_s
+    # By hand: computing and issuing `half` on the slower rank, then the other operation.
+    plan = Plan([Bucket(("half",), "gloo"), Bucket(("a", "b", "late"), "gloo")], "gloo")
+    expected = 0.01 + 4 * 0.002 + OVERHEAD + ALPHA + BETA * ((1 << 20) + (1 << 10) + (1 << 12))
+    assert simulate(step, plan, costs(), overhead=OVERHEAD).step_s == pytest.approx(expected, rel=1e-3)
+
+
+def test_unused_parameters_are_named_in_a_written_plan(tmp_path: Path) -> None:
+    mixed_step().save(tmp_path / "step.json")
+    answer = mcr_plus("plan", tmp_path / "step.json", "-o", tmp_path / "plan.yaml")
+    assert answer.returncode == 0, answer.stderr
+    plan = SavedPlan.load(tmp_path / "plan.buckets.json")
+    assert plan.unused == ("unused",)
+    names = ["unused", "late", "b", "half", "a"]
+    assert plan.difference(plan.model, names, 2, ["gloo"]) is None
+    assert "'unused' is in the plan, but not among" in str(
+        plan.difference(plan.model, names[1:], 2, ["gloo"])
+    )
+
+
 def test_nothing_beats_the_bound_where_gradients_travel_in_groups() -> None:
     """Groups of two of four ranks: an all_reduce of four costs more, and is not what is sent."""
 

@@ -14,12 +14,12 @@ from typing import Any, Final
 
 import torch
 
-from mcr_plus.compression.buffers import Lease
 from mcr_plus.compression.codec import PayloadCodec
 from mcr_plus.core.kinds import KINDS, REDUCING, Kind, collective, plain_kind
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.work import Work
 from mcr_plus.errors import BackendError
+from mcr_plus.pipeline.buffers import Lease
 from mcr_plus.pipeline.stage import Issue, Next
 
 Write = Callable[[int, torch.Tensor], int]
@@ -190,7 +190,8 @@ class PayloadExchange:
                 at += written
 
         signature, issue = lengths
-        rest_of_lengths = {key: value for key, value in rest.items() if key not in ("codec", "origin")}
+        of_values = ("codec", "uncompressed_bytes")
+        rest_of_lengths = {key: value for key, value in rest.items() if key not in of_values}
         first = issue(
             Message(
                 signature,

@@ -13,9 +13,6 @@ from mcr_plus.core.kinds import REDUCING, VECTOR, dtype_name
 from mcr_plus.core.message import Signature, thawed
 from mcr_plus.errors import ConfigError, InvalidArgument
 
-NOT_CHOSEN = (("codec", "none"),)
-"""`compress` of a bucket whose operations have no codec: `hierarchical` may use its own."""
-
 _SUMS = ("SUM", "AVG")
 _FED_BACK = {
     "error_feedback": ("all_reduce", "reduce", "reduce_scatter"),

@@ -20,13 +20,13 @@ from typing import Any, Final
 
 import torch
 
-from mcr_plus.compression.buffers import Lease, Pool
 from mcr_plus.compression.codec import Codec, PayloadCodec
 from mcr_plus.compression.payloads import MOVED, PayloadExchange
 from mcr_plus.compression.state import CompressorState
 from mcr_plus.core.kinds import VECTOR, collective, dtype_name
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.work import JointWork, Work
+from mcr_plus.pipeline.buffers import Lease, Pool
 from mcr_plus.pipeline.stage import Issue, Next
 
 MakeState = Callable[[torch.device, int], CompressorState]
@@ -85,9 +85,8 @@ class Scheme(ABC):
     def begin(self, message: Message) -> tuple[Lease, dict[str, Any]]:
         """Buffers for a call, and the fields of its messages other than tensors."""
         rest = {key: value for key, value in vars(message).items() if key not in _OWN}
-        rest.setdefault(
-            "origin", message.own_bytes() if self.signature.nbytes is None else self.signature.nbytes
-        )
+        nbytes = self.signature.nbytes
+        rest.setdefault("uncompressed_bytes", message.own_bytes() if nbytes is None else nbytes)
         rest["codec"] = self.codec.name
         if self.signature.kind in VECTOR:
             rest["values"] = message.flows(self.rank)
@@ -111,7 +110,7 @@ class Scheme(ABC):
             return works[0]
         kind, tag, codec = self.signature.kind, self.signature.tag, self.codec
         legs = isinstance(codec, PayloadCodec)  # other codecs' rounds move different things
-        return JointWork(works, kind, nbytes=rest["origin"], tag=tag, codec=codec.name, legs=legs)
+        return JointWork(works, kind, nbytes=rest["uncompressed_bytes"], tag=tag, codec=codec.name, legs=legs)
 
 
 class Native(Scheme):

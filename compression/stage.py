@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
 import torch
 
 from mcr_plus.compression.audit import audited
-from mcr_plus.compression.buffers import Pool
 from mcr_plus.compression.codec import Codec, PayloadCodec
 from mcr_plus.compression.ef21 import Ef21
 from mcr_plus.compression.error_feedback import ErrorFeedback, MomentumCorrection
 from mcr_plus.compression.never_slower import never_slower
 from mcr_plus.compression.options import LOCAL, CompressOptions, codec_of
-from mcr_plus.compression.policy import NOT_CHOSEN, is_stateful, largest_alignment, options_from_call, refusal
+from mcr_plus.compression.policy import is_stateful, largest_alignment, options_from_call, refusal
 from mcr_plus.compression.schemes import payload_bytes, scheme_of, wire_bytes
 from mcr_plus.compression.state import CompressorState
 from mcr_plus.config.options import plain_options
@@ -26,8 +26,9 @@ from mcr_plus.core.units import format_size
 from mcr_plus.core.work import Work
 from mcr_plus.errors import InvalidArgument, Unsupported
 from mcr_plus.kernels.compiling import preparing
+from mcr_plus.pipeline.buffers import Pool
 from mcr_plus.pipeline.stage import Context, Issue, Next, Stage
-from mcr_plus.pipeline.treatment import Treatment
+from mcr_plus.pipeline.treatment import NO_CODEC, Treatment
 
 
 class CompressStage(Stage):
@@ -100,7 +101,7 @@ class CompressStage(Stage):
             return next(plain)
         return self._compressed(codec, options, signature.replace(compress=None), next)
 
-    def treatment(self, signature: Signature, rest: Callable[[Signature], Treatment]) -> Treatment:  # noqa: ARG002
+    def treatment(self, signature: Signature, rest: Callable[[Signature], Treatment]) -> Treatment:
         """See `Stage.treatment`; the alignment is that of every codec that the operation may get."""
         compress = signature.compress
         options = self._options if compress is None else options_from_call(signature)
@@ -112,19 +113,27 @@ class CompressStage(Stage):
             alignment = largest_alignment(self._config)
         else:
             alignment = 1 if codec is None else codec.traits.alignment
+        why_not = None if codec is None else refusal(codec, options, signature)
         if compress is None:
-            compress = self._in_a_bucket(codec, signature)
-        return Treatment(compress, alignment, keeps)
+            compress = self._in_a_bucket(codec, why_not, signature)
+        return replace(
+            rest(signature.replace(compress=None)),
+            compress=compress,
+            alignment=alignment,
+            codec=None if codec is None else codec.name,
+            refusal=why_not,
+            keeps=keeps,
+        )
 
     def _in_a_bucket(
-        self, codec: Codec | None, signature: Signature
+        self, codec: Codec | None, refused: str | None, signature: Signature
     ) -> tuple[tuple[str, object], ...] | bool:
         """The `compress=` of a bucket, for the operation to be compressed as it would be by itself."""
         options = self._options
         if codec is None:
-            return NOT_CHOSEN
+            return NO_CODEC
         exempt = options.exempt is not None and (signature.nbytes or 0) < options.exempt.below
-        if exempt or refusal(codec, options, signature) is not None:
+        if exempt or refused is not None:
             return False
         return frozen(plain_options(options))
 

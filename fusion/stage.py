@@ -19,7 +19,7 @@ import torch
 from mcr_plus.core.message import Message, Signature, bucket_text
 from mcr_plus.core.units import format_size
 from mcr_plus.core.work import Info, Work
-from mcr_plus.dispatch.stage import GroupRuntime
+from mcr_plus.dispatch.group_runtime import GroupRuntime
 from mcr_plus.fusion.buffers import BucketBuffer, BufferBudget, Layout, join, prepare, split
 from mcr_plus.fusion.options import FuseOptions
 from mcr_plus.pipeline.pipeline import Pipeline
@@ -174,7 +174,7 @@ class _FusionGroup:
                 return work
 
         def start(message: Message) -> Work:
-            if message.whole or message.after is not None or message.prepare is not None:
+            if message.already_bucketed or message.after is not None or message.prepare is not None:
                 return unfused(message)  # a bucket already, or its values are not ready
             return add_to_bucket(message.inputs[0], message.outputs[0])
 
@@ -322,7 +322,7 @@ class _Bucket:
         source, target = layout.views(buffer, total)
         join(self.inputs, numels, source, layout.input_parts, steps)
         signature, issue = self.group.bound(numels)
-        work = issue(Message(signature, (source,), (target,), fused=len(numels), whole=True))
+        work = issue(Message(signature, (source,), (target,), fused=len(numels), already_bucketed=True))
         return work.then(lambda: split(target, numels, outputs, layout.output_parts, steps))
 
     def wait(self, timeout: float | timedelta | None) -> None:

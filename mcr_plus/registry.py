@@ -22,7 +22,7 @@ STAGES: dict[str, object] = {
     "hierarchical": "mcr_plus.hierarchy.stage:HierarchicalStage",
     "compress": "mcr_plus.compression.stage:CompressStage",
     "select": "mcr_plus.selection.stage:SelectStage",
-    "dispatch": "mcr_plus.dispatch.stage:DispatchStage",
+    "dispatch": "mcr_plus.pipeline.dispatch:DispatchStage",
 }
 STAGE_ORDER: tuple[str, ...] = tuple(STAGES)
 """The order of our stages in a pipeline; stages of others may stand anywhere before `dispatch`."""

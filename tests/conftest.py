@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("jobs")
         if is_long(item.location[0], item.name):
             item.add_marker("long")
-    whole_files = not any("::" in arg for arg in config.args) and not config.getoption("lf")
+    whole_files = not any("::" in arg for arg in config.args) and not config.getoption("lf", False)
     config.stash[STALE] = stale((item.location[0], item.name) for item in items) if whole_files else []
 
 

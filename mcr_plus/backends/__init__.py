@@ -47,7 +47,9 @@ def backends_for(names: Iterable[str], world: World, group: Group) -> list[str]:
     """Return those of the named backends that are available for a group."""
     if group.size == 1:
         return [name for name in names if name == "local"]
-    return [name for name in names if name != "local" and not backend_class(name).reaches(world, group)]
+    return [
+        name for name in names if name != "local" and not backend_class(name).unavailable_for(world, group)
+    ]
 
 
 def assumed_backends(wanted: Sequence[str] | None, world: World, group: Group) -> dict[str, type[Backend]]:

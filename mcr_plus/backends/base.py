@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, ABCMeta, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast
+from inspect import getattr_static
+from typing import Any, ClassVar, Final, Literal, NamedTuple, Protocol, cast
 
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import Kind
@@ -187,7 +189,7 @@ class Backend(ABC):
         name: as in configurations.
         on_stream: operations run on a CUDA stream and polls are event queries.
         spins: number of polls at full speed before a waiting rank yields.
-        needs_polls: operations advance only while they are polled, so a waiting rank continues to poll
+        host_driven: operations advance only while they are polled, so a waiting rank continues to poll
             instead of sleeping.
         rings: the backend itself rings the bells of `World` whenever a poll has made progress for which a
             peer may wait.
@@ -201,7 +203,7 @@ class Backend(ABC):
     name: str
     on_stream: bool
     spins: int
-    needs_polls: ClassVar[bool] = False
+    host_driven: ClassVar[bool] = False
     rings: ClassVar[bool] = False
     keeps_apart: ClassVar[bool] = False
     has_algorithms: ClassVar[bool] = True
@@ -227,12 +229,12 @@ class Backend(ABC):
         """
 
     @classmethod
-    def serves(cls, world: World) -> str:  # noqa: ARG003
+    def unavailable_in(cls, world: World) -> str:  # noqa: ARG003
         """Return the reason why the backend cannot be used in this job, or '' if it can."""
         return ""
 
     @classmethod
-    def reaches(cls, world: World, group: Group) -> str:  # noqa: ARG003
+    def unavailable_for(cls, world: World, group: Group) -> str:  # noqa: ARG003
         """Return the reason why it cannot be used for a group of the job, or ''; the same on all ranks."""
         return ""
 
@@ -275,7 +277,7 @@ class Backend(ABC):
     def close(self, clean: bool) -> None:
         """Close the library. If `clean` is False, operations may be stuck, and nothing may block."""
 
-    def refuses_threads(self) -> str:
+    def thread_restriction(self) -> str:
         """Return the reason why it cannot be called from two threads at once, or '' if it can."""
         return ""
 
@@ -298,14 +300,28 @@ class Backend(ABC):
 
 def complete(kind: type[Any]) -> type[Backend]:
     """Return a class of backends with the defaults of `Backend` for missing members."""
-    if issubclass(kind, Backend):
+    former = [old for old in _FORMER if hasattr(kind, old)]
+    if issubclass(kind, Backend) and not former:
         return kind
     if kind not in _completed:
-        _completed[kind] = ABCMeta(kind.__name__, (kind, Backend), {"__module__": kind.__module__})
+        place = f"{kind.__module__}.{kind.__name__}"
+        for old in former:
+            warnings.warn(f"{place}.{old} is now {_FORMER[old]}", DeprecationWarning, stacklevel=3)
+        renamed = {_FORMER[old]: getattr_static(kind, old) for old in former}
+        bases = (kind,) if issubclass(kind, Backend) else (kind, Backend)
+        _completed[kind] = ABCMeta(kind.__name__, bases, {"__module__": kind.__module__, **renamed})
     return cast("type[Backend]", _completed[kind])
 
 
 _completed: dict[type[Any], type[Any]] = {}
+
+# Members of `Backend` by their former names, which backends of other packages may still have.
+_FORMER: Final = {
+    "serves": "unavailable_in",
+    "reaches": "unavailable_for",
+    "refuses_threads": "thread_restriction",
+    "needs_polls": "host_driven",
+}
 
 
 def complete_channel(channel: Any) -> Channel:

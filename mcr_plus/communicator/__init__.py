@@ -1,1 +1,1 @@
-"""A group of ranks: its operations, their arguments and tensors, and what is bound once for many calls."""
+"""Groups of ranks: operations, checks of their arguments, layout of their tensors, persistent operations."""

@@ -1,9 +1,9 @@
-"""Operations as their arguments describe them: one function per kind checks them and returns a `Call`.
+"""Checks of the arguments of operations: one function per kind, which returns a `Call`.
 
-Nothing here communicates, copies or binds. Ranks in arguments are ranks of the whole job; those of a `Call`
-are ranks of the group.
+These functions do not communicate, copy or bind. Ranks in arguments are ranks of the whole job; ranks in a
+`Call` are ranks of the group.
 """
-# ruff: noqa: D103 - each function takes the arguments of the method of `Communicator` of its name
+# ruff: noqa: D103 - each function has the arguments of the `Communicator` method of the same name
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ Compress = str | Mapping[str, object] | bool | None
 class CallOptions(TypedDict, total=False):
     """Keywords of every collective.
 
-    backend: the name of the library that runs it; None: the select stage chooses.
+    backend: the name of the library that runs the operation; None: the select stage chooses.
     compress: a codec's name, a mapping with `codec` and its options, or False; None: the pipeline decides.
-    tag: a free name that rules match and logs show.
+    tag: a freely chosen name, matched by rules and shown in logs.
     """
 
     backend: str | None
@@ -44,9 +44,9 @@ class CallOptions(TypedDict, total=False):
 
 
 class MessageOptions(TypedDict, total=False):
-    """Keywords of sends and receives: those of `CallOptions`, whose `tag` is called `label` here.
+    """Keywords of sends and receives: those of `CallOptions`, with `label` in place of `tag`.
 
-    The `tag` of a message is the integer that must be equal on both sides.
+    The `tag` of a message is an integer that must be equal on both sides.
     """
 
     backend: str | None
@@ -58,10 +58,13 @@ class Call(NamedTuple):
     """One operation on this rank, its arguments checked.
 
     Attributes:
-        inputs, outputs: the tensors as they were passed; one list if `packed`, to travel as one.
-        shape: as in `Signature`. numel: the payload in elements; None where it differs between ranks.
-        root: a rank of the group. reduce_op: as it was passed.
-        extras: of the message. parts, key, called: see `Signature`.
+        inputs, outputs: the tensors as they were passed; `packed`: a list of tensors is sent as one.
+        shape: see `Signature`.
+        numel: the payload in elements; None if it differs between ranks.
+        root: a rank of the group.
+        reduce_op: the reduce op as it was passed.
+        extras: the extras of the message.
+        parts, key, called: see `Signature`.
     """
 
     kind: Kind
@@ -253,9 +256,9 @@ BUILDERS: Final[Mapping[str, Callable[..., Call]]] = {
 
 
 def group_rank(group: Group, rank: int, name: str) -> int:
-    """The rank in the group of a rank of the whole job.
+    """Return the rank in the group for a rank of the whole job.
 
-    Raises `InvalidArgument` for a rank that is no member; `name` is the argument in its text.
+    Raises `InvalidArgument` if that is not a member; `name`: the name of the argument in the text.
     """
     local = group.local.get(rank) if _is_int(rank) else None
     if local is None:
@@ -266,7 +269,7 @@ def group_rank(group: Group, rank: int, name: str) -> int:
 
 
 def sequence_of(values: Any, name: str) -> Sequence[Any]:
-    """`values` if it is a list or tuple; raises `InvalidArgument` otherwise."""
+    """Return `values` if it is a list or tuple. Raises `InvalidArgument` otherwise."""
     if isinstance(values, (torch.Tensor, str)) or not isinstance(values, Sequence):
         raise InvalidArgument(f"{name}: expected a list, got {type(values).__name__}")
     return values
@@ -275,14 +278,14 @@ def sequence_of(values: Any, name: str) -> Sequence[Any]:
 def pairs(
     outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Outputs with their inputs; raises `InvalidArgument` unless both lists are equally long."""
+    """Return pairs of an output and its input. Raises `InvalidArgument` if the lists differ in length."""
     if len(outputs) != len(inputs):
         raise InvalidArgument(f"outputs: expected as many as inputs ({len(inputs)}), got {len(outputs)}")
     return list(zip(outputs, inputs, strict=True))
 
 
 def reduce_op_name(op: Any) -> ReduceOp | None:
-    """The name of a reduce op, given by name or as one of torch.distributed's."""
+    """Return the name of a reduce op, given by name or as one of torch.distributed's."""
     if op is None or op in REDUCE_OPS:
         return op  # type: ignore[no-any-return]
     name = str(op).rpartition(".")[2]
@@ -292,7 +295,7 @@ def reduce_op_name(op: Any) -> ReduceOp | None:
 
 
 def check_options(kind: Kind, op: object, options: Mapping[str, Any]) -> None:
-    """Raise `TypeError` for keywords of unknown names, `InvalidArgument` for values of a wrong type."""
+    """Raise `TypeError` for unknown keywords, `InvalidArgument` for values of a wrong type."""
     known = MessageOptions if kind in ("send", "recv") else CallOptions
     if not options.keys() <= CallOptions.__annotations__.keys():
         names = ", ".join(sorted(options.keys() - CallOptions.__annotations__.keys()))
@@ -320,7 +323,7 @@ def _list(
     like: torch.Tensor | None = None,
     same_size: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """One tensor per rank, of the dtype of `like` and, with `same_size`, of its size."""
+    """Return the tensors, one per rank, all with the dtype of `like` and, with `same_size`, its size."""
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
         raise InvalidArgument(
             f"{name}: expected a list of {group.size} tensors, got {type(tensors).__name__}"
@@ -345,10 +348,10 @@ def _root_list(
     *,
     same_size: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """One tensor per rank on the root, none elsewhere."""
+    """Return the tensors, one per rank on the root, none on other ranks; raises for others."""
     if root != group.rank:
         if tensors:
-            raise InvalidArgument(f"{name}: only the root, rank {group.ranks[root]}, passes it")
+            raise InvalidArgument(f"{name}: only the root, rank {group.ranks[root]}, may pass it")
         return ()
     if tensors is None:
         raise InvalidArgument(f"{name}: expected {group.size} tensors on the root, got None")
@@ -361,7 +364,7 @@ def _root_list(
 def _split_counts(
     group: Group, tensor: torch.Tensor, sizes: Sequence[int] | None, name: str
 ) -> tuple[int, ...]:
-    """Elements per rank of a tensor that is split along dim 0."""
+    """Return the elements per rank of a tensor that is split along dim 0."""
     rows = tensor.shape[0] if tensor.ndim else 1
     if sizes is None:
         _divisible(group, tensor, name)
@@ -382,7 +385,7 @@ def _divisible(group: Group, tensor: torch.Tensor, name: str) -> None:
     rows = tensor.shape[0] if tensor.ndim else 1
     if rows % group.size:
         raise InvalidArgument(
-            f"{name}: dim 0 is {rows}, which does not divide by {group.size} ranks; pass split sizes"
+            f"{name}: dim 0 is {rows}, not divisible by {group.size} ranks; pass split sizes"
         )
 
 
@@ -409,7 +412,7 @@ def _counts(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 
 def _is_int(value: object) -> bool:
-    """Whether `value` is an integer; NumPy's are, truth values are not."""
+    """Return True if `value` is an integer, NumPy's included, but not a bool."""
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 

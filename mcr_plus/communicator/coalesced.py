@@ -1,4 +1,4 @@
-"""Coalesced calls: many tensors, few operations, one handle."""
+"""Coalesced calls: many tensors in few operations, with one handle."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class BlockSizes:
-    """Elements of a block of the codec that tensors of a group may get. `compresses`: whether any may."""
+    """Block sizes of the codecs of a group, in elements. `compresses`: the pipeline has a compress stage."""
 
     def __init__(self, group: Group, pipeline: Pipeline, compresses: bool) -> None:
         self._group = group
@@ -31,7 +31,7 @@ class BlockSizes:
         self._known: dict[Any, int] = {}  # by codec and dtype
 
     def of(self, tensors: Sequence[torch.Tensor], compress: Compress) -> dict[torch.dtype, int]:
-        """The sizes by dtype, of `tensors` that a call with this `compress` packs together."""
+        """Return the block size by dtype, for `tensors` that a call with this `compress` packs together."""
         if not self._compresses or compress is False:
             return {}
         codec = frozen(compress) if isinstance(compress, Mapping) else compress
@@ -55,10 +55,9 @@ def coalesced(
     options: CallOptions,
     op: ReduceOp | None = None,
 ) -> Work | None:
-    """Issue `kind` for each input and its output, small ones of a dtype packed into one operation.
+    """Issue `kind` for each input and its output, with small tensors of one dtype packed into one operation.
 
-    `outputs` are the inputs themselves for operations in place. What cannot be done raises before anything
-    is sent.
+    For in-place operations, `outputs` is `inputs`. Unsupported operations raise before any data is sent.
     """
     check_options(kind, op, options)
     strided = [index for index, output in enumerate(outputs) if not is_plain(output)]
@@ -73,13 +72,13 @@ def coalesced(
         for part in parts:
             source, target = part.source, part.target
             larger, smaller = (target, source) if kind == "all_gather" else (source, target)
-            extras: Extras = {"fused": len(part.numels), "whole": True}
+            extras: Extras = {"fused": len(part.numels), "already_bucketed": True}
             call = Call(
                 kind, (source,), (target,), smaller.shape, larger.numel(), reduce_op=op, extras=extras,
                 called=part.call,
             )  # fmt: skip
             ready.append(comm.prepared(call, True, options))
-    except McrError:  # refused: nothing has been sent
+    except McrError:  # no data has been sent
         for part in parts:
             part.release()
         raise

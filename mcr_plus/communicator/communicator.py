@@ -1,4 +1,4 @@
-"""A group of ranks with a pipeline of its own: every operation starts here."""
+"""A group of ranks with its own pipeline: the entry point of every operation."""
 
 from __future__ import annotations
 
@@ -22,51 +22,52 @@ from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import REDUCE_OPS, REDUCING, ReduceOp, check_reducible
 from mcr_plus.core.message import Extras, Signature, frozen
 from mcr_plus.core.work import Work
-from mcr_plus.dispatch.stage import SIGNATURES
+from mcr_plus.dispatch.group_runtime import SIGNATURES
 from mcr_plus.errors import InvalidArgument, Unsupported
 from mcr_plus.fusion.coalesce import Coalescer
 from mcr_plus.pipeline.pipeline import Bound, Pipeline
 
 if TYPE_CHECKING:
+    from mcr_plus.communicator.job import Job
+    from mcr_plus.communicator.open_group import OpenGroup
     from mcr_plus.communicator.watcher import Watcher
     from mcr_plus.dispatch.group_state import GroupState
-    from mcr_plus.runtime.groups import OpenGroup
-    from mcr_plus.runtime.runtime import Runtime
 
 _OPTIONS = CallOptions.__annotations__.keys()
-_PLANS = 4 * SIGNATURES  # several to a signature: different arguments may mean the same operation
+_PLANS = 4 * SIGNATURES  # several for each signature: different arguments may have the same one
 
 
 class Communicator(Operations):
     """A group of ranks, its compiled pipeline and its plans.
 
     Every rank of the group must issue the same operations in the same order, from one thread (autograd's
-    threads may issue while their caller waits). As in `torch.distributed`, ranks in arguments (`src`, `dst`)
-    are ranks of the whole job, also in sub-groups; lists have one entry per member in group order.
+    threads may issue operations while their caller waits). As in `torch.distributed`, ranks in arguments
+    (`src`, `dst`) are ranks of the whole job, also in sub-groups; lists have one entry per member in group
+    order.
 
     Common keywords: `async_op=True` returns a `Work`, and the tensors must not be touched before its
     `wait`; `backend` names a library; `compress` is None (the pipeline decides), False (off), a codec's
-    name or a mapping with `codec` and its options; `tag` is a free name that rules and logs show.
+    name or a mapping with `codec` and its options; `tag` is a free name, matched by rules and shown in logs.
 
     Tensors may be torch tensors or anything with DLPack (NumPy, CuPy), strided in any way, of any size.
-    An operation that no library supports raises `Unsupported` on every rank, before anything is sent.
+    An operation that no library supports raises `Unsupported` on every rank, before any data is sent.
     """
 
-    def __init__(self, runtime: Runtime, opened: OpenGroup) -> None:
-        self._runtime = runtime
+    def __init__(self, job: Job, opened: OpenGroup) -> None:
+        self._runtime = job
         self.opened = opened
-        self.config = opened.config  # of this group's pipeline
+        self.config = opened.config  # the configuration of this group's pipeline
         self._group: Group = opened.group
-        self.pipeline: Pipeline = opened.pipeline  # the stages that operations of this group flow through
-        self.state: GroupState = opened.state  # of the group in this process
+        self.pipeline: Pipeline = opened.pipeline  # the stages of this group's operations
+        self.state: GroupState = opened.state  # the state of the group in this process
         self._chains = opened.chains
         self._messages = opened.messages
         self._plans = opened.plans
         self._splits = 0
         self.coalescer = Coalescer(self.size)
         self.blocks = BlockSizes(self._group, self.pipeline, self.config.options("compress") is not None)
-        self.objects = SignedObjects(self._group, runtime)
-        self.attached: dict[str, Any] = {}  # what layers above keep as long as the group, by a name of theirs
+        self.objects = SignedObjects(self._group, job.world)
+        self.attached: dict[str, Any] = {}  # objects of higher layers with the lifetime of the group, by name
 
     # -- identity ---------------------------------------------------------------------------------
 
@@ -110,38 +111,38 @@ class Communicator(Operations):
     def close(self) -> None:
         """Close the group and release its resources; collective over the group.
 
-        Operations in flight are waited for, and their first error is raised when the group is closed. After
-        that every use of the group raises `NotInitialized`; closing it again does nothing. The group of all
-        ranks is the job: closing it is `mcr.finalize()`. `with mcr.new_group(ranks) as group:` closes the
-        group at the end of the block; after an exception it waits for nobody.
+        It waits for pending operations, and raises their first error after the group is closed. From then on
+        every use of the group raises `NotInitialized`; closing it again does nothing. The group of all ranks
+        is the job: closing it is `mcr.finalize()`. `with mcr.new_group(ranks) as group:` closes the group at
+        the end of the block; after an exception it does not wait for other ranks.
 
-        A group that the program drops without this is closed when all its ranks have dropped it and come
-        to another `new_group`, `split` or `branch`, at the latest by `mcr.finalize()`.
+        A group that the program drops without closing it is closed when all its ranks have dropped it and
+        call `new_group`, `split` or `branch` again, at the latest by `mcr.finalize()`.
         """
         self._runtime.close_together(self.opened)
 
     def take_over(self) -> None:
         """Make the calling thread the one that issues this group's operations.
 
-        A group is used by the thread that created it, because operations issued by two threads have no
-        order that ranks could share. Call this from another thread once the first has stopped using it.
+        Only the thread that created a group may use it, because operations of two threads have no order that
+        is the same on all ranks. Call this from another thread after the first has stopped using the group.
         """
         self.opened.take_over()
 
     def flush(self) -> None:
-        """Send the buckets that the fuse stage holds back; called by every rank of the group at one place."""
+        """Send the pending buckets of the fuse stage; all ranks must call it at the same point."""
         self._check_open()
         self.pipeline.flush()
 
     def branch(self) -> Communicator:
-        """Another communicator of the same ranks, for operations in an order of their own; collective."""
+        """Return another communicator of the same ranks, with its own order of operations; collective."""
         self._check_open()
         self._splits += 1
         self._runtime.agree(self, None, "branch", lambda _: [self.size] * self.size)
         return self._runtime.open_group(f"{self.name}/{self._splits}", self.ranks, checked=True)
 
     def progress(self) -> None:
-        """Let everything in flight advance, for libraries that need the host; returns at once."""
+        """Advance pending operations of libraries that need the host; returns without waiting."""
         engine = self._runtime.engine
         with engine.lock:
             engine.progress()
@@ -153,20 +154,20 @@ class Communicator(Operations):
 
     @property
     def polled_by_caller(self) -> list[str]:
-        """The names of those of this group's backends that advance only where the program calls them."""
+        """The names of this group's backends that make progress only during calls of the program."""
         engine = self._runtime.engine
         if engine.progress_thread is not None:
             return []
-        polled = {backend.name for backend in engine.backends if backend.needs_polls}
+        polled = {backend.name for backend in engine.backends if backend.host_driven}
         return [name for name in self.libraries if name in polled]
 
     @property
     def watcher(self) -> Watcher | None:
-        """What is told of the operations of the job; None unless a step is captured."""
+        """The watcher that observes the job's operations; None unless a step is captured."""
         return self._runtime.watcher
 
     def stage_options(self, name: str) -> Any:
-        """The options of a stage of the pipeline; None if it is not there."""
+        """Return the options of a stage of the pipeline; None if the pipeline lacks it."""
         return self.config.options(name)
 
     def send_bucket(
@@ -179,12 +180,12 @@ class Communicator(Operations):
         key: str | None = None,
         **options: Unpack[CallOptions],
     ) -> Work:
-        """Start an all_reduce of a bucket that holds `members` tensors already, so the fuse stage leaves it.
+        """Start an all_reduce of a bucket of `members` tensors, which the fuse stage does not fuse again.
 
-        `values`: contiguous; in place. `parts`, `key`: see `Signature`. For hooks; the same as `all_reduce`
-        otherwise.
+        For hooks; otherwise the same as `all_reduce`. `values`: the bucket, contiguous; reduced in place.
+        `parts`, `key`: see `Signature`.
         """
-        extras: Extras = {"fused": members, "whole": True}
+        extras: Extras = {"fused": members, "already_bucketed": True}
         call = Call(
             "all_reduce", (values,), (values,), values.shape, values.numel(), reduce_op=op, extras=extras,
             parts=parts, key=key,
@@ -193,36 +194,36 @@ class Communicator(Operations):
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the buffers that are kept for this group's operations, to use them again."""
+        """Bytes of the buffers kept for later operations of this group."""
         return self.pipeline.buffer_bytes + self.coalescer.buffer_bytes
 
     @property
     def closed(self) -> bool:
-        """Whether the group has been closed, in this process."""
+        """True if the group has been closed in this process."""
         return self.state.closed
 
     @property
     def issued(self) -> int:
-        """How many operations this rank has issued in the group."""
+        """The number of operations that this rank has issued in the group."""
         return self.state.sequence
 
     # -- objects ----------------------------------------------------------------------------------
 
     def broadcast_object(self, obj: Any, src: int) -> Any:
-        """The object of rank `src`, on every rank. Pickled: between the ranks of one's own job only."""
+        """Return the object of rank `src` on every rank. Ranks unpickle only objects signed by this job."""
         root = calls.group_rank(self._group, src, "src")
         is_source = root == self.rank
         payload = self.objects.pickled(obj) if is_source else torch.empty(0, dtype=torch.uint8)
         length = torch.tensor([payload.numel()])
         self.broadcast(length, src, compress=False)
-        # In powers of two: a new size would be a new signature, to be bound and compared.
+        # Sizes are powers of two: each new size is a new signature, which ranks must bind and compare.
         room = torch.empty(1 << (int(length) - 1).bit_length(), dtype=torch.uint8)
         room[: payload.numel()] = payload
         self.broadcast(room, src, compress=False)
         return obj if is_source else self.objects.unpickled(room[: int(length)], root)
 
     def all_gather_object(self, obj: Any, *, tag: str | None = None) -> list[Any]:
-        """Every rank's object, in rank order. Pickled: between the ranks of one's own job only."""
+        """Return every rank's object, in rank order. Ranks unpickle only objects signed by this job."""
         payload = self.objects.pickled(obj)
         lengths = torch.empty(self.size, dtype=torch.int64)
         self.all_gather_into_tensor(lengths, torch.tensor([payload.numel()]), compress=False, tag=tag)
@@ -233,9 +234,9 @@ class Communicator(Operations):
     # -- groups and persistent operations ---------------------------------------------------------
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """Partition the group: ranks with equal `color`, ordered by `key`, then rank. Collective.
+        """Split the group into groups of ranks with equal `color`, ordered by `key`, then rank. Collective.
 
-        Returns the new communicator, or None where `color` is None.
+        Returns the new communicator, or None if `color` is None.
         """
         self._check_open()
         self._splits += 1
@@ -254,9 +255,9 @@ class Communicator(Operations):
     def persistent(self, kind: str, *tensors: Any, **options: Any) -> PersistentOp:
         """Bind an operation to its tensors once: `op()` runs it, `op.start()` returns a `Work`.
 
-        Collective, and so is every call of the result. `kind` is the name of an operation with fixed sizes;
-        what follows are its own arguments. The tensors must be contiguous and stay where they are. A
-        `Work` must be waited for before the next start.
+        Collective, like every call of the result. `kind` is the name of an operation with fixed sizes,
+        followed by its arguments. The tensors must be contiguous and must not move. The program must wait for
+        each `Work` before the next start.
         """
         check_persistent(kind, tensors, options)
         names = CallOptions.__annotations__
@@ -269,10 +270,10 @@ class Communicator(Operations):
     # -- issuing ----------------------------------------------------------------------------------
 
     def prepared(self, call: Call, async_op: bool, options: CallOptions) -> Prepared:
-        """Bind a call and lay out its tensors; nothing of it is issued.
+        """Bind a call and lay out its tensors, without issuing it.
 
-        Raises `Unsupported` where no library of the group can run it, `InvalidArgument` and `TypeError` for
-        options that do not exist.
+        Raises `Unsupported` if no library of the group can run it, `InvalidArgument` or `TypeError` for
+        invalid options.
         """
         like, backend, tag = call.like, options.get("backend"), options.get("tag")
         compress = options.get("compress")
@@ -286,7 +287,7 @@ class Communicator(Operations):
         )  # fmt: skip
         try:
             plan = self._plans.get(key)
-        except TypeError:  # unhashable, so none of the values that an option may have
+        except TypeError:  # unhashable, so not a valid value of an option
             calls.check_options(call.kind, call.reduce_op, options)
             raise
         if plan is None:
@@ -300,7 +301,7 @@ class Communicator(Operations):
             plan = self._chain(signature)
             if (watcher := self._runtime.watcher) is not None:
                 plan = replace(plan, issue=watcher.watched(self._group, plan.issue))
-            if len(self._plans) >= _PLANS:  # each rank by itself: plans are made anew of the same chains
+            if len(self._plans) >= _PLANS:  # without the other ranks: new plans use the same chains
                 self._plans.clear()
             self._plans[key] = plan
         return prepare(call, plan.signature, plan.issue)
@@ -322,11 +323,11 @@ class Communicator(Operations):
 
     def _check_open(self) -> None:
         if self.closed:
-            self.state.check_thread()  # raises: there is nothing left to bind to
+            self.state.check_thread()  # raises: the group is closed
 
 
 def _check_valid(signature: Signature, group: Group) -> None:
-    """Raise for operations that no library could run: `Unsupported` outside the group, `InvalidArgument`."""
+    """Raise `Unsupported` or `InvalidArgument` if no library could run it: no member, or a wrong op."""
     if group.rank < 0:
         raise Unsupported(
             f"this rank is not a member of group '{group.name}' (ranks {list(group.ranks)}); "

@@ -1,4 +1,4 @@
-"""What operations of a group should cost by its tuning table; nothing is sent."""
+"""Expected times of a group's operations by its tuning table, computed without communication."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def expected_us(
     device: str = "cpu",
     tag: str | None = None,
 ) -> float | None:
-    """Microseconds that a synchronous operation should take by the tuning table; None if unknown.
+    """Return the expected microseconds of a synchronous operation by the tuning table; None if unknown.
 
-    `numel`: its payload in elements, as in `Signature.nbytes`. Each rank may ask about any operation.
+    `numel`: the payload in elements (see `Signature.nbytes`). Each rank may call this for any operation.
     """
     signature = Signature(
         kind, dtype, (numel,), numel * dtype.itemsize, comm.name, comm.size, device, op, None, tag

@@ -1,4 +1,4 @@
-"""Python objects as they travel between the ranks of a group: pickled and signed."""
+"""Serialisation of Python objects between the ranks of a group: pickled and signed."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from mcr_plus.rendezvous.signing import seal, unseal
 
 if TYPE_CHECKING:
     from mcr_plus.core.group import Group
-    from mcr_plus.runtime.runtime import Runtime
+    from mcr_plus.rendezvous.world import World
 
 
 class SignedObjects:
-    """Pickles objects for the peers of a group, and unpickles theirs, signed with the secret of the job."""
+    """Pickling and unpickling of objects in a group, signed with the secret of the job."""
 
-    def __init__(self, group: Group, runtime: Runtime) -> None:
+    def __init__(self, group: Group, world: World) -> None:
         self._group = group
-        self._runtime = runtime
+        self._world = world
 
     def pickled(self, obj: Any) -> torch.Tensor:
-        """An object as it travels: bytes (uint8, on the CPU), signed as this rank's in this group."""
+        """Return an object as bytes (uint8, on the CPU), signed as this rank of this group."""
         written = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
-        sealed = seal(self._runtime.world.secret, f"{self._group.name}/{self._group.rank}", written)
+        sealed = seal(self._world.secret, f"{self._group.name}/{self._group.rank}", written)
         return torch.frombuffer(bytearray(sealed), dtype=torch.uint8)
 
     def unpickled(self, payload: torch.Tensor, rank: int) -> Any:
-        """The object that `pickled` was given on `rank`, counted in the group.
+        """Return the object that rank `rank` of the group has passed to `pickled`.
 
-        Raises `BackendError` if that rank has not signed it: unpickling runs code of the object's author.
+        Raises `BackendError` without unpickling it if that rank has not signed it: unpickling runs code of
+        the object's author.
         """
         name, sealed = self._group.name, payload.numpy().tobytes()
-        written = unseal(self._runtime.world.secret, f"{name}/{rank}", sealed)
+        written = unseal(self._world.secret, f"{name}/{rank}", sealed)
         if written is None:
             raise BackendError(
                 f"the object of rank {rank} in group '{name}' was not signed by it, and is not unpickled"

@@ -1,4 +1,4 @@
-"""The operations of a group, one method for each; `mcr_plus.<name>` documents them."""
+"""The operations of a group, one method each. `mcr_plus.<name>` documents them in full."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ class P2POp:
 
 
 class Operations(ABC):
-    """Collectives, sends and receives of a group: checks of arguments, and a fast path of repeated calls."""
+    """Collectives, sends and receives of a group: checks of arguments, and a fast path for repeated calls."""
 
     blocks: BlockSizes
     coalescer: Coalescer
     _group: Group
-    _plans: dict[Any, Any]  # bound operations by arguments of calls: functions here, `Bound` in `prepared`
+    _plans: dict[Any, Any]  # bound operations by call arguments: functions here, `Bound` in `prepared`
 
     @abstractmethod
     def prepared(self, call: Call, async_op: bool, options: CallOptions) -> Prepared:
-        """Bind a call and lay out its tensors; nothing of it is issued."""
+        """Bind a call and lay out its tensors, without issuing it."""
 
     # -- collectives ------------------------------------------------------------------------------
 
@@ -67,7 +67,7 @@ class Operations(ABC):
         tag: str | None = None,
     ) -> Work | None:
         """Reduce `tensor` (any shape) over all ranks, in place; all ranks get the same bits."""
-        # The most frequent operation is spelled out; `_call` does the same for all kinds.
+        # An inlined copy of `_call`, because this is the most frequent operation.
         key = run = None
         try:
             key = (
@@ -85,7 +85,7 @@ class Operations(ABC):
     def broadcast(
         self, tensor: torch.Tensor, src: int, async_op: bool = False, **options: Unpack[CallOptions]
     ) -> Work | None:
-        """Copy `tensor` of rank `src` into that of every rank."""
+        """Copy `tensor` of rank `src` into `tensor` of every rank."""
         return self._call("broadcast", (tensor,), (src,), async_op, options)
 
     def reduce(
@@ -96,7 +96,7 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Reduce `tensor` over all ranks into that of rank `dst`; the others keep theirs."""
+        """Reduce `tensor` over all ranks into `tensor` of rank `dst`; the other ranks keep theirs."""
         return self._call("reduce", (tensor,), (dst, op), async_op, options)
 
     def all_gather_into_tensor(
@@ -126,7 +126,7 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """As `all_gather`, with sizes that differ along dim 0; `tensor_list[r]` fits rank r's tensor."""
+        """Gather tensors that differ along dim 0, as `all_gather`; `tensor_list[r]` fits rank r's tensor."""
         return self._issue(calls.all_gather_v(self._group, tensor_list, tensor), async_op, options)
 
     def reduce_scatter_tensor(
@@ -159,7 +159,7 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """As `reduce_scatter`, with sizes that differ along dim 0; `input_list[r]` fits rank r's output."""
+        """Reduce parts that differ along dim 0, as `reduce_scatter`; `input_list[r]` fits rank r's output."""
         return self._issue(calls.reduce_scatter_v(self._group, output, input_list, op), async_op, options)
 
     def all_to_all_single(
@@ -173,8 +173,8 @@ class Operations(ABC):
     ) -> Work | None:
         """Send part r of `input` to rank r and receive its part for this rank into `output`, in rank order.
 
-        Parts are equal, or given by split sizes: rows along dim 0 per rank, which must sum to dim 0.
-        Every rank passes split sizes, or none does.
+        Parts are equal, or given by split sizes: rows along dim 0 per rank, which must sum to the size of
+        dim 0. Either all ranks pass split sizes, or none.
         """
         if output_split_sizes is None and input_split_sizes is None:
             return self._call("all_to_all_single", (output, input), (), async_op, options)
@@ -210,7 +210,7 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """As `gather`, with sizes that differ along dim 0."""
+        """Gather tensors that differ along dim 0, as `gather`."""
         return self._issue(calls.gather_v(self._group, tensor, gather_list, dst), async_op, options)
 
     def scatter(
@@ -232,13 +232,13 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """As `scatter`, with sizes that differ along dim 0."""
+        """Scatter tensors that differ along dim 0, as `scatter`."""
         return self._issue(calls.scatter_v(self._group, tensor, scatter_list, src), async_op, options)
 
     def barrier(
         self, async_op: bool = False, *, backend: str | None = None, tag: str | None = None
     ) -> Work | None:
-        """Return once every rank has called it."""
+        """Wait until every rank has called it."""
         return self._call("barrier", (), (), async_op, {"backend": backend, "tag": tag})
 
     # -- coalesced --------------------------------------------------------------------------------
@@ -250,7 +250,10 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """`all_reduce` of each tensor, each listed once; small ones of a dtype travel as one. One handle."""
+        """Run `all_reduce` on each tensor, under one handle; small ones of a dtype are sent as one.
+
+        Each tensor must be listed once.
+        """
         values = [as_tensor(tensor, "tensor") for tensor in calls.sequence_of(tensors, "tensors")]
         return coalesced(self, "all_reduce", values, values, async_op, options, op)
 
@@ -261,7 +264,7 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """`all_gather_into_tensor` of each pair; small ones of a dtype are sent as one. One handle."""
+        """Run `all_gather_into_tensor` on each pair; small ones of a dtype are sent as one. One handle."""
         pairs = [calls.all_gather_into_tensor(self._group, *pair) for pair in calls.pairs(outputs, inputs)]
         sources, targets = [call.inputs[0] for call in pairs], [call.outputs[0] for call in pairs]
         return coalesced(self, "all_gather", sources, targets, async_op, options)
@@ -274,7 +277,7 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """`reduce_scatter_tensor` of each pair; small ones of a dtype are sent as one. One handle."""
+        """Run `reduce_scatter_tensor` on each pair; small ones of a dtype are sent as one. One handle."""
         pairs = [calls.reduce_scatter_tensor(self._group, *pair) for pair in calls.pairs(outputs, inputs)]
         sources, targets = [call.inputs[0] for call in pairs], [call.outputs[0] for call in pairs]
         return coalesced(self, "reduce_scatter", sources, targets, async_op, options, op)
@@ -282,7 +285,7 @@ class Operations(ABC):
     # -- point to point ---------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0, **options: Unpack[MessageOptions]) -> None:
-        """Send `tensor` to rank `dst`; returns when it may be changed again."""
+        """Send `tensor` to rank `dst`; returns when the program may change it."""
         self.isend(tensor, dst, tag, **options).wait()
 
     def recv(
@@ -296,7 +299,7 @@ class Operations(ABC):
         self.irecv(tensor, src, tag, **options).wait()
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0, **options: Unpack[MessageOptions]) -> Work:
-        """Start a send. `tag` must equal the receiver's; `label` is the name that rules and logs show."""
+        """Start a send. `tag` must equal the receiver's; `label` is the name in rules and logs."""
         return self._call("isend", (tensor,), (dst, tag), True, _labelled(options))  # type: ignore[return-value]
 
     def irecv(
@@ -310,7 +313,7 @@ class Operations(ABC):
         return self._call("irecv", (tensor,), (src, tag), True, _labelled(options))  # type: ignore[return-value]
 
     def batch_isend_irecv(self, p2p_ops: Sequence[P2POp]) -> list[Work]:
-        """Start all sends and receives of a batch, in any order that peers may also use."""
+        """Start all sends and receives of a batch; peers may list theirs in another order."""
         ready = []
         for index, operation in enumerate(calls.sequence_of(p2p_ops, "p2p_ops")):
             if not isinstance(operation, P2POp):
@@ -339,16 +342,16 @@ class Operations(ABC):
         async_op: bool,
         options: CallOptions,
     ) -> Work | None:
-        """Issue an operation on single tensors; a call like an earlier one runs what that one has bound.
+        """Issue an operation on single tensors; a repeated call runs the bound operation of an earlier one.
 
-        `name`: the method. `own`: its arguments after the tensors.
+        `name`: the name of the method. `own`: its arguments after the tensors.
         """
         key = run = None
         try:
             facts = [fact for tensor in tensors for fact in _facts(tensor)]
             key = (name, own, async_op, *options.items(), *facts)
             run = self._plans.get(key)
-        except (TypeError, AttributeError):  # an unhashable option, or no tensor of torch
+        except (TypeError, AttributeError):  # an unhashable option, or not a torch tensor
             key = None
         if run is None:
             return self._first(name, tensors, own, async_op, options, key)
@@ -363,7 +366,7 @@ class Operations(ABC):
         options: CallOptions,
         key: tuple[Any, ...] | None,
     ) -> Work | None:
-        """Check, bind and issue an operation, and keep the bound form by `key` where calls may repeat it."""
+        """Check, bind and issue an operation. If calls can repeat it, its bound form is cached by `key`."""
         call = BUILDERS[name](self._group, *tensors, *own)
         ready = self.prepared(call, async_op, options)
         if key is not None:
@@ -386,7 +389,7 @@ def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _labelled(options: MessageOptions) -> CallOptions:
-    """The options of a message as those of a call: its name is the tag that rules match."""
+    """Return the options of a message as those of a call: `label` becomes `tag`."""
     renamed: dict[str, Any] = dict(options)
     if "label" in renamed:
         renamed["tag"] = renamed.pop("label")

@@ -1,4 +1,4 @@
-"""Operations bound to their tensors once and run many times."""
+"""Persistent operations: bound to their tensors once and run many times."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class PersistentOp(Protocol):
     """The result of `mcr.persistent`."""
 
     def __call__(self) -> None:
-        """Run the operation and return once its result may be used."""
+        """Run the operation; returns when its result may be used."""
         ...
 
     def start(self) -> Work:
-        """Start the operation. Its `Work` must be done before the next start or call."""
+        """Start the operation. Its `Work` must be complete before the next start or call."""
         ...
 
 
 def check_persistent(kind: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Raise `InvalidArgument` for operations without a persistent form."""
+    """Raise `InvalidArgument` for operations without a persistent form, or non-contiguous tensors."""
     if kind not in KINDS:
         raise InvalidArgument(f"kind: {unknown('persistent operation', kind, KINDS)}")
     if "async_op" in options:
@@ -48,10 +48,10 @@ def check_persistent(kind: str, tensors: tuple[Any, ...], options: dict[str, Any
 
 
 def bind_persistent(now: Prepared, later: Prepared, group: object) -> PersistentOp:
-    """Calls bound to their tensors, on a persistent request of the library where the chain is one call of it.
+    """Return an operation bound to its tensors, on a persistent request if its chain is one library call.
 
-    `now` is the synchronous call, `later` the same with a handle; neither has been issued. `group` lives as
-    long as the result.
+    `now` is the synchronous call, `later` the asynchronous one; neither has been issued. The result keeps
+    `group` alive.
     """
     operation = now.issue.operation
     native = None if operation is None else operation.persistent(now.message)
@@ -60,13 +60,13 @@ def bind_persistent(now: Prepared, later: Prepared, group: object) -> Persistent
     if native is not None:
         issue, run = native
         signature = now.message.signature
-    # Held here: a library's request refers to these tensors, and a handle lets go of its message's.
+    # Kept alive here: the library's request refers to these tensors, and a handle drops its message's.
     inputs, outputs, extras = later.message.inputs, later.message.outputs, later.message.extras
     latest: list[Work] = []
 
     def start() -> Work:
         if latest and not latest[0].is_completed():
-            raise InvalidArgument("the persistent operation is still in flight; wait for its Work first")
+            raise InvalidArgument("the persistent operation is still pending; wait for its Work first")
         latest[:] = [issue.start(Message(signature, inputs, outputs, **extras))]
         return latest[0]
 

@@ -1,4 +1,4 @@
-"""Operations bound to a chain and laid out in memory: issued once, in a batch, or again and again."""
+"""Operations bound to a chain, with their tensors laid out in memory, ready to be issued."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ CopyOut = Callable[[], None]
 class Prepared(NamedTuple):
     """An operation that is ready to be issued.
 
-    `copy_out` puts the results where they belong, once the operation is done; None if they are there.
+    `copy_out` copies the results to the caller's tensors once the operation is complete; None if no copy is
+    needed.
     """
 
     issue: Issue
@@ -33,14 +34,14 @@ class Prepared(NamedTuple):
     copy_out: CopyOut | None
 
     def start(self) -> Work:
-        """Issue it; returns a handle whose `wait` also copies the results out."""
+        """Issue the operation; returns a handle whose `wait` also copies the results out."""
         work = self.issue.start(self.message)
         if self.copy_out is not None:
             work.then(self.copy_out)
         return work
 
     def run(self) -> None:
-        """Issue it, and return once its results are where they belong."""
+        """Issue the operation; returns when its results are in the caller's tensors."""
         if self.copy_out is None:
             self.issue.run(self.message)
         else:
@@ -48,9 +49,9 @@ class Prepared(NamedTuple):
 
 
 def prepare(call: Call, signature: Signature, issue: Issue) -> Prepared:
-    """Lay out the tensors of a call: flat and contiguous, lists as one tensor, views where that is possible.
+    """Lay out the tensors of a call: contiguous, lists as one flat tensor, as views where possible.
 
-    Raises `InvalidArgument` if results are to be written where elements share memory.
+    Raises `InvalidArgument` if elements of an output share memory.
     """
     inputs, outputs, copy_out = _laid_out(call.inputs, call.outputs, call.packed, call.kind in IN_PLACE)
     extras: Extras = call.extras or {}
@@ -81,7 +82,7 @@ def _laid_out(
 
 
 def _target(outputs: Sequence[torch.Tensor], packed: bool) -> tuple[torch.Tensor | None, bool]:
-    """One tensor to write to, and whether its values are to be copied to `outputs` afterwards."""
+    """Return one tensor to write to, and whether its values must be copied to `outputs` afterwards."""
     if not outputs:
         return None, False
     if packed and len(outputs) > 1:
@@ -95,18 +96,18 @@ def _assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def repeated(ready: Prepared, tensors: Tensors, async_op: bool) -> Callable[..., Work | None] | None:
-    """A function that issues the same operation for other tensors of the same dtype, shape and layout.
+    """Return a function that issues the same operation for other tensors of the same dtype, shape and layout.
 
-    It takes them as `tensors` were passed, and returns a handle if `async_op`. None where calls need the
-    slow path: results that are copied out, tensors that are not contiguous, or of complex dtypes (a lazily
-    conjugated one looks like any other).
+    It takes arguments like `tensors`, and returns a handle if `async_op`. None if calls need the slow path:
+    results are copied out, or tensors are not contiguous or complex (the key of a call does not show lazy
+    conjugation).
     """
     issue, message, copy_out = ready
     if copy_out is not None or not all(is_plain(each) and not each.is_complex() for each in tensors):
         return None
     signature, extras = message.signature, message.extras
     inputs, outputs = message.inputs, message.outputs
-    # A synchronous call without a handle, where the chain has such a form.
+    # `issue.run`: a synchronous call, without a handle if the chain supports that.
     go: Callable[[Message], Any] = issue.start if async_op else issue.run
     if len(tensors) == 2:
         same = outputs[0] is tensors[0] and inputs[0] is tensors[1]
@@ -130,7 +131,7 @@ def repeated(ready: Prepared, tensors: Tensors, async_op: bool) -> Callable[...,
 
 
 def _two(ready: Prepared, go: Callable[[Message], Any], tensors: Tensors) -> Callable[..., Work | None]:
-    """See `repeated`: an output and an input, which may overlap in one call and not in the next."""
+    """Return the function of `repeated` for an output and an input, whose overlap each call checks."""
     signature = ready.message.signature
     written, read = (tensor.nbytes for tensor in tensors)
 

@@ -1,4 +1,4 @@
-"""Tensors as users pass them, made fit for a library: flat, contiguous, without a copy where possible."""
+"""Conversion of the caller's tensors for libraries: contiguous, flat, without a copy where possible."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from mcr_plus.errors import InvalidArgument, Unsupported
 
 
 def as_tensor(value: Any, name: str) -> torch.Tensor:
-    """A torch tensor on the memory of `value`: a tensor itself, or anything with DLPack; never a copy.
+    """Return a torch tensor on the memory of `value`, a tensor or an object with DLPack; never a copy.
 
-    Raises `InvalidArgument` for anything else, `Unsupported` for layouts and dtypes that cannot travel.
+    Raises `InvalidArgument` for other objects, `Unsupported` for layouts, devices and dtypes that libraries
+    cannot send.
     """
     tensor = value if isinstance(value, torch.Tensor) else _from_dlpack(value, name)
     if tensor.layout is not torch.strided:
-        raise Unsupported(f"{name}: layout {tensor.layout}; only strided (dense) tensors travel")
+        raise Unsupported(f"{name}: layout {tensor.layout}; only strided (dense) tensors are supported")
     if tensor.device.type not in ("cpu", "cuda"):
         raise Unsupported(f"{name}: device {tensor.device}; known: cpu, cuda")
     if tensor.dtype not in DTYPES:
@@ -45,12 +46,12 @@ def _from_dlpack(value: Any, name: str) -> torch.Tensor:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's memory, read in order, is its value."""
+    """Return True if the tensor is contiguous, without lazy conjugation or negation."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a contiguous copy without lazy conjugation."""
+    """Return the tensor itself, or a contiguous copy without lazy conjugation or negation."""
     return (
         tensor
         if is_plain(tensor)
@@ -59,21 +60,21 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def plain_like(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or an uninitialised contiguous one to be copied back from."""
+    """Return the tensor itself, or an uninitialised contiguous one whose values are later copied back."""
     return tensor if is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def check_apart(tensor: torch.Tensor) -> None:
-    """Raise `InvalidArgument` unless each element has a place of its own, so that results can be written."""
+    """Raise `InvalidArgument` if elements of an output share memory, as after `expand`."""
     if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         raise InvalidArgument(
-            f"a tensor of shape {list(tensor.shape)} is to be written, but its elements share memory "
+            f"a tensor of shape {list(tensor.shape)} is an output, but its elements share memory "
             f"(strides {list(tensor.stride())}, as from expand); pass a copy: tensor.contiguous()"
         )
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two contiguous tensors share memory."""
+    """Return True if two contiguous tensors share memory."""
     start_a, start_b = a.data_ptr(), b.data_ptr()
     return (
         start_a < start_b + b.numel() * b.element_size() and start_b < start_a + a.numel() * a.element_size()
@@ -81,7 +82,7 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """One flat view over tensors that lie next to each other in memory; None if they do not."""
+    """Return one flat view over tensors that are adjacent in memory; None if they are not."""
     first = tensors[0]
     at = first.data_ptr()
     for tensor in tensors:
@@ -91,18 +92,18 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     total = sum(tensor.numel() for tensor in tensors)
     storage = first.untyped_storage()
     if at - storage.data_ptr() > storage.nbytes():
-        return None  # neighbours by chance: separate allocations
+        return None  # adjacent by chance: separate allocations
     return first.as_strided((total,), (1,))
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The tensors' values in one flat tensor: a view if they are neighbours, else a copy."""
+    """Return the tensors' values in one flat tensor: a view if they are adjacent, else a copy."""
     view = joined(tensors)
     return torch.cat([tensor.reshape(-1) for tensor in tensors]) if view is None else view
 
 
 def pack_space(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, bool]:
-    """Flat space for the tensors' values, and whether it must be copied out with `unpack` afterwards."""
+    """Return a flat tensor for the tensors' values, and whether `unpack` must copy it out afterwards."""
     view = joined(tensors)
     if view is not None:
         return view, False

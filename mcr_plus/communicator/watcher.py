@@ -1,4 +1,4 @@
-"""What is told of the operations that a program issues."""
+"""The interface of an observer of the operations that a program issues."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
 
 
 class Watcher(Protocol):
-    """Sees the program's operations as the program issues them, before the pipeline changes them."""
+    """An observer of operations as the program issues them, before the pipeline changes them."""
 
     @property
     def holds(self) -> bool:
-        """Whether buckets of gradients are to be sent at the end of the backward pass, one after another."""
+        """True if buckets of gradients must be sent one after another at the end of the backward pass."""
         ...
 
     def watched(self, group: Group, issue: Issue) -> Issue:
-        """The same as `issue`, which the watcher is told of."""
+        """Return an equivalent of `issue` that also reports each operation to the watcher."""
         ...
 
     def ready(self, param: torch.Tensor) -> None:
-        """The gradient of a parameter may be sent."""
+        """Report that the gradient of a parameter is ready to be sent."""
         ...
 
     def carries(self, params: Sequence[torch.Tensor]) -> None:
-        """The next operation that is issued carries the gradients of these parameters."""
+        """Report that the next operation carries the gradients of these parameters."""
         ...

@@ -119,6 +119,10 @@ class StageOptions(BaseModel):
         """
         return None
 
+    def named_backends(self) -> Mapping[str, str]:
+        """Return the backends, or `backend:algorithm`, that these options name, by the place in them."""
+        return {}
+
 
 def as_tuple(value: object) -> object:
     """Convert a list or a single name to a tuple, which strict validation requires."""

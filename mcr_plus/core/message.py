@@ -153,12 +153,12 @@ class Extras(TypedDict, total=False):
     after: Work | None
     prepare: Callable[[], None] | None
     fused: int
-    whole: bool
+    already_bucketed: bool
     counts_known: bool
     values: tuple[Sequence[int], Sequence[int]] | None
     codec: str | None
-    origin: int | None
-    seen_bytes: int
+    uncompressed_bytes: int | None
+    released_bytes: int
 
 
 _EXTRAS: Final = frozenset(Extras.__annotations__)
@@ -179,10 +179,10 @@ class Message:
         fused: how many members were packed into this op.
         counts_known: whether counts are given when the op is issued, so that ranks can compare them.
         values: `flows` of the values before they were encoded, which ranks compare in place of these.
-        whole: it is a bucket already, and must not wait for others to be fused with.
+        already_bucketed: it is a bucket already, and must not wait for others to be fused with.
         codec: name of the codec that encoded the payload, for records.
-        origin: bytes before encoding, for records; None when not encoded.
-        seen_bytes: `own_bytes` of tensors that have been let go.
+        uncompressed_bytes: bytes before encoding, for records; None when not encoded.
+        released_bytes: `own_bytes` of tensors that have been let go.
     """
 
     # Defaults of the fields of `Extras`.
@@ -193,12 +193,12 @@ class Message:
     after: Work | None = None
     prepare: Callable[[], None] | None = None
     fused: int = 1
-    whole: bool = False
+    already_bucketed: bool = False
     counts_known: bool = True
     values: tuple[Sequence[int], Sequence[int]] | None = None
     codec: str | None = None
-    origin: int | None = None
-    seen_bytes: int = 0
+    uncompressed_bytes: int | None = None
+    released_bytes: int = 0
 
     # Slots for the fields of every message; the rest has its defaults on the class, and is rarely set.
     __slots__ = ("__dict__", "inputs", "outputs", "signature")
@@ -268,4 +268,4 @@ class Message:
     def own_bytes(self) -> int:
         """The larger of the bytes that this rank sends and receives; kept once the tensors are released."""
         sent, received = (sum(tensor.nbytes for tensor in part) for part in (self.inputs, self.outputs))
-        return max(sent, received, self.seen_bytes)
+        return max(sent, received, self.released_bytes)

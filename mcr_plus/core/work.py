@@ -132,7 +132,7 @@ class JointWork(Work):
         deadline = Deadline(timeout)
         for member in self.members:
             member.wait(deadline.left())
-        self._settle()
+        self._finish_once()
         # A second waiter must not return before the first has copied the results out.
         while not self._is_done and self._finisher != threading.get_ident():
             time.sleep(_NAP_S)
@@ -147,7 +147,7 @@ class JointWork(Work):
 
     def _ended(self, members: list[bool]) -> bool:
         if all(members):
-            self._settle()
+            self._finish_once()
         return self._is_done
 
     def exception(self) -> BaseException | None:  # noqa: D102
@@ -160,7 +160,7 @@ class JointWork(Work):
             self._run_finish()
         return self
 
-    def _settle(self) -> None:
+    def _finish_once(self) -> None:
         """Run the functions of `then` once, in the first thread to get here; never waits, takes no lock."""
         try:
             self._turn.pop()

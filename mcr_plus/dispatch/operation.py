@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from mcr_plus.core.work import Work
 from mcr_plus.dispatch.board.base import pad
+from mcr_plus.dispatch.issue import Issue
 from mcr_plus.dispatch.waiting import FIRST_POLLS, GLANCE, SHORT_NAPS
 from mcr_plus.dispatch.work import IssuedWork
-from mcr_plus.pipeline.stage import Issue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -129,7 +129,7 @@ class Operation:
         handled = copy(twin)
         handled.inline = False
         self.engine.bound.update((twin, handled))
-        return handled.bind(), twin.bind_rerun(message, request)
+        return handled.bind(), twin.bind_request(message, request)
 
     def _bind_collective(self) -> Callable[[Message], Work]:
         engine, state = self.engine, self.state
@@ -198,7 +198,7 @@ class Operation:
             return waiting, (0,), self.engine.ring
         return waiting, waiting.bells.wanted, self.engine.ring
 
-    def bind_rerun(self, message: Message, request: Persistent) -> Callable[[], None]:
+    def bind_request(self, message: Message, request: Persistent) -> Callable[[], None]:
         """As `run` for one message and a persistent request, without even a call to start it."""
         state, issue, counter = self.state, self.bind().start, self.state.board.counter
         first, more, waiting, wanted, ring = self.first, self.more, *self._bells()
@@ -319,4 +319,4 @@ def _gate_of(channel: Channel | None, signature: Signature, digest: int) -> Gate
 def _allows_threads(engine: Engine, name: str | None) -> bool:
     """Whether a library may be called while another thread is inside it."""
     backend = next((each for each in engine.backends if each.name == name), None)
-    return backend is None or not backend.refuses_threads()
+    return backend is None or not backend.thread_restriction()

@@ -12,7 +12,7 @@ import torch
 
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.work import Info, Work
-from mcr_plus.pipeline.stage import Issue
+from mcr_plus.dispatch.issue import Issue
 
 
 class CallerStream:

@@ -103,7 +103,7 @@ class IssuedWork(Work):
             kind=signature.kind,
             backend=self.operation.backend,
             codec=message.codec,
-            bytes=wire_bytes if message.origin is None else message.origin,
+            bytes=wire_bytes if message.uncompressed_bytes is None else message.uncompressed_bytes,
             wire_bytes=wire_bytes,
             fused=message.fused,
             sequence=self.sequence,
@@ -134,7 +134,7 @@ class IssuedWork(Work):
                     function()
             except Exception as error:
                 self.error = error
-        self._settle()
+        self._complete()
 
     def fail(self, error: BaseException, blame: str = "") -> None:
         """Mark as done with an error; `blame` names the ranks behind a library's own. For the engine."""
@@ -146,9 +146,9 @@ class IssuedWork(Work):
             named.__cause__ = error
             error = named
         self.error = error
-        self._settle()
+        self._complete()
 
-    def _settle(self) -> None:
+    def _complete(self) -> None:
         operation = self.operation
         if operation.engine.recorders:
             self.t_done = perf_counter()
@@ -162,7 +162,7 @@ class IssuedWork(Work):
                 self.source = None if source is None else operation.state.group.ranks[source]
             message = self.message
             if operation.signature.nbytes is None:
-                message.seen_bytes = message.own_bytes()
+                message.released_bytes = message.own_bytes()
             message.inputs = message.outputs = ()
             message.after = message.prepare = None
         self.poll = self.finish = None

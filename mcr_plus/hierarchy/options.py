@@ -121,6 +121,13 @@ class HierarchicalOptions(StageOptions):
             raise ValueError("nodes and ranks_per_node exclude each other; expected one of them")
         return self
 
+    def named_backends(self) -> dict[str, str]:
+        """See `StageOptions.named_backends`: of the steps."""
+        steps = {"local": self.local.backend, "inter": self.inter.backend}
+        return {
+            f"hierarchical.{step}.backend": backend for step, backend in steps.items() if backend is not None
+        }
+
     def problem(
         self, stages: Collection[str] | None, backends: Sequence[str] | None
     ) -> tuple[Keys, str] | None:

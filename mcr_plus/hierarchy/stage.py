@@ -19,14 +19,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from mcr_plus.backends import assumed_backends, backend_class
-from mcr_plus.compression.buffers import Pool
-from mcr_plus.compression.options import CompressOptions, codec_of
-from mcr_plus.compression.policy import NOT_CHOSEN, is_stateful, refusal, resolve_options
 from mcr_plus.config.options import plain_options
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Signature, frozen
 from mcr_plus.core.units import format_size
-from mcr_plus.dispatch.options import DispatchOptions
 from mcr_plus.hierarchy.decompose import (
     Decomposition,
     HierarchicalAllReduce,
@@ -36,9 +32,10 @@ from mcr_plus.hierarchy.decompose import (
 from mcr_plus.hierarchy.nodes import Nodes, Part, inner_groups, nodes_of
 from mcr_plus.hierarchy.options import HierarchicalOptions
 from mcr_plus.hierarchy.policy import codec_between
+from mcr_plus.pipeline.buffers import Pool
 from mcr_plus.pipeline.pipeline import Pipeline
 from mcr_plus.pipeline.stage import Context, Issue, Next, Stage
-from mcr_plus.pipeline.treatment import Treatment
+from mcr_plus.pipeline.treatment import NO_CODEC, Treatment
 
 _DECOMPOSITIONS: dict[str, type[Decomposition]] = {
     "all_reduce": HierarchicalAllReduce,
@@ -61,11 +58,8 @@ class HierarchicalStage(Stage):
     def __init__(self, options: HierarchicalOptions, context: Context) -> None:
         self._options = options
         self._context = context
-        self._config = context.config
         self._nodes = nodes_of(context.config, context.world.hosts, context.group)
         self._parts = _pipelines(context)
-        dispatch = context.config.options("dispatch")
-        self._always_announce = isinstance(dispatch, DispatchOptions) and dispatch.check == "every"
         self._explains = context.runtime is None
         self._pool = Pool()
 
@@ -76,25 +70,29 @@ class HierarchicalStage(Stage):
 
     def bind(self, signature: Signature, next: Next) -> Issue:
         """Bind the steps, or the operation itself if it is not decomposed."""
-        flat = signature.replace(compress=False) if signature.compress == NOT_CHOSEN else signature
+        flat = signature.replace(compress=False) if signature.compress == NO_CODEC else signature
         if signature.kind not in self._options.kinds or not signature.nbytes:
             return next(flat)
-        steps = self._decomposition(signature)
+        steps = self._decomposition(signature, next)
         if isinstance(steps, str):
             next.note(f"not in steps: {steps}")
             return next(flat)
         remark = f"; {steps.remark}" if steps.remark else ""
         next.note(f"{steps.nodes.count} nodes of {steps.nodes.size} ranks: {steps.summary}{remark}")
         steps.bind(lambda part, step: next.through(self._parts[part], step), next)
-        return Issue(steps.start) if self._explains else steps.announced(next, always=self._always_announce)
+        if self._explains:
+            return Issue(steps.start)
+        return steps.announced(next, always=next.treatment(signature).compared)
 
     def treatment(self, signature: Signature, rest: Callable[[Signature], Treatment]) -> Treatment:
         """Return the treatment by later stages, with the state of a codec between nodes."""
         treatment, between = rest(signature), codec_between(self._options)
-        keeps = between is not None and is_stateful(codec_of(between), between)
-        return replace(treatment, keeps=True) if keeps else treatment
+        if between is None:
+            return treatment
+        inter = rest(signature.replace(compress=frozen(plain_options(between))))
+        return replace(treatment, keeps=treatment.keeps or inter.keeps)
 
-    def _decomposition(self, signature: Signature) -> Decomposition | str:
+    def _decomposition(self, signature: Signature, next: Next) -> Decomposition | str:
         """Return the steps of an operation, or the reason why it stays flat."""
         if isinstance(self._nodes, str):
             return self._nodes
@@ -105,7 +103,7 @@ class HierarchicalStage(Stage):
         for part, step in steps.steps.items():
             named = {"backend": inter} if part == "inter" else {"backend": local, "compress": False}
             steps.steps[part] = step.replace(**named)
-        return self._choose_codec(steps) or self._unsupported(steps) or steps
+        return self._choose_codec(steps, next) or self._unsupported(steps) or steps
 
     def _refusal(self, signature: Signature, nodes: Nodes) -> str | None:
         """Return the reason why an operation is not decomposed, None if it is."""
@@ -119,24 +117,25 @@ class HierarchicalStage(Stage):
             return f"fewer elements than the {nodes.size} ranks of a node"
         return None
 
-    def _choose_codec(self, steps: Decomposition) -> str | None:
+    def _choose_codec(self, steps: Decomposition, next: Next) -> str | None:
         """Set the codec of the step between nodes; returns the reason if the operation must stay flat."""
-        own, inter = self._options.inter.compress, steps.steps["inter"]
-        by_call = steps.signature.compress not in (None, NOT_CHOSEN)
+        own, whole, inter = self._options.inter.compress, steps.signature, steps.steps["inter"]
+        by_call = whole.compress not in (None, NO_CODEC)
         if own is not None and not by_call:
-            why_not = None if own.codec == "none" else refusal(codec_of(own), own, inter)
-            used = own.codec != "none" and why_not is None
-            if why_not is not None:
-                steps.remark = f"codec {own.codec} not used between nodes: {why_not}"
-            steps.steps["inter"] = inter.replace(compress=frozen(plain_options(own)) if used else False)
+            inter = inter.replace(compress=frozen(plain_options(own)) if own.codec != "none" else False)
+            treatment = next.treatment(inter)
+            if treatment.refusal is not None:
+                steps.remark = f"codec {own.codec} not used between nodes: {treatment.refusal}"
+                inter = inter.replace(compress=False)
         else:
-            compress = steps.signature.compress if by_call or steps.signature.compress is None else False
-            steps.steps["inter"] = inter = inter.replace(compress=compress)
-            whole, part = (resolve_options(self._config, signature) for signature in (steps.signature, inter))
-            if whole is not None and _takes(whole, steps.signature) and not _takes(whole, inter):
-                return f"codec {whole.codec} takes it as a whole, but not its parts"
-            used = part is not None and _takes(part, inter)
-        if used:
+            inter = inter.replace(compress=False if whole.compress == NO_CODEC else whole.compress)
+            treatment, of_whole = next.treatment(inter), next.treatment(whole)
+            if of_whole.codec is not None and of_whole.refusal is None:
+                part = inter.replace(compress=of_whole.compress)
+                if next.treatment(part).refusal is not None:
+                    return f"codec {of_whole.codec} takes it as a whole, but not its parts"
+        steps.steps["inter"] = inter
+        if treatment.codec is not None and treatment.refusal is None:
             steps.prepare_for_codec()
         return None
 
@@ -168,13 +167,9 @@ class HierarchicalStage(Stage):
         group, world = self._context.group, self._context.world
         for members in nodes.groups(part):
             inner = Group(f"{group.name}/{part}", tuple(group.ranks[member] for member in members), 0)
-            if reason := backend_class(name).reaches(world, inner):
+            if reason := backend_class(name).unavailable_for(world, inner):
                 return reason
         return ""
-
-
-def _takes(options: CompressOptions, signature: Signature) -> bool:
-    return refusal(codec_of(options), options, signature) is None
 
 
 def _pipelines(context: Context) -> Mapping[str, Pipeline]:

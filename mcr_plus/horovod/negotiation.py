@@ -22,6 +22,7 @@ from typing import Any, Final
 import torch
 
 from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.core.deadline import Deadline
 from mcr_plus.core.work import Work
 from mcr_plus.errors import InvalidArgument, McrError
 from mcr_plus.horovod.handle import Handle
@@ -329,7 +330,7 @@ class Negotiations:
 
     def wait(self, negotiator: Negotiator, until: Callable[[], bool], waiting: str) -> None:
         """Take part in negotiations until `until()`; raises `HorovodInternalError` after the deadline."""
-        deadline = time.monotonic() + self._timeout
+        deadline = Deadline(self._timeout)
         idle = 0
         with self.lock:
             while not until():
@@ -338,7 +339,7 @@ class Negotiations:
                 read = self.progress(negotiator, waiting)
                 if until():
                     return
-                if time.monotonic() > deadline:
+                if deadline.passed():
                     missing = negotiator.missing(waiting)
                     raise HorovodInternalError(
                         f"'{waiting}': not started by {missing} within {self._timeout:g} s"

@@ -11,49 +11,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 from mcr_plus.backends.base import Backend
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Message, Signature
+from mcr_plus.dispatch.issue import Issue as Issue
 from mcr_plus.rendezvous.world import World
 
 if TYPE_CHECKING:
-    import torch
-
     from mcr_plus.config.schema import Config
     from mcr_plus.core.work import Work
-    from mcr_plus.dispatch.operation import Operation
-    from mcr_plus.dispatch.stage import GroupRuntime
+    from mcr_plus.dispatch.group_runtime import GroupRuntime
     from mcr_plus.pipeline.pipeline import Pipeline
     from mcr_plus.pipeline.treatment import Treatment
-
-
-class Issue:
-    """How an operation of one signature is issued: the result of binding a stage.
-
-    Attributes:
-        start: starts an operation and returns its handle; never waits for a peer.
-        run: runs a synchronous operation to its end. By default `start(message).wait()`; dispatch has one
-            that needs no handle while all goes well, and a stage that wraps an issue passes it on.
-        operation: the library operation that `start` starts, if it starts exactly one and nothing else.
-        start_in_place: `start` for an operation in place on one tensor, without a message; None if the
-            chain has no such form.
-    """
-
-    __slots__ = ("operation", "run", "start", "start_in_place")
-
-    def __init__(
-        self,
-        start: Callable[[Message], Work],
-        run: Callable[[Message], None] | None = None,
-        *,
-        operation: Operation | None = None,
-        start_in_place: Callable[[torch.Tensor], Work] | None = None,
-    ) -> None:
-        self.start = start
-        self.run = run or (lambda message: start(message).wait())
-        self.operation = operation
-        self.start_in_place = start_in_place
-
-    def __call__(self, message: Message) -> Work:
-        """The same as `start`."""
-        return self.start(message)
 
 
 class Next(Protocol):

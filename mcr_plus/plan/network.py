@@ -366,7 +366,7 @@ def _check_alike(one: list[Sent], other: list[Sent], group: tuple[int, ...], fir
 def is_polled(library: str) -> bool:
     """Whether a library's operations advance only while they are polled; also if it is not known here."""
     name = library.partition(":")[0]
-    return name not in registry.names("backends") or backend_class(name).needs_polls
+    return name not in registry.names("backends") or backend_class(name).host_driven
 
 
 def _known(kind: str) -> str:

@@ -155,7 +155,7 @@ def _drop_foreign_backends(
     """
     kept = dict(classes)
     for name, kind in classes.items():
-        verdicts = _gather(world, f"serves/{name}", kind.serves(world))
+        verdicts = _gather(world, f"unavailable/{name}", kind.unavailable_in(world))
         refusal = next((verdict for verdict in verdicts if verdict), "")
         if refusal and strict:
             raise BackendUnavailable(f"backend {name} was asked for, but {refusal}")

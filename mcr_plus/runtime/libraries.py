@@ -7,6 +7,7 @@ from contextlib import ExitStack, suppress
 
 from mcr_plus.backends import backend_class, backends_for, preferred_backends
 from mcr_plus.backends.base import Backend, complete_channel
+from mcr_plus.communicator.open_group import release_unused
 from mcr_plus.config.schema import Config
 from mcr_plus.core.collector import collector_paused
 from mcr_plus.core.file_limit import descriptors_for
@@ -15,7 +16,6 @@ from mcr_plus.dispatch.group_state import BackendChannel
 from mcr_plus.errors import BackendUnavailable, LaunchError
 from mcr_plus.rendezvous.store import exchange
 from mcr_plus.rendezvous.world import World
-from mcr_plus.runtime.groups import release_unused
 from mcr_plus.runtime.process import job
 
 

@@ -8,18 +8,18 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from mcr_plus.communicator.open_group import OpenGroup, release_unused
 from mcr_plus.config.schema import Config
 from mcr_plus.core.group import Group
 from mcr_plus.dispatch.board.opening import open_board
+from mcr_plus.dispatch.group_runtime import GroupRuntime
 from mcr_plus.dispatch.group_state import BackendChannel, GroupState
-from mcr_plus.dispatch.stage import GroupRuntime
 from mcr_plus.errors import BackendUnavailable
 from mcr_plus.hierarchy.nodes import Part, inner_groups
 from mcr_plus.hierarchy.options import HierarchicalOptions
 from mcr_plus.pipeline.pipeline import Pipeline
 from mcr_plus.pipeline.stage import Context
 from mcr_plus.rendezvous.store import exchange
-from mcr_plus.runtime.groups import OpenGroup, release_unused
 
 if TYPE_CHECKING:
     from mcr_plus.runtime.runtime import Runtime

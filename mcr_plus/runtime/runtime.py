@@ -12,6 +12,7 @@ from itertools import chain, count
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
+from mcr_plus.communicator.open_group import OpenGroup, release_unused
 from mcr_plus.core.environment import quota_cores
 from mcr_plus.core.group import Group
 from mcr_plus.dispatch.board.base import Failure
@@ -28,7 +29,7 @@ from mcr_plus.rendezvous.exit_barrier import SHORT, abort_barrier, linger_for, s
 from mcr_plus.rendezvous.processes import Peers
 from mcr_plus.rendezvous.store import exchange
 from mcr_plus.runtime.agreement import agree_before_opening
-from mcr_plus.runtime.groups import IdleChannels, OpenGroup, release_unused
+from mcr_plus.runtime.groups import IdleChannels
 from mcr_plus.runtime.libraries import Libraries
 from mcr_plus.runtime.opening import open_with_parts, warn_of_missing
 from mcr_plus.runtime.process import job
@@ -133,9 +134,9 @@ class Runtime:
 
     def _start_progress_thread(self) -> None:
         """Start the progress thread, if any library needs one."""
-        polled = [backend for backend in self.engine.backends if backend.needs_polls]
+        polled = [backend for backend in self.engine.backends if backend.host_driven]
         for backend in polled:
-            if problem := backend.refuses_threads():
+            if problem := backend.thread_restriction():
                 raise BackendUnavailable(
                     f"dispatch: progress: thread: {problem}; progress: caller works with it"
                 )
@@ -232,7 +233,7 @@ class Runtime:
         gather = partial(communicator.all_gather_object, tag=what)
         return agree_before_opening(self, communicator.ranks, gather, value, what, sizes)
 
-    def settle(self, opened: OpenGroup) -> None:
+    def wait_in_flight(self, opened: OpenGroup) -> None:
         """Wait for everything in flight in a group; raises its first error."""
         if opened.state.failure is None:
             opened.pipeline.flush()
@@ -251,7 +252,7 @@ class Runtime:
             return
         try:
             if clean:
-                self.settle(communicator.opened)
+                self.wait_in_flight(communicator.opened)
         finally:
             self.remove(communicator.opened, clean)
 
@@ -262,7 +263,7 @@ class Runtime:
         elif not opened.state.closed:
             together, state, group = False, opened.state, opened.group
             try:
-                self.settle(opened)
+                self.wait_in_flight(opened)
                 if group.size > 1 and group.rank >= 0 and state.failure is None:
                     # From here on nothing is in flight on any rank.
                     off = opened.communicator(self).all_gather_object(self.engine.off, tag="close")

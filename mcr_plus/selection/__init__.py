@@ -1,1 +1,1 @@
-"""Which library an operation goes to."""
+"""The select stage: the choice of the library that runs an operation."""

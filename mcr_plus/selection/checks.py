@@ -9,20 +9,20 @@ from pathlib import Path
 from mcr_plus import registry
 from mcr_plus.backends import backend_class
 from mcr_plus.config.document import Document, Mistakes
+from mcr_plus.config.options import StageOptions
 from mcr_plus.config.schema import Config
 from mcr_plus.errors import ConfigError
-from mcr_plus.hierarchy.options import HierarchicalOptions
 from mcr_plus.selection.options import SelectOptions
 from mcr_plus.selection.refined_table import check_target
 from mcr_plus.tables.table import BUILT_IN, Table, load_table
 
 
 def checked_tables(config: Config) -> list[Table]:
-    """The tables that a configuration names, each once.
+    """Return the tables that a configuration names, each once.
 
-    The algorithms that they may name are those of `use_algorithms`, which comes first. Raises
-    `ConfigError` for what is wrong in one, and for rules that name a backend which the configuration
-    does not have, or an algorithm that there is for no operation.
+    They may name the algorithms of `use_algorithms`, which must run first. Raises `ConfigError` for errors in
+    a table, and for rules that name a backend that the configuration lacks, or an algorithm that does not
+    exist for any operation.
     """
     tables = [load_table(ref.resolve()) for ref in {ref.digest(): ref for ref in config.tables}.values()]
     mistakes = Mistakes()
@@ -35,7 +35,7 @@ def checked_tables(config: Config) -> list[Table]:
 
 
 def named_tables(document: Document) -> Iterator[Path]:
-    """The files of tables that a configuration names, whatever is wrong with the rest of it."""
+    """Yield the table files that a configuration names, even if the rest of it is invalid."""
     for part in ("pipeline", "rules"):
         entries = document.data.get(part)
         for entry in entries if isinstance(entries, list) else ():
@@ -46,7 +46,7 @@ def named_tables(document: Document) -> Iterator[Path]:
 
 
 def _check_backends(table: Table, config: Config) -> None:
-    """Refuse backends that the configuration does not have: a line for each, at its first rule."""
+    """Raise `ConfigError` for backends that the configuration lacks: one line for each, at its first rule."""
     if config.backends is None:
         return
     known = (*config.backends, "local", BUILT_IN)
@@ -67,8 +67,8 @@ def _check_backends(table: Table, config: Config) -> None:
 def use_algorithms(config: Config) -> None:
     """Read and verify the algorithm files that a configuration names, for `msccl:NAME` in this process.
 
-    Raises `ConfigError` for what is wrong in one, and for an algorithm that the configuration names and
-    that there is for no operation.
+    Raises `ConfigError` for errors in a file, and if the configuration names an algorithm that does not exist
+    for any operation.
     """
     from mcr_plus.msccl.catalog import use
 
@@ -78,9 +78,10 @@ def use_algorithms(config: Config) -> None:
 
 
 def check_algorithm(choice: str, place: str, files: str = "`algorithms:` of the configuration") -> None:
-    """Raise `ConfigError`, which begins with `place`, for an algorithm that there is for no operation.
+    """Raise `ConfigError`, prefixed with `place`, if an algorithm does not exist for any operation.
 
-    Sizes and numbers of ranks are for the operation to check. `files`: where one can be added.
+    Sizes and numbers of ranks are checked later, for each operation. `files`: the place to add a file to, in
+    the error text.
     """
     name, _, algorithm = choice.partition(":")
     if not algorithm:
@@ -94,27 +95,25 @@ def check_algorithm(choice: str, place: str, files: str = "`algorithms:` of the 
         )
     if reason := backend.unknown_algorithm(algorithm):
         raise ConfigError(
-            f"{place}: backend {choice!r}: {reason}; if it is a file's, add the file to {files}"
+            f"{place}: backend {choice!r}: {reason}; if a file defines it, add the file to {files}"
         )
 
 
 def _choices(config: Config) -> Iterator[tuple[str, str]]:
-    """Every backend that the configuration itself names for operations, and where."""
+    """Yield every backend that the configuration itself names for operations, and its place."""
     named = [(spec.options, spec.place) for spec in config.pipeline]
     for rule in config.rules:
         if rule.backend is not None:
             yield rule.backend, f"{rule.place}.backend"
         named += [(override.options, rule.place) for override in rule.overrides]
     for options, place in named:
-        if isinstance(options, HierarchicalOptions):
-            steps = {"local": options.local.backend, "inter": options.inter.backend}
-            for step, choice in steps.items():
-                if choice is not None:
-                    yield choice, f"{place}: hierarchical.{step}.backend"
+        if isinstance(options, StageOptions):
+            for where, choice in options.named_backends().items():
+                yield choice, f"{place}: {where}"
 
 
 def check_targets(config: Config) -> None:
-    """Raise `ConfigError` if the table of online refinement could not be written here."""
+    """Raise `ConfigError` if this process could not write the table of online refinement."""
     for options in config.all_options:
         if isinstance(options, SelectOptions):
             check_target(options)

@@ -1,12 +1,12 @@
-"""Online refinement: select measures while the job runs, and writes the results to a table.
+"""Online refinement: the select stage measures while the job runs, and writes the results to a table.
 
-An operation that several choices can do has an `OnlineTrial`, whose `Router` sends its calls to the choice
-in charge, but for at most one in sixteen, which goes to a rival. The ranks share their times, and draw the
-same conclusion from the same numbers: a rival is dropped, the choice changes, or the trial ends. From then on
-a call costs one Python call more than without.
+An operation that several choices support has an `OnlineTrial`. Its `Router` sends all calls to the current
+choice, except for at most one in sixteen, which goes to a rival. The ranks share their times and draw the
+same conclusion from the same numbers: a rival is dropped, the choice changes, or the trial ends. After the
+end, a call costs one Python call more than without refinement.
 
-A rank that is more than the trial's lag ahead of another waits for the shared times before its next call.
-That is why only synchronous operations are tuned: issuing an asynchronous one never waits.
+A rank that is ahead of another by more than the trial's lag waits for the shared times before its next call.
+Therefore only synchronous operations are tuned: issuing an asynchronous one never waits.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from mcr_plus.trials.router import Router, exchange_signature
 
 _log = logging.getLogger("mcr_plus")
 
-TAG: Final = "select.online"  # of the all_reduce by which ranks share times
+TAG: Final = "select.online"  # the tag of the all_reduce by which ranks share times
 
 
 def tunable(signature: Signature) -> bool:
-    """Whether the choice of an operation may change while the job runs.
+    """Return True if the choice of an operation may change while the job runs.
 
-    False if a call or rule names a backend; for send and receive, whose two ends must choose alike; for
-    operations on a GPU, whose end the host does not see; and for asynchronous ones, whose issue never waits.
+    It may not if a call or rule names a backend; for send and receive, because both ends must agree;
+    for operations on a GPU, because the host does not observe their end; and for asynchronous operations,
+    because issuing one never waits.
     """
     fixed = signature.backend is not None or signature.is_p2p or signature.kind == "barrier"
     waits = not signature.async_op and signature.device == "cpu"
@@ -44,7 +45,7 @@ def tunable(signature: Signature) -> bool:
 
 
 class Refinement:
-    """Online refinement for one select stage: its trials, and the file that they are written to."""
+    """Online refinement of one select stage: its trials, and the file for their results."""
 
     def __init__(self, options: SelectOptions, context: Context, table: Table | None) -> None:
         """Raises `ConfigError` if the file is the table itself."""
@@ -52,8 +53,8 @@ class Refinement:
         self.path = target_path(options)
         self.writes = context.world.rank == 0
         self._world = context.world
-        self.earlier: MutableMapping[str, Any] = {}  # results of an earlier job, and of forgotten operations
-        self._settled: dict[str, Learnt] = {}  # by another job, or before signatures were forgotten
+        self.earlier: MutableMapping[str, Any] = {}  # results of an earlier job, and of dropped bindings
+        self._settled: dict[str, Learnt] = {}  # ended in an earlier job, or before `forget`
         self._hosts = {context.world.hosts[rank] for rank in context.group.ranks}
         self._trials: list[tuple[Router, OnlineTrial, Query, Callable[[int], str | None]]] = []
 
@@ -66,14 +67,14 @@ class Refinement:
         place: Callable[[str, Signature], Issue],
         prefer: Callable[[Signature], str],
     ) -> Issue:
-        """The callable that issues an operation by one of its candidates; the first is in charge.
+        """Return the issue of an operation, which a trial routes to a candidate; at first to the first.
 
-        `query`: the operation as a table sees it. `place` binds an operation to a choice; a rival that it
-        refuses is left out. `prefer` chooses where no table does.
+        `query`: the operation for a lookup in a table. `place`: binds an operation to a choice; rivals for
+        which it raises `Unsupported` are left out. `prefer`: the choice where no table has one.
         """
         bound = {candidates[0]: place(candidates[0], signature)}
         for rival in candidates[1:]:
-            with suppress(Unsupported):  # on all ranks alike
+            with suppress(Unsupported):  # raised on all ranks or none
                 bound[rival] = place(rival, signature)
         if len(bound) == 1:
             return bound[candidates[0]]
@@ -96,7 +97,7 @@ class Refinement:
         exchange = place(prefer(reduction), reduction)
 
         def show_operation() -> None:
-            # As every issue does; a persistent operation that is bound now stays with the choice of now.
+            # Like every issue. A persistent operation bound now keeps the current choice.
             router.issue.operation = issues[trial.chosen].operation
 
         router = Router(
@@ -112,7 +113,7 @@ class Refinement:
 
     @property
     def state(self) -> dict[str, dict[str, Any]]:
-        """Results of the trials so far, for another job: equal on all ranks, plain data."""
+        """The results of the trials so far, for a later job: plain data, equal on all ranks."""
         state = {
             name: {"choice": each.choice, "us": dict(each.measured), "ended": True}
             for name, each in self._settled.items()
@@ -125,7 +126,7 @@ class Refinement:
         return {**self.earlier, **state}
 
     def forget(self) -> None:
-        """End the trials; operations that are bound again go on from their results."""
+        """End the trials. Operations that are bound again continue from their results."""
         self.earlier.update(self.state)
         for _, trial, query, default in self._trials:
             if known := _microseconds(trial):
@@ -134,7 +135,7 @@ class Refinement:
         self._trials.clear()
 
     def learnt(self) -> list[Learnt]:
-        """Results of this stage's trials, including those that have not ended."""
+        """Return the results of this stage's trials, including those that have not ended."""
         settled = dict(self._settled)
         later = []
         for router, trial, query, default in self._trials:
@@ -145,7 +146,7 @@ class Refinement:
         return [*settled.values(), *later]
 
     def fingerprint(self) -> dict[str, tuple[str, ...]]:
-        """The facts of this job."""
+        """Return the fingerprint of this job."""
         nodes = Counter(self._world.hosts)
         return fingerprint_here(
             self._world.libraries,
@@ -156,11 +157,11 @@ class Refinement:
 
 
 def _name(query: Query, candidates: Iterable[str]) -> str:
-    """An operation and its candidates, in whatever order."""
+    """Return a name for an operation and its candidates, independent of their order."""
     return f"{' '.join(map(str, query))}: {', '.join(sorted(candidates))}"
 
 
 def _microseconds(trial: OnlineTrial) -> dict[str, float]:
-    """The last median of each candidate that has one."""
+    """Return the last median of each candidate that has one, in microseconds."""
     pairs = zip(trial.candidates, trial.medians, strict=True)
     return {name: seconds * 1e6 for name, seconds in pairs if seconds is not None}

@@ -24,9 +24,9 @@ def _table_text(table: TableRef | None) -> str | None:
 class SelectOptions(StageOptions):
     """Options of `select`.
 
-    `table`: a table file, or None for the built-in one. `vector_size`: the size in bytes by which vector
-    collectives are looked up, since their own differs between ranks; None for the largest sizes. `online`:
-    whether to go on measuring while the job runs; `refined` is the file that what was learnt is written to.
+    `table`: a table file, or None for the built-in one. `vector_size`: the size in bytes for lookups of
+    vector collectives, whose own size differs between ranks; None for the largest sizes. `online`: True to
+    continue measuring while the job runs. `refined`: the file for the results.
     """
 
     table: Annotated[

@@ -1,4 +1,4 @@
-"""The refined table: results of online refinement as rules, and the file they are written to."""
+"""The refined table: results of online refinement as rules, and the file that contains them."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
 _log = logging.getLogger("mcr_plus")
 
 _LARGEST: Final = 1 << 40
-"""Bytes; where no table has a rule, the preference is asked for sizes up to here."""
+"""The largest size in bytes at which the built-in preference is evaluated where no table has a rule."""
 _LEAST_US: Final = 1e-3
-"""Microseconds that a table can express."""
+"""The least time in microseconds that a table can express."""
 
 
 def check_target(options: SelectOptions) -> None:
-    """Raise `ConfigError` if the refined table could not be written: now, not at the end of the job."""
+    """Raise `ConfigError` at the start of the job if the refined table could not be written at its end."""
     if options.online:
         folder = target_path(options).parent
         if not (folder.is_dir() and os.access(folder, os.W_OK)):
-            what = "cannot be written to" if folder.is_dir() else "is no folder"
+            what = "is not writable" if folder.is_dir() else "is not a folder"
             raise ConfigError(
-                f"select: online: {folder} {what}; expected 'refined: FILE' in a folder that can be written"
+                f"select: online: {folder} {what}; expected 'refined: FILE' in a writable folder"
             )
 
 
 def target_path(options: SelectOptions) -> Path:
-    """The file to write; relative paths are relative to the working directory of now."""
+    """Return the file to write. Relative paths are relative to the current working directory."""
     source = None if options.table is None else options.table.resolve().absolute()
     if options.refined is None:
         folder, stem = (Path.cwd(), "mcr_plus") if source is None else (source.parent, source.stem)
@@ -61,7 +61,7 @@ def target_path(options: SelectOptions) -> Path:
 class Learnt:
     """The result of a trial: the choice, and median microseconds by candidate.
 
-    `default` gives the choice for operations of other sizes where no table has a rule, None if none can.
+    `default`: returns the choice at another size without a rule in a table; None if no backend supports it.
     """
 
     query: Query
@@ -71,7 +71,7 @@ class Learnt:
 
     @property
     def key(self) -> TableKey:
-        """The operations that a rule cannot tell from this one but by their size."""
+        """The key of a rule for this operation: it covers operations that differ from it only in size."""
         query = self.query
         ranks, nodes, per_node = (
             Range(number, number + 1) for number in (query.ranks, query.nodes, query.ranks_per_node)
@@ -80,9 +80,9 @@ class Learnt:
 
 
 def save_refined(refinements: Sequence[Refinement]) -> None:
-    """Write the results of all trials, those of one path to one file; on rank 0, of the groups it is in.
+    """Write the results of all trials, one file for each path. Rank 0 writes them, for its groups.
 
-    Without results no file is written. A file that cannot be written is a warning.
+    Without results no file is written. If a file cannot be written, a warning is logged.
     """
     writing = [refinement for refinement in refinements if refinement.writes]
     for path in dict.fromkeys(refinement.path for refinement in writing):
@@ -95,18 +95,18 @@ def save_refined(refinements: Sequence[Refinement]) -> None:
             try:
                 save_table(refined_table(table, learnt, of_path[0].fingerprint()), path, comment=[comment])
             except ConfigError as error:  # the job itself has succeeded
-                _log.warning("what online refinement has learnt is lost: %s", error)
+                _log.warning("the results of online refinement are lost: %s", error)
 
 
 def refined_table(table: Table | None, learnt: Sequence[Learnt], here: Fingerprint) -> Table:
-    """`table` with the results of trials laid over it, only for operations like those that were seen.
+    """Return `table` with the results of trials applied, only for operations like the observed ones.
 
-    They get rules of their own, before all that held for them: as before, but for the octave of each size
-    seen (from a power of two to the next; two sizes of one octave part at their geometric mean).
+    These get their own rules, before all rules that covered them. The choice changes only in the octave of
+    each observed size, from a power of two to the next; the geometric mean separates two sizes of one octave.
     """
     before = () if table is None else table.rules
     groups: dict[TableKey, list[Learnt]] = {}
-    # A kind covers its vector form, so that stands first.
+    # The rules of a kind cover its vector form, so the rules of the vector form come first.
     for entry in sorted(learnt, key=lambda entry: not entry.query.kind.endswith("_v")):
         groups.setdefault(entry.key, []).append(entry)
     places: dict[int, list[TableRule]] = {}
@@ -123,7 +123,7 @@ def refined_table(table: Table | None, learnt: Sequence[Learnt], here: Fingerpri
 
 
 def _refined_rules(before: Sequence[TableRule], learnt: Sequence[Learnt]) -> list[TableRule]:
-    """The rules of one key: those learnt, over those that held before, neighbours with one choice joined."""
+    """Return the rules of one key: new ones override the old; adjacent ones with one choice are merged."""
     first = learnt[0]
     old = [rule for rule in before if rule.key.includes(first.key)] or _preference(first)
     new = [
@@ -146,7 +146,7 @@ def _refined_rules(before: Sequence[TableRule], learnt: Sequence[Learnt]) -> lis
 
 
 def _preference(entry: Learnt) -> list[TableRule]:
-    """The built-in preference as rules, by octave; a size that no backend can do is as the one below."""
+    """Return the built-in preference as rules by octave; unsupported ones get the choice of the one below."""
     starts = [0, *(1 << power for power in range(1, _LARGEST.bit_length()))]
     rules, choice = [], entry.choice
     for lo, hi in zip(starts, [*starts[1:], None], strict=True):
@@ -156,9 +156,9 @@ def _preference(entry: Learnt) -> list[TableRule]:
 
 
 def _learnt_rule(key: TableKey, sizes: Range, learnt: Sequence[Learnt]) -> Iterator[TableRule]:
-    """The rule of one size; where operations that no rule distinguishes differ, medians decide.
+    """Yield the rule of one size. If indistinguishable operations have different choices, medians decide.
 
-    It covers those of `sizes` that the choice supports, which may be none.
+    The rule covers the part of `sizes` that the choice supports; there is none if that is empty.
     """
     names = dict.fromkeys(name for entry in learnt for name in entry.measured)
     us = {name: median(entry.measured[name] for entry in learnt if name in entry.measured) for name in names}
@@ -172,10 +172,10 @@ def _learnt_rule(key: TableKey, sizes: Range, learnt: Sequence[Learnt]) -> Itera
 
 
 def _ranges(sizes: Iterable[int | None]) -> dict[int | None, Range]:
-    """The range of each size, smaller ones first, of which the first that covers a size counts.
+    """Return the range of each size, in ascending order; the first range that covers a size applies.
 
-    It is the octave, up to the geometric mean with the next size if that is nearer; everything for operations
-    without a size.
+    A range is the octave, or ends at the geometric mean with the next size if that is smaller. Operations
+    without a size have the range of all sizes.
     """
     ordered = sorted(size for size in sizes if size is not None)
     if not ordered:
@@ -189,7 +189,7 @@ def _ranges(sizes: Iterable[int | None]) -> dict[int | None, Range]:
 
 
 def _figures(rule: TableRule | None, sizes: Range, query: Query) -> Curves:
-    """The figures of a range of total bytes, its ends included."""
+    """Return the measured times in a range of total bytes, both ends included."""
     if rule is None:
         return {}
     unit = query.ranks if rule.key.basis == "per_rank" and counts_all_ranks(query.kind) else 1

@@ -1,4 +1,4 @@
-"""select: which library an operation goes to."""
+"""The stage `select`: the choice of the library for an operation."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from mcr_plus.tables.cost import CostModel, Estimate
 from mcr_plus.tables.fingerprint import differences, fingerprint_here
 from mcr_plus.tables.table import BUILT_IN, CLEAR, Query, Table, TableRule, load_table
 
-# Inside a host shared memory wins, and then MPI. Between hosts MPI wins small messages and gloo large ones,
-# from about 64 KiB on. Measured with Open MPI 5.0 and gloo of torch 2.13 on two x86 cores; `tune` finds your
-# own.
+# Inside a host, shared memory is the fastest, then MPI. Between hosts, MPI is faster for small messages, gloo
+# from about 64 KiB on. Measured with Open MPI 5.0 and gloo of torch 2.13 on two x86 cores; `tune` measures
+# other machines.
 _CROSSOVER: Final = 64 * 1024
 _TABLES: Final = Path(tables.__file__).with_name("builtin")
 _BUILT_IN: Final = {"Open MPI": "openmpi_2ranks_1host.yaml", "MPICH": "mpich_2ranks_1host.yaml"}
 
 
 def built_in_table(world: World) -> Table | None:
-    """The table that comes with mcr_plus for jobs of this kind: two ranks on one host, by their MPI."""
+    """Return the table shipped for two ranks on one host, by their MPI library; None for other jobs."""
     library = world.libraries.get("mpi", "")
     name = next((name for start, name in _BUILT_IN.items() if library.startswith(start)), None)
     if name is None or world.size != 2 or not world.single_host:
@@ -48,11 +48,12 @@ def _loaded(path: Path, digest: str) -> Table:  # noqa: ARG001 - a changed file 
 
 
 class SelectStage(Stage):
-    """Chooses by, in this order: the caller or a rule, the tuning table, the built-in preference.
+    """Chooses by the first of: the caller or a rule, the tuning table, the built-in preference.
 
-    A named backend that cannot do the operation is an error, whether the caller, a rule or the job's own
-    table names it. The built-in table and preference fall back along the configuration's `backends`, and say
-    so. With `online`, what a table or the preference chose is measured against the others while the job runs.
+    If the caller, a rule or the job's own table names a backend that does not support the operation,
+    `Unsupported` is raised. The built-in table and preference fall back to the next of the configuration's
+    `backends`, and `explain` shows it. With `online`, the choice of a table or of the preference is compared
+    with its rivals while the job runs.
     """
 
     Options = SelectOptions
@@ -94,43 +95,43 @@ class SelectStage(Stage):
 
     @classmethod
     def finish(cls, stages: Sequence[SelectStage]) -> None:
-        """Write down what online refinement has learnt: the job ends in good order."""
+        """Write the results of online refinement, at the regular end of the job."""
         save_refined([stage._refinement for stage in stages if stage._refinement is not None])
 
     @property
     def needs_finish(self) -> bool:
-        """Whether online refinement has results to write down."""
+        """True if online refinement has results to write."""
         return bool(self.state())
 
     def state(self) -> dict[str, Any]:
-        """The results of online refinement; plain data, equal on all ranks of the group."""
+        """Return the results of online refinement: plain data, equal on all ranks of the group."""
         return {} if self._refinement is None else self._refinement.state
 
     def load_state(self, kept: MutableMapping[str, Any]) -> None:
-        """Take over results of an earlier job for the operations that are bound from now on."""
+        """Use results of an earlier job for the operations that are bound from now on."""
         if self._refinement is not None:
             self._refinement.earlier = kept
 
-    # -- choosing ---------------------------------------------------------------------------------
+    # -- selection --------------------------------------------------------------------------------
 
     def _choose(self, signature: Signature) -> tuple[str, str, TableRule | None]:
-        """The choice, why, and the table's rule if one was followed."""
+        """Return the choice, the reason, and the rule of the table if one determined it."""
         if names_no_algorithm(signature.backend):
             raise InvalidArgument(
                 f"backend {signature.backend!r} names no algorithm; expected name or name:algorithm"
             )
         if signature.ranks == 1:
             if signature.backend is not None:
-                # an unknown name is an error here too
+                # raises for an unknown name
                 registry.get("backends", signature.backend.partition(":")[0])
             return "local", "a group of one rank needs no library", None
         if signature.backend is not None:
-            self._require(signature.backend, signature, "asked for by name")
+            self._require(signature.backend, signature, "named by the call or a rule")
             return signature.backend, "named by the call or a rule", None
         rule = self._rule(signature)
         if rule is not None and rule.backend == BUILT_IN:
             choice, why = self._preferred(signature)
-            return choice, f"{why}, to which table {rule.place} leaves what was not measured", rule
+            return choice, f"{why}, used by table {rule.place} for sizes that were not measured", rule
         if rule is not None and self._own:
             self._require(rule.backend, signature, f"chosen by {rule.place}")
             return rule.backend, f"table {rule.place}{self._guessed(rule, signature)}", rule
@@ -149,13 +150,13 @@ class SelectStage(Stage):
 
     def _guessed(self, rule: TableRule, signature: Signature) -> str:
         largest = rule.measured_to(self._query(signature).size(rule.key.basis))
-        return "" if largest is None else f", where nothing larger than {size_words(largest)} was measured"
+        return "" if largest is None else f", measured only up to {size_words(largest)}"
 
     def _rule(self, signature: Signature) -> TableRule | None:
         return None if self._table is None else self._table.lookup(self._query(signature))
 
     def _query(self, signature: Signature) -> Query:
-        """The operation as a table sees it."""
+        """Return the operation as a query for a table."""
         nbytes = self._options.vector_size if signature.kind in VECTOR else signature.nbytes
         return Query(
             signature.kind, nbytes, dtype_name(signature.dtype), signature.ranks, self._nodes,
@@ -171,7 +172,7 @@ class SelectStage(Stage):
                 return name, f"built-in preference{skipped}"
             refused.append(f"{name}: {support.how}")
         raise Unsupported(
-            f"no backend can do {signature.describe()}: {'; '.join(refused) or 'none is there'}"
+            f"no backend supports {signature.describe()}: {'; '.join(refused) or 'the job has none'}"
         )
 
     def _preference(self, signature: Signature) -> list[str]:
@@ -190,7 +191,7 @@ class SelectStage(Stage):
         return sorted(known, key=place)
 
     def _rivals(self, chosen: str, signature: Signature) -> list[str]:
-        """What online refinement is to measure the choice against; nothing if it is off or may not."""
+        """Return the rivals that online refinement compares with the choice; none if it does not apply."""
         if self._refinement is None or not tunable(signature):
             return []
         known = self._context.backends
@@ -209,8 +210,8 @@ class SelectStage(Stage):
             availability = kind.availability()
             if not availability.available:
                 missing = f"is not part of this job ({availability.reason}; {availability.remedy})"
-            elif reason := kind.reaches(self._context.world, self._context.group):
-                missing = f"is not there: {reason}"
+            elif reason := kind.unavailable_for(self._context.world, self._context.group):
+                missing = f"is not available: {reason}"
             else:
                 missing = "is not part of this job"
             raise Unsupported(f"backend '{name}' ({why}) {missing}; backends here: {', '.join(known)}")
@@ -218,14 +219,14 @@ class SelectStage(Stage):
         if not support:
             others = [other for other in known if self._support(other, signature)]
             raise Unsupported(
-                f"backend '{choice}' ({why}) cannot do {signature.describe()}: {support.how}; "
-                f"backends that can: {', '.join(others) or 'none'}"
+                f"backend '{choice}' ({why}) does not support {signature.describe()}: {support.how}; "
+                f"backends that do: {', '.join(others) or 'none'}"
             )
 
     # -- explaining -------------------------------------------------------------------------------
 
     def _details(self, signature: Signature, chosen: str, rule: TableRule | None) -> dict[str, Any]:
-        """The table rule that was followed, and every alternative with its expected time and why it lost."""
+        """Return the table rule that applied, and every alternative: its expected time and why it lost."""
         query = self._query(signature)
         measured = self._costs.choices(query) if self._costs is not None else []
         own = None if self._costs is None else self._costs.expected(chosen, query)
@@ -238,7 +239,7 @@ class SelectStage(Stage):
         }
 
     def _origin(self) -> dict[str, Any]:
-        """In what this place and job differ from where the job's own table was measured."""
+        """Return the differences between this job and the one on which its own table was measured."""
         table, world = self._table, self._context.world
         if table is None or not self._own:
             return {}
@@ -282,7 +283,7 @@ class SelectStage(Stage):
         if rule is None or rule.backend == BUILT_IN:
             return "later in the built-in preference"
         if other is None and self._query(signature).nbytes is None:
-            return "not looked up: sizes differ between ranks; `vector_size` says by which to look"
+            return "not looked up: sizes differ between ranks; set `vector_size` to look up a size"
         if other is None:
             return "not measured"
         if own is None:
@@ -299,13 +300,13 @@ class SelectStage(Stage):
 
 
 def _all_the_same(rule: TableRule, name: str) -> str:
-    """Why a rule does not choose what was faster at one size of it."""
+    """Return the reason why a rule does not choose a candidate that was faster at one of its sizes."""
     if rule.reason:
         return f"; reason of the rule: {rule.reason}"
     advantage = rule.advantage(name)
     if advantage is not None and advantage >= CLEAR:
         longer = f"{_factor(advantage)} × as long"
-        return f" at this size, but to take {longer} on average over the sizes of the rule, {rule.span()}"
+        return f" at this size, but takes {longer} on average over the sizes of the rule, {rule.span()}"
     return f"; {rule.place} chooses otherwise and states no `reason`"
 
 
@@ -318,6 +319,6 @@ def _factor(ratio: float) -> str:
 
 
 def _by(choice: str, signature: Signature) -> Signature:
-    """The operation on a backend, and with one of its algorithms, `name:algorithm`."""
+    """Return the operation for a choice: a backend, or `name:algorithm`."""
     name, _, algorithm = choice.partition(":")
     return signature.replace(backend=name, algorithm=algorithm or None)

@@ -1,4 +1,4 @@
-"""The trial of online refinement: rivals get few calls, spread over many, until one candidate is left."""
+"""The trial of online refinement: rivals get few calls, spread over many, until one candidate remains."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from typing import Final
 from mcr_plus.trials.trial import Trial, Turn, clearly_slower, compare
 
 BLOCK: Final = 32
-"""Calls, of which at most two go to a rival."""
+"""Calls of a block; at most two of them go to a rival."""
 TURN: Final = 2
-"""Calls of a rival in a row, the last of them timed: the first ones after a change are slower."""
+"""Consecutive calls of a rival; only the last is timed, because the first ones after a change are slower."""
 TIMED: Final = 4
-"""Timed calls of a block: the rival's, and three of the candidate in charge."""
+"""Timed calls of a block: one of the rival, and three of the current choice."""
 TURNS: Final = 3
-"""Blocks per rival between two exchanges, when all rivals are there."""
+"""Blocks per rival between two exchanges, as long as no rival has been dropped."""
 ROUNDS: Final = 12
 """Exchanges without a change after which a trial ends undecided."""
 LAG: Final = 16
-"""Calls between an exchange and its use."""
+"""Calls between an exchange of times and the use of its result."""
 _GOLDEN: Final = 0x9E3779B9
-"""2³² over the golden ratio: its multiples fill a circle evenly."""
+"""2³² divided by the golden ratio: its multiples modulo 2³² are evenly distributed."""
 
 
 @dataclass
 class OnlineTrial(Trial):
-    """A trial that costs little and ends: `candidates` are choices, `name` or `name:algorithm`.
+    """A trial of bounded cost and length; `candidates` are choices, `name` or `name:algorithm`.
 
-    Of the first n calls at most n × `TURN` / `BLOCK` go to others than the candidate in charge, for every n.
+    Of the first n calls, for every n, at most n × `TURN` / `BLOCK` go to rivals of the current choice.
     A trial of k candidates ends within `BLOCK` + k × `ROUNDS` × (`TURNS` × (k - 1) × `BLOCK` + lag) calls.
 
     Attributes:
         rivals: indices of the candidates that are still tried.
-        former: indices of those that have been in charge; one that comes back stays.
-        rounds: exchanges since the candidate in charge changed.
-        medians: the last median of each candidate in seconds; while it was in charge, if it ever was.
+        former: indices of former choices; if one of them becomes the choice again, the trial ends.
+        rounds: exchanges since the choice changed.
+        medians: the last median of each candidate in seconds; for a former choice, the last as the choice.
     """
 
     lag: int = LAG
@@ -48,13 +48,13 @@ class OnlineTrial(Trial):
 
     @classmethod
     def of(cls, candidates: Sequence[str], lag: int = LAG) -> OnlineTrial:
-        """A new trial of at least two candidates; the first is in charge."""
+        """Return a new trial of at least two candidates; the first is the choice."""
         count = len(candidates)
         return cls(tuple(candidates), lag, rivals=list(range(1, count)), medians=[None] * count)
 
     @property
     def _blocks(self) -> int:
-        """Blocks of a round."""
+        """The number of blocks of a round."""
         return TURNS * (len(self.candidates) - 1)
 
     @property
@@ -66,10 +66,10 @@ class OnlineTrial(Trial):
         return self._blocks * TIMED
 
     def schedule(self) -> dict[int, Turn]:
-        """The calls of this round that are timed or go to a rival, by number.
+        """Return the calls of this round that are timed or go to a rival, by number.
 
-        Where in its block such a call stands moves along evenly, so that no period of the program (layers
-        of a step, say) always meets the same candidate.
+        Their position in a block varies evenly, so that a periodic program (such as the layers of a step)
+        does not always give the same calls to the same candidate.
         """
         turns: dict[int, Turn] = {}
         for block in range(0 if self.frozen else self._blocks):
@@ -97,7 +97,7 @@ class OnlineTrial(Trial):
         self.frozen |= not self.rivals or self.rounds >= ROUNDS
 
     def _change(self, new: int) -> None:
-        """Put another candidate in charge. All are timed anew: who is in charge may change their times."""
+        """Make another candidate the choice, and discard all times: they may depend on the choice."""
         old = self.chosen
         self.rivals.remove(new)
         if not clearly_slower(self.times[new], self.times[old]):

@@ -89,7 +89,7 @@ class TorchJob:
         elif communicator is not running.communicator:
             running.leave(communicator, clean=clean)
         elif clean:
-            running.settle(communicator.opened)
+            running.wait_in_flight(communicator.opened)
         else:
             communicator.state.board.mark_failed(Failure(0, "it left the group after an error"))
 

@@ -128,7 +128,7 @@ def outcomes(program: str, client: str, backend: str, ranks: int = 2) -> Iterato
 @pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 @pytest.mark.parametrize("backend", ["gloo", "mcr"])
 @pytest.mark.parametrize(("program", "client"), ALL)
-def test_it_trains_as_on_gloo(program: str, client: str, backend: str) -> None:
+def test_client_trains_as_on_gloo(program: str, client: str, backend: str) -> None:
     same_as_gloo(program, client, backend, CLIENTS[program][client])
 
 

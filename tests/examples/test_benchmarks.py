@@ -223,7 +223,7 @@ def test_break_even_has_a_report_and_a_picture(tmp_path: Path) -> None:
     assert (tmp_path / "lines.png").stat().st_size > 1000
 
 
-def test_how_much_less_is_sent() -> None:
+def test_compression_factors_of_payloads() -> None:
     smaller = {
         name: bench_break_even.times_smaller(bench_break_even.payload_codec(name), 1 << 20)
         for name in ("bf16", "int8_block", "topk")

@@ -72,7 +72,7 @@ def test_ranks_together_are_one_process(tmp_path: Path, ranks: int, more: tuple[
 
 
 @needs_mpi
-def test_two_ranks_learn(tmp_path: Path) -> None:
+def test_two_ranks_beat_the_mean_prediction(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     words = ("--size", 16, "--levels", 1, "--steps", 60, "--lr", 0.01)
     done = launch("cosmo", *words, "--json", path)

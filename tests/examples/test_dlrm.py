@@ -185,7 +185,7 @@ def test_a_row_may_end_early(missing: int) -> None:
 
 
 @pytest.mark.parametrize("end", [b"", b"\n", b"\r\n"])
-def test_any_line_end_will_do(end: bytes) -> None:
+def test_any_line_ending_is_accepted(end: bytes) -> None:
     _, sparse, _ = parse(line().rstrip(b"\n") + end)
     assert sparse[0, -1] == 1 + int(CATEGORIES[-1], 16) % 999
 
@@ -509,7 +509,7 @@ def test_gradients_are_those_of_autograd(generated: Path) -> None:
         torch.testing.assert_close(gradients, list(expected))
 
 
-def test_it_learns() -> None:
+def test_training_reduces_the_loss() -> None:
     work = job(
         EXAMPLE / "sample.tsv.gz", model=model.ModelConfig(bottom=(64,), top=(64,)), epochs=6, batch_size=128
     )
@@ -518,7 +518,7 @@ def test_it_learns() -> None:
     assert report.auc(result.labels, result.scores) > 0.65
 
 
-def test_steps_go_round_the_file(generated: Path) -> None:
+def test_training_restarts_the_file_at_its_end(generated: Path) -> None:
     result, _ = train_on(alone(), job(generated, steps=10))
     assert len(result.losses) == 10
 

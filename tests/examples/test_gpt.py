@@ -85,7 +85,7 @@ def test_a_file_is_read_as_bytes(tmp_path: Path) -> None:
     assert torch.equal(read_corpus(path, 4, 0).windows(0, 0, 9), counted().windows(0, 0, 9))
 
 
-def test_without_a_file_it_is_prose() -> None:
+def test_default_corpus_is_prose() -> None:
     text = bytes(read_corpus(None, 128, 0).trained)
     assert len(text) > 300_000
     assert b"statement" in text
@@ -99,7 +99,7 @@ def test_without_a_file_it_is_prose() -> None:
         (bytes(49), r"text: expected at least 50 bytes, for windows of 4 .*; got 49"),
     ],
 )
-def test_a_text_that_will_not_do_is_named(content: bytes | None, message: str, tmp_path: Path) -> None:
+def test_unusable_texts_are_refused_by_name(content: bytes | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / "text"
     if content is not None:
         path.write_bytes(content)
@@ -284,7 +284,7 @@ def result(offset: float, seconds: float) -> training.Result:
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e-3])
-def test_comparison_goes_in_rounds_and_finds_the_differing_rank(
+def test_comparison_alternates_rounds_and_detects_a_differing_loss(
     offset: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """MPI is not there; the mix is twice as fast, and wrong in its second round if there is an offset."""

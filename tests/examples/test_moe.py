@@ -283,7 +283,7 @@ def test_a_bad_shape_is_a_line(content: str, tmp_path: Path, capsys: pytest.Capt
     assert re.search(BAD[content], lines[0])
 
 
-def test_the_command_line_goes_before_the_file(tmp_path: Path) -> None:
+def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
     file = tmp_path / "shape.yaml"
     file.write_text("layers: 3\nhidden: 64\n")
     shape = read_shape(ExpertShape, file, {"layers": 5, "hidden": None, "experts": 4})

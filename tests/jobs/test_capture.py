@@ -113,7 +113,7 @@ def captured(hold: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("hold", [True, False])
-def test_a_program_of_known_times_and_operations(hold: bool) -> None:
+def test_captured_events_and_times_match_the_program(hold: bool) -> None:
     first, other = (each.value for each in run_ranks(captured, 2, args=[hold], via="torch"))
     for same in ("step", "seconds", "model", "buckets"):
         assert first[same] == other[same]
@@ -261,7 +261,7 @@ def driven(backends: list[str]) -> list[Any]:
         return [comm.polled_by_caller, step.by_caller]
 
 
-def test_a_library_with_threads_of_its_own_needs_no_caller() -> None:
+def test_capture_records_whether_the_caller_polls_a_library() -> None:
     for backends, polled in ((["gloo"], []), (["mpi", "gloo"], ["mpi"])):
         for result in run_ranks(driven, 2, args=[backends]):
             assert result.value == [polled, bool(polled)]

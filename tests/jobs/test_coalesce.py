@@ -90,7 +90,7 @@ def through(stages: list[dict[str, Any]], backend: str) -> list[Any]:
         ("gloo", 3),
     ],
 )
-def test_many_tensors_travel_as_few(backend: str, ranks: int) -> None:
+def test_coalesced_calls_pack_small_tensors_by_dtype(backend: str, ranks: int) -> None:
     """One operation for the small ones of each dtype, and one for each large one."""
     results = run_ranks(everything, ranks, args=[backend], via="mpi" if backend == "mpi" else "torch")
     for result in results:

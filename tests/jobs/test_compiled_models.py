@@ -410,7 +410,7 @@ def branched(when: str, plan: str) -> tuple[float, list[str], list[str]]:
 
 @pytest.mark.parametrize("plan", ["size", "auto"])
 @pytest.mark.parametrize("when", ["later", "on rank 1"])
-def test_gradients_that_a_capture_has_not_seen_are_averaged_too(when: str, plan: str) -> None:
+def test_gradients_missing_from_a_capture_are_averaged(when: str, plan: str) -> None:
     for result in run_ranks(branched, 2, args=[when, plan], via="torch", timeout=120):
         worst, planned, names = result.value
         assert worst == 0

@@ -69,7 +69,7 @@ def compiles_late(across: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("across", [False, True], ids=["one host", "two hosts"])
-def test_a_rank_that_compiles_is_waited_for(across: bool) -> None:
+def test_deadlines_exclude_the_compilation_of_a_peer(across: bool) -> None:
     first, second = run_ranks(compiles_late, 2, args=[across], via="torch")
     assert first.value["waited"] > COMPILES_S - 0.5
     for form in ("sync", "asked", "known"):
@@ -96,7 +96,7 @@ def test_no_compiler_where_no_kernel_is_used() -> None:
         assert result.value == [False, False]
 
 
-def test_one_of_many_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_many_threads_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "cache_folder", lambda: tmp_path)
     inside, most, cold = 0, 0, 0
 
@@ -115,7 +115,9 @@ def test_one_of_many_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (most, cold) == (1, 1)
 
 
-def test_loading_is_seen_like_compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_cached_kernels_is_announced_like_compilation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[bool] = []
     monkeypatch.setattr(compiling, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(compiling, "watchers", [told.append])

@@ -123,7 +123,7 @@ def test_inputs_differ_between_ranks_and_salts(dtype: torch.dtype) -> None:
     assert reference.difference(exact, reference.inputs(dtype, 1, (1000,))) is None
 
 
-def test_differences_are_seen() -> None:
+def test_comparison_detects_wrong_values_shapes_and_nan() -> None:
     expected = reference.inputs(torch.float32, 0, (3, 2))
     right = torch.tensor(expected, dtype=torch.float32)
     wrong = right.clone()

@@ -261,7 +261,7 @@ def four_ranks() -> tuple[list[str], list[str]]:
 
 
 @needs_mpi
-def test_tensors_move_between_meshes_and_by_plans_of_ours() -> None:
+def test_redistribution_between_meshes_and_within_planned() -> None:
     results = run_ranks(four_ranks, 4, timeout=240)
     small, large = results[0].value
     assert all(result.value == [small, large] for result in results)
@@ -320,6 +320,6 @@ def dtensor_redistribute() -> Any:
     return vars(_dispatch)["redistribute_local_tensor"]
 
 
-def test_a_torch_that_is_not_known_is_refused() -> None:
+def test_planned_refuses_an_unsupported_torch() -> None:
     (result,) = run_ranks(alone, 1, via="torch")
-    assert result.value.startswith(f"planned: torch {torch.__version__} is not known: operators do not")
+    assert result.value.startswith(f"planned: torch {torch.__version__} is not supported: operators do not")

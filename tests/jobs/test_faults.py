@@ -248,7 +248,7 @@ def _endings(results: list[RankResult]) -> str:
 
 
 @pytest.mark.parametrize("via", [pytest.param("mpi", marks=needs_mpi), "torch"])
-def test_wait_of_little_patience_can_be_repeated(via: Via) -> None:
+def test_wait_can_be_repeated_after_its_timeout(via: Via) -> None:
     first, second = run_ranks(patience, 2, args=[via], via=via, timeout=START_LIMIT_S)
     for mine, theirs in zip(first.value, second.value, strict=True):
         assert 0.2 <= mine["gave up"] < 0.9
@@ -288,7 +288,7 @@ print("end", flush=True)
 )
 @pytest.mark.parametrize("ending", ["finalize", "no finalize"])
 @pytest.mark.parametrize("via", [pytest.param("mpi", marks=needs_mpi), "torch"])
-def test_every_run_ends_well(tmp_path: Path, via: str, ending: str, count: int) -> None:
+def test_job_with_pending_operations_exits_cleanly(tmp_path: Path, via: str, ending: str, count: int) -> None:
     program = tmp_path / "program.py"
     program.write_text(_EXIT)
     command = [
@@ -366,9 +366,7 @@ mcr.all_reduce(value)
 
 @pytest.mark.parametrize("how", ["in a block", "outside"])
 @pytest.mark.parametrize("via", [pytest.param("mpi", marks=needs_mpi), "torch"])
-def test_rank_that_leaves_is_blamed_and_not_those_that_miss_it(
-    start: Start, tmp_path: Path, via: str, how: str
-) -> None:
+def test_launcher_names_the_rank_that_left_first(start: Start, tmp_path: Path, via: str, how: str) -> None:
     program = tmp_path / "program.py"
     program.write_text(_LEAVES)
     run = start("-n", "3", "--via", via, str(program), how)

@@ -34,7 +34,7 @@ CODECS = [str(config["codec"]) for config in FED_BACK]
 
 
 @pytest.mark.parametrize(("ranks", "op"), [(2, "AVG"), (3, "SUM")])
-def test_nothing_is_lost_with_error_feedback(ranks: int, op: str) -> None:
+def test_error_feedback_recovers_the_compression_error(ranks: int, op: str) -> None:
     for result in run_ranks(nothing_is_lost, ranks, args=[op, 12], timeout=120):
         assert sorted(result.value) == sorted(CODECS)
         for codec, (with_rest, without, disagreeing) in result.value.items():
@@ -68,7 +68,7 @@ def test_residuals_survive_a_restart_with_fewer_ranks(
                 assert off(got, expected) < off(lost, expected) / 5, codec  # the test could fail
 
 
-def test_ef21_comes_closer_call_by_call() -> None:
+def test_ef21_estimate_converges() -> None:
     first = run_ranks(estimates, 3, args=[40], timeout=90)
     for result in first:
         assert result.value == first[0].value
@@ -77,7 +77,7 @@ def test_ef21_comes_closer_call_by_call() -> None:
             assert offs[-1] < (0.15 if codec == "sign1" else 1e-3) * offs[0], codec  # the slower, the coarser
 
 
-def test_calls_in_flight_are_as_one_after_another() -> None:
+def test_concurrent_calls_give_the_results_of_sequential_ones() -> None:
     for result in run_ranks(in_flight, 3, args=[6], timeout=90):
         for name, (same, agreed, wrong) in result.value.items():
             assert same, name
@@ -99,7 +99,7 @@ def test_momentum_correction_is_that_of_deep_gradient_compression() -> None:
         np.testing.assert_allclose(np.array(got), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_bad_step_is_seen_everywhere_and_then_forgotten() -> None:
+def test_non_finite_values_reach_all_ranks_and_leave_no_residual() -> None:
     for result in run_ranks(a_bad_step, 2, timeout=90):
         assert result.value.keys() == set(CODECS)
         for codec, finite in result.value.items():
@@ -107,7 +107,7 @@ def test_a_bad_step_is_seen_everywhere_and_then_forgotten() -> None:
             assert finite in (expected, [True, False, True, True]), codec
 
 
-def test_ef21_begins_anew_after_a_bad_step() -> None:
+def test_ef21_resets_after_non_finite_values() -> None:
     for result in run_ranks(a_bad_step_of_ef21, 3):
         assert result.value == {codec: [True, False, True, True] for codec in ("int8_block", "topk", "bf16")}
 
@@ -136,12 +136,12 @@ def test_different_codecs_between_ranks_raise() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_lengths_that_are_known_late_are_no_mismatch(ranks: int) -> None:
+def test_variable_payload_lengths_are_no_mismatch(ranks: int) -> None:
     for result in run_ranks(lengths_known_late, ranks):
         assert result.value == 15
 
 
-def test_decisions_while_the_job_runs() -> None:
+def test_never_slower_warmup_exemption_and_audit() -> None:
     results = [result.value for result in run_ranks(decisions, 2, timeout=90)]
     for found in results:
         assert found["never slower"][:16].count("sluggish") == 8

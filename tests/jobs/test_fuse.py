@@ -16,10 +16,11 @@ from ranks import run_ranks
 import mcr_plus as mcr
 from mcr_plus.config.reader import load
 from mcr_plus.core.message import Signature
-from mcr_plus.dispatch.stage import DispatchStage, GroupRuntime
+from mcr_plus.dispatch.group_runtime import GroupRuntime
 from mcr_plus.errors import ConfigError
 from mcr_plus.fusion.options import FuseOptions
 from mcr_plus.launch import mpi_usable
+from mcr_plus.pipeline.dispatch import DispatchStage
 from mcr_plus.pipeline.stage import Issue
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
@@ -107,7 +108,7 @@ def everything(backend: str) -> list[str]:
 
 @pytest.mark.parametrize("backend", [pytest.param("mpi", marks=needs_mpi), "gloo"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_every_kind_is_right_in_company(backend: str, ranks: int) -> None:
+def test_all_kinds_fused_in_flight_give_correct_results(backend: str, ranks: int) -> None:
     for result in run_ranks(everything, ranks, args=[backend], via="mpi" if backend == "mpi" else "torch"):
         assert result.value == []
 
@@ -233,7 +234,7 @@ def order_of_buckets(order: str) -> list[str]:
     ("order", "expected"),
     [("ready", ["first", "second", "third"]), ("priority", ["third", "second", "first"])],
 )
-def test_in_which_order_buckets_are_sent(order: str, expected: list[str]) -> None:
+def test_order_option_determines_the_order_of_buckets(order: str, expected: list[str]) -> None:
     for result in run_ranks(order_of_buckets, 2, args=[order], via="torch"):
         assert result.value == expected
 
@@ -275,7 +276,7 @@ def bound_at_the_same_places(codec: str | None) -> list[Any]:
     longer = 1 if codec != "int8_block" else 600  # so that it is used
     with (
         mock.patch.object(DispatchStage, "_bind", noted),
-        mock.patch("mcr_plus.dispatch.stage.SIGNATURES", 7),
+        mock.patch("mcr_plus.dispatch.group_runtime.SIGNATURES", 7),
         mcr.init(config("gloo", *more)) as comm,
     ):
         for numel in [*range(1, 30), *range(1, 30)]:
@@ -469,7 +470,7 @@ def unwaited() -> list[list[int]]:
         return found
 
 
-def test_memory_is_bounded_where_nobody_waits() -> None:
+def test_operations_without_a_wait_are_sent_separately_beyond_the_memory_limit() -> None:
     for result in run_ranks(unwaited, 2, via="torch"):
         assert result.value == [[4] * 8 + [1] * 3] * 2
 

@@ -320,7 +320,7 @@ def resumed(late: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_job_goes_on_with_the_plan_of_its_state(late: bool) -> None:
+def test_loaded_state_restores_the_plan_without_a_trial(late: bool) -> None:
     first, other = run_ranks(resumed, 2, args=[late], timeout=120)
     assert first.value == other.value
     tried, going_on, chosen, report, again, used, anew, begun, _ = first.value

@@ -97,7 +97,7 @@ def failed() -> list[str]:
     return [str(in_a_thread(use)), str(in_a_thread(use))]
 
 
-def test_a_failed_group_is_none_for_other_threads_either() -> None:
+def test_failed_group_stays_unusable_after_take_over_by_another_thread() -> None:
     for result in run_ranks(failed, 2, via="torch", check=False):
         assert all("cannot be used after it has failed" in text for text in result.value)
 
@@ -157,7 +157,7 @@ def left() -> list[Any]:
 
 
 @both
-def test_leaving_a_group_leaves_the_others_alone(via: Via) -> None:
+def test_leaving_a_group_does_not_affect_other_groups(via: Via) -> None:
     for result in run_ranks(left, 2, via=via, check=False):
         assert result.value == [True, True, [2.0] * 3]
 

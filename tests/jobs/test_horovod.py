@@ -34,7 +34,7 @@ def test_one_rank(tmp_path: Path) -> None:
         assert result.value == ["alone"]
 
 
-def test_stages_that_hold_back_and_an_end_without_shutdown(tmp_path: Path) -> None:
+def test_fused_operations_complete_when_the_program_exits_without_shutdown(tmp_path: Path) -> None:
     for result in run_ranks(horovod_jobs.fused, 2, args=[str(tmp_path)], via="torch", timeout=120):
         assert result.value == ["fused"]
 
@@ -49,7 +49,7 @@ def test_ranks_that_have_not_started_an_operation_are_named(tmp_path: Path) -> N
     assert told == "'wanted': not started by ranks [1] within 3 s"
 
 
-def test_requests_travel_as_they_are() -> None:
+def test_requests_round_trip_through_text() -> None:
     request = Request(
         'new\nline "é"', "alltoall", ("float32",), ((2, 3),), numbers=(1, 2**40), before=0.1, codec='"fp16"'
     )
@@ -58,7 +58,7 @@ def test_requests_travel_as_they_are() -> None:
     assert disagreement({0: request, 3: request}) == ""
 
 
-def test_absent_gradients_take_the_form_of_the_others() -> None:
+def test_request_without_gradient_matches_dense_or_sparse_requests() -> None:
     absent = Request("w", "allreduce", ("float32",), ((6, 2),), absent=True)
     sparse = Request("w", "sparse", ("float32",), ((6, 2),), numbers=(3, 1))
     dense = Request("w", "allreduce", ("float32",), ((6, 2),))

@@ -455,7 +455,7 @@ def test_lines_of_ranks_stay_whole(start: Start) -> None:
 
 
 @both
-def test_output_that_nobody_reads_ends_the_job(folder: Path, via: str) -> None:
+def test_closed_output_pipe_ends_the_job(folder: Path, via: str) -> None:
     words = ["-m", "mcr_plus.cli.main", "run", "-n", "2", "--via", via, PROGRAMS, "lines", "20000"]
     command = [sys.executable, *words]
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
@@ -469,7 +469,7 @@ def test_output_that_nobody_reads_ends_the_job(folder: Path, via: str) -> None:
 
 
 @both
-def test_output_and_errors_that_nobody_reads_end_the_job(folder: Path, via: str) -> None:
+def test_closed_output_and_error_pipes_end_the_job(folder: Path, via: str) -> None:
     program = folder / "program.py"
     program.write_text(
         "import os, pathlib, sys, time\n"
@@ -514,7 +514,7 @@ def test_program_that_cannot_start_is_named(start: Start, folder: Path) -> None:
     assert leftovers(folder, run) == []
 
 
-def test_job_around_us_does_not_leak_into_the_environment() -> None:
+def test_variables_of_an_enclosing_job_are_not_inherited() -> None:
     around = {
         "RANK": "3",
         "WORLD_SIZE": "9",

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ranks import Via, run_ranks
 
 import mcr_plus as mcr
-from mcr_plus.dispatch import stage
+from mcr_plus.dispatch import group_runtime
 from mcr_plus.launch import mpi_usable
 from mcr_plus.runtime.process import job
 
@@ -232,7 +232,7 @@ def limited() -> dict[str, object]:
             "alone": alone is not None}  # fmt: skip
 
 
-def test_file_descriptors_are_asked_for_first() -> None:
+def test_new_groups_are_refused_on_all_ranks_if_one_lacks_file_descriptors() -> None:
     results = [result.value for result in run_ranks(limited, 2, via="torch")]
     for found in results:
         assert "rank 1 has too few file descriptors left" in found["error"]
@@ -246,7 +246,7 @@ def test_file_descriptors_are_asked_for_first() -> None:
 
 def many_signatures() -> dict[str, object]:
     """Runs on ranks: more signatures than are remembered, of tensors that are strided otherwise elsewhere."""
-    pytest.MonkeyPatch().setattr(stage, "SIGNATURES", 16)
+    pytest.MonkeyPatch().setattr(group_runtime, "SIGNATURES", 16)
     pipeline = [{"fuse": {}}, {"compress": {}}, {"select": {}}, {"dispatch": {"timeout": "20s"}}]
     comm = mcr.init({"version": 1, "pipeline": pipeline})
     group = mcr.new_group([1, 0])

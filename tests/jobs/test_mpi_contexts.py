@@ -15,6 +15,7 @@ from ranks import own_rank, run_ranks
 import mcr_plus as mcr
 from mcr_plus.backends.mpi.contexts import Contexts
 from mcr_plus.launch import mpi_usable
+from mcr_plus.runtime.init import current
 
 pytestmark = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 
@@ -38,7 +39,7 @@ def _rooms(comm: mcr.Communicator) -> dict[str, int]:
 
 
 def _channels(comm: mcr.Communicator) -> dict[str, Any]:
-    lines = {opened.name: opened.runtime.channels for opened in comm._runtime.groups}
+    lines = {opened.name: opened.runtime.channels for opened in current().groups}
     return {name: each["mpi"].channel for name, each in lines.items() if "mpi" in each}
 
 

@@ -652,10 +652,10 @@ def _reasons(hosts: str) -> Iterator[tuple[str, str]]:
 
     world = World(0, len(hosts), tuple(hosts), 1.0)
     for ranks in ((0, 1), tuple(range(len(hosts)))):
-        yield MscclBackend.serves(world), MscclBackend.reaches(world, Group("g", ranks, 0))
+        yield MscclBackend.unavailable_in(world), MscclBackend.unavailable_for(world, Group("g", ranks, 0))
 
 
-def test_jobs_and_groups_it_is_available_for() -> None:
+def test_availability_depends_on_the_hosts_of_jobs_and_groups() -> None:
     assert list(_reasons("aa")) == [("", "")] * 2
     (alone, _), _ = _reasons("ab")
     assert "every rank is on a host of its own" in alone
@@ -665,7 +665,7 @@ def test_jobs_and_groups_it_is_available_for() -> None:
     assert "group 'g' is on 2 hosts" in everywhere[1]
 
 
-def test_explain_excludes_it_between_hosts() -> None:
+def test_explain_excludes_msccl_between_hosts() -> None:
     found = json.loads(mcr_plus("explain", "all_reduce", "1MiB", "--ranks", "4", "--json").stdout)
     assert found["backends"] == ["msccl"]
     found = json.loads(

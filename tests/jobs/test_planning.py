@@ -187,7 +187,7 @@ def tried(slow: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("slow", "chosen"), [("searched", "by size"), ("by size", "searched")])
-def test_the_plan_that_is_faster_in_the_job_stays(slow: str, chosen: str) -> None:
+def test_auto_plan_keeps_the_plan_with_faster_measured_steps(slow: str, chosen: str) -> None:
     results = [each.value for each in run_ranks(tried, 2, args=[slow], via="torch", timeout=120)]
     for value in results:
         assert value["before"] is None
@@ -221,7 +221,7 @@ def test_ranks_agree_on_a_plan_and_its_libraries() -> None:
     assert results[0]["compute_ms"] < results[0]["bound_ms"] <= results[0]["foretold_ms"] * (1 + 1e-9)
 
 
-def test_buckets_by_size_are_foretold_by_the_library_that_sends_them() -> None:
+def test_prediction_for_buckets_by_size_uses_the_library_of_the_capture() -> None:
     sizes = np.array([1e3, 1e6])
     curves = {
         "quick": Curve(sizes, np.array([0.001, 0.002]), np.zeros(2)),
@@ -302,7 +302,7 @@ def left_alone() -> list[Any]:
     return found
 
 
-def test_gradients_that_it_is_not_for_are_sent_by_size() -> None:
+def test_auto_plan_falls_back_to_buckets_by_size_for_unsupported_gradients() -> None:
     first, other = run_ranks(left_alone, 2, timeout=120)
     assert first.value == other.value == [None, None, None]
     for reason in ("a codec that keeps state", "several dtypes"):
@@ -346,7 +346,7 @@ def given_up(why: str) -> tuple[list[Any], list[int], float]:
 @pytest.mark.parametrize(
     ("why", "passes", "said"), [("failure", 5, "MemoryError"), ("stale", 11, "stayed as it was")]
 )
-def test_all_ranks_go_back_to_buckets_by_size_together(why: str, passes: int, said: str) -> None:
+def test_failed_search_restores_buckets_by_size_on_all_ranks(why: str, passes: int, said: str) -> None:
     first, other = run_ranks(given_up, 2, args=[why], timeout=120)
     assert first.value == other.value
     goes_on, buckets, worst = first.value
@@ -382,7 +382,7 @@ def left_out() -> list[str]:
     return said
 
 
-def test_no_plan_leaves_a_gradient_out_or_has_it_twice() -> None:
+def test_plans_with_missing_or_duplicate_gradients_are_refused() -> None:
     for result in run_ranks(left_out, 2, timeout=120):
         out, twice = result.value
         assert "is in 0 buckets of a plan" in out

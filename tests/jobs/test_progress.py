@@ -69,7 +69,7 @@ def both_ways() -> dict[str, Any]:
     return found
 
 
-def test_operations_end_while_the_program_does_something_else() -> None:
+def test_progress_thread_completes_operations_without_a_wait() -> None:
     for result in run_ranks(both_ways, 2):
         assert result.value["caller"] == [False, False]
         assert result.value["thread"] == [True, True]
@@ -142,7 +142,7 @@ def forked() -> list[int]:
         return [os.waitstatus_to_exitcode(status)]
 
 
-def test_a_forked_child_has_no_part_in_it() -> None:
+def test_forked_child_exits_despite_progress_thread() -> None:
     for result in run_ranks(forked, 2):
         assert result.value == [7]
 
@@ -159,7 +159,7 @@ class Noted(GroupBoard):
 
 
 @pytest.mark.parametrize("when", [1, 3, 200])
-def test_a_library_that_is_switched_off_is_not_polled_by_a_thread_that_is_at_it(when: int) -> None:
+def test_running_poll_loop_stops_when_its_library_is_disabled(when: int) -> None:
     """Whether the first polls, those that follow, or those of the engine are going on."""
     engine = Engine(Peers(0, ("host",), None, 1.0), wait="spin", oversubscribed=False)
     group, nobody = Group("world", (0,), 0), cast("Any", None)
@@ -202,7 +202,7 @@ def issued(engine: Engine, number: int, after: IssuedWork | None) -> IssuedWork:
     return work
 
 
-def test_operations_that_follow_a_failed_one_fail_at_once_in_their_groups_too() -> None:
+def test_failure_propagates_along_dependent_operations_across_groups() -> None:
     engine = Engine(Peers(0, ("host",), None, 1.0), wait="auto", oversubscribed=False)
     first = issued(engine, 1, None)
     second = issued(engine, 2, first)

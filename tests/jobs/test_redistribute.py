@@ -48,7 +48,7 @@ def test_plans_are_kept_and_calls_may_be_in_flight_together(ranks: int, backend:
 
 @pytest.mark.parametrize("backend", LIBRARIES)
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_other_layouts_of_a_known_plan_are_refused_on_all_ranks(ranks: int, backend: str) -> None:
+def test_rank_with_layouts_of_another_cached_plan_raises_on_all_ranks(ranks: int, backend: str) -> None:
     for value in launched("other_plans", ranks, backend):
         assert value["cases"] == 4
 

@@ -21,6 +21,7 @@ from mcr_plus.backends.mpi.contexts import Contexts
 from mcr_plus.config import reader as configuration
 from mcr_plus.dispatch.operation import Operation
 from mcr_plus.launch import mpi_usable
+from mcr_plus.runtime.init import current
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 both = pytest.mark.parametrize("via", [pytest.param("mpi", marks=needs_mpi), "torch"])
@@ -87,7 +88,7 @@ def carry_on(libraries: list[str]) -> dict[str, Any]:
 
 @both
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_job_carries_on(via: Via, ranks: int) -> None:
+def test_a_job_continues_after_failures_and_resets(via: Via, ranks: int) -> None:
     libraries = ["msccl", "mpi", "gloo"] if via == "mpi" else ["msccl", "gloo"]
     for result in run_ranks(carry_on, ranks, args=[libraries], via=via, timeout=120, teardown=True):
         assert result.value["told"] == ["OrderMismatch"] * (2 * len(libraries))
@@ -276,7 +277,7 @@ def known_to_other_groups() -> dict[str, Any]:
 
 
 @needs_mpi
-def test_known_operations_of_other_groups_do_not_call_mpi_either() -> None:
+def test_operations_bound_before_an_mpi_failure_do_not_call_mpi_in_any_group() -> None:
     for result in run_ranks(known_to_other_groups, 2, timeout=120, check=False):
         found = result.value
         assert found is not None, result.stderr
@@ -302,7 +303,7 @@ def resets(mistake: str) -> dict[str, Any]:
                 for _ in range(3):
                     assert group.rank < 0 or _sum(group, numel, backend="mpi") == _expected(group.size, numel)
         channels: list[Any] = [
-            each.runtime.channels["mpi"].channel for each in world._runtime.groups if each.runtime.channels
+            each.runtime.channels["mpi"].channel for each in current().groups if each.runtime.channels
         ]
         if number % 2:
             with left:  # by each rank for itself
@@ -323,7 +324,7 @@ def resets(mistake: str) -> dict[str, Any]:
 
 @needs_mpi
 @pytest.mark.parametrize(("ranks", "mistake"), [(2, ""), (3, ""), (2, "gloo")])
-def test_resets_give_communicators_back(ranks: int, mistake: str) -> None:
+def test_reset_frees_mpi_communicators(ranks: int, mistake: str) -> None:
     for result in run_ranks(resets, ranks, args=[mistake], timeout=150):
         found = result.value
         assert min(found["signatures"]) >= 7
@@ -368,7 +369,7 @@ def failed_inits(libraries: list[str], broken: str, times: int) -> list[tuple[in
 
 def _reset_with(libraries: list[str], stages: list[dict[str, Any]]) -> None:
     """A reset to a configuration that has become impossible."""
-    runtime = mcr.world()._runtime
+    runtime = current()
     runtime.loaded = configuration.load({"version": 1, "backends": libraries, "pipeline": stages})
     mcr.reset()
 
@@ -436,7 +437,7 @@ def _never() -> Any:
 
 def _forbid_mpi(world: mcr.Communicator, used: list[mcr.Communicator]) -> None:
     setattr(mpi, "load_mpi", _never)  # noqa: B010 (a module's own import)
-    running = world._runtime
+    running = current()
     for backend in running.libraries.backends.values():
         if backend.name == "mpi":
             vars(backend).update(_comm=_Forbidden(), _probe=_Forbidden(), _own_probe=_Forbidden())
@@ -527,7 +528,9 @@ def switched_off(broken_on: list[int], hierarchical: bool) -> dict[str, Any]:
     ("ranks", "broken_on", "hierarchical"),
     [(2, [0], False), (2, [0, 1], False), (3, [2], False), (4, [0], True)],
 )
-def test_groups_go_on_without_mpi(ranks: int, broken_on: list[int], hierarchical: bool) -> None:
+def test_groups_opened_after_an_mpi_failure_use_other_libraries(
+    ranks: int, broken_on: list[int], hierarchical: bool
+) -> None:
     results = run_ranks(switched_off, ranks, args=[broken_on, hierarchical], timeout=150, check=False)
     for result in results:
         found = result.value

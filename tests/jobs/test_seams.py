@@ -504,7 +504,7 @@ def end_apart(seconds: float, finalize: bool) -> float:
 
 
 @pytest.mark.parametrize("finalize", [True, False])
-def test_a_rank_may_work_on_after_the_others_have_ended(finalize: bool) -> None:
+def test_job_ends_well_when_one_rank_finishes_seconds_later(finalize: bool) -> None:
     results = run_ranks(end_apart, 2, args=[8.0, finalize])
     assert [result.value for result in results] == [8.0, 8.0]
 

@@ -177,7 +177,7 @@ def visited(folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize("via", ["mpi", "torch"])
-def test_a_stranger_is_not_believed(tmp_path: Path, via: Via) -> None:
+def test_forged_store_values_and_objects_are_refused(tmp_path: Path, via: Via) -> None:
     results = run_ranks(visited, 2, args=[str(tmp_path)], via=via)
     for result in results:
         assert "'told' in the job's store was not written by a rank of this job" in result.value[0]
@@ -213,7 +213,7 @@ def visited_by_horovod(folder: str) -> list[str]:
     return [f"{each['error']}: {each['text']}" for each in outcomes]
 
 
-def test_a_stranger_is_not_believed_in_programs_for_horovod(tmp_path: Path) -> None:
+def test_forged_objects_are_refused_in_horovod_programs(tmp_path: Path) -> None:
     results = run_ranks(visited_by_horovod, 3, args=[str(tmp_path)], via="torch")
     for rank, places in ((0, [1, 1, 1]), (2, [1, 1, 1, 0])):  # rank 1 is the first of the process set
         found = results[rank].value
@@ -258,7 +258,9 @@ def forged(library: str, name: str, folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("library", [pytest.param("mpi", marks=needs_mpi), "gloo"])
 @pytest.mark.parametrize("name", ["row", "closed", "failed", "compiling"])
-def test_a_stranger_writes_to_the_board_of_a_running_job(tmp_path: Path, library: str, name: str) -> None:
+def test_forged_board_entries_fail_the_operation_and_its_group(
+    tmp_path: Path, library: str, name: str
+) -> None:
     via: Via = "mpi" if library == "mpi" else "torch"
     results = run_ranks(forged, 2, args=[library, name, str(tmp_path)], via=via, check=False)
     deceived, other = (result.value for result in results)
@@ -316,7 +318,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("library", [pytest.param("mpi", marks=needs_mpi), "gloo"])
-def test_a_job_whose_store_is_gone(library: str, tmp_path: Path) -> None:
+def test_operations_that_need_the_store_fail_soon_after_its_owner_dies(library: str, tmp_path: Path) -> None:
     via: Via = "mpi" if library == "mpi" else "torch"
     with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
@@ -377,7 +379,7 @@ def met(stores: tuple[Store, Store], variables: dict[str, str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("one_host", [True, False])
-def test_nobody_can_have_ranks_go_unsigned(one_host: bool) -> None:
+def test_forged_handshake_cannot_disable_signing(one_host: bool) -> None:
     variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2" if one_host else "1"}
     raw = HashStore()
     both = met((raw, raw), variables)
@@ -450,7 +452,7 @@ def test_ranks_that_cannot_read_the_secret_continue_unsigned_with_a_warning(else
 
 
 @needs_a_name
-def test_ranks_of_one_host_do_not_go_without() -> None:
+def test_init_fails_if_a_rank_of_the_same_host_cannot_read_the_secret() -> None:
     for result in run_ranks(by_host_name, 3, args=[free_port(), 3, 1], via="torch"):
         assert result.value["error"] == "LaunchError"
         assert (

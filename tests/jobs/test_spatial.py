@@ -505,6 +505,6 @@ def slow_paths() -> int:
     return len(looked)
 
 
-def test_halos_of_a_layer_in_training_are_known() -> None:
+def test_halo_plans_are_reused_in_later_steps() -> None:
     for result in run_ranks(slow_paths, 2, via="torch", timeout=120):
         assert result.value == 0

@@ -166,7 +166,7 @@ def test_a_wrong_masquerade_is_refused() -> None:
     assert "MCR_MASQUERADE='nccl': expected gloo" in python("import torch", MCR_MASQUERADE="nccl")
 
 
-def test_other_programs_are_left_alone() -> None:
+def test_autoload_does_not_change_programs_on_other_backends() -> None:
     """That there is one more backend changes nothing for a program that names others."""
     program = (
         "import torch, torch.distributed as dist; "

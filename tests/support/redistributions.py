@@ -634,7 +634,7 @@ def bad_calls(number: int) -> list[Bad]:
                 {"w": good(r), "v": good(r, rows, torch.float64 if r == last else torch.float32)}
             ),
             wrong,
-            ("v: S0", "float32", f"among rank {last}'s tensors of that dtype is no 'v'"),
+            ("v: S0", "float32", f"rank {last} passes no 'v' of that dtype"),
         ),
         (
             "a target that has no layouts",

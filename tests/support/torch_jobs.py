@@ -26,6 +26,7 @@ from torch.distributed.fsdp import fully_shard
 
 import mcr_plus as mcr
 from mcr_plus.core.c10d import AllreduceOptions, PrefixStore, TCPStore
+from mcr_plus.runtime.init import current
 from mcr_plus.torch_backend import process_group as torch_backend
 from mcr_plus.torch_backend.process_group import McrProcessGroup
 from mcr_plus.torch_backend.work import TorchWork
@@ -450,7 +451,7 @@ def another_thread() -> None:
 
 def groups_come_and_go() -> None:
     for _ in range(2):
-        with job() as world:
+        with job():
             rank, size = dist.get_rank(), dist.get_world_size()
             for _ in range(3):
                 group: Any = dist.new_group(list(range(size)))
@@ -461,7 +462,7 @@ def groups_come_and_go() -> None:
             alone = dist.new_group([1])
             if rank == 1:
                 dist.all_reduce(torch.ones(2), group=alone)
-            kept = len(world.communicator._runtime.communicators)
+            kept = len(current().communicators)
             assert kept <= 2, kept
         assert not mcr.is_initialized()
 

@@ -270,7 +270,7 @@ def test_no_false_alarm_with_many_ranks_that_count_votes(
 
 @PLACES
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_one_operation_that_differs_is_found_by_all(place: Callable[[], MakeBoard], size: int) -> None:
+def test_all_ranks_detect_the_differing_operation(place: Callable[[], MakeBoard], size: int) -> None:
     differs = _first_new_after(150, size)
     for rank in run(place(), size, 300, seed=size, differs=differs):
         assert isinstance(rank.error, McrError), rank.error

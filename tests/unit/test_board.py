@@ -95,7 +95,7 @@ def test_one_request_answers_for_all_operations_that_a_peer_has_posted(
 
 
 @KINDS
-def test_an_operation_that_is_waited_for_late_does_not_take_the_place_of_a_later_one(
+def test_late_post_does_not_overwrite_the_slot_of_a_newer_operation(
     make: Callable[[int], Boards],
 ) -> None:
     first, second = make(2)
@@ -143,7 +143,7 @@ def test_overwritten_counts_are_not_taken_for_old_ones() -> None:
 
 
 @KINDS
-def test_a_post_that_was_overwritten_is_no_other_operation(make: Callable[[int], Boards]) -> None:
+def test_overwritten_posts_are_not_mistaken_for_other_operations(make: Callable[[int], Boards]) -> None:
     first, second = make(2)
     issue(second, 3, 1)
     issue(second, 3 + RING, 2)
@@ -162,7 +162,7 @@ def test_a_ballot_is_counted_when_all_ranks_have_cast_the_same() -> None:
         assert [poll() for poll in polls] == [number < 39] * 3
 
 
-def test_a_peer_that_went_on_has_counted_the_ballots_before() -> None:
+def test_a_peer_at_a_later_ballot_counts_for_earlier_ones() -> None:
     first, second = (cast(SharedBoard, board) for board in shared(2))
     poll = first.cast(1)
     for number in range(1, 9):
@@ -240,7 +240,7 @@ class Hurried:
         return ask
 
 
-def test_a_peer_that_posts_between_two_requests_is_not_taken_for_one_that_did_not() -> None:
+def test_posts_between_two_requests_are_not_mistaken_for_missing_ones() -> None:
     store = HashStore()
     peer = StoreBoard(store, Group("g", (0, 1), 0))
     for request in range(4):  # before which of the requests of a look

@@ -387,7 +387,7 @@ def test_run_refuses_unknown_options_before_the_script(option: str, meant: str) 
     assert "no such file" not in answer.stderr
 
 
-def test_run_leaves_options_behind_the_script_to_it() -> None:
+def test_options_after_the_script_are_passed_to_it() -> None:
     answer = mcr_plus_process("run", "-n", "1", PROGRAMS, "arguments", "--conf", "x", "-n", "3", "--", "-x")
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout == "('--conf', 'x', '-n', '3', '--', '-x')\n"
@@ -410,7 +410,7 @@ def test_run_of_a_module() -> None:
     assert "Linux" in answer.stdout
 
 
-def test_auto_takes_mpi_where_it_is_wanted_and_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_launcher_is_mpi_if_configured_and_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mcr_plus.cli.run.mpi_usable", lambda: True)
     assert choose_via(ViaChoice.auto, None) == "mpi"
     assert choose_via(ViaChoice.auto, ("gloo", "mpi")) == "mpi"

@@ -142,7 +142,7 @@ def test_a_codec_gets_its_options(
 
 
 @pytest.mark.parametrize("compress", [False, "none", (("codec", "none"),)])
-def test_a_call_switches_it_off(compress: Codec | bool) -> None:
+def test_a_call_can_disable_compression(compress: Codec | bool) -> None:
     issue, rest = bind(compress, {"codec": "scale"})
     assert issue == rest.issue
     assert rest.notes == ["off for this operation"]

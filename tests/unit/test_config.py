@@ -103,7 +103,7 @@ def test_stages_may_have_no_options_written() -> None:
     assert written == Config()
 
 
-def test_a_stage_left_out_is_not_there() -> None:
+def test_omitted_stage_has_no_options() -> None:
     config = load({"pipeline": [{"select": None}, {"dispatch": None}]})
     assert config.options("compress") is None
     assert config.options("dispatch") == DispatchOptions()
@@ -543,7 +543,7 @@ def test_wrong_units_of_size(value: str) -> None:
         "9" * 30,
     ],
 )
-def test_sizes_that_are_none(value: object) -> None:
+def test_invalid_sizes_are_refused(value: object) -> None:
     with pytest.raises(ValueError, match="expected a size such as 64KiB"):
         parse_size(value)
 
@@ -600,7 +600,7 @@ def test_ranges(value: object, inside: list[int | None], outside: list[int | Non
 
 
 @pytest.mark.parametrize("value", ["..", "..5", "1..2..3", "1...5", "> =5", "=5", "!=5", "*", None, [1, 2]])
-def test_ranges_that_are_none(value: object) -> None:
+def test_invalid_ranges_are_refused(value: object) -> None:
     with pytest.raises(ValueError, match="expected a size"):
         parse_range(value)
 
@@ -1003,7 +1003,7 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
         ({"RANK": "0", "WORLD_SIZE": "2"}, {"LOCAL_WORLD_SIZE": "2"}, {"LOCAL_WORLD_SIZE": "two"}),
     ],
 )
-def test_whether_all_ranks_share_a_host(
+def test_detection_of_jobs_on_one_host(
     environ: dict[str, str], one: dict[str, str], many: dict[str, str]
 ) -> None:
     assert on_one_host(environ | one)

@@ -119,14 +119,14 @@ def test_below_and_beyond() -> None:
     assert curve.at(1500).us == pytest.approx(2 + 2 * 476 / 1024, rel=0.1)
 
 
-def test_beyond_a_flat_end_the_last_rise_goes_on() -> None:
+def test_sizes_beyond_a_flat_end_follow_the_last_rising_segment() -> None:
     noisy = Curve.through({1024: 1.0, 2048: 5.0, 4096: 3.0})  # as 1, 4, 4
     assert noisy.at(2048).us == 4.0
     assert noisy.at(4096 + 3072).us == pytest.approx(4.0 + 3.0)  # 3 µs in the 3 KiB from 1 KiB to 4 KiB
 
 
 @pytest.mark.parametrize("measured", [{4096: 10.0}, {8: 10.0, 4096: 10.0}, {8: 12.0, 64: 10.0, 4096: 8.0}])
-def test_beyond_one_time_half_of_it_is_bandwidth(measured: dict[int, float]) -> None:
+def test_sizes_beyond_a_single_time_take_half_of_it_as_bandwidth(measured: dict[int, float]) -> None:
     curve = Curve.through(measured)
     assert [curve.at(nbytes).us for nbytes in (4096, 8192, 40960)] == [10.0, 15.0, 55.0]
     assert [curve.at(nbytes).figure for nbytes in (4096, 8192, 40960)] == ["measured", "at_least", "at_least"]

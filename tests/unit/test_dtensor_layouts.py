@@ -129,7 +129,7 @@ def test_a_part_of_a_mesh(name: str, expected: list[str]) -> None:
             assert set(found.ranks) == set(range(6))
             alone.add(tuple(Layout.of(tensor).ranks))
             other = DeviceMesh("cpu", torch.tensor([5, 4, 3]))
-            with pytest.raises(mcr.InvalidArgument, match="is no part of" if rank > 2 else "is not in"):
+            with pytest.raises(mcr.InvalidArgument, match="is not a part of" if rank > 2 else "is not in"):
                 Layout.of(tensor, other)
     assert len(alone) == (2 if name == "dp" else 3)
 

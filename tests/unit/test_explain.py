@@ -186,14 +186,14 @@ rules:
 """
 
 
-def test_a_rule_is_for_all_of_its_sizes(table: Path) -> None:
+def test_alternative_faster_at_one_size_is_compared_over_the_whole_rule(table: Path) -> None:
     table.write_text(MIXED)
     way = mcr.explain("all_reduce", 1024, config=config(table.parent))
     assert way["backends"] == ["mpi"]
     why = way["alternatives"]["gloo"]["why"]  # the cube root of 3 · 0.5 · 8 is 2.29
     assert why == (
         "measured to be 2 × as fast at this size, "
-        "but to take 2.29 × as long on average over the sizes of the rule, 0.."
+        "but takes 2.29 × as long on average over the sizes of the rule, 0.."
     )
 
 
@@ -207,7 +207,7 @@ SHIPPED = sorted(Path(tables.__file__).with_name("builtin").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_no_table_of_ours_contradicts_its_figures_without_a_reason(path: Path) -> None:
+def test_built_in_tables_give_a_reason_where_their_figures_favour_another_choice(path: Path) -> None:
     rules = yaml.safe_load(path.read_text())["rules"]
     config = {
         "version": 1,
@@ -268,7 +268,7 @@ def test_unmeasured_libraries_are_no_reason(table: Path) -> None:
     table.write_text(SMALL_ONLY.format(end=""))
     way = mcr.explain("all_reduce", 25 << 20, config=config(table.parent))
     assert way["backends"] == ["mpi"]
-    assert "where nothing larger than 32 KiB was measured" in way["steps"][0]["decision"]
+    assert "measured only up to 32 KiB" in way["steps"][0]["decision"]
     gloo = way["alternatives"]["gloo"]
     assert gloo["expected_us"] < way["expected_us"]
     assert gloo["extrapolated"]
@@ -297,7 +297,7 @@ rules:
         (64 << 20, 4, "extrapolated", (118900, None), "118900 µs (extrapolated)"),
     ],
 )
-def test_of_one_size_measured_others_have_bounds(
+def test_sizes_beyond_a_single_measured_one_have_bounds(
     table: Path, nbytes: int, ranks: int, figure: str, expected: tuple[float, float | None], words: str
 ) -> None:
     """And nobody claims that one library is faster than another there."""
@@ -328,7 +328,7 @@ def test_default_rules_of_a_table_leave_the_choice_to_the_built_in_preference(ta
     way = mcr.explain("all_reduce", 25 << 20, config=config(table.parent, backends="gloo, mpi"))
     assert way["backends"] == ["gloo"]
     decision = way["steps"][0]["decision"]
-    assert f"built-in preference, to which table {way['table_rule']}" in decision
+    assert f"built-in preference, used by table {way['table_rule']}" in decision
     assert way["alternatives"]["mpi"]["why"] == "later in the built-in preference"
     small = mcr.explain("all_reduce", 8, config=config(table.parent, backends="gloo, mpi"))
     assert small["backends"] == ["mpi"]
@@ -436,7 +436,7 @@ def test_both_ends_of_a_message_choose_the_same_library(table: Path, kind: str, 
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_where_a_table_was_measured(table: Path, strict: bool) -> None:
+def test_table_measured_elsewhere_is_reported(table: Path, strict: bool) -> None:
     head = f"fingerprint: {{cpu: Elbrus, ranks: 64, nodes: 1}}\nstrict: {str(strict).lower()}\n"
     table.write_text(TABLE.replace("rules:", head + "rules:"))
     path = config(table.parent)
@@ -451,7 +451,7 @@ def test_where_a_table_was_measured(table: Path, strict: bool) -> None:
     assert ("would be refused" in out) is strict
 
 
-def test_vector_kinds_go_by_the_size_they_are_given(table: Path) -> None:
+def test_vector_kinds_use_the_configured_vector_size(table: Path) -> None:
     unsized = mcr.explain("all_to_all_v", 8, config=config(table.parent))
     assert (unsized["backends"], unsized["expected_us"]) == (["gloo"], None)
     sized = mcr.explain("all_to_all_v", 8, config=config(table.parent, select=", vector_size: 8B"))
@@ -545,7 +545,7 @@ def test_the_command_gives_the_same_document(
     assert json.loads(out) == mcr.explain(kind, nbytes, config=path, **more)
 
 
-def test_for_people_it_names_the_rule_and_every_alternative(table: Path) -> None:
+def test_text_names_the_rule_and_every_alternative(table: Path) -> None:
     status, out = command("all_reduce", "8", "--config", str(config(table.parent)))
     assert status == 0
     lines = out.splitlines()
@@ -592,7 +592,7 @@ def test_text_explains_internal_names(tmp_path: Path) -> None:
     assert any("encoding=int8_block:" in each for each in operations)  # programs get the names
 
 
-def test_for_people_exposed_times_are_explained(table: Path) -> None:
+def test_text_explains_exposed_times(table: Path) -> None:
     path = config(table.parent)
     meaning = "exposed: the time that remains beside a computation of the operation's own length"
     for words, asynchronous in ((["--async"], True), ([], False)):

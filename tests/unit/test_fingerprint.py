@@ -238,7 +238,7 @@ def one_table_in_many_places(folder: str) -> list[dict[str, Any]]:
     return [join(log, f"{folder}/0.yaml", rules), join(log, f"{folder}/{own_rank()}.yaml")]
 
 
-def test_a_table_is_its_content(tmp_path: Path) -> None:
+def test_a_table_is_identified_by_its_content(tmp_path: Path) -> None:
     """One that is named several times is one, and so is one that has another path on every rank."""
     for rank in (0, 1):
         write(tmp_path / f"{rank}.yaml", {"torch": "1.2.3"})

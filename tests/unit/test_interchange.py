@@ -77,7 +77,7 @@ def test_choices_are_for_the_backend_that_is_named() -> None:
         ("oneccl", "mpi:ring"),
     ],
 )
-def test_nothing_is_lost_in_silence(format: str, algorithm: str) -> None:
+def test_export_reports_everything_that_the_format_cannot_express(format: str, algorithm: str) -> None:
     plain = algorithm.partition(":")[0]
     found = table(
         f"kind: all_reduce, dtype: float16, bytes: 0.., backend: '{algorithm}'",
@@ -165,7 +165,7 @@ def nccl_choice(decided: str | None) -> str:
     return "nccl" if decided is None else f"nccl:{decided}"
 
 
-def test_nccl_sample_comes_back() -> None:
+def test_nccl_sample_round_trips() -> None:
     found, lost = import_("nccl-csv", NCCL_SAMPLE, "tuner.conf")
     assert lost == ()
     assert choice(found, query("all_reduce", 8, ranks=4, nodes=1)) == "nccl:tree/ll/2"
@@ -238,7 +238,7 @@ def test_nccl_lists_numbers_and_takes_open_ranges_for_all() -> None:
     assert "cannot express `ranks: 8..`; written without it" in lost[0]
 
 
-def test_nccl_lines_are_left_out_only_where_no_other_line_comes_between() -> None:
+def test_nccl_export_omits_a_line_only_if_no_later_line_overrides_it() -> None:
     found = table(
         "kind: reduce, ranks: 8, bytes: 0.., backend: 'nccl:ring/ll'",
         "kind: reduce, nodes: 1, bytes: 0.., backend: 'nccl:tree/ll'",
@@ -400,7 +400,7 @@ def test_expressible_rules_survive_a_round_trip(case: tuple[str, Table]) -> None
 
 @settings(max_examples=examples(60))
 @given(st.sampled_from(tuple(FORMATS)).flatmap(lambda f: st.tuples(st.just(f), expressible(f, st.none()))))
-def test_tables_without_ranks_come_back_as_they_were(case: tuple[str, Table]) -> None:
+def test_tables_without_ranks_round_trip(case: tuple[str, Table]) -> None:
     name, found = case
     again = import_(name, export(name, found).text, "again").table
     joined = [rule for rule in bare(again) if not rule[0].kind.endswith("_v")]
@@ -470,7 +470,7 @@ def open_mpi_choice(collective: str, decided: tuple[int, ...]) -> str:
     return f"mpi:{'/'.join(parts)}"
 
 
-def test_openmpi_sample_comes_back() -> None:
+def test_openmpi_sample_round_trips() -> None:
     found, lost = import_("openmpi", OPENMPI_SAMPLE, "rules.conf")
     assert lost == ()
     assert rules_of(found) == [
@@ -839,7 +839,7 @@ def ucc_model(text: str, collective: str, memory: str, nbytes: int, ranks: int) 
     return best[1] if best else None
 
 
-def test_ucc_sample_comes_back() -> None:
+def test_ucc_sample_round_trips() -> None:
     found, lost = import_("ucc", UCC_SAMPLE, "ucc.env")
     assert lost == ()
     assert export("ucc", found) == (UCC_SAMPLE, ())
@@ -1024,7 +1024,7 @@ def oneccl_model(text: str, variable: str, size: int) -> str | None:
     return decided
 
 
-def test_oneccl_sample_comes_back() -> None:
+def test_oneccl_sample_round_trips() -> None:
     found, lost = import_("oneccl", ONECCL_SAMPLE, "ccl.env")
     assert lost == ()
     assert rules_of(found) == [

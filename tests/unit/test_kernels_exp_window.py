@@ -79,7 +79,7 @@ def test_around_the_most_exponents_that_may_not_fit(dtype: torch.dtype, escapes:
 
 
 @both
-def test_how_long_payloads_are(dtype: torch.dtype) -> None:
+def test_payload_lengths_of_gaussian_and_random_values(dtype: torch.dtype) -> None:
     """Gaussian values: what the codec promises. Random bits: hardly longer than the values."""
     numel = 1 << 18
     values = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)

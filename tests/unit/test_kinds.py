@@ -113,7 +113,7 @@ def test_kernels_of_shared_memory(kind: str, number: int | None) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_rounds_of_every_kind_are_known(kind: str) -> None:
+def test_every_kind_has_rounds_for_scaling(kind: str) -> None:
     assert algorithms(kind, "mpi")
 
 

@@ -98,7 +98,7 @@ def test_long_tests_exist(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_mutations_are_of_the_library_as_it_is(mutation: Mutation) -> None:
+def test_every_mutation_applies_to_the_current_source(mutation: Mutation) -> None:
     text = (ROOT / "mcr_plus" / mutation.path).read_text()
     assert text.count(mutation.old) == 1
     assert mutation.old != mutation.new

@@ -68,6 +68,6 @@ def test_runs_of_experts_on_many_ranks_need_no_grid_of_all_borders() -> None:
         lacking.check_source()
 
 
-def test_a_single_element_that_nobody_holds_is_missed() -> None:
+def test_zero_dimensional_layout_without_holder_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="no rank holds the elements"):
         Layout.boxes((), {0: [], 1: []}).check_source()

@@ -565,7 +565,7 @@ def test_layouts_that_cannot_be_are_refused(make: Any, says: tuple[str, ...]) ->
 
 
 @given(st.data())
-def test_elements_that_nobody_holds_are_named(data: st.DataObject) -> None:
+def test_missing_elements_of_a_source_are_named(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple))
     side = data.draw(targets(shape))
     held = np.zeros(math.prod(shape), bool)

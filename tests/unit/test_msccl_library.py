@@ -92,6 +92,6 @@ def test_algorithms_of_the_library_cannot_be_named(monkeypatch: pytest.MonkeyPat
         use_algorithms(load(named))
 
 
-def test_it_picks_its_own_algorithms() -> None:
+def test_the_library_chooses_its_algorithms() -> None:
     assert MscclLibraryBackend.supports(SUM)
     assert "picks its own" in MscclLibraryBackend.supports(SUM.replace(algorithm="ring")).how

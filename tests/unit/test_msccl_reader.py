@@ -106,7 +106,7 @@ def test_comments_unknown_attributes_and_a_declaration_are_ignored() -> None:
     assert algorithm.programs[0].line == 5
 
 
-def test_ids_may_come_in_any_order() -> None:
+def test_gpus_may_be_listed_in_any_order() -> None:
     text = PAIR.replace('gpu id="0"', 'gpu id="x"').replace('gpu id="1"', 'gpu id="0"')
     with pytest.raises(ConfigError, match=r"^it.xml:2: gpu\[0\].id: 'x', expected an integer$"):
         parse(text)

@@ -114,7 +114,7 @@ def test_declared_types_have_the_sizes_of_the_header() -> None:
         assert [ctypes.sizeof(t) for t in types] == [ctypes.sizeof(t) for t in PROTOTYPES[name][1:]], name
 
 
-def test_the_config_asks_for_a_nonblocking_communicator(job: Job) -> None:
+def test_config_requests_a_nonblocking_communicator(job: Job) -> None:
     job.open()
     config = job.simulator.configs[0]
     assert (config.size, config.magic, config.version, config.blocking) == (24, 0xCAFEBEEF, 21400, 0)
@@ -493,7 +493,7 @@ def settle(job: Job, polls: Sequence[Any]) -> None:
     raise AssertionError(f"not done; stuck: {job.simulator.stuck}, calls: {job.simulator.calls}")
 
 
-def test_everyone_sends_before_receiving(job: Job) -> None:
+def test_all_ranks_may_send_before_receiving(job: Job) -> None:
     channels = job.open()
     outs = [torch.zeros(4) for _ in range(SIZE)]
     polls = []
@@ -694,7 +694,7 @@ def test_a_failed_communicator_is_aborted_even_in_a_clean_end(alone: tuple[Job, 
 # -- what there is --------------------------------------------------------------------------------
 
 
-def test_the_registry_finds_it() -> None:
+def test_registry_has_the_nccl_backend() -> None:
     assert registry.get("backends", "nccl") is NcclBackend
 
 

@@ -109,7 +109,7 @@ def test_comparisons_recur_ever_more_rarely_and_find_changes(
     assert job.make(ROUND) == "rc" * 8
 
 
-def test_a_costly_comparison_comes_back_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costly_comparisons_recur_later(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(monkeypatch, fixed(1.0, 3.0))
     trace = job.make(ROUND + LAG + 8000 + 2)  # 8 calls lose 2 s each: 0.2 % of 8000 s
     assert trace[ROUND:].index("c") == LAG + 8000 + 1
@@ -148,7 +148,7 @@ def test_nothing_timed_means_uncompressed(monkeypatch: pytest.MonkeyPatch) -> No
     assert (trial.chosen, trial.rounds, trial.began) == (0, 0, ROUNDS * (ROUND + LAG) + 100)
 
 
-def test_calls_that_wait_for_others_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_with_dependencies_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(monkeypatch, fixed(1.0, 0.5))
     earlier = JointWork([], "all_reduce", nbytes=16)
     assert job.make(ROUND + LAG + 50, after=earlier)[ROUND + LAG :] == "c" * 50

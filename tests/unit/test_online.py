@@ -150,7 +150,7 @@ def test_equal_agreed_numbers_mean_equal_choices_despite_local_times(
 
 @settings(max_examples=examples(20))
 @given(TRIALS, st.integers(0, 5))
-def test_a_trial_is_plain_data_and_goes_on_from_it(
+def test_trial_restored_from_plain_data_continues_alike(
     drawn: tuple[list[float], float, float, int, int], exchanges: int
 ) -> None:
     medians, sigma, _, lag, seed = drawn
@@ -189,7 +189,7 @@ def test_a_choice_a_hundred_times_too_slow_is_left_at_the_first_exchange() -> No
     assert trial.frozen
 
 
-def test_equals_stay_as_they_are() -> None:
+def test_equally_fast_candidates_do_not_change_the_choice() -> None:
     changed = 0
     for seed in range(100):
         trial = OnlineTrial.of("ab")
@@ -200,7 +200,7 @@ def test_equals_stay_as_they_are() -> None:
     assert changed <= 3  # chance changes something, rarely
 
 
-def test_a_choice_fast_only_beside_another_is_left_again_for_good() -> None:
+def test_choice_that_is_slower_in_use_is_reverted_permanently() -> None:
     """In charge, b is slower than a in charge: a rival meets an idle library, for instance."""
 
     def seconds(candidate: int, chosen: int) -> float:
@@ -317,7 +317,7 @@ def test_calls_are_timed_from_the_call_to_the_end(
     assert library.log == ["1"] * 100
 
 
-def test_a_call_that_is_refused_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_calls_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Library(monkeypatch, [0.5, 0.0625], one_clock=True)
     for refused in (True, False) * 3:
         library.refuses = refused
@@ -516,7 +516,7 @@ def test_rules_of_a_vector_form_keep_their_place() -> None:
         assert lookup(refined, Query("all_gather_v", size)) == "gloo"
 
 
-def test_without_a_table_sizes_not_seen_keep_the_preference() -> None:
+def test_without_a_table_unobserved_sizes_keep_the_preference() -> None:
     learnt = [
         found_out(Query("broadcast", 4096), "mpi", default=lambda size: "gloo" if size >= 1 << 16 else "mpi")
     ]
@@ -787,13 +787,13 @@ def bind_once(folder: str) -> dict[str, Any]:
     mcr.finalize()
     return {
         "used": backends_used(log),
-        "early": "bind_rerun" in getattr(early, "__qualname__", ""),
-        "late": "bind_rerun" in getattr(late, "__qualname__", ""),
+        "early": "bind_request" in getattr(early, "__qualname__", ""),
+        "late": "bind_request" in getattr(late, "__qualname__", ""),
     }
 
 
 @needs_mpi
-def test_persistent_operations_are_calls_like_others_or_stay_with_the_choice_of_now(tmp_path: Path) -> None:
+def test_persistent_operations_are_tuned_or_keep_the_final_choice(tmp_path: Path) -> None:
     (tmp_path / "goes-away").mkdir()
     results = run_ranks(bind_once, 2, args=[str(tmp_path)])
     first, second = (result.value for result in results)
@@ -803,7 +803,7 @@ def test_persistent_operations_are_calls_like_others_or_stay_with_the_choice_of_
         assert not value["early"]  # the slow library was in charge, which has no persistent operations
         assert value["late"]
     # A job that has done its work does not fail because this cannot be kept.
-    assert "what online refinement has learnt is lost: " in results[0].stderr
+    assert "the results of online refinement are lost: " in results[0].stderr
     assert "goes-away/table.yaml: cannot write" in results[0].stderr
 
 
@@ -835,7 +835,7 @@ def _error_of(call: Callable[..., object], *args: Any) -> str:
 
 @needs_mpi
 @pytest.mark.parametrize("rank", [-1, 1])
-def test_the_error_of_a_rival_comes_out_and_nobody_waits_for_ever(rank: int) -> None:
+def test_error_in_a_rival_is_raised_and_no_rank_hangs(rank: int) -> None:
     began = time.monotonic()
     values = [result.value for result in run_ranks(fail, 2, args=[rank])]
     assert time.monotonic() - began < 30
@@ -866,7 +866,7 @@ def test_a_table_that_could_not_be_written_is_refused_at_the_start(tmp_path: Pat
     (tmp_path / "0").mkdir()
     (tmp_path / "1" / "out").mkdir(parents=True)
     for result in run_ranks(nowhere, 2, args=[str(tmp_path)], via="torch"):
-        told = f"select: online: {tmp_path}/0/out is no folder; expected 'refined: FILE'"
+        told = f"select: online: {tmp_path}/0/out is not a folder; expected 'refined: FILE'"
         assert result.value.startswith(told)
 
 
@@ -923,7 +923,7 @@ def test_off_returns_the_unchanged_chain() -> None:
         {"ranks": 1},
     ],
 )
-def test_operations_that_are_not_tuned_get_the_very_chain(changes: dict[str, Any]) -> None:
+def test_untuned_operations_use_the_unchanged_chain(changes: dict[str, Any]) -> None:
     following = Chains()
     signature = PLAIN.replace(**changes)
     assert select(SelectOptions(online=True), signature.ranks).bind(signature, following) is chain

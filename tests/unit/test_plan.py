@@ -135,7 +135,7 @@ def test_prices_are_those_of_aligned_buckets() -> None:
     assert np.isinf(of.seconds[0, 2, 2])
 
 
-def test_curves_rise_and_go_on_beyond_their_ends() -> None:
+def test_curves_are_monotone_and_extrapolated() -> None:
     curve = Curve.through({100: (2.0, 0.1), 200: (1.0, 0.9), 400: (5.0, 3.0)})
     assert curve.times(np.array([10, 100, 200, 300, 400, 600])).tolist() == [2.0, 2.0, 2.0, 3.5, 5.0, 8.0]
     assert curve.losses(np.array([10, 150, 1000])).tolist() == pytest.approx([0.1, 0.5, 1.0])

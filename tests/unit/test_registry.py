@@ -101,7 +101,9 @@ def test_broken_entry_point_is_named(
     assert caught.value.__suppress_context__
 
 
-def test_broken_entry_point_leaves_the_others_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_entry_point_does_not_affect_other_entry_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(
         tmp_path, monkeypatch, "[mcr_plus.codecs]\nbroken = nowhere_at_all:x\nmine = fake_package:Codec\n"
     )
@@ -247,9 +249,11 @@ def test_a_backend_of_the_same_shape_gets_the_defaults() -> None:
     backend: Any = kind("the world")
     assert {PlainBackend, Backend} <= {*type(backend).__mro__}
     assert backend.world == "the world"
-    assert (backend.rings, backend.needs_polls, backend.has_algorithms) == (True, False, True)
+    assert (backend.rings, backend.host_driven, backend.has_algorithms) == (True, False, True)
     assert backend.availability().version == "2"
-    assert backend.reaches(None, None) == backend.serves(None) == backend.library_version() == ""
+    assert (
+        backend.unavailable_for(None, None) == backend.unavailable_in(None) == backend.library_version() == ""
+    )
     assert kind.sizes("ring") == Range(0)
     channel: Any = complete_channel(backend.open(None))
     assert channel.bind("x") == "bound x"
@@ -259,3 +263,30 @@ def test_a_backend_of_the_same_shape_gets_the_defaults() -> None:
     inner = channel.release.__self__
     channel.release()
     assert inner.released
+
+
+class FormerBackend(Backend):
+    """A backend of another package that was written for earlier names of members."""
+
+    name, on_stream, spins = "former", False, 1
+    needs_polls = True
+
+    @classmethod
+    def serves(cls, world: object) -> str:
+        return f"not in {world}"
+
+    availability = supports = open = progress = close = None  # type: ignore[assignment]
+
+
+def test_members_of_a_backend_under_former_names_are_used_with_a_warning() -> None:
+    registry.register("backends", "former", FormerBackend)
+    with pytest.warns(DeprecationWarning, match="is now") as warned:
+        kind: Any = backend_class("former")
+    assert sorted(str(each.message).partition(".FormerBackend.")[2] for each in warned) == [
+        "needs_polls is now host_driven",
+        "serves is now unavailable_in",
+    ]
+    assert kind.unavailable_in("this job") == "not in this job"
+    assert kind.host_driven
+    assert kind.unavailable_for(None, None) == ""
+    assert backend_class("former") is kind

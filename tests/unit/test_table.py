@@ -344,7 +344,7 @@ def test_keys_that_do_not_include_the_other_may_stand_in_either_order(
         assert len(table(tmp_path, *reversed(rules)).rules) == 2
 
 
-def test_rules_of_another_basis_may_leave_sizes_over(tmp_path: Path) -> None:
+def test_first_match_wins_between_rules_of_different_bases(tmp_path: Path) -> None:
     found = table(
         tmp_path,
         "kind: gather, bytes: 0..64, backend: mpi",

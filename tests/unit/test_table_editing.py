@@ -319,7 +319,7 @@ def test_diff_finds_effects_of_the_order_of_rules() -> None:
     assert str(change) == "all_reduce float16 ranks 2 0..: mpi → gloo"
 
 
-def test_diff_relates_bytes_per_rank_to_bytes_in_total_where_the_ranks_are_known() -> None:
+def test_diff_compares_bytes_per_rank_with_total_bytes_at_a_fixed_number_of_ranks() -> None:
     total = table(
         "kind: all_gather, ranks: 4, bytes: 0..400, backend: mpi",
         "kind: all_gather, ranks: 4, bytes: 400.., backend: gloo",

@@ -14,7 +14,7 @@ from mcr_plus.compression.topk import TopK, TopKOptions
 
 
 @pytest.mark.parametrize("ratio", [1e-6, 0.001, 0.01, 0.37, 1.0])
-def test_sends_exactly_the_share_asked_for(ratio: float) -> None:
+def test_sends_exactly_the_configured_ratio(ratio: float) -> None:
     codec = TopK(TopKOptions(ratio=ratio))
     for numel in (1, 10, 1000, 70_001):
         count = max(1, math.ceil(ratio * numel))

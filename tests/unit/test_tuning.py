@@ -127,7 +127,7 @@ def alpha_beta(alpha: float, beta: float) -> Any:
     return lambda case: alpha + beta * case.nbytes
 
 
-def test_all_sizes_come_before_any_refinement_and_rough_ones_first() -> None:
+def test_coarse_sizes_precede_all_powers_of_two_and_refinement() -> None:
     samples: list[Sample] = []
     seen: list[Task] = []
     while (task := next_task(REQUEST, samples)) is not None:
@@ -363,7 +363,7 @@ def test_rules_cover_only_sizes_near_measured_ones() -> None:
     [
         ([0.02, 0.05], [0.01] * 9 + [0.9], 1.0, []),
         ([0.02, 0.5], [0.01], 1.0, ["50% of the processor time of rank 1's host"]),
-        ([0.0], [0.01, 0.4], 1.0, ["1 of 2 are known to no better than ± 25%"]),
+        ([0.0], [0.01, 0.4], 1.0, ["1 of 2 are uncertain by more than ± 25%"]),
         ([0.0], [], 300.0, ["300 times per second"]),
     ],
 )
@@ -518,7 +518,7 @@ def test_only_significant_differences_count_in_full() -> None:
     assert blurred["b"] == pytest.approx(2**0.2)
 
 
-def test_an_advantage_within_the_noise_counts_where_it_is_everywhere() -> None:
+def test_consistent_advantage_within_the_noise_counts() -> None:
     a, b = Timing(1, 1.0, 1, 0.8, 1.2, 9), Timing(1, 1.1, 1, 0.9, 1.3, 9)
     assert set(choose([justified({"b": b, "a": a}) for _ in range(5)])) == {"a"}
     once = [justified({"b": a, "a": b}) for _ in range(5)]
@@ -685,7 +685,7 @@ def test_a_truncated_last_line_is_dropped(tmp_path: Path) -> None:
         ('{"version": 1, "fingerprint": {}}\n{}\n{}\n', ":2: not a measurement"),
     ],
 )
-def test_other_files_are_refused_and_kept(tmp_path: Path, text: str, what: str) -> None:
+def test_foreign_measurement_files_are_refused_and_kept(tmp_path: Path, text: str, what: str) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigError, match=re.escape(what)):
@@ -897,7 +897,7 @@ def json_of(*words: str) -> Any:
     return json.loads(answer.stdout)
 
 
-def test_tune_writes_a_table_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_tune_writes_a_table_and_resumes(tmp_path: Path) -> None:
 
     table, plot = tmp_path / "t.yaml", tmp_path / "t.png"
     words = [
@@ -1097,7 +1097,7 @@ def test_sizes_without_a_candidate_are_refused_before_measuring() -> None:
         ({"msccl:one": Range(8, 100), "msccl:two": Range(100)}, "0 B"),
         ({"msccl:one": Range(0, 0), "msccl:two": Range(0, 0)}, "0 B"),
     ):
-        with pytest.raises(Unsupported, match=f"all_reduce: nothing in --backends is for {missing}"):
+        with pytest.raises(Unsupported, match=f"all_reduce: no entry of --backends supports {missing}"):
             check_sizes(replace(request, spans=spans))
         check_sizes(replace(request, spans=spans, libraries=("gloo",)))
     check_sizes(replace(request, spans={"msccl:one": Range(0, 100), "msccl:two": Range(50)}))
@@ -1106,14 +1106,14 @@ def test_sizes_without_a_candidate_are_refused_before_measuring() -> None:
 def test_algorithms_alone_are_refused_for_a_kind_that_has_a_vector_form() -> None:
     named: dict[Kind, tuple[str, ...]] = dict.fromkeys(KINDS, ("msccl:direct", "msccl:two_level"))
     request = Request(("all_reduce", "all_to_all"), 8, 64, 2, (), algorithms=named)
-    what = r"^all_to_all: nothing in --backends is for all_to_all_v, .* add a library: "
+    what = r"^all_to_all: no entry of --backends supports all_to_all_v, .* add a library: "
     with pytest.raises(Unsupported, match=what + "--backends msccl,msccl:direct,msccl:two_level$"):
         check_sizes(request)
     check_sizes(replace(request, libraries=("msccl",)))
     check_sizes(replace(request, kinds=("all_reduce", "broadcast", "reduce")))
 
 
-def test_a_kind_whose_vector_form_no_library_did_has_no_rules() -> None:
+def test_kind_without_measured_vector_form_has_no_rules() -> None:
     """Those of its algorithm would be for vector operations too, and send them where they are refused."""
     named: dict[Kind, tuple[str, ...]] = {"all_to_all": ("msccl:direct",)}
     request = Request(("all_to_all", "send"), 8, 64, 2, ("gloo",), asynchronous=False, algorithms=named)
@@ -1121,7 +1121,7 @@ def test_a_kind_whose_vector_form_no_library_did_has_no_rules() -> None:
     samples = [failed, Sample(BenchCase("all_to_all", 8), "msccl:direct", False, timing(1.0))]
     samples.append(Sample(BenchCase("send", 8), "gloo", False, timing(1.0)))
     assert {rule.key.kind for rule in build_table(request, samples, HERE, 1).rules} == {"send"}
-    with pytest.raises(Unsupported, match="nothing to choose from: all_to_all on gloo: it failed"):
+    with pytest.raises(Unsupported, match="no candidate to choose from: all_to_all on gloo: it failed"):
         build_table(request, samples[:2], HERE, 1)
     samples[0] = Sample(BenchCase("all_to_all", 8), "gloo", False, timing(2.0))
     rules = [(rule.key.kind, rule.backend) for rule in build_table(request, samples, HERE, 1).rules]

@@ -135,7 +135,7 @@ def waiting(policy: Any = "auto", **options: Any) -> Waiting:
     return found
 
 
-def test_ranks_that_sleep_are_not_taken_for_those_that_run(tmp_path: Path, bells: list[Bells]) -> None:
+def test_sleeping_ranks_are_not_counted_as_running(tmp_path: Path, bells: list[Bells]) -> None:
     """Three ranks share two cores. Three threads run: all of them, or one and two strangers."""
     found = waiting(ranks=3, bells=bells[0])
     found._cores, found.own_cores = 2, False
@@ -155,7 +155,7 @@ def test_ranks_that_sleep_are_not_taken_for_those_that_run(tmp_path: Path, bells
     assert found.calm
 
 
-def test_a_rank_without_the_core_does_not_take_the_file_for_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_first_reads_of_loadavg_do_not_disable_it(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[Waiting] = []
     slow = 4
 
@@ -318,7 +318,7 @@ def many(backends: list[str], calls: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_results_are_right_and_nobody_is_left_asleep(ranks: int) -> None:
+def test_sleeping_waits_give_correct_results_and_wake_every_rank(ranks: int) -> None:
     backends = ["msccl", "mpi"] if mpi_usable() else ["msccl"]
     for result in run_ranks(many, ranks, args=[backends, 300]):
         assert result.value["switches"] > 100
@@ -377,7 +377,7 @@ def deserted(how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "told"), [("dies", "BackendError.*rank 2 has died"), ("stops", "CommTimeout.*process stopped")]
 )
-def test_sleepers_see_that_a_rank_dies_or_stops(how: str, told: str) -> None:
+def test_sleeping_ranks_detect_dead_and_stopped_peers(how: str, told: str) -> None:
     results = run_ranks(deserted, 3, args=[how], via="torch", check=False)
     for result in results[:2]:
         assert result.value is not None

@@ -50,7 +50,7 @@ class MpiBackend(Backend):
     name = "mpi"
     on_stream = False
     has_algorithms = False
-    needs_polls = True
+    host_driven = True
     keeps_apart = True
     spins = 400
     preference = Preference(cpu=2, between_hosts=2, cuda=2)
@@ -84,7 +84,7 @@ class MpiBackend(Backend):
         return f"{found[1].replace('(R)', '').removesuffix(' Library')} {found[2]}"
 
     @classmethod
-    def serves(cls, world: World) -> str:
+    def unavailable_in(cls, world: World) -> str:
         """See `Backend`: an MPI launcher must have started the job."""
         if cls.off:
             return cls.off
@@ -181,7 +181,7 @@ class MpiBackend(Backend):
             cls.off = f"MPI is not used any more in this process, after an error inside it: {cause}"
         return cls.off
 
-    def refuses_threads(self) -> str:
+    def thread_restriction(self) -> str:
         """See `Backend`."""
         if self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE:
             return ""

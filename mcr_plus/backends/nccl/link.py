@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from mcr_plus.backends.nccl.abi import IN_PROGRESS, Call, Nccl, NcclError
+from mcr_plus.core.deadline import Deadline
 from mcr_plus.errors import CommTimeout, Unsupported
 
 _CHECK_EVERY: Final = 0.01  # seconds between checks for background errors of NCCL
@@ -245,12 +246,12 @@ class Link:
             NcclError: NCCL refused.
             CommTimeout: not all ranks have joined in time.
         """
-        deadline = time.monotonic() + self.timeout
+        deadline = Deadline(self.timeout)
         while not self.is_idle:
             self.drive()
             if self.error is not None:
                 raise self.error
-            if time.monotonic() > deadline:
+            if deadline.passed():
                 raise CommTimeout(
                     f"backend nccl: the {self.name} was not ready after {self.timeout:g} s on rank "
                     f"{self._rank} of {self._size}; some rank has not come "
@@ -267,10 +268,10 @@ class Link:
 
     def destroy(self) -> None:
         """Destroy the communicator after `finish`; it is aborted if it has failed or is not done in time."""
-        deadline = time.monotonic() + self.timeout
+        deadline = Deadline(self.timeout)
         if not self.comm:
             return
-        while self.nccl.async_error(self.comm) == IN_PROGRESS and time.monotonic() < deadline:
+        while self.nccl.async_error(self.comm) == IN_PROGRESS and not deadline.passed():
             time.sleep(_NAP)
         if self.error is not None or self.nccl.async_error(self.comm) != 0:
             self.abort()
@@ -338,10 +339,10 @@ class StreamPoll:
 
     def _wait_until_ready(self) -> None:
         link = self._link
-        deadline = time.monotonic() + link.timeout
+        deadline = Deadline(link.timeout)
         while not self() and not self.ready:
             link.drive()
-            if time.monotonic() > deadline:
+            if deadline.passed():
                 raise CommTimeout(
                     f"backend nccl: an operation on the {link.name} has waited {link.timeout:g} s for a peer"
                 )

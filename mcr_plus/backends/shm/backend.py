@@ -61,7 +61,7 @@ class MscclBackend(Backend):
 
     name = "msccl"
     on_stream = False
-    needs_polls = True
+    host_driven = True
     keeps_apart = True  # every slot has the tag of its operation
     rings = True
     spins = 40  # each may take 5 µs; the engine checks for other work after the last
@@ -86,14 +86,14 @@ class MscclBackend(Backend):
         return f"mcr_plus {metadata.version('mcr_plus')}"
 
     @classmethod
-    def serves(cls, world: World) -> str:
+    def unavailable_in(cls, world: World) -> str:
         """See `Backend`: some ranks must share a host."""
         if world.size > 1 and len(set(world.hosts)) == world.size:
             return "every rank is on a host of its own, and hosts share no memory"
         return ""
 
     @classmethod
-    def reaches(cls, world: World, group: Group) -> str:
+    def unavailable_for(cls, world: World, group: Group) -> str:
         """See `Backend`: all ranks must share a host."""
         hosts = len({world.hosts[rank] for rank in group.ranks})
         if hosts > 1:
@@ -150,7 +150,7 @@ class MscclBackend(Backend):
         for channel in self._channels:
             channel.progress()
 
-    def refuses_threads(self) -> str:
+    def thread_restriction(self) -> str:
         """See `Backend`: a work queue admits one thread, and the engine's lock protects messages."""
         return ""
 

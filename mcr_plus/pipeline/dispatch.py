@@ -2,89 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from threading import get_ident
-from typing import Any, Final, NoReturn
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final, NoReturn
 
 from mcr_plus.backends.base import Poll, Start, done
 from mcr_plus.core.kinds import VECTOR
 from mcr_plus.core.message import Message, Signature
-from mcr_plus.dispatch.engine import Engine, refusing
-from mcr_plus.dispatch.group_state import BackendChannel, GroupState
+from mcr_plus.dispatch.engine import refusing
+from mcr_plus.dispatch.group_runtime import GroupRuntime
 from mcr_plus.dispatch.operation import Operation
 from mcr_plus.dispatch.options import DispatchOptions
 from mcr_plus.dispatch.streams import stage_through_host
 from mcr_plus.errors import Unsupported
-from mcr_plus.pipeline.outbox import PendingBucket
 from mcr_plus.pipeline.stage import Context, Issue, Next, Stage
+from mcr_plus.pipeline.treatment import Treatment
 
-SIGNATURES: Final = 4096
-"""How many signatures a group remembers. Each takes some KiB."""
 _BURST: Final = 16  # polls in a row in a longer wait, of libraries that need them: large operations take many
-
-
-@dataclass(eq=False)
-class GroupRuntime:
-    """The state that the stages of a group share; a group that only explains has none.
-
-    Attributes:
-        channels: by backend name.
-        operations: by signature.
-        pending: buckets that stages hold back, in the order in which they are to be sent.
-        restored: entries of a loaded state by stage, see `Stage.load_state`.
-        caches: functions that clear the stages' caches of signatures, see `forget`.
-        bound: number of signatures bound since.
-    """
-
-    engine: Engine
-    state: GroupState
-    channels: Mapping[str, BackendChannel]
-    operations: dict[Signature, Issue]
-    pending: list[PendingBucket] = field(default_factory=list)
-    restored: dict[str, dict[str, Any]] = field(default_factory=dict)
-    caches: list[Callable[[], None]] = field(default_factory=list)
-    bound: int = 0
-
-    def count(self) -> None:
-        """Count a signature that all ranks bind at this call; if there are too many, forget those before it.
-
-        Ranks must forget at the same call, because all of them compare a signature when it comes again. So
-        this counts signatures that all ranks bind, and not look-ups, which may differ between ranks.
-        """
-        if self.bound >= SIGNATURES:
-            self.forget()
-        self.bound += 1
-
-    def forget(self) -> None:
-        """Drop the bindings of all signatures. A signature that comes again is bound and compared anew.
-
-        Persistent operations and pending buckets keep their bindings. The state of codecs and the
-        results of online refinement are kept.
-        """
-        self.bound = 0
-        for clear in self.caches:
-            clear()
-        self.operations.clear()
-
-    def forget_messages(self) -> None:
-        """Drop the bindings of sends and receives: ranks do not compare them, so each may on its own."""
-        for signature in [known for known in self.operations if known.is_p2p]:
-            del self.operations[signature]
-
-    def flush_pending(self, only: PendingBucket | None = None) -> None:
-        """Issue all pending buckets, or `only` this one; all of them even if some fail.
-
-        Raises the first error; `OrderMismatch` in a thread that may not issue operations of the group.
-        """
-        if get_ident() != self.state.owner:
-            self.state.check_thread()  # before a bucket is taken out that could not be sent
-        with self.engine.lock:
-            sent = self.pending[:] if only is None else [only]
-            self.pending[:] = [bucket for bucket in self.pending if bucket not in sent]
-            errors = [error for bucket in sent if (error := bucket.send()) is not None]
-        if errors:
-            raise errors[0]
 
 
 class DispatchStage(Stage):
@@ -115,6 +49,10 @@ class DispatchStage(Stage):
         if issue is None:
             issue = runtime.operations[signature] = self._bind(signature, runtime)
         return issue
+
+    def treatment(self, signature: Signature, rest: Callable[[Signature], Treatment]) -> Treatment:
+        """See `Stage.treatment`."""
+        return replace(rest(signature), compared=self._options.check == "every")
 
     def _when_compared(self, signature: Signature) -> str:
         if self._compares_every(signature):
@@ -167,7 +105,7 @@ class DispatchStage(Stage):
             channel=None if empty else channel.channel,
             on_stream=backend.on_stream and not empty,
             spins=runtime.engine.waiting.spins_for(backend.spins),
-            burst=range(_BURST if backend.needs_polls else 1),
+            burst=range(_BURST if backend.host_driven else 1),
             timeout=self._options.timeout,
             compare_every=self._compares_every(signature),
             rings=backend.rings,

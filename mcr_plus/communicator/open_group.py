@@ -1,0 +1,149 @@
+"""A group as a process has it open."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.dispatch.board.base import Failure
+from mcr_plus.dispatch.closing import forget
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+    from mcr_plus.backends.base import Channel
+    from mcr_plus.communicator.job import Job
+    from mcr_plus.config.schema import Config
+    from mcr_plus.core.group import Group
+    from mcr_plus.core.message import Signature
+    from mcr_plus.dispatch.group_runtime import GroupRuntime
+    from mcr_plus.dispatch.group_state import BackendChannel, GroupState
+    from mcr_plus.pipeline.pipeline import Bound, Pipeline
+
+
+def _no_handle() -> None:
+    return None
+
+
+def give_up(channels: Iterable[Channel]) -> None:
+    """Free the reserves of channels that may never be closed."""
+    for channel in channels:
+        channel.give_up()
+
+
+def release_unused(lines: Mapping[str, BackendChannel]) -> None:
+    """Close channels that no operation has used, as far as no peer is needed for it."""
+    give_up(line.channel for line in lines.values())
+    for line in lines.values():
+        line.channel.release()
+
+
+@dataclass(eq=False)
+class OpenGroup:
+    """A group that is open in this process.
+
+    The program has a `Communicator` of it, which nothing else keeps alive. When the program drops that, the
+    group stays open until all its ranks have dropped theirs, because each process collects garbage at another
+    time.
+
+    Attributes:
+        parts: the groups inside this one, for the hierarchical stage.
+        inner: whether it is such a part itself, and ends with the group around it.
+        chains: the bound pipeline of each signature.
+        messages: the same for sends and receives, which each rank binds by itself.
+        plans: the same for all, by the arguments of calls.
+    """
+
+    group: Group
+    pipeline: Pipeline
+    runtime: GroupRuntime
+    config: Config
+    inner: bool = False
+    parts: list[OpenGroup] = field(default_factory=list)
+    chains: dict[Signature, Bound] = field(default_factory=dict)
+    messages: dict[Signature, Bound] = field(default_factory=dict)
+    plans: dict[Any, Any] = field(default_factory=dict)
+    _handle: Callable[[], Communicator | None] = _no_handle
+
+    def __post_init__(self) -> None:
+        self.runtime.caches.extend((self.chains.clear, self.messages.clear, self.plans.clear))
+
+    @property
+    def name(self) -> str:
+        """The group's name, equal on all its ranks."""
+        return self.group.name
+
+    @property
+    def state(self) -> GroupState:
+        """The group's state in this process."""
+        return self.runtime.state
+
+    @property
+    def all(self) -> Sequence[OpenGroup]:
+        """The group and its parts, in the order in which they are closed."""
+        return (*reversed(self.parts), self)
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether the program has dropped its communicator."""
+        return self._handle() is None and not self.inner
+
+    def communicator(self, job: Job) -> Communicator:
+        """The communicator that the program uses; a new one if it has dropped that."""
+        communicator = self._handle()
+        if communicator is None:
+            communicator = Communicator(job, self)
+            self._handle = weakref.ref(communicator)
+        return communicator
+
+    def forget_attached(self) -> None:
+        """Drop objects that layers above keep with the group; groups among them close as dropped ones do."""
+        if (communicator := self._handle()) is not None:
+            communicator.attached.clear()
+
+    def take_over(self) -> None:
+        """See `Communicator.take_over`."""
+        for group in self.all:
+            group.state.take_over()
+
+    def shut(self, clean: bool) -> None:
+        """Close the group's channels at the end of the job, once nothing is in flight."""
+        self.runtime.forget()
+        if not clean:
+            give_up(line.channel for line in self.runtime.channels.values())
+        for line in self.runtime.channels.values() if clean else ():
+            line.channel.close()
+
+    def shut_alone(
+        self, clean: bool, *, together: bool = False, off: Collection[str] = ()
+    ) -> dict[str, Channel]:
+        """Close the group here while others may still use theirs.
+
+        Returns the channels that are open still and idle, by library: those whose libraries would wait for
+        the others, unless all ranks close the group `together`. `off`: libraries that are not to be called,
+        the same on all ranks.
+        """
+        state = self.state
+        state.publish()
+        idle = not forget(self.runtime.engine, state)
+        if clean and state.failure is None:
+            state.board.mark_closed()
+        else:
+            state.board.mark_failed(Failure(0, "it left the group after an error"))
+        self.runtime.forget()
+        left = {}
+        lines = {name: line for name, line in self.runtime.channels.items() if name not in off}
+        for name, line in lines.items() if clean and idle else ():
+            if together:
+                line.channel.close()
+            elif line.channel.closes_alone:
+                line.channel.release()
+            else:
+                left[name] = line.channel
+        if not (clean and idle):
+            give_up(line.channel for line in self.runtime.channels.values())
+        state.close()
+        state.board.close()
+        return left

@@ -1,4 +1,4 @@
-"""Layouts whose addends are taken as something else: as they are, and those of gradients, which lead back."""
+"""Conversions between layouts of addends and layouts of complete values, for plans and for gradients."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mcr_plus.layout.regions import cut_apart, grids
 
 
 def whole(layout: Layout) -> Layout:
-    """The same boxes in the same local tensors, all with complete values: an addend's gradient is the sum's.
+    """Return the layout with the same boxes and local tensors, in which all values are complete.
 
-    Addends become replicas.
+    Addends become replicas. This is the layout of the addends' gradient: it equals the gradient of the sum.
     """
     if not layout.is_partial and layout.op == "SUM" and not layout.has_gaps:
         return layout
@@ -27,7 +27,10 @@ def whole(layout: Layout) -> Layout:
 
 
 def to_itself(source: Layout, target: Layout) -> tuple[Layout, Layout]:
-    """The pair that is planned: from addends to the same addends, every rank keeps its box as it is."""
+    """Return the pair of layouts to plan for: the given one, except for two equal layouts of addends.
+
+    Those are planned as complete values, so that every rank keeps its boxes and nothing is reduced.
+    """
     if not target.is_partial or source != target:
         return source, target
     boxes = whole(source)
@@ -35,7 +38,7 @@ def to_itself(source: Layout, target: Layout) -> tuple[Layout, Layout]:
 
 
 def as_source(layout: Layout) -> Layout:
-    """The same layout of complete values, of which elements that no rank holds are 0."""
+    """Return the same layout of complete values, as a source in which elements that no rank holds are 0."""
     layout = whole(layout)
     if layout.known_good or layout.volume == 0:
         return layout
@@ -44,10 +47,10 @@ def as_source(layout: Layout) -> Layout:
 
 
 def as_addends(layout: Layout) -> Layout:
-    """The same local tensors, in which every copy of an element is an addend of its own.
+    """Return the layout with the same local tensors, in which every copy of an element is a separate addend.
 
-    Boxes that overlap are cut. The copies of an element are numbered by rank; where elements have different
-    numbers of copies, or none, the layout has gaps.
+    Overlapping boxes are cut. The copies of an element are numbered by rank; where elements have different
+    numbers of copies, or none, the layout is marked `has_gaps`.
     """
     layout = whole(layout)
     if layout.volume == 0 or not len(layout.owners):
@@ -66,7 +69,7 @@ def as_addends(layout: Layout) -> Layout:
     addends[order] = np.arange(len(order)) - np.repeat(firsts, copies)
     missing = int(boxes.volumes[order[firsts]].sum()) != layout.volume
     has_gaps = missing or bool((copies != copies[0]).any())
-    if len(which) == len(layout.owners):  # nothing was cut
+    if len(which) == len(layout.owners):  # no box was cut
         return replace(layout, addends=addends, known_good=True, has_gaps=has_gaps)
     return replace(
         layout,

@@ -1,4 +1,4 @@
-"""Buffers that runs of redistributions use and keep for later ones."""
+"""Buffers of redistributions, reused by later calls."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 
 class Space:
-    """Memory for the buffers of a run. `buffers`: of the movers that have used it, by their keys."""
+    """Memory for the buffers of one run. `buffers`: those of each mover that has used it, by its key."""
 
     __slots__ = ("buffers", "data", "device")
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        with torch.inference_mode(False):  # or nobody could write to it outside of that
+        with torch.inference_mode(False):  # inference tensors cannot be written outside of inference mode
             self.data = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.device = device
         self.buffers: dict[object, Buffers] = {}
 
 
 class Pool:
-    """Memory that is kept between runs: of as many as there were at a time, or with `is_single` of one."""
+    """Memory kept between runs: a space for each concurrent run, or, with `is_single`, one space."""
 
     def __init__(self, *, is_single: bool = False) -> None:
         self.idle: list[Space] = []
@@ -39,11 +39,11 @@ class Pool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that no run has."""
+        """Bytes of the idle spaces."""
         return sum(space.data.numel() for space in self.idle)
 
     def take(self, nbytes: int, device: torch.device) -> Space:
-        """Idle memory, or new."""
+        """Return an idle space of at least `nbytes` on the device, or a new one."""
         for space in tuple(self.idle):
             if space.data.numel() >= nbytes and space.device == device and self.claim(space):
                 return space
@@ -52,7 +52,7 @@ class Pool:
         return Space(nbytes, device)
 
     def claim(self, space: Space) -> bool:
-        """Take this memory if it is idle still: other threads may complete runs and free it meanwhile."""
+        """Take this space and return True if it is still idle: another thread may have taken it."""
         try:
             self.idle.remove(space)
         except ValueError:
@@ -60,7 +60,7 @@ class Pool:
         return True
 
     def give_back(self, space: Space) -> None:
-        """Keep memory for the next run."""
+        """Return a space to the pool for the next run. A single-space pool keeps the larger one."""
         if self._is_single and self.idle:
             if any(each.data.numel() >= space.data.numel() for each in self.idle):
                 return
@@ -69,7 +69,7 @@ class Pool:
 
 
 class Chain:
-    """Runs of several movers, one after another in the same memory. `before`: what the next one waits for."""
+    """Successive runs of several movers in the same memory. `before`: operations the next run waits for."""
 
     def __init__(self, pool: Pool, space: Space) -> None:
         self.space = space
@@ -77,12 +77,12 @@ class Chain:
         self._pool = pool
 
     def give_back(self) -> None:
-        """Keep the memory, once all of them are done."""
+        """Return the memory to the pool; all runs must be complete."""
         self._pool.give_back(self.space)
 
 
 class Buffers:
-    """The buffers of a mover in some memory, with the views of the boxes in them."""
+    """The buffers of one mover in a space, and cached views of the boxes in them."""
 
     def __init__(self, mover: Mover, space: Space) -> None:
         with torch.inference_mode(False):
@@ -93,7 +93,7 @@ class Buffers:
         self.repeated: Repeated | None = None
 
     def of(self, each: Round, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a round, always in the same slot, sends and receives."""
+        """Return the send and the receive buffer of a round. A round must always use the same slot."""
         found = self._parts.get(id(each))
         if found is None:
             begin = slot * self._slot
@@ -102,7 +102,10 @@ class Buffers:
         return found
 
     def views(self, boxes: Sequence[Strided], buffer: torch.Tensor) -> list[torch.Tensor]:
-        """The boxes, a list that is kept by the plan, as views of a buffer, always the same; remembered."""
+        """Return the boxes as views of a buffer, cached by the identity of the list.
+
+        The plan keeps the list alive. The buffer must be the same in every call with this list.
+        """
         found = self._views.get(id(boxes))
         if found is None:
             found = self._views[id(boxes)] = [box.within(buffer) for box in boxes]
@@ -110,9 +113,9 @@ class Buffers:
 
 
 class Repeated:
-    """A run of one operation with the same tensors again and again: its copies and what it sends.
+    """A recorded run of one operation, replayed for calls with the same tensors: its copies and its message.
 
-    It is forgotten as soon as one of the tensors is, whose memory its views would keep.
+    The record is dropped once one of the tensors is freed: its views would keep the memory alive.
     """
 
     def __init__(
@@ -132,8 +135,8 @@ class Repeated:
         self._extras = message.extras
 
     def is_of(self, sources: Locals, outputs: Locals) -> bool:
-        """Whether it is a run with these tensors, whose shapes and dtypes fit."""
-        tensors = [*outputs, *sources]  # outputs are other ones more often
+        """Return True if the run was recorded with these tensors, whose shapes and dtypes are correct."""
+        tensors = [*outputs, *sources]  # outputs first: they differ more often
         for one, at, each in zip(self._refs, self._addresses, tensors, strict=True):
             if one is None or each is None:
                 if not (one is None and each is None):
@@ -143,7 +146,7 @@ class Repeated:
         return True
 
     def run(self) -> None:
-        """Run it, and return once the outputs may be used."""
+        """Replay the run; returns when the outputs may be used."""
         for targets, values in self._before:
             copy_all(targets, values)
         self._issue.run(Message(*self._of_message, **self._extras))

@@ -1,4 +1,4 @@
-"""Runs a redistribution that is one native collective in each of some groups."""
+"""Redistribution of one tensor by a native collective in each of several disjoint groups."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class Collective:
-    """A native collective bound to its groups, for one tensor. See `Mover`, whose interface it has.
+    """A native collective bound to its groups, for one tensor; it has the interface of `Mover`.
 
-    Making one is collective over `comm`: it opens the groups, once. `call`: as of `Plan`.
+    The constructor is collective over `comm`: it opens the groups on first use. `call`: see `Plan.call`.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Collective:
         self._op: ReduceOp = spec.source.op
         self._group = _group(comm, native)
         self._options: CallOptions = {**options, "tag": options.get("tag") or TAG}
-        if len(native.groups) > 1:  # with a codec, replicas in different groups would differ
+        if len(native.groups) > 1:  # a codec would make replicas in different groups differ
             self._options["compress"] = False
         self._parts: list[Strided] = []
         self._at: int | None = None
@@ -58,7 +58,7 @@ class Collective:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the buffer that is kept to be used again."""
+        """Bytes of the buffer kept for the next call."""
         return 0 if self._buffer is None else self._buffer.nbytes
 
     def release(self) -> None:
@@ -104,7 +104,7 @@ class Collective:
             return None
 
         if self._kind == "all_reduce":
-            result.copy_(flat)  # local tensors may have other dimensions
+            result.copy_(flat)  # source and output may have different numbers of dimensions
             return issue("all_reduce", result, self._op), None
         if self._kind == "all_gather":
             if self._at is not None:
@@ -120,7 +120,7 @@ class Collective:
         return issue("reduce_scatter_tensor", result, flat, self._op), None
 
     def _space(self, like: torch.Tensor) -> torch.Tensor:
-        """A buffer for all parts, apart from those of calls in flight."""
+        """Return a buffer for all parts, which no pending call uses: the kept one or a new one."""
         buffer, self._buffer = self._buffer, None
         if buffer is not None and buffer.device == like.device:
             return buffer
@@ -146,7 +146,7 @@ def _copy_whole(sources: Locals, outputs: Locals) -> None:
 
 
 def _group(comm: Communicator, native: Native) -> Communicator | None:
-    """The group of this rank inside `comm`, which keeps it; opened on first use, which is collective."""
+    """Return this rank's group, None if it has none. The first call opens it, collectively."""
     if native.groups == (comm.ranks,):
         return comm
     known: dict[tuple[tuple[int, ...], ...], Communicator | None]

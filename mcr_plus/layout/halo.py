@@ -1,11 +1,11 @@
-"""Layouts of boxes that reach into each other, such as slabs with a halo, and the exchange of halos.
+"""Layouts of overlapping boxes, such as slabs with a halo, and the exchange of halos.
 
-The way there is a redistribution like any other: its target is a layout whose boxes overlap. The way back
-adds up what the copies of an element have become, at the ranks that own it. These addends are incomplete, and
-of every element there is another number, so each copy becomes a *layer* of a tensor with one more dimension:
-a redistribution brings every rank the layers of its own elements, and it adds them in the order of the
-layers, which is that of the ranks that hold the copies. So sums have the same bits in every run, and on all
-replicas.
+The forward exchange is an ordinary redistribution whose target is a layout of overlapping boxes. The backward
+exchange sums the copies of each element (their gradients) on the ranks that own it. The copies do not form
+complete addends, and their number differs between elements. So each copied box becomes a *layer* of a tensor
+with one more dimension: a redistribution sends every rank the layers of its own elements, and the rank adds
+them in the order of the layers, which is the order of the ranks that hold the copies. Sums therefore have the
+same bits in every run, and on all replicas.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def with_halo(layout: Layout, before: Widths, after: Widths, periodic: bool = Fa
 
 
 def windows(layout: Layout, owners: Ints, boxes: Boxes, periodic: bool, name: str) -> Layout:
-    """The layout in which each of `owners` holds the box with the same index, which may reach beyond the
-    tensor.
+    """Return the layout in which each of `owners` holds the box with the same index. Boxes may extend beyond
+    the tensor.
 
-    Not periodic, it ends at the tensor's borders. Periodic, the tensor goes on from its beginning, as often
-    as need be, and the local tensor consists of several boxes. Other ranks of `layout` hold nothing, and a
-    local tensor of the shape they have in it.
+    Without `periodic`, boxes are clipped to the tensor. With it, the tensor repeats in every dimension, as
+    often as necessary, and a local tensor consists of several boxes. The other ranks of `layout` hold no
+    elements; their local tensors keep the shapes that they have in `layout`.
     """
     shape = as_ints(layout.shape)
     locals_ = dict(layout.locals)
@@ -67,10 +67,10 @@ def windows(layout: Layout, owners: Ints, boxes: Boxes, periodic: bool, name: st
 
 
 def _wrapped(boxes: Boxes, shape: Ints) -> tuple[Ints, Boxes, Ints]:
-    """Boxes of an infinite tensor that repeats one of `shape`, in parts that lie in that one.
+    """Cut boxes of an infinite tensor, a repetition of one of `shape`, into parts of that one.
 
-    Returns of each part the index of its box, its borders, and its place in the box. Parts of one box are
-    equal or apart.
+    Returns for each part the index of its box, its bounds in the tensor, and its offset in the box. Any two
+    parts of one box are equal or disjoint.
     """
     number, dims = boxes.lows.shape
     none = np.zeros((0, dims), np.int64)
@@ -92,10 +92,10 @@ def _wrapped(boxes: Boxes, shape: Ints) -> tuple[Ints, Boxes, Ints]:
 
 
 def _edges(boxes: Boxes, shape: Ints) -> Ints:
-    """Where each dimension of the tensor is cut for each box, [4, boxes, dims]: nowhere if the box has no
-    element twice, else where it begins and ends.
+    """Return the cuts of each dimension of the tensor for each box, [4, boxes, dims], with 0 and the size.
 
-    So elements that occur several times are in parts that are equal, which are sent once.
+    A box that contains no element twice needs no cut; another one is cut at its begin and end. Parts that
+    contain the same elements are then equal, and are sent once.
     """
     twice = boxes.highs - boxes.lows > shape
     ends = np.sort(np.stack([boxes.lows % shape, boxes.highs % shape]), axis=0)
@@ -105,7 +105,7 @@ def _edges(boxes: Boxes, shape: Ints) -> Ints:
 
 @lru_cache(maxsize=256)
 def lifted(layout: Layout, sizes: tuple[int, ...]) -> Layout:
-    """The layout of a tensor with further dimensions of `sizes` in front, of which every rank holds all."""
+    """Return the layout with leading dimensions of `sizes` added; every rank holds all indices of these."""
     front = np.broadcast_to(as_ints(sizes), (len(layout.owners), len(sizes)))
     zeros = np.zeros_like(front)
     boxes = Boxes(
@@ -119,22 +119,22 @@ def lifted(layout: Layout, sizes: tuple[int, ...]) -> Layout:
 
 
 def check_single(layout: Layout, what: str) -> None:
-    """Refuse layouts in which a rank holds several boxes, or addends."""
+    """Raise `InvalidArgument` if a rank of the layout holds several boxes, a flattened box or an addend."""
     if not isinstance(layout, Layout):
         raise InvalidArgument(f"{what}: expected a Layout, got {short(layout)}")
     if layout.is_partial:
-        raise InvalidArgument(f"{what}: {layout} has addends; redistribute it first")
+        raise InvalidArgument(f"{what}: {layout} has addends; redistribute it to complete values first")
     twice = layout.owners[1:][layout.owners[1:] == layout.owners[:-1]]
     if len(twice) or layout.packed or layout.inside is not None:
         who = f"rank {int(twice[0])}" if len(twice) else "a rank"
         raise InvalidArgument(
             f"{what}: expected a layout in which every rank holds one box as a tensor of {len(layout.shape)} "
-            f"dimensions; in {layout} {who} holds several, or a flattened one"
+            f"dimensions; in {layout} {who} holds several boxes, or a flattened one"
         )
 
 
 def whole_numbers(given: Any, dims: int) -> tuple[int, ...] | None:
-    """One whole number for all dimensions, or one for each; None if `given` is neither."""
+    """Return one integer for each dimension; `given`: one for all, or one for each. None if it is neither."""
     listed = [given] * dims if isinstance(given, int | np.integer) else given
     try:
         found = tuple(map(whole, listed))
@@ -161,9 +161,11 @@ def _said(widths: Ints) -> str:
 
 
 class _Term(NamedTuple):
-    """What is added to this rank's gradient: a part of its own copies, or of those that it receives.
+    """One term of this rank's gradient: a part of its own copies, or of those that it receives.
 
-    `is_all`: it has every element that the rank owns.
+    `at`: its indices in the gradient. `own`: its indices in the rank's own copies, None
+    for received ones. `received`: its range in the received elements. `is_all`: it covers all elements that
+    the rank owns.
     """
 
     at: tuple[slice, ...]
@@ -173,12 +175,12 @@ class _Term(NamedTuple):
 
 
 class Halo:
-    """The exchange between a layout of one box for each rank and one of boxes that reach into each other.
+    """The exchange between a layout of one box for each rank and one of overlapping boxes.
 
     Attributes:
-        source: where each rank holds what it owns. target: where each holds what it needs.
-        copies: the target's boxes as layers. layers: of each rank those of its elements that others hold.
-        moves: whether any rank needs what it does not own, the same on all ranks.
+        source: the layout of the elements that each rank owns.
+        target: the layout of the elements that each rank needs.
+        moves: True if any rank needs elements that it does not own; the same on all ranks.
     """
 
     def __init__(self, source: Layout, target: Layout) -> None:
@@ -191,7 +193,11 @@ class Halo:
 
     @cached_property
     def _back(self) -> tuple[Layout, Layout, Ints]:
-        """Both layouts of the way back, and the order of `layers` among all overlaps."""
+        """Both layouts of the backward exchange, and the order of the boxes of `layers` among all overlaps.
+
+        `copies`: the boxes of the target as layers. `layers`: for each rank, the copies of its elements that
+        other ranks hold.
+        """
         source, target = self.source, self.target
         shape = (len(target.owners), *source.shape)
         number = np.arange(len(target.owners))
@@ -209,14 +215,18 @@ class Halo:
         order = remote[np.lexsort((self._layer[remote], owners))]
         boxes = layered(self._common.take(order), self._layer[order])
         owners = source.owners[self._owner[order]]
-        # Nobody holds the rest of a layer, and nobody asks for it.
+        # No rank holds the rest of a layer, and no rank needs it.
         layers = Layout.packed_boxes(
             shape, source.ranks, owners, boxes, "layers", "SUM", known_good=not source.overlaps
         )
         return copies, layers, order
 
     def _terms(self, rank: int) -> list[_Term]:
-        """What a rank adds up, in the order of the layers."""
+        """Return the terms that a rank adds up, in the order of the layers.
+
+        If no element has more than two terms, the order does not matter, and a term that covers all elements
+        comes first: a copy of it replaces the zeros.
+        """
         source, target = self.source, self.target
         order = self._back[2]
         mine = order[source.owners[self._owner[order]] == rank]
@@ -238,8 +248,8 @@ class Halo:
             if not found[-1].is_all:
                 others.append(index)
         common = self._common.take(as_ints(others))
-        apart = meet_all(common, common)[0].size == len(others)  # each meets itself alone
-        if apart and len(others) == len(found) - 1:  # no element has more than two addends: in any order
+        apart = meet_all(common, common)[0].size == len(others)  # each overlaps only itself
+        if apart and len(others) == len(found) - 1:  # at most two addends of any element
             found.sort(key=lambda term: not term.is_all)
         return found
 
@@ -248,21 +258,21 @@ class Halo:
         return {}
 
     def start(self, x: torch.Tensor, comm: Communicator, options: CallOptions) -> RedistributionWork:
-        """Send halos; the handle's `output` is the local tensor in the target, once it is done."""
+        """Start to send halos; the handle's `output`, once complete, is the local tensor in the target."""
         move = bound(self.source, self.target, comm, options.get("tag"), options.get("compress"))
-        return move.start({"": x.detach()})  # in a Function's forward, it still requires gradients
+        return move.start({"": x.detach()})  # in a Function's forward, `x` still requires gradients
 
     def run(self, x: torch.Tensor, comm: Communicator, options: CallOptions) -> torch.Tensor:
-        """The local tensor in the target, of the one in the source."""
+        """Exchange halos: return the local tensor in the target for `x`, the one in the source."""
         move = bound(self.source, self.target, comm, options.get("tag"), options.get("compress"))
         output = move({"": x.detach()})[""]
         assert output is not None  # every rank has a part
         return output
 
     def start_back(self, y: torch.Tensor, comm: Communicator, options: CallOptions) -> Returning:
-        """Send the copies back to their owners; `wait` returns their sum.
+        """Start to send the copies back to their owners; `wait` of the handle returns their sum.
 
-        `y`: in the target, not to be changed before that.
+        `y`: the local tensor in the target; it must not be changed before `wait` returns.
         """
         work = None
         if self.moves:
@@ -276,7 +286,7 @@ class Halo:
 
 
 class Returning:
-    """Copies on their way back to the ranks that own their elements."""
+    """The handle of copies that are being sent back to the ranks that own their elements."""
 
     def __init__(
         self,
@@ -291,14 +301,14 @@ class Returning:
         self._shape = shape
 
     def wait(self) -> torch.Tensor:
-        """The sum of all copies of each element that this rank owns, 0 where there are none."""
+        """Wait, then return the sum of the copies of each element this rank owns; 0 where there are none."""
         y, received = self._y, self._y
         if self._work is not None:
             self._work.wait()
             output = self._work.output
             assert output is not None
             received = output
-        half = y.dtype in HALF and len(self._terms) > 2  # to be rounded once
+        half = y.dtype in HALF and len(self._terms) > 2  # summed in float32 and rounded once
         terms = self._terms
         first = terms[0].own if terms and terms[0].is_all and not half else None
         if first is not None:
@@ -317,7 +327,7 @@ def _slices(low: Ints, high: Ints, base: Ints, place: Ints | int) -> tuple[slice
 
 
 def halo(layout: Layout, before: Widths, after: Widths, periodic: bool) -> Halo:
-    """The exchange of halos of one layout."""
+    """Return the exchange of halos of one layout, cached."""
     if not isinstance(layout, Layout):
         raise InvalidArgument(f"layout: expected a Layout, got {short(layout)}")
     wide = (tuple(each) if isinstance(each, Iterable) else each for each in (before, after))

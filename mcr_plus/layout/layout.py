@@ -1,7 +1,6 @@
-"""Where the elements of a tensor lie: for every rank, boxes of the global tensor, and their place in its
-memory.
+"""Layouts: the boxes of a global tensor that each rank holds, and their positions in its local tensor.
 
-Long because one class is described here, and its constructors make half of the file.
+The file is long because it contains one class, half of which is constructors.
 """
 
 from __future__ import annotations
@@ -37,24 +36,26 @@ Box = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """For every rank, boxes of a global tensor, and which addend of it they are a part of.
+    """The boxes of a global tensor that each rank holds, and the addend that each box belongs to.
 
-    An element that several ranks hold as a part of the same addend is a replica; the value of an element is
-    the reduction (`op`) of its addends. Made by the class methods, never changed, comparable and hashable by
-    content; all ranks make the same one, and describe all ranks in it. Ranks are those of the whole job.
+    An element that several ranks hold in the same addend is replicated; the value of an element is the
+    reduction (`op`) of its addends. Layouts are made by the class methods, immutable, and comparable and
+    hashable by content. A layout describes all ranks, and every rank makes the same one. Ranks are those of
+    the whole job.
 
     Attributes:
-        shape: of the global tensor.
-        owners, held, addends: of each box the rank that holds it, its borders, and its addend. Empty boxes
-            are not listed. Sorted by rank.
-        places: of each box the coordinates in the rank's local tensor at which it begins; for `packed`
-            layouts in one dimension.
+        shape: the shape of the global tensor.
+        owners, held, addends: for each box, the rank that holds it, its bounds, and the index of its addend.
+            Sorted by rank, without empty boxes.
+        places: for each box, the coordinates in the rank's local tensor at which it begins; one coordinate in
+            `packed` layouts.
         locals: the shape of each rank's local tensor, empty ones included.
-        packed: whether local tensors have one dimension, with the boxes end to end, each in row-major order.
-        op: how addends are reduced.
-        name: as it is printed, such as `S0,R @2x4`.
-        has_gaps: whether addends may lack elements: the value of an element is the reduction of the addends
-            that have it, and 0 if none has. For sources only, such as gradients (`addends.py`).
+        packed: True if local tensors have one dimension and contain the boxes one after another, each in
+            row-major order.
+        op: the reduction of the addends.
+        name: the printed form, such as `S0,R @2x4`.
+        has_gaps: True if addends may lack elements. The value of an element is then the reduction of the
+            addends that contain it, and 0 if none does. For sources only, such as gradients (`addends.py`).
     """
 
     shape: tuple[int, ...]
@@ -67,28 +68,29 @@ class Layout:
     op: Op = "SUM"
     name: str = ""
     known_good: bool = field(default=False, repr=False)
-    """Whether the way it was made rules out gaps and overlaps, so that neither is looked for."""
+    """True if the construction rules out gaps and overlaps, so that neither is checked."""
     inside: tuple[Layout, Ints] | None = field(default=None, repr=False)
-    """A layout whose local tensors hold the boxes, and the index there of the box that each is a part of."""
+    """A layout whose local tensors contain the boxes, and for each box the index of the enclosing box."""
     has_gaps: bool = False
 
-    # -- making -----------------------------------------------------------------------------------
+    # -- construction -----------------------------------------------------------------------------
 
     @classmethod
     def replicated(cls, shape: Sequence[int], ranks: Sequence[int]) -> Layout:
-        """Every rank holds the whole tensor."""
+        """Return the layout in which every rank holds the whole tensor."""
         return cls.mesh(shape, ranks, ["R"])
 
     @classmethod
     def sharded(
         cls, shape: Sequence[int], ranks: Sequence[int], dim: int, sizes: Sequence[int] | None = None
     ) -> Layout:
-        """Rank i of `ranks` holds slice i along `dim`; of `sizes[i]`, or of equal sizes as `torch.chunk`.
+        """Return the layout in which rank i of `ranks` holds slice i along `dim`, of size `sizes[i]`.
 
-        Without sizes all slices have ceil(n / ranks) but the last ones, which may be smaller or empty.
+        Without `sizes`, slices have ceil(n / ranks) indices, as those of `torch.chunk`; the last ones may be
+        smaller or empty.
 
         Raises:
-            InvalidArgument: `dim` is none of the tensor's, or `sizes` do not sum to its size.
+            InvalidArgument: `dim` is not a dimension of the tensor, or `sizes` do not sum to its size.
         """
         if sizes is None:
             return cls.mesh(shape, ranks, [f"S{_dim(dim, shape)}"])
@@ -108,19 +110,19 @@ class Layout:
 
     @classmethod
     def mesh(cls, shape: Sequence[int], ranks: Any, placements: Sequence[str]) -> Layout:
-        """Ranks in a mesh, with a placement for each of its dimensions, as a `DTensor` has them.
+        """Return the layout of a mesh of ranks with one placement per mesh dimension, as in a `DTensor`.
 
         Args:
-            shape: of the global tensor.
-            ranks: an array of ranks (nested lists, NumPy, torch), one dimension for each placement; their
-                order is that of the shards.
-            placements: of each dimension `R` (replicas), `S<dim>` (shards as `torch.chunk` makes them), or
-                `P` (addends of a sum), `P(avg)`, `P(max)`, `P(min)`, `P(product)`. If several dimensions
-                shard the same one of the tensor, the first makes shards, which the next one shards again.
+            shape: the shape of the global tensor.
+            ranks: an array of ranks (nested lists, NumPy, torch), one dimension for each placement, in the
+                order of the shards.
+            placements: for each mesh dimension, `R` (replicas), `S<dim>` (shards as by `torch.chunk`), or
+                `P` (addends of a sum), `P(avg)`, `P(max)`, `P(min)`, `P(product)`. If several mesh
+                dimensions shard the same dimension of the tensor, each cuts the shards of the one before it.
 
         Raises:
-            InvalidArgument: a rank appears twice, placements are unknown or of another number, or reduce ops
-                are mixed.
+            InvalidArgument: a rank appears twice, a placement is unknown, their number is not that of the
+                mesh dimensions, or reduce ops are mixed.
         """
         shape, mesh = _shape(shape), _mesh(ranks)
         if isinstance(placements, str):
@@ -153,7 +155,7 @@ class Layout:
                 )
         if len(ops) > 1:
             raise InvalidArgument(
-                f"placements: {' and '.join(ops.values())} in one layout; addends are reduced by one op"
+                f"placements: {' and '.join(ops.values())} in one layout; one reduce op reduces all addends"
             )
         name = f"{','.join(map(str, placements))} @{mesh_text(mesh)}"
         boxes = Boxes(*(part.reshape(mesh.size, len(shape)) for part in (lows, highs)))
@@ -164,13 +166,13 @@ class Layout:
     def flat(
         cls, shape: Sequence[int], ranks: Sequence[int], ranges: Sequence[Any], name: str = ""
     ) -> Layout:
-        """Rank i holds runs of the flattened tensor, as FSDP1 and ZeRO do.
+        """Return the layout in which each rank holds ranges of the flattened tensor, as in FSDP1 and ZeRO.
 
-        `ranges[i]`: (start, stop), or a list of them, in elements in row-major order. The local tensor of
-        rank i has one dimension, with its runs end to end.
+        `ranges[i]`: a (start, stop) of `ranks[i]`, or a list of them, in elements in row-major order. A local
+        tensor has one dimension and contains the ranges of its rank one after another.
 
         Raises:
-            InvalidArgument: a range is not in the tensor.
+            InvalidArgument: a range does not lie inside the tensor.
         """
         shape, members = _shape(shape), _mesh(ranks).ravel()
         if len(ranges) != len(members):
@@ -200,13 +202,14 @@ class Layout:
 
     @classmethod
     def boxes(cls, shape: Sequence[int], boxes: Mapping[int, Sequence[Box]]) -> Layout:
-        """Any boxes: `{rank: [box, …]}`, a box being a (low, high) for each dimension; replicas may overlap.
+        """Return the layout of any boxes, `{rank: [box, …]}`, each a (low, high) for each dimension.
 
-        A rank with one box has a local tensor of its shape. If any rank has none or several, local tensors
-        have one dimension, with the boxes end to end, each in row-major order.
+        Boxes of different ranks may overlap. If every rank has one box, a local tensor has the shape of its
+        box. Otherwise local tensors have one dimension and contain the boxes one after another, each in
+        row-major order.
 
         Raises:
-            InvalidArgument: a box is not in the tensor.
+            InvalidArgument: a box does not lie inside the tensor.
         """
         shape = _shape(shape)
         members = _mesh(list(boxes)).ravel()
@@ -239,18 +242,18 @@ class Layout:
 
     @classmethod
     def of(cls, tensor: DTensor, mesh: DeviceMesh | None = None) -> Layout:
-        """The layout of a `DTensor`: partial, uneven and strided shards, and shard orders included.
+        """Return the layout of a `DTensor`, with partial, uneven and strided shards and any shard order.
 
         Args:
-            tensor: on a mesh of which this rank is a part.
-            mesh: of which that of the tensor is a part, along some of its dimensions. The tensor is taken to
-                be the same on all parts like it: so is a LayerNorm that FSDP2 shards over `mesh["dp"]` beside
-                layers that are tensor parallel over `mesh["tp"]`. Without it, the layout is of the ranks of
-                the tensor's own mesh, and differs between ranks of different parts.
+            tensor: a tensor on a mesh that contains this rank.
+            mesh: a mesh of which the tensor's mesh is a part, along some of its dimensions. The tensor is
+                assumed to be the same on all such parts, like a LayerNorm that FSDP2 shards over `mesh["dp"]`
+                beside layers that are tensor parallel over `mesh["tp"]`. None: the layout contains the ranks
+                of the tensor's own mesh, and differs between ranks of different parts.
 
         Raises:
-            InvalidArgument: it is no `DTensor`, or its mesh is no part of `mesh`.
-            Unsupported: it has placements that are none of torch's own.
+            InvalidArgument: `tensor` is not a `DTensor`, or its mesh is not a part of `mesh`.
+            Unsupported: a placement is not one of torch's own.
         """
         from mcr_plus.layout.torch_layouts import layout_of  # DTensor takes a second to import
 
@@ -268,7 +271,7 @@ class Layout:
         *,
         known_good: bool = True,
     ) -> Layout:
-        """Every rank holds one box, which is its local tensor."""
+        """Return the layout in which each of `owners` holds one box, which is its local tensor."""
         extents = np.maximum(boxes.highs - boxes.lows, 0)
         locals_ = dict(zip(owners.tolist(), map(tuple, extents.tolist()), strict=True))
         return cls._sorted(
@@ -289,10 +292,11 @@ class Layout:
         addends: Ints | None = None,
         op: Op = "SUM",
     ) -> Layout:
-        """Boxes that begin at `places` of local tensors with as many dimensions as the tensor.
+        """Return the layout of boxes that begin at `places` of local tensors with the tensor's dimensions.
 
-        `locals_`: the shape of each rank's local tensor. `addends`: of each box; None: complete values. A
-        rank may have several. `known_good`: no two boxes of an addend overlap in part, and no gap matters.
+        `locals_`: the shape of each rank's local tensor. `addends`: the addend of each box; None: complete
+        values. A rank may hold several boxes. `known_good`: no two boxes of an addend overlap in part, and no
+        gap matters.
         """
         addends = np.zeros(len(owners), np.int64) if addends is None else addends
         return cls._sorted(shape, owners, boxes, addends, places, locals_, False, op, name, known_good)
@@ -309,15 +313,18 @@ class Layout:
         *,
         known_good: bool = True,
     ) -> Layout:
-        """Boxes end to end in local tensors of one dimension, each in row-major order. `known_good`: no two
-        overlap in part, and no gap matters.
+        """Return the layout of boxes packed one after another in local tensors of one dimension, each in
+        row-major order.
+
+        `known_good`: no two overlap in part, and no gap matters.
         """
         return cls._packed(shape, as_ints(members), owners, boxes, name, op, known_good=known_good)
 
     @classmethod
     def part_of(cls, layout: Layout, owners: Ints, boxes: Boxes, pieces: Ints, name: str) -> Layout:
-        """Boxes that lie inside those of another layout, in the same local tensors. `pieces`: inside
-        which.
+        """Return the layout of boxes that lie inside those of another layout, in the same local tensors.
+
+        `pieces`: for each box, the index of the box of `layout` that contains it.
         """
         order = np.argsort(owners, kind="stable")
         owners, boxes, pieces = owners[order], boxes.take(order), pieces[order]
@@ -339,7 +346,7 @@ class Layout:
         *,
         known_good: bool = False,
     ) -> Layout:
-        """Boxes end to end in local tensors of one dimension."""
+        """Return the layout of boxes packed one after another in local tensors of one dimension."""
         order = np.argsort(owners, kind="stable")
         owners, boxes = owners[order], boxes.take(order)
         sizes = boxes.volumes
@@ -377,19 +384,19 @@ class Layout:
     def with_halo(
         self, before: int | Sequence[int], after: int | Sequence[int], periodic: bool = False
     ) -> Layout:
-        """The layout in which every rank's box reaches further: a target whose boxes overlap.
+        """Return the layout with every rank's box extended by a halo: a target whose boxes overlap.
 
         Args:
             before, after: elements by which each box grows towards lower and higher indices: one number for
-                all dimensions, or one for each. They may be larger than a neighbour's box: a halo comes from
+                all dimensions, or one for each. A halo may be wider than a neighbour's box: it comes from
                 as many ranks as it spans. Empty boxes stay empty.
-            periodic: at its borders the tensor goes on with its other end, as often as need be, so every
-                local tensor grows by before + after. Otherwise boxes end at the borders, and local tensors
+            periodic: True: the tensor repeats beyond its bounds, as often as necessary, so every local tensor
+                grows by before + after. False: boxes are clipped at the tensor's bounds, and local tensors
                 are smaller there.
 
         Raises:
-            InvalidArgument: a rank holds several boxes, a flattened one, or an addend; or widths are no whole
-                numbers from 0.
+            InvalidArgument: a rank holds several boxes, a flattened one, or an addend, or a width is not a
+                whole number from 0.
 
         Example:
             ```python
@@ -398,50 +405,50 @@ class Layout:
             assert rows.with_halo((1, 0), (1, 0), periodic=True).locals == {0: (5, 4), 1: (5, 4)}
             ```
         """
-        from mcr_plus.layout.halo import with_halo  # which imports this module
+        from mcr_plus.layout.halo import with_halo  # halo.py imports this module
 
         return with_halo(self, before, after, periodic)
 
-    # -- asking -----------------------------------------------------------------------------------
+    # -- properties -------------------------------------------------------------------------------
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that have a part, be it empty, in ascending order."""
+        """The ranks that have a part, possibly an empty one, in ascending order."""
         return tuple(sorted(self.locals))
 
     @cached_property
     def volume(self) -> int:
-        """Elements of the global tensor."""
+        """The number of elements of the global tensor."""
         return math.prod(self.shape)
 
     @cached_property
     def addend_count(self) -> int:
-        """How many addends there are; 1 for complete values."""
+        """The number of addends; 1 for complete values."""
         return int(self.addends.max(initial=0)) + 1
 
     @property
     def is_partial(self) -> bool:
-        """Whether values are reductions of several addends."""
+        """True if values are reductions of several addends."""
         return self.addend_count > 1
 
     @cached_property
     def has_replicas(self) -> bool:
-        """Whether any element is held by several ranks, as a part of the same addend."""
+        """True if several ranks hold the same element of the same addend."""
         return bool((self.regions.counts > 1).any())
 
     def pieces(self, rank: int) -> Ints:
-        """The indices of a rank's boxes."""
+        """Return the indices of a rank's boxes."""
         begin, end = np.searchsorted(self.owners, [rank, rank + 1])
         return np.arange(begin, end)
 
     def local_shape(self, rank: int) -> tuple[int, ...] | None:
-        """The shape of a rank's local tensor; None where it has no part."""
+        """Return the shape of a rank's local tensor; None if the rank has no part in the layout."""
         return self.locals.get(rank)
 
     def strided(self, rank: int, pieces: Ints, boxes: Boxes) -> tuple[Ints, Ints, Ints]:
-        """Where boxes inside pieces of a rank lie in its local tensor, if that is contiguous.
+        """Locate boxes in the contiguous local tensor of a rank. `pieces`: the box of the rank around each.
 
-        Returns the extents, the strides, both [n, dims], and the offsets [n] in elements, as
+        Returns the extents and the strides, both [n, dims], and the offsets [n], all in elements, as
         `torch.as_strided` takes them.
         """
         if self.inside is not None:
@@ -461,7 +468,7 @@ class Layout:
 
     @cached_property
     def regions(self) -> Regions:
-        """The regions as those of a source: any two of an addend are apart."""
+        """The regions of the layout as a source: any two of an addend are disjoint."""
         if self.known_good:
             return Regions(self.held, self.addends, self.owners)
         parts = []
@@ -475,19 +482,19 @@ class Layout:
 
     @cached_property
     def target_regions(self) -> Regions:
-        """The regions as those of a target, which may overlap."""
+        """The regions of the layout as a target; they may overlap."""
         return Regions(self.held, np.zeros_like(self.addends), self.owners)
 
     @cached_property
     def overlaps(self) -> bool:
-        """Whether boxes of its regions overlap, as those with a halo do."""
+        """True if its regions overlap, as those with a halo do."""
         if self.known_good:
             return False
         return any((grid > 1).any() for _, grid in grids(self.target_regions.boxes, self.shape))
 
     @cached_property
     def digest(self) -> bytes:
-        """Bytes that are equal for equal layouts, on all ranks."""
+        """A hash of the content, 16 bytes, equal on all ranks for equal layouts."""
         text = repr((self.shape, self.packed, self.op, self.has_gaps, sorted(self.locals.items())))
         found = hashlib.blake2b(text.encode(), digest_size=16)
         for part in (self.owners, *self.held, self.addends, self.places):
@@ -511,7 +518,10 @@ class Layout:
     # -- checks -----------------------------------------------------------------------------------
 
     def check_source(self) -> None:
-        """Raise `InvalidArgument` unless every element is held, once for each addend."""
+        """Raise `InvalidArgument` unless, for each addend, some rank holds every element.
+
+        Layouts with `known_good` or `has_gaps` pass unchecked.
+        """
         if self.known_good or self.has_gaps or self.volume == 0:
             return
         for addend in range(self.addend_count):
@@ -533,7 +543,7 @@ def _whole_boxes(shape: tuple[int, ...], number: int) -> Boxes:
 
 
 def _strides(extents: Ints) -> Ints:
-    """The strides of contiguous tensors of these extents, [n, dims]."""
+    """Return the strides of contiguous tensors of these extents, both [n, dims]."""
     strides = np.ones_like(extents)
     for dim in range(extents.shape[1] - 2, -1, -1):
         strides[:, dim] = strides[:, dim + 1] * extents[:, dim + 1]
@@ -561,7 +571,7 @@ def _dim(dim: Any, shape: Sequence[int]) -> int:
 
 
 def mesh_text(ranks: Ints) -> str:
-    """The extents of a mesh, with its ranks if they are not 0, 1, …: `2x4`, `2x4+8`, `4(0,1,3,2)`."""
+    """Return the extents of a mesh, with its ranks if they are not 0, 1, …: `2x4`, `2x4+8`, `4(0,1,3,2)`."""
     extents = "x".join(map(str, ranks.shape))
     order = ranks.ravel()
     first = int(order[0])
@@ -572,7 +582,7 @@ def mesh_text(ranks: Ints) -> str:
 
 
 def _bounds(box: Any, where: str) -> Ints:
-    """The (low, high) of each dimension of a box, [dims, 2]."""
+    """Return the (low, high) of each dimension of a box, [dims, 2]."""
     try:
         bounds = list(box)
     except TypeError:
@@ -583,7 +593,7 @@ def _bounds(box: Any, where: str) -> Ints:
 
 
 def _pair(bound: Any, where: str) -> tuple[int, int]:
-    """A (low, high) of whole numbers."""
+    """Return a (low, high) as two integers."""
     try:
         low, high = bound
         found = int(low), int(high)
@@ -602,5 +612,5 @@ def _mesh(ranks: Any) -> Ints:
     if (times > 1).any():
         raise InvalidArgument(f"ranks: rank {int(found[times > 1][0])} appears twice in {short(ranks)}")
     if int(found[0]) < 0:
-        raise InvalidArgument(f"ranks: {int(found[0])} is no rank")
+        raise InvalidArgument(f"ranks: {int(found[0])} is not a rank")
     return np.atleast_1d(mesh).astype(np.int64)

@@ -1,4 +1,4 @@
-"""A rank's local tensors as users pass them to a redistribution: checked, and apart in memory."""
+"""Checks of the local tensors that a rank passes to a redistribution: shapes, dtypes, disjoint memory."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ from mcr_plus.layout.regions import Flags, Ints, as_ints
 
 State = Mapping[str, Any]
 Given = Mapping[str, "tuple[torch.Tensor | None, torch.Tensor | None]"]
-"""By name the local tensors in source and target that a caller has passed."""
+"""The local tensors that a caller has passed, by name: (in the source, in the target)."""
 
 
 class Local(NamedTuple):
-    """A tensor on this rank: as it is sent, as it is received, and where the result belongs if elsewhere."""
+    """A tensor on this rank.
+
+    `source`: contiguous, as it is sent. `output`: contiguous, as it is received. `final`: the tensor that
+    `output` is copied to, None if there is no need. `given`: the result for the caller.
+    """
 
     source: torch.Tensor | None
     output: torch.Tensor | None
@@ -30,7 +34,7 @@ class Local(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """What a tensor of a known call is like; shapes are None where this rank has no part."""
+    """The expected dtype and shapes of a tensor; a shape is None where this rank has no part."""
 
     name: str
     dtype: torch.dtype
@@ -39,9 +43,9 @@ class Expected(NamedTuple):
 
 
 class KnownLocals:
-    """What the tensors of the last call were like: those of later calls, as a rule, are like them.
+    """A fast check of tensors against those of the last call, which most calls resemble.
 
-    `names`: that have layouts. `device`: of tensors that are made.
+    `names`: the names that have layouts. `device`: the device of all tensors, new ones included.
     """
 
     def __init__(self, names: Set[str], device: torch.device, expected: Sequence[Expected]) -> None:
@@ -55,10 +59,10 @@ class KnownLocals:
         self._sizes = as_ints(sizes).reshape(-1, 2)
         self._single: list[int] = self._sizes[0].tolist() if len(expected) == 1 else []
         self._apart: list[int] = []
-        """The addresses of the last call, whose tensors were found to be apart."""
+        """The addresses of the last call, whose tensors were found to be disjoint in memory."""
 
     def rows(self, source: State, target: State | None) -> dict[str, Local] | None:
-        """The tensors, if all are contiguous, where they should be, and apart; else None: to be looked at."""
+        """Return the tensors if all are as expected and disjoint; None if they need the full check."""
         if type(source) is not dict or not (target is None or type(target) is dict):
             return None
         if target is not None and not target.keys() <= self._names:
@@ -95,7 +99,7 @@ class KnownLocals:
         )
 
     def _are_apart(self, addresses: list[int]) -> bool:
-        if len(addresses) == 2:  # without NumPy, which takes longer than all else
+        if len(addresses) == 2:  # without NumPy, which would dominate the time of the check
             x, out = addresses
             read, written = self._single
             return not (x and out and x < out + written and out < x + read)
@@ -107,7 +111,7 @@ class KnownLocals:
 
 
 def checked(source: State, target: State, layouts: Mapping[str, tuple[Layout, Layout]], rank: int) -> Given:
-    """The tensors that have layouts. Raises `InvalidArgument` or `Unsupported` for what does not fit."""
+    """Return the tensors that have layouts. Raises `InvalidArgument` or `Unsupported` if any does not fit."""
     for what, state in (("source", source), ("target", target)):
         if not isinstance(state, Mapping):
             raise InvalidArgument(
@@ -116,7 +120,7 @@ def checked(source: State, target: State, layouts: Mapping[str, tuple[Layout, La
     unknown = sorted(target.keys() - layouts.keys(), key=str)
     if unknown:
         raise InvalidArgument(
-            f"target: there are no layouts for {short(unknown[0])}, which would stay as it is"
+            f"target: there are no layouts for {short(unknown[0])}, so nothing would be written to it"
         )
     given = {}
     for name, (before, after) in layouts.items():
@@ -133,7 +137,7 @@ def checked(source: State, target: State, layouts: Mapping[str, tuple[Layout, La
 
 
 def made_apart(rows: dict[str, Local]) -> dict[str, Local]:
-    """The same tensors, with copies of those sources that lie where something is received."""
+    """Return the same tensors, with copies of the sources that share memory with an output."""
     reads = _spans(row.source for row in rows.values())
     meets = _meeting(reads, _spans(row.output for row in rows.values()))
     assert meets is not None  # outputs have been checked
@@ -150,7 +154,7 @@ def local(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Local:
-    """A tensor as it is sent and received. `shape`: in the target, None where this rank has no part."""
+    """Return a tensor as it is sent and received. `shape`: in the target, None if this rank has no part."""
     result = out
     if shape is not None and (out is None or not is_plain(out)):
         result = torch.empty(shape, dtype=dtype, device=device if out is None else out.device)
@@ -160,12 +164,15 @@ def local(
 
 
 def prefix(name: str) -> str:
-    """The begin of a message about a tensor."""
+    """Return the prefix of an error text about a tensor."""
     return f"{name}: " if name else ""
 
 
 def _checked_local(value: Any, layout: Layout, rank: int, name: str, what: str) -> torch.Tensor | None:
-    """A local tensor of the right shape; None where the rank has no part in the layout. `what`: its side."""
+    """Return the local tensor, of the right shape; None if the rank has no part in the layout.
+
+    `what`: "source" or "target".
+    """
     shape = layout.local_shape(rank)
     where = f"{prefix(name)}{what}"
     if value is None:
@@ -209,10 +216,10 @@ def _described(value: Any) -> str:
 
 
 def _check_outputs(outputs: dict[str, torch.Tensor]) -> None:
-    """Refuse tensors of which one would be written over another.
+    """Raise `InvalidArgument` if two outputs overlap in memory.
 
-    Of those that are not contiguous only the first elements are compared: their ranges of memory may meet
-    where they do not.
+    Of tensors that are not contiguous only the first element is compared: their address ranges may overlap
+    although they share no element.
     """
     found = [(name, out) for name, out in outputs.items() if out.numel()]
     ends = [out.nbytes if is_plain(out) else out.element_size() for _, out in found]
@@ -222,18 +229,18 @@ def _check_outputs(outputs: dict[str, torch.Tensor]) -> None:
             first, second = sorted((one, other))
             raise InvalidArgument(
                 f"target: the tensors of '{found[first][0]}' and '{found[second][0]}' share memory, so that "
-                "one would be written over the other"
+                "one would overwrite the other"
             )
 
 
 def _spans(tensors: Iterable[torch.Tensor | None]) -> Ints:
-    """Where contiguous tensors begin and end in memory, [n, 2]."""
+    """Return the begin and end addresses of contiguous tensors, [n, 2]."""
     found = [(0, 0) if each is None else (each.data_ptr(), each.data_ptr() + each.nbytes) for each in tensors]
     return as_ints(found).reshape(-1, 2)
 
 
 def _meeting(reads: Ints, writes: Ints) -> Flags | None:
-    """Which spans of `reads` meet any of `writes`; None if some of `writes` meet each other."""
+    """Return which spans of `reads` overlap any of `writes`; None if some of `writes` overlap each other."""
     writes = writes[writes[:, 0] < writes[:, 1]]
     lows, highs = writes[np.argsort(writes[:, 0])].T
     if (lows[1:] < highs[:-1]).any():

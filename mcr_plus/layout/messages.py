@@ -1,13 +1,13 @@
-"""Who sends which box to whom, for one exchange from a layout to another, as each rank computes it for
-itself.
+"""The messages of one exchange from a layout to another: sender, receiver and box of each, computed by each
+rank for itself.
 
-The *regions* of a layout are its different boxes: of the source with the ranks that hold each (for every
-addend), of the target with the ranks that need each. A *demand* is the overlap of a source region with a
-target region that a rank needs and does not hold. The demands on a source region are laid end to end, in the
-order of the target's regions and ranks, and this line is cut into equal shares for the ranks that hold the
-region: so they send alike, and every rank can compute its own sends and receives without the others'. Beyond
-`_MOST` demands, whole ones go to the holders in turn. Demands of ranks whose node holds the region are served
-from that node alone.
+The *regions* of a layout are its distinct boxes: those of the source with the ranks that hold each (for every
+addend), those of the target with the ranks that need each. A *demand* is the overlap of a source region with
+a target region that a rank needs and does not hold. The demands on a source region are concatenated in the
+order of the target's regions and ranks, and the result is cut into equal shares for the ranks that hold the
+region. All holders thus send equally much, and every rank computes its own sends and receives without
+communication. Beyond `_MOST` demands, whole demands are assigned to the holders in turn. A rank whose node
+holds the region is served from that node alone.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ GRAIN: Final = 64 << 10
 """Bytes below which a demand is not cut: its latency would cost more than the share saves."""
 _MOST: Final = 1 << 13
 _SNAP: Final = 16
-"""A cut falls on the border of a demand that is nearer than this part of a share."""
+"""A cut moves to the end of a demand if that is nearer than 1/16 of a share."""
 
 
 class Rows(NamedTuple):
-    """What a rank sends or receives, one box each, in the order in which both sides pack them.
+    """The boxes that a rank sends or receives, in the order in which both sides pack them.
 
-    `peers`: the other rank. `pieces`: the index of this rank's box that holds it: of the source for sends, of
-    the target for receives.
+    `peers`: the other rank of each. `pieces`: the index of this rank's box that contains it: in the source
+    for sends, in the target for receives.
     """
 
     peers: Ints
@@ -45,22 +45,22 @@ class Rows(NamedTuple):
 
     @property
     def sizes(self) -> Ints:
-        """Elements of each."""
+        """The number of elements of each box."""
         return self.boxes.volumes
 
     def take(self, which: Ints | Flags) -> Rows:
-        """Some of the rows."""
+        """Return some of the rows, by index or mask."""
         return Rows(self.peers[which], self.boxes.take(which), self.addends[which], self.pieces[which])
 
     def ordered(self) -> Rows:
-        """By peer, and then as both sides agree: by addend and place in the tensor."""
+        """Return the rows sorted by peer, addend and position in the tensor, alike on both sides."""
         return self.take(
             np.lexsort([*self.boxes.highs.T[::-1], *self.boxes.lows.T[::-1], self.addends, self.peers])
         )
 
     @classmethod
     def joined(cls, parts: Sequence[Rows], dims: int) -> Rows:
-        """Several as one."""
+        """Return the concatenation of several; `dims`: dimensions of the tensor."""
         none = np.zeros(0, np.int64)
         empty = cls(none, Boxes(none.reshape(0, dims), none.reshape(0, dims)), none, none)
         peers, boxes, addends, pieces = zip(empty, *parts, strict=True)
@@ -72,7 +72,7 @@ class Rows(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a rank has already: boxes that are copied from its source's `pieces` to its target's `into`."""
+    """The boxes that a rank holds already, copied from box `pieces` of its source to `into` of its target."""
 
     boxes: Boxes
     addends: Ints
@@ -91,13 +91,13 @@ class Part:
 
 
 class Exchange:
-    """One step of a plan: every rank gets what it lacks of the target, from ranks that hold it in the source.
+    """One step of a plan: every rank receives the elements of the target that it does not hold in the source.
 
     Args:
         source, target: the layouts; the addends of the target are complete values.
         itemsize: bytes of an element.
-        nodes: of each rank of the job, the node that it runs on; None for one node.
-        turn: rotates the holders that small demands go to, so that many tensors burden all alike.
+        nodes: the node of each rank of the job; None for one node.
+        turn: an offset that rotates the holders of small demands, to balance the load of many tensors.
     """
 
     def __init__(
@@ -120,11 +120,11 @@ class Exchange:
 
     @property
     def dims(self) -> int:
-        """Dimensions of the tensor."""
+        """The number of dimensions of the tensor."""
         return len(self.source.shape)
 
     def part(self, rank: int) -> Part:
-        """The sends, the receives and the copies of a rank."""
+        """Return the sends, the receives and the copies of a rank."""
         kept: list[tuple[Boxes, Ints, Ints, Ints]] = []
         lacking: list[tuple[Ints, Ints, Ints, Boxes]] = []  # source region, target region, piece, overlap
         mine_have, pieces_have = self.have.of_rank(rank)
@@ -182,7 +182,7 @@ class Exchange:
         return Rows.joined(parts, self.dims).ordered()
 
     def _cut_for(self, lines: _Lines, own: Flags, wanted: Ints, pieces: Ints) -> Rows:
-        """The rows of this rank's demands on regions that several ranks hold."""
+        """Return the rows of this rank's demands on regions that several ranks hold, cut into shares."""
         piece_of = np.full(len(self.need.counts), -1)
         piece_of[wanted] = pieces
         demand, holder, boxes = lines.shares(own)
@@ -211,7 +211,7 @@ class Exchange:
         return Rows.joined(parts, self.dims).ordered()
 
     def _whole_demands(self, region: int, piece: int, rank: int) -> Rows:
-        """All demands on a region that go to `rank`, one of its holders, whole."""
+        """Return the whole demands on a region that `rank`, one of its holders, serves."""
         which, common = meet(self.have.boxes.lows[region], self.have.boxes.highs[region], self.need.boxes)
         entry, ranks = self.need.entries(which)
         own = np.full(len(entry), region)
@@ -227,13 +227,13 @@ class Exchange:
         )
 
     def _in_turn(self, regions: Ints, wanted: Ints, ranks: Ints) -> Ints:
-        """The holder that each demand goes to whole."""
+        """Return the holder that serves each whole demand."""
         base = self.have.starts[regions]
         number = self.have.counts[regions]
         place = self.need.find(wanted, ranks) - self.need.starts[wanted]  # among the ranks that need it
         at = (place + wanted + self.turn) % number
         chosen = self.have.members[base + at]
-        if self.nodes is not None:  # one of the rank's own node, where there is one
+        if self.nodes is not None:  # prefer a holder on the rank's own node
             for entry in (self.nodes[chosen] != self.nodes[ranks]).nonzero()[0]:
                 holders = self.have.members[base[entry] : base[entry] + number[entry]]
                 near = holders[self.nodes[holders] == self.nodes[ranks[entry]]]
@@ -244,10 +244,10 @@ class Exchange:
     # -- regions that several ranks hold ----------------------------------------------------------
 
     def _lines(self, regions: Ints, rank: int) -> _Lines:
-        """The demands on each of `regions`, end to end, and the holders that serve them.
+        """Return the demands on each of `regions`, concatenated into lines.
 
-        With nodes, a region has a line for the ranks of each node that holds it, and one for all others;
-        those that concern `rank` are made.
+        With nodes, a region has a line for the ranks of each node that holds it, and one for all other ranks;
+        only the lines of the node of `rank` and the latter are made.
         """
         boxes = self.have.boxes.take(regions)
         i, wanted, common = meet_all(boxes, self.need.boxes)
@@ -271,7 +271,7 @@ class Exchange:
 
 
 class _Lines:
-    """Demands on regions that several ranks hold, sorted by region and line, and their shares."""
+    """The demands on regions that several ranks hold, sorted by region and line, and their shares."""
 
     def __init__(
         self, exchange: Exchange, regions: Ints, lines: Ints, ranks: Ints, wanted: Ints, boxes: Boxes
@@ -284,7 +284,7 @@ class _Lines:
         self._lines = lines
 
     def shares(self, own: Flags) -> tuple[Ints, Ints, Boxes]:
-        """The demands of `own` as the holders' shares cut them: index of the demand, holder, box."""
+        """Return the demands of `own`, cut into the holders' shares: index of the demand, holder, box."""
         none = np.zeros(0, np.int64)
         if not own.any():
             return none, none, self.boxes.take(none)
@@ -300,7 +300,7 @@ class _Lines:
         regions = self.regions[firsts]
         members, starts, number = self._holders(regions, self._lines[firsts])
         shares = np.minimum(number, np.maximum(1, -(-totals * exchange.itemsize // GRAIN)))
-        # The cuts of all lines, in one ascending list: of a line its begin, and those between its shares.
+        # The cuts of all lines, ascending: the begin of each line, and the cuts between its shares.
         line = np.repeat(np.arange(len(firsts)), shares)
         index = np.arange(len(line)) - (shares.cumsum() - shares)[line]
         cuts = self._snapped(
@@ -324,9 +324,7 @@ class _Lines:
         return demand, members[starts[at] + (index[share] + turn) % number[at]], boxes
 
     def _holders(self, regions: Ints, lines: Ints) -> tuple[Ints, Ints, Ints]:
-        """The ranks that serve each line, one line after another: ranks, and where each line's begin, and how
-        many.
-        """
+        """Return the concatenated ranks that serve the lines, and the first index and length of each line."""
         have, nodes = self._exchange.have, self._exchange.nodes
         if nodes is None:
             return have.members, have.starts[regions], have.counts[regions]
@@ -337,7 +335,7 @@ class _Lines:
         return ranks, number.cumsum() - number, number
 
     def _snapped(self, cuts: Ints, share: Ints, begins: Ints, ends: Ints) -> Ints:
-        """Cuts moved to the border of a demand that is near, or else between rows of the demand."""
+        """Return the cuts, moved to an end of a demand if that is close, or else between its rows."""
         at = np.minimum(np.searchsorted(ends, cuts, side="right"), len(ends) - 1)
         begin, end = begins[at], ends[at]
         unit = row_length(self.boxes.take(at), share)

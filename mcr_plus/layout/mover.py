@@ -1,10 +1,9 @@
-"""Runs a plan: packs boxes into buffers, exchanges them through the pipeline, and puts them where they
-belong.
+"""Execution of plans: boxes are packed into buffers, exchanged through the pipeline, and unpacked.
 
-Boxes of many tensors travel in one exchange. Between the steps of a plan nobody waits: each operation is
-issued at once, starts when the one before it is complete (`Message.after`), and packs its buffer just before
-that. Where `memory` bounds the buffers, an exchange is cut into rounds of alternating buffers, so that one is
-packed while the other is on its way.
+The boxes of many tensors share one exchange. The caller does not wait between the steps of a plan: all
+operations are issued at once. Each starts when the one before it is complete (`Message.after`), and packs its
+buffer just before it starts. If `memory` bounds the buffers, an exchange is cut into rounds with alternating
+buffers, so that one is packed while the other is in flight.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ if TYPE_CHECKING:
 __all__ = ["TAG", "Locals", "Mover", "Strided", "copy_all", "in_one_piece", "strided"]
 
 TAG: Final = "redistribute"
-_SLOTS: Final = 2  # buffers that rounds alternate between
-_torch: Any = torch  # whose type stubs do not have the operations on lists
+_SLOTS: Final = 2  # buffers that rounds use alternately
+_torch: Any = torch  # its type stubs lack the operations on lists
 _CPU: Final = torch.device("cpu")
 _HALF: Final = (torch.float16, torch.bfloat16)
 _REDUCE: Final[dict[str, Callable[..., Any]]] = {
@@ -63,13 +62,15 @@ _REDUCE: Final[dict[str, Callable[..., Any]]] = {
 
 
 class Mover:
-    """A plan bound to a group: redistributes the tensors again and again.
+    """A plan bound to a group; each run redistributes one set of tensors.
 
     Args:
-        comm: the group. plan: for tensors of one dtype and device.
-        options: of its operations. memory: bytes that buffers may take; None: as many as needed at once. The
-            addends of one tensor are not cut into rounds, so they may take more.
-        pool: where buffers are kept, which others may share; None: one of its own.
+        comm: the group.
+        plan: the plan, for tensors of one dtype and device.
+        options: the options of its operations.
+        memory: the bound of the buffers in bytes; None: no bound. The addends of one tensor are not cut into
+            rounds, so they may exceed it.
+        pool: the pool of the buffers, which other movers may share; None: a private one.
     """
 
     def __init__(
@@ -87,28 +88,28 @@ class Mover:
         self.rank = comm.ranks[comm.rank]
         self.stages = [self._stage(step, memory) for step in range(plan.steps)]
         self.gaps = [index for index, spec in enumerate(plan.specs) if spec.source.has_gaps]
-        """Tensors of which the source may lack elements, which are zero then."""
+        """Indices of the tensors whose source may lack elements; these are zero in the result."""
         self.pool = Pool() if pool is None else pool
         self.key = object()  # in `Space.buffers`, where the mover itself would be a cycle
         rounds = [each for stage in self.stages for each in stage.rounds]
         self.slots = _SLOTS if any(len(stage.rounds) > 1 for stage in self.stages) else 1
         self.slot = max((each.buffered for each in rounds), default=0)
-        """Elements of the buffers of a round."""
+        """Elements of the largest buffers of a round."""
         self.nbytes = self.slots * self.slot * self.dtype.itemsize
         self.twins = [
             self._twins_of(index, spec.target)
             for index, spec in enumerate(plan.specs)
             if spec.target.target_regions.twins
         ]
-        """Boxes that this rank lists twice in a target: copied at the end."""
+        """Boxes that this rank lists twice in a target; the second is copied from the first at the end."""
         self._is_simple = (
             len(rounds) == 1
             and not (self.stages[0].is_idle or self.gaps or self.twins or rounds[0].sums)
             and self.stages[0].is_last
         )
-        """Whether a run is one operation between copies."""
+        """True if a run consists of one operation and of copies before and after it."""
         self._seen: list[int] = []
-        """The tensors of the last run."""
+        """The ids of the tensors of the last run."""
         self._seen_one: Callable[[], torch.Tensor | None] = _nothing
 
     # -- binding ----------------------------------------------------------------------------------
@@ -139,7 +140,7 @@ class Mover:
                 for addend, pair in zip(part.kept.addends.tolist(), pairs, strict=True):
                     empty[addend][1].append(pair)
             elif step.source.inside is None or step.source.inside[0] is not step.target:
-                # otherwise they are slices, which lie in the target itself already
+                # otherwise the kept boxes are slices, which lie in the target already
                 kept += pairs
         moved = plan.loads[:, number, [0, 1, 3, 4]].sum(axis=1)
         rounds = self._rounds(moved, sends, receives, sums, memory)
@@ -162,9 +163,9 @@ class Mover:
         sums: dict[int, Sum],
         memory: int | None,
     ) -> list[Round]:
-        """The rounds of an exchange. `moved`: bytes of each tensor on the fullest rank, which is agreed."""
+        """Return the rounds of an exchange. `moved`: bytes of each tensor on the fullest rank of all."""
         whole: dict[int, int] = {}  # the round of each tensor with addends
-        first, number = 0, 1  # of the others, the first round and how many there are
+        first, number = 0, 1  # for the others, the first round and the number of rounds
         if memory is not None:
             room = max(1, memory // _SLOTS)
             last = filled = 0
@@ -214,21 +215,21 @@ class Mover:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the buffers that are kept to be used again."""
+        """Bytes of the idle buffers that are kept for later runs."""
         return self.pool.nbytes
 
     def release(self) -> None:
-        """Free the buffers; those in use are freed when their operations are complete."""
+        """Free the idle buffers. Buffers in use return to the pool when their operations are complete."""
         self.pool.idle.clear()
 
     # -- running ----------------------------------------------------------------------------------
 
     def start(self, sources: Locals, outputs: Locals, nbytes: int, chain: Chain | None = None) -> Work:
-        """Issue all operations of the plan; returns a handle of the whole.
+        """Issue all operations of the plan; returns one handle for all of them.
 
-        `sources`, `outputs`: this rank's local tensors, contiguous and apart from each other, None where it
-        has no part. Sources must not be changed before the handle is done, outputs not be read. `chain`: runs
-        that it follows.
+        `sources`, `outputs`: this rank's local tensors, contiguous and disjoint, None where it has no part.
+        Before the handle is complete, sources must not be changed and outputs must not be read. `chain`: the
+        runs that this one follows.
         """
         run = _Run(self, sources, outputs, chain)
         joint = JointWork(run.start(), TAG, nbytes=nbytes, tag=self.options.get("tag"), legs=True)
@@ -236,7 +237,7 @@ class Mover:
         return joint
 
     def run(self, sources: Locals, outputs: Locals) -> None:
-        """As `start`, and return once the outputs may be used."""
+        """Run the plan; returns when the outputs may be used. See `start`."""
         if self._is_simple:
             space = next(reversed(self.pool.idle), None)
             buffers = None if space is None else space.buffers.get(self.key)
@@ -257,11 +258,11 @@ class Mover:
         run.finish()
 
     def _remember(self, run: _Run, sources: Locals, outputs: Locals) -> None:
-        """Keep what a run with the same tensors as the one before has made: there may be a third."""
+        """Record the run if its tensors are those of the run before, so that the next one can replay it."""
         tensors = [*outputs, *sources]
         like = next((each for each in tensors if each is not None), None)
         ids = list(map(id, tensors))
-        if ids == self._seen and like is not None and self._seen_one() is like:  # ids may be used again
+        if ids == self._seen and like is not None and self._seen_one() is like:  # ids may be reused
             run.buffers.repeated = run.repeated(tensors)
         else:
             self._seen = ids
@@ -269,7 +270,7 @@ class Mover:
 
 
 def _nothing() -> None:
-    """In place of a reference to a tensor that is not there."""
+    """A dead weak reference: it returns None."""
 
 
 class _Run:
@@ -297,7 +298,7 @@ class _Run:
             self._stores.append(outputs if stage.is_last else self._store(stage, device))
 
     def _store(self, stage: Stage, device: torch.device) -> Locals:
-        """The local tensors that a step leads to."""
+        """Return the local tensors that a step writes: outputs, new ones, or those of the step before."""
         mover, found = self._mover, list[torch.Tensor | None]()
         for index, layout in enumerate(stage.targets):
             if layout is None:
@@ -310,7 +311,7 @@ class _Run:
         return found
 
     def run_at_once(self) -> None:
-        """Run a plan of one operation, without a handle."""
+        """Run a plan of at most one operation, without a handle."""
         (stage,) = self._mover.stages
         (each,) = stage.rounds
         self._keep(0)
@@ -323,11 +324,11 @@ class _Run:
         self._unpack(0, each, 0)
 
     def repeated(self, tensors: Locals) -> Repeated:
-        """The same run again, of one operation, with tensors, outputs first, that must not be kept by it."""
+        """Return a record of this run of one operation. It keeps none of `tensors` (outputs first) alive."""
         (stage,) = self._mover.stages
         (each,) = stage.rounds
         number = len(self._stores[1])
-        # `data` is another tensor on the same memory, of which views may be kept.
+        # `data` is another tensor on the same memory; views of it do not keep the original alive.
         aliases = [None if local is None else local.data for local in tensors]
         self._stores = [aliases[number:], aliases[:number]]
         packed, unpacked = self.buffers.of(each, 0)
@@ -341,9 +342,9 @@ class _Run:
         return Repeated(self.buffers, tensors, copies, issue, message)
 
     def start(self) -> list[Work]:
-        """Issue all operations; returns their handles, after the last of which the outputs are complete."""
+        """Issue all operations; returns their handles. The outputs are complete when all of them are."""
         works: list[Work] = []
-        last: list[Work] = []  # of the step before
+        last: list[Work] = []  # the operations of the step before
         slots = self._mover.slots
         for number, stage in enumerate(self._mover.stages):
             mine: list[Work] = []
@@ -362,7 +363,7 @@ class _Run:
         return works
 
     def finish(self) -> None:
-        """Copy boxes that are listed twice, and give the buffers back."""
+        """Copy boxes that are listed twice, and return the buffers to the pool."""
         for pairs in self._mover.twins:
             pairs.copy(self._outputs, self._outputs)
         if self._taken is not None:
@@ -385,7 +386,7 @@ class _Run:
     def _operation(
         self, number: int, each: Round, slot: int, async_op: bool, extras: Extras
     ) -> tuple[Issue, Message]:
-        """The exchange of a round, which is bound once: its tensors are flat, contiguous and apart."""
+        """Return the exchange of a round, bound on first use. Its tensors are flat, contiguous, disjoint."""
         packed, unpacked = self.buffers.of(each, slot)
         source = self._buffer(each.sent, each.sent_at, each.sent_numel, number, packed)
         target = self._buffer(each.received, each.received_at, each.received_numel, number + 1, unpacked)
@@ -405,7 +406,7 @@ class _Run:
     def _buffer(
         self, boxes: list[Strided], at: int | None, numel: int, store: int, buffer: torch.Tensor
     ) -> torch.Tensor:
-        """What an operation sends or receives: a part of a local tensor, or of a buffer."""
+        """Return the tensor that an operation sends or receives: a range of a local tensor, or a buffer."""
         if at is None:
             return buffer
         local = self._stores[store][boxes[0].tensor] if boxes else None
@@ -423,17 +424,17 @@ class _Run:
         self._reduce(number, each, slot)
 
     def _keep(self, number: int) -> None:
-        """Copy what this rank has already to its place in the next layout."""
+        """Copy the boxes that this rank holds already into its local tensors of the next layout."""
         self._mover.stages[number].kept.copy(self._stores[number], self._stores[number + 1])
 
     def _reduce(self, number: int, each: Round, slot: int) -> None:
-        """Reduce the addends of tensors in their order, which is the same on all ranks."""
+        """Reduce the addends of each tensor in the order of their indices, which is the same on all ranks."""
         for addends in each.sums:
             result = self._stores[number + 1][addends.tensor]
             if result is None:
                 continue
             into = result
-            if result.dtype in _HALF and len(addends.addends) > 2:  # to be rounded once
+            if result.dtype in _HALF and len(addends.addends) > 2:  # summed in float32 and rounded once
                 into = torch.zeros_like(result, dtype=torch.float32)  # some addends may lack elements
             for addend, (received, kept) in enumerate(addends.addends):
                 targets = [box.of(into) for box in received]
@@ -452,7 +453,7 @@ class _Run:
 
 
 def _after(works: list[Work], function: Callable[[], None]) -> None:
-    """Run a function once all of these are done, in whatever order; at once if there are none."""
+    """Call a function when all operations are complete, in any order; immediately if there are none."""
     if not works:
         function()
         return

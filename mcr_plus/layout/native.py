@@ -1,4 +1,4 @@
-"""Pairs of layouts between which one native collective in each of some groups of ranks is all it takes."""
+"""Pairs of layouts whose redistribution is one native collective in each of several groups of ranks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from mcr_plus.communicator.communicator import Communicator
 
 GROUPS: Final = "groups of layouts"
-"""Under which a communicator keeps the groups that were opened for native collectives."""
-_MOST_GROUPS: Final = 32  # partitions of a communicator, which stay open as long as it does
+"""The key under which a communicator keeps the groups opened for native collectives."""
+_MOST_GROUPS: Final = 32  # partitions of a communicator; they stay open until it is closed
 NativeKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 
@@ -27,10 +27,11 @@ class Native:
     """One collective per group, of parts of equal size.
 
     Attributes:
-        kind: of all groups.
+        kind: the kind of the collective, the same in all groups.
         groups: ranks of the job, in the order of their parts; every rank that holds elements is in one. A
-            rank alone in its group has its part already, and copies it.
-        repeats: whether several groups make the same elements, where a mesh has replicas along another axis.
+            rank that is alone in its group copies its part.
+        repeats: True if several groups compute the same elements, as in a mesh with replicas along another
+            dimension.
     """
 
     kind: NativeKind
@@ -38,13 +39,15 @@ class Native:
     repeats: bool = False
 
     def group_of(self, rank: int) -> tuple[int, ...] | None:
-        """The group of a rank, None if it takes no part."""
+        """Return the group of a rank; None if the rank is in none."""
         return next((group for group in self.groups if rank in group), None)
 
 
 def native(source: Layout, target: Layout) -> Native | None:
-    """The collective that leads from `source` to `target`; None if it takes more, less or several different
-    ones."""
+    """Return the collective that redistributes `source` to `target`.
+
+    It is None if one does not suffice, or none is needed.
+    """
     if source.has_gaps or len(source.owners) < 2 or not np.array_equal(source.owners, target.owners):
         return None
     if not (np.diff(source.owners) > 0).all() or source.ranks != target.ranks:
@@ -59,9 +62,9 @@ def native(source: Layout, target: Layout) -> Native | None:
 
 
 class Room:
-    """What native collectives of a call may still take: bytes of buffers, and groups; alike on all ranks.
+    """The budget of the native collectives of a call: buffer bytes and open groups, the same on all ranks.
 
-    `memory`: bytes; None: any number. `used`: bytes that chosen ones take.
+    `memory`: the limit in bytes; None: no limit. `used`: bytes of the chosen collectives.
     """
 
     def __init__(self, comm: Communicator, memory: int | None) -> None:
@@ -71,7 +74,7 @@ class Room:
         self._open = {*comm.attached.get(GROUPS, ())}
 
     def has(self, one: Native, source: Layout, target: Layout, itemsize: int) -> bool:
-        """Whether a collective fits."""
+        """Return True if a collective fits into what is left of the budget."""
         opens = one.groups != self._whole and one.groups not in self._open
         if opens and len(self._open) >= _MOST_GROUPS:
             return False
@@ -79,7 +82,7 @@ class Room:
         return largest <= self._left or packed_volume(one, source, target) * itemsize <= self._left
 
     def take(self, one: Native, source: Layout, target: Layout, itemsize: int) -> None:
-        """Count what a chosen one takes."""
+        """Subtract the groups and the buffer of a chosen collective from the budget."""
         if one.groups != self._whole:
             self._open.add(one.groups)
         if self._left < math.inf:
@@ -89,8 +92,9 @@ class Room:
 
 
 def packed_volume(one: Native, source: Layout, target: Layout) -> int:
-    """Elements of the largest buffer in which a rank packs parts; 0 where all lie in one piece each, end to
-    end in the whole.
+    """Return the elements of the largest buffer in which a rank packs parts.
+
+    It is 0 if each part is contiguous in the whole.
     """
     if one.kind == "all_reduce" or not source.shape:
         return 0
@@ -100,7 +104,7 @@ def packed_volume(one: Native, source: Layout, target: Layout) -> int:
     if one.kind == "reduce_scatter":
         outer, inner = inner, outer
     extents, whole = inner.highs - inner.lows, outer.highs - outer.lows
-    # In one piece: of one index before some dimension, and all of the whole behind it.
+    # A contiguous part has one index in the dimensions before some dimension, and all indices behind it.
     single = np.ones(extents.shape, bool)
     single[:, 1:] = np.logical_and.accumulate(extents == 1, axis=1)[:, :-1]
     full = np.ones(extents.shape, bool)
@@ -110,8 +114,9 @@ def packed_volume(one: Native, source: Layout, target: Layout) -> int:
 
 
 def _made(kind: NativeKind, outer: Boxes, inner: Boxes | None, source: Layout) -> Native | None:
-    """The collective among ranks with the same outer box, whose inner ones partition it; None if they do
-    not. Where several ranks have the same part, the first of each part are a group, the second another.
+    """Return the collective among ranks with equal outer boxes; None if inner boxes are no partition of it.
+
+    If several ranks hold the same part, the first ranks of all parts form one group, the second ones another.
     """
     group = _classes(*outer)
     if np.bincount(group).max() < 2:
@@ -136,9 +141,9 @@ def _made(kind: NativeKind, outer: Boxes, inner: Boxes | None, source: Layout) -
 
 
 def _classes(*columns: Ints) -> Ints:
-    """Numbers from 0 on, the same for equal rows, in their order."""
+    """Return the class of each row, from 0 on, in lexicographic order; equal rows have the same class."""
     rows = np.column_stack([np.zeros(len(columns[0]), np.int64), *columns])
-    order = np.lexsort(rows.T[::-1])  # several times as fast as np.unique of rows
+    order = np.lexsort(rows.T[::-1])  # several times as fast as np.unique on rows
     new = (np.diff(rows[order], axis=0) != 0).any(axis=1)
     found = np.zeros(len(rows), np.int64)
     found[order[1:]] = new.cumsum()
@@ -146,7 +151,7 @@ def _classes(*columns: Ints) -> Ints:
 
 
 def _places(classes: Ints) -> Ints:
-    """Of each entry how many of its class come before it."""
+    """Return for each entry the number of entries of its class before it."""
     sizes = np.bincount(classes)
     order = np.argsort(classes, kind="stable")
     found = np.empty(len(classes), np.int64)
@@ -155,12 +160,12 @@ def _places(classes: Ints) -> Ints:
 
 
 def keeps_bits(one: Native, source: Layout, dtype: torch.dtype) -> bool:
-    """Whether replicas get the same bits, in whichever order the library reduces in each group."""
+    """Return True if replicas get the same bits regardless of the order of reduction in each group."""
     if one.kind == "all_gather" or not one.repeats:
         return True
     if not (dtype.is_floating_point or dtype.is_complex):
         return True
-    # Of two addends the order does not matter, but for zeros of both signs and parts of complex products.
+    # The order of two addends does not matter, except for zeros of both signs and parts of complex products.
     return source.addend_count == 2 and (
         source.op in ("SUM", "AVG") or (source.op == "PRODUCT" and not dtype.is_complex)
     )
@@ -175,7 +180,7 @@ def _has_each_addend(group: Ints, sizes: Ints, source: Layout) -> bool:
 
 
 def _is_whole(layout: Layout) -> bool:
-    """Whether local tensors consist of their box alone, and boxes of an addend are equal or apart."""
+    """Return True if each local tensor is its box alone, and boxes of an addend are equal or disjoint."""
     sizes = [math.prod(layout.locals[rank]) for rank in layout.owners.tolist()]
     return sizes == layout.held.volumes.tolist() and not layout.overlaps
 

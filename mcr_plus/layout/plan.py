@@ -1,5 +1,4 @@
-"""The plan of a redistribution: chosen, agreed on by the ranks of a group, and proved, before anything is
-sent."""
+"""Plans of redistributions: chosen, agreed on by the ranks of a group, and proved before any data is sent."""
 
 from __future__ import annotations
 
@@ -30,14 +29,14 @@ if TYPE_CHECKING:
 MOST_PROGRAMS: Final = 5
 MOST_STEPS: Final = 3
 ALONE: Final = 1 << 20
-"""Bytes of a tensor among others from which on it may have a collective of its own."""
+"""Bytes from which on one of several tensors may use a native collective of its own."""
 _TAG: Final = "redistribute"
 _COSTS: Final = "costs of layouts"
-_LARGE: Final = 4 << 20  # bytes of the all_to_all whose time is that of its bytes
+_LARGE: Final = 4 << 20  # bytes of an all_to_all whose latency is negligible
 
 
 class Spec(NamedTuple):
-    """A tensor that is to be redistributed. `name`: for messages; empty for a single one."""
+    """A tensor to redistribute. `name`: its name in messages; empty for a single tensor."""
 
     name: str
     source: Layout
@@ -54,14 +53,15 @@ class Chosen(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a redistribution does, as all ranks of the group have agreed and proved.
+    """The plan of a redistribution, agreed on and proved by all ranks of the group.
 
     Attributes:
-        specs: the tensors. chosen: the program of each.
-        loads: [tensors, steps, 6]: the most that any rank does, in the order of `LOADS`.
-        nodes: of each rank of the job.
-        call: in the signatures of its operations, so that ranks that run different plans are found. Equal on
-            ranks with the same layouts, dtypes and options.
+        specs: the tensors.
+        chosen: the program of each tensor.
+        loads: [tensors, steps, 6]: the largest loads of any rank, in the order of `LOADS`.
+        nodes: the node of each rank of the job; None for one node.
+        call: a name of the plan in the signatures of its operations, so that ranks with different plans are
+            detected. Equal on ranks with the same layouts, dtypes and options.
     """
 
     specs: Sequence[Spec]
@@ -72,21 +72,21 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """How many exchanges follow each other."""
+        """The number of consecutive exchanges."""
         return max((len(each.program.steps) for each in self.chosen), default=0)
 
     def take(self, which: Sequence[int]) -> Plan:
-        """The plan of some of the tensors."""
+        """Return the plan of some of the tensors."""
         specs = [self.specs[index] for index in which]
         chosen = [self.chosen[index] for index in which]
         return Plan(specs, chosen, self.loads[list(which)], self.nodes, self.call)
 
     def bounds(self) -> list[Bound]:
-        """Of each tensor, what any plan must move at least, in elements."""
+        """Return for each tensor the volume that any plan must move at least, in elements."""
         return [bound(spec.source, spec.target, self.nodes) for spec in self.specs]
 
     def describe(self) -> str:
-        """The plan for people: each tensor, its steps, and the bytes of the rank that moves most."""
+        """Return a description of the plan: each tensor, its steps, and the largest bytes of any rank."""
         lines = []
         for spec, each, loads in zip(self.specs, self.chosen, self.loads, strict=True):
             name = f"{spec.name}: " if spec.name else ""
@@ -124,9 +124,10 @@ def make_plan(
 ) -> Plan:
     """Choose a program for each tensor, agree with the other ranks of the group, and prove this rank's parts.
 
-    Collective. `wrong`: what is wrong with this rank's arguments; then, or if the ranks' specs or `options`
-    of the call differ, all ranks raise. `room`: what native collectives may take, which is counted there;
-    None: any number of bytes. `lossy`: a codec is asked for, which must leave replicas with the same bits.
+    Collective. `wrong`: the error in this rank's arguments, if any; then, or if the specs or `options` differ
+    between ranks, all ranks raise. `room`: the budget of native collectives, from which those chosen are
+    subtracted; None: no limit of bytes. `lossy`: a codec is requested; only programs that leave replicas with
+    the same bits are allowed.
     """
     for spec in specs:
         wrong = wrong or _refused(comm, spec)
@@ -140,7 +141,7 @@ def make_plan(
         [each for each in some if each.native is None or keeps_bits(each.native, spec.source, spec.dtype)]
         for spec, some in zip(specs, found, strict=True)
     ]
-    if len(specs) > 1:  # small tensors travel together, in exchanges
+    if len(specs) > 1:  # small tensors share exchanges
         found = [
             some
             if spec.source.volume * spec.dtype.itemsize >= ALONE
@@ -171,9 +172,9 @@ def make_plan(
 
 
 def _cheapest(spec: Spec, some: Sequence[Program], seconds: NDArray[np.float64], room: Room) -> int:
-    """The cheapest program of a tensor, without native collectives that there is no room for.
+    """Return the cheapest program of a tensor, without native collectives that do not fit into `room`.
 
-    Raises `Unsupported` if all that are left are infinitely dear.
+    Raises `Unsupported` if the cost of all others is infinite.
     """
     pair = spec.source, spec.target, spec.dtype.itemsize
     for best in np.argsort(seconds[: len(some)], kind="stable").tolist():
@@ -187,7 +188,7 @@ def _cheapest(spec: Spec, some: Sequence[Program], seconds: NDArray[np.float64],
             return int(best)
     raise Unsupported(
         f"compress: {_named(spec)}a replica of {spec.target} would keep exact values that others get from "
-        "the codec; compress=False sends them as they are"
+        "the codec; pass compress=False to send exact values"
     )
 
 
@@ -196,7 +197,7 @@ def _rule_out(
     loads: NDArray[np.int64],
     seconds: NDArray[np.float64],
 ) -> None:
-    """Make programs that would leave replicas with different bits infinitely dear."""
+    """Set the cost of programs that would leave replicas with different bits to infinity."""
     for at, some in enumerate(found):
         for number, program in enumerate(some):
             if loads[at, number].any() and not keeps_replicas(program):
@@ -204,7 +205,7 @@ def _rule_out(
 
 
 class _Known:
-    """Programs and parts of pairs of layouts that occur several times among the tensors."""
+    """A cache of programs and parts, for pairs of layouts that several tensors have."""
 
     def __init__(self, nodes: Ints | None) -> None:
         self._nodes = nodes
@@ -227,19 +228,19 @@ class _Known:
 
 
 def keeps_replicas(program: Program) -> bool:
-    """Whether lossy steps of a program leave the replicas of an element with the same bits.
+    """Return True if lossy steps of a program leave the replicas of an element with the same bits.
 
-    A step may be lossy if each element has one rank that gets or keeps it; see `lossy_steps`.
+    A step may be lossy if exactly one rank receives or keeps each element; see `lossy_steps`.
     """
     return lossy_steps(program) > 0
 
 
 def lossy_steps(program: Program) -> int:
-    """How many of the first steps of a program may use a codec; the others send exact values.
+    """Return the number of leading steps of a program that may use a codec; the others send exact values.
 
-    After a step in which some rank keeps what others get, replicas would differ. A native collective counts
-    as one step: its ranks get the same bits, but where several groups run it, an element may be in two of
-    them.
+    Replicas would differ after a lossy step in which one rank keeps values that others receive. A native
+    collective counts as one step: its ranks get the same bits, but if several groups run it, an element may
+    be in two of them.
     """
     if program.native is not None:
         return int(len(program.native.groups) == 1)
@@ -250,7 +251,7 @@ def lossy_steps(program: Program) -> int:
 
 
 def nodes_of(comm: Communicator) -> Ints | None:
-    """Of each rank of the job, the number of the host that it runs on; None if all are on one."""
+    """Return the number of each rank's host, for all ranks of the job; None if the group is on one host."""
     hosts = comm.hosts
     if len({hosts[rank] for rank in comm.ranks}) == 1:
         return None
@@ -259,11 +260,11 @@ def nodes_of(comm: Communicator) -> Ints | None:
 
 
 def costs_of(comm: Communicator, nodes: Ints | None) -> Costs:
-    """What messages and bytes cost in this group: by its tuning table's all_to_all, where a table is named
-    that has it, and assumed otherwise. The same on all ranks, as their tables are.
+    """Return the costs of messages and bytes in this group, the same on all ranks, as their tables are.
 
-    An all_to_all of s bytes on n ranks, k of them on each node, is n - 1 messages of s / n bytes; on several
-    nodes, the n - k that cross the link take its time.
+    They come from the all_to_all of the group's tuning table; defaults apply if no table is named, or the
+    table has no all_to_all. An all_to_all of s bytes on n ranks, k of them on each node, sends n - 1 messages
+    of s / n bytes per rank; on several nodes, the n - k messages that cross the link determine its time.
     """
     known: Costs | None = comm.attached.get(_COSTS)
     if known is None:
@@ -295,10 +296,10 @@ def _named(spec: Spec) -> str:
 
 
 def _refused(comm: Communicator, spec: Spec) -> str | None:
-    """Why a pair of layouts cannot be redistributed in the group; None if it can."""
+    """Return the reason why a pair of layouts cannot be redistributed in the group; None if it can."""
     source, target, name = spec.source, spec.target, _named(spec)
     if source.shape != target.shape:
-        return f"{name}source {source} and target {target} are of different tensors"
+        return f"{name}source {source} and target {target} have different global shapes"
     members = set(comm.ranks)
     for what, layout in (("source", source), ("target", target)):
         outside = sorted(set(layout.ranks) - members)
@@ -307,7 +308,7 @@ def _refused(comm: Communicator, spec: Spec) -> str | None:
                 f"{name}{what} {layout}: rank {outside[0]} is not in group '{comm.name}' ({list(comm.ranks)})"
             )
     if target.is_partial and target != source:
-        return f"{name}target {target}: values cannot be divided into addends; only the source itself may be"
+        return f"{name}target {target}: values cannot be divided into addends, except for target == source"
     if source != target and (reduction := no_reduction(source, spec.dtype)) is not None:
         return f"{name}source {source}: {reduction}"
     try:
@@ -318,7 +319,7 @@ def _refused(comm: Communicator, spec: Spec) -> str | None:
 
 
 def no_reduction(source: Layout, dtype: torch.dtype) -> str | None:
-    """The reduction of a layout's addends, if there is none for the dtype; else None."""
+    """Return the name of the layout's reduction if the dtype does not support it, else None."""
     if not source.is_partial:
         return None
     if dtype is torch.bool and source.op in ("SUM", "AVG"):
@@ -334,9 +335,9 @@ def no_reduction(source: Layout, dtype: torch.dtype) -> str | None:
 
 
 def _agree_on_specs(comm: Communicator, specs: Sequence[Spec], options: str, wrong: str | None) -> int:
-    """Raise `InvalidArgument` on all ranks if something is wrong on any, or if specs or options differ.
+    """Return the digest of specs and options.
 
-    Returns their digest.
+    Raises `InvalidArgument` on all ranks if they differ between ranks, or if any rank passes `wrong`.
     """
     words = [
         _number(spec.name.encode()) ^ _number(spec.source.digest) ^ (_number(spec.target.digest) << 1)
@@ -377,8 +378,8 @@ def _difference(comm: Communicator, said: Sequence[Any]) -> McrError:
         for here, there, has, lacks in ((names, others, one, rank), (others, names, rank, one)):
             for name in here.keys() - there.keys():
                 return InvalidArgument(
-                    f"rank {has} passes {_words(here[name])}; among rank {lacks}'s tensors of that dtype "
-                    f"is no '{name}': it has another dtype there, or no layouts"
+                    f"rank {has} passes {_words(here[name])}; rank {lacks} passes no '{name}' of that "
+                    "dtype: it has another dtype there, or no layouts"
                 )
         kinds = ["options", *["layouts or dtypes"] * len(specs)]
         for what, here, first in zip(kinds, specs, known, strict=False):
@@ -386,11 +387,11 @@ def _difference(comm: Communicator, said: Sequence[Any]) -> McrError:
                 return InvalidArgument(
                     f"ranks pass different {what}: rank {one} {_words(first)}; rank {rank} {_words(here)}"
                 )
-    return InvalidArgument("ranks pass layouts that print alike and hold different boxes")
+    return InvalidArgument("ranks pass layouts with equal names but different boxes")
 
 
 def _words(said: Sequence[str]) -> str:
-    """The options of a call, or a tensor: its name, its layouts and its dtype."""
+    """Return a readable form of the options of a call, or of a tensor: its name, layouts and dtype."""
     if len(said) == 1:
         return said[0]
     name, source, target, dtype = said
@@ -398,7 +399,7 @@ def _words(said: Sequence[str]) -> str:
 
 
 def hash_of_dtype(dtype: torch.dtype) -> int:
-    """A number for a dtype, equal on all ranks."""
+    """Return a hash of a dtype, equal on all ranks."""
     return _number(str(dtype).encode())
 
 
@@ -414,8 +415,9 @@ def _largest(comm: Communicator, loads: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _prove(comm: Communicator, specs: Sequence[Spec], chosen: Sequence[Chosen]) -> None:
-    """Check this rank's parts, and compare the order of boxes, or the groups of a collective, with each peer.
-    Raises `BackendError` on all ranks.
+    """Check this rank's parts, and compare the order of boxes and the groups of collectives with each peer.
+
+    Raises `BackendError` on all ranks if any check fails.
     """
     ranks = as_ints(sorted(comm.ranks))
     order = np.searchsorted(ranks, as_ints(comm.ranks))
@@ -452,4 +454,4 @@ def _prove(comm: Communicator, specs: Sequence[Spec], chosen: Sequence[Chosen]) 
             said = [text for text in comm.all_gather_object(wrong, tag=_TAG) if text is not None]
             wrong = said[0]
     if wrong is not None:
-        raise BackendError(f"a plan was refused, which is a mistake in mcr_plus: {wrong}; nothing was sent")
+        raise BackendError(f"the proof of a plan failed, a bug in mcr_plus: {wrong}; nothing was sent")

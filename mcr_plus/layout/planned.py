@@ -1,4 +1,4 @@
-"""DTensor's own redistributions by our plans, where these move fewer bytes, and what DTensor's move."""
+"""DTensor's own redistributions by plans of mcr_plus where these move fewer bytes, and DTensor's volumes."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _OPTIONS: Final = {"async_op", "is_backward", "use_graph_based_transform", "is_e
 _UNKNOWN: Final = (
     AttributeError, TypeError, ValueError, RuntimeError, AssertionError, InvalidArgument, Unsupported,
 )  # fmt: skip
-"""What torch's internals raise for what they cannot do, or if they are others than expected."""
+"""Errors of torch's internals for unsupported cases, or if the internals differ from those expected."""
 
 
 class Volume(NamedTuple):
-    """Elements that ranks receive: all together, and the one that receives most."""
+    """Received elements: `total` of all ranks, and `most` of any rank."""
 
     total: int
     most: int
@@ -51,22 +51,23 @@ def dtensor_volume(
     source: Sequence[str | Placement],
     target: Sequence[str | Placement],
 ) -> Volume | None:
-    """What DTensor's own plan receives from one layout to another on the same mesh, without communication.
+    """Return the volume of DTensor's own plan between two layouts on one mesh, without communication.
 
-    Its collectives are taken as ideal rings without padding: a gather brings a rank what it lacks, a
-    reduce_scatter over n ranks n - 1 times its part, an all_reduce 2 (n - 1) / n times the tensor.
+    Its collectives count as ideal rings without padding: in a gather a rank receives the elements that it
+    lacks, in a reduce_scatter over n ranks n - 1 times its part, in an all_reduce 2 (n - 1) / n times the
+    tensor.
 
     Args:
-        shape: of the global tensor.
-        mesh_shape: of the mesh.
+        shape: the shape of the global tensor.
+        mesh_shape: the shape of the mesh.
         source, target: placements, of torch or as in `Layout.mesh`: `R`, `S0`, `P`, `P(max)`.
 
     Returns:
-        Elements that all ranks receive, and those of the fullest rank; None if this torch does not say how it
-        would redistribute, or refuses to.
+        The elements that all ranks together receive, and those of the fullest rank; None if this version of
+        torch does not expose its plan, or does not support the redistribution.
 
     Raises:
-        InvalidArgument: placements are unknown, or not one for each dimension of the mesh.
+        InvalidArgument: a placement is unknown, or there is not one for each dimension of the mesh.
 
     Example:
         ```python
@@ -94,18 +95,17 @@ def dtensor_volume(
 
 @contextmanager
 def planned() -> Iterator[None]:
-    """Let DTensor's redistributions inside the block take our plans where these receive fewer bytes.
+    """Run DTensor's redistributions inside the block by plans of mcr_plus where these move fewer bytes.
 
-    Those of `dtensor.redistribute` and of its backward pass, and those inside operators. A pair of layouts is
-    compared once, by what the fullest rank receives or sends, and then by what all ranks together receive;
-    where DTensor's own plan needs as little, it stays.
-    So do those to partial placements, in traced code, and with placements that are none of torch's own. All
-    ranks of a mesh must enter the block alike. Results are DTensor's, but for sums of floats, whose order
-    differs.
+    This applies to `DTensor.redistribute` and its backward pass, and to redistributions inside operators. The
+    plans for a pair of layouts are compared once, first by the largest volume that a rank receives or sends,
+    then by the volume that all ranks together receive; DTensor's own plan is used unless it moves more. It is
+    also used for partial targets, in traced code, and for placements that are not torch's own. All ranks of a
+    mesh must enter the block. Results equal DTensor's, except that sums of floats are added in another order.
 
     Raises:
         NotInitialized: there is no job, neither of `mcr.init` nor of the backend `mcr`.
-        Unsupported: this version of torch redistributes in a way that is not known here.
+        Unsupported: the internals of this version of torch are not supported.
 
     Example:
         ```python
@@ -141,7 +141,7 @@ def _set(places: Sequence[ModuleType], function: Any) -> None:
 
 
 def _check_internals(function: Any) -> None:
-    """Raise `Unsupported` if torch redistributes in a way that is not known here."""
+    """Raise `Unsupported` if torch's internals differ from those of the supported versions."""
     problem = None
     shared = getattr(_dispatch, _FUNCTION, None) is function
     if function is None or not shared:
@@ -155,7 +155,7 @@ def _check_internals(function: Any) -> None:
         elif not {"mesh", "placements", "tensor_meta"} <= set(DTensorSpec.__dataclass_fields__):
             problem = "DTensorSpec has other fields"
     if problem is not None:
-        raise Unsupported(f"planned: torch {torch.__version__} is not known: {problem}")
+        raise Unsupported(f"planned: torch {torch.__version__} is not supported: {problem}")
 
 
 @cache
@@ -167,7 +167,7 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
 
 
 class _Choices:
-    """What has been chosen in a job: of pairs of specs, and the groups of meshes."""
+    """The choices of a job: a redistribution for each pair of specs, None for DTensor's; groups of meshes."""
 
     def __init__(self) -> None:
         self.moves: dict[DeviceMesh, dict[tuple[Any, Any], Redistribution | None]] = {}
@@ -178,7 +178,7 @@ _MOST: Final = 1024  # pairs of specs on a mesh, whose plans are kept
 
 
 class _Planned:
-    """`redistribute_local_tensor`, which asks for our plan first."""
+    """A replacement of `redistribute_local_tensor` that tries a plan of mcr_plus first."""
 
     def __init__(self, original: Any) -> None:
         self.original = original
@@ -195,7 +195,7 @@ class _Planned:
         return result
 
     def _may_plan(self, local: torch.Tensor, current_spec: Any, target_spec: Any) -> bool:
-        """Whether a plan of ours may do it; the same on all ranks of the mesh."""
+        """Return True if a plan of mcr_plus is applicable; the same on all ranks of the mesh."""
         if type(local) not in (torch.Tensor, torch.nn.Parameter, AsyncCollectiveTensor):
             return False
         if torch.compiler.is_compiling() or job.runtime is None or job.runtime.closed:
@@ -210,7 +210,7 @@ class _Planned:
 
 
 def _moved(local: torch.Tensor, current_spec: Any, target_spec: Any) -> torch.Tensor | None:
-    """The local tensor in the target by our plan, or None if DTensor's is as good."""
+    """Redistribute by a plan of mcr_plus; return the result, or None if DTensor's plan is as good."""
     choices: _Choices = current().attached.setdefault("DTensor", _Choices())
     moves = choices.moves.setdefault(current_spec.mesh, {})  # the same on all ranks of the mesh
     key = (current_spec, target_spec)
@@ -228,12 +228,13 @@ def _moved(local: torch.Tensor, current_spec: Any, target_spec: Any) -> torch.Te
 def _choose(
     choices: _Choices, local: torch.Tensor, current_spec: Any, target_spec: Any
 ) -> Redistribution | None:
-    """Our redistribution if its fullest rank receives less; the same on all ranks of the mesh.
+    """Return a redistribution if it moves less than DTensor's plan, else None.
 
-    Collective over them, unless counting alone says that DTensor's plan is as good.
+    The choice is the same on all ranks of the mesh. Collective over them, unless the lower bound shows that
+    DTensor's plan is as good.
     """
     try:
-        # An operator's target may have no metadata of its own. Its order of shards stays.
+        # The target of an operator may lack metadata. Its order of shards is kept.
         target_spec = copy(target_spec)
         target_spec.tensor_meta = current_spec.tensor_meta
         source, target = layout_of_spec(current_spec), layout_of_spec(target_spec)
@@ -266,7 +267,7 @@ def _choose(
 
 
 def _group(choices: _Choices, ranks: tuple[int, ...]) -> Communicator:
-    """The group of a mesh's ranks, opened on first use, which is collective over them."""
+    """Return the group of a mesh's ranks. The first call opens it, collectively over them."""
     world = member_of(None)
     if sorted(ranks) == sorted(world.ranks):
         return world
@@ -281,7 +282,7 @@ def _group(choices: _Choices, ranks: tuple[int, ...]) -> Communicator:
 
 
 def _volume_of_plan(current_spec: Any, target_spec: Any, ranks: Ints) -> Volume | None:
-    """What DTensor's plan receives, in the numbering of `ranks`; None if it is of an unknown form."""
+    """Return the volume of DTensor's plan; None if the plan has an unknown form. `ranks`: the mesh."""
     infos = _redistribute._gen_transform_infos(current_spec, target_spec)
     mesh = current_spec.mesh
     optimize = getattr(_redistribute, "_optimize_transform_infos", None)
@@ -299,7 +300,7 @@ def _volume_of_plan(current_spec: Any, target_spec: Any, ranks: Ints) -> Volume 
         if number == 1 or before == after:
             continue
         if isinstance(after, Partial) and not before.is_replicate():
-            return None  # which torch refuses once it gets there
+            return None  # torch raises an error at this step
         held = _volumes(shape, ranks, placements)
         kept = list(placements)
         for axis in axes:
@@ -314,7 +315,7 @@ def _volume_of_plan(current_spec: Any, target_spec: Any, ranks: Ints) -> Volume 
             continue
         elif type(before) is Shard and type(after) is Shard:
             received += now - _common(shape, ranks, kept, placements)
-        else:  # gathered, and perhaps cut again
+        else:  # gathered, and possibly cut again
             for axis in axes:
                 kept[axis] = Replicate()
             received += _volumes(shape, ranks, kept) - held
@@ -322,7 +323,7 @@ def _volume_of_plan(current_spec: Any, target_spec: Any, ranks: Ints) -> Volume 
 
 
 def _without_order(placement: Placement) -> Placement:
-    """Strided shards as plain ones, whose sizes are the same but where they are uneven."""
+    """Return plain shards for strided ones; sizes are the same unless shards are uneven."""
     return placement if getattr(placement, "split_factor", None) is None else Shard(placement.dim)  # type: ignore[attr-defined]
 
 
@@ -333,13 +334,13 @@ def _state(shape: tuple[int, ...], ranks: Ints, placements: Sequence[Placement])
 
 
 def _volumes(shape: tuple[int, ...], ranks: Ints, placements: Sequence[Placement]) -> Ints:
-    """Elements of each rank's local tensor, by its place in the mesh."""
+    """Return the elements of each rank's local tensor, in the order of the mesh."""
     layout = _state(shape, ranks, placements)
     return np.array([math.prod(layout.locals[rank]) for rank in ranks.ravel().tolist()], np.int64)
 
 
 def _common(shape: tuple[int, ...], ranks: Ints, a: Sequence[Placement], b: Sequence[Placement]) -> Ints:
-    """Elements that each rank has before and after, where it has one box."""
+    """Return the elements that each rank holds in both layouts; 0 unless it holds one box in each."""
     found = []
     one, other = (_state(shape, ranks, each) for each in (a, b))
     for rank in ranks.ravel().tolist():
@@ -354,7 +355,7 @@ def _common(shape: tuple[int, ...], ranks: Ints, a: Sequence[Placement], b: Sequ
 
 
 def _without_a_job() -> dict[str, int]:
-    """By which a mesh needs no process group, in versions of torch that know it."""
+    """Return the arguments that make a mesh without a process group, in versions of torch that have them."""
     return {"_rank": 0} if "_rank" in inspect.signature(DeviceMesh.__init__).parameters else {}
 
 

@@ -1,18 +1,18 @@
-"""Plans: the steps from one layout to another, what each costs, and which is the cheapest.
+"""Programs: the possible steps from one layout to another, their loads, and their costs.
 
-Every plan is a sequence of exchanges (`messages`), each from one layout to the next:
+Every program is a sequence of exchanges (`messages`), each from one layout to the next, or one native
+collective (`native`):
 
-    direct              source → target: every rank gets what it lacks from ranks that hold it
-    gather              source → slices → target: of what several ranks lack, each gets a slice first, which
-    they
-                        then send to each other; with nodes, all of it enters each node once
-    reduce              source → sums → target: each addend's holders first sum a slice each
+    direct              source → target: every rank receives the elements it lacks from ranks that hold them
+    gather              source → slices → target: ranks that lack the same elements first receive a slice
+                        each, then exchange the slices; with nodes, each element enters each node once
+    reduce              source → sums → target: the holders of addends first sum a slice each
     reduce, gather      both
 
-The intermediate layouts are computed from the two layouts alone, so all ranks make the same plans. Halo
-exchanges, collectives on a mesh and transfers between meshes are all of this form. The idea of a plan between
-any two layouts is SuperScaler's (Lin et al. 2023, arXiv 2301.08984); that of sending slices which receivers
-gather is from the cross-mesh resharding of Alpa (Zhuang et al. 2023, arXiv 2211.05322).
+The intermediate layouts are computed from the two layouts alone, so all ranks make the same programs. Halo
+exchanges, collectives on a mesh and transfers between meshes all have this form. Planning between any two
+layouts follows SuperScaler (Lin et al. 2023, arXiv 2301.08984); sending slices that the receivers gather
+follows the cross-mesh resharding of Alpa (Zhuang et al. 2023, arXiv 2211.05322).
 """
 
 from __future__ import annotations
@@ -39,20 +39,21 @@ from mcr_plus.layout.regions import (
     volumes,
 )
 
-_MOST_PAIRS: Final = 1 << 16  # of regions, beyond which no slices are looked for
-_MOST_SLICES: Final = 1 << 13  # of all ranks together
+_MOST_PAIRS: Final = 1 << 16  # pairs of regions; beyond it no slices are computed
+_MOST_SLICES: Final = 1 << 13  # slices of all ranks together
 
 LOADS: Final = ("sent", "received", "partners", "sent_far", "received_far", "partners_far")
-"""What a rank does in an exchange: bytes and partners, on its own node and on others."""
+"""The loads of a rank in an exchange: bytes and partners, on its own node and on other nodes."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A way to get from one layout to another.
+    """A redistribution from one layout to another: a sequence of exchanges, or a native collective.
 
     Attributes:
         name: `direct`, `gather`, `reduce`, `reduce, gather`, or the kind of a native collective.
-        steps: its exchanges, one after another; none for a native collective.
+        steps: the consecutive exchanges; none for a native collective.
+        native: the native collective; None for exchanges.
     """
 
     name: str
@@ -60,14 +61,14 @@ class Program:
     native: Native | None = None
 
     def parts(self, rank: int) -> list[Part]:
-        """The parts of a rank in each step."""
+        """Return the part of a rank in each step."""
         return [step.part(rank) for step in self.steps]
 
 
 def programs(
     source: Layout, target: Layout, itemsize: int, nodes: Ints | None = None, turn: int = 0
 ) -> list[Program]:
-    """All plans from `source` to `target`, exchanges and a native collective. The same on all ranks."""
+    """Return all programs from `source` to `target`, the native collective first; the same on all ranks."""
     found = exchanges(source, target, itemsize, nodes, turn)
     one = native(source, target)
     return found if one is None else [Program(one.kind, native=one), *found]
@@ -76,10 +77,10 @@ def programs(
 def exchanges(
     source: Layout, target: Layout, itemsize: int, nodes: Ints | None = None, turn: int = 0
 ) -> list[Program]:
-    """The plans that consist of exchanges; the first is `direct`."""
+    """Return the programs that consist of exchanges; the first is `direct`."""
     direct = Program("direct", (Exchange(source, target, itemsize, nodes, turn),))
     found = [direct]
-    if source.volume == 0 or source.has_gaps:  # the steps between others are complete layouts
+    if source.volume == 0 or source.has_gaps:  # intermediate layouts must be complete
         return found
     if source.is_partial:
         sums = summed(source, target, itemsize, turn)
@@ -105,11 +106,11 @@ def exchanges(
 
 
 def summed(source: Layout, target: Layout, itemsize: int, turn: int = 0) -> Layout | None:
-    """The layout in which every region of a partial source is cut into slices, each summed on one rank.
+    """Return the layout of the regions of a partial source, cut into slices that are each summed on one rank.
 
-    A rank that needs what it sums need not be sent it later. So parts of regions that some of their holders
-    need are summed by these, unless the fullest rank receives less where all holders share the sums. None
-    where the addends are not cut alike.
+    A rank that sums elements that it needs does not receive them later. Elements that some of their holders
+    need are therefore summed by these, unless the largest volume of a rank is smaller if all holders share
+    the sums. None if the addends are not cut into the same boxes.
     """
     have, need = source.regions, target.target_regions
     number, addends = len(have.counts), source.addend_count
@@ -141,9 +142,9 @@ def summed(source: Layout, target: Layout, itemsize: int, turn: int = 0) -> Layo
 
 
 def _spread(boxes: Boxes, box_of: Ints, members: Ints, itemsize: int, turn: int) -> tuple[Ints, Boxes]:
-    """Slices of boxes, spread over the members of each: the rank of each slice, and the slices.
+    """Cut each box into slices for its members; returns the rank of each slice, and the slices.
 
-    `box_of`: the box of each of `members`, ascending.
+    `box_of`: the index of the box of each entry of `members`, ascending.
     """
     number = np.bincount(box_of, minlength=len(boxes.lows))
     starts = number.cumsum() - number
@@ -152,7 +153,7 @@ def _spread(boxes: Boxes, box_of: Ints, members: Ints, itemsize: int, turn: int)
 
 
 def _members_of(some: Ints, box_of: Ints, members: Ints) -> tuple[Ints, Ints]:
-    """For boxes, all their members: the index in `some`, and the rank; `box_of` as in `_spread`."""
+    """Return all members of the boxes `some`: the index in `some`, and the rank. `box_of`: see `_spread`."""
     begins = np.searchsorted(box_of, some)
     number = np.searchsorted(box_of, some, side="right") - begins
     which = np.repeat(np.arange(len(some)), number)
@@ -160,7 +161,7 @@ def _members_of(some: Ints, box_of: Ints, members: Ints) -> tuple[Ints, Ints]:
 
 
 def _fullest(owned: tuple[Ints, Boxes], need: Regions, addends: int) -> int:
-    """The most that ranks receive to sum slices, and then to have what they need, in elements."""
+    """Return the largest received volumes in elements: of the sums, plus of the target after them."""
     owners, boxes = owned
     size = 1 + int(max(owners.max(initial=0), need.members.max(initial=0)))
     sums = np.bincount(owners, boxes.volumes, size)
@@ -174,11 +175,10 @@ def _fullest(owned: tuple[Ints, Boxes], need: Regions, addends: int) -> int:
 def sliced(
     source: Layout, target: Layout, itemsize: int, nodes: Ints | None = None, turn: int = 0
 ) -> Layout | None:
-    """The layout in which each rank has a slice of what it and others lack of the target, besides what it
-    holds.
+    """Return the layout in which each rank holds its elements and a slice of those that it and others lack.
 
-    Slices lie inside the target's local tensors. None where no element is lacked by more ranks than hold it,
-    or where there would be too many slices.
+    Slices lie inside the target's local tensors. None if every element is lacked by at most as many ranks as
+    hold it, or if there would be too many slices.
     """
     have, need = source.regions, target.target_regions
     nodes = None if nodes is None or len(np.unique(nodes)) == 1 else nodes
@@ -219,7 +219,7 @@ def sliced(
     pieces_of_cell = np.bincount(which, minlength=len(cells.lows))
 
     def slices_of(some: Ints) -> tuple[Ints, Ints]:
-        """For cells, all their slices: the index in `some`, and the slice."""
+        """Return all slices of the cells `some`: the index in `some`, and the slice."""
         number = pieces_of_cell[some]
         at = np.repeat(np.arange(len(some)), number)
         return at, np.arange(len(at)) - (number.cumsum() - number)[at] + begin[some][at]
@@ -235,14 +235,14 @@ def sliced(
 
 
 def _pieces(regions: Regions, which: Ints, ranks: Ints) -> Ints:
-    """The box, in its layout, of each rank that has the region with the same index."""
+    """Return the index of the box that contains region `which[i]` in the layout of rank `ranks[i]`."""
     return regions.pieces[regions.find(which, ranks)]
 
 
 def _slices(boxes: Boxes, number: Ints) -> tuple[Ints, Ints, Boxes]:
     """Cut each flattened box into `number` slices of near equal size.
 
-    Returns the box and the index of the slice for each of the resulting boxes (a slice may be several).
+    Returns for each resulting box the index of its box and of its slice; a slice may be several boxes.
     """
     sizes = boxes.volumes
     which = np.repeat(np.arange(len(sizes)), number)
@@ -261,7 +261,7 @@ def _slices(boxes: Boxes, number: Ints) -> tuple[Ints, Ints, Boxes]:
 
 
 def load(part: Part, itemsize: int, nodes: Ints | None = None) -> Ints:
-    """What a rank does in an exchange, in the order of `LOADS`."""
+    """Return the loads of a rank in an exchange, in the order of `LOADS`."""
     found = np.zeros((2, 3), np.int64)
     for side, rows in enumerate((part.sends, part.receives)):
         sizes = rows.sizes * itemsize
@@ -273,10 +273,10 @@ def load(part: Part, itemsize: int, nodes: Ints | None = None) -> Ints:
 
 
 def native_load(one: Native, source: Layout, rank: int, itemsize: int, nodes: Ints | None = None) -> Ints:
-    """What a rank does in a native collective whose algorithm moves the least, in the order of `LOADS`."""
+    """Return the loads of a rank in a native collective with minimum volume, in the order of `LOADS`."""
     found = np.zeros((2, 3), np.int64)
     members = one.group_of(rank)
-    if members is not None and len(members) > 1:  # alone it copies
+    if members is not None and len(members) > 1:  # a rank alone only copies
         number = len(members)
         size = int(source.held.volumes[source.pieces(rank)].sum()) * itemsize
         times = {"all_gather": number, "reduce_scatter": 1, "all_reduce": 2}[one.kind]
@@ -289,8 +289,9 @@ def native_load(one: Native, source: Layout, rank: int, itemsize: int, nodes: In
 
 
 class Costs(NamedTuple):
-    """Seconds of a message and of a byte, on one node and between nodes; by default assumed ones, of a host
-    and of a link of 1 Gbit/s.
+    """The costs of a message and of a byte in seconds, inside a node and between nodes (`far`).
+
+    The defaults are assumptions for one host and a link of 1 Gbit/s.
     """
 
     message: float = 15e-6
@@ -299,8 +300,9 @@ class Costs(NamedTuple):
     far_byte: float = 1 / 117e6
 
     def seconds(self, loads: NDArray[np.int64], sharers: int = 1) -> NDArray[np.float64]:
-        """The time of exchanges by the largest loads of a rank, [..., 6]; `sharers`: ranks that share a
-        link.
+        """Return the time of exchanges, given the largest loads of any rank, [..., 6].
+
+        `sharers`: the number of ranks that share a link.
         """
         near = self.message * loads[..., 2] + self.byte * np.maximum(loads[..., 0], loads[..., 1])
         far = self.far_message * loads[..., 5] + self.far_byte * sharers * np.maximum(
@@ -312,12 +314,12 @@ class Costs(NamedTuple):
 
 @dataclass(frozen=True)
 class Bound:
-    """What any plan must move at least, in elements.
+    """The volume that any plan must move at least, in elements.
 
     Attributes:
-        received: of each rank that lacks something: elements that it must receive.
-        total: of all ranks together, which with sums is more than the sum of `received`.
-        entering: elements that must enter each node.
+        received: the elements that each rank of the target must receive.
+        total: the elements of all ranks together; with sums it exceeds the sum of `received`.
+        entering: the elements that must enter each node.
     """
 
     received: dict[int, int]
@@ -326,15 +328,15 @@ class Bound:
 
     @cached_property
     def fullest(self) -> int:
-        """The most that some rank must receive, if the total is spread evenly over those that take part."""
+        """The largest number of elements that a rank must receive."""
         return max(self.received.values(), default=0)
 
 
 def bound(source: Layout, target: Layout, nodes: Ints | None = None) -> Bound:
-    """The least volume of any plan from `source` to `target`, by counting (for descriptions and tests).
+    """Return the least volume of any plan from `source` to `target`, by counting.
 
-    A rank must receive each element that it needs and does not hold completely, once. Elements of k addends
-    need k - 1 receipts to be summed anywhere, and one for each further rank that needs them.
+    A rank must receive each element that it needs and does not hold, once. An element with k addends is
+    received k - 1 times to be summed on any rank, and once by each further rank that needs it.
     """
     have, need = source.regions, _apart(target)
     received = dict.fromkeys(target.ranks, 0)
@@ -365,7 +367,7 @@ def bound(source: Layout, target: Layout, nodes: Ints | None = None) -> Bound:
 
 
 def _apart(target: Layout) -> Regions:
-    """The regions of a target, cut where they overlap."""
+    """Return the regions of a target, cut where they overlap."""
     if not target.overlaps:
         return target.target_regions
     which, boxes = cut_apart(target.held, target.shape)

@@ -1,15 +1,15 @@
-"""Proof that an exchange does what it should, by each rank for its own part, before the first byte is sent.
+"""Proof that an exchange is correct, made by each rank for its own part before the first byte is sent.
 
-`check` looks at the result of planning without the planner: that what a rank keeps and receives covers each
-of its boxes exactly once for every addend, that it receives from ranks that hold what they are to send, and
-that it sends what it holds. `digests` are compared between sender and receiver, so that both pack and unpack
-the same boxes in the same order. If `check` passes on every rank for every step, and all digests agree, every
-element of the target has the reduction of all its addends, each once: by induction over the steps, each of
-which is between complete layouts.
+`check` verifies the result of planning independently of the planner: the boxes that a rank keeps and receives
+cover each of its boxes exactly once for every addend; it receives each box from a rank that holds it; and it
+sends only boxes that it holds. The `digests` of sender and receiver are compared, so that both pack and
+unpack the same boxes in the same order. If `check` passes on every rank for every step, and all digests
+agree, every element of the target is the reduction of all its addends, each once, by induction over the
+steps: each of them leads from a complete layout to a complete layout.
 
-`check_native` does so for a native collective in each of some groups: that the boxes which the members of a
-group hold, in their order, are what such a collective takes and leaves. `digest_of_groups` is compared by all
-ranks, which so run the same collectives in the same groups.
+`check_native` verifies a native collective in each of several groups: the boxes of a group's members, in
+their order, are the inputs and outputs of such a collective. All ranks compare `digest_of_groups`, so that
+they run the same collectives in the same groups.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PRIMES: Final = np.array(
 
 
 def check(part: Part, source: Layout, target: Layout) -> str | None:
-    """What is wrong with a rank's part of an exchange from `source` to `target`; None if nothing is."""
+    """Return the error in a rank's part of an exchange from `source` to `target`; None if it is correct."""
     rank = part.rank
     if (part.sends.peers == rank).any() or (part.receives.peers == rank).any():
         return f"rank {rank} exchanges with itself"
@@ -48,7 +48,7 @@ def check(part: Part, source: Layout, target: Layout) -> str | None:
     own = np.setdiff1d(target.pieces(rank), as_ints(copies))
     for does, into in (("receives", part.receives.pieces), ("keeps", part.kept.into)):
         if not np.isin(into, own).all():
-            return f"rank {rank} {does} what belongs to none of its boxes of the target"
+            return f"rank {rank} {does} a box that lies in none of its boxes of the target"
     for piece in own.tolist():
         if wrong := _covered(part, source, target, piece):
             return wrong
@@ -58,26 +58,27 @@ def check(part: Part, source: Layout, target: Layout) -> str | None:
 def _not_inside(
     does: str, rank: int, source: Layout, pieces: Ints, boxes: Boxes, addends: Ints
 ) -> str | None:
-    """What is wrong with the boxes of a rank's source that rows are read from."""
+    """Return the error if a row is not inside its box of the rank's source, or of another addend."""
     if not (source.owners[pieces] == rank).all():
         return f"rank {rank} {does} a part of a box of another rank"
     if not (contains(source.held.take(pieces), boxes) & (source.addends[pieces] == addends)).all():
-        return f"rank {rank} {does} what is outside of its box, or another addend"
+        return f"rank {rank} {does} elements outside of its box, or of another addend"
     return None
 
 
 def _covered(part: Part, source: Layout, target: Layout, piece: int) -> str | None:
-    """What is wrong with the boxes that a rank keeps and receives for one of its boxes of the target."""
+    """Return the error if kept and received boxes do not cover a rank's box of the target once; else None."""
     received, kept = part.receives.pieces == piece, part.kept.into == piece
     low, high = target.held.lows[piece], target.held.highs[piece]
     addends = np.concatenate([part.receives.addends[received], part.kept.addends[kept]])
     sides = zip(part.receives.boxes.take(received), part.kept.boxes.take(kept), strict=True)
     lows, highs = (np.concatenate(side) for side in sides)
-    # With the addend as one more dimension, of which every element is covered once.
+    # The addend is one more dimension; every element must be covered once.
     boxes = Boxes(np.column_stack([addends, lows]), np.column_stack([addends + 1, highs]))
     if source.has_gaps:
         _, held = meet(low, high, source.regions.boxes)
-        # Boxes that lie in those of the source, overlap nowhere, and are as large as what it has of the box.
+        # Kept and received boxes lie in those of the source. If they are disjoint and as large as its part of
+        # the box, they cover it.
         if int(boxes.volumes.sum()) == int(held.volumes.sum()) and _apart(boxes):
             return None
     elif cover_once(boxes, np.append(0, low), np.append(source.addend_count, high)):
@@ -96,9 +97,7 @@ def _apart(boxes: Boxes) -> bool:
 
 
 def _all_hold(layout: Layout, ranks: Ints, boxes: Boxes, addends: Ints) -> str | None:
-    """Whether each rank holds the box with the same index, as a part of the addend; what is wrong
-    otherwise.
-    """
+    """Return the error if a rank does not hold the box with the same index, in its addend; else None."""
     begins = np.searchsorted(layout.owners, ranks, side="left")
     ends = np.searchsorted(layout.owners, ranks, side="right")
     found = np.zeros(len(ranks), bool)
@@ -110,12 +109,13 @@ def _all_hold(layout: Layout, ranks: Ints, boxes: Boxes, addends: Ints) -> str |
         return None
     bad = int(np.flatnonzero(~found)[0])
     borders = list(zip(boxes.lows[bad].tolist(), boxes.highs[bad].tolist(), strict=True))
-    return f"rank {int(ranks[bad])} is to send {borders}, which it does not hold"
+    return f"rank {int(ranks[bad])} should send {borders}, but does not hold it"
 
 
 def check_native(native: Native, source: Layout, target: Layout, ranks: Collection[int]) -> str | None:
-    """What is wrong with the groups of a native collective to which some of `ranks` belong, or with those
-    that belong to none; None if nothing is.
+    """Return the error in the groups of a native collective, None if they are correct.
+
+    Of the groups, only those that contain any of `ranks` are checked in detail.
     """
     members = as_ints([rank for group in native.groups for rank in group])
     if len(np.unique(members)) != len(members):
@@ -123,9 +123,9 @@ def check_native(native: Native, source: Layout, target: Layout, ranks: Collecti
     holders = np.union1d(source.owners, target.owners)
     others = np.setxor1d(holders, members)
     if len(others):
-        return f"rank {int(others[0])} holds elements and is in no group, or the reverse"
+        return f"rank {int(others[0])} holds elements but is in no group, or the other way round"
     if source.has_gaps:
-        return f"a collective of {source}, of which elements may be missing"
+        return f"a collective of {source}, which may lack elements"
     for group in native.groups:
         if not set(group).isdisjoint(ranks) and (
             wrong := _wrong_group(native, as_ints(group), source, target)
@@ -135,7 +135,7 @@ def check_native(native: Native, source: Layout, target: Layout, ranks: Collecti
 
 
 def _wrong_group(native: Native, group: Ints, source: Layout, target: Layout) -> str | None:
-    """What is wrong with one group; None if nothing is."""
+    """Return the error in one group; None if it is correct."""
     boxes = []
     for what, layout in (("source", source), ("target", target)):
         at = np.searchsorted(layout.owners, group)
@@ -152,7 +152,7 @@ def _wrong_group(native: Native, group: Ints, source: Layout, target: Layout) ->
         return "it does not reduce each addend once"
     outer, inner = boxes if native.kind == "reduce_scatter" else boxes[::-1]
     if not ((outer.lows == outer.lows[0]).all() and (outer.highs == outer.highs[0]).all()):
-        return "its ranks have different boxes of what is whole"
+        return "its ranks have different boxes of the whole"
     if native.kind == "all_reduce":
         same = np.array_equal(outer.lows, inner.lows) and np.array_equal(outer.highs, inner.highs)
         in_order = bool((np.diff(group) > 0).all())
@@ -167,15 +167,15 @@ def _wrong_group(native: Native, group: Ints, source: Layout, target: Layout) ->
 
 
 def digest_of_groups(native: Native) -> int:
-    """A number for a native collective and its groups, equal on all ranks that would run the same."""
+    """Return a hash of a native collective and its groups, equal on ranks that run the same ones."""
     text = repr((native.kind, native.groups)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
 
 
 def digests(rows: Rows, ranks: Ints) -> NDArray[np.int64]:
-    """For each of `ranks`, 64 bits of the boxes exchanged with it in their order; 0 if there are none.
+    """Return for each of `ranks` a 64-bit hash of the boxes exchanged with it, in order; 0 if there are none.
 
-    Equal for the sender and the receiver of the same boxes in the same order.
+    The hashes of sender and receiver are equal if both have the same boxes in the same order.
     """
     found = np.zeros(len(ranks), np.uint64)
     if not len(rows.peers):
@@ -194,8 +194,9 @@ def digests(rows: Rows, ranks: Ints) -> NDArray[np.int64]:
 
 
 def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A bijection of 64 bits that spreads every one of them (the finalizer of SplitMix64, Steele et al.
-    2014).
+    """Mix 64-bit words by a bijection in which every bit affects all others.
+
+    The finalizer of SplitMix64 (Steele et al. 2014).
     """
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""`mcr.redistribute`: a tensor from one layout to another."""
+"""`mcr.redistribute`: redistribution of one tensor from one layout to another."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from mcr_plus.communicator.calls import Compress
 
-_KEPT: Final = 1024  # moves of a group
-_BUFFERS: Final = 256 << 20  # bytes of the buffers that they keep between calls
+_KEPT: Final = 1024  # redistributions of a group
+_BUFFERS: Final = 256 << 20  # bytes of their buffers between calls
 
 
 def redistribute(
@@ -38,35 +38,36 @@ def redistribute(
     tag: str | None = None,
     compress: Compress = None,
 ) -> Any:
-    """Bring a tensor from one layout to another: any ranks, any boxes, sums included; collective over the
-    group.
+    """Redistribute a tensor from one layout to another: any ranks, any boxes, sums included.
 
-    Every rank of the group calls it with the same layouts. The plan is chosen by expected time, proved by all
-    ranks before the first byte is sent, and kept for calls with the same layouts and dtype.
+    Collective over the group: all ranks pass the same layouts. The plan is chosen by expected time, proved by
+    all ranks before the first byte is sent, and cached for calls with the same layouts and dtype.
 
     Args:
         x: this rank's local tensor in `source`, of shape `source.local_shape(rank)`, of any dtype and
             strides; None where the rank has no part in it. It must not be changed while an asynchronous call
-            is in flight.
+            is pending.
         source: a `Layout`, or, if `x` is a `DTensor`, the mesh of the result.
         target: a `Layout` of the same global shape, or, if `x` is a `DTensor`, the placements of the result.
-        out: the local tensor in `target` to write to; None: a new one. Any strided tensor of the right shape
-            and dtype.
-        async_op: return a `Work`, whose `output` is the result once it is done. Only the first call with
-            these layouts waits for other ranks.
-        dtype: of the tensor, the same on all ranks. Needed where some rank has no part in the source and
-            tensors of several dtypes go the same way: without it, the dtype of the first call counts.
-        tag: of its operations, which rules match; `redistribute` if None.
-        compress: as of every collective. With a codec, replicas still get the same bits.
+        out: the local tensor in `target` to write to, any strided tensor of the right shape and dtype; None:
+            a new one.
+        async_op: True: return a `Work`, whose `output` is the result once it is complete. Only the first call
+            with these layouts waits for other ranks.
+        dtype: the dtype of the tensor, the same on all ranks. Required if some rank has no part in the source
+            and tensors of several dtypes have the same layouts: without it, the dtype of the first call is
+            expected.
+        tag: the tag of its operations, which rules match; `redistribute` if None.
+        compress: see the other collectives. With a codec, replicas still get the same bits.
 
     Returns:
         The local tensor in `target`, None where this rank has no part in it. With a `DTensor`, a `DTensor`.
-        Values are exact, but for sums of floats, whose addends are reduced in the order of their numbers.
+        Values are exact, except for sums of floats, which depend on the order of the addends: by index in
+        exchanges, that of the library in native collectives.
 
     Raises:
-        InvalidArgument: layouts, dtypes or shapes do not fit or differ between ranks; elements that no rank
-            holds; on all ranks. With a known plan, a wrong tensor is refused on its rank alone, as by other
-            collectives.
+        InvalidArgument: on all ranks: layouts, dtypes or shapes do not match or differ between ranks, or no
+            rank holds some element. With a cached plan, only the rank that passes a wrong tensor raises, as
+            in other collectives.
         Unsupported: a codec would leave replicas with different bits.
 
     Example:
@@ -83,7 +84,7 @@ def redistribute(
         from mcr_plus.layout.torch_layouts import redistribute_dtensor
 
         if out is not None:
-            refuse(group, InvalidArgument("out: not with a DTensor, whose result is another DTensor"))
+            refuse(group, InvalidArgument("out: not supported with a DTensor; the result is a new DTensor"))
         return redistribute_dtensor(
             cast("DTensor", x),
             source,
@@ -111,9 +112,9 @@ def bound(
     compress: Compress,
     dtype: torch.dtype | None = None,
 ) -> Redistribution:
-    """The redistribution of one tensor, the same object for calls with the same arguments.
+    """Return the redistribution of one tensor: a cached object for calls with the same arguments.
 
-    The group keeps the latest ones, the same on all ranks. `dtype`: as of `redistribute`.
+    The group caches the latest ones, the same on all ranks. `dtype`: see `redistribute`.
     """
     comm = member_of(group)
     kept: _Kept | None = comm.attached.get("redistributions")
@@ -124,15 +125,15 @@ def bound(
 
 
 class _Kept:
-    """What a group has bound, and the memory that it keeps for it: of the moves called last."""
+    """The cached redistributions of a group, and the bound on their buffers: the latest ones keep theirs."""
 
     def __init__(self) -> None:
         self.moves: OrderedDict[Any, _Move] = OrderedDict()
         self._bytes: dict[_Move, int] = {}
-        self._lock = Lock()  # handles may be completed by any thread
+        self._lock = Lock()  # any thread may complete a handle
 
     def add(self, key: Any, move: _Move) -> None:
-        """Keep a move that all ranks have agreed on: what they keep must be the same."""
+        """Cache a redistribution that all ranks have agreed on: their caches must be the same."""
         with self._lock:
             if len(self.moves) >= _KEPT:
                 _, oldest = self.moves.popitem(last=False)
@@ -140,10 +141,10 @@ class _Kept:
             self.moves[key] = move
 
     def hold(self, move: _Move, nbytes: int) -> None:
-        """Count the buffers of a move, and free what is too much."""
+        """Count the buffers of a redistribution, and free the oldest buffers beyond the bound."""
         with self._lock:
             self._bytes.pop(move, None)
-            if self.moves.get(move.key) is not move:  # it has been forgotten, or is not agreed on
+            if self.moves.get(move.key) is not move:  # dropped from the cache, or not agreed on
                 return
             if nbytes > _BUFFERS:
                 move.release()
@@ -157,7 +158,7 @@ class _Kept:
 
 
 class _Move(Redistribution):
-    """The redistribution of one tensor, which its group keeps from the first call that succeeds."""
+    """The redistribution of one tensor, cached by its group after the first successful call."""
 
     _other_dtypes = "pass `dtype` on all ranks"
 

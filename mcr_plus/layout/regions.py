@@ -1,8 +1,7 @@
-"""Boxes of index space: overlaps, runs of flattened boxes, and coverage, vectorised over many boxes.
+"""Boxes in index space: overlaps, runs of flattened boxes, and coverage, vectorised over many boxes.
 
-A box is half-open in every dimension: `low[d] <= i[d] < high[d]`. Many boxes are two arrays of int64, `lows`
-and `highs`, of shape [n, dims]. A tensor of 0 dimensions has one element: boxes of shape [n, 0] have volume
-1.
+A box is half-open in every dimension: `low[d] <= i[d] < high[d]`. n boxes are two int64 arrays, `lows` and
+`highs`, of shape [n, dims]. A tensor of 0 dimensions has one element: boxes of shape [n, 0] have volume 1.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Flags = NDArray[np.bool_]
 
 _MOST_CELLS: Final = 1 << 20
 _ROWS: Final = 64
-"""A cut of a box may be moved by this part of a share, so that it falls between rows and stays one box."""
+"""A cut of a box may move by 1/64 of a share, so that it falls between rows and leaves fewer boxes."""
 
 
 class Boxes(NamedTuple):
@@ -31,36 +30,36 @@ class Boxes(NamedTuple):
 
     @property
     def volumes(self) -> Ints:
-        """Elements of each box."""
+        """The number of elements of each box."""
         return volumes(self.lows, self.highs)
 
     def take(self, which: Ints | Flags) -> Boxes:
-        """Some of the boxes, by index or mask."""
+        """Return some of the boxes, by index or mask."""
         return Boxes(self.lows[which], self.highs[which])
 
 
 def as_ints(values: Any) -> Ints:
-    """An array of int64."""
+    """Return the values as an int64 array."""
     return np.asarray(values, dtype=np.int64)
 
 
 def volumes(lows: Ints, highs: Ints) -> Ints:
-    """Elements of each box; 0 where a box is empty in any dimension."""
+    """Return the number of elements of each box; 0 where a box is empty in any dimension."""
     found: Ints = np.maximum(highs - lows, 0).prod(axis=-1, dtype=np.int64)
     return found
 
 
 def meet(low: Ints, high: Ints, boxes: Boxes) -> tuple[Ints, Boxes]:
-    """The overlaps of one box with many: the indices of those that it meets, and the boxes in common."""
+    """Return the overlaps of one box with many: the indices of the overlapped boxes, and the overlaps."""
     lows, highs = np.maximum(boxes.lows, low), np.minimum(boxes.highs, high)
     (which,) = (lows < highs).all(axis=1).nonzero()
     return which, Boxes(lows[which], highs[which])
 
 
 def meet_all(a: Boxes, b: Boxes) -> tuple[Ints, Ints, Boxes]:
-    """The overlaps of every box of `a` with every one of `b`: both indices, and the boxes in common.
+    """Return the overlaps of all boxes of `a` with all of `b`: both indices, and the overlaps.
 
-    Ordered by the index in `a`, then in `b`. Takes O(len(a) · len(b) · dims).
+    They are sorted by the index in `a`, then in `b`. Takes O(len(a) · len(b) · dims).
     """
     hit = np.ones((len(a.lows), len(b.lows)), bool)
     for dim in range(a.lows.shape[1]):
@@ -71,16 +70,16 @@ def meet_all(a: Boxes, b: Boxes) -> tuple[Ints, Ints, Boxes]:
 
 
 def contains(outer: Boxes, inner: Boxes) -> Flags:
-    """Whether each box of `outer` contains the box of `inner` with the same index."""
+    """Return for each box of `outer` whether it contains the box of `inner` with the same index."""
     within = (outer.lows <= inner.lows) & (inner.highs <= outer.highs)
     return np.asarray(within.all(axis=1), bool)
 
 
 def row_length(boxes: Boxes, share: Ints) -> Ints:
-    """The largest number of consecutive elements of each flattened box that may be the unit of its cuts.
+    """Return for each flattened box the largest number of consecutive elements as the unit of its cuts.
 
-    A product of its trailing extents, at most 1/64 of `share` (elements between two cuts); 1 where only
-    elements are as small.
+    It is a product of trailing extents, at most 1/64 of `share` (elements between two cuts), or 1 if all such
+    products are larger.
     """
     extents = boxes.highs - boxes.lows
     unit = np.ones(len(extents), np.int64)
@@ -92,10 +91,10 @@ def row_length(boxes: Boxes, share: Ints) -> Ints:
 
 
 def runs(boxes: Boxes, starts: Ints, stops: Ints) -> tuple[Ints, Boxes]:
-    """Runs of flattened boxes as boxes: elements `starts[i]` to `stops[i]` of box i in row-major order.
+    """Return runs of flattened boxes as boxes: elements `starts[i]` to `stops[i]` of box i, row-major.
 
-    Returns the index of the run that each box belongs to, and the boxes: at most 2 · dims - 1 of a run, in
-    the order of its elements; none of an empty run.
+    Returns the index of the run of each resulting box, and the boxes: at most 2 · dims - 1 for each run, in
+    the order of its elements; none for an empty run.
     """
     extents = boxes.highs - boxes.lows
     number, dims = extents.shape
@@ -109,10 +108,10 @@ def runs(boxes: Boxes, starts: Ints, stops: Ints) -> tuple[Ints, Boxes]:
     start, stop = starts.copy(), stops.copy()
     head: list[tuple[int, Ints, Ints]] = []
     tail: list[tuple[int, Ints, Ints]] = []
-    for dim in range(dims - 1, 0, -1):  # what does not fill a step of the dimension outside of this one
+    for dim in range(dims - 1, 0, -1):  # partial steps of the next outer dimension
         outer = np.maximum(inner[:, dim - 1], 1)
         up, down = -(-start // outer) * outer, stop // outer * outer
-        inside = up > down  # in one step of the outer dimension: all that is left
+        inside = up > down  # the whole run lies in one step of the outer dimension
         head.append((dim, start, np.where(inside, stop, up)))
         tail.append((dim, np.where(inside, stop, down), stop))
         start, stop = np.where(inside, stop, up), np.where(inside, stop, down)
@@ -141,11 +140,11 @@ def _coordinates(at: Ints, inner: Ints, extents: Ints) -> Ints:
 
 
 def grids(boxes: Boxes, shape: tuple[int, ...]) -> Iterator[tuple[list[Ints], NDArray[np.int32]]]:
-    """How many boxes cover each cell of the grid that their borders make: the grid's borders, and the counts.
+    """Count the boxes that cover each cell of the grid of their bounds; yields coordinates and counts.
 
-    The borders of each dimension include 0 and its size. The boxes must lie inside `shape`. Where the grid
-    would be large it comes in parts, each with the borders of the boxes in that part alone: one grid of the
-    runs of a flattened tensor on n ranks has O(n ** dims) cells.
+    The coordinates of each dimension include 0 and its size. The boxes must lie inside `shape`. A large grid
+    is yielded in parts, each made only by the boxes in that part: a single grid of the runs of a flattened
+    tensor on n ranks would have O(n ** dims) cells.
     """
     none = np.zeros(len(shape), np.int64)
     parts = [(boxes, none, as_ints(shape))]
@@ -160,7 +159,7 @@ def grids(boxes: Boxes, shape: tuple[int, ...]) -> Iterator[tuple[list[Ints], ND
             continue
         dim = max(range(len(shape)), key=lambda each: len(edges[each]))
         middle = int(edges[dim][len(edges[dim]) // 2])
-        for side in (0, 1):  # the upper half goes on the pile first
+        for side in (0, 1):  # the upper half is pushed first
             lower, upper = low.copy(), high.copy()
             (lower if side == 0 else upper)[dim] = middle
             _, inside = meet(lower, upper, some)
@@ -169,12 +168,12 @@ def grids(boxes: Boxes, shape: tuple[int, ...]) -> Iterator[tuple[list[Ints], ND
 
 def _counts(boxes: Boxes, edges: list[Ints]) -> NDArray[np.int32]:
     dims = len(edges)
-    if not dims:  # one element, which every box has
+    if not dims:  # one element, which every box contains
         return np.array(len(boxes.lows), np.int32)
     grid = np.zeros([len(edge) for edge in edges], np.int32)
     lows = [np.searchsorted(edges[dim], boxes.lows[:, dim]) for dim in range(dims)]
     highs = [np.searchsorted(edges[dim], boxes.highs[:, dim]) for dim in range(dims)]
-    for corner in range(1 << dims):  # differences at the corners, whose running sums are the counts
+    for corner in range(1 << dims):  # the counts are cumulative sums of differences at the corners
         at = tuple(highs[dim] if corner >> dim & 1 else lows[dim] for dim in range(dims))
         np.add.at(grid, at, -1 if corner.bit_count() % 2 else 1)
     for dim in range(dims):
@@ -183,9 +182,7 @@ def _counts(boxes: Boxes, edges: list[Ints]) -> NDArray[np.int32]:
 
 
 def cover_once(boxes: Boxes, low: Ints, high: Ints) -> bool:
-    """Whether boxes cover the box from `low` to `high` exactly: each of its elements once, and nothing
-    else.
-    """
+    """Return True if boxes cover the box from `low` to `high` exactly: each element once, and no other."""
     inside = ((boxes.lows >= low) & (boxes.highs <= high)).all()
     if not inside or int(boxes.volumes.sum()) != int(volumes(low, high)):
         return False
@@ -196,17 +193,18 @@ def cover_once(boxes: Boxes, low: Ints, high: Ints) -> bool:
 
 
 class Regions:
-    """The different boxes of a layout, each with its addend and the ranks that have it.
+    """The distinct boxes of a layout, each with its addend and the ranks that hold it.
 
     Attributes:
-        boxes, addends: of each region.
+        boxes, addends: the box and the addend of each region.
         members, starts: the ranks of region i are `members[starts[i] : starts[i + 1]]`, ascending.
-        pieces: of each member the index of the box that contains the region, in the lists it was made of.
-        twins: pairs of equal boxes of a rank, which stand for one member: (index of it, index of the other).
+        pieces: for each member, the index in the constructor's arguments of the box that contains the region.
+        twins: pairs of equal boxes of one rank, which count as one member: (index of its box, index of the
+            other).
     """
 
     def __init__(self, boxes: Boxes, addends: Ints, owners: Ints, pieces: Ints | None = None) -> None:
-        """Group boxes by their borders and addend; `owners`: the rank of each. `pieces`: 0, 1, … if None."""
+        """Group boxes by bounds and addend. `owners`: the rank of each box. `pieces`: None for 0, 1, …"""
         pieces = np.arange(len(owners)) if pieces is None else pieces
         keys = np.column_stack([addends, *boxes, owners])
         order = np.lexsort(keys.T[::-1])
@@ -229,12 +227,12 @@ class Regions:
 
     @cached_property
     def counts(self) -> Ints:
-        """How many ranks have each region."""
+        """The number of ranks that hold each region."""
         return np.diff(self.starts)
 
     @cached_property
     def region_of_member(self) -> Ints:
-        """The region that each entry of `members` belongs to."""
+        """The index of the region of each entry of `members`."""
         return np.repeat(np.arange(len(self.counts)), self.counts)
 
     @cached_property
@@ -246,16 +244,16 @@ class Regions:
         return self.region_of_member * self._base + self.members
 
     def of_rank(self, rank: int) -> tuple[Ints, Ints]:
-        """The regions that a rank has, and its boxes that contain them."""
+        """Return the regions that a rank holds, and the indices of its boxes that contain them."""
         (at,) = (self.members == rank).nonzero()
         return self.region_of_member[at], self.pieces[at]
 
     def find(self, regions: Ints, ranks: Ints) -> Ints:
-        """The index in `members` of the rank of each region, which has it."""
+        """Return the index in `members` of `ranks[i]` in region `regions[i]`, which it must hold."""
         return np.searchsorted(self._keys, regions * self._base + ranks)
 
     def has(self, regions: Ints, ranks: Ints) -> Flags:
-        """Whether each region has the rank with the same index."""
+        """Return for each region whether the rank with the same index holds it."""
         if not len(self.members):
             return np.zeros(len(regions), bool)
         at = np.minimum(self.find(regions, ranks), len(self._keys) - 1)
@@ -263,7 +261,7 @@ class Regions:
         return found
 
     def entries(self, regions: Ints) -> tuple[Ints, Ints]:
-        """For every member of each of `regions`: the index in `regions`, and the rank."""
+        """Return for every member of each of `regions` the index in `regions`, and the rank."""
         number = self.counts[regions]
         which = np.repeat(np.arange(len(regions)), number)
         begins = number.cumsum() - number
@@ -272,9 +270,9 @@ class Regions:
 
 
 def cut_apart(boxes: Boxes, shape: tuple[int, ...]) -> tuple[Ints, Boxes]:
-    """Cut boxes where they overlap in part, so that any two are equal or apart.
+    """Cut boxes where they overlap in part, so that any two are equal or disjoint.
 
-    Returns for each result the index of the box that it is a part of, and the results.
+    Returns the index of the original box of each resulting box, and the resulting boxes.
     """
     everything = np.arange(len(boxes.lows))
     different = np.unique(np.column_stack(boxes), axis=0)
@@ -289,7 +287,7 @@ def cut_apart(boxes: Boxes, shape: tuple[int, ...]) -> tuple[Ints, Boxes]:
 
 
 def _covered_cells(edges: list[Ints], grid: NDArray[np.int32]) -> Boxes:
-    """The cells of a grid that some box covers."""
+    """Return the cells of a grid that at least one box covers."""
     cells = np.argwhere(grid > 0)
     lows = np.stack([edge[cells[:, dim]] for dim, edge in enumerate(edges)], axis=1)
     highs = np.stack([edge[cells[:, dim] + 1] for dim, edge in enumerate(edges)], axis=1)

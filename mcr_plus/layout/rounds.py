@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from mcr_plus.pipeline.stage import Issue
 
 Locals = list["torch.Tensor | None"]
-_torch: Any = torch  # whose type stubs do not have the operations on lists
+_torch: Any = torch  # its type stubs lack the operations on lists
 
 
 class Strided(NamedTuple):
-    """A box in a local tensor, as `torch.as_strided` takes it, and its place in a buffer, in elements."""
+    """A box in a local tensor, as for `torch.as_strided`, and its offset `at` in a buffer, in elements."""
 
     tensor: int
     extents: tuple[int, ...]
@@ -33,36 +33,36 @@ class Strided(NamedTuple):
     numel: int
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
-        """The box as a view of its contiguous local tensor."""
+        """Return the box as a view of its contiguous local tensor."""
         return local.as_strided(self.extents, self.strides, self.offset + local.storage_offset())
 
     def within(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The box as a view of a buffer."""
+        """Return the box as a view of a buffer."""
         return buffer[self.at : self.at + self.numel].view(self.extents)
 
 
 class Pairs(NamedTuple):
-    """Boxes that are copied to others, from the same index to the same."""
+    """Boxes to copy: each of `froms` to the one of `tos` with the same index."""
 
     froms: list[Strided]
     tos: list[Strided]
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[Strided, Strided]]) -> Pairs:
-        """Pairs (from, to) as two lists."""
+        """Return pairs (from, to) as two lists."""
         return cls([one for one, _ in pairs], [to for _, to in pairs])
 
     def copy(self, before: Locals, after: Locals) -> None:
-        """Copy those of the local tensors `before` to those of `after`."""
+        """Copy the boxes from the local tensors `before` to the local tensors `after`."""
         if self.froms:
             copy_all(views_of(self.tos, after), views_of(self.froms, before))
 
 
 @dataclass
 class Sum:
-    """The addends of one tensor, in the order in which they are reduced: received boxes, and kept ones.
+    """The addends of one tensor in the order of reduction: for each, received boxes and kept ones.
 
-    `onto`: whether they are added to what is there, zeros, because the first may lack elements.
+    `onto`: True: the first addend may lack elements, so it is added to zeros instead of copied.
     """
 
     tensor: int
@@ -73,11 +73,11 @@ class Sum:
 
 @dataclass
 class Round:
-    """What this rank sends and receives in one operation.
+    """The boxes that this rank sends and receives in one operation.
 
-    `received`: boxes that are copied into place; `sums`: those that are reduced. `sent_at`, `received_at`:
-    where all of it lies in one piece of a single local tensor, in the order of the buffer, so that no copy is
-    needed; None elsewhere.
+    `received`: boxes that are copied into place; `sums`: boxes that are reduced. `sent_at`, `received_at`:
+    the offset in a single local tensor in which all boxes are contiguous, in the order of the buffer, so that
+    no copy is needed; None if they are not.
     """
 
     sent: list[Strided] = field(default_factory=list)
@@ -90,11 +90,11 @@ class Round:
     sent_at: int | None = None
     received_at: int | None = None
     bound: dict[tuple[bool, str], tuple[Signature, Issue]] = field(default_factory=dict)
-    """The operation, by whether it is asynchronous and the type of the device."""
+    """The bound operation, by (asynchronous, type of the device)."""
 
     @property
     def packed(self) -> int:
-        """Elements of the buffer that is sent."""
+        """Elements of the send buffer."""
         return 0 if self.sent_at is not None else self.sent_numel
 
     @property
@@ -105,10 +105,11 @@ class Round:
 
 @dataclass
 class Stage:
-    """One step of the plan: its rounds, and what this rank keeps (from, to).
+    """One step of the plan: its rounds, and the boxes that this rank keeps (from, to).
 
-    `targets`: of each tensor the layout that the step leads to, None where it has no such step. `is_last`: it
-    leads to the outputs, of all tensors. `is_idle`: no rank of the group sends anything.
+    `targets`: for each tensor, the layout after the step, None if its program has fewer steps. `is_last`: the
+    step writes the outputs of all tensors. `is_lossy`: a codec may be used. `is_idle`: no rank of the group
+    sends data.
     """
 
     rounds: list[Round]
@@ -120,7 +121,7 @@ class Stage:
 
 
 def views_of(boxes: Sequence[Strided], locals_: Locals) -> list[torch.Tensor]:
-    """Boxes as views of the local tensors that they lie in."""
+    """Return boxes as views of their local tensors."""
     return [box.of(locals_[box.tensor]) for box in boxes]  # type: ignore[arg-type]
 
 
@@ -146,13 +147,13 @@ class RowsOf(NamedTuple):
 
     @classmethod
     def of(cls, tensor: int, layout: Layout, rank: int, rows: Rows) -> RowsOf:
-        """Rows of tensor number `tensor`, which has this layout."""
+        """Return the rows of tensor number `tensor`, which has this layout."""
         return cls(
             tensor, layout, rank, rows, strided(tensor, *layout.strided(rank, rows.pieces, rows.boxes))
         )
 
     def part(self, row: int, start: int, stop: int) -> list[Strided]:
-        """A run of the elements of a row."""
+        """Return elements `start` to `stop` of a row as boxes."""
         which, found = runs(self.rows.boxes.take(np.array([row])), np.array([start]), np.array([stop]))
         return strided(self.tensor, *self.layout.strided(self.rank, self.rows.pieces[[row]][which], found))
 
@@ -164,11 +165,10 @@ Item = tuple[int, int, Strided]
 def cut(
     parts: Sequence[RowsOf], order: dict[int, int], begin: int, number: int, whole: dict[int, int]
 ) -> list[list[Item]]:
-    """The rows of all tensors in rounds, of which `number` from `begin` on are for those that are cut; each
-    sorted by peer, then tensor.
+    """Return the rows of all tensors in rounds, each sorted by peer, then tensor.
 
-    What goes to one peer is cut into rounds alike by sender and receiver. `whole`: the rounds of tensors
-    that are not cut.
+    Tensors are cut into `number` rounds from `begin` on. `whole`: the rounds of tensors that are not cut.
+    Sender and receiver cut the elements of one message alike.
     """
     entries = sorted(
         (order[peer], at, row)
@@ -203,7 +203,7 @@ def cut(
 
 
 def strided(tensor: int, extents: Ints, strides: Ints, offsets: Ints) -> list[Strided]:
-    """Boxes as `Layout.strided` returns them, of tensor number `tensor`."""
+    """Return boxes of tensor number `tensor` from the results of `Layout.strided`."""
     return [
         Strided(tensor, tuple(extent), tuple(stride), offset, 0, math.prod(extent))
         for extent, stride, offset in zip(extents.tolist(), strides.tolist(), offsets.tolist(), strict=True)
@@ -211,7 +211,7 @@ def strided(tensor: int, extents: Ints, strides: Ints, offsets: Ints) -> list[St
 
 
 def in_one_piece(boxes: Sequence[Strided]) -> int | None:
-    """Where boxes begin that lie in one local tensor end to end in their order; None if they do not."""
+    """Return the offset of boxes that are contiguous in one local tensor, in order; None if they are not."""
     if not boxes:
         return 0
     at = begin = boxes[0].offset

@@ -1,4 +1,4 @@
-"""Many tensors from their layouts to others, bound once: the state of a model for other ranks."""
+"""`mcr.redistribution`: redistribution of many tensors, such as a model's state, bound once."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from mcr_plus.runtime.init import member_of
 
 _Dtypes = tuple[torch.dtype, ...]
 _Named = tuple[list[str], Mover | Collective]
-"""What runs the redistribution of some tensors, with their names."""
+"""Names of tensors, and the object that redistributes them."""
 _Bound = tuple[list[Plan], list[_Named]]
 
 
 class RedistributionWork(JointWork):
-    """The handle of a redistribution in flight.
+    """The handle of a pending redistribution.
 
-    `outputs`: this rank's local tensors in the target by name, None where it has no part; complete once it is
-        done.
+    `outputs`: this rank's local tensors in the target by name, None where it has no part; valid once the
+    handle is complete.
     """
 
     __slots__ = ("outputs",)
@@ -53,7 +53,7 @@ class RedistributionWork(JointWork):
 
     @property
     def output(self) -> torch.Tensor | None:
-        """The output of a single tensor."""
+        """The output, if the redistribution has exactly one tensor."""
         (output,) = self.outputs.values()
         return output
 
@@ -61,9 +61,9 @@ class RedistributionWork(JointWork):
 class Redistribution:
     """Tensors of a state between two sets of layouts; the result of `mcr.redistribution`.
 
-    Calling it is collective over the group. The plan is made in the first call, for the dtypes of its
-    tensors. Where a rank has no part in the source of a tensor, it takes it that the dtypes stay those: other
-    ranks must not pass others, unless all of them have called `prepare` with them.
+    A call is collective over the group. The first call makes the plan, for the dtypes of its tensors. A rank
+    without a part in the source of a tensor assumes that later calls have the same dtypes: other ranks must
+    not pass other dtypes, unless all ranks have called `prepare` with them.
     """
 
     _other_dtypes = "call `prepare` with other dtypes on all ranks, or bind a redistribution for each"
@@ -92,7 +92,7 @@ class Redistribution:
                 raise InvalidArgument(
                     f"specs[{name!r}]: expected (source, target), two layouts, got {short(pair)}"
                 )
-        same: dict[Layout, Layout] = {}  # equal layouts are one object, whose regions are computed once
+        same: dict[Layout, Layout] = {}  # one object for equal layouts, so that regions are computed once
         for name, (source, target) in self._specs.items():
             self._specs[name] = (same.setdefault(source, source), same.setdefault(target, target))
         self._memory = None if memory is None else _memory(memory, self._specs)
@@ -104,23 +104,24 @@ class Redistribution:
         self.rank = self._comm.ranks[self._comm.rank] if self._comm.rank >= 0 else -1
         members = set(self._comm.ranks)
         self._asks = any(members - set(source.ranks) for source, _ in self._specs.values())
-        """Whether some rank may have to be told the dtype of a tensor."""
+        """True if a rank has no part in some source, so that it may need the dtype from other ranks."""
         self._dtypes: _Dtypes | None = None
-        """Those that all ranks count on, if some would have to be told."""
+        """The dtypes that all ranks expect, if `_asks`."""
 
     def __call__(self, source: State, target: State | None = None) -> dict[str, torch.Tensor | None]:
-        """Bring the tensors of `source` to `target`; return those of the target.
+        """Redistribute the tensors of `source` to `target`; returns those of the target.
 
         Args:
-            source: this rank's local tensors by name, in their source layouts; None or left out where it has
-                no part. Names that have no layouts are passed over.
-            target: local tensors to write to; those that are None or left out are made, on the device of
-                this rank's other tensors, or on the CPU if it has none. A name that has no layouts is
-                refused. Sources that share memory with any of them are copied first.
+            source: this rank's local tensors by name, in their source layouts; None or absent where it has no
+                part. Names without layouts are ignored.
+            target: local tensors to write to. Those that are None or absent are allocated, on the device of
+                this rank's other tensors, or on the CPU if it has none. A name without layouts is an error.
+                Sources that share memory with any target tensor are copied first.
 
         Raises:
-            InvalidArgument: tensors do not fit, have other dtypes than ranks without them count on, or two of
-                the target share memory. In the first call on all ranks, later on those that pass them.
+            InvalidArgument: a tensor does not fit its layout, has another dtype than ranks without it expect,
+                or two target tensors share memory. The first call raises on all ranks, later ones on the
+                ranks with invalid arguments.
         """
         movers, locals_ = self._ready(source, target)
         for names, mover in movers:
@@ -133,10 +134,10 @@ class Redistribution:
         return {name: row.given for name, row in locals_.items()}
 
     def start(self, source: State, target: State | None = None) -> RedistributionWork:
-        """As a call, without waiting: returns a handle, whose `outputs` are complete once it is done.
+        """Issue a call without waiting; returns a handle, whose `outputs` are valid once it is complete.
 
         Only the first call waits for other ranks. The tensors of `source` must not be changed before the
-        handle is done.
+        handle is complete.
         """
         movers, locals_ = self._ready(source, target)
         works: list[Work] = []
@@ -165,8 +166,8 @@ class Redistribution:
     def prepare(self, dtypes: Sequence[torch.dtype], wrong: str | None = None) -> list[Plan]:
         """Make the plans for tensors of these dtypes, in the order of the specs, before the first call.
 
-        Collective. Later calls count on these dtypes. `wrong`: what is wrong with this rank's tensors, for
-        which all ranks raise `InvalidArgument`.
+        Collective. Later calls expect these dtypes. `wrong`: the error in this rank's tensors, if any; all
+        ranks then raise `InvalidArgument`.
         """
         key = tuple(dtypes)
         if len(key) != len(self._specs) or not all(isinstance(each, torch.dtype) for each in key):
@@ -177,12 +178,12 @@ class Redistribution:
             self._bind(key, wrong)
         if self._asks:
             self._dtypes = key
-        self._known = None  # which ranks without tensors cannot tell from the new ones
+        self._known = None  # ranks without tensors cannot tell old dtypes from new ones
         self._latest = self._bound[key][0]
         return self._bound[key][0]
 
     def shape_of_source(self, name: str) -> tuple[int, ...] | None:
-        """The shape of this rank's local tensor in the source; None where it has no part."""
+        """Return the shape of this rank's local tensor in the source; None where it has no part."""
         return self._specs[name][0].local_shape(self.rank)
 
     @property
@@ -190,13 +191,13 @@ class Redistribution:
         """The plan of the last call, for all tensors.
 
         Raises:
-            NotInitialized: there was no call.
+            NotInitialized: there has been no call.
         """
         plans = self.plans
         if len(plans) == 1:
             return plans[0]
         if self._latest is None:
-            raise NotInitialized("the plan is made in the first call, and there was none")
+            raise NotInitialized("the first call makes the plan, and there has been none")
         place = {name: number for number, name in enumerate(self._specs)}
         specs = [spec for plan in plans for spec in plan.specs]
         loads = np.concatenate([plan.loads for plan in plans] or [np.zeros((0, 0, 0), np.int64)])
@@ -229,8 +230,10 @@ class Redistribution:
     # -- binding ----------------------------------------------------------------------------------
 
     def _ready(self, source: State, target: State | None) -> tuple[list[_Named], dict[str, Local]]:
-        """The movers for the dtypes of these tensors, and the tensors. Raises on all ranks alike in a first
-        call; in later ones, as any collective, on those whose arguments are wrong.
+        """Return the movers for the dtypes of these tensors, and the tensors.
+
+        In the first call, invalid arguments raise on all ranks; in later ones, as in other collectives, only
+        on the ranks that pass them.
         """
         if self.rank < 0:
             raise Unsupported(f"this rank is not a member of group '{self._comm.name}'")
@@ -271,20 +274,20 @@ class Redistribution:
         return movers, made_apart(rows)
 
     def _check_dtypes(self, given: Given) -> None:
-        """Refuse other dtypes than ranks that have none of the tensors count on."""
+        """Raise `InvalidArgument` if a dtype differs from the one that ranks without the tensor expect."""
         for (name, pair), dtype in zip(given.items(), self._dtypes or (), strict=False):
             for each in pair:
                 if each is not None and each.dtype != dtype:
                     raise InvalidArgument(
-                        f"{prefix(name)}got a tensor of {dtype_name(each.dtype)}, where ranks that have no "
-                        f"part in the source count on {dtype_name(dtype)}, as of the call before; "
+                        f"{prefix(name)}got a tensor of {dtype_name(each.dtype)}, but ranks without a part "
+                        f"in the source expect {dtype_name(dtype)}, the dtype of the call before; "
                         f"{self._other_dtypes}"
                     )
 
     def _agree(self, wrong: str | None) -> None:
-        """Raise on all ranks if something is wrong on any, or if they pass different layouts or options.
+        """Raise on all ranks if any rank passes `wrong`, or if layouts or options differ between ranks.
 
-        It comes before all else, so that a rank can take part whatever its arguments are.
+        This precedes all other communication, so that ranks with invalid arguments take part in it, too.
         """
         words = [self._said, *(f"{name}/{a.digest!r}/{b.digest!r}" for name, (a, b) in self._specs.items())]
         number = int.from_bytes(hashlib.blake2b("\n".join(words).encode(), digest_size=7).digest(), "big")
@@ -292,11 +295,11 @@ class Redistribution:
         self._comm.all_reduce(facts, "MAX", compress=False, tag=TAG)
         if facts.tolist() != [number, -number, 0]:
             specs = [Spec(name, *pair, torch.float32) for name, pair in self._specs.items()]
-            make_plan(self._comm, specs, wrong, options=self._said)  # finds out what differs, and raises
+            make_plan(self._comm, specs, wrong, options=self._said)  # finds the difference, and raises
             raise InvalidArgument("ranks pass different layouts or options")
 
     def _found_dtypes(self, given: Given) -> _Dtypes:
-        """The dtype of each tensor, of ranks that have none of it too."""
+        """Return the dtype of each tensor, also on ranks that do not hold it; collective if `_asks`."""
         if not self._asks:  # all ranks have a part in every source
             return tuple(x.dtype for x, _ in given.values() if x is not None)
         codes = []
@@ -312,23 +315,23 @@ class Redistribution:
             if 0 <= high != low:
                 wrong = f"{prefix(name)}ranks pass tensors of different dtypes"
                 make_plan(self._comm, self._specs_of(dtypes, dtypes[0]), wrong, options=self._said)
-        return dtypes  # where nobody has a tensor, layouts are of ranks outside the group, which is refused
+        return dtypes  # if no rank holds a tensor, its ranks are outside the group: `make_plan` raises
 
     @property
     def _said(self) -> str:
-        """The options, as ranks compare them."""
+        """The options of the call in the form that ranks compare."""
         compress = self._options.get("compress")
         if isinstance(compress, Mapping):
             compress = dict(sorted(compress.items(), key=str))
         return f"memory={self._memory}, tag={self._options.get('tag')!r}, compress={compress!r}"
 
     def _specs_of(self, dtypes: _Dtypes, dtype: torch.dtype) -> list[Spec]:
-        """The tensors of one dtype."""
+        """Return the specs of the tensors of one dtype."""
         named = zip(self._specs.items(), dtypes, strict=True)
         return [Spec(name, *pair, dtype) for (name, pair), each in named if each == dtype]
 
     def _bind(self, dtypes: _Dtypes, wrong: str | None = None) -> None:
-        """Make a plan for the tensors of each dtype, and what runs them."""
+        """Make a plan for the tensors of each dtype, and the objects that run it."""
         lossy = self._options.get("compress") not in (None, False)
         room, memory = Room(self._comm, self._for_native()), self._memory
         plans = [
@@ -342,13 +345,16 @@ class Redistribution:
         self._bound[dtypes] = plans, [each for plan in plans for each in self._movers_of(plan, memory)]
 
     def _for_native(self) -> int | None:
-        """Bytes that native collectives of all dtypes together may take: half, if exchanges need the rest."""
+        """Return the bytes for native collectives of all dtypes together; None: no limit.
+
+        With several tensors: at most half of the memory, and no more than exchanges leave over.
+        """
         if self._memory is None or len(self._specs) == 1:
             return self._memory
         return max(0, min(self._memory // 2, self._memory - _needed(self._specs)[0]))
 
     def _movers_of(self, plan: Plan, memory: int | None) -> list[_Named]:
-        """What runs a plan: the exchanges of most tensors, in `memory` bytes, and native collectives."""
+        """Return the objects that run a plan: one for exchanges (in `memory` bytes), one per collective."""
         found: list[_Named] = []
         exchanged = plan.take(
             [index for index, each in enumerate(plan.chosen) if each.program.native is None]
@@ -363,7 +369,7 @@ class Redistribution:
         return found
 
     def _chain(self, movers: Sequence[_Named], locals_: Mapping[str, Local]) -> Chain | None:
-        """Where memory is bounded, the tensors of several dtypes travel one dtype after another."""
+        """Return a chain that runs several dtypes in turn in the same memory; None if it is not bounded."""
         sizes = [mover.nbytes for _, mover in movers if isinstance(mover, Mover)]
         if self._pool is None or len(sizes) < 2:
             return None
@@ -372,18 +378,18 @@ class Redistribution:
         return Chain(self._pool, self._pool.take(max(sizes), device))
 
     def _done(self) -> None:
-        """Called after each call whose outputs are complete."""
+        """Run after each call, once its outputs are complete; for subclasses."""
 
 
 def refuse(group: Communicator | None, error: McrError) -> NoReturn:
-    """Raise an error, once it has been said to the other ranks of the group, whose first call it is: they
-    raise it too.
+    """Raise an error after sending it to the other ranks of the group: if this is their first call, too, they
+    raise it as well.
     """
     comm = member_of(group)
     if comm.rank >= 0 and not comm.closed:
         try:
             Redistribution({}, group=comm)._agree(str(error))
-        except McrError:  # what is wrong here is more to the point
+        except McrError:  # this rank's own error is more precise
             raise error from None
     raise error
 
@@ -400,23 +406,24 @@ def redistribution(
     target_state)`.
 
     Args:
-        specs: by name the layouts (source, target) of each tensor, the same on all ranks of the group.
-        memory: bytes of the buffers of a call (`256MiB`), of all dtypes together; beyond it tensors travel in
-            rounds, of which one is packed while another is on its way. None: everything at once. Outside of
-            it: the addends of a tensor that is to be summed, which are not cut, with the slices and the
-            float32 sums that are made of them; whole copies of tensors that are not contiguous, and of
-            sources that share memory with the target; and what codecs and libraries take.
-        group, tag, compress: as of `mcr.redistribute`.
+        specs: the layouts (source, target) of each tensor by name, the same on all ranks of the group.
+        memory: the bound of the buffers of a call in bytes (`256MiB`), for all dtypes together. Larger
+            exchanges are cut into rounds, of which one is packed while another is in flight. None: no bound.
+            It does not include: the addends of a tensor that is summed, which are not cut, with the slices
+            and float32 sums made of them; whole copies of tensors that are not contiguous, and of sources
+            that share memory with the target; and the memory of codecs and libraries.
+        group, tag, compress: see `mcr.redistribute`.
 
     Returns:
         A callable: `move(source_state, target_state)` writes the target's local tensors and returns them,
-        `move.start(…)` returns a `Work`, `move.plan` is the plan after the first call. It may be called again
-        with tensors of the same dtypes. Other dtypes make another plan if every rank has a part in every
-        source; if not, they are refused, unless all ranks have called `move.prepare(dtypes)` with them.
+        `move.start(…)` returns a `Work`, and `move.plan` is the plan after the first call. Later calls may
+        pass tensors of the same dtypes. Other dtypes make another plan if every rank has a part in every
+        source; otherwise they raise, unless all ranks have called `move.prepare(dtypes)` with them.
 
     Raises:
-        InvalidArgument: `memory` is less than the largest row, or specs are no pairs of layouts, on the rank
-            that passes them. In the first call, on all ranks: layouts do not fit each other or the group.
+        InvalidArgument: `memory` is too small for the largest row, or specs are not pairs of layouts; on the
+            rank that passes them. In the first call, on all ranks: layouts do not fit each other or the
+            group.
 
     Example:
         ```python
@@ -447,11 +454,11 @@ def _memory(memory: int | str, specs: Mapping[str, tuple[Layout, Layout]]) -> in
 
 
 def _needed(specs: Mapping[str, tuple[Layout, Layout]]) -> tuple[int, str, int]:
-    """The bytes that exchanges need at least, the tensor with the largest row, and elements of that row."""
+    """Return the least bytes that exchanges need, the tensor with the largest row, and its elements."""
     rows = {name: source.shape[-1] if len(source.shape) > 1 else 1 for name, (source, _) in specs.items()}
     widest = max(rows, key=rows.__getitem__, default="")
     row = rows.get(widest, 0)
-    # Two rounds in flight, each of a row that is sent and one that is received, of the largest dtype.
+    # Two rounds in flight, each with one row sent and one received, of the largest dtype.
     return 4 * 16 * row, widest, row
 
 

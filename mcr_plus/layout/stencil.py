@@ -1,5 +1,5 @@
-"""What convolutions and pooling read of layouts: who has which part of the output, what that needs, and what
-of it needs no halo.
+"""Layouts of convolutions and pooling: the output of each rank, the input that it needs, and the part of the
+output that needs no halo.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Range = tuple[int, int]
 
 
 class Window(NamedTuple):
-    """What elements of an output read of the input, in each spatial dimension."""
+    """The window of the input that one element of the output reads, in each spatial dimension."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -28,22 +28,22 @@ class Window(NamedTuple):
 
     @property
     def reach(self) -> Ints:
-        """Elements from the first to the last that one output reads."""
+        """The number of elements from the first to the last that one output element reads."""
         return as_ints(self.dilation) * (as_ints(self.kernel) - 1) + 1
 
     def reads(self, low: Ints, high: Ints) -> tuple[Ints, Ints]:
-        """The range of the input, padding included, that a range of the output reads."""
+        """Return the range of the input, padding included, that a range of the output reads."""
         stride, left = as_ints(self.stride), as_ints(self.left)
         return low * stride - left, (high - 1) * stride - left + self.reach
 
     def output(self, layout: Layout) -> Layout:
-        """The layout of the output: each element where the middle of what it reads lies."""
+        """Return the layout of the output: each element belongs to the owner of the middle of its window."""
         size, stride = as_ints(layout.shape), as_ints(self.stride)
         left = as_ints(self.left)
         total = (size + left + as_ints(self.right) - self.reach) // stride + 1
         if (total < 1).any():
             raise InvalidArgument(
-                f"the kernel reads {self.reach.tolist()} elements, more than {layout} has with its padding"
+                f"the kernel reads {self.reach.tolist()} elements, more than {layout} has, padding included"
             )
 
         def of(borders: Ints) -> Ints:
@@ -55,9 +55,9 @@ class Window(NamedTuple):
         return of_boxes(layout, total, boxes)
 
     def needs(self, layout: Layout, low: Ints, high: Ints) -> tuple[Ints, Ints]:
-        """The range of the input that a range of the output needs from ranks, padding not included.
+        """Return the range of the input that a range of the output needs, without padding.
 
-        In a circular dimension it goes on beyond the tensor's borders, unless ranks hold all of it anyway.
+        With circular padding it extends beyond the tensor's bounds, except in dimensions that no rank cuts.
         """
         size = as_ints(layout.shape)
         first, last = self.reads(low, high)
@@ -67,13 +67,13 @@ class Window(NamedTuple):
         return np.where(all_of_it, 0, first), np.where(all_of_it, size, last)
 
     def target(self, layout: Layout, output: Layout) -> Layout:
-        """The layout in which each rank has what its box of the output needs."""
+        """Return the layout in which each rank holds the input that its box of the output needs."""
         boxes = Boxes(*self.needs(layout, *output.held))
         return windows(layout, output.owners, boxes, self.circular, f"{layout.name} halo")
 
 
 def of_boxes(layout: Layout, shape: Ints, boxes: Boxes) -> Layout:
-    """The layout of other boxes on the same ranks; those that had none still have none."""
+    """Return the layout of other boxes on the same ranks; ranks without a box still have none."""
     locals_ = {rank: (0,) * len(shape) for rank in layout.ranks}
     extents = boxes.highs - boxes.lows
     locals_.update(zip(layout.owners.tolist(), map(tuple, extents.tolist()), strict=True))
@@ -84,7 +84,7 @@ def of_boxes(layout: Layout, shape: Ints, boxes: Boxes) -> Layout:
 
 
 def box_of(layout: Layout, rank: int) -> list[Range] | None:
-    """The borders of a rank's box; None if it has none."""
+    """Return the bounds of a rank's box; None if it has none."""
     pieces = layout.pieces(rank)
     if not len(pieces):
         return None
@@ -93,7 +93,7 @@ def box_of(layout: Layout, rank: int) -> list[Range] | None:
 
 
 class Strip(NamedTuple):
-    """A box of this rank's output: where it lies there, and what it reads of the input, padding included."""
+    """A box of this rank's output: its slices `at` there, and the input that it `reads`, padding included."""
 
     at: tuple[slice, ...]
     reads: tuple[Range, ...]
@@ -103,9 +103,11 @@ class Part(NamedTuple):
     """This rank's share of a convolution.
 
     Attributes:
-        inner: what reads only elements that this rank owns, None if nothing does. outer: the rest.
-        whole: all of it. own, needed: the input that it owns and needs; dimensions that wrap go beyond
-            the tensor's size.
+        inner: the part of the output that reads only elements of this rank; None if there is none.
+        outer: the rest of the output.
+        whole: the whole output.
+        own, needed: the input that the rank owns, and the input that it needs; circular dimensions extend
+            beyond the tensor's bounds.
     """
 
     inner: Strip | None
@@ -116,14 +118,14 @@ class Part(NamedTuple):
 
 
 def part_of(window: Window, layout: Layout, output: Layout, rank: int) -> Part | None:
-    """The share of a rank; None if it has no output."""
+    """Return the share of a rank; None if it has no output."""
     out, own = box_of(output, rank), box_of(layout, rank)
     if out is None or own is None:
         return None
     low, high = (as_ints([bound[side] for bound in out]) for side in (0, 1))
     size = as_ints(layout.shape)
     begin, end = (as_ints([bound[side] for bound in own]) for side in (0, 1))
-    # Beyond the tensor's borders nobody is asked: there is padding, or what this rank has itself.
+    # Beyond the tensor's bounds, no data of other ranks is needed: padding, or elements of this rank.
     alone = (begin == 0) & (end == size)
     free = alone if window.circular else np.ones(len(out), bool)
     stride, left = as_ints(window.stride), as_ints(window.left)
@@ -140,7 +142,7 @@ def part_of(window: Window, layout: Layout, output: Layout, rank: int) -> Part |
     inner, outer = (strip(first, last), []) if (first < last).all() else (None, [whole])
     if inner is not None:
         lows, highs = low.copy(), high.copy()
-        for dim in range(len(out)):  # before and behind the inner part, of what is left
+        for dim in range(len(out)):  # the rest before and after the inner part
             for side_low, side_high in ((lows[dim], first[dim]), (last[dim], highs[dim])):
                 if side_low < side_high:
                     begins, ends = lows.copy(), highs.copy()

@@ -1,4 +1,4 @@
-"""Plans of all ranks in one process: what `mcr-plus layout` prints, without a job."""
+"""Plans of all ranks, made in one process without a job, for `mcr-plus layout`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def parse_mesh(text: str) -> tuple[list[str], Ints]:
-    """The placements of a layout such as `S0,R @2x4`, and its ranks in their mesh; see `parse_layout`."""
+    """Return the placements of a layout such as `S0,R @2x4`, and its mesh of ranks; see `parse_layout`."""
     match = re.fullmatch(r"\s*(\S(?:.*\S)?)\s*@\s*(\d+(?:x\d+)*)\s*(?:\+\s*(\d+))?\s*", text)
     if match is None:
         raise InvalidArgument(
@@ -38,35 +38,32 @@ def parse_mesh(text: str) -> tuple[list[str], Ints]:
 
 
 def parse_layout(text: str, shape: Sequence[int]) -> Layout:
-    """Read a layout such as `S0,R @2x4`: a placement for each dimension of a mesh of ranks.
+    """Parse a layout such as `S0,R @2x4`: a placement for each dimension of a mesh of ranks.
 
     `@2x4+8`: the mesh consists of ranks 8 to 15. See `Layout.mesh` for placements.
 
     Raises:
-        InvalidArgument: the text is of another form, or the layout does not exist.
+        InvalidArgument: the text has another form, or the layout is invalid.
     """
     placements, ranks = parse_mesh(text)
     return Layout.mesh(shape, ranks, placements)
 
 
 def node_of_rank(ranks: Collection[int], nodes: int) -> Ints | None:
-    """The node of each rank, of those up to the largest, if they are spread evenly in their order.
-
-    None for one node.
-    """
+    """Return the node of each rank from 0 to the largest, distributed evenly in order; None for one node."""
     if nodes == 1:
         return None
     number = max(ranks) + 1
     if nodes > number:
-        raise InvalidArgument(f"nodes: {nodes} for {number} ranks")
+        raise InvalidArgument(f"nodes: {nodes} nodes, but only {number} ranks")
     return np.arange(number) * nodes // number
 
 
 class Outcome(NamedTuple):
     """One program on all ranks.
 
-    `loads`: [ranks, steps, 6], in the order of `program.LOADS`. `links`: [nodes, nodes], the bytes that cross
-    from each node to each other. `wrong`: what the proof has found; None if it holds. `seconds`: the expected
+    `loads`: [ranks, steps, 6], in the order of `program.LOADS`. `links`: [nodes, nodes], the bytes from each
+    node to each other node. `wrong`: the error found by the proof; None if it holds. `seconds`: the expected
     time.
     """
 
@@ -94,8 +91,8 @@ class Survey:
     """All programs from one layout to another on all ranks; the cheapest is the plan.
 
     Attributes:
-        ranks: those that have a part in either layout.
-        outcomes: of each program.
+        ranks: the ranks that have a part in either layout.
+        outcomes: the outcome of each program.
     """
 
     source: Layout
@@ -112,7 +109,7 @@ class Survey:
 
     @cached_property
     def bound(self) -> Bound:
-        """What any plan must move at least, in elements."""
+        """The volume that any plan must move at least, in elements."""
         return bound(self.source, self.target, self.nodes)
 
 
@@ -125,14 +122,14 @@ def survey(
 ) -> Survey:
     """Make and prove all plans from `source` to `target`, on every rank.
 
-    `nodes`: of each rank the node that it runs on; None for one node. `dtype`: without plans that could leave
-    replicas of this dtype with different bits; None: with all.
+    `nodes`: the node of each rank; None for one node. `dtype`: excludes plans that could leave replicas of
+    this dtype with different bits; None: all plans.
 
     Raises:
         InvalidArgument: the layouts do not fit each other.
     """
     if source.shape != target.shape:
-        raise InvalidArgument(f"source {source} and target {target} are of different tensors")
+        raise InvalidArgument(f"source {source} and target {target} have different global shapes")
     if target.is_partial and source != target:
         raise InvalidArgument(f"target {target}: values cannot be divided into addends")
     source.check_source()
@@ -167,7 +164,7 @@ def survey(
 
 
 def _add_links(links: NDArray[np.int64], node_of: Ints, group: Sequence[int], rank: int, row: Ints) -> None:
-    """Add what a rank sends in a native collective, as much to each of its group on another node."""
+    """Add the bytes that a rank sends in a native collective, spread evenly over its peers on other nodes."""
     nodes = node_of[as_ints(group)]
     far = nodes[nodes != node_of[rank]]
     if len(far):
@@ -175,8 +172,7 @@ def _add_links(links: NDArray[np.int64], node_of: Ints, group: Sequence[int], ra
 
 
 def _unlike(parts: Sequence[Part], ranks: Ints) -> str | None:
-    """Two ranks of which one would send what the other does not expect, in boxes or order; None if there are
-    none."""
+    """Return the error if two ranks disagree about the boxes between them, or their order; else None."""
     sent = np.stack([proof.digests(part.sends, ranks) for part in parts])
     expected = np.stack([proof.digests(part.receives, ranks) for part in parts])
     differ = np.argwhere(sent != expected.T)

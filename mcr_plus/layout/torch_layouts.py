@@ -1,7 +1,7 @@
 """Layouts of DTensors, and redistribution of a DTensor to any mesh.
 
-A `DeviceMesh` names ranks of torch.distributed; layouts name those of the job. They are the same unless the
-first group of the backend `mcr` was one of a part of torch's ranks.
+A `DeviceMesh` contains ranks of torch.distributed; layouts contain ranks of the job. They are the same unless
+the first group of the backend `mcr` contained only some of torch's ranks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def layout_of(tensor: DTensor, mesh: DeviceMesh | None = None) -> Layout:
 
 
 def _layout_in(mesh: DeviceMesh, spec: Any) -> Layout:
-    """The layout of a tensor on a part of `mesh`, which is the same on all parts like this one."""
+    """Return the layout on `mesh` of a tensor on a part of it, replicated over all parts of the same form."""
     axes = _axes_of(spec.mesh, mesh)
     others = [axis for axis in range(mesh.ndim) if axis not in axes]
     order = getattr(spec, "shard_order", None)
@@ -68,7 +68,7 @@ def _layout_in(mesh: DeviceMesh, spec: Any) -> Layout:
 
 
 def _axes_of(part: DeviceMesh, mesh: DeviceMesh) -> tuple[int, ...]:
-    """The dimensions of `mesh` that `part` runs along; along the others it has this rank's coordinates."""
+    """Return the dimensions of `mesh` that `part` spans; in the others it has this rank's coordinates."""
     here = mesh.get_coordinate()
     if here is None:
         raise InvalidArgument(f"mesh: rank {dist.get_rank()} is not in {mesh}")
@@ -78,19 +78,19 @@ def _axes_of(part: DeviceMesh, mesh: DeviceMesh) -> tuple[int, ...]:
         if along.shape == part.mesh.shape and bool((along == part.mesh).all()):
             return axes
     raise InvalidArgument(
-        f"mesh: {part}, on which the tensor lies, is no part of {mesh} along its dimensions"
+        f"mesh: {part}, the mesh of the tensor, is not a part of {mesh} along its dimensions"
     )
 
 
 def layout_of_spec(spec: Any) -> Layout:
-    """The layout that a `DTensorSpec` describes."""
+    """Return the layout of a `DTensorSpec`."""
     order = getattr(spec, "shard_order", None)
     as_order = getattr(spec, "use_strided_shard_as_shard_order", None) is not False
     return _layout_on(spec.mesh, tuple(spec.tensor_meta.shape), tuple(spec.placements), order, as_order)
 
 
 def target_on(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
-    """The layout of a tensor of this shape that DTensor would put on a mesh with these placements."""
+    """Return the layout that DTensor gives a tensor of this shape on a mesh with these placements."""
     return _layout_on(mesh, tuple(shape), tuple(placements), None, True)
 
 
@@ -101,8 +101,8 @@ def _layout_on(
     shard_order: Any,
     as_order: bool,
 ) -> Layout:
-    """`layout_on`, kept with the mesh. `shard_order`, `as_order`: of a `DTensorSpec`."""
-    known = _known.setdefault(mesh, {})  # no key or value refers to the mesh, which would keep it
+    """Return `layout_on`, cached by mesh. `shard_order`, `as_order`: properties of the `DTensorSpec`."""
+    known = _known.setdefault(mesh, {})  # no key or value may refer to the mesh: it would never be freed
     key = (shape, placements, shard_order, as_order, _numbering())
     layout = known.get(key)
     if layout is None:
@@ -118,14 +118,14 @@ def _layout_on(
 def layout_on(
     shape: Sequence[int], ranks: Ints, placements: Sequence[Placement], order: Order | None = None
 ) -> Layout:
-    """The layout of a tensor on a mesh of ranks of the job.
+    """Return the layout of a tensor on a mesh of ranks of the job.
 
-    `order`: in which the mesh's dimensions cut the tensor; None: in theirs, strided shards as torch makes
-    them.
+    `order`: the order in which the mesh dimensions cut the tensor; None: that of the mesh, with strided
+    shards as torch makes them.
 
     Raises:
-        Unsupported: a placement is none of torch's own, or has another reduce op than sum, avg, max, min and
-            product.
+        Unsupported: a placement is not one of torch's own, or has another reduce op than sum, avg, max, min
+            and product.
     """
     words = [_word(placement) for placement in placements]
     name = f"{','.join(words)} @{mesh_text(ranks)}"
@@ -141,9 +141,9 @@ def layout_on(
 
 
 def decoded(sizes: Sequence[int], placements: Sequence[Placement]) -> Order | None:
-    """The order of cuts that strided shards stand for; None if there are none, or they stand for no order.
+    """Return the order of cuts that strided shards encode; None if there are none, or they encode no order.
 
-    A strided shard with split factor f comes after dimensions of the mesh to its right, of f ranks together.
+    A strided shard with split factor f is cut after mesh dimensions to its right that have f ranks together.
     """
     if not any(type(placement) is _StridedShard for placement in placements):
         return None
@@ -161,7 +161,7 @@ def decoded(sizes: Sequence[int], placements: Sequence[Placement]) -> Order | No
 
 
 def _order(sizes: Sequence[int], placements: Sequence[Placement], entries: Any) -> Order | None:
-    """The order that a `shard_order` gives; None if it is that of the mesh."""
+    """Return the order of cuts of a `shard_order`; None if it is that of the mesh dimensions."""
     if not entries or any(type(placement) is _StridedShard for placement in placements):
         return None
     order = _with_the_rest((axis for entry in entries for axis in entry.mesh_dims), len(sizes))
@@ -175,7 +175,7 @@ def _with_the_rest(cuts: Iterator[int], dims: int) -> Order:
 
 
 def _word(placement: Placement) -> str:
-    """A placement as `Layout.mesh` has it; `S0/2` for a strided shard of split factor 2."""
+    """Return a placement as text for `Layout.mesh`; `S0/2` for a strided shard with split factor 2."""
     if type(placement) is Replicate:
         return "R"
     if type(placement) is Shard:
@@ -193,9 +193,9 @@ def _word(placement: Placement) -> str:
 def _strided(
     shape: tuple[int, ...], ranks: Ints, placements: Sequence[Placement], words: Sequence[str], name: str
 ) -> Layout:
-    """The layout with strided shards, of which a rank has several boxes.
+    """Return a layout with strided shards, in which a rank may hold several boxes.
 
-    torch itself cuts a list of indices, so it is right for each version of it.
+    torch itself splits a tensor of indices, so the result is correct for every version of torch.
     """
     plain = Layout.mesh(shape, ranks, [word if word[0] == "P" else "R" for word in words])
     addend_of = dict(zip(plain.owners.tolist(), plain.addends.tolist(), strict=True))
@@ -228,14 +228,15 @@ def _array(bounds: list[tuple[tuple[int, int, int], ...]], dims: int) -> Ints:
     return as_ints(bounds).reshape(len(bounds), dims, 3)
 
 
-_Run = tuple[int, int, int]  # low, high, and where it begins in the local tensor
+_Run = tuple[int, int, int]  # low, high, and the offset in the local tensor
 
 
 def _parts(
     size: int, dim: int, mesh: tuple[int, ...], placements: Sequence[Placement]
 ) -> tuple[list[int], Mapping[tuple[int, ...], list[_Run]]]:
-    """The runs of a dimension of the tensor that ranks have, by their place in the mesh's dimensions that cut
-    it."""
+    """Return the mesh dimensions that cut a dimension of the tensor, and the runs of its indices for each
+    coordinate in these.
+    """
     axes = [
         axis
         for axis, placement in enumerate(placements)
@@ -253,7 +254,7 @@ def _parts(
 
 
 def _runs(indices: Ints) -> list[_Run]:
-    """Consecutive indices as runs."""
+    """Return indices as runs of consecutive ones."""
     if not len(indices):
         return []
     (steps,) = (np.diff(indices) != 1).nonzero()
@@ -269,10 +270,10 @@ def _runs(indices: Ints) -> list[_Run]:
 
 
 def job_ranks(mesh: DeviceMesh) -> Ints:
-    """The ranks of a mesh, in the numbering of the job.
+    """Return the ranks of a mesh in the numbering of the job.
 
     Raises:
-        Unsupported: some are not in the job.
+        Unsupported: a rank is not in the job.
     """
     ranks = mesh.mesh.detach().cpu().numpy().astype(np.int64)
     known = _numbering()
@@ -289,14 +290,14 @@ def job_ranks(mesh: DeviceMesh) -> Ints:
 
 
 def _numbering() -> tuple[int, ...] | None:
-    """Of each rank of the job its number in torch.distributed; None if they are the same."""
+    """Return the number in torch.distributed of each rank of the job; None if both are the same."""
     return None if job.runtime is None or job.runtime.closed else job.runtime.torch_ranks
 
 
 def check_ranks(comm: Communicator) -> None:
-    """Raise `Unsupported` on all ranks of a group if torch.distributed numbers some of them otherwise.
+    """Raise `Unsupported` on all ranks of a group if torch.distributed numbers any of them differently.
 
-    Collective the first time.
+    The first call of a group is collective.
     """
     alike: bool | None = comm.attached.get("torch has the same ranks")
     if alike is None:
@@ -307,8 +308,8 @@ def check_ranks(comm: Communicator) -> None:
         alike = comm.attached["torch has the same ranks"] = not differs.item()
     if not alike:
         raise Unsupported(
-            "ranks of torch.distributed are other ranks of the job that mcr.init has joined; use the same "
-            "launcher settings for both"
+            "torch.distributed numbers ranks differently from the job that mcr.init has joined; use the "
+            "same launcher settings for both"
         )
 
 
@@ -325,9 +326,9 @@ def redistribute_dtensor(
     tag: str | None,
     compress: Compress,
 ) -> Any:
-    """See `mcr.redistribute`: a DTensor to a mesh, which may be another one, of other ranks.
+    """Redistribute a DTensor to a mesh, possibly another one of other ranks; see `mcr.redistribute`.
 
-    Ranks outside of a mesh pass and get a DTensor too, whose local tensor is empty, as torch has it.
+    Ranks outside of a mesh also pass and receive a DTensor, with an empty local tensor, as in torch.
     """
     comm = member_of(group)
     check_ranks(comm)
@@ -349,28 +350,28 @@ def redistribute_dtensor(
 def _pair_of(
     x: DTensor, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[Layout, Layout, tuple[Placement, ...]]:
-    """The layouts of a DTensor and of the result, and its placements."""
+    """Return the layouts of a DTensor and of the result, and the placements of the result."""
     if not isinstance(x, DTensor):
         raise InvalidArgument(
             f"x: expected a DTensor, as the target is a mesh and placements, got {type(x).__name__}; ranks "
-            "outside of its mesh pass it too"
+            "outside of its mesh pass a DTensor, too"
         )
     if not isinstance(mesh, DeviceMesh):
         raise InvalidArgument(f"expected a Layout or a DeviceMesh, got {short(mesh)}")
     if x.requires_grad and torch.is_grad_enabled():
         raise InvalidArgument(
-            "the DTensor requires gradients; pass tensor.detach(), or call it under torch.no_grad()"
+            "the DTensor requires gradients; pass tensor.detach(), or call redistribute under torch.no_grad()"
         )
     target_placements = normalized(placements, x.ndim, mesh.ndim)
     return layout_of(x), target_on(x.shape, mesh, target_placements), target_placements
 
 
 def normalized(placements: Sequence[Placement], dims: int, mesh_dims: int) -> tuple[Placement, ...]:
-    """Placements with dimensions from 0 on.
+    """Return placements without negative dimensions.
 
     Raises:
-        InvalidArgument: there are more or fewer than dimensions of the mesh, or they name dimensions that the
-            tensor has not.
+        InvalidArgument: there is not one placement for each mesh dimension, or the tensor lacks a dimension
+            that a placement names.
     """
     if not isinstance(placements, Sequence) or len(placements) != mesh_dims:
         raise InvalidArgument(
@@ -389,20 +390,20 @@ def normalized(placements: Sequence[Placement], dims: int, mesh_dims: int) -> tu
 
 
 def local_tensor(local: torch.Tensor, shape: tuple[int, ...] | None) -> torch.Tensor | None:
-    """The local tensor of a DTensor as a layout expects it: complete, and None where there is no part."""
+    """Return the local tensor of a DTensor, complete and detached; None if this rank has no part."""
     if shape is None:
         return None
     if isinstance(local, AsyncCollectiveTensor):
         local = local.wait()
     local = local.detach()
-    # torch has some empty shards with one dimension.
+    # Some empty shards of torch have only one dimension.
     return local.view(shape) if local.numel() == 0 and 0 in shape else local
 
 
 def _wrapped(
     local: torch.Tensor | None, like: DTensor, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> DTensor:
-    """The local tensor of a result as a DTensor."""
+    """Return a DTensor with the local tensor of a result."""
     if local is None:
         local = torch.empty(0, dtype=like.dtype, device=like._local_tensor.device)
     shape = torch.Size(like.shape)

@@ -1,8 +1,9 @@
 """Reads large JSON documents piece by piece: the elements of a list at the top, one after another.
 
-    for key, value, place in members(path, {"traceEvents"}): ...
+    for key, value, byte in members(path, {"traceEvents"}):
+        Place(path, byte, "event").fields(value, {"dur": NUMBER})
 
-Memory is bounded by the largest single value, and that by a limit.
+Memory is bounded by the largest single value, and that by a limit. `Place.fields` checks what a value holds.
 """
 
 from __future__ import annotations
@@ -11,19 +12,90 @@ import codecs
 import gzip
 import json
 import os
+import re
 import stat
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Final, cast
+from typing import IO, Any, Final, NamedTuple, cast
 
-from mcr_plus.errors import ConfigError
+from mcr_plus.errors import ConfigError, short
 
 _CHUNK: Final = 1 << 20  # bytes
 _LARGEST: Final = 1 << 26  # characters of a value
 _SPACE: Final = " \t\n\r"
 _OF_NUMBERS: Final = "0123456789.eE+-"
+_HALF: Final = re.compile("[\ud800-\udfff]")
+
+
+class Form(NamedTuple):
+    """What a field may hold: in words, and as a test."""
+
+    expected: str
+    fits: Callable[[Any], bool]
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number, which a truth value is not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_text(value: object) -> bool:
+    """Whether a value is a text that can be written again: JSON can escape half a character."""
+    return isinstance(value, str) and (value.isascii() or not _HALF.search(value))
+
+
+def within(least: int, most: int) -> Form:
+    """Whole numbers from `least` to `most`."""
+    return Form(
+        f"a whole number from {least:,} to {most:,}", lambda value: is_whole(value) and least <= value <= most
+    )
+
+
+NUMBER: Final = Form("a whole number of 64 bits", within(-(1 << 63), (1 << 63) - 1).fits)
+TEXT: Final = Form("a text", _is_text)
+LABEL: Final = Form("a text or a whole number", lambda value: _is_text(value) or is_whole(value))
+LIST: Final = Form("a list", lambda value: isinstance(value, list))
+TEXTS: Final = Form(
+    "a list of texts",
+    lambda value: isinstance(value, list) and all(map(_is_text, cast("list[Any]", value))),
+)
+
+
+class Place(NamedTuple):
+    """An object in a file, for errors: the byte where it begins, what it is, and its name if it has one."""
+
+    path: Path
+    byte: int
+    kind: str
+    name: str | None = None
+
+    def wrong(self, field: str, value: object, expected: str) -> ConfigError:
+        """The error for a field that holds something else."""
+        of = self.kind if self.name is None else f"{self.kind} {short(self.name)}"
+        return ConfigError(
+            f"{self.path}: byte {self.byte}: {field} of {of}: {short(value)}; expected {expected}"
+        )
+
+    def fields(self, found: Any, forms: Mapping[str, Form], inside: str = "") -> dict[str, Any]:
+        """Those fields of an object that have a form; null is as if it were not there.
+
+        `inside`: the field that holds the object. Raises `ConfigError` for other values than the forms'.
+        """
+        if found is None:
+            return {}
+        if not isinstance(found, dict):
+            raise self.wrong(inside or "content", found, "an object")
+        kept: dict[str, Any] = {}
+        for name, form in forms.items():  # the keys of `forms`, so that all objects share them
+            value = cast("dict[str, Any]", found).get(name)
+            if value is None:
+                continue
+            if not form.fits(value):
+                raise self.wrong(f"{inside}.{name}" if inside else name, value, form.expected)
+            kept[name] = value
+        return kept
 
 
 def members(path: Path, lists: Collection[str]) -> Iterator[tuple[str, Any, int]]:
@@ -45,6 +117,8 @@ def members(path: Path, lists: Collection[str]) -> Iterator[tuple[str, Any, int]
             raise reader.error(f"not JSON: {error.msg}", error.pos) from None
         except RecursionError:
             raise reader.error("not JSON that can be read: nested too deeply") from None
+        except ValueError:
+            raise reader.error("not JSON that can be read: a whole number of thousands of digits") from None
 
 
 def _members(reader: _Reader, lists: Collection[str]) -> Iterator[tuple[str, Any, int]]:

@@ -25,6 +25,7 @@ _LARGEST: Final = 4 << 20  # beyond it, time grows with size
 _FACTOR: Final = 8
 _SECONDS: Final = 2.0  # of all measurements together
 _MOST: Final = 9  # times that a size is measured
+_FIRST: Final = 2  # operations before a measurement
 _PARTS: Final = (
     4.2  # times that of an operation that a measurement takes: alone, computing, and both together
 )
@@ -42,7 +43,8 @@ def probe(
     """The curves of all_reduces up to `nbytes` bytes by library, the same on all ranks; collective.
 
     A time is the median of some, of the slowest rank. It takes about two seconds in all: sizes for which
-    there is no time left are extrapolated. Libraries that cannot run the operation are left out.
+    there is no time left are left out, as every size of a curve has a share of its own. Libraries that cannot
+    run the operation are left out, too.
     """
     largest = min(nbytes, _LARGEST)
     sizes = [_SMALLEST]
@@ -57,7 +59,7 @@ def probe(
         points: dict[int, tuple[float, float]] = {}
         of_library = _Clock(comm)
         for at, size in enumerate(sizes):
-            if points and seconds - of_library.spent() < 2 * _expected(points, size):
+            if points and seconds - of_library.spent() < (_FIRST + _PARTS) * _expected(points, size):
                 break
             values = torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
             start = partial(send, values, library)
@@ -68,11 +70,10 @@ def probe(
             work.wait()
             whole = _slowest(comm, [_alone(start)])[0]
             left = seconds - of_library.spent()
+            if points and left < _PARTS * whole:
+                break
             repeats = int(min(left / (len(sizes) - at) / (_PARTS * whole), _MOST))
-            if repeats < 1 and points and left < _PARTS * whole:
-                points[size] = whole, points[sizes[at - 1]][1]  # a share would take too long
-            else:
-                points[size] = _measured(comm, start, max(1, repeats))
+            points[size] = _measured(comm, start, max(1, repeats))
         if points:
             found[library] = Curve.through(points)
     return found

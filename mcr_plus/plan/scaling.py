@@ -5,15 +5,19 @@
 
 "measured": the table, the job's probe or the captured step has the time for these ranks, at this size or
 between two sizes near it. "scaled": times of other numbers of ranks or other links, by the rounds of the
-library's algorithms (`tables/scaling`), or far from the measured sizes. "assumed": only latency and
-bandwidth of the links are known, or something that was not measured has a part in the time, such as a
-codec's encoding.
+library's algorithms (`tables/scaling`), of another dtype, or far from the measured sizes. "assumed": only
+latency and bandwidth of the links are known, or something that was not measured has a part in the time, such
+as a codec's encoding.
+
+Long because what was measured, over which links, and what follows for others have to agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -22,18 +26,21 @@ from numpy.typing import NDArray
 from mcr_plus.compression.codec import PayloadCodec, make
 from mcr_plus.core.kinds import plain_kind
 from mcr_plus.errors import Unsupported
-from mcr_plus.plan.step import Issue, Step
-from mcr_plus.plan.topology import Topology
+from mcr_plus.plan.step import Issue, Ready, Step
+from mcr_plus.plan.topology import Rack, Topology, completed, crossed
 from mcr_plus.tables.cost import Curve, Estimate, basis_bytes, placed, placement_of
 from mcr_plus.tables.scaling import (
     Algorithm,
     LinkClass,
     Medium,
     Placement,
+    Round,
     Rounds,
+    Shared,
     Stretched,
     algorithms,
     assumed,
+    crossing,
 )
 from mcr_plus.tables.table import Table
 
@@ -46,6 +53,10 @@ _FLOAT: Final = 4  # bytes of the values that codecs encode
 _NEAR: Final = 1.25  # sizes that count as one, of operations in a captured step
 _GAP: Final = 16  # between measured sizes; what is between those further apart counts as scaled
 _OVERHEAD: Final = 10e-6  # seconds of software in a round, where nothing was measured
+_HEADERS: Final = 1.07  # bytes on the wire for each byte sent, at most: 1538 of Ethernet for 1448 of TCP
+_HOW: Final[tuple[How, ...]] = ("measured", "scaled", "assumed")  # from the best on
+_OF_A_RING: Final = 0.92  # bandwidth of NCCL's trees
+_CHAINED: Final = 0.2  # a message inside a node, in those between nodes: NCCL's table has 0.12 to 0.29
 
 
 class Cost(NamedTuple):
@@ -78,7 +89,9 @@ class Measured:
     """Measured times of a kind of operation by a library, of ranks that lay as `at`.
 
     `curve`: microseconds over bytes, which count by the basis of the table's key (`per_rank`: of one rank).
-    `shares`: bytes, ascending, and the share of a core at each; None if it was not measured.
+    `shares`: bytes, ascending, and the share of a core at each; None if it was not measured. `dtype`,
+    `device`: of the tensors, where they are named. `of_step`: they are those of the captured step. `hosts`:
+    the node of each rank, numbered along the cluster; empty for nodes from the first one on.
     """
 
     kind: str
@@ -87,6 +100,10 @@ class Measured:
     curve: Curve
     shares: tuple[Floats, Floats] | None = None
     per_rank: bool = False
+    dtype: str | None = None
+    device: str | None = None
+    of_step: bool = False
+    hosts: tuple[int, ...] = ()
 
     def estimate(self, nbytes: float) -> Estimate:
         """The time at a size of the operation in all."""
@@ -94,41 +111,76 @@ class Measured:
 
     def is_near(self, nbytes: float) -> bool:
         """Whether it was measured at this size, or at two that are not far apart around it."""
-        size, sizes = self._own(nbytes), self.curve.sizes
-        at = int(np.searchsorted(sizes, size))
-        around = sizes[max(at - 1, 0) : at + 1]
-        near = bool(np.any((around <= _NEAR * size) & (size <= _NEAR * around)))
-        return near or (len(around) == 2 and around[1] <= _GAP * around[0])
+        return _is_near(self.curve.sizes, self._own(nbytes))
 
-    def share(self, nbytes: float) -> float:
-        """The share at a size, that of the nearest sizes."""
-        return 0.0 if self.shares is None else float(np.interp(self._own(nbytes), *self.shares))
+    def share(self, nbytes: float) -> tuple[float, How]:
+        """The share at a size, that of the nearest sizes, and how it is known."""
+        if self.shares is None:
+            return 0.0, "assumed"
+        size = self._own(nbytes)
+        how: How = "measured" if _is_near(self.shares[0], size) else "scaled"
+        return float(np.interp(size, *self.shares)), how
+
+    def how(self, like: Like) -> How:
+        """How well its times are known for tensors like these.
+
+        A time of another dtype is that of as many bytes. Without a dtype it is of float32, as by `tune`
+        without `--dtypes`, and without a device of the CPU.
+        """
+        if self.of_step:
+            return "measured"
+        if (self.device or "cpu") != like.device:
+            return "assumed"
+        return "measured" if (self.dtype or "float32") == like.dtype else "scaled"
+
+    def placed_in(self, rack: Rack | None) -> Placement:
+        """How its ranks lay on a cluster with such racks."""
+        at = self.at
+        if rack is None:
+            return at
+        if not self.hosts:
+            return at._replace(
+                racks=-(-at.nodes // rack.nodes), per_rack=min(rack.nodes * at.per_node, at.ranks)
+            )
+        counts = Counter(host // rack.nodes for host in self.hosts)
+        return at._replace(racks=len(counts), per_rack=max(counts.values()))
 
     def _own(self, nbytes: float) -> float:
         return nbytes / self.at.ranks if self.per_rank else nbytes
 
 
+class Like(NamedTuple):
+    """The dtype and the device of tensors; None where they are not known, or not the same for all."""
+
+    dtype: str | None
+    device: str | None
+
+
 def from_table(table: Table) -> list[Measured]:
-    """The measurements of a table in float32, or without a dtype, whose ranks and nodes are known.
+    """The measurements of a table whose ranks and nodes are known, apart by dtype and device.
 
     The share of the core is the exposed time of asynchronous operations over the whole one of synchronous.
     """
-    whole: dict[tuple[str, str, Placement, bool], dict[int, float]] = {}
-    exposed: dict[tuple[str, str, Placement, bool], dict[int, float]] = {}
+    whole: dict[tuple[str, str, Placement, bool, Like], dict[int, float]] = {}
+    exposed: dict[tuple[str, str, Placement, bool, Like], dict[int, float]] = {}
     for rule in table.rules:
         at = placement_of(rule.key, table.fingerprint)
-        if at is None or rule.key.dtype not in (None, "float32") or rule.key.kind == "*":
+        if at is None or rule.key.kind == "*":
             continue
         per_rank = basis_bytes(at.ranks, rule.key, at) == 1 and at.ranks > 1
+        like = Like(rule.key.dtype, rule.key.device)
         for library, points in rule.measured.items():
             into = exposed if rule.key.async_op else whole
-            into.setdefault((rule.key.kind, library, at, per_rank), {}).update(points)
+            into.setdefault((rule.key.kind, library, at, per_rank, like), {}).update(points)
     return [
-        Measured(kind, library, at, Curve.through(points), _shares(points, exposed.get(key, {})), per_rank)
+        Measured(
+            kind, library, at, Curve.through(points), _shares(points, exposed.get(key, {})), per_rank,
+            like.dtype, like.device,
+        )
         for key, points in whole.items()
         if points
-        for kind, library, at, per_rank in [key]
-    ]
+        for kind, library, at, per_rank, like in [key]
+    ]  # fmt: skip
 
 
 def _shares(whole: Mapping[int, float], exposed: Mapping[int, float]) -> tuple[Floats, Floats] | None:
@@ -141,38 +193,73 @@ def _shares(whole: Mapping[int, float], exposed: Mapping[int, float]) -> tuple[F
 
 def from_probe(step: Step) -> list[Measured]:
     """What the job has measured of libraries (`plan.probe`), if the captured step has it."""
-    at = placed(step.ranks, step.nodes, -(-step.ranks // step.nodes))
+    at, like = placed(step.ranks, step.nodes, -(-step.ranks // step.nodes)), _like_of(step)
     found = []
     for library, probed in step.measured.items():
         sizes = np.array(probed.sizes, np.float64)
         curve = Curve(sizes, np.maximum.accumulate(1e6 * np.array(probed.seconds)))
         shares = sizes, np.clip(np.array(probed.shares, np.float64), 0.0, 1.0)
-        found.append(Measured(probed.kind, library, at, curve, shares))
+        found.append(
+            Measured(
+                probed.kind, library, at, curve, shares,
+                dtype=like.dtype, device=like.device, of_step=True,
+            )
+        )  # fmt: skip
     return found
 
 
 def from_step(step: Step, library: str = CAPTURED) -> list[Measured]:
     """The seconds that operations of a captured step took, under the name of a library."""
-    per_node = -(-step.ranks // step.nodes)
-    points: dict[tuple[str, Placement], dict[int, list[float]]] = {}
+    per_node, like = -(-step.ranks // step.nodes), _like_of(step)
+    points: dict[tuple[str, tuple[int, ...]], dict[int, list[float]]] = {}
     for role in step.roles:
         for event in role.events:
             if isinstance(event, Issue) and event.seconds is not None:
-                nodes = [rank // per_node for rank in event.group]
-                most = max(nodes.count(node) for node in set(nodes))
-                at = placed(len(event.group), len(set(nodes)), most)
-                points.setdefault((event.kind, at), {}).setdefault(event.nbytes, []).append(
-                    1e6 * event.seconds
-                )
-    return [
-        Measured(
-            kind,
-            library,
-            at,
-            Curve.through(_apart({size: float(np.median(us)) for size, us in sizes.items()})),
-        )
-        for (kind, at), sizes in points.items()
-    ]
+                hosts = tuple(rank // per_node for rank in event.group)
+                of_size = points.setdefault((event.kind, hosts), {})
+                of_size.setdefault(event.nbytes, []).append(1e6 * event.seconds)
+    found = []
+    for (kind, hosts), sizes in points.items():
+        at = placed(len(hosts), len(set(hosts)), max(Counter(hosts).values()))
+        found.append(
+            Measured(
+                kind, library, at, _curve(sizes),
+                dtype=like.dtype, device=like.device, of_step=True, hosts=hosts,
+            )
+        )  # fmt: skip
+    return found
+
+
+def _like_of(step: Step) -> Like:
+    """The dtype and the device of all gradients of a step."""
+    likes = {
+        each.like.partition(" ")[::2] for role in step.roles for each in role.events if isinstance(each, Ready)
+    }
+    dtypes, devices = {dtype for dtype, _ in likes}, {device for _, device in likes}
+    return Like(dtypes.pop() if len(dtypes) == 1 else None, devices.pop() if len(devices) == 1 else None)
+
+
+def _curve(times: Mapping[int, Sequence[float]]) -> Curve:
+    return Curve.through(_apart({size: float(np.median(us)) for size, us in times.items()}))
+
+
+def _joined(measured: Sequence[Measured], at: Placement) -> Measured:
+    """One of what groups of a captured step have measured that lay alike."""
+    if len(measured) == 1:
+        return replace(measured[0], at=at)
+    times: dict[int, list[float]] = {}
+    for each in measured:
+        for size, us in zip(each.curve.sizes.tolist(), each.curve.times.tolist(), strict=True):
+            times.setdefault(int(size), []).append(us)
+    return replace(measured[0], at=at, curve=_curve(times))
+
+
+def _is_near(sizes: Floats, size: float) -> bool:
+    """Whether a size is among these, or between two that are not far apart."""
+    at = int(np.searchsorted(sizes, size))
+    around = sizes[max(at - 1, 0) : at + 1]
+    near = bool(np.any((around <= _NEAR * size) & (size <= _NEAR * around)))
+    return near or (len(around) == 2 and bool(around[1] <= _GAP * around[0]))
 
 
 def _apart(points: Mapping[int, float]) -> dict[int, float]:
@@ -196,9 +283,10 @@ class Costs:
     """The costs of operations on a cluster.
 
     Args:
-        measured: what is known. topology: the cluster that is asked about. measured_on: that on which was
-            measured; without it, one with the same links. guessed: that these are the same is not known, so
-            that times over links with a given rate are assumed.
+        measured: what is known; asked about are tensors like those of the captured step, if it is there,
+            and float32 on the CPU otherwise. topology: the cluster that is asked about. measured_on: that on
+            which was measured; without it, one with the same links. guessed: that these are the same is not
+            known, so that times over links with a given rate are assumed.
     """
 
     measured: Sequence[Measured]
@@ -206,10 +294,24 @@ class Costs:
     measured_on: Topology | None = None
     guessed: bool = False
     _known: dict[tuple[object, ...], Use] = field(default_factory=dict, repr=False)
+    _placed: dict[tuple[str, str], list[Measured]] = field(default_factory=dict, repr=False)
 
     def on(self, topology: Topology) -> Costs:
-        """The costs on another cluster, of the same measurements."""
-        return Costs(self.measured, topology, self.measured_on or self.topology, self.guessed)
+        """The costs on another cluster, of the same measurements.
+
+        Raises:
+            Unsupported: a link has another rate there, and none is known where times over it were measured.
+        """
+        before = self.measured_on or self.topology
+        for each in self.measured:
+            for link in crossed(each.placed_in(before.links.rack)):
+                if before.rate(link) is None and topology.rate(link) not in (None, self.topology.rate(link)):
+                    raise Unsupported(
+                        f"{link}: its rate is not known where {each.kind} by {each.library} was measured, so "
+                        "that nothing follows from another one; expected it in the description of that "
+                        "cluster (--measured-on)"
+                    )
+        return Costs(self.measured, topology, before, self.guessed)
 
     def of(
         self, kind: str, nbytes: int, group: Sequence[int], library: str, codec: str | None = None
@@ -244,33 +346,40 @@ class Costs:
             cost, busy, flow = self.use(kind, wire_bytes(codec, nbytes), to, library)
             return Use(cost._replace(how="assumed"), busy, flow)  # encoding takes time, too
         cost, rounds = self._cost(kind, nbytes, to, library)
-        if self.guessed and self._crossed(to) & self._before.rates.keys():
+        if self.guessed and any((self.measured_on or self.topology).rate(link) for link in crossed(to)):
             cost = cost._replace(how="assumed")
         return _used(cost, rounds, self.topology.medium, to, nbytes)
 
     def _cost(self, kind: str, nbytes: int, to: Placement, library: str) -> tuple[Cost, Rounds]:
         """The least over the library's algorithms of the best that is known."""
         after = self.topology.medium
-        ways = algorithms(kind, library)
-        own = [each for each in self.measured if (each.kind, each.library) == (kind, library)]
-        same = next((each for each in own if self._is_here(each.at, to)), None)
-        if same is not None:
-            found = same.estimate(nbytes)
+        ways = _ways(kind, library)
+        own = self._own(kind, library)
+        here = [each for each in own if each.at == to] if self._is_here(to) else []
+        if here:
+            found = here[0].estimate(nbytes)
             how: How = {"measured": "measured", "at_least": "assumed"}.get(found.figure, "scaled")  # type: ignore[assignment]
-            if how == "measured" and not same.is_near(nbytes):
+            if how == "measured" and not here[0].is_near(nbytes):
                 how = "scaled"
             # Of a table without asynchronous operations, the probe of the job may have the shares.
-            shared = next((e for e in own if e.shares is not None and self._is_here(e.at, to)), same)
-            share_how: How = "assumed" if shared.shares is None else how
-            cost = Cost(1e-6 * found.us, shared.share(nbytes), how, share_how)
+            shared = next((each for each in here if each.shares is not None), here[0])
+            share, share_how = shared.share(nbytes)
+            cost = Cost(
+                1e-6 * found.us, share,
+                _weakest(how, here[0].how(self._like)), _weakest(share_how, shared.how(self._like)),
+            )  # fmt: skip
             return cost, min((way(nbytes, to, after.shared) for way in ways), key=len, default=())
         for each in sorted(own, key=lambda each: _far(each.at, to)):
-            scaled = [(us, way) for way in ways if (us := self._stretched(each, way, to, nbytes)) is not None]
+            scaled = [
+                (seconds, way) for way in ways if (seconds := self._scaled(each, way, to, nbytes)) is not None
+            ]
             if scaled:
-                us, best = min(scaled, key=lambda pair: pair[0])
-                share_how = "assumed" if each.shares is None else "scaled"
-                share = each.share(nbytes)
-                return Cost(1e-6 * us, share, "scaled", share_how), best(nbytes, to, after.shared)
+                seconds, best = min(scaled, key=lambda pair: pair[0])
+                share, share_how = each.share(nbytes)
+                like = each.how(self._like)
+                how = "scaled" if self._is_explained(each.at, to) else "assumed"
+                cost = Cost(seconds, share, _weakest(how, like), _weakest("scaled", share_how, like))
+                return cost, best(nbytes, to, after.shared)
         known = [
             (seconds, way)
             for way in ways or algorithms(kind, "")
@@ -285,30 +394,129 @@ class Costs:
         seconds, best = min(known, key=lambda pair: pair[0])
         return Cost(seconds, 0.0, "assumed"), best(nbytes, to, after.shared)
 
-    def _crossed(self, to: Placement) -> set[LinkClass]:
-        """The classes of links between ranks that lie in this way."""
-        classes: dict[LinkClass, bool] = {
-            "inside": to.per_node > 1, "nic": to.nodes > 1, "uplink": to.racks > 1
-        }  # fmt: skip
-        return {link for link, crosses in classes.items() if crosses}
+    def _own(self, kind: str, library: str) -> list[Measured]:
+        """What was measured of a kind by a library, with racks: first of tensors like those asked about."""
+        if (kind, library) not in self._placed:
+            rack = (self.measured_on or self.topology).links.rack
+            alone: list[Measured] = []
+            groups: dict[Placement, list[Measured]] = {}
+            for each in self.measured:
+                if (each.kind, each.library) != (kind, library):
+                    continue
+                at = each.placed_in(rack)
+                if each.hosts:
+                    groups.setdefault(at, []).append(each)
+                elif each.of_step or self._like.device is None or each.device in (None, self._like.device):
+                    alone.append(replace(each, at=at))
+            found = [*alone, *(_joined(each, at) for at, each in groups.items())]
+            self._placed[kind, library] = sorted(found, key=self._unlike)
+        return self._placed[kind, library]
 
-    def _is_here(self, at: Placement, to: Placement) -> bool:
-        if at[:3] != to[:3] or to.racks > 1:
-            return False
-        before, after = self._before, self.topology.medium
-        link: LinkClass = to.widest
-        return before.rates.get(link) == after.rates.get(link) and before.latencies == after.latencies
+    def _unlike(self, each: Measured) -> tuple[int, bool, bool]:
+        """How far its tensors are from those asked about; in tables, rules without a dtype hold for others."""
+        return _HOW.index(each.how(self._like)), each.dtype != self._like.dtype, each.dtype is not None
 
-    def _stretched(self, each: Measured, way: Algorithm, to: Placement, nbytes: int) -> float | None:
-        def measured(size: float) -> float:
-            return 1e-6 * each.estimate(size).us
+    @cached_property
+    def _like(self) -> Like:
+        """The tensors that are asked about."""
+        found = next((each for each in self.measured if each.of_step), None)
+        return Like("float32", "cpu") if found is None else Like(found.dtype, found.device)
 
-        seconds = Stretched(way, measured, each.at, self._before, to, self.topology.medium).seconds(nbytes)
-        return None if seconds is None else 1e6 * seconds
+    @cached_property
+    def _media(self) -> tuple[Medium, Medium]:
+        """The links over which was measured, and those that are asked about."""
+        before, after = (self.measured_on or self.topology).medium, self.topology.medium
+        return completed(before, after), completed(after, before)
 
-    @property
-    def _before(self) -> Medium:
-        return (self.measured_on or self.topology).medium
+    def _is_here(self, to: Placement) -> bool:
+        """Whether ranks that lie in this way have the links over which was measured."""
+        before, after = (self.measured_on or self.topology), self.topology
+        return all(
+            before.rate(link) == after.rate(link)
+            and before.latency(link) == after.latency(link)
+            and before.shared(link) == after.shared(link)
+            for link in crossed(to)
+        )
+
+    def _is_explained(self, at: Placement, to: Placement) -> bool:
+        """Whether the links that both cross have known rates on both clusters, or on none."""
+        before, after = (self.measured_on or self.topology), self.topology
+        both = set(crossed(at)) & set(crossed(to))
+        return all((before.rate(link) is None) == (after.rate(link) is None) for link in both)
+
+    def _scaled(self, each: Measured, way: Algorithm, to: Placement, nbytes: int) -> float | None:
+        """Seconds by an algorithm: over other links first, then of other ranks."""
+        before, after = self._media
+        at = each.at if to.racks > 1 else each.at._replace(racks=1, per_rack=each.at.ranks)
+        measured = _relinked(each, before, way, at, after)
+        if at == to:
+            return measured(nbytes)
+        # Times over uplinks say nothing of what headers take on the NIC.
+        over = after if at.racks == 1 else after._replace(rates={})
+        return Stretched(way, measured, at, over, to, after).seconds(nbytes)
+
+
+def _weakest(*hows: How) -> How:
+    return max(hows, key=_HOW.index)
+
+
+def _relinked(
+    each: Measured, before: Medium, way: Algorithm, at: Placement, after: Medium
+) -> Callable[[float], float]:
+    """Seconds over bytes of measured operations, if their links were those of `after` and ranks lay as `at`.
+
+    What the bytes of each round take on the busiest link of all depends on rates, and the rest on the ranks;
+    over slower links, the ranks have time for theirs meanwhile.
+    """
+
+    def seconds(nbytes: float) -> float:
+        whole = 1e-6 * each.estimate(nbytes).us
+        old, new = way(nbytes, each.at, before.shared), way(nbytes, at, after.shared)
+        wire, other = _crossing(old, before), _crossing(new, after)
+        if wire != other:
+            growth = 1e-6 * each.estimate(2 * nbytes).us - whole
+            headers = min(max(growth / wire, 1.0), _HEADERS) if wire else 1.0
+            if other > wire:
+                whole = max(whole, max(whole - growth, 0.0) + headers * other)
+            else:
+                whole = max(whole - headers * wire, 0.0) + headers * other
+        return max(whole + _latency(new, after) - _latency(old, before), 0.0)
+
+    return seconds
+
+
+def _crossing(rounds: Rounds, medium: Medium) -> float:
+    return sum(each.times * crossing(each, medium) for each in rounds)
+
+
+def _latency(rounds: Rounds, medium: Medium) -> float:
+    return sum(each.times * medium.latency(each) for each in rounds)
+
+
+# -- algorithms ---------------------------------------------------------------------------------------------
+
+
+def _ways(kind: str, library: str) -> list[Algorithm]:
+    """The algorithms of a library for a kind of operation; NCCL has trees for all_reduces, too."""
+    found = algorithms(kind, library)
+    name, _, chosen = library.partition(":")
+    return [*found, _trees] if (name, kind) == ("nccl", "all_reduce") and chosen in ("", "tree") else found
+
+
+def _trees(nbytes: float, at: Placement, shared: Shared) -> Rounds:  # noqa: ARG001
+    """NCCL's double binary tree: up and down two trees of nodes, each with half of the bytes, in a pipeline.
+
+    So it takes 2 log₂(nodes) messages between nodes ("Massively Scale Your Deep Learning Training with NCCL
+    2.4", NVIDIA 2019), and 2 (ranks of a node - 1) in the chain inside each; its bytes on the busiest link
+    are those of a ring, at 0.92 of its bandwidth (`ncclTopoTuneModel` in NCCL's src/graph/tuning.cc, by which
+    NCCL chooses between both). There, trees are for all_reduce alone, and PAT, for all_gather and
+    reduce_scatter, has a latency by the number of ranks, as a ring has. In a time that was measured the 0.92
+    cancels, as nothing tells by which of both it was.
+    """
+    chain = at.per_node - 1
+    steps = 2 * (chain if at.nodes == 1 else max(at.nodes - 1, 0).bit_length() + _CHAINED * chain)
+    part = 2 * (at.ranks - 1) / at.ranks * nbytes / _OF_A_RING / steps
+    return (Round(steps, dict.fromkeys(crossed(at), part), dict.fromkeys(crossed(at), 1.0)),)
 
 
 def wire_bytes(codec: str, nbytes: int) -> int:
@@ -354,6 +562,4 @@ def _far(at: Placement, to: Placement) -> tuple[float, ...]:
 
 
 def _missing(to: Placement, medium: Medium) -> str:
-    links: Iterable[LinkClass] = ("inside", "nic", "uplink")
-    wanted = {"inside": to.per_node > 1, "nic": to.nodes > 1, "uplink": to.racks > 1}
-    return " or ".join(link for link in links if wanted[link] and link not in medium.rates) or "such"
+    return " or ".join(link for link in crossed(to) if link not in medium.rates) or "such"

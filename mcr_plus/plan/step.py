@@ -5,6 +5,7 @@
 
 The events of a rank are in the order of its program: a `Compute` is the time between two others. Ranks with
 the same events are one role, with the times of its slowest rank. `Step.save` writes JSON of version 1.
+A step has at most 1,048,576 ranks, and an operation at most 1 PiB.
 
 Long because records, the merging of those of ranks, and their JSON change together.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +31,9 @@ from mcr_plus.core.kinds import VECTOR
 from mcr_plus.errors import ConfigError, InvalidArgument, short
 
 VERSION: Final = 1
-_MOST_BYTES: Final = 1 << 28
+MOST_RANKS: Final = 1 << 20  # files declare them: what is made of them has to fit into memory
+MOST_BYTES: Final = 1 << 50  # of an operation: sums of them have to fit into 64 bits
+_LARGEST_FILE: Final = 1 << 28
 _WARM: Final = 3.0  # times the median: what the first steps take above it is compilation
 Source = Literal["hooks", "kineto", "et"]
 
@@ -156,14 +160,8 @@ class Step:
             ConfigError: the file cannot be read, or is no step of version 1: with file, line and place.
         """
         place = str(path)
-        content = read_bytes(Path(path), place, most=_MOST_BYTES)
-        try:
-            text = content.decode()
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{place}:{error.lineno}: not JSON: {error.msg}; expected a step") from None
-        except (UnicodeDecodeError, RecursionError):
-            raise ConfigError(f"{place}: not JSON; expected a step that `step.save` wrote") from None
+        content = read_bytes(Path(path), place, most=_LARGEST_FILE)
+        text, data = _decoded(content, place)
         if not isinstance(data, dict) or "version" not in data:
             raise ConfigError(f"{place}:1: version: missing; expected a step that `step.save` wrote")
         if data["version"] != VERSION:
@@ -224,7 +222,8 @@ class Step:
         count, and not the first ones as long as they take three times the median: they compile.
 
         Raises:
-            InvalidArgument: ranks have different numbers of steps, fewer than `least` or without a gradient.
+            InvalidArgument: ranks have different numbers of steps, fewer than `least`, without a gradient, or
+                that take no time.
         """
         counts = {rank: len(steps) for rank, steps in sorted(per_rank.items())}
         (first, count), *others = counts.items()
@@ -238,6 +237,9 @@ class Step:
             raise InvalidArgument(f"{count} steps; expected at least {least}, each with an optimizer.step()")
         longest = [max(steps[index].seconds for steps in per_rank.values()) for index in range(count)]
         warm = next(i for i, seconds in enumerate(longest) if seconds <= _WARM * median(longest))
+        middle = median(longest[warm:])
+        if middle <= 0:
+            raise InvalidArgument("steps take no time; expected them to end later than they begin")
         usual = {rank: _usual(steps, warm) for rank, steps in sorted(per_rank.items())}
         if not any(isinstance(mark.event, Ready) for chosen in usual.values() for mark in chosen[0][1].marks):
             raise InvalidArgument("no backward pass: no gradient became ready; expected one in every step")
@@ -250,7 +252,7 @@ class Step:
         seconds = _shortest(usual)
         numbers = {key: number for number, key in enumerate(seconds)}
         by_rank = {rank: _events(chosen, seconds, numbers) for rank, chosen in usual.items()}
-        spread = (max(longest[warm:]) - min(longest[warm:])) / median(longest[warm:])
+        spread = (max(longest[warm:]) - min(longest[warm:])) / middle
         slowest = max(median(each.seconds for _, each in chosen) for chosen in usual.values())
         return cls(
             ranks=len(per_rank), nodes=nodes, model=model, seconds=slowest, spread=spread,
@@ -376,8 +378,9 @@ class _Model(BaseModel):
 
 
 _Seconds = Annotated[float, Field(ge=0)]
-_Bytes = Annotated[int, Field(ge=0)]
-_Rank = Annotated[int, Field(ge=0)]
+_Bytes = Annotated[int, Field(ge=0, le=MOST_BYTES)]
+_Rank = Annotated[int, Field(ge=0, lt=MOST_RANKS)]
+_Count = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 
 
 class _Compute(_Model):
@@ -462,8 +465,8 @@ class _Probed(_Model):
 class _Step(_Model):
     version: Literal[1]
     source: Source
-    ranks: Annotated[int, Field(ge=1)]
-    nodes: Annotated[int, Field(ge=1)]
+    ranks: _Count
+    nodes: _Count
     model: str
     seconds: _Seconds
     spread: _Seconds
@@ -483,14 +486,36 @@ class _Step(_Model):
                         f"rank {rank} {what}; expected each of the {self.ranks} ranks once",
                     )
                 seen[rank] = index
-        if missing := sorted(set(range(self.ranks)) - seen.keys()):
-            raise _Wrong(("roles",), f"rank {missing[0]} is in no role; expected each of {self.ranks} ranks")
+        missing = next((rank for rank in range(self.ranks) if rank not in seen), None)
+        if missing is not None:
+            raise _Wrong(("roles",), f"rank {missing} is in no role; expected each of {self.ranks} ranks")
         roles = tuple(role.built(self.ranks, ("roles", index)) for index, role in enumerate(self.roles))
         return Step(
             self.ranks, self.nodes, self.model, self.seconds, self.spread, roles, self.source, self.by_caller,
             self.notes,
             {name: each.built(("measured", name)) for name, each in self.measured.items()},
         )  # fmt: skip
+
+
+def _decoded(content: bytes, place: str) -> tuple[str, Any]:
+    """The text of a file, and what Python reads of it."""
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        raise ConfigError(f"{place}: not JSON; expected a step that `step.save` wrote") from None
+    try:
+        return text, json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{place}:{error.lineno}: not JSON: {error.msg}; expected a step") from None
+    except RecursionError:
+        raise ConfigError(f"{place}: not JSON; expected a step that `step.save` wrote") from None
+    except ValueError:  # has no place: it is of the conversion of digits, of which Python reads 4,300
+        found = re.search(r"\d{4301}", text)
+        line = text.count("\n", 0, found.start() if found else 0) + 1
+        raise ConfigError(
+            f"{place}:{line}: not JSON that can be read: a whole number of thousands of digits; expected a "
+            "step that `step.save` wrote"
+        ) from None
 
 
 def _problem(error: Any) -> tuple[Keys, str]:

@@ -139,8 +139,9 @@ class Topology(_Part):
     def changed(self, changes: Sequence[str]) -> Topology:
         """The topology with other values: `nic=100Gbit/s`, `nic.latency=2us`, `rack.nodes=4`, `nodes=64`.
 
-        A link's name alone stands for its rate, `uplink` for that of racks. Raises `ConfigError` that begins
-        with the change.
+        A link's name alone stands for its rate, `uplink` for that of racks. Only links of which something is
+        known can be changed, as nothing would follow otherwise. Raises `ConfigError` that begins with the
+        change.
         """
         found = self
         for change in changes:
@@ -150,10 +151,15 @@ class Topology(_Part):
                 raise ConfigError(f"{change}: expected NAME=VALUE, such as nic=100Gbit/s")
             if keys is None:
                 raise ConfigError(f"{change}: {unknown('name', name, sorted(_KEYS))}")
+            if keys[0] == "links" and getattr(found.links, keys[1]) is None:
+                raise ConfigError(
+                    f"{change}: nothing is known of this cluster's {keys[1]}, so that nothing follows from a "
+                    f"change; expected links.{keys[1]} in its description (cluster.yaml, --topology)"
+                )
             data = _copied(found._source)
             where = data
             for key in keys[:-1]:
-                where = where.setdefault(key, {})
+                where = where[key]
             where[keys[-1]] = int(value) if value.isascii() and value.isdigit() else value
             found = Topology._of(dict_document(data, change))
         return found
@@ -205,6 +211,22 @@ class Topology(_Part):
             return True
         found = self.links.inside if link == "inside" else self.links.nic
         return (link == "nic") if found is None else found.per == "node"
+
+
+def crossed(at: Placement) -> tuple[LinkClass, ...]:
+    """The classes of links between ranks that lie in this way."""
+    crosses: dict[LinkClass, bool] = {"inside": at.per_node > 1, "nic": at.nodes > 1, "uplink": at.racks > 1}
+    return tuple(link for link in crosses if crosses[link])
+
+
+def completed(medium: Medium, other: Medium) -> Medium:
+    """The links of a cluster; those of which nothing is known are as on another one."""
+    absent = other.rates.keys() - medium.rates.keys()
+    return Medium(
+        {**other.rates, **medium.rates},
+        {**medium.latencies, **{link: other.latencies[link] for link in absent}},
+        lambda link: (other if link in absent else medium).shared(link),
+    )
 
 
 def _most(places: Sequence[int]) -> int:

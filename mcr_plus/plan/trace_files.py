@@ -5,21 +5,75 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mcr_plus.errors import ConfigError, short
-from mcr_plus.plan.json_stream import members
+from mcr_plus.plan.json_stream import LABEL, LIST, NUMBER, TEXT, TEXTS, Form, Place, is_whole, members, within
+from mcr_plus.plan.step import MOST_BYTES, MOST_RANKS
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Thread = int | str | None
 
 _LISTS: Final = ("traceEvents", "nodes")
 _LARGEST: Final = 1e18  # microseconds: 30,000 years
+_MOST_KEPT: Final = 1 << 20
+_MOST_ELEMENTS: Final = MOST_BYTES // 8  # of 8 bytes each
+_DEEPEST: Final = 8  # lists of sizes inside another
 _ACCUMULATE: Final = "torch::autograd::AccumulateGrad"
 _NESTED: Final = re.compile(r"^(c10d|nccl|gloo|mcr|ucc|mpi)::?|^record_param_comms$")
 _LAUNCH: Final = re.compile("Launch|Memcpy|Memset")
+
+
+def _are_ranks(value: object) -> bool:
+    return isinstance(value, list) and all(map(is_whole, cast("list[Any]", value)))
+
+
+def _are_sizes(value: object, deepest: int = _DEEPEST) -> bool:
+    """Whether a value is sizes of a tensor, or a list of such."""
+    if not isinstance(value, list) or not deepest:
+        return False
+    elements = 1
+    for each in cast("list[Any]", value):
+        if is_whole(each):
+            elements *= each
+            if each < 0 or max(each, elements) > _MOST_ELEMENTS:
+                return False
+        elif not _are_sizes(each, deepest - 1):
+            return False
+    return True
+
+
+_COUNT: Final = within(0, _MOST_ELEMENTS)
+_SIZES: Final = Form(f"lists of sizes, of at most {_MOST_ELEMENTS:,} elements", _are_sizes)
+_RANKS: Final = Form(
+    "a list of ranks, or its text", lambda value: isinstance(value, str) or _are_ranks(value)
+)
+_ABOUT: Final = {"rank": within(0, MOST_RANKS - 1), "world_size": within(1, MOST_RANKS), "pg_config": LIST}
+_GROUP: Final = {"pg_name": LABEL, "ranks": _RANKS}
+_GRADIENT: Final = {"Input Dims": _SIZES, "Input type": TEXTS, "Record function id": NUMBER}
+_OPERATION: Final = _GRADIENT | {
+    "Concrete Inputs": TEXTS, "Collective name": TEXT, "dtype": TEXT, "In msg nelems": _COUNT,
+    "Out msg nelems": _COUNT, "In split size": Form("a text or a list", lambda v: isinstance(v, (str, list))),
+    "Process Group Name": LABEL, "Process Group Ranks": _RANKS, "Group size": NUMBER, "Src Rank": NUMBER,
+    "Dst Rank": NUMBER, "External id": LABEL, "correlation": NUMBER,
+}  # fmt: skip
+_TENSORS: Final = {"values": LIST, "shapes": _SIZES, "types": LIST}
+_ATTRS: Final = {
+    "rf_id": NUMBER, "collective_name": TEXT, "dtype": TEXT, "in_msg_nelems": _COUNT,
+    "out_msg_nelems": _COUNT, "pg_name": LABEL, "pg_size": within(0, MOST_RANKS),
+    "global_rank_start": NUMBER, "global_rank_stride": NUMBER,
+}  # fmt: skip
 
 
 class Notes:
@@ -38,32 +92,73 @@ class Notes:
 
 
 class Range(NamedTuple):
-    """A range of the host, in seconds."""
+    """A range of the host or a kernel, in seconds; the byte of its event, and the arguments that are read."""
 
     begin: float
     end: float
-    thread: Any
+    thread: Thread
     name: str
+    byte: int
     args: dict[str, Any]
+
+
+class Launches:
+    """Calls that launch kernels: the number that the kernel has too, when the call began, and its thread."""
+
+    def __init__(self) -> None:
+        self._numbers = array("q")
+        self._begins = array("d")
+        self._threads = array("q")
+        self._numbered: dict[Thread, int] = {}
+
+    def add(self, number: int, begin: float, thread: Thread) -> None:
+        """Add a call."""
+        self._numbers.append(number)
+        self._begins.append(begin)
+        self._threads.append(self._numbered.setdefault(thread, len(self._numbered)))
+
+    def last(self, numbers: Sequence[int]) -> Ints:
+        """Of each number the row of its last call; -1 where there is none."""
+        known, wanted = np.array(self._numbers, np.int64), np.array(numbers, np.int64)
+        if not len(known):
+            return np.full(len(wanted), -1)
+        order = np.argsort(known, kind="stable")
+        rows = order[np.searchsorted(known, wanted, side="right", sorter=order) - 1]
+        return np.where(known[rows] == wanted, rows, -1)
+
+    def begins(self, rows: Ints) -> Floats:
+        """When calls began."""
+        return np.array(self._begins, np.float64)[rows]
+
+    def call(self, row: int) -> tuple[float, Thread]:
+        """When a call began, and its thread."""
+        return self._begins[row], list(self._numbered)[self._threads[row]]
 
 
 @dataclass
 class Trace:
-    """What is kept of a Kineto trace; times in seconds since `base`, which is in microseconds."""
+    """What is kept of a Kineto trace; times in seconds since `base`, which is in microseconds.
+
+    Of events that there may be millions of, only numbers are kept; of others, at most 1,048,576.
+    """
 
     path: Path
     base: float | None = None
-    about: dict[str, Any] = field(default_factory=dict)
-    rank: int = -1
-    pid: Any = None
+    rank: int = -1  # not known
+    world: int = 0  # the same
+    host: str | None = None
+    pid: int | str | None = None
+    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    kept: int = 0
     steps: list[Range] = field(default_factory=list)
     optimizer: list[Range] = field(default_factory=list)
     gradients: list[Range] = field(default_factory=list)
-    modules: list[Range] = field(default_factory=list)
+    modules: dict[str, array[float]] = field(default_factory=dict)  # when they began
     communication: list[Range] = field(default_factory=list)
-    busy: dict[Any, array[float]] = field(default_factory=lambda: defaultdict(lambda: array("d")))
-    launches: dict[int, tuple[float, Any]] = field(default_factory=dict)
-    kernels: list[tuple[int, float, float]] = field(default_factory=list)  # correlation, begin, end
+    busy: dict[Thread, array[float]] = field(default_factory=lambda: defaultdict(lambda: array("d")))
+    launches: Launches = field(default_factory=Launches)
+    kernels: array[float] = field(default_factory=lambda: array("d"))  # begin and end of each
+    launched_by: array[int] = field(default_factory=lambda: array("q"))  # their numbers
     remote: list[Range] = field(default_factory=list)  # kernels of communication
     first: float = math.inf
     last: float = 0.0
@@ -74,144 +169,262 @@ class Graph:
     """What is kept of an execution trace: arguments of operations as Kineto names them, by `rf_id`."""
 
     path: Path
-    pid: Any = None
+    pid: int | str | None = None
     args: dict[int, dict[str, Any]] = field(default_factory=dict)
-    groups: dict[str, list[int]] = field(default_factory=dict)
+    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def read_file(path: Path) -> Trace | Graph | None:
     """Read a file; None if it is a step that `Step.save` wrote."""
     trace, graph = Trace(path), Graph(path)
     kinds: set[str] = set()
-    about: dict[str, Any] = {}
-    for key, value, place in members(path, _LISTS):
-        if key == "traceEvents":
-            kinds.add(key)
-            if not isinstance(value, dict):
-                raise ConfigError(f"{path}: byte {place}: {short(value)}; expected an event")
-            _take_event(trace, value, place)
-        elif key == "nodes":
-            kinds.add(key)
-            if not isinstance(value, dict):
-                raise ConfigError(f"{path}: byte {place}: {short(value)}; expected a node")
-            _take_node(graph, value)
-        elif key in ("version", "roles") and not kinds:
-            return None
-        else:
-            about[key] = value
+    try:
+        for key, value, byte in members(path, _LISTS):
+            if key in _LISTS:
+                kinds.add(key)
+            if key == "traceEvents":
+                _take_event(trace, value, byte)
+            elif key == "nodes":
+                _take_node(graph, value, byte)
+            elif key in ("version", "roles") and not kinds:
+                return None
+            else:
+                _take_about(trace, graph, key, value, byte)
+    except RecursionError:  # by what is just short of being too deep for `members`
+        raise ConfigError(f"{path}: not JSON that can be read: nested too deeply") from None
     if kinds == {"nodes"}:
-        graph.pid = about.get("pid")
         return graph
     if kinds != {"traceEvents"}:
         raise ConfigError(
             f"{path}: no events; expected a trace of torch's profiler (traceEvents), an execution trace "
             "(nodes) or a step that `step.save` wrote"
         )
-    trace.about = about
     return trace
 
 
-def _seconds(trace: Trace, event: dict[str, Any], place: int) -> tuple[float, float]:
+def _take_about(trace: Trace, graph: Graph, key: str, value: Any, byte: int) -> None:
+    """Take what a file says besides events and nodes."""
+    if key == "distributedInfo":
+        place = Place(trace.path, byte, key)
+        about = place.fields(value, _ABOUT)
+        trace.rank, trace.world = about.get("rank", -1), about.get("world_size", 0)
+        trace.groups = _groups(place, about.get("pg_config", []))
+    elif key in ("host_name", "pid"):
+        forms = {"host_name": TEXT, "pid": LABEL}
+        about = Place(trace.path, byte, "the file").fields({key: value}, forms)
+        trace.host = about.get("host_name", trace.host)
+        graph.pid = about.get("pid", graph.pid)
+
+
+def _groups(place: Place, found: Sequence[Any]) -> dict[str, tuple[int, ...]]:
+    """The ranks of groups, by name; without those whose ranks are not in the file."""
+    groups: dict[str, tuple[int, ...]] = {}
+    for each in found:
+        group = place.fields(each, _GROUP, "pg_config")
+        if ranks := _ranks(group.get("ranks")):
+            groups[str(group.get("pg_name"))] = ranks
+    return groups
+
+
+def _ranks(found: Any) -> tuple[int, ...]:
+    """Ranks from a list or its text; none if the text is cut, as the profiler does after 30."""
+    if isinstance(found, str):
+        try:
+            found = json.loads(found)
+        except (ValueError, RecursionError):
+            return ()
+    return tuple(found) if found and _are_ranks(found) else ()
+
+
+# -- events -------------------------------------------------------------------------------------------------
+
+
+def _seconds(trace: Trace, event: dict[str, Any], place: Place) -> tuple[float, float]:
     """Beginning and end of an event, in seconds since the first event of the file."""
     for name in ("ts", "dur"):
         value: Any = event.get(name, 0 if name == "dur" else None)
         good = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST
         if not good or (name == "dur" and value < 0):
-            raise ConfigError(
-                f"{trace.path}: byte {place}: {name} of event {short(event.get('name'))}: {short(value)}; "
-                "expected microseconds that are not negative"
-            )
+            raise place.wrong(name, value, "microseconds that are not negative")
     ts, duration = event["ts"], event.get("dur", 0)
     trace.base = ts if trace.base is None else trace.base
     begin = float(ts - trace.base) / 1e6
     return begin, begin + float(duration) / 1e6
 
 
-def _take_event(trace: Trace, event: dict[str, Any], place: int) -> None:
-    if event.get("ph") != "X":
+def _take_event(trace: Trace, event: Any, byte: int) -> None:
+    if not isinstance(event, dict):
+        raise ConfigError(f"{trace.path}: byte {byte}: {short(event)}; expected an event")
+    kind, name = event.get("cat"), event.get("name")
+    if event.get("ph") != "X" or not isinstance(name, str):
         return
-    kind, name, args = event.get("cat"), event.get("name"), event.get("args")
-    if not isinstance(name, str) or kind in ("Trace", "gpu_user_annotation", "overhead"):
+    if kind in ("Trace", "gpu_user_annotation", "overhead"):
         return
-    args = args if isinstance(args, dict) else {}
+    place = Place(trace.path, byte, "event", name)
     begin, end = _seconds(trace, event, place)
-    thread = event.get("tid")
     if kind in ("kernel", "gpu_memcpy", "gpu_memset"):
-        _take_kernel(trace, name, begin, end, args)
+        _take_kernel(trace, event, place, begin, end)
         return
     trace.first, trace.last = min(trace.first, begin), max(trace.last, end)
     if kind in ("cuda_runtime", "cuda_driver", "hip_runtime"):
-        if isinstance(number := args.get("correlation"), int) and _LAUNCH.search(name):
-            trace.launches[number] = (begin, thread)
-        return
-    found = Range(begin, end, thread, name, args)
-    if name.startswith("ProfilerStep#"):
-        trace.steps.append(found)
-    elif name.startswith("Optimizer.step#"):
-        trace.optimizer.append(found)
-        trace.pid = event.get("pid")
-    elif name == _ACCUMULATE:
-        trace.gradients.append(found)
-        trace.pid = event.get("pid")
+        number = _number(event, place) if _LAUNCH.search(name) else None
+        if number is not None:
+            trace.launches.add(number, begin, _label(event, "tid", place))
     elif name.startswith("nn.Module: "):
-        trace.modules.append(found._replace(args={}))
-    elif _NESTED.match(name):
-        trace.communication.append(found)
-    elif kind == "cpu_op":
-        trace.busy[thread].extend((begin, end))
-
-
-def _take_kernel(trace: Trace, name: str, begin: float, end: float, args: dict[str, Any]) -> None:
-    number = args.get("correlation")
-    if "nccl" in name.lower() or "Collective name" in args:
-        trace.remote.append(Range(begin, end, number, name, args))
+        _take_module(trace, place, name, begin)
     else:
-        trace.kernels.append((number if isinstance(number, int) else -1, begin, end))
+        _take_range(trace, event, place, begin, end)
 
 
-def _take_node(graph: Graph, node: dict[str, Any]) -> None:
+def _take_module(trace: Trace, place: Place, name: str, begin: float) -> None:
+    if name not in trace.modules:
+        place.fields({"name": name}, {"name": TEXT})
+        _count(trace, place)
+        trace.modules[name] = array("d")
+    trace.modules[name].append(begin)
+
+
+def _take_range(trace: Trace, event: dict[str, Any], place: Place, begin: float, end: float) -> None:
+    name: str = event["name"]
+    if (listed := _list_of(trace, name)) is not None:
+        kept, forms = listed
+        _count(trace, place)
+        args = _arguments(event, place, forms)
+        kept.append(Range(begin, end, _label(event, "tid", place), sys.intern(name), place.byte, args))
+        if kept is trace.optimizer or kept is trace.gradients:
+            trace.pid = _label(event, "pid", place)
+    elif event.get("cat") == "cpu_op":
+        spans = trace.busy[_label(event, "tid", place)]
+        if not spans or begin < spans[-2] or end > spans[-1]:  # most are inside the one before
+            spans.extend((begin, end))
+
+
+def _list_of(trace: Trace, name: str) -> tuple[list[Range], Mapping[str, Form]] | None:
+    """The list in which events of a name are kept, and the arguments that are read of them."""
+    if name.startswith("ProfilerStep#"):
+        return trace.steps, {}
+    if name.startswith("Optimizer.step#"):
+        return trace.optimizer, {}
+    if name == _ACCUMULATE:
+        return trace.gradients, _GRADIENT
+    return (trace.communication, _OPERATION) if _NESTED.match(name) else None
+
+
+def _count(trace: Trace, place: Place) -> None:
+    """Count one more event that is kept as a whole."""
+    trace.kept += 1
+    if trace.kept > _MOST_KEPT:
+        raise ConfigError(
+            f"{trace.path}: byte {place.byte}: more than {_MOST_KEPT:,} steps, gradients, operations and "
+            "modules; expected a trace of fewer steps"
+        )
+
+
+def _label(event: dict[str, Any], name: str, place: Place) -> Thread:
+    """A thread or process."""
+    value: Thread = place.fields(event, {name: LABEL}).get(name)
+    return value
+
+
+def _number(event: dict[str, Any], place: Place) -> int | None:
+    """The number that a kernel and its launch share."""
+    value: int | None = place.fields(event.get("args"), {"correlation": NUMBER}, "args").get("correlation")
+    return value
+
+
+def _arguments(event: dict[str, Any], place: Place, forms: Mapping[str, Form]) -> dict[str, Any]:
+    args = place.fields(event.get("args"), forms, "args")
+    if "Process Group Ranks" in args:
+        args["Process Group Ranks"] = _ranks(args["Process Group Ranks"])
+    return args
+
+
+def _take_kernel(trace: Trace, event: dict[str, Any], place: Place, begin: float, end: float) -> None:
+    name, args = event["name"], event.get("args")
+    if "nccl" in name.lower() or (isinstance(args, dict) and "Collective name" in args):
+        _count(trace, place)
+        args = _arguments(event, place, _OPERATION)
+        trace.remote.append(Range(begin, end, None, sys.intern(name), place.byte, args))
+    elif (number := _number(event, place)) is not None:
+        trace.kernels.extend((begin, end))
+        trace.launched_by.append(number)
+
+
+# -- nodes --------------------------------------------------------------------------------------------------
+
+
+def _take_node(graph: Graph, node: Any, byte: int) -> None:
+    if not isinstance(node, dict):
+        raise ConfigError(f"{graph.path}: byte {byte}: {short(node)}; expected a node")
     name = node.get("name")
     if not isinstance(name, str):
         return
-    inputs = mapping(node.get("inputs"))
+    place = Place(graph.path, byte, "node", name)
     if "process_group:init" in name:
-        for text in inputs.get("values", []):
-            try:
-                groups = json.loads(text)
-            except (TypeError, ValueError):
-                continue
-            for group in groups if isinstance(groups, list) else ():
-                if isinstance(group, dict) and group.get("ranks"):
-                    graph.groups[str(group.get("pg_name"))] = group["ranks"]
-        return
-    if name != _ACCUMULATE and not _NESTED.match(name):
-        return
-    attrs = {each.get("name"): each.get("value") for each in node.get("attrs", ()) if isinstance(each, dict)}
-    number = attrs.get("rf_id")
-    if not isinstance(number, int):
-        return
-    shapes, types = inputs.get("shapes", []), inputs.get("types", [])
+        graph.groups |= _initialized(place, _tensors(node, "inputs", place))
+    elif name == _ACCUMULATE or _NESTED.match(name):
+        attrs = _attrs(node, place)
+        if "rf_id" in attrs:
+            if len(graph.args) == _MOST_KEPT:
+                raise ConfigError(
+                    f"{graph.path}: byte {byte}: more than {_MOST_KEPT:,} gradients and operations; expected "
+                    "a trace of fewer steps"
+                )
+            graph.args[attrs["rf_id"]] = _named_as_kineto(node, attrs, place)
+
+
+def _initialized(place: Place, inputs: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The groups in the text that the making of groups has for an argument."""
+    found: dict[str, tuple[int, ...]] = {}
+    for text in inputs.get("values", []):
+        try:
+            groups = json.loads(text)
+        except (TypeError, ValueError, RecursionError):
+            continue
+        found |= _groups(place, groups if isinstance(groups, list) else [])
+    return found
+
+
+def _attrs(node: dict[str, Any], place: Place) -> dict[str, Any]:
+    """The attributes of a node, by name."""
+    listed = node.get("attrs") or []
+    if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
+        raise place.wrong("attrs", listed, "a list of objects")
+    named = {each["name"]: each.get("value") for each in listed if isinstance(each.get("name"), str)}
+    return place.fields(named, _ATTRS, "attrs")
+
+
+def _named_as_kineto(node: dict[str, Any], attrs: dict[str, Any], place: Place) -> dict[str, Any]:
+    inputs = _tensors(node, "inputs", place)
+    types = [
+        re.search(r"Tensor\(([^)]*)\)", each) for each in inputs.get("types", []) if isinstance(each, str)
+    ]
     found: dict[str, Any] = {
-        "Input Dims": shapes,
-        "Input type": [
-            match[1] if (match := re.search(r"Tensor\(([^)]*)\)", str(each))) else "" for each in types
-        ],
-        "bytes": max(_tensor_bytes(inputs), _tensor_bytes(mapping(node.get("outputs")))),
+        "Input Dims": inputs.get("shapes", []),
+        "Input type": [match[1] if match else "" for match in types],
+        "bytes": max(_tensor_bytes(each) for each in (inputs, _tensors(node, "outputs", place))),
     }
+    if found["bytes"] > MOST_BYTES:
+        raise place.wrong("values", found["bytes"], "tensors of at most 1 PiB together")
     renamed = {
         "collective_name": "Collective name", "dtype": "dtype", "in_msg_nelems": "In msg nelems",
         "out_msg_nelems": "Out msg nelems", "pg_name": "Process Group Name", "pg_size": "Group size",
     }  # fmt: skip
     found |= {ours: attrs[theirs] for theirs, ours in renamed.items() if theirs in attrs}
-    start, stride, size = (attrs.get(key) for key in ("global_rank_start", "global_rank_stride", "pg_size"))
-    if isinstance(start, int) and isinstance(stride, int) and isinstance(size, int) and stride > 0:
-        found["Process Group Ranks"] = [start + stride * index for index in range(size)]
-    graph.args[number] = found
+    size = attrs.get("pg_size", 0)
+    start, stride = (attrs.get(f"global_rank_{which}", -1) for which in ("start", "stride"))
+    if size and start >= 0 and stride > 0:
+        last = start + stride * (size - 1)
+        if last >= MOST_RANKS:
+            raise place.wrong("ranks", last, f"ranks below {MOST_RANKS:,}")
+        found["Process Group Ranks"] = tuple(range(start, last + 1, stride))
+    return found
 
 
-def mapping(value: Any) -> dict[str, Any]:
-    """The value if it is a mapping, else an empty one."""
-    return value if isinstance(value, dict) else {}
+def _tensors(node: dict[str, Any], name: str, place: Place) -> dict[str, Any]:
+    """The inputs or outputs of a node; before schema 1.1 they were lists, which say less."""
+    found = node.get(name)
+    return {} if isinstance(found, list) else place.fields(found, _TENSORS, name)
 
 
 def _tensor_bytes(tensors: dict[str, Any]) -> int:
@@ -220,11 +433,14 @@ def _tensor_bytes(tensors: dict[str, Any]) -> int:
     def total(value: Any) -> int:
         if not isinstance(value, list):
             return 0
-        if len(value) == 6 and isinstance(value[5], str) and all(isinstance(each, int) for each in value[:5]):
-            return int(value[3] * value[4])
+        if len(value) == 6 and isinstance(value[5], str) and all(map(is_whole, value[:5])):
+            return max(0, value[3] * value[4])
         return sum(total(each) for each in value)
 
-    return max((total(value) for value in tensors.get("values", []) or []), default=0)
+    return max((total(value) for value in tensors.get("values", [])), default=0)
+
+
+# -- files together -----------------------------------------------------------------------------------------
 
 
 def join_graphs(traces: Sequence[Trace], graphs: Sequence[Graph]) -> None:
@@ -248,8 +464,7 @@ def join_graphs(traces: Sequence[Trace], graphs: Sequence[Graph]) -> None:
                 "both traces of one profile, whose events have a 'Record function id'"
             )
         (trace,) = same
-        ranks = {"pg_config": [{"pg_name": name, "ranks": of} for name, of in graph.groups.items()]}
-        trace.about["distributedInfo"] = ranks | mapping(trace.about.get("distributedInfo"))
+        trace.groups = trace.groups or graph.groups
         for each in (trace.communication, trace.gradients):
             each[:] = [
                 found._replace(args=graph.args.get(found.args.get("Record function id", -1), {}) | found.args)
@@ -259,17 +474,11 @@ def join_graphs(traces: Sequence[Trace], graphs: Sequence[Graph]) -> None:
 
 def number_ranks(traces: list[Trace], notes: Notes) -> None:
     """Find out the rank of each trace; raises if some are missing or there twice."""
-    sizes = set()
     for index, trace in enumerate(traces):
-        info = mapping(trace.about.get("distributedInfo"))
-        if isinstance(info.get("world_size"), int):
-            sizes.add(info["world_size"])
-        in_name = re.search(r"(?:rank|worker)[_\-.]?(\d+)", trace.path.name, re.IGNORECASE)
-        if isinstance(info.get("rank"), int):
-            trace.rank = info["rank"]
-        elif in_name:
-            trace.rank = int(in_name[1])
-        else:
+        named = re.search(r"(?:rank|worker)[_\-.]?(\d+)", trace.path.name, re.IGNORECASE)
+        if trace.rank < 0 and named and int(named[1]) < MOST_RANKS:  # else it is a time
+            trace.rank = int(named[1])
+        elif trace.rank < 0:
             trace.rank = index
             if len(traces) > 1:
                 notes.add("a trace does not say its rank; it is the place in the order of files")
@@ -280,8 +489,8 @@ def number_ranks(traces: list[Trace], notes: Notes) -> None:
                 f"{trace.path}: rank {trace.rank} is in {seen[trace.rank].path} too; expected it once"
             )
         seen[trace.rank] = trace
-    world = max([*sizes, len(traces), *(rank + 1 for rank in seen)])
-    if missing := sorted(set(range(world)) - seen.keys()):
+    world = max(*(trace.world for trace in traces), len(traces), max(seen) + 1)
+    if missing := list(islice((rank for rank in range(world) if rank not in seen), 9)):
         named = ", ".join(map(str, missing[:8])) + ", …" * (len(missing) > 8)
         raise ConfigError(
             f"{traces[0].path}: no trace of rank {named}; expected one of each of the job's {world} ranks"

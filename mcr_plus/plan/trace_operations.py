@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +11,8 @@ from typing import Any, Final
 
 from mcr_plus.core.kinds import COLLECTIVES, collective
 from mcr_plus.errors import ConfigError, short
-from mcr_plus.plan.trace_files import Notes, Range, Trace, mapping
+from mcr_plus.plan.step import MOST_BYTES
+from mcr_plus.plan.trace_files import Notes, Range, Thread, Trace
 
 _KINDS: Final[Mapping[str, str]] = {
     **{name.replace("_", ""): row.kind for row in COLLECTIVES.values() for name in (row.kind, row.torch)},
@@ -25,6 +25,7 @@ _ITEMSIZES: Final = {
     "byte": 1, "char": 1, "unsigned char": 1, "signed char": 1, "bool": 1, "short int": 2,
 }  # fmt: skip
 _NO_DTYPES: Final = ("", "TensorList", "Scalar", "ScalarList")
+_DIGITS: Final = re.compile(r"[0-9]{1,9}$")
 _KERNEL: Final = re.compile(r"nccl(?:Dev)?Kernel_?(\w*?)(?:_|\(|$)", re.IGNORECASE)
 
 
@@ -32,14 +33,15 @@ _KERNEL: Final = re.compile(r"nccl(?:Dev)?Kernel_?(\w*?)(?:_|\(|$)", re.IGNORECA
 class Operation:
     """An operation that the program issues. Times in seconds; `started`, `done`: of its execution.
 
-    `parts`: the arguments of its ranges, from the outermost.
+    `parts`: the arguments of its ranges, from the outermost. `byte`: of the first one's event in the file.
     """
 
     begin: float
     end: float
-    thread: Any
+    thread: Thread
     names: list[str]
     parts: list[dict[str, Any]]
+    byte: int
     started: float | None = None
     done: float | None = None
 
@@ -50,7 +52,7 @@ class Operation:
 
     def get(self, key: str) -> Any:
         """An argument, of the outermost range that has it."""
-        return next((part[key] for part in self.parts if part.get(key) not in (None, "", [])), None)
+        return next((part[key] for part in self.parts if part.get(key) not in (None, "", [], ())), None)
 
 
 def operations(trace: Trace) -> list[Operation]:
@@ -68,7 +70,7 @@ def operations(trace: Trace) -> list[Operation]:
         elif each.name.startswith("gloo:") and issuers:
             elsewhere.append(each)
         elif _plain(each) not in _NO_OPERATIONS | {""}:
-            found.append(Operation(each.begin, each.end, each.thread, [each.name], [each.args]))
+            found.append(Operation(each.begin, each.end, each.thread, [each.name], [each.args], each.byte))
             if each.name.startswith("gloo:"):
                 found[-1].started, found[-1].done = each.begin, each.end
     found.sort(key=lambda operation: operation.begin)
@@ -85,7 +87,7 @@ def _complete_by_threads(found: Sequence[Operation], elsewhere: Sequence[Range])
     calls = sorted(
         (number, index)
         for index, operation in enumerate(found)
-        if isinstance(number := operation.get("Record function id"), int)
+        if (number := operation.get("Record function id")) is not None
     )
     numbers = [number for number, _ in calls]
     for each in sorted(elsewhere, key=lambda r: r.begin):
@@ -104,8 +106,10 @@ def _complete_by_kernels(found: list[Operation], trace: Trace) -> None:
     begins = [operation.begin for operation in found]
     known = {part.get("External id"): operation for operation in found for part in operation.parts}
     known.pop(None, None)
-    for kernel in sorted(trace.remote, key=lambda r: r.begin):
-        at, thread = trace.launches.get(kernel.thread, (None, None))
+    kernels = sorted(trace.remote, key=lambda r: r.begin)
+    rows = trace.launches.last([kernel.args.get("correlation", -1) for kernel in kernels])
+    for kernel, row in zip(kernels, rows.tolist(), strict=True):
+        at, thread = trace.launches.call(row) if row >= 0 else (None, None)
         operation = None
         if at is not None:
             around = [
@@ -119,7 +123,11 @@ def _complete_by_kernels(found: list[Operation], trace: Trace) -> None:
             begin = kernel.begin if at is None else at
             named = _KERNEL.search(kernel.name)
             args = {"Collective name": named[1] if named else kernel.name} | kernel.args
-            found.append(Operation(begin, begin, thread, [kernel.name], [args], kernel.begin, kernel.end))
+            found.append(
+                Operation(
+                    begin, begin, thread, [kernel.name], [args], kernel.byte, kernel.begin, kernel.end
+                )
+            )  # fmt: skip
             continue
         operation.take(kernel._replace(name=operation.names[0]))
         operation.started = kernel.begin if operation.started is None else operation.started
@@ -133,11 +141,7 @@ class Arguments:
         self._trace = trace
         self._notes = notes
         self._world = tuple(range(ranks))
-        info = mapping(trace.about.get("distributedInfo"))
-        configs = [each for each in info.get("pg_config", ()) if isinstance(each, dict) and each.get("ranks")]
-        self._groups: dict[str, tuple[int, ...]] = {
-            str(each.get("pg_name")): tuple(each["ranks"]) for each in configs
-        }
+        self._groups = trace.groups
 
     def itemsize(self, dtype: str | None) -> int:
         """Bytes of an element; 4 for an unknown dtype, which is noted."""
@@ -163,10 +167,14 @@ class Arguments:
 
     def nbytes(self, operation: Operation, kind: str) -> int:
         """The larger of input and output."""
-        if kind == "barrier":
-            return 0
+        nbytes = 0 if kind == "barrier" else self._largest(operation, kind)
+        if nbytes > MOST_BYTES:
+            raise self._wrong(operation, f"{nbytes:,} bytes; expected at most 1 PiB")
+        return nbytes
+
+    def _largest(self, operation: Operation, kind: str) -> int:
         counted = [operation.get(key) for key in ("In msg nelems", "Out msg nelems")]
-        if known := [each for each in counted if isinstance(each, int)]:
+        if known := [each for each in counted if each is not None]:
             return max(known) * self.itemsize(operation.get("dtype"))
         nbytes = int(operation.get("bytes") or 0) or max(map(self._part_bytes, operation.parts))
         if not nbytes:
@@ -181,7 +189,7 @@ class Arguments:
     def _part_bytes(self, args: dict[str, Any]) -> int:
         """Bytes of the largest argument."""
         dims, types = args.get("Input Dims"), args.get("Input type")
-        if not isinstance(dims, list) or not isinstance(types, list):
+        if dims is None or types is None:
             return 0
         elements = max((_elements(each) for each in dims), default=0)
         dtypes = [each for each in types if each not in _NO_DTYPES]
@@ -192,37 +200,35 @@ class Arguments:
         if kind in ("send", "recv"):
             return self._ends(operation, kind)
         ranks = operation.get("Process Group Ranks")
-        if isinstance(ranks, str):
-            try:
-                ranks = json.loads(ranks)
-            except ValueError:  # of more than 30 ranks, only some are written
-                ranks = None
-        if isinstance(ranks, list) and ranks and all(isinstance(rank, int) for rank in ranks):
-            return self._inside(ranks)
-        if (known := self._groups.get(str(operation.get("Process Group Name")))) is not None:
-            return self._inside(known)
+        ranks = ranks or self._groups.get(str(operation.get("Process Group Name")))
+        if ranks is not None:
+            return self._inside(ranks, operation)
         size = operation.get("Group size")
         if len(self._groups) > 1 and size != len(self._world):
             self._notes.add("an operation whose group is not in the trace counts as one of all ranks")
         return self._world
 
-    def _inside(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        kept = tuple(ranks)
-        if any(not 0 <= rank < len(self._world) for rank in kept):
-            raise ConfigError(
-                f"{self._trace.path}: a group of ranks {short(list(kept))}; expected ranks below "
-                f"{len(self._world)}, of which there are traces"
+    def _inside(self, ranks: tuple[int, ...], operation: Operation) -> tuple[int, ...]:
+        if any(not 0 <= rank < len(self._world) for rank in ranks):
+            raise self._wrong(
+                operation,
+                f"a group of ranks {short(list(ranks))}; expected ranks below {len(self._world)}, of which "
+                "there are traces",
             )
-        return kept
+        return ranks
+
+    def _wrong(self, operation: Operation, text: str) -> ConfigError:
+        name = short(operation.names[0])
+        return ConfigError(f"{self._trace.path}: byte {operation.byte}: event {name}: {text}")
 
     def _ends(self, operation: Operation, kind: str) -> tuple[int, ...]:
         """Sender and receiver."""
         me = self._trace.rank
         peer = operation.get("Dst Rank" if kind == "send" else "Src Rank")
         asks = operation.get("Concrete Inputs")
-        if peer is None and isinstance(asks, list) and len(asks) > 2 and str(asks[2]).isdigit():
+        if peer is None and asks and len(asks) > 2 and _DIGITS.match(asks[2]):
             peer = int(asks[2])
-        if not isinstance(peer, int) or not 0 <= peer < len(self._world):
+        if peer is None or not 0 <= peer < len(self._world):
             self._notes.add(f"a {kind} whose peer is not in the trace counts as one with nobody")
             return (me,)
         return (me, peer) if kind == "send" else (peer, me)

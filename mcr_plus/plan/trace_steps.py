@@ -47,15 +47,18 @@ class Draft(NamedTuple):
         count = len(self.marks)
         visible = sorted((since, until) for since, until in self.waits if since is not None)
         marks = [(index, mark) for index, mark in enumerate(self.marks, start=1)]
+        issued = {mark.event.id: index for index, mark in marks if isinstance(mark.event, Issue)}
         for number, (since, until) in enumerate(self.waits):
-            if since is None and (place := places.get((number, count))) is not None:
-                since = until = self.marks[place - 1].end
+            usual = places.get((number, count), 0)
+            if since is None and usual >= issued[number]:
+                since = until = self.marks[usual - 1].end
+                place = usual
             elif since is None:  # with the next one that is visible, or for the optimizer
                 since = next((begin for begin, end in visible if end >= until), max(self.last, until))
                 until, place = max(since, until), self.place(since)
             else:
                 place = self.place(since)
-            marks.append((place, Mark(Wait(number), "", since, until)))
+            marks.append((max(place, issued[number]), Mark(Wait(number), "", since, until)))
         marks.sort(key=lambda each: (each[0], isinstance(each[1].event, Wait)))
         ready = [index for index, (_, mark) in enumerate(marks) if isinstance(mark.event, Ready)]
         first, last = (ready[0], ready[-1]) if ready else (len(marks), len(marks))
@@ -89,15 +92,14 @@ class Reader:
         self._trace = trace
         self._notes = notes
         self._arguments = Arguments(trace, ranks, notes)
-        launched = [
-            (trace.launches[number][0], begin, end)
-            for number, begin, end in trace.kernels
-            if number in trace.launches
-        ]
-        kernels = np.array(sorted(launched), np.float64).reshape(-1, 3)
+        rows = trace.launches.last(trace.launched_by)
+        spans = np.array(trace.kernels, np.float64).reshape(-1, 2)[rows >= 0]
+        kernels = np.column_stack([trace.launches.begins(rows[rows >= 0]), spans])
+        kernels = kernels[np.lexsort(kernels.T[::-1])]
         self._on_gpu = len(kernels) > 0
         self._launched = kernels[:, 0]
         self._ended = np.maximum.accumulate(kernels[:, 2])
+        self._modules = {name: np.sort(np.array(begins)) for name, begins in trace.modules.items()}
         self._operations = operations(trace)
         self._busy = _union(kernels[:, 1:]) if self._on_gpu else self._host_busy()
 
@@ -184,8 +186,7 @@ class Reader:
         None, and a time after which it waits, where it does not wait visibly.
         """
         done = operation.done
-        asks = operation.get("Concrete Inputs")
-        at_once = isinstance(asks, list) and "False" in asks[-2:]
+        at_once = "False" in (operation.get("Concrete Inputs") or [])[-2:]
         index = int(np.searchsorted(self._busy[:, 1], issued if done is None else done, side="right"))
         before = float(self._busy[index - 1, 1]) if index else issued
         resumed = float(self._busy[index, 0]) if index < len(self._busy) else ended
@@ -197,16 +198,20 @@ class Reader:
         return (idle, done) if idle <= done <= resumed + _ROUNDING else (None, done)
 
     def _needs(self, begin: float, end: float) -> list[Mark]:
-        found: dict[str, float] = {}
-        for each in sorted(self._trace.modules, key=lambda r: r.begin):
-            if begin <= each.begin < end:
-                found.setdefault(each.name.removeprefix("nn.Module: "), self._at(each.begin))
-        return [Mark(Need(name), "", at, at) for name, at in found.items()]
+        found: list[tuple[float, str]] = []
+        for name, begins in self._modules.items():
+            first = int(np.searchsorted(begins, begin))
+            if first < len(begins) and begins[first] < end:
+                found.append((float(begins[first]), name.removeprefix("nn.Module: ")))
+        found.sort(key=lambda each: each[0])
+        return [
+            Mark(Need(name), "", at, at) for at, name in ((self._at(since), name) for since, name in found)
+        ]
 
     def _ready(self, index: int, found: Range) -> Ready:
         dims, kind = found.args.get("Input Dims"), found.args.get("Input type")
-        shape = dims[0] if isinstance(dims, list) and dims and isinstance(dims[0], list) else None
-        dtype = str(kind[0]) if isinstance(kind, list) and kind else "float"
+        shape = dims[0] if dims and isinstance(dims[0], list) else None
+        dtype = kind[0] if kind else "float"
         where = "cuda" if self._on_gpu else "cpu"
         if shape is None or not dtype or not all(isinstance(each, int) for each in shape):
             self._notes.add("a gradient without a shape counts as empty; expected record_shapes=True")

@@ -36,11 +36,14 @@ def load_step(paths: str | Path | Sequence[str | Path]) -> Step:
 
     `paths`: a file, a folder of files that end with `.json` or `.json.gz`, or a list of these. Of each rank
     one Kineto trace, with shapes recorded (`record_shapes=True`) or with the execution trace of the same run
-    beside it. Files are read piece by piece. What could not be read exactly is in `Step.notes`, and logged.
+    beside it. Files are read piece by piece, and of kernels and calls only times are kept. There may be
+    1,048,576 ranks, and in a trace as many steps, gradients, operations and modules together. What could not
+    be read exactly is in `Step.notes`, and logged.
 
     Raises:
-        ConfigError: a file cannot be read, is truncated or no trace; times are negative or steps overlap;
-            ranks are missing or are there twice; there is no backward pass. With the file and the place.
+        ConfigError: a file cannot be read, is truncated or no trace; a field has a value of another type, or
+            beyond its limits; times are negative or steps overlap; ranks are missing or are there twice;
+            there is no backward pass. With the file and the place.
     """
     listed = [paths] if isinstance(paths, (str, Path)) else list(paths)
     files = [file for path in listed for file in _files(Path(path))]
@@ -89,7 +92,7 @@ def _merged(traces: Sequence[Trace], source: Source, notes: Notes) -> Step:
             f"only {least} step{'s are' if least > 1 else ' is'} in the traces; times are no medians of many"
         )
     _check_models(per_rank, traces)
-    hosts = {trace.about.get("host_name") for trace in traces}
+    hosts = {trace.host for trace in traces}
     params = [
         (mark.event.param, (mark.event.nbytes,), mark.event.like)
         for step in per_rank[0][-1:]

@@ -1,4 +1,4 @@
-"""Algorithms in tables: which of them `tune` compares, at which sizes, and the files that a table needs."""
+"""Algorithms in tables: those that `tune` compares, their sizes, and the files that a table needs."""
 
 from __future__ import annotations
 
@@ -37,15 +37,16 @@ def spans(algorithms: Mapping[Kind, Sequence[str]]) -> dict[str, Range]:
 def check_sizes(request: Request) -> None:
     """Raise `Unsupported` if the rules of a kind would have gaps.
 
-    A gap is a size that no candidate supports, or the vector form: rules cover it, and no algorithm does it.
+    A gap is a size that no candidate supports, or the vector form: rules cover it, but no algorithm supports
+    it.
     """
     for kind in request.kinds:
         algorithms = request.algorithms.get(kind, ())
         if algorithms and not request.libraries and f"{kind}_v" in VECTOR:
             libraries = ",".join([algorithms[0].partition(":")[0], *algorithms])
             raise Unsupported(
-                f"{kind}: nothing in --backends is for {kind}_v, which no algorithm does and rules for "
-                f"{kind} cover; add a library: --backends {libraries}"
+                f"{kind}: no entry of --backends supports {kind}_v, which rules for {kind} cover and no "
+                f"algorithm supports; add a library: --backends {libraries}"
             )
         ends = [
             request.spans[candidate].hi
@@ -55,7 +56,7 @@ def check_sizes(request: Request) -> None:
         for size in sorted({0, *(end for end in ends if end is not None)}):
             if not request.candidates_for(BenchCase(kind, size)):
                 raise Unsupported(
-                    f"{kind}: nothing in --backends is for {size_words(size)}, and rules are for all "
+                    f"{kind}: no entry of --backends supports {size_words(size)}, and rules cover all "
                     "sizes and roots; add a library, such as msccl"
                 )
 

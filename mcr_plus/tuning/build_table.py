@@ -24,9 +24,9 @@ from mcr_plus.tuning.operations import BenchCase
 from mcr_plus.tuning.plan import Request, by_size, nonsense
 
 _CHANGE: Final = log(1.05)  # a change must save more than this, over all sizes of its range
-_UNPROVEN: Final = 0.2  # weight of a difference that the intervals do not bear out
+_UNPROVEN: Final = 0.2  # weight of a difference within the confidence intervals
 _BITS: Final = 5
-_FAR: Final = 32  # times as large: the first sizes that are measured are closer than this
+_FAR: Final = 32  # ratio of neighbouring sizes that are too far apart; the first sizes measured are closer
 _LATENCY: Final = 1024  # bytes
 
 Timings = Mapping[int, Mapping[str, Timing]]
@@ -36,12 +36,12 @@ def build_table(request: Request, samples: Sequence[Sample], fingerprint: Finger
     """Return the table for `request.ranks` ranks on `nodes` hosts from all samples of the request's
     libraries.
 
-    Kinds and sizes of earlier runs stay. Rules of further dtypes come first and name their dtype; those of
-    the first dtype hold for all others. Asynchronous operations have rules of their own where they were
+    Kinds and sizes of earlier runs are kept. Rules of further dtypes come first and name their dtype; those
+    of the first dtype apply to all others. Asynchronous operations have their own rules if they were
     measured, by exposed time if available. Impossible times are left out. A rule never covers a size that its
     candidate does not support, or one far from the measured sizes: the built-in preference decides these.
-    Vector operations, which no algorithm does and which have no size, have rules of their own; a kind without
-    a library for them gets no rules. Raises `Unsupported` if no sample has a right result.
+    Vector operations have their own rules, because they have no size and no algorithm supports them; a kind
+    without a library for them gets no vector rules. Raises `Unsupported` if no sample has a correct result.
     """
     rules: list[TableRule] = []
     samples = request.relevant(samples)
@@ -65,7 +65,7 @@ def build_table(request: Request, samples: Sequence[Sample], fingerprint: Finger
                     table_rules = [*_without_end(apart), *table_rules] if apart else []
                 rules += table_rules
     if not rules:
-        raise Unsupported(f"nothing to choose from: {_why_none(samples)}")
+        raise Unsupported(f"no candidate to choose from: {_why_none(samples)}")
     return Table(tuple(rules), "<tuned>", dict(fingerprint))
 
 
@@ -146,7 +146,7 @@ def _reason(rule: TableRule) -> str:
         if candidate != rule.backend
     ):
         return ""
-    return "faster by no more than the figures scatter, or than a change of choice must save"
+    return "faster by no more than the scatter of the figures, or than the least gain of a change"
 
 
 def _stretches(timings: Timings) -> list[Timings]:

@@ -10,8 +10,8 @@ from typing import Final
 from mcr_plus.tuning.measurements import Sample
 
 _SAMPLE_S: Final = 0.3
-_BUSY: Final = 0.15  # of the processors' time; a quiet machine's own services take a few percent
-_SWITCHES: Final = 20.0  # times per second that a rank loses its core; quiet machines have one or two
+_BUSY: Final = 0.15  # of the processors' time; a quiet machine's own services use a few percent
+_SWITCHES: Final = 20.0  # preemptions of a rank per second; quiet machines have one or two
 _WIDE: Final = 0.25  # half of a 95 % interval, relative to the median
 _OFTEN: Final = 0.2  # of the samples
 
@@ -46,12 +46,12 @@ def busy_words(shares: Sequence[float]) -> list[str]:
 
 
 def scatter_words(samples: Iterable[Sample], switches: float) -> list[str]:
-    """Return warnings after a measurement; `switches`: how often per second the worst rank lost its core."""
+    """Return warnings after a measurement; `switches`: preemptions per second of the worst rank."""
     timed = [sample.timing for sample in samples if sample.timing is not None]
     wide = sum(timing.spread > _WIDE for timing in timed)
     words = []
     if timed and wide > _OFTEN * len(timed):
-        words.append(f"Figures scatter: {wide} of {len(timed)} are known to no better than ± {_WIDE:.0%}.")
+        words.append(f"Figures scatter: {wide} of {len(timed)} are uncertain by more than ± {_WIDE:.0%}.")
     if switches > _SWITCHES:
-        words.append(f"Ranks shared their cores: one lost its own {switches:.0f} times per second.")
+        words.append(f"Ranks shared their cores: one was preempted {switches:.0f} times per second.")
     return words

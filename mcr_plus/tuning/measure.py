@@ -1,9 +1,9 @@
-"""Times all candidates for one operation, in turns, until the winner is clear.
+"""Timing of all candidates for one operation, in turns, until the winner is clear.
 
 A turn begins with a barrier and runs one candidate a number of times; its result is the time per call of the
-slowest rank. The order of candidates is drawn anew in each round, so that a machine that slows down affects
-all of them, and none always follows the same other one. Decisions (when to stop, which candidate is too slow
-to continue) depend on numbers that were exchanged, so all ranks decide alike.
+slowest rank. The order of candidates is random in each round, so that a slowdown of the machine affects all
+of them, and none always follows the same other one. Decisions (to stop, to drop a slow candidate) depend on
+exchanged numbers, so all ranks decide alike.
 
 With overlap, a rank starts an asynchronous operation, computes for about the operation's length, and then
 waits for the operation. The result is the exposed time: the time beyond that of the computation.
@@ -27,16 +27,16 @@ from mcr_plus.tuning.operations import BenchCase, Call, OpUnderTest
 
 _TURN_US: Final = 300.0  # a turn lasts at least this long: timer and barrier are then noise
 _CALLS: Final = 1024  # at most, in one turn
-_HOPELESS: Final = 8.0  # times as slow as the best: not worth many turns
+_HOPELESS: Final = 8.0  # a candidate this many times slower than the best is not worth many turns
 _LEAST_US: Final = 0.05  # less exposed time than this is within the resolution
 _COMPUTE_US: Final = (5.0, 5000.0)
 
 
 @dataclass(frozen=True)
 class Effort:
-    """When to stop measuring a case: after `seconds`, `most` turns, or once medians are known to `precision`.
+    """The limits of measuring a case: `seconds`, `most` turns, or medians known to `precision`.
 
-    At least `least` turns run before precision counts, and one in any case.
+    Precision is evaluated after `least` turns. At least one turn runs in any case.
     """
 
     least: int = 9
@@ -54,10 +54,10 @@ class Outcome:
 
 
 class Meter:
-    """Measures cases on the ranks of `control`; collective throughout.
+    """Measures cases on the ranks of `control`; all methods are collective.
 
-    `control` carries the messages of the meter itself. The candidates run on a communicator that `open_group`
-    makes of the same ranks, and on a new one after an operation has failed.
+    `control` is used for the messages of the meter itself. The candidates run on a communicator of the same
+    ranks made by `open_group`; after a failed operation, a new one is made.
     """
 
     def __init__(self, open_group: Callable[[], Communicator], control: Communicator, effort: Effort) -> None:
@@ -66,7 +66,7 @@ class Meter:
         self._random = random.Random(0)  # all ranks draw the same orders
 
     def measure(self, case: BenchCase, candidates: Sequence[str], *, overlap: bool = False) -> Outcome:
-        """Verify all candidates, then time those with right results."""
+        """Verify all candidates, then time those with correct results."""
         outcome = Outcome()
         for candidate in candidates:
             problem = self._problem(OpUnderTest(self._comm, case), candidate)
@@ -134,7 +134,7 @@ class Meter:
         began, elapsed = time.perf_counter(), 0.0
         for turn in range(effort.most):
             order = going.copy()
-            self._random.shuffle(order)  # a candidate pays for following a slow one: not always the same
+            self._random.shuffle(order)  # a candidate that follows a slow one is slower
             mine = [self._turn(calls[candidate], repeats[candidate]) for candidate in order]
             *agreed, elapsed = self._slowest([*mine, time.perf_counter() - began])
             for candidate, us in zip(order, agreed, strict=True):
@@ -155,7 +155,7 @@ class Meter:
     def _turn(self, call: Call, repeats: int) -> float:
         """Return the microseconds per call on this rank."""
         if repeats > 1:
-            call()  # the previous turn has left caches and threads in another state
+            call()  # the previous turn left caches and threads in another state
         self._control.barrier()
         began = time.perf_counter()
         for _ in range(repeats):

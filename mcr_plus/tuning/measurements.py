@@ -35,7 +35,7 @@ class Sample:
     problem: str | None = None
 
     def document(self) -> dict[str, Any]:
-        """Return plain data, from which `from_document` restores the sample."""
+        """Return plain data from which `from_document` restores the sample."""
         timing = None if self.timing is None else asdict(self.timing)
         rest = {"way": self.candidate, "overlap": self.overlap, "timing": timing, "problem": self.problem}
         return {**asdict(self.case), **rest}
@@ -49,9 +49,9 @@ class Sample:
 
 
 def median_of_repeats(samples: Iterable[Sample]) -> list[Sample]:
-    """Return one sample for each candidate of each case: of several the one with the median p50.
+    """Return one sample for each candidate of each case: of several, the one with the median p50.
 
-    For an even number it is the lower one of the two in the middle, because disturbances only add time.
+    Of an even number it is the lower of the two in the middle, because disturbances only add time.
     """
     apart: dict[tuple[BenchCase, str, bool], list[Sample]] = {}
     for sample in samples:
@@ -70,7 +70,7 @@ class MeasurementFile:
     """The samples of one tuning run on disk. Rank 0 only."""
 
     def __init__(self, path: Path, fingerprint: Fingerprint, *, fresh: bool) -> None:
-        """Open `path`, keeping what it has unless `fresh`.
+        """Open `path`, keeping its samples unless `fresh`.
 
         Raises `ConfigError` if it cannot be read or written, or has another fingerprint.
         """
@@ -82,7 +82,7 @@ class MeasurementFile:
                 raise ConfigError(f"{path}: expected a regular file")
             if not fresh and path.exists():
                 self.samples = _read(path, fingerprint)
-            # Replaced at once, so that no end of this run can lose samples of earlier ones.
+            # Replaced atomically, so that an interrupted run cannot lose samples of earlier ones.
             draft = path.with_name(f"{path.name}.{os.getpid()}")
             documents = [head, *(sample.document() for sample in self.samples)]
             draft.write_text("".join(f"{json.dumps(each)}\n" for each in documents))

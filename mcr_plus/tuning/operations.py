@@ -1,9 +1,9 @@
 """One operation of one size that can be run, timed and verified.
 
-An `OpUnderTest` owns the tensors of one case (kind, bytes, dtype) on this rank; all candidates of doing the
-operation work on the same tensors, so that none of them has a warmer cache. Timed calls move zeros: they
-stay zeros however often they are summed. Verification moves small integers that differ by rank and place,
-for which every dtype is exact, and compares with what NumPy makes of them in 64-bit integers.
+An `OpUnderTest` owns the tensors of one case (kind, bytes, dtype) on this rank. All candidates work on the
+same tensors, so that none of them has a warmer cache. Timed calls move zeros, which repeated sums do not
+change. Verification moves small integers that differ by rank and position, for which every dtype is exact,
+and compares the result with the one that NumPy computes in 64-bit integers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mcr_plus.core.kinds import DTYPES, PLAIN, REDUCING, SHARED, Kind, collectiv
 from mcr_plus.core.work import Work
 
 KINDS: Final[tuple[Kind, ...]] = tuple(kind for kind in PLAIN if kind != "recv")
-"""`send` stands for a message there and back between neighbours; half of that is its time."""
+"""`send` is measured as a message between neighbours and back; half of that is its time."""
 DTYPE_BY_NAME: Final = {dtype_name(dtype): dtype for dtype in DTYPES}
 
 TUNED: Final = "tuned"
@@ -80,7 +80,7 @@ class OpUnderTest:
         return lambda: cast("Work", start()).wait()
 
     def start(self, candidate: str) -> Call:
-        """As `call`, without waiting: the call of an asynchronous operation returns its handle."""
+        """Return a call as `call` does, but without waiting: an asynchronous operation returns its handle."""
         if candidate == TORCH:
             return self._torch()
         backend = None if candidate == TUNED else candidate
@@ -94,7 +94,7 @@ class OpUnderTest:
         return partial(getattr(comm, self._row.torch), *self._arguments(comm.ranks[0]), **options)
 
     def _arguments(self, root: int) -> tuple[Any, ...]:
-        """Return the arguments of the function of torch.distributed, which are those of ours too."""
+        """Return the positional arguments, the same for torch.distributed and for a communicator."""
         row, source, target = self._row, self.source, self.target
         if row.buffers() == ("none", "none"):
             return ()
@@ -122,7 +122,7 @@ class OpUnderTest:
         source, target, kind = self.source, self.target, self._case.kind
         if kind == "send":
             return self._ping_pong(lambda peer: dist.send(source, peer), lambda peer: dist.recv(target, peer))
-        # Newer versions of torch have another name for two functions, and warn about these.
+        # Newer versions of torch have renamed two functions, and warn about the old names.
         newer = f"{kind}_single" if self._row.is_shared and not self._row.rooted else ""
         function = getattr(dist, newer, None) or getattr(dist, self._row.torch)
         return partial(function, *self._arguments(0), async_op=self._case.async_op)

@@ -12,16 +12,16 @@ from typing import Final
 from mcr_plus.tuning.measurements import Sample
 from mcr_plus.tuning.plan import Request, Task, next_task, rough_grid
 
-_OVERHEAD_S: Final = 0.05  # of a task, beside its turns: to agree on it, to warm up
-_S_PER_BYTE: Final = 1e-8  # for each candidate and rank: mostly the check of the results
-_LEAST_S: Final = 0.05  # of turns: less is noise on a host that other processes use
-_SHARE: Final = 0.5  # of the time of a task of the first sizes: the part of its turns
+_OVERHEAD_S: Final = 0.05  # of a task, in addition to its turns: agreement, warm-up
+_S_PER_BYTE: Final = 1e-8  # for each candidate and rank: mostly verification
+_LEAST_S: Final = 0.05  # of turns: less is noise on a shared host
+_SHARE: Final = 0.5  # the part of turns in the time of a task of the first sizes
 
 
 class Pace:
-    """Expected times of tasks, and the rest of a budget; seconds throughout.
+    """Expected times of tasks, and the rest of a budget, all in seconds.
 
-    `sampling`: limit of the turns of a task. `budget`: None if there is none.
+    `sampling`: the limit of the turns of a task. `budget`: None for no limit.
     """
 
     def __init__(self, request: Request, sampling: float, budget: float | None) -> None:
@@ -37,7 +37,7 @@ class Pace:
         return self._budget - (time.monotonic() - self._began)
 
     def next_task(self, samples: Sequence[Sample]) -> Task | None:
-        """Return the next task that fits into the budget; at the start of a run the next one in any case."""
+        """Return the next task that fits into the budget; the first of a run need not fit."""
         fitting = next_task(self._request, samples, left=self.left, expected=self.expected)
         return fitting if fitting or self._ratios else next_task(self._request, samples)
 
@@ -46,7 +46,7 @@ class Pace:
         self._ratios.setdefault(task.case.nbytes, []).append(seconds / self._uncorrected(task))
 
     def expected(self, task: Task) -> float:
-        """Return the expected time of a task, by those of the nearest size in this run."""
+        """Return the expected time of a task, corrected by the times of the nearest size in this run."""
         near = min(self._ratios, key=lambda size: _octaves(size, task.case.nbytes), default=None)
         return self._uncorrected(task) * (1.0 if near is None else median(self._ratios[near]))
 

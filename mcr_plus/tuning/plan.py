@@ -3,11 +3,11 @@ changes.
 
 Whole times of asynchronous operations whose exposed time is measured come last, since no rule uses them.
 
-The functions are pure: samples come in and the next task goes out, so that a run can stop and continue
+The functions are pure: they compute the next task from the samples, so that a run can stop and continue
 anywhere and always has a table. The sizes of one stage are measured over all kinds in the order smallest,
 largest, then the middles between, so that a small budget covers the whole range. Of the first sizes, those
-come first for which the budget has time in all kinds, and no task is started that does not fit into the
-budget. An impossible time is measured again at once.
+that the budget allows for all kinds come first, and no task is started that does not fit into the budget. An
+impossible time is measured again immediately.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Request:
-    """The operations that a table shall cover. Sizes in bytes, both ends included.
+    """The operations that a table must cover. Sizes are in bytes, both ends included.
 
     `libraries`: candidates for all kinds; `algorithms`: further candidates of a kind, `library:algorithm`;
-    `spans`: the sizes that a candidate supports, where it does not support all.
+    `spans`: the sizes that a candidate supports, if not all.
     """
 
     kinds: tuple[Kind, ...]
@@ -68,7 +68,7 @@ class Request:
         return tuple(candidate for candidate in candidates if self.supports(candidate, case.nbytes))
 
     def supports(self, candidate: str, nbytes: int) -> bool:
-        """Whether a candidate supports operations of a size."""
+        """Return True if a candidate supports operations of a size."""
         return candidate not in self.spans or self.spans[candidate].covers(nbytes)
 
     def manners(self, kind: Kind) -> list[tuple[bool, bool]]:
@@ -102,8 +102,8 @@ def next_task(
 ) -> Task | None:
     """Return the first task that has not been done, or must be repeated; None if there is none.
 
-    Without `further`, only tasks that rules use count: None if the table is complete. `left`: seconds of the
-    budget; tasks that are `expected` to take longer are skipped.
+    Without `further`, only tasks that rules use are considered: None if the table is complete. `left`: the
+    seconds left in the budget; tasks that are `expected` to take longer are skipped.
     """
     samples = request.relevant(samples)
     counts = Counter((Task(sample.case, sample.overlap), sample.candidate) for sample in samples)
@@ -284,7 +284,7 @@ def by_size(samples: Sequence[Sample], like: BenchCase, overlap: bool) -> dict[i
 
 
 def _differ(one: Mapping[str, Timing], other: Mapping[str, Timing]) -> bool:
-    """Whether no candidate is possibly (nearly) the best at both sizes."""
+    """Return True if no candidate can be (nearly) the best at both sizes."""
     return not _good(one) & _good(other)
 
 

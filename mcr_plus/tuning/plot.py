@@ -19,7 +19,7 @@ from mcr_plus.tuning.operations import TORCH, TUNED
 # Colour, marker and width differ, so that overlapping curves can be distinguished.
 _MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X")
 _WIDTHS: Final = (3.2, 2.4, 1.7, 1.2)
-_NARROW: Final = 0.17  # of a panel's width: a shorter range has no room for the name of the choice
+_NARROW: Final = 0.17  # of a panel's width: a shorter range is too narrow for the name of the choice
 _STRIP: Final = 0.07  # of a panel's height
 _MANNERS: Final = ((False, False, "sync"), (True, False, "async"), (True, True, "async, exposed time"))
 
@@ -43,7 +43,7 @@ class _Panel:
 
 
 def check_available(path: Path) -> None:
-    """Raise if no plot can be drawn to `path`; called before anything is measured."""
+    """Raise `ConfigError` or `BackendUnavailable` if `path` cannot be drawn; called before measuring."""
     if path.suffix.lower() not in ENDINGS:
         raise ConfigError(f"--plot: {path}: unknown ending {path.suffix!r}; known: {', '.join(ENDINGS)}")
     if not path.absolute().parent.is_dir():
@@ -78,7 +78,7 @@ def plot_tuning(table: Table, samples: Sequence[Sample], path: Path) -> int:
         if row:
             rows.append(row)
     where = f"{ranks} ranks on {nodes} host{'s' if nodes > 1 else ''}"
-    return _draw(rows, path, f"{where}: medians, their 95 % intervals, and above them what the table chooses")
+    return _draw(rows, path, f"{where}: medians, 95 % intervals, and above them the choices of the table")
 
 
 def plot_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> int:
@@ -125,7 +125,7 @@ def _chosen(table: Table, query: Query) -> list[tuple[int, str]]:
 def _draw(rows: Sequence[Sequence[_Panel]], path: Path, subtitle: str) -> int:
     """Draw panels to `path`. A row of `rows` is one operation, with its panels side by side."""
     if not rows:
-        raise ConfigError(f"--plot: {path}: nothing to draw; no operation was measured with a right result")
+        raise ConfigError(f"--plot: {path}: nothing to draw; no operation was measured with a correct result")
     from matplotlib.figure import Figure
 
     wide = max(len(row) for row in rows)

@@ -1,10 +1,10 @@
 """A rank that replays a captured step: `python -m mcr_plus.tuning.replay REQUEST.json`.
 
-Operations are real, through the pipeline of the configuration; computing is replaced by sleeping, as on a
-GPU, or by spinning, as on cores that communication shares. Gradients that the step has sent are those of
-parameters of the same names and sizes, in a model under `mcr.wrap`: the events before a gradient run in the
-backward pass that makes it, so that buckets, plans and codecs apply as in the program. More ranks than were
-captured are copies of these ranks, as in `mcr_plus.plan.network`.
+Operations are real, through the pipeline of the configuration. Computation is replaced by sleeping, as on a
+GPU, or by spinning, as on cores that communication shares. The gradients of the step are replaced by those of
+parameters with the same names and sizes, in a model under `mcr.wrap`: the events before a gradient run in the
+backward pass that computes it, so that buckets, plans and codecs apply as in the program. If there are more
+ranks than were captured, they are copies of the captured ones, as in `mcr_plus.plan.network`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from mcr_plus.tuning.operations import DTYPE_BY_NAME, TUNED, BenchCase, OpUnderT
 
 _WARM: Final = 2
 _TRIAL: Final = 40  # passes after which a trial of `plan: auto` has ended
-_LEAST: Final = 4  # bytes of an operation whose own number is smaller
-_LATE: Final = 2e-3  # seconds after the end of a rest; what takes longer is no computing
+_LEAST: Final = 4  # the least bytes of an operation
+_LATE: Final = 2e-3  # seconds after the end of a rest; longer gaps are not computation
 _NOTHING: Final = torch.zeros(())
 
 Action = Callable[[], object]
@@ -47,7 +47,7 @@ Action = Callable[[], object]
 
 @dataclass(frozen=True)
 class Request:
-    """What to replay; plain data. `step`: a file. `answer`: where rank 0 writes the result."""
+    """The parameters of a replay; plain data. `step`: the captured step. `answer`: the file for results."""
 
     step: str
     answer: str
@@ -57,7 +57,7 @@ class Request:
 
 
 class _Gradient(torch.autograd.Function):
-    """Makes the gradient of a parameter, after what comes before it in the backward pass."""
+    """Returns the gradient of a parameter, after the actions that precede it in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, param: torch.Tensor, before: Action) -> torch.Tensor:
@@ -67,16 +67,16 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        """Run what comes before, and return the gradient."""
+        """Run the preceding actions, then return the gradient."""
         ctx.before()
         return grad_outputs[0], ctx.gradient, None
 
 
 class _Clock:
-    """Rests that are as long as computing was, together with what a replay does in between.
+    """Rests in place of computation: each is as long as the computation, including the work of the replay.
 
-    A rest begins when the one before was due, if that is not long ago: sleeps end late, and the backward pass
-    of the replay takes time that the program's own computing has in it.
+    A rest begins when the previous one was due, unless that is long ago, because sleeps end late, and because
+    the captured computation includes the backward pass, which the replay also runs.
     """
 
     def __init__(self, compute: Literal["sleep", "spin"]) -> None:
@@ -84,19 +84,19 @@ class _Clock:
         self._due = 0.0
 
     def rest(self, seconds: float) -> None:
-        """Rest for so long since the last one was due."""
+        """Rest until `seconds` after the previous rest was due."""
         now = time.perf_counter()
         self._due = (self._due if now - self._due < _LATE else now) + seconds
         if self._due > now:
             self._rest(self._due - now)
 
     def restart(self) -> None:
-        """Count from now on: what has come since was no computing."""
+        """Count from now on: the time since the last rest was not computation."""
         self._due = 0.0
 
 
 class _Idle(torch.optim.Optimizer):
-    """Changes nothing."""
+    """An optimizer that changes nothing."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -106,11 +106,11 @@ class _Idle(torch.optim.Optimizer):
 
 
 class Replay:
-    """One rank's part of a step: its events as calls, in a model whose parameters are there for gradients.
+    """One rank's part of a step: its events as calls, and a model whose parameters provide the gradients.
 
     Raises:
-        InvalidArgument: a number of ranks to which the step cannot be spread, or gradients that differ
-            between ranks or belong to several groups.
+        InvalidArgument: the step cannot be extended to this number of ranks, has messages without two ends,
+            or has gradients that differ between ranks or belong to several groups.
     """
 
     def __init__(self, step: Step, comm: Communicator, compute: Literal["sleep", "spin"]) -> None:
@@ -137,22 +137,22 @@ class Replay:
         groups = {each.group for each in issued}
         if any(each.kind in ("send", "recv") and len(set(each.group)) != 2 for each in issued):
             raise InvalidArgument(
-                "a message without two ends, such as a receive from any rank, has no replay"
+                "a message without two ends, such as a receive from any rank, cannot be replayed"
             )
         if size % captured and (groups - {whole} or len(self._step.roles) > 1):
             raise InvalidArgument(
-                f"-n: expected a multiple of the {captured} captured ranks, since they are not all alike and "
-                f"in one group, got {size}"
+                f"-n: expected a multiple of the {captured} captured ranks, since these differ or use "
+                f"several groups, got {size}"
             )
         carried = [tuple(n for each in _carrying(role) for n in each.gradients) for role in self._step.roles]
         of_groups = {each.group for role in self._step.roles for each in _carrying(role)}
         if len({frozenset(names) for names in carried}) > 1 or of_groups - {whole}:
             raise InvalidArgument(
-                "gradients that some ranks do not send, or send in groups; expected the same on all ranks"
+                "some ranks lack gradients, or send them in groups; expected the same on all ranks"
             )
 
     def _opened(self, copy: int) -> dict[tuple[int, ...], Communicator]:
-        """The communicators of groups, made on all ranks in the same order; `copy`: this rank's."""
+        """Return the communicators of groups, opened in the same order on all ranks. `copy`: this rank's."""
         captured, size = self._step.ranks, self._comm.size
         whole = tuple(range(captured))
         found = {whole: self._comm}
@@ -180,9 +180,10 @@ class Replay:
     # -- events -----------------------------------------------------------------------------------
 
     def _parts(self) -> tuple[list[tuple[str, list[Action]]], list[Action]]:
-        """What runs before each gradient in the backward pass, and after it.
+        """Return the actions before each gradient in the backward pass, and those after the pass.
 
-        The forward pass runs before the first gradient: a step has no mark between the passes.
+        The actions of the forward pass precede the first gradient, because a step does not mark where the
+        backward pass begins.
         """
         runs: list[Action] = []
         backward: list[tuple[str, list[Action]]] = []
@@ -210,7 +211,7 @@ class Replay:
         self._clock.restart()
 
     def _operation(self, event: Issue) -> Action:
-        """The call that starts an operation like this one, of zeros."""
+        """Return a call that starts the same operation on zeros."""
         comm = self._groups[event.group]
         if event.kind in ("send", "recv"):
             place = comm.ranks.index(self._comm.rank)
@@ -231,10 +232,10 @@ class Replay:
         self._clock.restart()
         if self._backward:
             x = torch.zeros(1, requires_grad=True)
-            for name, runs in reversed(self._backward):  # the last in the forward pass is the first back
+            for name, runs in reversed(self._backward):  # the backward pass runs in reverse order
                 x = cast("torch.Tensor", _Gradient.apply(x, self._params[name], _all(runs)))  # type: ignore[no-untyped-call]
             x.backward()
-            self._clock.restart()  # the pass ends with a wait for the buckets
+            self._clock.restart()  # the pass ends by waiting for the buckets
         for action in self._after:
             action()
 
@@ -252,7 +253,7 @@ def _carrying(role: Role) -> list[Issue]:
 
 
 def _replaced(role: Role) -> list[Issue]:
-    """Operations that `mcr.wrap` sends in the replay: gradients, and with them the outcome of the pass."""
+    """Return the operations that `mcr.wrap` issues in the replay: gradients, and the outcome of the pass."""
     carrying = _carrying(role)
     sent = {each.tag for each in carrying} & {TAG}
     outcomes = [
@@ -271,10 +272,10 @@ def _spin(seconds: float) -> None:
 
 
 def pipeline_of(step: Step, path: str | None, folder: Path) -> Any:
-    """The configuration of the replay; a plan of buckets is one for the parameters of the replay.
+    """Return the configuration of the replay, with a plan of buckets converted to the replay's parameters.
 
     Raises:
-        ConfigError: the plan is of another model.
+        ConfigError: the plan is for another model.
     """
     if path is None:
         return {"version": 1}
@@ -291,12 +292,12 @@ def pipeline_of(step: Step, path: str | None, folder: Path) -> Any:
             changed = {"plan": TableRef(str(own), what="plan")}
             stage = replace(stage, options=stage.options.model_copy(update=changed))
         stages.append(stage)
-    os.chdir(Path(path).parent)  # for paths of tables, which are relative to it
+    os.chdir(Path(path).parent)  # paths of tables are relative to it
     return dump(replace(config, pipeline=tuple(stages)))
 
 
 def _own_model(step: Step) -> str:
-    """The hash of the model that a replay makes."""
+    """Return the hash of the model of a replay."""
     sent = {name for each in _carrying(step.roles[0]) for name in each.gradients}
     found = []
     for each in step.roles[0].events:
@@ -307,7 +308,7 @@ def _own_model(step: Step) -> str:
 
 
 def run(request: Request) -> None:
-    """Run one rank, and write the answer on rank 0."""
+    """Run one rank; rank 0 writes the answer."""
     torch.set_num_threads(1)
     step = Step.load(request.step)
     with tempfile.TemporaryDirectory(prefix="mcr-replay-") as folder:
@@ -356,7 +357,7 @@ def _measured(step: Step, comm: Communicator, request: Request) -> dict[str, Any
 
 
 def _tries(comm: Communicator) -> bool:
-    """Whether a trial of buckets may be going on."""
+    """Return True if a trial of buckets may be running."""
     fuse = comm.stage_options("fuse")
     return isinstance(fuse, FuseOptions) and fuse.plan == "auto" and comm.size > 1
 

@@ -44,16 +44,16 @@ from mcr_plus.tuning.plan import Request, Task, coverage, impossible, next_task,
 
 COMMENT: Final = (
     "Measured by mcr-plus tune; times are median microseconds of the slowest rank. Those of rules with",
-    "async: true are exposed times: what is left beside a computation of the operation's own length.",
+    "async: true are exposed times: the time beyond a concurrent computation of the operation's length.",
 )
 NEEDED: Final = "Configurations that name this table need algorithms"
 REACHES: Final = (
-    "Rules reach from half of the smallest size measured to twice the largest one; what is left to the",
-    "built-in preference (backend: built-in) was not measured.",
+    "Rules reach from half of the smallest size measured to twice the largest one; sizes with the",
+    "built-in preference (backend: built-in) were not measured.",
 )
 _COMBINATIONS: Final = "combinations of operation, manner and size"
 _LINE_EVERY: Final = 10.0  # seconds
-_INCOMPLETE: Final = "Not complete: the budget ended before every size was measured; tune again to go on."
+_INCOMPLETE: Final = "Incomplete: the budget ended before all sizes were measured; tune again to continue."
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Job:
     """Parameters of a tuning or benchmark job; plain data. Sizes in bytes, durations in seconds.
 
     `output`: the table file (tune). `answer`: the file for the results that the command prints. `backends`:
-    those to compare, or algorithms of theirs (`msccl:ring`), None for all. `algorithms`: files of them.
-    `bind`: pin each rank to a core of its own while it measures. `config`, `against_torch`, `passes` (over
-    all sizes): for bench alone.
+    the backends to compare, or their algorithms (`msccl:ring`), None for all. `algorithms`: algorithm files.
+    `bind`: pin each rank to its own core while it measures. `config`, `against_torch`, `passes` (over all
+    sizes): for bench only.
     """
 
     what: str
@@ -111,8 +111,8 @@ def run(job: Job) -> None:
 class _Core:
     """Pins this thread to a core, so that no two ranks share one after a library's threads have run.
 
-    Libraries create their threads inside `unpinned`, so these are not pinned. Nothing is pinned where ranks
-    share cores, or where a rank is alone on its host.
+    Libraries create their threads inside `unpinned`, so these are not pinned. No thread is pinned if ranks
+    share cores, or if a rank is alone on its host.
     """
 
     def __init__(self, world: World, *, wanted: bool) -> None:
@@ -139,7 +139,7 @@ def _meter(comm: Communicator, job: Job, effort: Effort) -> Meter:
         with core.unpinned():
             group = mcr.new_group(list(comm.ranks))
             for name in _libraries(job) or mcr.get_backends():
-                with suppress(Unsupported):  # some libraries start their threads with the first operation
+                with suppress(Unsupported):  # some libraries create threads at the first operation
                     group.barrier(backend=name)
             return group
 
@@ -180,7 +180,7 @@ def _tune(job: Job, comm: Communicator) -> None:
     samples: list[Sample] = list(kept.samples) if kept is not None else []
     effort = _effort(comm, request, samples, job)
     meter = _meter(comm, job, effort)
-    comm.barrier()  # ranks that still start up would count as load
+    comm.barrier()  # ranks that are still starting would count as load
     warnings = busy_words(comm.all_gather_object(used_share()))
     if comm.rank == 0:
         print("\n".join(warnings), file=sys.stderr, end="\n" if warnings else "", flush=True)
@@ -237,14 +237,14 @@ def _core_losses() -> int:
 
 
 def _effort(comm: Communicator, request: Request, samples: Sequence[Sample], job: Job) -> Effort:
-    """Return when to stop sampling; rank 0 decides, since it alone has the samples of earlier runs."""
+    """Return the limits of sampling. Rank 0 decides, because it alone has the samples of earlier runs."""
     effort = Effort(**job.effort)
     seconds = sampling_seconds(request, samples, job.budget, effort.seconds) if comm.rank == 0 else None
     return replace(effort, seconds=comm.broadcast_object(seconds, comm.ranks[0]))
 
 
 def _agreed_task(comm: Communicator, samples: Sequence[Sample], pace: Pace) -> Task | None:
-    """Return the next task; rank 0 decides, by its clock and since it alone has the earlier samples."""
+    """Return the next task. Rank 0 decides, because it alone has the clock and the earlier samples."""
     task = pace.next_task(samples) if comm.rank == 0 else None
     found: Task | None = comm.broadcast_object(task, comm.ranks[0])
     return found

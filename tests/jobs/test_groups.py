@@ -6,11 +6,12 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ranks import Via, run_ranks
+from ranks import Via, run_ranks, wait_for_files
 
 import mcr_plus as mcr
 from mcr_plus.config import reader as configuration
@@ -44,23 +45,26 @@ def in_a_thread(function: Callable[[], object]) -> BaseException | None:
     return found[0]
 
 
-def asked() -> list[Any]:
-    """Rank 1 does not come."""
+def asked(done: str) -> list[Any]:
+    """Runs on ranks: rank 1 issues nothing until rank 0 is done."""
     comm = joined("2s")
     comm.barrier()
     if comm.rank == 1:
-        time.sleep(4)
+        wait_for_files(Path(done), patience=20)
         os._exit(0)
     work = comm.all_reduce(torch.ones(100_000), async_op=True)
     assert work is not None
     began = time.monotonic()
     while not work.is_completed() and time.monotonic() - began < 15:
         time.sleep(0.001)
-    return [time.monotonic() - began, type(work.exception()).__name__, str(work.exception())]
+    seconds = time.monotonic() - began
+    Path(done).touch()
+    return [seconds, type(work.exception()).__name__, str(work.exception())]
 
 
-def test_polling_without_wait_reports_a_missing_peer() -> None:
-    seconds, error, text = run_ranks(asked, 2, via="torch", check=False)[0].value
+def test_polling_without_wait_reports_a_missing_peer(tmp_path: Path) -> None:
+    done = str(tmp_path / "done")
+    seconds, error, text = run_ranks(asked, 2, args=[done], via="torch", check=False)[0].value
     assert error == "CommTimeout"
     assert "missing ranks: [1]" in text
     assert 1.9 < seconds < 3.5

@@ -17,7 +17,7 @@ import msccl_samples as samples
 import pytest
 import torch
 from command import mcr_plus
-from ranks import run_ranks
+from ranks import run_ranks, wait_for_files
 
 import mcr_plus as mcr
 from mcr_plus.backends.shm.queue import WorkQueue
@@ -510,21 +510,22 @@ def test_an_operation_interrupted_before_its_start_is_not_continued() -> None:
     assert free.acquire(False)
 
 
-def late() -> str:
+def late(done: str) -> str:
     stages = [{"select": {}}, {"dispatch": {"timeout": "2s"}}]
     comm = mcr.init({"version": 1, "backends": ["msccl"], "pipeline": stages})
     for _ in range(7):
         comm.all_reduce(torch.ones(5))
     if comm.rank == 1:
-        time.sleep(4)
+        wait_for_files(Path(done), patience=20)
         return ""
     with pytest.raises(mcr.CommTimeout) as missed:
         comm.all_reduce(torch.ones(5))
+    Path(done).touch()
     return str(missed.value)
 
 
-def test_a_late_rank_is_named_with_its_last_operation() -> None:
-    results = run_ranks(late, 2, via="torch", check=False)
+def test_a_late_rank_is_named_with_its_last_operation(tmp_path: Path) -> None:
+    results = run_ranks(late, 2, args=[str(tmp_path / "done")], via="torch", check=False)
     assert "rank 1: last issued #7, process running" in str(results[0].value)
 
 

@@ -21,7 +21,7 @@ from unittest import mock
 import pytest
 import torch
 from mismatches import outcome_of
-from ranks import Via, own_rank, run_ranks
+from ranks import Via, own_rank, run_ranks, wait_for_files
 
 import mcr_plus as mcr
 import mcr_plus.horovod as hvd
@@ -304,8 +304,10 @@ def without_a_store(library: str, port: int, server: int, folder: str) -> None:
         with mock.patch("mcr_plus.dispatch.watchdog._UNSEEN", 2.0):
             found["alone"] = outcome_of(lambda: reduce(other, 3))
     found["reset"] = outcome_of(mcr.reset)
-    Path(f"{folder}/{comm.rank}").write_text(json.dumps(found))
-    time.sleep(8)  # who leaves without MPI_Finalize ends the others
+    own, other_rank = (Path(folder, str(rank)) for rank in (comm.rank, 1 - comm.rank))
+    own.with_suffix(".part").write_text(json.dumps(found))
+    own.with_suffix(".part").rename(own)
+    wait_for_files(other_rank, patience=30)  # mpiexec ends all ranks once one exits without MPI_Finalize
 
 
 SERVER = """

@@ -303,8 +303,13 @@ def _main(folder: Path) -> None:
 
 def _wait_for_values(folder: Path, ranks: int) -> None:
     """Wait until all ranks have returned, for a while: some may have failed."""
-    deadline = time.monotonic() + _GRACE_S
-    while time.monotonic() < deadline and not all((folder / f"value.{r}").exists() for r in range(ranks)):
+    wait_for_files(*(folder / f"value.{rank}" for rank in range(ranks)))
+
+
+def wait_for_files(*paths: Path, patience: float = _GRACE_S) -> None:
+    """Wait until other ranks have written all these files, at most `patience` seconds."""
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline and not all(path.exists() for path in paths):
         time.sleep(_POLL_S)
 
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from steps import step_of
 
 from mcr_plus.errors import ConfigError, InvalidArgument, Unsupported
+from mcr_plus.plan import probe as probing
+from mcr_plus.plan.advise import advise
 from mcr_plus.plan.scaling import Costs, Measured, from_probe, from_step, from_table, wire_bytes
-from mcr_plus.plan.step import Issue, Probed, Role, Step
+from mcr_plus.plan.step import Issue, Probed, Ready, Role, Step
 from mcr_plus.plan.topology import Topology, parse_latency, parse_rate
 from mcr_plus.tables.cost import CostModel, Curve, placed
 from mcr_plus.tables.table import Query, parse_table
@@ -105,6 +110,62 @@ def test_other_links(factor: float) -> None:
     assert found.how == "scaled"
 
 
+@pytest.mark.parametrize("factor", [0.25, 2, 8])
+def test_a_link_inside_nodes_counts_where_it_is_the_slowest(factor: float) -> None:
+    """A ring over two nodes of two ranks, whose links inside have half of the rate of those between."""
+    links = {"inside": {"rate": "50Mbit/s"}, "nic": {"rate": "100Mbit/s"}}
+    before = Topology.of({"nodes": 2, "ranks_per_node": 2, "links": links})
+    rounds, sizes = 6, [2**power for power in range(3, 28)]
+    points = {size: 1e6 * (rounds * LATENCY + 1.5 * size / (RATE / 2)) for size in sizes}
+    four = Measured("all_reduce", "gloo", placed(4, 2, 2), Curve.through(points))
+    same = Costs([four], before).of("all_reduce", MIB, range(4), "gloo")
+    after = Costs([four], before).on(before.changed([f"inside={50 * factor:g}Mbit/s"]))
+    found = after.of("all_reduce", MIB, range(4), "gloo")
+    slowest = RATE * min(factor / 2, 1)
+    assert found.seconds == pytest.approx(rounds * LATENCY + 1.5 * MIB / slowest, rel=1e-6)
+    assert (same.how, found.how) == ("measured", "scaled")
+    later = Costs([four], before).on(before.changed(["inside.latency=1ms", "inside=50Mbit/s"]))
+    assert later.of("all_reduce", MIB, range(4), "gloo").how == "scaled"
+
+
+def test_ranks_with_a_link_each_are_faster_than_those_that_share_one() -> None:
+    """All_to_all of 2 nodes with 4 ranks, measured where they share the link of their node."""
+    links = {"nic": {"rate": "100Mbit/s", "per": "node"}}
+    before = Topology.of({"nodes": 2, "ranks_per_node": 4, "links": links})
+    sizes = [2**power for power in range(3, 28)]
+    points = {size: 1e6 * (7 * LATENCY + 4 * size / 2 / RATE) for size in sizes}
+    eight = Measured("all_to_all", "gloo", placed(8, 2, 4), Curve.through(points))
+    apart = Costs([eight], before).on(before.changed(["nic.per=rank"]))
+    found = apart.of("all_to_all", MIB, range(8), "gloo")
+    assert found.seconds == pytest.approx(7 * LATENCY + MIB / 2 / RATE, rel=1e-6)
+    assert found.how == "scaled"
+
+
+@pytest.mark.parametrize("change", ["nic=100Gbit/s", "nic.latency=1us", "inside=1GB/s", "uplink=1Tbit/s"])
+def test_a_link_of_which_nothing_is_known_cannot_be_changed(change: str) -> None:
+    captured_on = Topology.of({"nodes": 2})
+    with pytest.raises(ConfigError, match=rf"{change}: nothing is known of .*links\.\w+.* --topology"):
+        captured_on.changed([change])
+    step = step_of([("w", MIB, 0.01)], seconds=0.02)
+    with pytest.raises(ConfigError, match=f"{change}: nothing is known"):
+        advise(step, Costs(from_step(step), captured_on), what_ifs=[change])
+
+
+def test_a_link_that_is_unknown_where_times_were_measured_is_not_said_to_gain() -> None:
+    two = measured("all_reduce", "gloo", 2, 1 / 2)
+    unknown = Topology.of({"nodes": 2})
+    costs = Costs([two], cluster(), unknown)
+    assert costs.of("all_reduce", MIB, (0, 1), "gloo").how == "assumed"
+    with pytest.raises(Unsupported, match="nic: its rate is not known where all_reduce by gloo was measured"):
+        costs.on(cluster().changed(["nic=1Gbit/s"]))
+    advice = advise(step_of([("w", MIB, 0.01)]), costs, what_ifs=["nic=1Gbit/s"])
+    assert not any(each.change.startswith("nic") for each in advice.what_ifs)
+    assert any(text.startswith("nic=1Gbit/s: nic: its rate is not known") for text in advice.skipped)
+    # Of a cluster that nobody describes, the links are those that were measured.
+    there = Costs([two], unknown, cluster()).of("all_reduce", MIB, (0, 1), "gloo")
+    assert there.seconds == pytest.approx(2 * LATENCY + MIB / RATE)
+
+
 def test_a_faster_link_does_not_help_ranks_that_are_slow() -> None:
     slow = {2**power: 1e6 * 8 * 2**power / RATE for power in range(3, 28)}
     costs = [Measured("all_reduce", "gloo", placed(2, 2, 1), Curve.through(slow))]
@@ -163,6 +224,49 @@ rules:
 """
 
 
+LIKES = """\
+version: 1
+fingerprint: {ranks: 2, nodes: 2, ranks_per_node: 1}
+rules:
+  - {kind: all_reduce, device: cuda, bytes: 0.., backend: gloo, measured: {gloo: {1KiB: 7, 1MiB: 70}}}
+  - {kind: all_reduce, device: cpu, dtype: float16, bytes: 0.., backend: gloo, measured: {gloo: {1MiB: 900}}}
+  - {kind: all_reduce, device: cpu, bytes: 0.., backend: gloo, measured: {gloo: {1KiB: 100, 1MiB: 1000}}}
+  - {kind: all_gather, bytes: 0.., backend: gloo, measured: {gloo: {1KiB: 100, 1MiB: 1000}}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("like", "kind", "microseconds", "how"),
+    [
+        ("float32 cpu", "all_reduce", 1000, "measured"),
+        ("float16 cpu", "all_reduce", 900, "measured"),
+        ("bfloat16 cpu", "all_reduce", 1000, "scaled"),
+        ("float32 cuda", "all_reduce", 70, "measured"),
+        ("bfloat16 cuda", "all_reduce", 70, "scaled"),
+        ("float32 cpu", "all_gather", 1000, "measured"),
+        ("float32 cuda", "all_gather", 1000, "assumed"),  # a table that names no device has times of the CPU
+    ],
+)
+def test_tables_are_read_for_the_device_and_the_dtype_of_the_step(
+    like: str, kind: str, microseconds: float, how: str
+) -> None:
+    events = (Ready("w", 64, like), Issue(0, "barrier", 64, (0, 1), None, 3e-3))
+    step = Step(2, 2, "", 1.0, 0.0, (Role((0, 1), events),))
+    costs = Costs([*from_table(parse_table(LIKES)), *from_step(step)], cluster())
+    found = costs.of(kind, MIB, (0, 1), "gloo")
+    assert found.seconds == pytest.approx(1e-6 * microseconds)
+    assert found.how == how
+
+
+def test_without_a_step_tables_are_read_for_float32_on_the_cpu() -> None:
+    costs = Costs(from_table(parse_table(LIKES)), cluster())
+    assert costs.of("all_reduce", MIB, (0, 1), "gloo")[::2] == (1e-3, "measured")
+    several = (Ready("v", 64, "float32 cpu"), Ready("w", 64, "float16 cpu"))
+    step = Step(2, 2, "", 1.0, 0.0, (Role((0, 1), (*several, Issue(0, "barrier", 8, (0, 1), None, 1.0))),))
+    costs = Costs([*from_table(parse_table(LIKES)), *from_step(step)], cluster())
+    assert costs.of("all_reduce", MIB, (0, 1), "gloo").how == "scaled"
+
+
 def test_tables_have_times_and_shares() -> None:
     costs = Costs(from_table(parse_table(TABLE)), cluster())
     found = costs.of("all_reduce", MIB, (0, 1), "gloo")
@@ -187,13 +291,70 @@ def test_probes_and_steps_have_times_too() -> None:
 def test_shares_of_the_probe_complete_a_table_without_them() -> None:
     table = measured("all_reduce", "gloo", 2, 0.5)
     job = Step(
-        2, 2, "", 1.0, 0.0, (Role((0, 1), ()),),
+        2, 2, "", 1.0, 0.0, (Role((0, 1), (Ready("w", 8, "float32 cpu"),)),),
         measured={"gloo": Probed("all_reduce", (8, MIB), (1e-3, 2e-3), (0.2, 0.4))},
     )  # fmt: skip
     alone = Costs([table], cluster()).of("all_reduce", MIB, (0, 1), "gloo")
     both = Costs([table, *from_probe(job)], cluster()).of("all_reduce", MIB, (0, 1), "gloo")
     assert alone[1:] == (0.0, "measured", "assumed")
     assert both == (alone.seconds, 0.4, "measured", "measured")
+
+
+def test_shares_are_measured_only_near_their_own_sizes() -> None:
+    """Of a table with asynchronous operations of small sizes alone."""
+    sizes = np.array([64.0, 1024.0])
+    two = measured("all_reduce", "gloo", 2, 1 / 2)
+    known = Measured("all_reduce", "gloo", two.at, two.curve, (sizes, np.array([0.1, 0.3])))
+    costs = Costs([known], cluster())
+    assert costs.of("all_reduce", 1024, (0, 1), "gloo")[1:] == (0.3, "measured", "measured")
+    assert costs.of("all_reduce", MIB, (0, 1), "gloo")[1:] == (0.3, "measured", "scaled")
+
+
+class Clocked:
+    """Stands for a communicator and its clock: operations at `rate` slow computing down beside them.
+
+    A piece of computing takes `PIECE`, or PIECE / (1 - share) while an operation of that share is in flight.
+    """
+
+    PIECE = 1e-4
+
+    def __init__(self, rate: float) -> None:
+        self.now, self.rate = 0.0, rate
+        self._ends, self._share = 0.0, 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def send(self, values: torch.Tensor, library: str) -> Any:
+        self._ends, self._share = self.now + 1e-3 + values.nbytes / self.rate, self.share(values.nbytes)
+        return SimpleNamespace(wait=self._wait)
+
+    @staticmethod
+    def share(nbytes: int) -> float:
+        return 0.1 + 0.02 * math.log2(nbytes / 4096)
+
+    def _wait(self) -> None:
+        self.now = max(self.now, self._ends)
+
+    def progress(self) -> None:
+        self.now += self.PIECE / (1 - (self._share if self.now < self._ends else 0.0))
+
+    def all_reduce(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("megabytes", [1, 2, 4, 8, 16, 32, 64, 128, 256])
+def test_the_probe_has_no_shares_that_it_did_not_measure(
+    megabytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comm: Any = Clocked(megabytes * 1e6)
+    monkeypatch.setattr(probing, "perf_counter", comm.clock)
+    found = probing.probe(comm, torch.float32, torch.device("cpu"), 50 << 20, ["gloo"], comm.send)["gloo"]
+    expected = [comm.share(int(size)) for size in found.sizes]
+    assert found.shares.tolist() == pytest.approx(expected, abs=0.02)
+    assert found.seconds.tolist() == pytest.approx((1e-3 + found.sizes / comm.rate).tolist())
+    assert len(found.sizes) >= 3
+    assert comm.now < 2.2
 
 
 def test_between_sizes_far_apart_nothing_is_measured() -> None:
@@ -248,6 +409,117 @@ rules:
     assert shared is not None
     assert shared.us == pytest.approx(1e6 * (2 * LATENCY + MIB / RATE))
     assert shared.figure == "extrapolated"
+
+
+# -- racks -------------------------------------------------------------------------------------------------
+
+
+def racked(nodes: int = 8, **more: Any) -> Topology:
+    """Racks of four nodes, whose links to each other have half of the rate of a node."""
+    return cluster(nodes, links={"rack": {"nodes": 4, "uplink": "50Mbit/s", "latency": "1ms"} | more})
+
+
+def over_racks(nodes: int) -> dict[int, float]:
+    """Microseconds of a ring over racks."""
+    rounds = 2 * (nodes - 1)
+    sizes = [2**power for power in range(3, 28)]
+    return {
+        size: 1e6 * (rounds * (LATENCY + 1e-3) + rounds / nodes * size / (RATE / 2)) for size in sizes
+    }
+
+
+def test_a_captured_cluster_with_racks_is_the_measured_one() -> None:
+    eight = Measured("all_reduce", "gloo", placed(8, 8, 1), Curve.through(over_racks(8)))
+    found = Costs([eight], racked(), racked()).of("all_reduce", MIB, range(8), "gloo")
+    assert found.how == "measured"
+    assert found.seconds == pytest.approx(1e-6 * over_racks(8)[MIB])
+    probed = Probed("all_reduce", (8, MIB), (1e-3, 2e-3), (0.2, 0.4))
+    job = Step(8, 8, "", 1.0, 0.0, (Role(tuple(range(8)), ()),), measured={"gloo": probed})
+    found = Costs(from_probe(job), racked()).of("all_reduce", MIB, range(8), "gloo")
+    assert found == (2e-3, 0.4, "measured", "measured")
+
+
+def test_the_latency_between_racks_counts_once() -> None:
+    """It is in what was measured between racks, and is added to what was measured in one."""
+    eight = Measured("all_reduce", "gloo", placed(8, 8, 1), Curve.through(over_racks(8)))
+    found = Costs([eight], racked(16), racked()).of("all_reduce", MIB, range(16), "gloo")
+    assert found.how == "scaled"
+    assert found.seconds == pytest.approx(1e-6 * over_racks(16)[MIB], rel=1e-6)
+    two = measured("all_reduce", "gloo", 2, 1 / 2)
+    found = Costs([two], racked(), racked()).of("all_reduce", MIB, range(8), "gloo")
+    assert found.seconds == pytest.approx(1e-6 * over_racks(8)[MIB], rel=1e-6)
+
+
+def test_what_was_measured_between_racks_says_what_happens_in_one() -> None:
+    eight = Measured("all_reduce", "gloo", placed(8, 8, 1), Curve.through(over_racks(8)))
+    found = Costs([eight], racked(), racked()).of("all_reduce", MIB, range(4), "gloo")
+    assert found.seconds == pytest.approx(6 * LATENCY + 1.5 * MIB / RATE, rel=1e-6)
+    faster = racked().changed(["uplink=100Mbit/s", "rack.latency=0us"])
+    found = Costs([eight], racked()).on(faster).of("all_reduce", MIB, range(8), "gloo")
+    assert found.seconds == pytest.approx(14 * LATENCY + 14 / 8 * MIB / RATE, rel=1e-6)
+    assert found.how == "scaled"
+
+
+def test_groups_of_a_captured_step_lie_in_their_own_racks() -> None:
+    """Pairs in a rack and pairs across racks have different times, wherever their nodes are."""
+    inside, across = ((0, 1), (5, 6)), ((0, 4), (3, 7))
+    events = tuple(
+        Issue(number, "all_reduce", size, group, None, seconds)
+        for number, (group, size, seconds) in enumerate(
+            [
+                (inside[0], MIB, 1e-3), (inside[1], 2 * MIB, 2e-3),
+                (across[0], MIB, 4e-3), (across[1], 2 * MIB, 8e-3),
+            ]
+        )
+    )  # fmt: skip
+    step = Step(8, 8, "", 1.0, 0.0, (Role(tuple(range(8)), events),))
+    costs = Costs(from_step(step), racked())
+    for groups, millisecond in ((inside, 1e-3), (across, 4e-3)):
+        for group in groups:
+            for size in (1, 1.5, 2):
+                found = costs.of("all_reduce", int(size * MIB), group, "captured")
+                assert (found.seconds, found.how) == (pytest.approx(size * millisecond), "measured")
+
+
+# -- NCCL ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nodes", [2, 8, 64, 4096])
+def test_nccl_has_trees_whose_latency_grows_with_the_logarithm_of_nodes(nodes: int) -> None:
+    topology = Topology.of({"nodes": nodes, "links": {"nic": {"rate": "100Gbit/s"}}})
+    two = {2**power: 1e6 * (2 * 2e-6 + 2**power / 12.5e9) for power in range(3, 34)}
+    costs = Costs([Measured("all_reduce", "nccl", placed(2, 2, 1), Curve.through(two))], topology)
+    for size in (64 << 10, 1 << 30):
+        found = costs.of("all_reduce", size, range(nodes), "nccl").seconds
+        tree = 2 * math.log2(nodes) * 2e-6 + 2 * (nodes - 1) / nodes * size / 12.5e9
+        assert found == pytest.approx(tree, rel=1e-6)
+    rings = Costs([Measured("all_reduce", "nccl:ring", placed(2, 2, 1), Curve.through(two))], topology)
+    ring = 2 * (nodes - 1) * (2e-6 + (64 << 10) / nodes / 12.5e9)
+    assert rings.of("all_reduce", 64 << 10, range(nodes), "nccl:ring").seconds == pytest.approx(ring)
+
+
+@pytest.mark.parametrize("ranks", [16, 128])
+def test_nccl_takes_trees_for_small_sizes_and_rings_for_large_ones(ranks: int) -> None:
+    """By the links alone: a tree takes fewer rounds, and a ring has 1 / 0.92 of its bandwidth."""
+    links = {"inside": {"rate": "200GB/s"}, "nic": {"rate": "100Gbit/s", "latency": "5us"}}
+    topology = Topology.of({"nodes": ranks // 8, "ranks_per_node": 8, "links": links})
+    costs = Costs([], topology)
+    of = [costs.of("all_reduce", size, range(ranks), "nccl").seconds for size in (1 << 10, 16 << 30)]
+    rings = [costs.of("all_reduce", size, range(ranks), "nccl:ring").seconds for size in (1 << 10, 16 << 30)]
+    assert of[0] < 0.25 * rings[0]
+    assert of[1] == rings[1]
+
+
+def test_nccl_on_one_node_and_other_kinds_have_rings() -> None:
+    topology = Topology.of({"nodes": 64, "ranks_per_node": 8, "links": {"nic": {"rate": "100Gbit/s"}}})
+    points = Curve.through({2**power: 20.0 + 2**power / 1e4 for power in range(3, 31)})
+    for kind, factor in (("all_reduce", 14 / 2), ("all_gather", 7), ("reduce_scatter", 7)):
+        two = Measured(kind, "nccl", placed(2, 1, 2), points)
+        found = Costs([two], topology).of(kind, 8, range(8), "nccl").seconds
+        assert found == pytest.approx(factor * 20e-6, rel=0.01)
+    gather = Measured("all_gather", "nccl", placed(2, 2, 1), points)
+    across = Costs([gather], topology).of("all_gather", 8, range(0, 512, 8), "nccl").seconds
+    assert across == pytest.approx(63 * 20e-6, rel=0.01)
 
 
 # -- cluster.yaml --------------------------------------------------------------------------------------------

@@ -7,15 +7,19 @@ import json
 import random
 import re
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiers import examples
 
 from mcr_plus.errors import ConfigError
 from mcr_plus.plan.json_stream import members
-from mcr_plus.plan.step import Compute, Issue, Need, Ready, Role, Wait
+from mcr_plus.plan.step import Compute, Issue, Need, Probed, Ready, Role, Step, Wait
 from mcr_plus.plan.traces import load_step
 
 FORWARD, BACKWARD, OPTIMIZER, SENT = 20_000.0, 10_000.0, 4_000.0, 7_000.0
@@ -241,12 +245,13 @@ def test_ranges_of_our_own_backend_and_modules_are_read(tmp_path: Path) -> None:
     assert any("only 1 step" in note for note in step.notes)
 
 
-def test_an_execution_trace_adds_facts_missing_from_kineto(tmp_path: Path) -> None:
-    traces = host_traces(2, 0.0, 1)
-    whole = load_step(written(tmp_path, traces))
-    nodes: list[list[dict[str, Any]]] = [[], []]
+def moved_to_nodes(traces: list[Events]) -> list[Events]:
+    """Move shapes and types from events of Kineto to nodes of execution traces, and return these."""
+    nodes: list[Events] = []
     for rank, events in enumerate(traces):
+        nodes.append([])
         for number, each in enumerate(events):
+            each["pid"] = 70 + rank
             if "Input Dims" not in each["args"]:
                 continue
             identity = each["args"].setdefault("Record function id", 5000 + number)
@@ -258,8 +263,13 @@ def test_an_execution_trace_adds_facts_missing_from_kineto(tmp_path: Path) -> No
             }  # fmt: skip
             attrs = [{"name": "rf_id", "type": "uint64", "value": identity}]
             nodes[rank].append({"id": number, "name": each["name"], "inputs": inputs, "attrs": attrs})
-        for each in events:
-            each["pid"] = 70 + rank
+    return nodes
+
+
+def test_an_execution_trace_adds_facts_missing_from_kineto(tmp_path: Path) -> None:
+    traces = host_traces(2, 0.0, 1)
+    whole = load_step(written(tmp_path, traces))
+    nodes = moved_to_nodes(traces)
     paths = written(tmp_path, traces)
     assert any("expected record_shapes=True" in note for note in load_step(paths).notes)
     graphs = []
@@ -422,3 +432,161 @@ def test_pieces_of_any_size_give_the_same_values(
             assert decoded == value
     path.write_text(json.dumps(events))
     assert [value for _, value, _ in members(path, ("traceEvents",))] == events
+
+
+# -- any field may be anything ------------------------------------------------------------------------------
+
+Document = dict[str, Any] | list[Any]
+At = tuple[str | int, ...]
+MARK = "the value that is replaced"
+VALUES = (
+    "null", "[]", "{}", "[[]]", "[null]", '{"a": [null]}', '""', '"x"', '"12"', '"[-1, 1e9]"', '"\\ud800"',
+    "-1", "0", "true", "2.5", "NaN", "-Infinity", "1e999", "1e300", str(10**12), str(10**30), "9" * 400,
+    "9" * 5_000, "[" * 400 + "]" * 400, "[[-1, 1]]", f"[{10**12}]", '["\\ud800"]', '["", "", "\u00b2"]',
+)  # fmt: skip
+"""JSON texts: of every type, and numbers beyond all limits. 5,000 digits are more than Python reads."""
+
+
+def kineto(events: Events, rank: int, ranks: int) -> Document:
+    """A trace with all that readers look at outside of events."""
+    groups = [{"pg_name": "0", "pg_size": ranks, "ranks": list(range(ranks))}, {"pg_name": "1", "ranks": []}]
+    info = {"backend": "gloo", "rank": rank, "world_size": ranks, "pg_config": groups}
+    return {"schemaVersion": 1, "distributedInfo": info, "host_name": "host", "traceEvents": events}
+
+
+def sent(begin: float, elements: int, **args: Any) -> dict[str, Any]:
+    args = {"Input_Dims": [[elements]], "Input_type": ["float"], "External_id": 7} | args
+    return event("record_param_comms", begin, begin + 5, **args)
+
+
+def of_hosts() -> list[Document]:
+    """Two ranks over gloo, with operations of all kinds of arguments."""
+    traces = host_traces(2, 0.0, 1, steps=1)
+    for rank, events in enumerate(traces):
+        at = max(each["ts"] for each in events if each["name"] == "Optimizer.step#SGD.step") - 100
+        peer = {"Dst_Rank": 1} if rank == 0 else {"Src_Rank": 0}
+        kind = "recv" if rank else "send"
+        events += [
+            event("nn.Module: Linear_0", START, START + 90, cat="python_function"),
+            event("c10d::allgather_", at, at + 5, Input_type=["float"], Input_Dims=[[5]],
+                  Concrete_Inputs=["", "", "False", "-1"]),
+            event(f"c10d::{kind}", at + 10, at + 15, Input_type=["TensorList"], Input_Dims=[[[5]]],
+                  Concrete_Inputs=["", "", str(1 - rank)]),
+            sent(at + 20, 6, Collective_name=kind, **peer),
+            sent(at + 30, 6, Collective_name="alltoall", In_split_size="[2, 4]", dtype="Float", Group_size=2,
+                 In_msg_nelems=6, Out_msg_nelems=6, Process_Group_Ranks="[0, 1]", Process_Group_Name="5"),
+            sent(at + 40, 6, Collective_name="broadcast", Process_Group_Name="0", Process_Group_Ranks=[0, 1]),
+        ]  # fmt: skip
+    return [kineto(events, rank, 2) for rank, events in enumerate(traces)]
+
+
+def of_graphs() -> list[Document]:
+    """Two ranks over gloo, whose arguments are in execution traces."""
+    traces = host_traces(2, 0.0, 1, steps=1)
+    nodes = moved_to_nodes(traces)
+    groups = json.dumps([{"pg_name": "0", "ranks": [0, 1]}])
+    for each in nodes:
+        each.insert(0, {"id": 1, "name": "## process_group:init ##", "inputs": {"values": [groups]}})
+        each[-1]["outputs"] = {"values": [[[1, 2, 0, 200, 4, "cpu"]]]}
+        each[-1]["attrs"] += [
+            {"name": name, "value": value}
+            for name, value in (
+                ("collective_name", "allreduce"), ("dtype", "Float"), ("in_msg_nelems", 200),
+                ("out_msg_nelems", 200), ("pg_name", "0"), ("pg_size", 2), ("global_rank_start", 0),
+                ("global_rank_stride", 1),
+            )
+        ]  # fmt: skip
+    return [
+        *({"distributedInfo": {"rank": rank}, "traceEvents": events} for rank, events in enumerate(traces)),
+        *({"pid": 70 + rank, "nodes": each} for rank, each in enumerate(nodes)),
+    ]
+
+
+def saved_step() -> list[Document]:
+    send = Issue(4, "send", 7, (0, 1), "tag", 0.01, ("a.weight",), "float32")
+    events = (Compute("a", 0.1), Need("a"), Ready("a.weight", 12, "float32 cpu"), send, Wait(4))
+    probed = {"gloo": Probed("all_reduce", (4096, 1 << 20), (1e-3, 5e-3), (0.1, 0.3))}
+    roles = (Role((0,), events), Role((1,), (Compute("b", 0.25),)))
+    step = Step(2, 2, "0123", 0.25, 0.04, roles, "kineto", False, ("something",), probed)
+    return [json.loads(step.text())]
+
+
+FORMATS: dict[str, list[Document]] = {
+    "hosts": of_hosts(),
+    "GPUs": [kineto(gpu_trace(rank, 0.0, steps=1), rank, 2) for rank in range(2)],
+    "events alone": [host_traces(1, 0.0, 1, steps=1)[0]],
+    "execution traces": of_graphs(),
+    "a step": saved_step(),
+}
+
+
+def fields(value: Any, at: At = ()) -> Iterator[At]:
+    """Where the values in a document are, from the outermost."""
+    yield at
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inner:
+        yield from fields(each, (*at, key))
+
+
+def distinct(name: str) -> list[tuple[str, int, At]]:
+    """The fields of a format, one of each kind: same events have the same fields."""
+    found: dict[Any, tuple[str, int, At]] = {}
+    for number, document in enumerate(FORMATS[name]):
+        for at in fields(document):
+            value: Any = document
+            names = []
+            for key in at:
+                value = value[key]
+                names.append(str(value.get("name")) if isinstance(value, dict) else None)
+            found.setdefault(tuple(n or k for n, k in zip(names, at, strict=True)), (name, number, at))
+    return list(found.values())
+
+
+FIELDS = list(chain.from_iterable(map(distinct, FORMATS)))
+
+
+def replaced(document: Document, at: At, text: str | None) -> str:
+    """The text of a document with another value at a place, or without it."""
+    if not at:
+        return text or ""
+    whole: Any = json.loads(json.dumps(document))
+    inner = whole
+    for key in at[:-1]:
+        inner = inner[key]
+    if text is None:
+        del inner[at[-1]]
+        return json.dumps(whole)
+    inner[at[-1]] = MARK
+    return json.dumps(whole).replace(json.dumps(MARK), text)
+
+
+def check_replaced(folder: Path, name: str, number: int, at: At, text: str | None) -> None:
+    """Read a format with a field replaced: it is refused, or gives a step that can be saved and loaded."""
+    paths = [folder / f"{index}.json" for index in range(len(FORMATS[name]))]
+    for index, (path, document) in enumerate(zip(paths, FORMATS[name], strict=True)):
+        path.write_text(replaced(document, at, text) if index == number else json.dumps(document))
+    refused = ""
+    try:
+        load_step(paths).save(folder / "saved")
+    except ConfigError as error:
+        refused = str(error)
+    if refused:
+        assert refused.startswith(f"{folder}/")
+    else:
+        assert Step.load(folder / "saved") == load_step(paths)
+
+
+@settings(max_examples=examples(300))
+@given(st.sampled_from(FIELDS), st.sampled_from((None, *VALUES)))
+def test_a_field_may_be_anything(
+    tmp_path_factory: pytest.TempPathFactory, field: tuple[str, int, At], text: str | None
+) -> None:
+    check_replaced(tmp_path_factory.getbasetemp(), *field, text)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_are_read_as_they_are(tmp_path: Path, name: str) -> None:
+    paths = [tmp_path / f"{index}.json" for index in range(len(FORMATS[name]))]
+    for path, document in zip(paths, FORMATS[name], strict=True):
+        path.write_text(json.dumps(document))
+    assert load_step(paths).ranks == (1 if name == "events alone" else 2)

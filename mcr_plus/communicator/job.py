@@ -18,7 +18,7 @@ ValueT = TypeVar("ValueT")
 
 
 class Job(Protocol):
-    """See `mcr_plus.runtime.runtime.Runtime`, which has and documents them."""
+    """The interface of a running job for communicators; `mcr_plus.runtime.runtime.Runtime` documents it."""
 
     engine: Engine
     watcher: Watcher | None

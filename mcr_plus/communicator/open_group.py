@@ -1,4 +1,4 @@
-"""A group as a process has it open."""
+"""The state of an open group in this process."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def _no_handle() -> None:
 
 
 def give_up(channels: Iterable[Channel]) -> None:
-    """Free the reserves of channels that may never be closed."""
+    """Free the reserved resources of channels that may never be closed."""
     for channel in channels:
         channel.give_up()
 
 
 def release_unused(lines: Mapping[str, BackendChannel]) -> None:
-    """Close channels that no operation has used, as far as no peer is needed for it."""
+    """Close channels that no operation has used, as far as that needs no peer."""
     give_up(line.channel for line in lines.values())
     for line in lines.values():
         line.channel.release()
@@ -44,16 +44,15 @@ def release_unused(lines: Mapping[str, BackendChannel]) -> None:
 class OpenGroup:
     """A group that is open in this process.
 
-    The program has a `Communicator` of it, which nothing else keeps alive. When the program drops that, the
-    group stays open until all its ranks have dropped theirs, because each process collects garbage at another
-    time.
+    Only the program keeps the group's `Communicator` alive. When the program drops it, the group stays open
+    until all ranks have dropped theirs, because processes collect garbage at different times.
 
     Attributes:
         parts: the groups inside this one, for the hierarchical stage.
-        inner: whether it is such a part itself, and ends with the group around it.
+        inner: True if the group is such a part, which closes with its enclosing group.
         chains: the bound pipeline of each signature.
-        messages: the same for sends and receives, which each rank binds by itself.
-        plans: the same for all, by the arguments of calls.
+        messages: the bound pipelines of sends and receives, which each rank binds without the others.
+        plans: bound operations of all kinds, by call arguments.
     """
 
     group: Group
@@ -87,11 +86,11 @@ class OpenGroup:
 
     @property
     def is_dropped(self) -> bool:
-        """Whether the program has dropped its communicator."""
+        """True if the program has dropped its communicator."""
         return self._handle() is None and not self.inner
 
     def communicator(self, job: Job) -> Communicator:
-        """The communicator that the program uses; a new one if it has dropped that."""
+        """Return the communicator that the program uses, or a new one if the program has dropped it."""
         communicator = self._handle()
         if communicator is None:
             communicator = Communicator(job, self)
@@ -99,7 +98,7 @@ class OpenGroup:
         return communicator
 
     def forget_attached(self) -> None:
-        """Drop objects that layers above keep with the group; groups among them close as dropped ones do."""
+        """Drop the attached objects of higher layers; groups among them close like dropped ones."""
         if (communicator := self._handle()) is not None:
             communicator.attached.clear()
 
@@ -109,7 +108,7 @@ class OpenGroup:
             group.state.take_over()
 
     def shut(self, clean: bool) -> None:
-        """Close the group's channels at the end of the job, once nothing is in flight."""
+        """Close the group's channels at the end of the job; no operation may be pending."""
         self.runtime.forget()
         if not clean:
             give_up(line.channel for line in self.runtime.channels.values())
@@ -119,11 +118,11 @@ class OpenGroup:
     def shut_alone(
         self, clean: bool, *, together: bool = False, off: Collection[str] = ()
     ) -> dict[str, Channel]:
-        """Close the group here while others may still use theirs.
+        """Close the group in this process, while other ranks may still use it.
 
-        Returns the channels that are open still and idle, by library: those whose libraries would wait for
-        the others, unless all ranks close the group `together`. `off`: libraries that are not to be called,
-        the same on all ranks.
+        Returns the idle channels that are still open, by library: their libraries would wait for other ranks,
+        unless all ranks close the group `together`. `off`: libraries that must not be called, the same on all
+        ranks.
         """
         state = self.state
         state.publish()

@@ -19,14 +19,23 @@ from mcr_plus.layout.addends import to_itself
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.messages import Part
 from mcr_plus.layout.native import Native, Room, keeps_bits
-from mcr_plus.layout.program import LOADS, Bound, Costs, Program, bound, load, native_load, programs
+from mcr_plus.layout.program import (
+    LOADS,
+    Bound,
+    Costs,
+    Program,
+    bound,
+    cheapest,
+    load,
+    native_load,
+    programs,
+)
 from mcr_plus.layout.regions import Ints, as_ints
 from mcr_plus.selection.options import SelectOptions
 
 if TYPE_CHECKING:
     from mcr_plus.communicator.communicator import Communicator
 
-MOST_PROGRAMS: Final = 5
 MOST_STEPS: Final = 3
 ALONE: Final = 1 << 20
 """Bytes from which on one of several tensors may use a native collective of its own."""
@@ -148,60 +157,56 @@ def make_plan(
             else [each for each in some if each.steps]
             for spec, some in zip(specs, found, strict=True)
         ]
-    loads = np.zeros((len(specs), MOST_PROGRAMS, MOST_STEPS, len(LOADS)), np.int64)
-    for at, (spec, some) in enumerate(zip(specs, found, strict=True)):
-        for number, program in enumerate(some):
-            if program.native is not None:
-                loads[at, number, 0] = native_load(
-                    program.native, spec.source, rank, spec.dtype.itemsize, nodes
-                )
-            for step, part in enumerate(made.parts(program, rank)):
-                loads[at, number, step] = load(part, spec.dtype.itemsize, nodes)
-    loads = _largest(comm, loads)
-    seconds = costs_of(comm, nodes).seconds(loads, _sharers(comm, nodes)).sum(axis=2)
+    different = {
+        id(program): (spec, program) for spec, some in zip(specs, found, strict=True) for program in some
+    }
+    number_of = {key: number for number, key in enumerate(different)}  # equal on all ranks
+    loads = np.zeros((len(different), MOST_STEPS, len(LOADS)), np.int64)
+    for at, (spec, program) in enumerate(different.values()):
+        if program.native is not None:
+            loads[at, 0] = native_load(program.native, spec.source, rank, spec.dtype.itemsize, nodes)
+        for step, part in enumerate(made.parts(program, rank)):
+            loads[at, step] = load(part, spec.dtype.itemsize, nodes)
+    loads, crossing = _agree_on_loads(comm, loads, nodes)
+    seconds = costs_of(comm, nodes).seconds(loads, crossing.max(axis=0)).sum(axis=1)
+    total = crossing[..., 0].sum(axis=(0, 2))
     if lossy:
-        _rule_out(found, loads, seconds)
+        for at, (_, program) in enumerate(different.values()):
+            if loads[at].any() and not keeps_replicas(program):
+                seconds[at] = np.inf
     chosen, kept = [], np.zeros((len(specs), MOST_STEPS, len(LOADS)), np.int64)
     room = room or Room(comm, None)
     for at, (spec, some) in enumerate(zip(specs, found, strict=True)):
-        best = _cheapest(spec, some, seconds[at], room)
-        kept[at] = loads[at, best]
-        chosen.append(Chosen(some[best], made.parts(some[best], rank)))
+        places = [number_of[id(each)] for each in some]
+        best = _cheapest(spec, some, seconds[places], total[places], room)
+        kept[at] = loads[number_of[id(best)]]
+        chosen.append(Chosen(best, made.parts(best, rank)))
     _prove(comm, specs, chosen)
     return Plan(specs, chosen, kept, nodes, f"redistribution {digest:x}")
 
 
-def _cheapest(spec: Spec, some: Sequence[Program], seconds: NDArray[np.float64], room: Room) -> int:
+def _cheapest(
+    spec: Spec, some: Sequence[Program], seconds: NDArray[np.float64], crossing: NDArray[np.int64], room: Room
+) -> Program:
     """Return the cheapest program of a tensor, without native collectives that do not fit into `room`.
 
-    Raises `Unsupported` if the cost of all others is infinite.
+    Raises `Unsupported` if the cost of all others is infinite: they would leave replicas with different bits.
     """
     pair = spec.source, spec.target, spec.dtype.itemsize
-    for best in np.argsort(seconds[: len(some)], kind="stable").tolist():
-        one = some[best].native
-        if np.isinf(seconds[best]):
-            break
-        if one is None:
-            return int(best)
-        if room.has(one, *pair):
-            room.take(one, *pair)
-            return int(best)
+    usable = [
+        at
+        for at, program in enumerate(some)
+        if np.isfinite(seconds[at]) and (program.native is None or room.has(program.native, *pair))
+    ]
+    if usable:
+        best = some[usable[cheapest(seconds[usable].tolist(), crossing[usable].tolist())]]
+        if best.native is not None:
+            room.take(best.native, *pair)
+        return best
     raise Unsupported(
         f"compress: {_named(spec)}a replica of {spec.target} would keep exact values that others get from "
         "the codec; pass compress=False to send exact values"
     )
-
-
-def _rule_out(
-    found: Sequence[Sequence[Program]],
-    loads: NDArray[np.int64],
-    seconds: NDArray[np.float64],
-) -> None:
-    """Set the cost of programs that would leave replicas with different bits to infinity."""
-    for at, some in enumerate(found):
-        for number, program in enumerate(some):
-            if loads[at, number].any() and not keeps_replicas(program):
-                seconds[at, number] = np.inf
 
 
 class _Known:
@@ -407,11 +412,23 @@ def _number(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")
 
 
-def _largest(comm: Communicator, loads: NDArray[np.int64]) -> NDArray[np.int64]:
+def _agree_on_loads(
+    comm: Communicator, loads: NDArray[np.int64], nodes: Ints | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the largest loads of any rank, and the bytes that leave and enter each node, [nodes, ..., 2].
+
+    `loads`: [..., 6], of this rank; overwritten.
+    """
+    _, node_of = np.unique(
+        np.zeros(comm.size) if nodes is None else nodes[as_ints(comm.ranks)], return_inverse=True
+    )
+    crossing = np.zeros((int(node_of.max()) + 1, *loads.shape[:-1], 2), np.int64)
     if comm.size > 1 and loads.size:
-        most = torch.from_numpy(loads)
-        comm.all_reduce(most, "MAX", compress=False, tag=_TAG)
-    return loads
+        if nodes is not None:
+            crossing[node_of[comm.rank]] = loads[..., 3:5]
+            comm.all_reduce(torch.from_numpy(crossing), compress=False, tag=_TAG)
+        comm.all_reduce(torch.from_numpy(loads), "MAX", compress=False, tag=_TAG)
+    return loads, crossing
 
 
 def _prove(comm: Communicator, specs: Sequence[Spec], chosen: Sequence[Chosen]) -> None:

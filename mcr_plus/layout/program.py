@@ -17,6 +17,7 @@ follows the cross-mesh resharding of Alpa (Zhuang et al. 2023, arXiv 2211.05322)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, NamedTuple
@@ -41,6 +42,7 @@ from mcr_plus.layout.regions import (
 
 _MOST_PAIRS: Final = 1 << 16  # pairs of regions; beyond it no slices are computed
 _MOST_SLICES: Final = 1 << 13  # slices of all ranks together
+_CLOSE: Final = 0.05
 
 LOADS: Final = ("sent", "received", "partners", "sent_far", "received_far", "partners_far")
 """The loads of a rank in an exchange: bytes and partners, on its own node and on other nodes."""
@@ -299,17 +301,26 @@ class Costs(NamedTuple):
     far_message: float = 60e-6
     far_byte: float = 1 / 117e6
 
-    def seconds(self, loads: NDArray[np.int64], sharers: int = 1) -> NDArray[np.float64]:
-        """Return the time of exchanges, given the largest loads of any rank, [..., 6].
+    def seconds(self, loads: NDArray[np.int64], crossing: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return the time of exchanges.
 
-        `sharers`: the number of ranks that share a link.
+        `loads`: [..., 6], the largest of any rank. `crossing`: [..., 2], the most bytes that leave a node and
+        that enter one, over the link that its ranks share.
         """
         near = self.message * loads[..., 2] + self.byte * np.maximum(loads[..., 0], loads[..., 1])
-        far = self.far_message * loads[..., 5] + self.far_byte * sharers * np.maximum(
-            loads[..., 3], loads[..., 4]
-        )
-        total: NDArray[np.float64] = near + far
-        return total
+        total: NDArray[np.float64] = near + self.far_message * loads[..., 5]
+        return total + self.far_byte * crossing.max(axis=-1)
+
+
+def cheapest(seconds: Sequence[float], crossing: Sequence[int]) -> int:
+    """Return the index of the program to run: of the fastest, the one with the fewest bytes between nodes.
+
+    `seconds`: the expected time of each; `crossing`: the bytes that it sends from nodes to others, in all.
+    Times up to 5 % above the least count as equal: links carry other traffic, too.
+    """
+    least = min(seconds)
+    fast = [at for at, time in enumerate(seconds) if time <= least * (1 + _CLOSE)]
+    return min(fast, key=lambda at: (crossing[at], seconds[at]))
 
 
 @dataclass(frozen=True)

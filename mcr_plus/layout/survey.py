@@ -17,7 +17,17 @@ from mcr_plus.layout.addends import to_itself
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.messages import Part
 from mcr_plus.layout.native import keeps_bits
-from mcr_plus.layout.program import LOADS, Bound, Costs, Program, bound, load, native_load, programs
+from mcr_plus.layout.program import (
+    LOADS,
+    Bound,
+    Costs,
+    Program,
+    bound,
+    cheapest,
+    load,
+    native_load,
+    programs,
+)
 from mcr_plus.layout.regions import Ints, as_ints
 
 if TYPE_CHECKING:
@@ -105,7 +115,8 @@ class Survey:
     @cached_property
     def plan(self) -> Outcome:
         """The program that a job would run."""
-        return min(self.outcomes, key=lambda outcome: outcome.seconds)
+        crossing = [int(outcome.links.sum()) for outcome in self.outcomes]
+        return self.outcomes[cheapest([outcome.seconds for outcome in self.outcomes], crossing)]
 
     @cached_property
     def bound(self) -> Bound:
@@ -135,7 +146,6 @@ def survey(
     source.check_source()
     source, target = to_itself(source, target)
     ranks = tuple(sorted({*source.ranks, *target.ranks}))
-    sharers = 1 if nodes is None else int(np.bincount(nodes[as_ints(ranks)]).max())
     node_of = np.zeros(max(ranks, default=0) + 1, np.int64) if nodes is None else nodes
     found = []
     for program in programs(source, target, itemsize, nodes):
@@ -157,7 +167,9 @@ def survey(
                 np.add.at(links[node_of[part.rank]], node_of[part.sends.peers], part.sends.sizes * itemsize)
                 wrong = wrong or proof.check(part, step.source, step.target)
             wrong = wrong or _unlike(parts, as_ints(ranks))
-        seconds = float(Costs().seconds(loads.max(axis=0), sharers).sum())
+        crossing = np.zeros((len(links), *loads.shape[1:-1], 2), np.int64)
+        np.add.at(crossing, node_of[as_ints(ranks)], loads[..., 3:5])
+        seconds = float(Costs().seconds(loads.max(axis=0), crossing.max(axis=0)).sum())
         np.fill_diagonal(links, 0)
         found.append(Outcome(program, loads, links, wrong, seconds))
     return Survey(source, target, itemsize, nodes, ranks, tuple(found))

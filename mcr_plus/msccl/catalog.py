@@ -19,8 +19,6 @@ from mcr_plus.core.kinds import ROOTED
 from mcr_plus.core.units import Range, size_words
 from mcr_plus.errors import ConfigError, unknown
 from mcr_plus.msccl.generators import GENERATORS
-from mcr_plus.msccl.reader import read_algorithm
-from mcr_plus.msccl.verifier import verify_all
 
 if TYPE_CHECKING:
     from mcr_plus.core.kinds import Kind
@@ -42,6 +40,10 @@ def use(paths: Iterable[Path]) -> None:
     """
     algorithms: dict[str, Algorithm] = {}
     for path in paths:
+        # Here, for jobs without files need neither, and they take 60 ms to load.
+        from mcr_plus.msccl.reader import read_algorithm
+        from mcr_plus.msccl.verifier import verify_all
+
         read, name = read_algorithm(path), path.stem
         # Queues cost memory, so there are as many as are used, not as many as the file claims.
         algorithm = replace(read, name=name, channels=read.used_channels)

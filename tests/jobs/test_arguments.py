@@ -156,7 +156,7 @@ def _shapes() -> list[Bad]:
             "exchange that does not divide",
             lambda p: do.all_to_all_single(p.ones(p.size + 1), p.ones(p.size + 1)),
             WRONG,
-            ("input", "divide", "split sizes"),
+            ("input", "divisible", "split sizes"),
         ),
         (
             "splits that do not sum",

@@ -1,4 +1,4 @@
-"""Breaks the library in forty places, one at a time, and lists what the tests find.
+"""Breaks the library in some sixty places, one at a time, and lists what the tests find.
 
     python tests/support/mutate.py [NAME…] [--tier all] [--all-tests]
 
@@ -86,6 +86,10 @@ MUTATIONS = (
     Mutation("turn of compiling", "dispatch/board/base.py", "return turn + 1 + ((turn + 1) % 2 != begins)", "return turn + 1", "test_compiling test_board"),
     Mutation("a second thread of a group", "dispatch/group_state.py", "if not self._thread.is_alive():", "if True:", "test_mismatch"),
     Mutation("order across lanes", "dispatch/engine.py", "if after is None:\n            return True", "if True:\n            return True", "test_hierarchical test_compressed test_progress"),
+    # pipeline
+    Mutation("several operations in flight", "pipeline/pipeline.py", "return changed if same else changed.replace(async_op=True)", "return changed", "test_explain test_seams test_hierarchical"),
+    Mutation("bytes that a pool lends", "pipeline/buffers.py", "                self.nbytes -= size\n", "", "test_codecs test_coalesce test_fuse test_compressed"),
+    Mutation("values of an encoded operation", "pipeline/dispatch.py", "signature.encoding is not None and signature.kind in VECTOR", "False", "test_explain test_compress_stage test_mismatch"),
     # selection, tables, tuning
     Mutation("margin of a trial", "trials/trial.py", "MARGIN: Final = 0.05", "MARGIN: Final = -0.5", "test_online test_never_slower"),
     Mutation("bytes per rank", "tables/table.py", "return self.nbytes // self.ranks", "return self.nbytes * self.ranks", "test_table test_table_editing"),
@@ -96,9 +100,27 @@ MUTATIONS = (
     # msccl
     Mutation("verifier's sums", "msccl/verifier.py", "if value == Sum(expected):", "if True:", "test_msccl_verifier"),
     Mutation("layout in place", "msccl/postconditions.py", "return Layout(inputs, outputs, scratch, 0, rank * part, whole)", "return Layout(inputs, outputs, scratch, 0, 0, whole)", "test_msccl_verifier test_msccl_generators test_shm_interpreter"),
+    # plan
+    Mutation("bound of gradients that are joined", "plan/search.py", "_cheapest(np.minimum.accumulate(times, axis=0))", "_cheapest(times)", "test_plan test_advise"),
+    Mutation("waits for other operations", "plan/buckets.py", "elif isinstance(each, Wait) and each.id in carrying:", "elif isinstance(each, Wait):", "test_advise test_planning"),
+    Mutation("gradients of two dtypes", "plan/buckets.py", "(likes[name], tuple(sorted(of_role.items())))", '("", tuple(sorted(of_role.items())))', "test_advise test_planning"),
+    Mutation("ends of a message", "plan/programs.py", '"send" if event.kind == "recv" else event.kind', "event.kind", "test_network test_advise"),
+    Mutation("share above one", "plan/scaling.py", "min(exposed[size] / whole[size], 1.0)", "exposed[size] / whole[size]", "test_scaling test_racks test_advise"),
+    Mutation("waits of the step before", "plan/capture.py", "known = number if is_known else -1", "known = number", "test_capture"),
+    Mutation("tables of a plan", "plan/saved.py", "if None not in (tables, self.tables) and tables != self.tables:", "if None not in (tables, self.tables) and len(tables) != len(self.tables):", "test_plan test_given_plan"),
+    # layout
+    Mutation("holder on the own node", "layout/messages.py", "if self.nodes is not None:  # prefer", "if False:  # prefer", "test_layouts test_cli_layout test_dtensor_volume"),
+    Mutation("slices between nodes", "layout/program.py", "few = have.counts[region] if nodes is None else np.ones(len(region), np.int64)", "few = have.counts[region]", "test_layouts test_cli_layout"),
+    Mutation("bits of replicas", "layout/native.py", "return source.addend_count == 2 and (", "return source.addend_count >= 2 and (", "test_layout_collectives test_redistribute"),
+    Mutation("order of the sums of copies", "layout/halo.py", "if apart and len(others) == len(found) - 1:", "if len(others) == len(found) - 1:", "test_halo test_spatial test_layout_autograd"),
+    Mutation("buffers of rounds in flight", "layout/mover.py", "if index >= slots:", "if False:", "test_redistribute"),
+    Mutation("memory of native collectives", "layout/state.py", "memory -= room.used", "memory -= 0", "test_redistribute"),
     # training
     Mutation("gradients summed, not averaged", "training/ddp.py", "        AVG,\n", '        "SUM",\n', "test_gradients test_wrap"),
     Mutation("mean of wrapped gradients", "training/reducer.py", "op: ReduceOp = AVG", 'op: ReduceOp = "SUM"', "test_wrap test_gradients"),
+    # horovod
+    Mutation("gradient of a reducescatter", "horovod/gradients.py", "reduction.before * reduction.after * (ranks if reduction.op == Sum else 1)", "reduction.before * reduction.after", "test_horovod"),
+    Mutation("last rank that joined", "horovod/negotiation.py", "key=lambda rank: (self._joined_since[rank], rank)", "key=lambda rank: rank", "test_horovod"),
     # rendezvous, runtime, config, launch
     Mutation("signature not checked", "rendezvous/signing.py", "return value if hmac.compare_digest(tag, _sign(secret, what, value)) else None", "return value", "test_signing"),
     Mutation("groups dropped by some", "runtime/agreement.py", "if all(dropped[rank].get(name) == members for rank in members)", "if any(dropped[rank].get(name) == members for rank in members)", "test_groups test_leaks"),

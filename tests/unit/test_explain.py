@@ -228,7 +228,7 @@ def test_built_in_tables_give_a_reason_where_their_figures_favour_another_choice
                 elif each["why"] != "expected to take as long":
                     told += 1
                     longer = on_average(rule, name)
-                    reason = rule.get("reason") or f"to take {longer:.3g} × as long on average"
+                    reason = rule.get("reason") or f"takes {longer:.3g} × as long on average"
                     assert reason in each["why"], (kind, async_op, size, each["why"])
                     assert "reason" in rule or longer > 1
     assert told > 0
@@ -274,7 +274,7 @@ def test_unmeasured_libraries_are_no_reason(table: Path) -> None:
     assert gloo["extrapolated"]
     assert gloo["why"] == f"not measured at this size; {way['table_rule']} decides"
     assert (
-        "nothing larger"
+        "measured only up to"
         not in mcr.explain("all_reduce", 64 * K, config=config(table.parent))["steps"][0]["decision"]
     )
 

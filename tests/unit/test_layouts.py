@@ -372,7 +372,8 @@ def cheapest(source: Side, target: Side, itemsize: int) -> tuple[Program, oracle
     times = []
     for program in some:
         loads = [np.stack([load(part, itemsize) for part in program.parts(rank)]) for rank in ranks]
-        times.append(float(Costs().seconds(np.stack(loads).max(axis=0)).sum()))
+        most = np.stack(loads).max(axis=0)
+        times.append(float(Costs().seconds(most, np.zeros((len(most), 2), np.int64)).sum()))
     best = some[int(np.argmin(times))]
     return best, oracle.execute(best, source, target)
 
@@ -449,6 +450,30 @@ def test_senders_of_any_boxes_share_the_work_within_limits() -> None:
         ratios.append(max(traffic.sent[0].values()) / oracle.least_fullest_sender(source, target))
     assert min(ratios) >= 1 - 1e-9
     assert np.mean(ratios) <= 1.3
+
+
+def test_chosen_plans_send_no_more_into_a_node_than_it_lacks() -> None:
+    """Also where the ranks of a node lack unequal numbers of elements, or not all of its ranks lack any."""
+    some = [each for each in pairs((2, 3)) if "P" not in each[0]]
+    for at in sample(len(some), 40):
+        source, target = (oracle.mesh((6, 7, 5), np.arange(6).reshape(2, 3), each) for each in some[at])
+        for numbers in ([0, 0, 0, 0, 1, 1], [0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 2, 2]):
+            judge_entering(source, target, np.array(numbers))
+    source = oracle.mesh((16, 16), range(2), ["S0"])
+    for ranks in ([2, 3, 4, 5], [2, 3, 4], [1, 2, 3, 4, 5], [0, 4, 5]):  # partly on the sources' node
+        target = oracle.mesh((16, 16), ranks, ["R"])
+        judge_entering(source, target, np.array([0, 0, 0, 0, 1, 1]))
+
+
+def judge_entering(source: Side, target: Side, nodes: Ints) -> None:
+    chosen = survey(source.layout, target.layout, FAT, nodes)
+    if chosen.plan.program.native is not None:
+        return
+    parts = {rank: chosen.plan.program.parts(rank) for rank in chosen.ranks}
+    traffic = oracle.execute(chosen.plan.program, source, target, parts)
+    least = oracle.least_entering(source, target, nodes)
+    for node, size in traffic.entering(nodes).items():
+        assert size <= 1.02 * least[node], f"{source} -> {target}, {nodes}: {chosen.plan.program.name}"
 
 
 def test_boxes_missing_on_many_ranks_enter_each_node_once() -> None:

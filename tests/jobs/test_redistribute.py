@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import mcr_plus as mcr
 from mcr_plus.launch import mpi_usable
 from mcr_plus.layout.plan import costs_of
 from mcr_plus.layout.program import Costs
+from mcr_plus.layout.survey import survey
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 LIBRARIES = ["msccl", "gloo", pytest.param("mpi", marks=needs_mpi)]
@@ -195,3 +197,46 @@ def test_mistakes_of_one_rank_raise_on_all(ranks: int) -> None:
     assert last == ["InvalidArgument", "target: expected a Layout, got 'S1'"]
     assert all(kind == "OrderMismatch" for kind, _ in others)
     assert all(value["said"]["no plan"][0] == "NotInitialized" for value in values)
+
+
+def on_nodes(nodes: list[int]) -> list[Any]:
+    """Runs on ranks, as if these were their nodes: plans from rank 0 to all others, and errors of results."""
+    torch.set_num_threads(1)
+    size = 1 << 18
+    found: list[Any] = []
+    with mcr.init({"version": 1, "backends": ["gloo"]}) as comm:
+        others = range(1, comm.size)
+        pairs = [
+            (mcr.Layout.sharded((size,), [0], 0), mcr.Layout.replicated((size,), others)),
+            (mcr.Layout.sharded((size,), [0], 0), mcr.Layout.sharded((size,), others, 0)),
+        ]
+        values = torch.arange(size, dtype=torch.float32)
+        with patch("mcr_plus.layout.plan.nodes_of", return_value=np.array(nodes)):
+            for source, target in pairs:
+                move = mcr.redistribution({"w": (source, target)})
+                given = {"w": values} if comm.rank == 0 else {}
+                mine = move(
+                    given, {"w": torch.empty(target.local_shape(comm.rank) or ())} if comm.rank else {}
+                )
+                begin = sum((target.local_shape(rank) or (0,))[0] for rank in range(1, comm.rank))
+                begin = 0 if target.has_replicas else begin
+                got = mine.get("w")
+                right = got is None or torch.equal(got, values[begin : begin + got.numel()])
+                found.append([right, move.plan.chosen[0].program.name, move.plan.loads[0].tolist()])
+    return found
+
+
+def test_plans_on_nodes_are_those_of_the_survey() -> None:
+    """Every rank agrees on what a node lacks, and chooses what one process finds with all ranks' loads."""
+    nodes, size = [0, 1, 1], 1 << 18
+    expected = [
+        survey(mcr.Layout.sharded((size,), [0], 0), target, 4, np.array(nodes)).plan
+        for target in (mcr.Layout.replicated((size,), [1, 2]), mcr.Layout.sharded((size,), [1, 2], 0))
+    ]
+    assert expected[0].links.sum() == 4 * size  # and not once for each replica
+    for result in run_ranks(on_nodes, 3, args=[nodes], via="torch"):
+        for (right, name, loads), plan in zip(result.value, expected, strict=True):
+            assert right
+            assert name == plan.program.name
+            steps = plan.loads.max(axis=0)
+            assert np.array_equal(np.array(loads)[: len(steps)], steps)

@@ -21,7 +21,7 @@ from mcr_plus.errors import Unsupported
 from mcr_plus.fusion.bucket import Entry, by_size
 from mcr_plus.plan.costs import OVERHEAD, Curve, groups, prices
 from mcr_plus.plan.course import Timeline
-from mcr_plus.plan.network import members, simulate
+from mcr_plus.plan.network import is_polled, members, simulate
 from mcr_plus.plan.programs import Bucket, Plan, sizes_of
 from mcr_plus.plan.scaling import CAPTURED, Costs
 from mcr_plus.plan.search import rest, search
@@ -93,13 +93,15 @@ def searched(
     parts = [_part(unit, costs, step.ranks, world, codec, seconds) for unit in units]
     plan = Plan(in_order(each for part in parts for each in part.buckets), library)
     bound = max(computed, *(part.bound for part in parts))
-    if len(parts) == len(parts[0].libraries) == 1:
+    libraries = list(dict.fromkeys(name for part in parts for name in part.libraries))
+    # The search knows one channel that never waits for the program to poll it.
+    polled = step.by_caller and any(map(is_polled, libraries))
+    if len(parts) == len(libraries) == 1 and not polled:
         return Found(plan, parts[0].gap, parts[0].exact, bound)
     if start is not None and start.buckets:
         coded = replace(start, buckets=[each._replace(codec=codec) for each in start.buckets])
         plan = min(plan, coded, key=lambda each: simulated(step, each, costs, world).step_s)
-    libraries = list(dict.fromkeys(name for part in parts for name in part.libraries))
-    if len(libraries) > 1:
+    if len(libraries) > 1 or polled:
         plan = _improved(step, plan, costs, world, libraries, until)
     return Found(plan, None, False, bound)
 

@@ -59,7 +59,8 @@ def probe(
         points: dict[int, tuple[float, float]] = {}
         of_library = _Clock(comm)
         for at, size in enumerate(sizes):
-            if points and seconds - of_library.spent() < (_FIRST + _PARTS) * _expected(points, size):
+            parts = _PARTS if len(points) > 1 else 0.0  # of one size alone, no time would grow with size
+            if points and seconds - of_library.spent() < (_FIRST + parts) * _expected(points, size):
                 break
             values = torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
             start = partial(send, values, library)
@@ -70,7 +71,7 @@ def probe(
             work.wait()
             whole = _slowest(comm, [_alone(start)])[0]
             left = seconds - of_library.spent()
-            if points and left < _PARTS * whole:
+            if left < parts * whole:
                 break
             repeats = int(min(left / (len(sizes) - at) / (_PARTS * whole), _MOST))
             points[size] = _measured(comm, start, max(1, repeats))

@@ -34,9 +34,7 @@ from mcr_plus.tables.scaling import (
     LinkClass,
     Medium,
     Placement,
-    Round,
     Rounds,
-    Shared,
     Stretched,
     algorithms,
     assumed,
@@ -55,8 +53,6 @@ _GAP: Final = 16  # between measured sizes; what is between those further apart 
 _OVERHEAD: Final = 10e-6  # seconds of software in a round, where nothing was measured
 _HEADERS: Final = 1.07  # bytes on the wire for each byte sent, at most: 1538 of Ethernet for 1448 of TCP
 _HOW: Final[tuple[How, ...]] = ("measured", "scaled", "assumed")  # from the best on
-_OF_A_RING: Final = 0.92  # bandwidth of NCCL's trees
-_CHAINED: Final = 0.2  # a message inside a node, in those between nodes: NCCL's table has 0.12 to 0.29
 
 
 class Cost(NamedTuple):
@@ -109,6 +105,10 @@ class Measured:
         """The time at a size of the operation in all."""
         return self.curve.at(self._own(nbytes))
 
+    def seconds(self, nbytes: float) -> float:
+        """Seconds at a size of the operation in all."""
+        return 1e-6 * self.estimate(nbytes).us
+
     def is_near(self, nbytes: float) -> bool:
         """Whether it was measured at this size, or at two that are not far apart around it."""
         return _is_near(self.curve.sizes, self._own(nbytes))
@@ -136,7 +136,7 @@ class Measured:
     def placed_in(self, rack: Rack | None) -> Placement:
         """How its ranks lay on a cluster with such racks."""
         at = self.at
-        if rack is None:
+        if rack is None or at.racks > 1:
             return at
         if not self.hosts:
             return at._replace(
@@ -233,7 +233,10 @@ def from_step(step: Step, library: str = CAPTURED) -> list[Measured]:
 def _like_of(step: Step) -> Like:
     """The dtype and the device of all gradients of a step."""
     likes = {
-        each.like.partition(" ")[::2] for role in step.roles for each in role.events if isinstance(each, Ready)
+        each.like.partition(" ")[::2]
+        for role in step.roles
+        for each in role.events
+        if isinstance(each, Ready)
     }
     dtypes, devices = {dtype for dtype, _ in likes}, {device for _, device in likes}
     return Like(dtypes.pop() if len(dtypes) == 1 else None, devices.pop() if len(devices) == 1 else None)
@@ -303,7 +306,7 @@ class Costs:
             Unsupported: a link has another rate there, and none is known where times over it were measured.
         """
         before = self.measured_on or self.topology
-        for each in self.measured:
+        for each in self._usable:
             for link in crossed(each.placed_in(before.links.rack)):
                 if before.rate(link) is None and topology.rate(link) not in (None, self.topology.rate(link)):
                     raise Unsupported(
@@ -335,8 +338,8 @@ class Costs:
         return self._known[key]
 
     def libraries(self) -> list[str]:
-        """The libraries of which something was measured."""
-        return list(dict.fromkeys(each.library for each in self.measured))
+        """The libraries of which something was measured on the device in question."""
+        return list(dict.fromkeys(each.library for each in self._usable))
 
     def _use(self, kind: str, nbytes: int, to: Placement, library: str, codec: str | None) -> Use:
         kind = plain_kind(kind)
@@ -353,7 +356,7 @@ class Costs:
     def _cost(self, kind: str, nbytes: int, to: Placement, library: str) -> tuple[Cost, Rounds]:
         """The least over the library's algorithms of the best that is known."""
         after = self.topology.medium
-        ways = _ways(kind, library)
+        ways = algorithms(kind, library)
         own = self._own(kind, library)
         here = [each for each in own if each.at == to] if self._is_here(to) else []
         if here:
@@ -400,27 +403,36 @@ class Costs:
             rack = (self.measured_on or self.topology).links.rack
             alone: list[Measured] = []
             groups: dict[Placement, list[Measured]] = {}
-            for each in self.measured:
-                if (each.kind, each.library) != (kind, library):
-                    continue
-                at = each.placed_in(rack)
-                if each.hosts:
-                    groups.setdefault(at, []).append(each)
-                elif each.of_step or self._like.device is None or each.device in (None, self._like.device):
-                    alone.append(replace(each, at=at))
+            for each in self._usable:
+                if (each.kind, each.library) == (kind, library):
+                    at = each.placed_in(rack)
+                    if each.hosts:
+                        groups.setdefault(at, []).append(each)
+                    else:
+                        alone.append(replace(each, at=at))
             found = [*alone, *(_joined(each, at) for at, each in groups.items())]
             self._placed[kind, library] = sorted(found, key=self._unlike)
         return self._placed[kind, library]
 
-    def _unlike(self, each: Measured) -> tuple[int, bool, bool]:
-        """How far its tensors are from those asked about; in tables, rules without a dtype hold for others."""
-        return _HOW.index(each.how(self._like)), each.dtype != self._like.dtype, each.dtype is not None
+    def _unlike(self, each: Measured) -> tuple[int, bool]:
+        """How far its tensors are from those asked about.
+
+        Of other dtypes, those without a name come first: the rules of tables that hold for all others.
+        """
+        how = each.how(self._like)
+        return _HOW.index(how), how != "measured" and each.dtype is not None
 
     @cached_property
     def _like(self) -> Like:
         """The tensors that are asked about."""
         found = next((each for each in self.measured if each.of_step), None)
         return Like("float32", "cpu") if found is None else Like(found.dtype, found.device)
+
+    @cached_property
+    def _usable(self) -> list[Measured]:
+        """What was not measured on another device."""
+        devices = (None, self._like.device)
+        return [each for each in self.measured if self._like.device is None or each.device in devices]
 
     @cached_property
     def _media(self) -> tuple[Medium, Medium]:
@@ -448,7 +460,8 @@ class Costs:
         """Seconds by an algorithm: over other links first, then of other ranks."""
         before, after = self._media
         at = each.at if to.racks > 1 else each.at._replace(racks=1, per_rack=each.at.ranks)
-        measured = _relinked(each, before, way, at, after)
+        is_as_measured = at == each.at and self._is_here(at)
+        measured = each.seconds if is_as_measured else _relinked(each, before, way, at, after)
         if at == to:
             return measured(nbytes)
         # Times over uplinks say nothing of what headers take on the NIC.
@@ -470,11 +483,11 @@ def _relinked(
     """
 
     def seconds(nbytes: float) -> float:
-        whole = 1e-6 * each.estimate(nbytes).us
+        whole = each.seconds(nbytes)
         old, new = way(nbytes, each.at, before.shared), way(nbytes, at, after.shared)
         wire, other = _crossing(old, before), _crossing(new, after)
         if wire != other:
-            growth = 1e-6 * each.estimate(2 * nbytes).us - whole
+            growth = each.seconds(2 * nbytes) - whole
             headers = min(max(growth / wire, 1.0), _HEADERS) if wire else 1.0
             if other > wire:
                 whole = max(whole, max(whole - growth, 0.0) + headers * other)
@@ -491,32 +504,6 @@ def _crossing(rounds: Rounds, medium: Medium) -> float:
 
 def _latency(rounds: Rounds, medium: Medium) -> float:
     return sum(each.times * medium.latency(each) for each in rounds)
-
-
-# -- algorithms ---------------------------------------------------------------------------------------------
-
-
-def _ways(kind: str, library: str) -> list[Algorithm]:
-    """The algorithms of a library for a kind of operation; NCCL has trees for all_reduces, too."""
-    found = algorithms(kind, library)
-    name, _, chosen = library.partition(":")
-    return [*found, _trees] if (name, kind) == ("nccl", "all_reduce") and chosen in ("", "tree") else found
-
-
-def _trees(nbytes: float, at: Placement, shared: Shared) -> Rounds:  # noqa: ARG001
-    """NCCL's double binary tree: up and down two trees of nodes, each with half of the bytes, in a pipeline.
-
-    So it takes 2 log₂(nodes) messages between nodes ("Massively Scale Your Deep Learning Training with NCCL
-    2.4", NVIDIA 2019), and 2 (ranks of a node - 1) in the chain inside each; its bytes on the busiest link
-    are those of a ring, at 0.92 of its bandwidth (`ncclTopoTuneModel` in NCCL's src/graph/tuning.cc, by which
-    NCCL chooses between both). There, trees are for all_reduce alone, and PAT, for all_gather and
-    reduce_scatter, has a latency by the number of ranks, as a ring has. In a time that was measured the 0.92
-    cancels, as nothing tells by which of both it was.
-    """
-    chain = at.per_node - 1
-    steps = 2 * (chain if at.nodes == 1 else max(at.nodes - 1, 0).bit_length() + _CHAINED * chain)
-    part = 2 * (at.ranks - 1) / at.ranks * nbytes / _OF_A_RING / steps
-    return (Round(steps, dict.fromkeys(crossed(at), part), dict.fromkeys(crossed(at), 1.0)),)
 
 
 def wire_bytes(codec: str, nbytes: int) -> int:

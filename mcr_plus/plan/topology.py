@@ -151,17 +151,18 @@ class Topology(_Part):
                 raise ConfigError(f"{change}: expected NAME=VALUE, such as nic=100Gbit/s")
             if keys is None:
                 raise ConfigError(f"{change}: {unknown('name', name, sorted(_KEYS))}")
-            if keys[0] == "links" and getattr(found.links, keys[1]) is None:
+            is_known = keys[0] != "links" or getattr(found.links, keys[1]) is not None
+            data = _copied(found._source)
+            where = data
+            for key in keys[:-1]:
+                where = where.setdefault(key, {})
+            where[keys[-1]] = int(value) if value.isascii() and value.isdigit() else value
+            found = Topology._of(dict_document(data, change))
+            if not is_known:
                 raise ConfigError(
                     f"{change}: nothing is known of this cluster's {keys[1]}, so that nothing follows from a "
                     f"change; expected links.{keys[1]} in its description (cluster.yaml, --topology)"
                 )
-            data = _copied(found._source)
-            where = data
-            for key in keys[:-1]:
-                where = where[key]
-            where[keys[-1]] = int(value) if value.isascii() and value.isdigit() else value
-            found = Topology._of(dict_document(data, change))
         return found
 
     @property

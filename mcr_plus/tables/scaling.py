@@ -4,7 +4,7 @@ An algorithm is a sequence of rounds, and a round takes a latency and the time i
 busiest link cross it: α + bytes · β (Hockney 1994). From Thakur, Rabenseifner, Gropp 2005 and Chan et al.
 2007, for n ranks and s bytes, by the convention that `bytes` has in tables:
 
-    all_reduce       ring: 2(n-1) rounds of s/n;  doubling: log₂n of s
+    all_reduce       ring: 2(n-1) rounds of s/n;  doubling: log₂n of s;  NCCL's double tree, see below
     all_gather, reduce_scatter      ring: n-1 rounds of s/n
     broadcast, reduce               tree: log₂n rounds of s;  in parts: log₂n + n-1 rounds, 2(n-1)/n · s
     all_to_all       pairwise: n-1 rounds of s/n, of which those between nodes share a link of the node
@@ -25,6 +25,9 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 from mcr_plus.core.kinds import COLLECTIVES, Collective, plain_kind
+
+_OF_A_RING: Final = 0.92  # bandwidth of NCCL's trees
+_CHAINED: Final = 0.2  # a message inside a node, in those between nodes: NCCL's table has 0.12 to 0.29
 
 LinkClass = Literal["inside", "nic", "uplink"]
 """Links inside a node, between nodes and between racks."""
@@ -146,6 +149,23 @@ def _from_one(nbytes: float, at: Placement, shared: Shared) -> Rounds:  # noqa: 
     )
 
 
+def _double_tree(nbytes: float, at: Placement, shared: Shared) -> Rounds:  # noqa: ARG001
+    """NCCL's double binary tree: up and down two trees of nodes, each with half of the bytes, in a pipeline.
+
+    It takes 2 log₂(nodes) messages between nodes ("Massively Scale Your Deep Learning Training with NCCL
+    2.4", NVIDIA 2019), and 2 (ranks of a node - 1) in the chain inside each node; its bytes on the busiest
+    link are those of a ring, at 0.92 of its bandwidth (`ncclTopoTuneModel` in NCCL's src/graph/tuning.cc, by
+    which NCCL chooses between both). A measured time does not show which of both it was, so that the 0.92
+    cancels there.
+    """
+    if at.ranks < 2:
+        return ()
+    chain = at.per_node - 1
+    steps = 2 * (chain if at.nodes == 1 else _log2(at.nodes) + _CHAINED * chain)
+    part = 2 * (at.ranks - 1) / at.ranks * nbytes / _OF_A_RING / steps
+    return (_even(steps, part, at, dict.fromkeys(_classes(at), 1.0)),)
+
+
 def _message(nbytes: float, at: Placement, shared: Shared) -> Rounds:  # noqa: ARG001
     return (Round(1, {at.widest: nbytes}, {at.widest: 1.0}),)
 
@@ -194,9 +214,14 @@ def _algorithms_of(row: Collective) -> Mapping[str, Algorithm]:
 _ALL: Final[Mapping[str, Mapping[str, Algorithm]]] = {
     kind: _algorithms_of(row) for kind, row in COLLECTIVES.items()
 }
+_OWN: Final[Mapping[tuple[str, str], Mapping[str, Algorithm]]] = {
+    ("nccl", "all_reduce"): {"tree": _double_tree}
+}
+"""Algorithms of one library for a kind. NCCL's for all_gather and reduce_scatter (rings, PAT) have a latency
+by the number of ranks."""
 _HAS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "gloo": {"all_reduce": ("ring",), "broadcast": ("tree",)},
-    "nccl": {"all_reduce": ("ring",), "broadcast": ("parts",)},
+    "nccl": {"all_reduce": ("ring", "tree"), "broadcast": ("parts",)},
 }
 """Where a library has fewer algorithms than `_ALL`: torch calls gloo's ring; NCCL's rings are pipelined."""
 
@@ -204,13 +229,14 @@ _HAS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
 def algorithms(kind: str, library: str) -> list[Algorithm]:
     """The algorithms of a library (`name` or `name:algorithm`) for a kind of operation; maybe none.
 
-    An algorithm that is named is not known here, unless it is a ring or doubling.
+    Of those that `library` may name, only rings, doubling and trees are known.
     """
     name, _, chosen = library.partition(":")
-    known = _ALL.get(plain_kind(kind), {})
+    kind = plain_kind(kind)
+    known = {**_ALL.get(kind, {}), **_OWN.get((name, kind), {})}
     if chosen:
         return [known[chosen]] if chosen in known else []
-    return [known[each] for each in _HAS.get(name, {}).get(plain_kind(kind), tuple(known))]
+    return [known[each] for each in _HAS.get(name, {}).get(kind, tuple(known))]
 
 
 class Medium(NamedTuple):
@@ -285,7 +311,7 @@ class Stretched:
         late = max(2 * whole - twice, 0.0)
         wire = 1.0 if before is None or not load else min(max((twice - whole) * before / load, 1.0), _HEADERS)
         if name != link:
-            return 0.0 if after is None else late + wire * load / after
+            return late + (wire * load / after if after is not None else 0.0)
         if before is None or after is None or before == after:
             return whole
         if after < before:

@@ -59,7 +59,9 @@ def plan(
                 f"{topology}: taken for the links that costs were measured on, too; --measured-on names these"
             )
             typer.echo(said, err=True)
-        advice = advise(captured, costs, ranks=ranks, what_ifs=what_if or ())
+        codec, notes = _codec(captured, pipeline)
+        captured = replace(captured, notes=(*captured.notes, *notes))
+        advice = advise(captured, costs, ranks=ranks, what_ifs=what_if or (), codec=codec)
     except InvalidArgument as error:
         hint = "" if topology is not None else " (--topology describes a larger cluster)"
         raise typer.BadParameter(f"{error}{hint}") from None
@@ -75,6 +77,8 @@ def plan(
         print_json(document)
         return
     _print(advice)
+    for text in captured.notes:
+        typer.echo(f"note: {text}", err=True)
     for path, what in ((output, "the plan"), (report, "the report")):
         if path is not None:
             print_written(path, what)
@@ -118,6 +122,32 @@ def _by_caller(pipeline: Config) -> bool:
     if isinstance(options, DispatchOptions) and options.progress == "thread":
         return False
     return any(map(is_polled, pipeline.backends or registry.names("backends")))
+
+
+def _codec(step: Step, pipeline: Config) -> tuple[str | None, list[str]]:
+    """The codec of gradients, None without one that can be predicted; and notes on what is left out."""
+    from mcr_plus.compression.options import CompressOptions
+    from mcr_plus.errors import Unsupported
+    from mcr_plus.plan.scaling import wire_bytes
+    from mcr_plus.plan.step import Ready
+
+    options = pipeline.options("compress")
+    codec = options.codec if isinstance(options, CompressOptions) else "none"
+    notes = [
+        f"{rule.place}: the codec of this rule is no part of the prediction"
+        for rule in pipeline.rules
+        if isinstance(pipeline.options("compress", rule), CompressOptions)
+        and pipeline.options("compress", rule) != options
+    ]
+    if codec == "none":
+        return None, notes
+    dtypes = {each.like.split()[0] for role in step.roles for each in role.events if isinstance(each, Ready)}
+    try:
+        for dtype in dtypes:
+            wire_bytes(codec, 1 << 20, dtype)
+    except Unsupported as error:
+        return None, [*notes, f"the codec of the configuration is no part of the prediction: {error}"]
+    return codec, notes
 
 
 def _costs(step: Step, pipeline: Config, topology: Path | None, measured_on: Path | None) -> Costs:

@@ -88,6 +88,7 @@ def advise(
     *,
     ranks: int | None = None,
     what_ifs: Sequence[str] = (),
+    codec: str | None = None,
     seconds: float = SECONDS,
 ) -> Advice:
     """Search the best buckets for `ranks` ranks, and simulate the step with them and with others.
@@ -95,8 +96,9 @@ def advise(
     Args:
         costs: of operations, on the topology that is asked about. ranks: None for as many as were captured.
         what_ifs: changes to try besides the usual ones: `compress=CODEC` for gradients, `compute=0.8` for a
-            factor of computing, or those of `Topology.changed`. seconds: that searches may take in all;
-            usual changes that would take longer are left out.
+            factor of computing, or those of `Topology.changed`. codec: that compresses all buckets; its own
+            time is not known, so that their costs are assumed. seconds: that searches may take in all; usual
+            changes that would take longer are left out.
 
     Raises:
         ConfigError: a change is not known. InvalidArgument, Unsupported: see `network.simulate`.
@@ -105,12 +107,12 @@ def advise(
     for change in what_ifs:
         _check_change(step, costs, change)
     end = perf_counter() + seconds
-    found = searched(step, costs, world, until=perf_counter() + seconds / 3)
+    found = searched(step, costs, world, until=perf_counter() + seconds / 3, codec=codec)
     plan = found.plan
     timeline = simulated(step, plan, costs, world)
-    others = _others(step, costs, world)
+    others = _others(step, costs, world, codec)
     scaling = tuple(_scaled(step, plan, costs, world))
-    tried = [*what_ifs, *(change for change in _usual(step, costs, world) if change not in what_ifs)]
+    tried = [*what_ifs, *(change for change in _usual(step, costs, world, codec) if change not in what_ifs)]
     changed, skipped = [], []
     for number, change in enumerate(tried):
         now = perf_counter()
@@ -118,7 +120,8 @@ def advise(
             skipped.append(f"{change}: the {seconds:g} s for searches are over")
             continue
         try:
-            after = _changed(step, costs, world, change, plan, now + (end - now) / (len(tried) - number))
+            until = now + (end - now) / (len(tried) - number)
+            after = _changed(step, costs, world, change, plan, codec, until)
         except ConfigError:
             continue  # a link of the usual ones that this cluster cannot have
         except McrError as problem:
@@ -143,23 +146,23 @@ def advise(
 # -- other plans, other clusters ----------------------------------------------------------------------------
 
 
-def _others(step: Step, costs: Costs, world: int) -> dict[str, Timeline]:
-    """The step as it was captured, and with the usual buckets."""
+def _others(step: Step, costs: Costs, world: int, codec: str | None) -> dict[str, Timeline]:
+    """The step as it was captured, and with the usual buckets, compressed by `codec`."""
     plans: dict[str, Plan | None] = {"as captured": None}
     units, base = units_of(step), best_library(costs)
     if units:
         library = next(iter(libraries_of(costs)), CAPTURED)
         for name, limit in [*((f"buckets of {limit} MiB", limit * _MIB) for limit in (1, 4, 25))]:
-            plans[name] = Plan(_usual_buckets(units, limit, library), base)
-        plans["each gradient alone"] = Plan(_usual_buckets(units, 1, library), base)
+            plans[name] = Plan(_usual_buckets(units, limit, library, codec), base)
+        plans["each gradient alone"] = Plan(_usual_buckets(units, 1, library, codec), base)
     found = {name: _known(step, plan, costs, world) for name, plan in plans.items()}
     return {name: each for name, each in found.items() if each is not None}
 
 
-def _usual_buckets(units: Sequence[Unit], limit: int, library: str) -> list[Bucket]:
+def _usual_buckets(units: Sequence[Unit], limit: int, library: str, codec: str | None) -> list[Bucket]:
     """Buckets of up to `limit` bytes, of each unit's own gradients."""
     return in_order(
-        (unit.ready[bucket.params[-1]], bucket)
+        (unit.ready[bucket.params[-1]], bucket._replace(codec=codec))
         for unit in units
         for bucket in buckets_of(unit.sizes, limit, library)
     )
@@ -195,7 +198,7 @@ def _scaled(step: Step, plan: Plan, costs: Costs, world: int) -> list[Scaled]:
     ]
 
 
-def _usual(step: Step, costs: Costs, world: int) -> list[str]:
+def _usual(step: Step, costs: Costs, world: int, codec: str | None) -> list[str]:
     """Changes that are always of interest: links twice as fast, a codec, computing that is faster."""
     links = costs.topology.links
     changes = []
@@ -205,7 +208,7 @@ def _usual(step: Step, costs: Costs, world: int) -> list[str]:
         changes.append(f"uplink={2 * 8 * links.rack.uplink / 1e9:g}Gbit/s")
     if links.inside is not None:
         changes.append(f"inside={2 * 8 * links.inside.rate / 1e9:g}Gbit/s")
-    if units_of(step) and world > 1:
+    if units_of(step) and world > 1 and codec is None:
         changes.append(f"compress={_CODEC}")
     return [*changes, "compute=0.8"]
 
@@ -224,10 +227,11 @@ def _check_change(step: Step, costs: Costs, change: str) -> None:
         costs.topology.changed([change])
 
 
-def _changed(step: Step, costs: Costs, world: int, change: str, plan: Plan, until: float) -> Timeline:
-    """The step after a change, with the best buckets for it; `plan`: those without it."""
+def _changed(
+    step: Step, costs: Costs, world: int, change: str, plan: Plan, codec: str | None, until: float
+) -> Timeline:
+    """The step after a change, with the best buckets for it; `plan`: those without it, with this codec."""
     name, _, value = (part.strip() for part in change.partition("="))
-    codec = None
     if name == "compute":
         step = _faster(step, _factor(change, value))
     elif name == "compress":

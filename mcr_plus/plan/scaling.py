@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcr_plus.compression.codec import PayloadCodec, make
-from mcr_plus.core.kinds import plain_kind
+from mcr_plus.core.kinds import dtype_name, plain_kind
 from mcr_plus.errors import Unsupported
 from mcr_plus.plan.step import Issue, Ready, Step
 from mcr_plus.plan.topology import Rack, Topology, completed, crossed
@@ -47,7 +47,6 @@ Floats = NDArray[np.float64]
 
 CAPTURED: Final = "captured"
 """The library of times from a captured step, which does not name one."""
-_FLOAT: Final = 4  # bytes of the values that codecs encode
 _NEAR: Final = 1.25  # sizes that count as one, of operations in a captured step
 _GAP: Final = 16  # between measured sizes; what is between those further apart counts as scaled
 _OVERHEAD: Final = 10e-6  # seconds of software in a round, where nothing was measured
@@ -346,12 +345,15 @@ class Costs:
         if to.ranks < 2:
             return Use(Cost(0.0, 0.0, "measured", "measured"), {}, 0.0)
         if codec is not None and codec != "none":
-            cost, busy, flow = self.use(kind, wire_bytes(codec, nbytes), to, library)
+            cost, busy, flow = self.use(kind, self._wire_bytes(codec, nbytes), to, library)
             return Use(cost._replace(how="assumed"), busy, flow)  # encoding takes time, too
         cost, rounds = self._cost(kind, nbytes, to, library)
         if self.guessed and any((self.measured_on or self.topology).rate(link) for link in crossed(to)):
             cost = cost._replace(how="assumed")
         return _used(cost, rounds, self.topology.medium, to, nbytes)
+
+    def _wire_bytes(self, codec: str, nbytes: int) -> int:
+        return wire_bytes(codec, nbytes, self._like.dtype or "float32")
 
     def _cost(self, kind: str, nbytes: int, to: Placement, library: str) -> tuple[Cost, Rounds]:
         """The least over the library's algorithms of the best that is known."""
@@ -506,14 +508,21 @@ def _latency(rounds: Rounds, medium: Medium) -> float:
     return sum(each.times * medium.latency(each) for each in rounds)
 
 
-def wire_bytes(codec: str, nbytes: int) -> int:
-    """Bytes that a codec sends in place of so many of float32. Raises `Unsupported` if that is not fixed."""
+def wire_bytes(codec: str, nbytes: int, dtype: str = "float32") -> int:
+    """Bytes that a codec sends in place of so many of a dtype.
+
+    Raises:
+        Unsupported: their number is not fixed, or the codec does not take the dtype.
+    """
     made = make({"codec": codec})
+    known = {dtype_name(each): each.itemsize for each in made.traits.dtypes}
+    if dtype not in known:
+        raise Unsupported(f"codec {codec!r} does not take {dtype}; known: {', '.join(known)}")
     if not isinstance(made, PayloadCodec):
         raise Unsupported(
             f"codec {codec!r}: its size on the wire depends on shapes; expected one with a fixed rate"
         )
-    return made.wire_nbytes(-(-nbytes // _FLOAT))
+    return made.wire_nbytes(-(-nbytes // known[dtype]))
 
 
 def _used(cost: Cost, rounds: Rounds, medium: Medium, to: Placement, nbytes: int) -> Use:

@@ -467,3 +467,34 @@ def test_shm_is_another_name_of_msccl_in_plans() -> None:
     plan = SavedPlan(model="m", ranks=2, buckets=(SavedBucket(params=("a",), library="shm:ring"),))
     assert plan.buckets[0].library == "msccl:ring"
     assert plan.difference("m", ["a"], 2, ["msccl", "gloo"]) is None
+
+
+def test_the_codec_of_the_configuration_compresses_the_buckets(tmp_path: Path) -> None:
+    step = step_of([(f"w{at}", 1 << 20, 2e-3) for at in range(6)], forward=0.02, seconds=0.05)
+    step.save(tmp_path / "step.json")
+    (tmp_path / "table.yaml").write_text(TABLE)
+
+    def planned(compress: str) -> tuple[dict[str, Any], str]:
+        (tmp_path / "run.yaml").write_text(
+            f"version: 1\nbackends: [gloo]\npipeline:\n{compress}"
+            "  - select: {table: table.yaml}\n  - dispatch: {}\n"
+        )
+        config = ("plan", tmp_path / "step.json", "--config", tmp_path / "run.yaml")
+        answer, printed = mcr_plus(*config, "--json"), mcr_plus(*config)
+        assert answer.returncode == printed.returncode == 0, answer.stderr
+        return json.loads(answer.stdout), printed.stderr
+
+    plain, _ = planned("")
+    coded, _ = planned("  - compress: {codec: int8_block}\n")
+    assert coded["plans"]["as captured"]["step_ms"] == plain["plans"]["as captured"]["step_ms"]
+    alone = [each["plans"]["each gradient alone"]["step_ms"] for each in (coded, plain)]
+    exposed = [each - 32 for each in alone]
+    assert exposed[0] < 0.4 * exposed[1]
+    assert coded["step_ms"] < plain["step_ms"]
+    assert (coded["how"], coded["times_how"]) == ("assumed", "assumed")  # encoding is not in the table
+    assert not any(each["change"] == "compress=int8_block" for each in coded["what_if"])
+    of_shapes, said = planned("  - compress: {codec: powersgd}\n")
+    assert of_shapes["step_ms"] == plain["step_ms"]
+    (note,) = [each for each in of_shapes["notes"] if "powersgd" in each]
+    assert "no part of the prediction" in note
+    assert f"note: {note}" in " ".join(said.split())

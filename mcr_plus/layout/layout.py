@@ -1,6 +1,6 @@
 """Layouts: the boxes of a global tensor that each rank holds, and their positions in its local tensor.
 
-The file is long because it contains one class, half of which is constructors.
+Long because it is one class, half of which are constructors.
 """
 
 from __future__ import annotations

@@ -98,6 +98,9 @@ def redistribute(
         refuse(group, InvalidArgument(f"target: expected a Layout, got {short(target)}"))
     if not (dtype is None or isinstance(dtype, torch.dtype)):
         refuse(group, InvalidArgument(f"dtype: expected a torch.dtype or None, got {short(dtype)}"))
+    if not (compress is None or isinstance(compress, (str, bool, Mapping))):
+        expected = "a codec's name, a mapping of options, True, False or None"
+        refuse(group, InvalidArgument(f"compress: expected {expected}, got {short(compress)}"))
     move = bound(source, target, group, tag, compress, dtype)
     if async_op:
         return move.start({"": x}, {"": out})

@@ -331,10 +331,16 @@ def redistribute_dtensor(
     Ranks outside of a mesh also pass and receive a DTensor, with an empty local tensor, as in torch.
     """
     comm = member_of(group)
+    if not isinstance(x, DTensor):  # before anything collective: other ranks may have passed layouts
+        error = InvalidArgument(
+            f"x: expected a DTensor, as the target is a mesh and placements, got {type(x).__name__}; ranks "
+            "outside of its mesh pass a DTensor, too"
+        )
+        refuse(comm, error)
     check_ranks(comm)
     try:
         found = _pair_of(x, mesh, placements)
-    except Unsupported as error:
+    except (Unsupported, InvalidArgument) as error:
         refuse(comm, error)
     source, target, target_placements = found
     rank = comm.ranks[comm.rank]
@@ -351,11 +357,6 @@ def _pair_of(
     x: DTensor, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[Layout, Layout, tuple[Placement, ...]]:
     """Return the layouts of a DTensor and of the result, and the placements of the result."""
-    if not isinstance(x, DTensor):
-        raise InvalidArgument(
-            f"x: expected a DTensor, as the target is a mesh and placements, got {type(x).__name__}; ranks "
-            "outside of its mesh pass a DTensor, too"
-        )
     if not isinstance(mesh, DeviceMesh):
         raise InvalidArgument(f"expected a Layout or a DeviceMesh, got {short(mesh)}")
     if x.requires_grad and torch.is_grad_enabled():

@@ -59,7 +59,7 @@ LABEL: Final = Form("a text or a whole number", lambda value: _is_text(value) or
 LIST: Final = Form("a list", lambda value: isinstance(value, list))
 TEXTS: Final = Form(
     "a list of texts",
-    lambda value: isinstance(value, list) and all(map(_is_text, cast("list[Any]", value))),
+    lambda value: isinstance(value, list) and all(map(_is_text, value)),
 )
 
 

@@ -10,9 +10,8 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +35,7 @@ _LAUNCH: Final = re.compile("Launch|Memcpy|Memset")
 
 
 def _are_ranks(value: object) -> bool:
-    return isinstance(value, list) and all(map(is_whole, cast("list[Any]", value)))
+    return isinstance(value, list) and all(map(is_whole, value))
 
 
 def _are_sizes(value: object, deepest: int = _DEEPEST) -> bool:
@@ -44,7 +43,7 @@ def _are_sizes(value: object, deepest: int = _DEEPEST) -> bool:
     if not isinstance(value, list) or not deepest:
         return False
     elements = 1
-    for each in cast("list[Any]", value):
+    for each in value:
         if is_whole(each):
             elements *= each
             if each < 0 or max(each, elements) > _MOST_ELEMENTS:
@@ -110,12 +109,16 @@ class Launches:
         self._begins = array("d")
         self._threads = array("q")
         self._numbered: dict[Thread, int] = {}
+        self._named: list[Thread] = []
 
     def add(self, number: int, begin: float, thread: Thread) -> None:
         """Add a call."""
         self._numbers.append(number)
         self._begins.append(begin)
-        self._threads.append(self._numbered.setdefault(thread, len(self._numbered)))
+        if thread not in self._numbered:
+            self._numbered[thread] = len(self._named)
+            self._named.append(thread)
+        self._threads.append(self._numbered[thread])
 
     def last(self, numbers: Sequence[int]) -> Ints:
         """Of each number the row of its last call; -1 where there is none."""
@@ -132,7 +135,7 @@ class Launches:
 
     def call(self, row: int) -> tuple[float, Thread]:
         """When a call began, and its thread."""
-        return self._begins[row], list(self._numbered)[self._threads[row]]
+        return self._begins[row], self._named[self._threads[row]]
 
 
 @dataclass
@@ -294,7 +297,10 @@ def _take_range(trace: Trace, event: dict[str, Any], place: Place, begin: float,
         if kept is trace.optimizer or kept is trace.gradients:
             trace.pid = _label(event, "pid", place)
     elif event.get("cat") == "cpu_op":
-        spans = trace.busy[_label(event, "tid", place)]
+        thread = _label(event, "tid", place)
+        if thread not in trace.busy:
+            _count(trace, place)
+        spans = trace.busy[thread]
         if not spans or begin < spans[-2] or end > spans[-1]:  # most are inside the one before
             spans.extend((begin, end))
 
@@ -315,8 +321,8 @@ def _count(trace: Trace, place: Place) -> None:
     trace.kept += 1
     if trace.kept > _MOST_KEPT:
         raise ConfigError(
-            f"{trace.path}: byte {place.byte}: more than {_MOST_KEPT:,} steps, gradients, operations and "
-            "modules; expected a trace of fewer steps"
+            f"{trace.path}: byte {place.byte}: more than {_MOST_KEPT:,} steps, gradients, operations, "
+            "modules and threads; expected a trace of fewer steps"
         )
 
 
@@ -334,8 +340,8 @@ def _number(event: dict[str, Any], place: Place) -> int | None:
 
 def _arguments(event: dict[str, Any], place: Place, forms: Mapping[str, Form]) -> dict[str, Any]:
     args = place.fields(event.get("args"), forms, "args")
-    if "Process Group Ranks" in args:
-        args["Process Group Ranks"] = _ranks(args["Process Group Ranks"])
+    if ranks := _ranks(args.pop("Process Group Ranks", None)):
+        args["Process Group Ranks"] = ranks
     return args
 
 
@@ -417,7 +423,7 @@ def _named_as_kineto(node: dict[str, Any], attrs: dict[str, Any], place: Place) 
         last = start + stride * (size - 1)
         if last >= MOST_RANKS:
             raise place.wrong("ranks", last, f"ranks below {MOST_RANKS:,}")
-        found["Process Group Ranks"] = tuple(range(start, last + 1, stride))
+        found["Process Group Ranks"] = range(start, last + 1, stride)
     return found
 
 
@@ -434,65 +440,7 @@ def _tensor_bytes(tensors: dict[str, Any]) -> int:
         if not isinstance(value, list):
             return 0
         if len(value) == 6 and isinstance(value[5], str) and all(map(is_whole, value[:5])):
-            return max(0, value[3] * value[4])
+            return max(0, int(value[3] * value[4]))
         return sum(total(each) for each in value)
 
     return max((total(value) for value in tensors.get("values", [])), default=0)
-
-
-# -- files together -----------------------------------------------------------------------------------------
-
-
-def join_graphs(traces: Sequence[Trace], graphs: Sequence[Graph]) -> None:
-    """Add the arguments of execution traces to the events of the Kineto traces of the same processes."""
-    if not traces:
-        raise ConfigError(
-            f"{graphs[0].path}: an execution trace has no times; expected the Kineto trace of the "
-            "same run beside it"
-        )
-    for graph in graphs:
-        same = [trace for trace in traces if trace.pid == graph.pid]
-        ids = {
-            args.get("Record function id")
-            for trace in same
-            for each in (trace.communication, trace.gradients)
-            for *_, args in each
-        }
-        if len(same) != 1 or not ids & graph.args.keys():
-            raise ConfigError(
-                f"{graph.path}: no Kineto trace of this run (process {graph.pid}, the same rf_id); expected "
-                "both traces of one profile, whose events have a 'Record function id'"
-            )
-        (trace,) = same
-        trace.groups = trace.groups or graph.groups
-        for each in (trace.communication, trace.gradients):
-            each[:] = [
-                found._replace(args=graph.args.get(found.args.get("Record function id", -1), {}) | found.args)
-                for found in each
-            ]
-
-
-def number_ranks(traces: list[Trace], notes: Notes) -> None:
-    """Find out the rank of each trace; raises if some are missing or there twice."""
-    for index, trace in enumerate(traces):
-        named = re.search(r"(?:rank|worker)[_\-.]?(\d+)", trace.path.name, re.IGNORECASE)
-        if trace.rank < 0 and named and int(named[1]) < MOST_RANKS:  # else it is a time
-            trace.rank = int(named[1])
-        elif trace.rank < 0:
-            trace.rank = index
-            if len(traces) > 1:
-                notes.add("a trace does not say its rank; it is the place in the order of files")
-    seen: dict[int, Trace] = {}
-    for trace in traces:
-        if trace.rank in seen:
-            raise ConfigError(
-                f"{trace.path}: rank {trace.rank} is in {seen[trace.rank].path} too; expected it once"
-            )
-        seen[trace.rank] = trace
-    world = max(*(trace.world for trace in traces), len(traces), max(seen) + 1)
-    if missing := list(islice((rank for rank in range(world) if rank not in seen), 9)):
-        named = ", ".join(map(str, missing[:8])) + ", …" * (len(missing) > 8)
-        raise ConfigError(
-            f"{traces[0].path}: no trace of rank {named}; expected one of each of the job's {world} ranks"
-        )
-    traces.sort(key=lambda trace: trace.rank)

@@ -52,7 +52,7 @@ class Operation:
 
     def get(self, key: str) -> Any:
         """An argument, of the outermost range that has it."""
-        return next((part[key] for part in self.parts if part.get(key) not in (None, "", [], ())), None)
+        return next((part[key] for part in self.parts if part.get(key) not in (None, "", [])), None)
 
 
 def operations(trace: Trace) -> list[Operation]:
@@ -175,7 +175,7 @@ class Arguments:
     def _largest(self, operation: Operation, kind: str) -> int:
         counted = [operation.get(key) for key in ("In msg nelems", "Out msg nelems")]
         if known := [each for each in counted if each is not None]:
-            return max(known) * self.itemsize(operation.get("dtype"))
+            return int(max(known)) * self.itemsize(operation.get("dtype"))
         nbytes = int(operation.get("bytes") or 0) or max(map(self._part_bytes, operation.parts))
         if not nbytes:
             self._notes.add(
@@ -208,14 +208,14 @@ class Arguments:
             self._notes.add("an operation whose group is not in the trace counts as one of all ranks")
         return self._world
 
-    def _inside(self, ranks: tuple[int, ...], operation: Operation) -> tuple[int, ...]:
+    def _inside(self, ranks: Sequence[int], operation: Operation) -> tuple[int, ...]:
         if any(not 0 <= rank < len(self._world) for rank in ranks):
             raise self._wrong(
                 operation,
                 f"a group of ranks {short(list(ranks))}; expected ranks below {len(self._world)}, of which "
                 "there are traces",
             )
-        return ranks
+        return tuple(ranks)
 
     def _wrong(self, operation: Operation, text: str) -> ConfigError:
         name = short(operation.names[0])

@@ -21,11 +21,12 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 
 from mcr_plus.errors import ConfigError, InvalidArgument
-from mcr_plus.plan.step import Issue, RankStep, Ready, Source, Step, model_hash
-from mcr_plus.plan.trace_files import Graph, Notes, Trace, join_graphs, number_ranks, read_file
+from mcr_plus.plan.step import MOST_RANKS, Issue, RankStep, Ready, Source, Step, model_hash
+from mcr_plus.plan.trace_files import Graph, Notes, Trace, read_file
 from mcr_plus.plan.trace_steps import Reader, usual_places
 
 _log = logging.getLogger("mcr_plus")
@@ -37,8 +38,8 @@ def load_step(paths: str | Path | Sequence[str | Path]) -> Step:
     `paths`: a file, a folder of files that end with `.json` or `.json.gz`, or a list of these. Of each rank
     one Kineto trace, with shapes recorded (`record_shapes=True`) or with the execution trace of the same run
     beside it. Files are read piece by piece, and of kernels and calls only times are kept. There may be
-    1,048,576 ranks, and in a trace as many steps, gradients, operations and modules together. What could not
-    be read exactly is in `Step.notes`, and logged.
+    1,048,576 ranks, and in a trace as many steps, gradients, operations, modules and threads together. What
+    could not be read exactly is in `Step.notes`, and logged.
 
     Raises:
         ConfigError: a file cannot be read, is truncated or no trace; a field has a value of another type, or
@@ -61,8 +62,8 @@ def load_step(paths: str | Path | Sequence[str | Path]) -> Step:
             return Step.load(file)
         (traces if isinstance(found, Trace) else graphs).append(found)  # type: ignore[arg-type]
     notes = Notes()
-    join_graphs(traces, graphs)
-    number_ranks(traces, notes)
+    _join_graphs(traces, graphs)
+    _number_ranks(traces, notes)
     return _merged(traces, "et" if graphs else "kineto", notes)
 
 
@@ -71,12 +72,67 @@ def _files(path: Path) -> list[Path]:
         return [path]
     found = [file for file in path.iterdir() if file.name.endswith((".json", ".json.gz"))]
     return sorted(
-        found, key=lambda file: [int(part) if part.isdigit() else part for part in _parts(file.name)]
+        found, key=lambda file: [int(part) if part.isdecimal() else part for part in _parts(file.name)]
     )
 
 
 def _parts(name: str) -> list[str]:
     return re.split(r"(\d+)", name)  # so that 10 comes after 9
+
+
+def _join_graphs(traces: Sequence[Trace], graphs: Sequence[Graph]) -> None:
+    """Add the arguments of execution traces to the events of the Kineto traces of the same processes."""
+    if not traces:
+        raise ConfigError(
+            f"{graphs[0].path}: an execution trace has no times; expected the Kineto trace of the "
+            "same run beside it"
+        )
+    for graph in graphs:
+        same = [trace for trace in traces if trace.pid == graph.pid]
+        ids = {
+            args.get("Record function id")
+            for trace in same
+            for each in (trace.communication, trace.gradients)
+            for *_, args in each
+        }
+        if len(same) != 1 or not ids & graph.args.keys():
+            raise ConfigError(
+                f"{graph.path}: no Kineto trace of this run (process {graph.pid}, the same rf_id); expected "
+                "both traces of one profile, whose events have a 'Record function id'"
+            )
+        (trace,) = same
+        trace.groups = trace.groups or graph.groups
+        for each in (trace.communication, trace.gradients):
+            each[:] = [
+                found._replace(args=graph.args.get(found.args.get("Record function id", -1), {}) | found.args)
+                for found in each
+            ]
+
+
+def _number_ranks(traces: list[Trace], notes: Notes) -> None:
+    """Find out the rank of each trace; raises if some are missing or there twice."""
+    for index, trace in enumerate(traces):
+        in_name = re.search(r"(?:rank|worker)[_\-.]?(\d+)", trace.path.name, re.IGNORECASE)
+        if trace.rank < 0 and in_name and int(in_name[1]) < MOST_RANKS:  # else it is a time
+            trace.rank = int(in_name[1])
+        elif trace.rank < 0:
+            trace.rank = index
+            if len(traces) > 1:
+                notes.add("a trace does not say its rank; it is the place in the order of files")
+    seen: dict[int, Trace] = {}
+    for trace in traces:
+        if trace.rank in seen:
+            raise ConfigError(
+                f"{trace.path}: rank {trace.rank} is in {seen[trace.rank].path} too; expected it once"
+            )
+        seen[trace.rank] = trace
+    world = max(*(trace.world for trace in traces), len(traces), max(seen) + 1)
+    if missing := list(islice((rank for rank in range(world) if rank not in seen), 9)):
+        named = ", ".join(map(str, missing[:8])) + ", …" * (len(missing) > 8)
+        raise ConfigError(
+            f"{traces[0].path}: no trace of rank {named}; expected one of each of the job's {world} ranks"
+        )
+    traces.sort(key=lambda trace: trace.rank)
 
 
 def _merged(traces: Sequence[Trace], source: Source, notes: Notes) -> Step:
@@ -116,19 +172,19 @@ def _check_models(per_rank: Mapping[int, Sequence[RankStep]], traces: Sequence[T
     """Raise `ConfigError` if ranks have other models although all of them do the same.
 
     Where all operations are of all ranks, gradients are averaged over them. A rank may lack some, but no two
-    ranks have some each that the other one lacks.
+    ranks have some each that the other one lacks. One without a shape may be any.
     """
     last = {rank: steps[-1].marks for rank, steps in per_rank.items() if steps}
     groups = {mark.event.group for marks in last.values() for mark in marks if isinstance(mark.event, Issue)}
-    if groups != {tuple(range(len(traces)))}:
+    ready = {
+        rank: [mark.event for mark in marks if isinstance(mark.event, Ready)] for rank, marks in last.items()
+    }
+    unknown = any("[" not in each.param for events in ready.values() for each in events)
+    if unknown or groups != {tuple(range(len(traces)))}:
         return
     shapes = {
-        rank: Counter(
-            f"{mark.event.like} [{mark.event.param.partition('[')[2]}"
-            for mark in marks
-            if isinstance(mark.event, Ready)
-        )
-        for rank, marks in last.items()
+        rank: Counter(f"{each.like} [{each.param.partition('[')[2]}" for each in events)
+        for rank, events in ready.items()
     }
     (first, own), *others = shapes.items()
     for rank, theirs in others:

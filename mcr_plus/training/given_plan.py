@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -21,6 +22,7 @@ from mcr_plus.runtime.init import current
 STATE: Final = "plan"
 """Under this name, beside those of stages, plans are part of a group's state: by the hash of the model."""
 
+_log = logging.getLogger("mcr_plus")
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 
@@ -46,6 +48,16 @@ def found(plan: str | TableRef, comm: Communicator, group: str, named: Named) ->
             return None
         known = SavedPlan.model_validate(data)
     return known
+
+
+def warn_of_parts(bucket: SavedBucket, parts: int) -> None:
+    """Warn that the gradients of a bucket cannot share one."""
+    _log.warning(
+        "gradients: the bucket of the plan that begins with %r is sent as %d, since its gradients have "
+        "several dtypes, devices or codecs",
+        bucket.params[0],
+        parts,
+    )
 
 
 def report(plan: str | TableRef, buckets: list[list[str]], libraries: list[str | None]) -> None:

@@ -244,12 +244,7 @@ class Reducer:
                 entry = self._entry(index[name])
                 entries.setdefault(entry.like, []).append(entry)
             if len(entries) > 1 and self.comm.rank == 0:
-                _log.warning(
-                    "gradients: the bucket of the plan that begins with %r is sent as %d, since its "
-                    "gradients have several dtypes, devices or codecs",
-                    bucket.params[0],
-                    len(entries),
-                )
+                given_plan.warn_of_parts(bucket, len(entries))
             buckets += [packed(each, self._gap) for each in entries.values()]
             libraries += [bucket.library] * len(entries)
         rest = self._by_size([index[name] for name in plan.unused or ()])

@@ -582,6 +582,7 @@ def bad_calls(number: int) -> list[Bad]:
     """
     shape, ranks = (6, 4), range(number)
     rows, columns = Layout.sharded(shape, ranks, 0), Layout.sharded(shape, ranks, 1)
+    new = [Layout.sharded((11, 5), ranks, dim) for dim in (0, 1)]  # whose plan is not known
     whole, sums = Layout.replicated(shape, ranks), Layout.mesh(shape, ranks, ["P"])
     gap = Layout.boxes(shape, {rank: [[(rank, rank + 1), (0, 4)]] for rank in ranks})
     last = number - 1
@@ -724,6 +725,18 @@ def bad_calls(number: int) -> list[Bad]:
             lambda r, n: call(torch.ones(3), *(Layout.sharded((9, 5), ranks, dim) for dim in (1, 0))),
             wrong,
             ("source S1", "[3]"),
+        ),
+        (
+            "no source on one rank",
+            lambda r, n: call(good(r, new[0]), None if r == last else new[0], new[1]),
+            wrong,
+            ("x: expected a DTensor",),
+        ),
+        (
+            "a list as compression on one rank",
+            lambda r, n: call(good(r, new[0]), *new, compress=["bf16"] if r == 0 else None),
+            wrong,
+            ("compress", "['bf16']"),
         ),
         ("no layout", lambda r, n: call(good(r), rows, "S1"), wrong, ("target", "'S1'")),
         (

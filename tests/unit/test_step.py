@@ -141,6 +141,8 @@ def test_times_of_few_equal_steps_are_noted() -> None:
         ({0: [one(1, "w")] * 4, 1: [one(1, "w")] * 3}, "rank 1 has 3 steps, and rank 0 4"),
         ({0: [one(1)] * 3}, "no backward pass"),
         ({0: []}, "0 steps"),
+        ({0: [one(0.0, "w")] * 3}, "steps take no time"),
+        ({0: [one(9.0, "w"), one(1.0, "w"), one(0.0, "w"), one(0.0, "w")]}, "steps take no time"),
     ],
 )
 def test_captures_that_do_not_fit_are_refused(steps: dict[int, list[RankStep]], problem: str) -> None:
@@ -210,12 +212,17 @@ def test_measurements_of_the_job_are_part_of_the_file(tmp_path: Path) -> None:
         ('{"event": "wait", "id": 3}', '{"event": "wait", "id": 4}', ":17: roles[0].events[4].id: 4 is not"),
         ('"ranks": [1]', '"ranks": [2]', ": roles[1].ranks: rank 2 is in roles[0] too"),
         ('"ranks": [1]', '"ranks": [5]', ": roles[1].ranks: rank 5 is beyond the last"),
+        ('"ranks": 3', f'"ranks": {10**12}', ":4: ranks: 1000000000000: input should be less"),
+        ('"nodes": 2', f'"nodes": {10**12}', ":5: nodes: 1000000000000: input should be less"),
+        ('"nbytes": 12, "like"', f'"nbytes": {2**63}, "like"', ":15: roles[0].events[2].nbytes: 9223372"),
+        ('"nbytes": 12, "like"', f'"nbytes": {"9" * 5000}, "like"', ":15: not JSON that can be read: "),
         ('"ranks": [0, 2]', '"ranks": [0]', ": roles: rank 2 is in no role"),
         ('"version": 1', '"version": 2', ":2: version: 2; expected 1"),
         ('"version": 1,', "", ":1: version: missing"),
         ('"nodes": 2,', '"nodes": 2, "extra": 1,', ": extra: "),
         ('"seconds": 0.25', '"seconds": 0.25,,', ": not JSON: "),
     ],
+    ids=lambda value: value[:40],
 )  # fmt: skip
 def test_a_malformed_file_is_refused_with_its_line(tmp_path: Path, old: str, new: str, problem: str) -> None:
     file, text = tmp_path / "step.json", STEP.text()

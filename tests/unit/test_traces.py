@@ -202,6 +202,9 @@ def test_a_folder_compressed_files_and_a_saved_step_give_the_same(tmp_path: Path
         with gzip.open(tmp_path / "gz" / f"{path.name}.gz", "wt") as file:
             file.write(path.read_text())
     assert load_step(tmp_path / "gz") == step
+    paths[0].rename(tmp_path / "plain" / "²0.json")  # a digit of which Python makes no number
+    assert load_step(tmp_path / "plain") == step
+    paths[0] = tmp_path / "plain" / "²0.json"
     step.save(tmp_path / "step.json")
     assert load_step(tmp_path / "step.json") == step
     with pytest.raises(ConfigError, match="a step among traces"):
@@ -455,8 +458,8 @@ def kineto(events: Events, rank: int, ranks: int) -> Document:
 
 
 def sent(begin: float, elements: int, **args: Any) -> dict[str, Any]:
-    args = {"Input_Dims": [[elements]], "Input_type": ["float"], "External_id": 7} | args
-    return event("record_param_comms", begin, begin + 5, **args)
+    known: dict[str, Any] = {"Input_Dims": [[elements]], "Input_type": ["float"], "External_id": 7}
+    return event("record_param_comms", begin, begin + 5, **known | args)
 
 
 def of_hosts() -> list[Document]:
@@ -560,11 +563,17 @@ def replaced(document: Document, at: At, text: str | None) -> str:
     return json.dumps(whole).replace(json.dumps(MARK), text)
 
 
-def check_replaced(folder: Path, name: str, number: int, at: At, text: str | None) -> None:
-    """Read a format with a field replaced: it is refused, or gives a step that can be saved and loaded."""
+def documents(folder: Path, name: str, number: int, at: At, text: str | None) -> list[Path]:
+    """The files of a format, in one of which a field is replaced."""
     paths = [folder / f"{index}.json" for index in range(len(FORMATS[name]))]
     for index, (path, document) in enumerate(zip(paths, FORMATS[name], strict=True)):
         path.write_text(replaced(document, at, text) if index == number else json.dumps(document))
+    return paths
+
+
+def check_replaced(folder: Path, name: str, number: int, at: At, text: str | None) -> None:
+    """Read a format with a field replaced: it is refused, or gives a step that can be saved and loaded."""
+    paths = documents(folder, name, number, at, text)
     refused = ""
     try:
         load_step(paths).save(folder / "saved")
@@ -582,6 +591,146 @@ def test_a_field_may_be_anything(
     tmp_path_factory: pytest.TempPathFactory, field: tuple[str, int, At], text: str | None
 ) -> None:
     check_replaced(tmp_path_factory.getbasetemp(), *field, text)
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "where", "text", "problem"),
+    [
+        ("hosts", 1, "distributedInfo.rank", "-1",
+         "rank of distributedInfo: -1; expected a whole number from 0 to 1,048,575"),
+        ("hosts", 0, "distributedInfo.world_size", str(10**12),
+         "expected a whole number from 1 to 1,048,576"),
+        ("hosts", 0, "distributedInfo.world_size", '"2"', "world_size of distributedInfo: '2'; expected"),
+        ("hosts", 0, "distributedInfo.pg_config.0.ranks", "5",
+         "pg_config.ranks of distributedInfo: 5; expected"),
+        ("hosts", 0, "distributedInfo", "[1]", "content of distributedInfo: [1]; expected an object"),
+        ("hosts", 0, "host_name", "[]", "host_name of the file: []; expected a text"),
+        ("hosts", 0, "traceEvents.8.tid", "[]", "tid of event 'c10d::allreduce_': []; expected a text or"),
+        ("hosts", 0, "traceEvents.3.ts", "NaN",
+         "ts of event 'torch::autograd::AccumulateGrad': nan; expected microseconds"),
+        ("hosts", 0, "traceEvents.3.ts", None,
+         "ts of event 'torch::autograd::AccumulateGrad': None; expected microseconds"),
+        ("hosts", 0, "traceEvents.3.dur", "-Infinity", "AccumulateGrad': -inf; expected microseconds"),
+        ("hosts", 0, "traceEvents.3.args", "[]",
+         "args of event 'torch::autograd::AccumulateGrad': []; expected an object"),
+        ("hosts", 0, "traceEvents.3.ts", "9" * 5_000, "a whole number of thousands of digits"),
+        ("hosts", 0, "traceEvents.8.args.Input Dims", "[[[-1]]]", "[[[-1]]]; expected lists of sizes"),
+        ("hosts", 0, "traceEvents.16.args.In msg nelems", "-5",
+         "args.In msg nelems of event 'record_param_comms': -5;"),
+        ("hosts", 0, "traceEvents.16.args.dtype", "5",
+         "args.dtype of event 'record_param_comms': 5; expected a text"),
+        ("hosts", 0, "traceEvents.16.args.Process Group Ranks", "5",
+         "'record_param_comms': 5; expected a list of ranks"),
+        ("hosts", 0, "traceEvents.16.args.Process Group Ranks", "[0, 2]",
+         "a group of ranks [0, 2]; expected ranks below 2"),
+        ("GPUs", 0, "traceEvents.1.args.correlation", '"1"',
+         "args.correlation of event 'cudaLaunchKernel': '1'; exp"),
+        ("execution traces", 2, "nodes.6.attrs", "5",
+         "attrs of node 'gloo:all_reduce': 5; expected a list of"),
+        ("execution traces", 2, "nodes.6.attrs.6.value", str(10**12),
+         "expected a whole number from 0 to 1,048,576"),
+        ("execution traces", 2, "nodes.6.attrs.8.value", str(10**12), "expected ranks below 1,048,576"),
+        ("execution traces", 2, "nodes.6.inputs", '"x"', "inputs of node 'gloo:all_reduce': 'x'; expected"),
+        ("execution traces", 2, "pid", "[]", "pid of the file: []; expected a text or a whole number"),
+    ],
+    ids=lambda value: str(value)[:40],
+)  # fmt: skip
+def test_fields_of_another_type_are_named(
+    tmp_path: Path, name: str, number: int, where: str, text: str | None, problem: str
+) -> None:
+    at = [int(key) if key.isdecimal() else key for key in where.split(".")]
+    with pytest.raises(ConfigError) as error:
+        load_step(documents(tmp_path, name, number, tuple(at), text))
+    assert re.match(rf"{tmp_path}/{number}\.json: byte \d+: ", str(error.value))
+    assert problem in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "at"),
+    [
+        ("hosts", 0, ("distributedInfo", "pg_config")),
+        ("hosts", 0, ("distributedInfo", "pg_config", 0, "ranks")),
+        ("hosts", 0, ("traceEvents", 9, "args", "Record function id")),
+        ("execution traces", 2, ("nodes", 0, "inputs", "values")),
+        ("execution traces", 2, ("nodes", 1, "attrs")),
+        ("execution traces", 2, ("nodes", 1, "inputs", "types")),
+    ],
+)
+def test_null_is_as_if_the_field_were_not_there(tmp_path: Path, name: str, number: int, at: At) -> None:
+    found = load_step(documents(tmp_path, name, number, at, "null"))
+    assert found == load_step(documents(tmp_path, name, number, at, None))
+
+
+def test_an_operation_is_waited_for_after_its_issue(tmp_path: Path) -> None:
+    """Waits that are not visible have their places from other ranks, of which one issues in another order."""
+    at: At = ("traceEvents", 13, "ts")
+    step = load_step(documents(tmp_path, "hosts", 0, at, str(START)))
+    for role in step.roles:
+        issued: set[int] = set()
+        for each in role.events:
+            if isinstance(each, Issue):
+                issued.add(each.id)
+            assert not isinstance(each, Wait) or each.id in issued
+
+
+# -- memory -------------------------------------------------------------------------------------------------
+
+
+def filling(count: int) -> Iterator[dict[str, Any]]:
+    """Events that say little about a step, but for what a stream computes."""
+    for number in range(count // 4):
+        at = START + number
+        yield event("aten::mm", at, at + 0.5, Call_stack="x" * 100)
+        yield event(f"nn.Module: Linear_{number % 10}", at, at + 0.5, cat="python_function")
+        yield event("cudaLaunchKernel", at, at + 0.2, cat="cuda_runtime", correlation=number)
+        yield event("gemm", at, at + 0.9, 7, "kernel", correlation=number, grid=[1, 2, 3])
+
+
+def test_of_events_only_what_counts_is_kept(tmp_path: Path) -> None:
+    count, path = 80_000, tmp_path / "rank0.json"
+    with path.open("w") as file:
+        file.write('{"traceEvents": [\n')
+        file.writelines(f"{json.dumps(each)},\n" for each in filling(count))
+        for number in range(1_000):
+            each = sent(START + 20 * number, 5, Collective_name="allreduce", Call_stack="y" * 20_000)
+            file.write(f"{json.dumps(each)},\n")
+        file.write(f"{json.dumps(gradient(START + count // 8, 10))}]}}")
+    tracemalloc.start()
+    step = load_step(path)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    kinds = [type(each) for each in step.roles[0].events]
+    assert (kinds.count(Need), kinds.count(Ready), kinds.count(Issue)) == (10, 1, 1_000)
+    assert most < 12 << 20 < path.stat().st_size / 2
+
+
+@pytest.mark.parametrize("declared", ["distributedInfo", "the name"])
+def test_declared_ranks_take_no_memory(tmp_path: Path, declared: str) -> None:
+    path = tmp_path / ("rank1048575.json" if declared == "the name" else "trace.json")
+    info = {} if declared == "the name" else {"rank": 5, "world_size": 1 << 20}
+    path.write_text(json.dumps({"distributedInfo": info, "traceEvents": host_traces(1, 0.0, 1)[0]}))
+    tracemalloc.start()
+    with pytest.raises(
+        ConfigError, match=r"no trace of rank 0, .*, …; expected one of each of .* 1048576 ranks"
+    ):
+        load_step(path)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 8 << 20
+    path.rename(later := tmp_path / f"worker{10**12}.json")  # a time, as torch puts it into names
+    later.write_text(json.dumps({"traceEvents": host_traces(1, 0.0, 1)[0]}))
+    assert load_step(later).ranks == 1
+
+
+def test_events_that_are_kept_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mcr_plus.plan.trace_files._MOST_KEPT", 30)
+    paths = written(tmp_path, host_traces(1, 0.0, 1, steps=4))
+    assert load_step(paths).ranks == 1
+    paths = written(tmp_path, host_traces(1, 0.0, 1, steps=5))
+    with pytest.raises(
+        ConfigError, match=r"rank0\.json: byte \d+: more than 30 steps, gradients, operations"
+    ):
+        load_step(paths)
 
 
 @pytest.mark.parametrize("name", FORMATS)

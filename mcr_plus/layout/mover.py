@@ -80,8 +80,10 @@ class Mover:
         options: CallOptions,
         memory: int | None = None,
         pool: Pool | None = None,
+        device: torch.device = _CPU,
     ) -> None:
         self.comm = comm
+        self.device = device  # where a rank without tensors takes part
         self.plan = plan
         self.options: CallOptions = {**options, "tag": options.get("tag") or TAG}
         self.dtype = plan.specs[0].dtype
@@ -280,7 +282,7 @@ class _Run:
         self._mover = mover
         self._outputs = outputs
         like = next((each for each in chain(outputs, sources) if each is not None), None)
-        device = _CPU if like is None else like.device
+        device = mover.device if like is None else like.device
         self._before = [] if chain_ is None else chain_.before
         self._taken = None if chain_ is not None else mover.pool.take(mover.nbytes, device)
         space = self._taken if chain_ is None else chain_.space

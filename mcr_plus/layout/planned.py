@@ -255,7 +255,7 @@ def _choose(
     if fits is None or tuple(fits.shape) != source.local_shape(move.rank):
         wrong = f"the local tensor has shape {list(local.shape)}"
     try:
-        (plan,) = move.prepare((local.dtype,), wrong)
+        (plan,) = move.prepare((local.dtype,), wrong, local.device)
     except (InvalidArgument, Unsupported):  # on all ranks
         return None
     busiest = 0

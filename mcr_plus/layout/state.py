@@ -107,6 +107,8 @@ class Redistribution:
         """True if a rank has no part in some source, so that it may need the dtype from other ranks."""
         self._dtypes: _Dtypes | None = None
         """The dtypes that all ranks expect, if `_asks`."""
+        self._device = torch.device("cpu")
+        """The device of operations on a rank without tensors, of the type that the others' tensors have."""
 
     def __call__(self, source: State, target: State | None = None) -> dict[str, torch.Tensor | None]:
         """Redistribute the tensors of `source` to `target`; returns those of the target.
@@ -163,12 +165,20 @@ class Redistribution:
         joint.then(self._done)
         return joint
 
-    def prepare(self, dtypes: Sequence[torch.dtype], wrong: str | None = None) -> list[Plan]:
+    def prepare(
+        self,
+        dtypes: Sequence[torch.dtype],
+        wrong: str | None = None,
+        device: torch.device | str | None = None,
+    ) -> list[Plan]:
         """Make the plans for tensors of these dtypes, in the order of the specs, before the first call.
 
         Collective. Later calls expect these dtypes. `wrong`: the error in this rank's tensors, if any; all
-        ranks then raise `InvalidArgument`.
+        ranks then raise `InvalidArgument`. `device`: that of the tensors, for ranks that have none; None: as
+        in the call before, or the CPU.
         """
+        if device is not None:
+            self._device = torch.device(device)
         key = tuple(dtypes)
         if len(key) != len(self._specs) or not all(isinstance(each, torch.dtype) for each in key):
             raise InvalidArgument(
@@ -252,8 +262,9 @@ class Redistribution:
             self._check_dtypes(given)
         except (InvalidArgument, Unsupported) as error:
             wrong = str(error)
+        device = next((each.device for pair in given.values() for each in pair if each is not None), None)
         if not self._bound:
-            self._agree(wrong)
+            self._agree(wrong, device)
         elif wrong is not None:
             raise InvalidArgument(wrong)
         dtypes = self._dtypes or self._found_dtypes(given)
@@ -263,8 +274,7 @@ class Redistribution:
             self._dtypes = dtypes
         bound = self._bound[dtypes]
         self._latest, movers = bound
-        tensors = (each for pair in given.values() for each in pair if each is not None)
-        device = next((each.device for each in tensors), torch.device("cpu"))
+        device = self._device if device is None else device
         rows, expected = {}, []
         for (name, (before, after)), dtype in zip(self._specs.items(), dtypes, strict=True):
             shape = after.local_shape(self.rank)
@@ -284,16 +294,21 @@ class Redistribution:
                         f"{self._other_dtypes}"
                     )
 
-    def _agree(self, wrong: str | None) -> None:
+    def _agree(self, wrong: str | None, device: torch.device | None = None) -> None:
         """Raise on all ranks if any rank passes `wrong`, or if layouts or options differ between ranks.
 
         This precedes all other communication, so that ranks with invalid arguments take part in it, too.
+        `device`: that of this rank's tensors, None without any; then it is taken from the other ranks.
         """
         words = [self._said, *(f"{name}/{a.digest!r}/{b.digest!r}" for name, (a, b) in self._specs.items())]
         number = int.from_bytes(hashlib.blake2b("\n".join(words).encode(), digest_size=7).digest(), "big")
-        facts = torch.tensor([number, -number, int(wrong is not None)])
+        on_gpu = device is not None and device.type == "cuda"
+        facts = torch.tensor([number, -number, int(wrong is not None), int(on_gpu)])
         self._comm.all_reduce(facts, "MAX", compress=False, tag=TAG)
-        if facts.tolist() != [number, -number, 0]:
+        *compared, some_on_gpu = facts.tolist()
+        if device is None and some_on_gpu:
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        if compared != [number, -number, 0]:
             specs = [Spec(name, *pair, torch.float32) for name, pair in self._specs.items()]
             make_plan(self._comm, specs, wrong, options=self._said)  # finds the difference, and raises
             raise InvalidArgument("ranks pass different layouts or options")
@@ -361,12 +376,15 @@ class Redistribution:
         )
         if exchanged.specs:
             names = [spec.name for spec in exchanged.specs]
-            found.append((names, Mover(self._comm, exchanged, self._options, memory, self._pool)))
+            found.append((names, self._mover(exchanged, memory)))
         for spec, each in zip(plan.specs, plan.chosen, strict=True):
             if each.program.native is not None:
                 native = Collective(self._comm, spec, each.program.native, self._options, plan.call)
                 found.append(([spec.name], native))
         return found
+
+    def _mover(self, plan: Plan, memory: int | None) -> Mover:
+        return Mover(self._comm, plan, self._options, memory, self._pool, self._device)
 
     def _chain(self, movers: Sequence[_Named], locals_: Mapping[str, Local]) -> Chain | None:
         """Return a chain that runs several dtypes in turn in the same memory; None if it is not bounded."""
@@ -374,7 +392,7 @@ class Redistribution:
         if self._pool is None or len(sizes) < 2:
             return None
         tensors = (each for row in locals_.values() for each in (row.source, row.output) if each is not None)
-        device = next((each.device for each in tensors), torch.device("cpu"))
+        device = next((each.device for each in tensors), self._device)
         return Chain(self._pool, self._pool.take(max(sizes), device))
 
     def _done(self) -> None:

@@ -240,3 +240,22 @@ def test_plans_on_nodes_are_those_of_the_survey() -> None:
             assert name == plan.program.name
             steps = plan.loads.max(axis=0)
             assert np.array_equal(np.array(loads)[: len(steps)], steps)
+
+
+def device_types() -> list[str]:
+    """Runs on ranks: the device of operations where rank 1 has no tensors, and rank 0 has some."""
+    found = []
+    with mcr.init({"version": 1, "backends": ["gloo"]}) as comm:
+        pair = mcr.Layout.sharded((4,), [0], 0), mcr.Layout.replicated((4,), [0])
+        for kind in ("cpu", "cuda"):
+            move = mcr.redistribution({"w": pair})
+            with patch("torch.cuda.current_device", return_value=3):
+                move._agree(None, torch.device(kind) if comm.rank == 0 else None)
+            found.append(str(move._device))
+    return found
+
+
+def test_ranks_without_tensors_take_part_on_the_device_of_the_others() -> None:
+    first, other = run_ranks(device_types, 2, via="torch")
+    assert first.value == ["cpu", "cpu"]  # unused: it has tensors
+    assert other.value == ["cpu", "cuda:3"]

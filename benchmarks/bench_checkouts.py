@@ -8,7 +8,7 @@ from that of the other: the ratio is the median of the ratios of rounds, with th
 benchmarks/results/checkouts_<hardware>_<yyyymm>.md.
 """
 
-# No library of the checkouts is imported but on ranks: each has its own.
+# Nothing of the checkouts is imported here but on ranks: each has its own.
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ import time
 from collections import defaultdict
 from pathlib import Path
 from statistics import median
-from typing import Final
+from typing import Annotated, Final
+
+import typer
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 LIBRARIES: Final = ("default", "msccl", "mpi", "gloo")
@@ -69,8 +71,7 @@ def job(tree: Path, library: str) -> dict[int, float]:
         return {int(size): us for size, us in json.loads(answer.read_text()).items()}
 
 
-def main(beside: Path, rounds: int) -> None:
-    """Measure in turns, and write the report."""
+def main(beside: Annotated[Path, typer.Option(help="Another checkout.")], rounds: int = 5) -> None:
     from harness import HARDWARE, command, markdown, page, write
 
     from mcr_plus.core.units import format_size
@@ -102,11 +103,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
         rank(sys.argv[2], Path(sys.argv[3]))
     else:
-        import argparse
+        from harness import program
 
-        parser = argparse.ArgumentParser(
-            description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        parser.add_argument("--beside", type=Path, required=True)
-        parser.add_argument("--rounds", type=int, default=5)
-        main(**vars(parser.parse_args()))
+        program(main)()

@@ -125,7 +125,7 @@ def main(
     text = harness.page(
         "Ranks that issue different operations", harness.command(), note, harness.markdown(head, rows)
     )
-    harness.write(text, None, f"mismatch_{HARDWARE.replace('_64', '')}")
+    harness.write(text, None, f"mismatch_{HARDWARE}")
 
 
 if __name__ == "__main__":

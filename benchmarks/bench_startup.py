@@ -15,11 +15,8 @@ benchmarks/results/startup_<hardware>_<yyyymm>.md.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
-import shlex
 import socket
 import statistics
 import subprocess
@@ -27,13 +24,11 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from datetime import date
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = Path(__file__).parent / "results"
 STEPS: Final = ("torch", "import", "init", "first", "second")
 LAUNCHES: Final = {"one process": 1, "mcr-plus run -n 2": 2, "torchrun's environment, 2 ranks": 2}
 LIMIT_S: Final = 300
@@ -95,63 +90,50 @@ def start(name: str, tree: Path, cache: str | None = None) -> dict[str, float]:
     return {**dict(zip(STEPS, slowest, strict=True)), "all": whole}
 
 
-def row(tree: Path, name: str, rounds: list[dict[str, float]]) -> str:
-    cells = []
+def cells(rounds: list[dict[str, float]]) -> list[str]:
+    """Median and quartiles of each step."""
+    found = []
     for step in (*STEPS, "all"):
         values = [each[step] for each in rounds]
         low, median, high = (
             statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
         )
-        cells.append(f"{median:.0f} ({low:.0f} to {high:.0f})")
-    return f"| {'this one' if tree == ROOT else tree.name} | {name} | {' | '.join(cells)} |"
+        found.append(f"{median:.0f} ({low:.0f} to {high:.0f})")
+    return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--beside", type=Path)
-    parser.add_argument("--cold", type=int, default=0)
-    options = parser.parse_args()
-    trees = [ROOT] if options.beside is None else [options.beside.resolve(), ROOT]
+def main(rounds: int = 9, beside: Path | None = None, cold: int = 0) -> None:
+    from harness import HARDWARE, command, markdown, page, write
+
+    trees = [ROOT] if beside is None else [beside.resolve(), ROOT]
     times: dict[tuple[Path, str], list[dict[str, float]]] = defaultdict(list)
-    for turn in range(options.rounds + 1):
+    for turn in range(rounds + 1):
         for name in LAUNCHES:
             for tree in trees:
                 found = start(name, tree)
                 if turn:
                     times[tree, name].append(found)
-    for _ in range(options.cold):
+    for _ in range(cold):
         for tree in trees:
             with tempfile.TemporaryDirectory(prefix="mcr-kernels-") as cache:
                 times[tree, "mcr-plus run -n 2, no kernels yet"].append(
                     start("mcr-plus run -n 2", tree, cache)
                 )
-
-    import torch
-
-    from mcr_plus.core.environment import cores
-    from mcr_plus.tables.fingerprint import cpu_name
-
-    lines = [
-        f"# Starting a job ({date.today():%Y-%m-%d})",
-        "",
-        f"`{shlex.join(['python', 'benchmarks/bench_startup.py', *sys.argv[1:]])}`, on {cpu_name()}, "
-        f"{cores()} cores, Python {platform.python_version()}, torch {torch.__version__}. Milliseconds, "
-        f"median and quartiles of {options.rounds} rounds; *all* is the whole job from the outside.",
-        "",
-        f"| checkout | job | {' | '.join((*STEPS, 'all'))} |",
-        f"|---|---|{'--:|' * (len(STEPS) + 1)}",
-        *(row(tree, name, rounds) for (tree, name), rounds in times.items()),
+    note = f"milliseconds, median and quartiles of {rounds} rounds; *all* is the whole job from the outside."
+    head = ["checkout", "job", *STEPS, "all"]
+    rows = [
+        ["this one" if tree == ROOT else tree.name, name, *cells(each)]
+        for (tree, name), each in times.items()
     ]
-    print("\n".join(lines))
-    target = RESULTS / f"startup_{platform.machine().split('_')[0]}-{cores()}core_{date.today():%Y%m}.md"
-    target.write_text("\n".join(lines) + "\n")
+    text = page("Starting a job", command(), note, markdown(head, rows))
+    print(text)
+    write(text, None, f"startup_{HARDWARE}")
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
         rank(Path(sys.argv[2]), int(sys.argv[3]))
     else:
-        main()
+        from harness import program
+
+        program(main)()

@@ -34,7 +34,7 @@ from mcr_plus.tables.fingerprint import cpu_name
 ROOT: Final = Path(__file__).resolve().parent.parent
 RESULTS: Final = ROOT / "benchmarks" / "results"
 MCR_PLUS: Final = [sys.executable, "-m", "mcr_plus.cli.main"]
-HARDWARE: Final = f"{platform.machine()}-{cores()}core"
+HARDWARE: Final = f"{platform.machine().replace('x86_64', 'x86')}-{cores()}core"
 WORDS: Final = ("way", "call", "codec", "example", "what", "goal", "operation")
 """Columns of names; the others are figures and stand to the right."""
 

@@ -36,7 +36,7 @@ def launched(what: str, ranks: int, backend: str, timeout: float = 120) -> list[
 
 
 @pytest.mark.parametrize("backend", LIBRARIES)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6])
 def test_any_layout_to_any_other(ranks: int, backend: str) -> None:
     for value in launched("everything", ranks, backend, timeout=400):
         assert value["cases"] > 400

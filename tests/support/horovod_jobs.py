@@ -274,7 +274,7 @@ def process_sets() -> None:
     assert some.ranks == sorted(chosen)
     assert some.included() == (rank in chosen)
     alone = hvd.add_process_set(hvd.ProcessSet([1]))
-    with pytest.raises(ValueError, match="there is one of ranks"):
+    with pytest.raises(ValueError, match="a set of ranks"):
         hvd.add_process_set(sorted(chosen))
     if some.included():
         total = np.sum([each for r, each in enumerate(everyones(3)) if r in chosen], axis=0)

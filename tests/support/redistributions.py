@@ -147,8 +147,8 @@ def pairs(number: int) -> Iterator[tuple[Side, Side]]:
     many = {rank: [[(0, 3), (1, 4)], [(2, 7), (0, 6)], [(0, 3), (1, 4)]] for rank in last}
     yield oracle.boxes((7, 6), some), oracle.boxes((7, 6), many)
     yield oracle.mesh((7, 6), ranks, ["P"]), oracle.boxes((7, 6), many)
-    if number == 4:
-        grid = [[2, 0], [1, 3]]
+    grid = {4: [[2, 0], [1, 3]], 6: [[2, 0, 5], [1, 3, 4]]}.get(number)
+    if grid is not None:
         known = list(
             itertools.product(
                 itertools.product(kinds, repeat=2), itertools.product(("R", "S0", "S1"), repeat=2)

@@ -126,7 +126,7 @@ LONG: Final = (
     *(
         f"test_redistribute.py::test_{name}[{each}"
         for name, some in {
-            "any_layout_to_any_other": "2- 3-msccl 3-mpi 4",
+            "any_layout_to_any_other": "2- 3-msccl 3-mpi 4 6",
             "plans_are_kept_and_calls_may_be_in_flight_together": "2-msccl 2-mpi 3-gloo 3-mpi",
             "a_state_of_many_tensors_in_one_round_and_in_many": "2-msccl 2-gloo 3-gloo 3-mpi 4",
             "a_codec_leaves_replicas_with_the_same_bits": "2- 4-msccl 4-mpi",

@@ -34,7 +34,7 @@ import mcr_plus as mcr
 from mcr_plus import autograd, spatial
 from mcr_plus.dtensor import dtensor_volume
 from mcr_plus.layout import Layout, proof
-from mcr_plus.layout.program import bound, programs
+from mcr_plus.layout.program import bound, load, programs
 
 PARTS: Final = ("planning", "calls", "halo", "state", "memory", "dtensor", "hosts", "overlap")
 MATRIX: Final = (4096, 4096)
@@ -74,6 +74,27 @@ def planning() -> list[list[str]]:
             )
         )
         rows.append([name, f"{own:.2f}", f"{check:.2f}", f"{all_of_them:.2f}"])
+    return rows
+
+
+def planning_of_many() -> list[list[str]]:
+    """Rows: pair of layouts, and milliseconds of a rank's own parts and their proofs, of different shapes."""
+    rows = []
+    for name, dim, others in (("S0 @1024 -> S0 @1000", 0, 1000), ("S0 @1024 -> S1 @1024", 1, 1024)):
+
+        def plan(dim: int = dim, others: int = others) -> None:
+            for number in range(TENSORS):
+                shape = (1024 + 8 * number, 2048)
+                source, target = (
+                    Layout.sharded(shape, range(1024), 0),
+                    Layout.sharded(shape, range(others), dim),
+                )
+                for program in programs(source, target, 4):
+                    for step, part in zip(program.steps, program.parts(7), strict=True):
+                        load(part, 4)
+                        proof.check(part, step.source, step.target)
+
+        rows.append([name, f"{1e3 * min(harness.seconds(plan) for _ in range(3)):.0f}"])
     return rows
 
 
@@ -446,6 +467,10 @@ def main(
     if "planning" in names:
         head = ["pair", "own part, ms", "proof, ms", "all candidates, ms"]
         texts += ["### Planning, one rank's part", harness.markdown(head, planning())]
+        texts += [
+            f"Layouts, all candidates, own parts and proofs of {TENSORS} tensors whose shapes all differ:",
+            harness.markdown(["pair", "ms"], planning_of_many()),
+        ]
     two, here = harness.here(2), harness.here(4)
     if "calls" in names:
         found = harness.on_ranks(two, calls, rounds)

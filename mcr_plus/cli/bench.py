@@ -26,14 +26,14 @@ def bench(
     dtype: Annotated[str, typer.Option(help="Type of the elements.")] = "float32",
     config: Annotated[Path | None, typer.Option("--config", help="Pipeline YAML of `tuned`.")] = None,
     against: Annotated[str | None, typer.Option(help="`torch`: also time torch.distributed's gloo.")] = None,
-    passes: Annotated[int, typer.Option(min=1, help="Number of passes over all sizes; medians count.")] = 1,
+    passes: Annotated[int, typer.Option(min=1, help="Passes over all sizes; the median of each counts.")] = 1,
     budget: Annotated[str | None, typer.Option(help="Stop after this time, such as 60s.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw the curves, as .png, .svg or .pdf.")] = None,
     bind: Annotated[bool, typer.Option("--bind/--no-bind", help="Pin each rank to a core.")] = True,
     via: Annotated[ViaChoice, typer.Option(help="Launcher of the ranks.")] = ViaChoice.auto,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Verify operations, then time them in turns in one job; `tuned` is the choice of the pipeline."""
+    """Verify operations, then time all libraries in turn in one job; `tuned` is the pipeline's choice."""
     from mcr_plus.config.reader import load
     from mcr_plus.core.units import parse_duration
     from mcr_plus.msccl.catalog import kept

@@ -1,4 +1,4 @@
-"""`mcr-plus doctor`: the backends available here, and how to install the others."""
+"""`mcr-plus doctor`: the available backends, and installation hints for the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def doctor(
     ops: Annotated[bool, typer.Option("--ops", help="Also show the operations of each backend.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Show the backends: the version, or the reason why one is unavailable and how to install it."""
+    """Show the version of each backend, or the reason why it is unavailable and an installation hint."""
     from mcr_plus.backends import availability, operations_table
 
     launcher, backends = mpi_flavour(), availability()
@@ -29,7 +29,7 @@ def doctor(
     if as_json:
         print_json(_document(launcher, backends, operations if ops else None))
         return
-    print_table("versions", ("what", "version"), [(name, text) for name, text in _versions().items()])
+    print_table("versions", ("component", "version"), [(name, text) for name, text in _versions().items()])
     print_table("launchers", ("mcr-plus run --via", "started by"), _launchers(launcher))
     rows = [_backend_row(name, found) for name, found in backends.items()]
     print_table("backends", ("name", "available", "version", "note"), rows)
@@ -79,4 +79,4 @@ def _print_operations(rows: list[OperationRow]) -> None:
     table = [(kind, *(cells.get((kind, backend), "-") for backend in backends)) for kind in kinds]
     print_table("operations", ("kind", *backends), table)
     notes = [(row.kind, row.backend, row.how) for row in rows if row.how and row.support != "native"]
-    print_table("how", ("kind", "backend", "made of, or what is missing"), notes)
+    print_table("not native", ("kind", "backend", "composition, or missing feature"), notes)

@@ -19,14 +19,14 @@ def explain(
     kind: Annotated[str, typer.Argument(help="The operation, for example all_reduce.")],
     nbytes: Annotated[str, typer.Argument(metavar="BYTES", help="Its size, such as 64KiB; 0 for a barrier.")],
     dtype: Annotated[str, typer.Option(help="Type of the elements.")] = "float32",
-    ranks: Annotated[int, typer.Option(min=1, help="How many ranks take part.")] = 2,
-    nodes: Annotated[int, typer.Option(min=1, help="On how many hosts.")] = 1,
+    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 2,
+    nodes: Annotated[int, typer.Option(min=1, help="Number of hosts.")] = 1,
     config: Annotated[Path | None, typer.Option("--config", help="Pipeline YAML.")] = None,
     tag: Annotated[str | None, typer.Option(help="The operation's tag, for rules.")] = None,
     async_op: Annotated[bool, typer.Option("--async", help="An asynchronous operation.")] = False,
     param: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="The all_reduce of this parameter's gradient by mcr.wrap."),
+        typer.Option(metavar="NAME", help="Parameter of a wrapped model: explain its gradient's all_reduce."),
     ] = None,
     shape: Annotated[
         str | None, typer.Option(metavar="N,N,…", help="Shape of the tensor, for codecs that need matrices.")
@@ -55,7 +55,7 @@ def explain(
 
 
 def _print_explanation(explanation: Explanation) -> None:
-    """Print the steps, and a table of the alternatives for each choice of a library."""
+    """Print the steps, and for each choice of a library a table of the alternatives."""
     from mcr_plus.core.units import size_words
 
     document = explanation.document
@@ -76,7 +76,7 @@ def _print_explanation(explanation: Explanation) -> None:
         if step.get("measured_elsewhere"):
             print(f"  the table was measured elsewhere: {'; '.join(step['measured_elsewhere'])}")
             if step["strict"]:
-                print("  it is strict: such a job would be refused")
+                print("  the table is strict: such a job would be refused")
         alternatives = step.get("alternatives")
         if alternatives:
             rows = alternatives.values()
@@ -84,13 +84,13 @@ def _print_explanation(explanation: Explanation) -> None:
             exposed |= timed
             bounds |= any(row["bound_us"] is not None for row in rows)
             expected = "expected, exposed" if timed else "expected"
-            print_table("", ("  choice", expected, "support", "why"), _alternatives(alternatives))
+            print_table("", ("  choice", expected, "support", "reason"), _alternatives(alternatives))
     if bounds:
         print(
-            "at most, at least: the time of the smallest or largest size measured; this size lies outside\n"
+            "at most, at least: the time of the smallest or largest measured size; this size lies outside\n"
         )
     if exposed:
-        print("exposed: the time that remains beside a computation of the operation's own length\n")
+        print("exposed: the time not hidden behind a computation that takes as long as the operation\n")
     print_result(f"=> {', '.join(document['backends'])}")
 
 
@@ -114,7 +114,7 @@ def _expected(alternative: dict[str, Any]) -> str:
 
 
 def check_known(what: str, value: str, known: tuple[str, ...], place: str) -> None:
-    """Refuse a name that is not among the known ones."""
+    """Raise a usage error if `value` is not in `known`."""
     from mcr_plus.errors import unknown
 
     if value not in known:
@@ -122,7 +122,7 @@ def check_known(what: str, value: str, known: tuple[str, ...], place: str) -> No
 
 
 def parse_shape(text: str) -> list[int]:
-    """Read `512,64`; empty for a tensor of no dimensions."""
+    """Parse a shape such as `512,64`; the empty text is the shape of a scalar."""
     if not text:
         return []
     try:

@@ -1,4 +1,4 @@
-"""`mcr-plus layout`: the plan from one layout of a tensor to another, without a job."""
+"""`mcr-plus layout`: plan the redistribution of a tensor between two layouts, without a job."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 def layout(
     source: Annotated[str, typer.Argument(help="Placements and mesh, such as 'S0,R @2x4' (ranks 0 to 7).")],
-    target: Annotated[str, typer.Argument(help="The same; 'R,S1 @4x2+8' for a mesh of ranks 8 to 15.")],
+    target: Annotated[str, typer.Argument(help="Likewise; 'R,S1 @4x2+8' for a mesh of ranks 8 to 15.")],
     shape: Annotated[str, typer.Option(metavar="N,N,…", help="Shape of the global tensor.")],
-    dtype: Annotated[str, typer.Option(help="Type of its elements.")] = "float32",
-    nodes: Annotated[int, typer.Option(min=1, help="On how many hosts the ranks are, in order.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Type of the elements.")] = "float32",
+    nodes: Annotated[int, typer.Option(min=1, help="Number of hosts, filled with ranks in order.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Show the plan from layout SOURCE to TARGET: steps, bytes, and the least that any plan moves."""
+    """Show the plan from layout SOURCE to TARGET: steps, bytes, and the lower bound of any plan."""
     import torch
 
     from mcr_plus.cli.explain import check_known, parse_shape
@@ -86,7 +86,7 @@ def _document(found: Survey, dtype: str, nodes: int) -> dict[str, Any]:
 
 
 def _dtensor(source: str, target: str, shape: list[int], itemsize: int) -> dict[str, int] | None:
-    """The bytes of DTensor's own plan; None where it has none: between meshes, or where it refuses."""
+    """Return the bytes of DTensor's own plan; None between meshes, or if DTensor does not support it."""
     from mcr_plus.layout.survey import parse_mesh
 
     (before, ranks), (after, others) = parse_mesh(source), parse_mesh(target)
@@ -101,7 +101,7 @@ def _dtensor(source: str, target: str, shape: list[int], itemsize: int) -> dict[
 
 
 def _steps(plan: Outcome) -> list[dict[str, Any]]:
-    """The steps of a plan: the layout after each, and the work of its busiest rank."""
+    """Return the steps of a plan: the layout after each, and the maximum of each load over ranks."""
     names = [step.target.name for step in plan.program.steps] or [plan.program.name]
     most = plan.loads.max(axis=0)
     return [
@@ -131,7 +131,7 @@ def _print(found: Survey, document: dict[str, Any]) -> None:
         for step in document["steps"]
     ]
     columns = ("step to", "sent", "received", "from other hosts", "partners")
-    print_table("Most that a rank does in each step", columns, rows)
+    print_table("Maximum over ranks in each step", columns, rows)
     bound = found.bound
     ranks = [
         (
@@ -150,9 +150,9 @@ def _print(found: Survey, document: dict[str, Any]) -> None:
     total, least = document["plan_bytes"], document["bound"]
     ratio = f", {total / least:.2f} times that" if least else ""
     print(f"all ranks together: {about(least)} must be received by any plan; this one: {about(total)}{ratio}")
-    if (theirs := document["dtensor"]) is not None:
-        most = about(theirs["most_received"])
-        print(f"DTensor's own plan: {about(theirs['plan_bytes'])}, at most {most} by a rank")
+    if (dtensor := document["dtensor"]) is not None:
+        most = about(dtensor["most_received"])
+        print(f"DTensor's own plan: {about(dtensor['plan_bytes'])}, at most {most} by a rank")
     for name, other in document["others"].items():
         print(f"not chosen: {name} ({about(other['plan_bytes'])}, expected {other['expected_us']:,.0f} µs)")
     if document["right"]:

@@ -61,7 +61,7 @@ def _common(
 
 
 def main() -> None:
-    """Run the command line; an `McrError` is printed on stderr as a line, not as a traceback."""
+    """Run the command line; an `McrError` is printed on stderr without a traceback."""
     try:
         app(prog_name="mcr-plus")
     except McrError as error:

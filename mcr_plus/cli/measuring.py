@@ -1,4 +1,4 @@
-"""Common parts of `tune` and `bench`: options, starting the ranks, reading their answer."""
+"""Parts shared by `tune` and `bench`: parsing options, starting the ranks, reading their answer."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def answer_of(job: Job, ranks: int | None, via: ViaChoice) -> dict[str, Any] | N
 
 
 def rank_here() -> int:
-    """The rank that a launcher has made of this process; a usage error (`-n`) if none has."""
+    """Return the rank of this process under a launcher; raises a usage error (`-n`) without one."""
     place = launch_environment()
     if place.world_size == 1:
         raise typer.BadParameter(
             "the number of ranks is missing; it is optional only under mpirun, torchrun or srun",
             param_hint="-n",
         )
-    # mpirun gives its ranks terminals. On one, numba has colorama, where it is installed, write an escape
+    # mpirun gives its ranks terminals. On a terminal, numba makes colorama (if installed) write an escape
     # sequence at the end of the process: on every rank, after the document of `--json`.
     os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
     return place.rank
@@ -143,7 +143,7 @@ def dtype_names(text: str, option: str = "--dtypes") -> tuple[str, ...]:
 
 
 def number(text: str | None, parse: Callable[[object], T], option: str) -> T | None:
-    """Parse a size or a duration; others are a usage error."""
+    """Parse a size or a duration; invalid text is a usage error."""
     try:
         return None if text is None else parse(int(text) if text.isascii() and text.isdigit() else text)
     except ValueError as error:

@@ -34,7 +34,7 @@ def verify(
     slots: Slots = 2,
     as_json: AsJson = False,
 ) -> None:
-    """Prove that FILEs compute their collectives, without deadlock or race; status 1 if one does not."""
+    """Prove that FILEs compute their collectives without deadlock or race; status 1 if a proof fails."""
     chosen = [file for path in files for file in _inside(path)]
     answers = []
     for file in chosen:
@@ -48,7 +48,7 @@ def verify(
 
 
 def _inside(path: Path) -> list[Path]:
-    """Return the file, or those of the folder."""
+    """Return the file, or the *.xml files of the folder."""
     files = sorted(path.glob("*.xml")) if path.is_dir() else [path]
     if not files:
         raise typer.BadParameter(f"no *.xml in the folder {path}", param_hint="FILE")
@@ -71,7 +71,7 @@ def _verified(file: Path, slots: int) -> dict[str, Any]:
 
 
 def _print_answer(answer: dict[str, Any]) -> None:
-    """Print a line per proof on stdout, or the problems on stderr."""
+    """Print a line per proof to stdout, or the problems to stderr."""
     if not answer["verified"]:
         print(f"{answer['file']}: refused", flush=True)
         for problem in answer["problems"]:
@@ -144,7 +144,7 @@ def _steps(algorithm: Algorithm, rank: int | None) -> list[tuple[tuple[int, int,
 
 
 def _rows(algorithm: Algorithm, run: Run, rank: int | None) -> list[list[str]]:
-    """Return a row per round, and a last one for steps that wait for ever."""
+    """Return a row per round, and a last one for deadlocked steps."""
     width = algorithm.ranks if rank is None else len(algorithm.programs[rank].blocks)
     cells: dict[int, list[list[str]]] = {}
     for (number, index, at), block, step in _steps(algorithm, rank):
@@ -227,7 +227,7 @@ def generate(
 
     if list_all:
         rows = [_listed(each, generator) for each, generator in GENERATORS.items()]
-        print_table("algorithms", ("name", "collective", "options", "what"), rows)
+        print_table("algorithms", ("name", "collective", "options", "description"), rows)
         return
     if name not in GENERATORS:
         what = "missing; see --list" if name is None else unknown("algorithm", name, tuple(GENERATORS))

@@ -26,18 +26,18 @@ def print_json(document: object) -> None:
 
 
 def print_error(text: str) -> None:
-    """Print an error on stderr, every line after `mcr-plus:`."""
+    """Print an error to stderr, each line prefixed with `mcr-plus:`."""
     for line in text.splitlines():
         _print_line(Text.assemble(("mcr-plus:", "bold red"), f" {line}"), stderr=True)
 
 
 def print_written(path: Path, what: str) -> None:
-    """Report a written file and its content on stderr; stdout is for results."""
+    """Report a written file and its content on stderr; stdout is reserved for results."""
     _print_line(Text.assemble((str(path), "bold"), f": {what}"), stderr=True)
 
 
 def rule_count(table: tables.Table) -> str:
-    """The number of rules of a tuning table: `3 rules, 2 of them for the built-in preference`."""
+    """Return the number of a table's rules as text: `3 rules, 2 of them for the built-in preference`."""
     from mcr_plus.tables.table import BUILT_IN
 
     count, defaults = len(table.rules), sum(rule.backend == BUILT_IN for rule in table.rules)
@@ -46,7 +46,7 @@ def rule_count(table: tables.Table) -> str:
 
 
 def print_result(text: str) -> None:
-    """Print the line with the result, highlighted."""
+    """Print the result line, highlighted."""
     _print_line(Text(text, "bold green"))
 
 
@@ -69,7 +69,7 @@ def print_table(title: str, columns: Row, rows: Sequence[Row]) -> None:
 
 
 def plain_lines(title: str, columns: Row, rows: Sequence[Row]) -> list[str]:
-    """The table as lines of text."""
+    """Return the table as lines of text."""
     table = [columns, *rows]
     widths = [max(len(row[column]) for row in table) for column in range(len(columns))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]

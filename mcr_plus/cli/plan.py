@@ -1,4 +1,4 @@
-"""`mcr-plus plan`: the best buckets for a captured step, here or on another cluster, and what would help."""
+"""`mcr-plus plan`: search the best buckets of a captured step, and predict its time, here or elsewhere."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def plan(
     ranks: Annotated[int | None, typer.Option(min=1, help="Number of ranks; as captured by default.")] = None,
     topology: Annotated[Path | None, typer.Option(help="cluster.yaml: nodes and links.")] = None,
     measured_on: Annotated[
-        Path | None, typer.Option(help="cluster.yaml of where step and table were measured, if another.")
+        Path | None, typer.Option(help="cluster.yaml of the measured cluster, if it differs.")
     ] = None,
     what_if: Annotated[
         list[str] | None,
@@ -38,7 +38,7 @@ def plan(
     report: Annotated[Path | None, typer.Option(help="Write a report as HTML.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Search the best buckets of a captured step, and foretell the step, its bound, and what would help."""
+    """Search the best buckets of a captured step; predict its time, its bound and the gain of changes."""
     from mcr_plus.config.reader import load
     from mcr_plus.errors import InvalidArgument
     from mcr_plus.plan.advise import advise
@@ -55,10 +55,10 @@ def plan(
     try:
         costs = _costs(captured, pipeline, topology, measured_on)
         if costs.guessed:
-            said = (
-                f"{topology}: taken for the links that costs were measured on, too; --measured-on names these"
+            warning = (
+                f"{topology}: assumed to describe the measured links, too; --measured-on describes others"
             )
-            typer.echo(said, err=True)
+            typer.echo(warning, err=True)
         codec, notes = _codec(captured, pipeline)
         captured = replace(captured, notes=(*captured.notes, *notes))
         advice = advise(captured, costs, ranks=ranks, what_ifs=what_if or (), codec=codec)
@@ -98,22 +98,22 @@ def _check_report(path: Path) -> None:
 
 
 def _check_output(path: Path, step: Step) -> None:
-    """Refuse a plan that no job could use."""
+    """Raise a usage error for `-o` if the plan could not be written, or no job could use it."""
     from mcr_plus.plan.programs import gradients_of
 
     problem = None
     if path.is_dir() or not path.absolute().parent.is_dir():
         problem = f"{path}: expected a file in a folder that exists"
     elif step.source != "hooks":
-        problem = "traces have no names of parameters, so no model could use the plan; `mcr.capture` has them"
+        problem = "traces contain no parameter names, so no model could use the plan; use `mcr.capture`"
     elif len({gradients_of(step, role) for role in step.roles}) > 1:
-        problem = "ranks send different gradients; `fuse: {plan: FILE}` is for jobs whose ranks send the same"
+        problem = "ranks send different gradients, but `fuse: {plan: FILE}` requires the same on all ranks"
     if problem is not None:
         raise typer.BadParameter(problem, param_hint="-o")
 
 
 def _by_caller(pipeline: Config) -> bool:
-    """Whether the program drives the operations of one of the pipeline's libraries."""
+    """Return whether operations of one of the pipeline's libraries progress only in calls of the program."""
     from mcr_plus import registry
     from mcr_plus.dispatch.options import DispatchOptions
     from mcr_plus.plan.network import is_polled
@@ -125,7 +125,7 @@ def _by_caller(pipeline: Config) -> bool:
 
 
 def _codec(step: Step, pipeline: Config) -> tuple[str | None, list[str]]:
-    """The codec of gradients, None without one that can be predicted; and notes on what is left out."""
+    """Return the gradients' codec, None if the prediction cannot include it, and notes on omissions."""
     from mcr_plus.compression.options import CompressOptions
     from mcr_plus.errors import Unsupported
     from mcr_plus.plan.scaling import wire_bytes
@@ -134,7 +134,7 @@ def _codec(step: Step, pipeline: Config) -> tuple[str | None, list[str]]:
     options = pipeline.options("compress")
     codec = options.codec if isinstance(options, CompressOptions) else "none"
     notes = [
-        f"{rule.place}: the codec of this rule is no part of the prediction"
+        f"{rule.place}: the prediction ignores the codec of this rule"
         for rule in pipeline.rules
         if isinstance(pipeline.options("compress", rule), CompressOptions)
         and pipeline.options("compress", rule) != options
@@ -146,7 +146,7 @@ def _codec(step: Step, pipeline: Config) -> tuple[str | None, list[str]]:
         for dtype in dtypes:
             wire_bytes(codec, 1 << 20, dtype)
     except Unsupported as error:
-        return None, [*notes, f"the codec of the configuration is no part of the prediction: {error}"]
+        return None, [*notes, f"the prediction ignores the codec of the configuration: {error}"]
     return codec, notes
 
 
@@ -251,7 +251,7 @@ def _write_plan(path: Path, pipeline: Config, step: Step, advice: Advice) -> Non
 
 
 def _moved(pipeline: Config, folder: Path) -> Config:
-    """The pipeline with paths of files that are relative to another folder."""
+    """Return the pipeline with file paths relative to `folder`."""
     from mcr_plus.config.schema import TableRef
 
     def moved(ref: Any) -> Any:

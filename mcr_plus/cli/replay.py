@@ -1,4 +1,4 @@
-"""`mcr-plus replay`: the communication of a captured step, for real."""
+"""`mcr-plus replay`: run the communication of a captured step."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
 
 class Compute(str, Enum):
-    """How computing is replaced."""
+    """Replacement of computation."""
 
     sleep = "sleep"
     spin = "spin"
 
 
 def replay(
-    step: Annotated[Path, typer.Argument(help="A step that `mcr.capture` has saved.")],
+    step: Annotated[Path, typer.Argument(help="A step.json of `mcr.capture`.")],
     ranks: Annotated[
         int | None,
-        typer.Option("-n", "--ranks", min=1, help="Number of ranks on this host; none under a launcher."),
+        typer.Option("-n", "--ranks", min=1, help="Number of ranks on this host; omit it under a launcher."),
     ] = None,
     config: Annotated[Path | None, typer.Option("--config", help="Pipeline YAML.")] = None,
-    compute: Annotated[Compute, typer.Option(help="Computing is replaced by this.")] = Compute.sleep,
-    steps: Annotated[int, typer.Option(min=3, help="Number of steps that are timed.")] = 10,
+    compute: Annotated[Compute, typer.Option(help="Replacement of computation.")] = Compute.sleep,
+    steps: Annotated[int, typer.Option(min=3, help="Number of timed steps.")] = 10,
     via: Annotated[ViaChoice, typer.Option(help="Launcher of the ranks.")] = ViaChoice.auto,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:

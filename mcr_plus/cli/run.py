@@ -22,17 +22,17 @@ class ViaChoice(str, Enum):
 
 
 def run(
-    script: Annotated[str, typer.Argument(help="A Python file, or another program.")],
+    script: Annotated[str, typer.Argument(help="A Python file, or an executable.")],
     args: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
-    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="How many ranks.")] = ...,  # type: ignore[assignment]  # required
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="Number of ranks.")] = ...,  # type: ignore[assignment]  # required
     config: Annotated[
-        Path | None, typer.Option("--config", help="Pipeline YAML, given to the ranks.")
+        Path | None, typer.Option("--config", help="Pipeline YAML, passed to the ranks.")
     ] = None,
     via: Annotated[ViaChoice, typer.Option(help="Launcher of the ranks.")] = ViaChoice.auto,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as in python -m.")] = False,
     tag_output: Annotated[bool, typer.Option("--tag-output", help=r"Begin each line with \[rank].")] = False,
 ) -> None:
-    """Run SCRIPT on -n ranks of this host; options after SCRIPT are its own."""
+    """Run SCRIPT on -n ranks of this host; options after SCRIPT are passed to it."""
     launcher = choose_via(via, _configured_backends(config))
     command = program(script, module=module) + (args or [])
     raise typer.Exit(launch(command, ranks, via=launcher, config=config, tag_output=tag_output))
@@ -47,7 +47,7 @@ def choose_via(via: ViaChoice, backends: tuple[str, ...] | None) -> Via:
 
 
 def program(script: str, *, module: bool = False) -> list[str]:
-    """The command that runs a script; usage error if there is no such file."""
+    """Return the command that runs a script; raises a usage error if the file does not exist."""
     if module:
         return [sys.executable, "-m", script]
     if not Path(script).is_file():
@@ -58,7 +58,7 @@ def program(script: str, *, module: bool = False) -> list[str]:
 
 
 def _configured_backends(config: Path | None) -> tuple[str, ...] | None:
-    """The backends in a configuration, which is checked here once instead of on every rank."""
+    """Return the backends of a configuration, which is checked once here instead of on every rank."""
     if config is None:
         return None
     from mcr_plus.config.reader import load

@@ -38,20 +38,20 @@ class FormatChoice(str, Enum):
     oneccl = "oneccl"
 
 
-Output = Annotated[Path | None, typer.Option("-o", "--output", help="The file to write; else stdout.")]
+Output = Annotated[Path | None, typer.Option("-o", "--output", help="The file to write; stdout by default.")]
 Backend = Annotated[str | None, typer.Option(help="The backend of the rules.")]
 TableFile = Annotated[Path, typer.Argument(metavar="TABLE", help="A table file.")]
 
 
 @app.command()
 def merge(
-    tables: Annotated[list[Path], typer.Argument(metavar="TABLE...", help="Table files.")],
+    tables: Annotated[list[Path], typer.Argument(metavar="TABLE...", help="The table files to merge.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="The table file to write.")] = ...,  # type: ignore[assignment]  # required
     prefer: Annotated[
         PreferChoice | None, typer.Option(help="The table that takes precedence in a conflict.")
     ] = None,
 ) -> None:
-    """Merge several tables, for instance of different numbers of ranks or hosts."""
+    """Merge several tables, for instance those of different numbers of ranks or hosts."""
     from mcr_plus.tables.merging import merge as merge_tables
     from mcr_plus.tables.table import load_table
     from mcr_plus.tables.writing import save_table
@@ -67,7 +67,7 @@ def diff(
     second: Annotated[Path, typer.Argument(metavar="SECOND", help="Another one.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Show the differences between the choices of FIRST and SECOND; the status is 0 in any case."""
+    """Show the differences between the choices of FIRST and SECOND; the status is always 0."""
     from mcr_plus.tables.differences import diff as compare
     from mcr_plus.tables.table import load_table
 
@@ -75,7 +75,7 @@ def diff(
     if as_json:
         print_json([_plain(change) for change in changes])
     elif changes:
-        columns = ("what", "bytes", "first", "second", "expected", "note")
+        columns = ("item", "bytes", "first", "second", "expected", "note")
         print_table(f"{first} → {second}", columns, [_row(change) for change in changes])
     else:
         print(f"{first} and {second} make the same choices")
@@ -111,7 +111,7 @@ def export(
     output: Output = None,
     backend: Backend = None,
 ) -> None:
-    """Write rules of TABLE for another library; stderr has a line for everything that is lost.
+    """Write rules of TABLE in another library's format, with a line on stderr for each omission.
 
     Status 1 if a rule is not, or not fully, exported; no file is written if none is.
     """
@@ -143,7 +143,7 @@ def export(
 
 
 def _why_nothing(table: Table, format: FormatChoice, backend: str | None) -> str:
-    """Sum up why a format can express none of the rules of a table."""
+    """Return a summary of the reasons why a format can express none of the rules."""
     from mcr_plus.tables.interchange import FORMATS
     from mcr_plus.tables.table import BUILT_IN
 
@@ -168,7 +168,7 @@ def import_(
     output: Output = None,
     backend: Backend = None,
 ) -> None:
-    """Convert FILE to a table; stderr has a line for everything that is lost."""
+    """Convert FILE to a table, with a line on stderr for each omission."""
     from mcr_plus.config.document import read_bytes
     from mcr_plus.errors import ConfigError
     from mcr_plus.tables.interchange import import_ as import_table
@@ -233,7 +233,7 @@ def _row(change: Change) -> tuple[str, str, str, str, str, str]:
 
 
 def _times(measured: Curves) -> str:
-    """Fastest and slowest time of every measured choice: `mpi 0.9 to 17, gloo 205 to 441`."""
+    """Return the fastest and slowest time of every measured choice: `mpi 0.9 to 17, gloo 205 to 441`."""
     from mcr_plus.tables.writing import microseconds
 
     parts = []

@@ -1,4 +1,4 @@
-"""`mcr-plus trace`: merge traces of recordings."""
+"""`mcr-plus trace`: merge the recorded traces of ranks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ app = typer.Typer(no_args_is_help=True, help="Merge traces that `log.save()` wro
 
 @app.callback()
 def _commands() -> None:
-    """Keep `merge` a subcommand, although it is the only one."""
+    """Keep `merge` a subcommand: typer would run a single command without its name."""
 
 
 @app.command()
 def merge(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="A trace of each rank.")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="One trace per rank.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="The trace to write.")] = ...,  # type: ignore[assignment]  # required
 ) -> None:
     """Merge the traces of several ranks, for Perfetto or chrome://tracing."""

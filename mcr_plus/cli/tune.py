@@ -13,7 +13,7 @@ from mcr_plus.cli import measuring
 from mcr_plus.cli.output import print_json, print_table, print_written, rule_count
 from mcr_plus.cli.run import ViaChoice
 
-_CELL_S = 0.6  # for all candidates of one operation and size; a budget covers many of these
+_CELL_S = 0.6  # seconds for all candidates of one operation and size
 
 if TYPE_CHECKING:
     from mcr_plus.tables.table import Table, TableRule
@@ -28,23 +28,23 @@ def tune(
     largest: Annotated[str, typer.Option("--max", help="Largest size.")] = "64MiB",
     backends: Annotated[str | None, typer.Option(help="Backends to compare; all by default.")] = None,
     algorithms: Annotated[
-        list[Path] | None, typer.Option(help="Algorithm file or folder, to compare too; may be repeated.")
+        list[Path] | None, typer.Option(help="Algorithm file or folder to compare, too; repeatable.")
     ] = None,
-    dtypes: Annotated[str, typer.Option(help="Dtypes; rules of the first hold for all others.")] = "float32",
+    dtypes: Annotated[str, typer.Option(help="Dtypes; rules of the first apply to all others.")] = "float32",
     budget: Annotated[str | None, typer.Option(help="Stop after this time, such as 60s.")] = "180s",
-    asynchronous: Annotated[bool, typer.Option("--async/--no-async", help="Measure async_op too.")] = True,
+    asynchronous: Annotated[bool, typer.Option("--async/--no-async", help="Also measure async_op.")] = True,
     overlap: Annotated[bool, typer.Option(help="Measure async_op beside a computation.")] = True,
-    measurements: Annotated[Path | None, typer.Option(help="File of samples, to continue from.")] = None,
+    measurements: Annotated[Path | None, typer.Option(help="File of samples to continue from.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Discard the samples of earlier runs.")] = False,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Write a table that refuses other machines.")
+        bool, typer.Option("--strict", help="Write a table that is refused on other machines.")
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw the curves, as .png, .svg or .pdf.")] = None,
     bind: Annotated[bool, typer.Option("--bind/--no-bind", help="Pin each rank to a core.")] = True,
     via: Annotated[ViaChoice, typer.Option(help="Launcher of the ranks.")] = ViaChoice.auto,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Measure and write a tuning table; run it again to continue after the end of the budget.
+    """Measure and write a tuning table; after the end of the budget, the same command continues.
 
     Omit -n inside a job that was started by mpirun, torchrun or srun, for instance on several hosts.
     """
@@ -101,7 +101,7 @@ def tune(
 
 
 def _check_output(output: Path, figures: Path) -> None:
-    """Refuse unwritable outputs, and tables of other origin, before measuring for minutes."""
+    """Refuse unwritable outputs, and tables not written by `tune`, before measuring for minutes."""
     from mcr_plus.tuning.worker import COMMENT
 
     if not output.parent.is_dir():
@@ -121,7 +121,7 @@ def _check_output(output: Path, figures: Path) -> None:
 
 
 def _check_files(files: tuple[str, ...], backends: tuple[str, ...] | None) -> None:
-    """Refuse algorithm files if no backend could run all of them."""
+    """Raise a usage error if no selected backend runs algorithm files."""
     if files and backends is not None and all(name.partition(":")[0] != "msccl" for name in backends):
         raise typer.BadParameter(
             "algorithm files need the backend msccl, which is not among --backends",
@@ -159,14 +159,14 @@ def _print(table: Table, samples: list[Sample], answer: Mapping[str, Any]) -> No
     columns: tuple[str, ...] = ("operation", "manner", "dtype", "size", "choice", "next best takes")
     if rows and {row[2] for row in rows} == {"any"}:
         columns, rows = (*columns[:2], *columns[3:]), [(*row[:2], *row[3:]) for row in rows]
-    print_table("what wins where", columns, rows)
+    print_table("fastest libraries", columns, rows)
     wrong = _left_out(samples)
     if wrong:
-        print_table("left out", ("operation", "backend", "sizes", "why"), wrong)
+        print_table("left out", ("operation", "backend", "sizes", "reason"), wrong)
     if any(row[0].endswith("_v") for row in rows):
         print("Sizes of uneven operations (_v) differ between ranks: the last rule applies to all of them.")
     if slower:
-        print("Below 1 ×: another was faster at a size of the range, not by enough for a rule of its own.")
+        print("Below 1 ×: another was faster at a size in the range, but not by enough for a separate rule.")
     print("Sizes that are not listed were not measured: the built-in preference applies to them.")
     if answer["algorithms"]:
         from mcr_plus.tuning.worker import NEEDED
@@ -177,7 +177,7 @@ def _print(table: Table, samples: list[Sample], answer: Mapping[str, Any]) -> No
 
 
 def _unfinished(answer: Mapping[str, Any]) -> str:
-    """Return a summary of a run that its budget ended, with the command to continue."""
+    """Return a summary of a run that the budget ended, with instructions to continue."""
     (done, planned), missing = answer["coverage"], answer["missing"]
     then = "run the same command again to continue, or give it a longer --budget."
     if done >= planned:
@@ -189,7 +189,7 @@ def _unfinished(answer: Mapping[str, Any]) -> str:
 
 
 def _left_out_sizes(missing: Sequence[tuple[int, int, int, float]]) -> list[str]:
-    """Return a line of the first sizes that lack operations, with the expected times."""
+    """Return a line with the first incompletely measured sizes and the expected times to complete them."""
     from mcr_plus.core.units import size_words
 
     if not missing:
@@ -225,7 +225,7 @@ def _sizes(rule: TableRule) -> str:
 
 
 def _left_out(samples: list[Sample]) -> list[tuple[str, str, str, str]]:
-    """Return (operation, backend, sizes, problem) of exclusions, once per problem up to its numbers."""
+    """Return (operation, backend, sizes, problem) of exclusions; problems that differ in numbers are one."""
     sizes: dict[tuple[str, str, str], list[tuple[int, str]]] = {}
     for sample in samples:
         if sample.problem is not None:
@@ -244,7 +244,7 @@ def _from_to(least: int, most: int) -> str:
 
 
 def _factors(choice: str, measured: Any, low: int, high: int | None) -> list[float]:
-    """Return the slowdown of the best other candidate at every measured size that a rule covers."""
+    """Return the slowdown factor of the next best candidate at every measured size of a rule."""
     return [
         min(curve[size] for name, curve in measured.items() if name != choice and size in curve)
         / measured[choice][size]

@@ -21,7 +21,7 @@ def validate(
 ) -> None:
     """Check FILE, its tables, plans and algorithms, and print the resolved pipeline with defaults.
 
-    FILE may also be a tuning table; then one line with its number of rules is printed.
+    For a tuning table, print one line with its number of rules.
     """
     from mcr_plus.config.document import Mistakes, read_document
     from mcr_plus.config.reader import dump, is_table, load

@@ -1,4 +1,4 @@
-"""`mcr-plus warmup`: compile the kernels before the first job needs them."""
+"""`mcr-plus warmup`: compile the kernels before the first job."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mcr_plus.cli.output import print_json
 
 _REDUCED: Final = ("float32", "float16", "bfloat16", "float64", "int32", "int64")
 _OPTIONS: Final[dict[str, list[dict[str, Any]]]] = {"int4_block": [{}, {"hadamard": True}]}
-"""Options of codecs that choose among their kernels."""
+"""Codec options that select among kernels."""
 
 
 def warmup(
     codec: Annotated[
         list[str] | None,
-        typer.Option(help="Only the kernels of this codec; may be given several times.", metavar="NAME"),
+        typer.Option(help="Compile only the kernels of this codec; repeatable.", metavar="NAME"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -45,7 +45,7 @@ def warmup(
             rows.append({"name": name, "seconds": seconds, "compiled": any(begins)})
             bar.advance(task)
             if not as_json:
-                print(f"{name}: {'compiled' if any(begins) else 'there'}, {seconds:.1f} s", flush=True)
+                print(f"{name}: {'compiled' if any(begins) else 'cached'}, {seconds:.1f} s", flush=True)
     compiling.watchers.remove(begins.append)
     folder = compiling.cache_folder()
     if as_json:
@@ -105,7 +105,7 @@ _LIBRARIES: Final = {
 
 
 def _codecs(names: list[str] | None) -> dict[str, Callable[[], None]]:
-    """The tasks of the codecs of these names, or of all."""
+    """Return the tasks of the named codecs, or of all."""
     from mcr_plus import registry
     from mcr_plus.errors import unknown
 

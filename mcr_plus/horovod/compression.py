@@ -31,7 +31,7 @@ class Compressor:
 
 
 class NoneCompressor(Compressor):
-    """The codec of the pipeline's configuration: by default none."""
+    """Selects the codec of the pipeline's configuration, by default none."""
 
 
 class FP16Compressor(Compressor):
@@ -75,10 +75,10 @@ class Compression:
 
     @staticmethod
     def codec(name: str, **options: object) -> type[Compressor]:
-        """A codec of the pipeline by name, with its options: `Compression.codec("topk", ratio=0.01)`.
+        """Return a compressor for a codec of the pipeline: `Compression.codec("topk", ratio=0.01)`.
 
-        Options of error feedback are accepted, too: `error_feedback=True`. Each named tensor is then sent by
-        itself.
+        Options of error feedback are accepted, too: `error_feedback=True`. Each named tensor is then sent
+        separately.
         """
         if not isinstance(name, str):
             raise InvalidArgument(f"name: expected a codec's name, got {name!r}")
@@ -87,7 +87,7 @@ class Compression:
 
 
 def codec_of(compression: Any) -> str | None:
-    """The codec of a compressor, as JSON; None for a program's own, which converts tensors itself."""
+    """Return a compressor's codec as JSON; None for a compressor of the program, which converts tensors."""
     if isinstance(compression, type) and issubclass(compression, Compressor):
         # A program's subclass of `Compressor` with its own `compress` converts tensors itself.
         if compression.codec or compression.compress is Compressor.compress:

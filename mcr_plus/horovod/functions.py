@@ -46,7 +46,7 @@ def broadcast_object(
     if root_rank not in comm.ranks:
         raise InvalidArgument(f"root_rank: expected one of the ranks {list(comm.ranks)}, got {root_rank!r}")
     is_root = comm.ranks[comm.rank] == root_rank
-    # A gather in which only the root has rows needs no exchange of the size first.
+    # A gather in which only the root has rows needs no prior exchange of the size.
     payload = comm.objects.pickled(obj) if is_root else torch.empty(0, dtype=torch.uint8)
     title = None if name is None else f"broadcast_object.{name}"
     received = synchronize(gather_async([payload], title, process_set, many=False))
@@ -122,7 +122,7 @@ class _Placeholder:
 
 
 def _outline(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The state with placeholders for its tensors, which are appended to `tensors`."""
+    """Return the state with placeholders for its tensors, which are appended to `tensors`."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return _Placeholder(value)
@@ -134,7 +134,7 @@ def _outline(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _rebuilt(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The state with new tensors for its placeholders; they are appended to `tensors`."""
+    """Return the state with new tensors for its placeholders; they are appended to `tensors`."""
     if isinstance(value, _Placeholder):
         tensors.append(torch.empty(value.shape, dtype=value.dtype, device=value.device))
         return tensors[-1]

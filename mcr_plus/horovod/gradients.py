@@ -45,7 +45,7 @@ def _applied(function: type[Function], *arguments: object) -> Any:
 
 
 def _needed(tensors: Any) -> bool:
-    """Whether a gradient may be needed; lists are checked later."""
+    """Return whether a gradient may be needed; the tensors are validated later."""
     return torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in tensors)
 
 
@@ -115,7 +115,7 @@ def gathered(
 def _gather(
     tensors: Tensors, name: str | None, process_set: ProcessSet, many: bool
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """The gathered tensors, and the index of this rank's first row in each."""
+    """Return the gathered tensors, and the index of this rank's first row in each."""
     handle = starting.gather_async(tensors, name, process_set, many=many)
     outputs = starting.synchronize(handle)
     return (outputs if many else [outputs]), handle.offsets
@@ -178,7 +178,7 @@ class _Send(Function):
 def exchanged(
     tensor: torch.Tensor, splits: Any, name: str | None, process_set: ProcessSet
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `mcr_plus.horovod.alltoall`; always returns the number of rows from each rank, too."""
+    """See `mcr_plus.horovod.alltoall`; always also returns the number of rows from each rank."""
     if splits is None and isinstance(tensor, torch.Tensor) and tensor.ndim:
         ranks = negotiator_of(process_set).comm.size
         if len(tensor) % ranks == 0:

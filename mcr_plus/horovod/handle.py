@@ -62,7 +62,7 @@ class Handle:
 
     @property
     def is_done(self) -> bool:
-        """Whether the handle has a result or an error."""
+        """True if the handle has a result or an error."""
         return self._done
 
     def update(self) -> None:
@@ -71,7 +71,7 @@ class Handle:
             self.complete()
 
     def complete(self) -> None:
-        """Wait for the issued operations and compute the result. An error is recurring for `value`."""
+        """Wait for the issued operations and compute the result; an error is stored for `value`."""
         if self._done:
             return
         try:

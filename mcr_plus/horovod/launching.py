@@ -1,6 +1,6 @@
-"""Issues agreed operations on a communicator, in the same order on all ranks.
+"""Issuing of agreed operations on a communicator, in the same order on all ranks.
 
-All decisions depend on the requests of all ranks alone, so all ranks issue the same operations. Nothing in
+All decisions depend only on the requests of all ranks, so all ranks issue the same operations. No function of
 this module waits.
 """
 
@@ -27,7 +27,7 @@ _CASTS: Final = (
     "",
     '"fp16"',
     '"bf16"',
-)  # elementwise codecs: the same result for a bucket as for its members
+)  # elementwise codecs: encoding a bucket equals encoding its members
 
 
 def launch(comm: Communicator, agreed: Sequence[Agreed]) -> None:
@@ -46,14 +46,14 @@ def launch(comm: Communicator, agreed: Sequence[Agreed]) -> None:
                 reductions.add(operation)
             else:
                 _OTHERS[kind](comm, operation)
-        except McrError as error:  # on all ranks alike, before anything is sent
+        except McrError as error:  # raised on all ranks, before any communication
             if operation.handle is not None:
                 operation.handle.fail(error)
     reductions.issue()
 
 
 def rows_of(rows: int, ranks: int) -> list[int]:
-    """Rows of a reducescatter for each rank; the first ranks get the remainder, one row each."""
+    """Return the rows of a reducescatter for each rank; the first ranks get the remainder, one row each."""
     quotient, remainder = divmod(rows, ranks)
     return [quotient + (rank < remainder) for rank in range(ranks)]
 
@@ -63,12 +63,12 @@ def rows_of(rows: int, ranks: int) -> list[int]:
 
 @dataclass
 class _Bucket:
-    """Tensors that are sent by one call."""
+    """Tensors that are sent in one operation."""
 
     op: ReduceOp
     compress: Compress
     tag: str | None
-    name: str = ""  # of the only member, if a codec must encode it separately
+    name: str = ""  # of the only member, if a codec must encode it separately; else empty
     tensors: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -91,7 +91,7 @@ class _Reductions:
     def add(self, agreed: Agreed) -> None:
         """Put an operation's tensors into buckets; a rank without the operation adds neutral elements.
 
-        A gradient that no rank has is zero for every op.
+        If no rank has a gradient, the result is zero for every op.
         """
         request = next(iter(agreed.requests.values()))
         handle = agreed.handle
@@ -157,7 +157,7 @@ class _Reductions:
     def _attempt(self, bucket: _Bucket) -> Work | McrError:
         try:
             return self._start(bucket)
-        except McrError as error:  # on all ranks alike, before anything is sent
+        except McrError as error:  # raised on all ranks, before any communication
             return error
 
     def _start(self, bucket: _Bucket) -> Work:
@@ -200,7 +200,7 @@ def _allgather(comm: Communicator, agreed: Agreed) -> None:
 
 
 def _gathered(comm: Communicator, tensor: torch.Tensor, sizes: list[int]) -> tuple[Work, torch.Tensor]:
-    """Gather rows of all ranks, of which rank r has `sizes[r]`."""
+    """Gather rows of all ranks; rank r has `sizes[r]` of them."""
     tensor = tensor.detach()
     output = tensor.new_empty(sum(sizes), *tensor.shape[1:])
     compress = None if tensor.is_floating_point() else False
@@ -212,7 +212,7 @@ def _gathered(comm: Communicator, tensor: torch.Tensor, sizes: list[int]) -> tup
 
 
 def _sparse(comm: Communicator, agreed: Agreed) -> None:
-    """Gather the entries of all ranks, and sum those of equal indices."""
+    """Gather the entries of all ranks, and sum entries of equal indices."""
     request = next(request for request in agreed.requests.values() if request.kind == "sparse")
     handle, shape, dtype = agreed.handle, request.shapes[0], request.types[0]
     counts = [
@@ -241,7 +241,7 @@ def _sparse(comm: Communicator, agreed: Agreed) -> None:
 
 
 def _broadcast(comm: Communicator, agreed: Agreed) -> None:
-    """Broadcast the tensors of a dtype as one operation, uncompressed."""
+    """Broadcast the tensors of each dtype and device as one operation, uncompressed."""
     handle = agreed.handle
     assert handle is not None
     root = handle.request.root

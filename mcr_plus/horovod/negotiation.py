@@ -32,7 +32,7 @@ _ROW: Final = 1024  # bytes that a rank contributes to a round; longer texts nee
 _LENGTH: Final = 4  # bytes of the length of the text in a row
 _KNOWN: Final = 4096  # requests that are abbreviated
 _CYCLE_S: Final = 1e-3  # between rounds, so that small operations share a round
-_AT_ONCE: Final = 4 << 20  # bytes of waiting operations that start a round earlier
+_AT_ONCE: Final = 4 << 20  # bytes of queued operations that start a round earlier
 _NAP_S: Final = 50e-6
 _TAG: Final = "horovod.negotiation"
 
@@ -97,12 +97,12 @@ class Negotiator:
     # -- starting operations --------------------------------------------------------------------------
 
     def auto_name(self, kind: str) -> str:
-        """A name for an unnamed operation: its number among the unnamed ones of its kind."""
+        """Return a name for an unnamed operation: its number among the unnamed ones of its kind."""
         number = self._counts[kind] = self._counts.get(kind, 0) + 1
         return f"{kind}.noname.{self._era}.{number}"
 
     def check_name(self, name: str) -> None:
-        """Raise unless an operation of that name may be started."""
+        """Raise an error unless an operation of that name may be started."""
         if self.error is not None:
             raise HorovodInternalError(str(self.error)) from self.error
         if self.closed_by is not None:
@@ -116,8 +116,8 @@ class Negotiator:
     def enqueue(self, handle: Handle) -> Handle:
         """Queue an operation for announcement.
 
-        It is never launched here, so that a second operation of its name raises an error, independent of the
-        progress of other ranks.
+        The operation is never launched here, so a second operation of its name raises an error regardless of
+        the progress of other ranks.
         """
         with self.negotiations.lock:
             self.negotiations.progress()
@@ -128,7 +128,7 @@ class Negotiator:
         return handle
 
     def _attempt(self, function: Callable[..., bool], *arguments: Any) -> bool:
-        """Call `function`; an error of the communicator ends the negotiation, and counts as news."""
+        """Call `function` and return its result; an `McrError` ends the negotiation and returns True."""
         try:
             return function(*arguments)
         except McrError as error:
@@ -139,12 +139,12 @@ class Negotiator:
 
     @property
     def concerned(self) -> bool:
-        """Whether this rank depends on further rounds, and so takes part in them while it waits."""
+        """True if this rank depends on further rounds, so that it contributes to them while it waits."""
         return bool(self._open) or self._round is not None or self.joined or self.negotiations.leaving
 
     @property
     def round(self) -> Work | None:
-        """The round to which this rank has contributed and which it has not read."""
+        """The round to which this rank has contributed and whose result it has not read."""
         return self._round
 
     def _due(self) -> bool:
@@ -156,8 +156,8 @@ class Negotiator:
     def step(self, *, insist: bool, waiting: str = "") -> bool:
         """Read a complete round, and contribute to the next if one is due; returns whether a round was read.
 
-        `insist`: contribute even without an announcement. `waiting`: the operation that this rank waits for;
-        it starts no other until then.
+        `insist`: contribute even without an announcement. `waiting`: the operation that this rank waits for,
+        without starting another meanwhile.
         """
         if self.error is not None:
             return False
@@ -239,7 +239,7 @@ class Negotiator:
         return row
 
     def _conclude(self, texts: Sequence[bytes]) -> None:
-        """Evaluate a round, in the same way on all ranks."""
+        """Evaluate a round; all ranks reach the same result."""
         self._number += 1
         rows = dict(zip(self.comm.ranks, map(self._parsed, texts), strict=True))
         for rank, row in rows.items():
@@ -260,7 +260,7 @@ class Negotiator:
             self._stalled({rank: row.waiting for rank, row in rows.items()})
 
     def _complete(self, joined: set[int]) -> list[Agreed]:
-        """The names that all ranks have announced, in the order of their first announcement."""
+        """Return the operations that all ranks have announced, in the order of their first announcement."""
         everyone = set(self.comm.ranks)
         agreed = []
         for name in [name for name, by in self._announced.items() if by.keys() | joined >= everyone]:
@@ -290,7 +290,7 @@ class Negotiator:
         self._fail_open(f"Horovod has been shut down by rank {leaving[0]}")
 
     def missing(self, name: str) -> str:
-        """A text with the ranks that have not announced an operation, by the rounds read so far."""
+        """Return text with the ranks that have not announced an operation in the rounds read so far."""
         announced = {*self._announced.get(name, ()), *self._joined_since, self.comm.ranks[self.comm.rank]}
         ranks = [rank for rank in self.comm.ranks if rank not in announced]
         return f"ranks {ranks}" if ranks else "all ranks"
@@ -308,7 +308,7 @@ class Negotiator:
 
 
 class Negotiations:
-    """The negotiations of this process: one for each process set to which it belongs."""
+    """The negotiations of this process, one for each process set that contains it."""
 
     def __init__(self, timeout: float) -> None:
         self.lock = RLock()
@@ -329,7 +329,7 @@ class Negotiations:
         return read
 
     def wait(self, negotiator: Negotiator, until: Callable[[], bool], waiting: str) -> None:
-        """Take part in negotiations until `until()`; raises `HorovodInternalError` after the deadline."""
+        """Contribute to rounds until `until()` is true; raises `HorovodInternalError` after the deadline."""
         deadline = Deadline(self._timeout)
         idle = 0
         with self.lock:
@@ -379,9 +379,9 @@ class Negotiations:
 
 
 def _buffers(width: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A row, and a buffer for the rows of all ranks."""
+    """Return a row, and a buffer for the rows of all ranks."""
     return torch.zeros(width, dtype=torch.uint8), torch.zeros(ranks * width, dtype=torch.uint8)
 
 
 def _nothing() -> None:
-    """The `flush` of a pipeline without fusion."""
+    """Do nothing: the `flush` of a pipeline without fusion."""

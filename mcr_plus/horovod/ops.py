@@ -47,9 +47,9 @@ def allreduce(
 ) -> torch.Tensor:
     """Reduce over ranks, into a new tensor; differentiable.
 
-    Any shape, the same on all ranks. `op` is Average by default; an average of integers is their sum, divided
-    and rounded towards zero. `prescale_factor`, `postscale_factor` multiply before and after. The entries of
-    sparse tensors are gathered, and the result is sparse.
+    The shape is arbitrary, and the same on all ranks. `op` is Average by default; an average of integers is
+    their sum, divided and rounded towards zero. `prescale_factor` and `postscale_factor` multiply before and
+    after the reduction. The entries of sparse tensors are gathered, and the result is sparse.
     """
     reduction = gradients.Reduction(reduce_op_of(op, average), prescale_factor, postscale_factor, compression)
     return gradients.reduced([tensor], name, reduction, process_set, many=False)[0]
@@ -94,7 +94,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Start allreduces that are one operation, of one name; the result is a list of new tensors."""
+    """Start allreduces of several tensors as one named operation; the result is a list of new tensors."""
     reduce_op = reduce_op_of(op, average)
     return reduce_async(tensors, name, reduce_op, prescale_factor, postscale_factor, process_set, many=True)
 
@@ -123,7 +123,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Start allreduces that are one operation, in place."""
+    """Start allreduces of several tensors as one operation, in place."""
     reduce_op = reduce_op_of(op, average)
     return reduce_async(
         tensors, name, reduce_op, prescale_factor, postscale_factor, process_set, many=True, in_place=True
@@ -146,7 +146,7 @@ def grouped_allreduce_(
     return synchronize(handle)  # type: ignore[no-any-return]
 
 
-# -- the others -----------------------------------------------------------------------------------------
+# -- other operations -----------------------------------------------------------------------------------
 
 
 def allgather_async(
@@ -159,14 +159,14 @@ def allgather_async(
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Concatenate the ranks' tensors along dim 0, in which their sizes may differ; differentiable."""
+    """Concatenate the ranks' tensors along dim 0, where their sizes may differ; differentiable."""
     return gradients.gathered([tensor], name, process_set, many=False)[0]
 
 
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Start allgathers that are one operation; the result is a list."""
+    """Start allgathers of several tensors as one operation; the result is a list."""
     return gather_async(tensors, name, process_set, many=True)
 
 
@@ -272,7 +272,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Start reducescatters that are one operation; the result is a list."""
+    """Start reducescatters of several tensors as one operation; the result is a list."""
     return scatter_async(
         tensors, name, reduce_op_of(op), prescale_factor, postscale_factor, process_set,
         compression=Compression.none, many=True,
@@ -302,10 +302,11 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join(device: int = -1) -> int:  # noqa: ARG001 - the tensors' own device is used
-    """Announce that this rank has no more data, and wait until all ranks have; returns the last one's rank.
+    """Announce that this rank has no more data, wait for all ranks to join; returns the last one's rank.
 
-    Until then this rank takes part in the other ranks' allreduces with neutral elements: zeros in sums and
-    averages (which still divide by all ranks). Other operations of the whole job raise an error meanwhile.
+    Meanwhile this rank contributes neutral elements to the other ranks' allreduces: zeros to sums and
+    averages (which still divide by the number of all ranks). Other operations of the whole job raise an
+    error.
     """
     everyone = current().everyone
     everyone.check_name("join")

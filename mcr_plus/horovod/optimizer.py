@@ -65,12 +65,12 @@ class _Gradients:
 
     @property
     def busy(self) -> bool:
-        """Whether a backward pass has not been synchronized."""
+        """True if a backward pass has not been synchronized."""
         return bool(self._handles) or any(left != self.passes for left in self._left.values())
 
     @property
     def under_way(self) -> bool:
-        """Whether gradients are being reduced."""
+        """True if gradients are being reduced."""
         return bool(self._handles)
 
     def attach(self) -> None:
@@ -177,7 +177,7 @@ class _Gradients:
 
 
 class _Distributed(torch.optim.Optimizer):
-    """Methods that a distributed optimizer has in addition to its own."""
+    """Methods that `DistributedOptimizer` adds to an optimizer."""
 
     _plain: type[torch.optim.Optimizer]
     _gradients: _Gradients
@@ -192,7 +192,7 @@ class _Distributed(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Inside the context `step()` does not synchronize: for use after `synchronize()`."""
+        """Context in which `step()` does not synchronize, for use after `synchronize()`."""
         before, self._gradients.waits = self._gradients.waits, False
         try:
             yield
@@ -205,7 +205,7 @@ class _Distributed(torch.optim.Optimizer):
         self._gradients.begin()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the optimizer's own; raises `AssertionError` while gradients are being reduced."""
+        """Clear the gradients like the plain optimizer; raises `AssertionError` during their reduction."""
         if self._gradients.under_way:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() and before optimizer.step() or "
@@ -214,7 +214,7 @@ class _Distributed(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Copies and pickles are plain optimizers: hooks belong to this process.
+        # Copies and pickles are plain optimizers, since hooks cannot leave this process.
         return _blank, (self._plain,), self.__getstate__()
 
 
@@ -234,18 +234,18 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Args:
         optimizer: gets the methods `synchronize`, `skip_synchronize` and `set_backward_passes_per_step`.
-        named_parameters: as of the model, all of the optimizer's; the names must be equal on all ranks.
-        compression: `hvd.Compression.none`, `.fp16`, `.bf16`, `.codec(…)`, or a program's own.
-        backward_passes_per_step: the number of backward passes that are accumulated, as their sum.
-        op: Average or Sum (or Min, Max, Product, which take the gradients of the ranks that have one).
-        gradient_predivide_factor: divides before the sum, multiplies after it; with Average only.
+        named_parameters: those of the model, with all of the optimizer's; names must be equal on all ranks.
+        compression: `hvd.Compression.none`, `.fp16`, `.bf16`, `.codec(…)`, or a compressor of the program.
+        backward_passes_per_step: the number of backward passes whose gradients are summed before sending.
+        op: Average or Sum (or Min, Max, Product, which skip ranks without a gradient).
+        gradient_predivide_factor: divides before the sum, multiplies after it; only with Average.
         num_groups: deprecated, use `groups`.
         groups: gradients that are reduced as one operation: the number of groups, or lists of parameters.
-        sparse_as_dense: sparse gradients are sent as dense ones.
-        process_set: the ranks that take part; on others the optimizer is not distributed.
+        sparse_as_dense: send sparse gradients as dense ones.
+        process_set: the participating ranks; on other ranks the optimizer stays local.
 
     Raises:
-        InvalidArgument: a `ValueError`: names that are missing, twice or not in pairs; options out of range.
+        InvalidArgument: a `ValueError`: missing, duplicate or unpaired names; options out of range.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidArgument(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
@@ -262,7 +262,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     passes = _positive(backward_passes_per_step)
     names = _names(optimizer, named_parameters)
     units = _units(optimizer, groups)
-    if reduce_op not in (Average, Sum):  # a missing gradient is not zero there, so each has its own request
+    if reduce_op not in (Average, Sum):  # a missing gradient is not zero here, so each has its own request
         units = [(param,) for unit in units for param in unit]
     before: Any = optimizer
     if isinstance(optimizer, _Distributed):
@@ -275,7 +275,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     )  # fmt: skip
     if process_set.included():
         gradients.attach()
-    # The same object with another class: references to it, such as a learning-rate scheduler's, stay valid.
+    # Changing the object's class keeps references to it valid, such as that of a learning-rate scheduler.
     plain: type = before.__class__
     before.__class__ = type(plain.__name__, (_Distributed, plain), {"_plain": plain})
     before._gradients = gradients
@@ -283,7 +283,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
 
 def _blank(kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """An uninitialised optimizer, for unpickling."""
+    """Return an uninitialised optimizer, for unpickling."""
     return kind.__new__(kind)
 
 
@@ -300,7 +300,7 @@ def _count(optimizer: torch.optim.Optimizer) -> int:
 def _names(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]] | None
 ) -> dict[Param, str]:
-    """A unique name for each parameter."""
+    """Return a unique name for each parameter."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if named is None:
         return {
@@ -328,7 +328,7 @@ def _names(
 
 
 def _units(optimizer: torch.optim.Optimizer, groups: Groups) -> list[tuple[Param, ...]]:
-    """The parameters, grouped by operation, in the same way on all ranks with equal models."""
+    """Return the parameters grouped by operation; the result depends only on the model and `groups`."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if groups is None or (isinstance(groups, int) and groups == 0):
         return [(param,) for param in params]

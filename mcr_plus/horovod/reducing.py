@@ -1,4 +1,4 @@
-"""Horovod's reduce ops, in terms of mcr_plus's."""
+"""Horovod's reduce ops, and their translation to those of mcr_plus."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NAMES: Final[dict[int, Op]] = {Sum: "SUM", Min: "MIN", Max: "MAX", Product: "PR
 
 
 def reduce_op_of(op: int | None, average: bool | None = None) -> HorovodReduceOp:
-    """The reduce op of the arguments `op` and `average` (deprecated); `Average` if neither is given.
+    """Return the reduce op for `op` and `average` (deprecated); `Average` if neither is given.
 
     Raises `InvalidArgument` (a `ValueError`) if both are given or one is unknown, `Unsupported` for `Adasum`.
     """
@@ -56,10 +56,10 @@ def reduce_op_of(op: int | None, average: bool | None = None) -> HorovodReduceOp
 def issued_op(
     op: int, dtype: torch.dtype, before: float, after: float, ranks: int
 ) -> tuple[Op, float, float]:
-    """The op to issue, and the factors to multiply with before and after it.
+    """Return the op to issue, and the factors to multiply with before and after it.
 
-    An average of floats is the library's own unless factors are given. An average of integers is their sum,
-    divided and rounded towards zero.
+    Without factors, an average of floats is the library's AVG. An average of integers is their sum, divided
+    and rounded towards zero.
     """
     if op != Average:
         return _NAMES[op], before, after
@@ -69,7 +69,7 @@ def issued_op(
 
 
 def scale_(tensor: torch.Tensor, factor: float) -> None:
-    """Multiply in place: integers in float64 and rounded towards zero, halves in float32."""
+    """Multiply in place: integers in float64 with rounding towards zero, 16-bit floats in float32."""
     if factor == 1.0:
         return
     if tensor.dtype in (torch.float16, torch.bfloat16):
@@ -77,13 +77,13 @@ def scale_(tensor: torch.Tensor, factor: float) -> None:
     elif tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         tensor.mul_(factor)
     elif factor < 1.0 and (1.0 / factor).is_integer():
-        tensor.div_(int(1.0 / factor), rounding_mode="trunc")  # exact beyond 2**53 too
+        tensor.div_(int(1.0 / factor), rounding_mode="trunc")  # exact, also beyond 2**53
     else:
         tensor.copy_(tensor.double().mul_(factor))
 
 
 def neutral(op: int, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """The neutral element of `op`, as the contribution of a rank without a tensor."""
+    """Return the neutral element of `op`: the contribution of a rank without a tensor."""
     if op == Product:
         return torch.ones(shape, dtype=dtype, device=device)
     if op not in (Min, Max):

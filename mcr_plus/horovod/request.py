@@ -16,7 +16,7 @@ from mcr_plus.horovod.reducing import HorovodReduceOp
 
 
 class HorovodInternalError(McrError):
-    """An operation failed: its requests differ between ranks, a rank has exited, or a library failed."""
+    """An operation failed: the ranks' requests differ, a rank has exited, or a library failed."""
 
 
 Shape = tuple[int, ...]
@@ -24,13 +24,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Request:
-    """One rank's request for an operation. Requests of one name, one per rank, form an operation.
+    """One rank's request for an operation. Requests of the same name, one per rank, form an operation.
 
-    `shapes`, `dtypes`: of its tensors, of which a grouped operation has several. `numbers`: further data of
-    the kind: the rows for each rank of an alltoall and the number of entries of a sparse allreduce, which may
-    differ between ranks; the ranks of a process set, which may not. `codec`: a codec as JSON, or the empty
+    `shapes`, `dtypes`: of its tensors; a grouped operation has several. `numbers`: further data of the kind:
+    the rows for each rank of an alltoall and the number of entries of a sparse allreduce, which may differ
+    between ranks; the ranks of a process set, which must be equal. `codec`: a codec as JSON, or the empty
     string. `absent`: this rank has no gradient, and adapts to the other ranks' requests. `problem`: the error
-    that keeps this rank from taking part.
+    that prevents this rank from participating, or the empty string.
     """
 
     name: str
@@ -46,17 +46,17 @@ class Request:
     codec: str = ""
     tag: str | None = None
     absent: bool = False
-    recurring: bool = False  # the name may recur, so ranks abbreviate the request by a number
+    recurring: bool = False  # the name may recur, so ranks abbreviate the request with a number
     problem: str = ""
 
     @cached_property
     def text(self) -> str:
-        """The request in one line."""
+        """The request as one line of JSON."""
         return json.dumps(astuple(self))
 
     @classmethod
     def read(cls, line: str) -> Request:
-        """The request of a `text`."""
+        """Return the request of a line written as `text`."""
         values: list[Any] = json.loads(line)
         values[2] = tuple(values[2])
         values[3] = tuple(tuple(shape) for shape in values[3])
@@ -65,18 +65,18 @@ class Request:
 
     @cached_property
     def compress(self) -> str | dict[str, object] | None:
-        """The codec as a call's `compress`."""
+        """The codec as an argument `compress`."""
         compress: str | dict[str, object] | None = json.loads(self.codec) if self.codec else None
         return compress
 
     @cached_property
     def types(self) -> tuple[torch.dtype, ...]:
-        """The dtypes."""
+        """The dtypes of the tensors."""
         return tuple(getattr(torch, name) for name in self.dtypes)
 
 
 def described(tensors: list[torch.Tensor]) -> dict[str, Any]:
-    """The fields of a request that describe its tensors."""
+    """Return the fields of a request that describe its tensors."""
     return {
         "dtypes": tuple(dtype_name(tensor.dtype) for tensor in tensors),
         "shapes": tuple(tuple(tensor.shape) for tensor in tensors),
@@ -104,7 +104,7 @@ _WORDS: Final = {
 
 
 def disagreement(requests: Mapping[int, Request]) -> str:
-    """The error text for requests, by rank, that do not match; empty if they do."""
+    """Return the error text for mismatched requests, by rank; empty if they match."""
     for rank, request in requests.items():
         if request.problem:
             return f"{request.kind} '{request.name}': rank {rank} cannot take part: {request.problem}"
@@ -120,7 +120,7 @@ def disagreement(requests: Mapping[int, Request]) -> str:
 
 
 def _differing(a: Request, b: Request) -> list[tuple[str, object, object]]:
-    """The mismatched properties as (name, value of a, value of b)."""
+    """Return the mismatched properties as (name, value of a, value of b)."""
     kinds = {a.kind, b.kind}
     if len(kinds) > 1 and not (b.absent and kinds == {"allreduce", "sparse"}):
         return [("the operation", a.kind, b.kind)]

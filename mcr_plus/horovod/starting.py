@@ -1,4 +1,4 @@
-"""Start of operations: from arguments to a named request."""
+"""Starting operations: arguments are checked and become a named request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _start(
 ) -> Handle:
     """Announce an operation. `fill` returns the fields of its request other than name, kind and tensors.
 
-    A mistake in the arguments raises here and, through the request, on the other ranks, so that none waits.
+    An invalid argument raises an error here and, through the request, on the other ranks, so that none hangs.
     """
     negotiator = negotiator_of(process_set)
     if name is not None and not isinstance(name, str):
@@ -69,20 +69,20 @@ def _checked(tensors: Tensors) -> list[torch.Tensor]:
 def _rows(tensors: Tensors, what: str) -> None:
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and not tensor.ndim:
-            raise InvalidArgument(f"{what}: expected a tensor of at least one dimension, got one of none")
+            raise InvalidArgument(f"{what}: expected a tensor of at least one dimension, got a scalar")
 
 
 def synchronize(handle: Handle) -> Any:
-    """Wait for an operation and return its result: a tensor, or a list of a grouped one.
+    """Wait for an operation and return its result: a tensor, or a list for a grouped operation.
 
-    Raises `HorovodInternalError` if the ranks' requests do not match, after which the job continues, or if a
-    rank has left.
+    Raises `HorovodInternalError` if the ranks' requests do not match (the job can continue) or if a rank has
+    left.
     """
     return current().negotiations.synchronize(handle)
 
 
 def poll(handle: Handle) -> bool:
-    """Whether an operation is complete, so that `synchronize` would not wait."""
+    """Return whether an operation is complete, so that `synchronize` would not wait."""
     return current().negotiations.poll(handle)
 
 
@@ -106,7 +106,7 @@ def reduce_async(
     codec = codec_of(compression)
     result: Callable[[Any], Any] | None = None
     if codec is None:
-        # A program's own compressor: its output is reduced and decompressed.
+        # A compressor of the program: its output is reduced and decompressed.
         given = list(tensors)
         pairs = [compression.compress(tensor) for tensor in given]
         tensors = [packed for packed, _ in pairs]
@@ -136,7 +136,7 @@ def sparse_allreduce_async(
     op: int = Average,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Start an allreduce of a COO tensor: entries are gathered, and equal indices summed or averaged.
+    """Start an allreduce of a COO tensor: entries are gathered; those of equal indices are reduced.
 
     A call of the handle returns the result, a coalesced COO tensor.
     """
@@ -196,7 +196,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Start an alltoall, with the result of `alltoall`."""
+    """Start an alltoall; its result is that of `alltoall`."""
 
     def fill(negotiator: Negotiator) -> dict[str, Any]:
         _rows([tensor], "alltoall")

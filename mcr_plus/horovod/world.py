@@ -26,7 +26,7 @@ from mcr_plus.runtime.process import job
 
 
 class NotReady(NotInitialized, ValueError):
-    """`init` has not been called; Horovod raises a `ValueError`."""
+    """`init` has not been called; a `ValueError` as in Horovod."""
 
 
 class ProcessSet:
@@ -47,17 +47,17 @@ class ProcessSet:
         self.process_set_id: int | None = None
 
     def size(self) -> int | None:
-        """The number of ranks; None if the set is not part of the job."""
+        """Return the number of ranks; None if the set is not part of the job."""
         return None if self.process_set_id is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """This process's rank in the set, or -1; None if the set is not part of the job."""
+        """Return this process's rank in the set, or -1; None if the set is not part of the job."""
         if self.process_set_id is None:
             return None
         return self.ranks.index(rank()) if self.included() else -1
 
     def included(self) -> bool:
-        """Whether this process belongs to the set."""
+        """Return whether the set contains this process."""
         return rank() in self.ranks
 
     def __repr__(self) -> str:
@@ -73,7 +73,7 @@ class _World:
     """The state that `init` creates."""
 
     comm: Communicator
-    own: bool  # `init` joined the job, so `shutdown` leaves it
+    own: bool  # `init` has joined the job, so `shutdown` leaves it
     negotiations: Negotiations
     everyone: Negotiator
     negotiators: dict[int, Negotiator] = field(default_factory=dict)  # by the number of the set
@@ -95,12 +95,12 @@ def init(
     backends: Sequence[str] | None = None,
     timeout: float | timedelta | None = None,
 ) -> None:
-    """Join the job, if this process has not joined it; collective.
+    """Join the job, unless this process has joined it already; collective.
 
-    `process_sets` are added at once; `"dynamic"`, to add some later, is accepted and always in effect.
-    `comm` must contain all ranks, as a list or as a communicator of mpi4py; use process sets for subsets.
-    `config`, `backends`, `timeout`: see `mcr_plus.init`. If the program has called that before, `shutdown`
-    does not leave the job.
+    `process_sets` are added immediately; `"dynamic"` is accepted and has no effect: sets can always be added
+    later. `comm` must contain all ranks, as a list or as a communicator of mpi4py; use process sets for
+    subsets. `config`, `backends`, `timeout`: see `mcr_plus.init`. If the program has called `mcr_plus.init`
+    before, `shutdown` does not leave the job.
     """
     global _world, _hooked
     if is_initialized():
@@ -152,7 +152,7 @@ def _at_exit() -> None:
 def shutdown() -> None:
     """Leave the job; collective. Operations that are still pending on other ranks fail.
 
-    Does nothing before `init`.
+    Before `init`, this does nothing.
     """
     global _world
     world = _world
@@ -176,12 +176,12 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether `init` has been called, and `shutdown` has not been called since."""
+    """Return whether `init` has been called, and `shutdown` has not been called since."""
     return _world is not None and runtime.is_initialized()
 
 
 def current() -> _World:
-    """The state that `init` created; raises `NotReady` before `init`."""
+    """Return the state that `init` created; raises `NotReady` before `init`."""
     if _world is None or not runtime.is_initialized():
         raise NotReady("Horovod has not been initialized; call hvd.init() first")
     return _world
@@ -191,12 +191,12 @@ def current() -> _World:
 
 
 def rank() -> int:
-    """This process's rank in the job."""
+    """Return this process's rank in the job."""
     return current().comm.rank
 
 
 def size() -> int:
-    """Number of ranks in the job."""
+    """Return the number of ranks in the job."""
     return current().comm.size
 
 
@@ -211,33 +211,33 @@ def _local_ranks() -> list[int]:
 
 
 def _across() -> list[str]:
-    """The hosts that have this process's local rank."""
+    """Return the hosts that have a rank with this process's local rank."""
     hosts = _hosts()
     return [host for host in dict.fromkeys(hosts) if hosts.count(host) > local_rank()]
 
 
 def local_rank() -> int:
-    """This process's rank among the ranks of its host."""
+    """Return this process's rank among the ranks of its host."""
     return _local_ranks().index(rank())
 
 
 def local_size() -> int:
-    """Number of ranks on this host."""
+    """Return the number of ranks on this host."""
     return len(_local_ranks())
 
 
 def cross_rank() -> int:
-    """The index of this host among the hosts that have this local rank."""
+    """Return the index of this host among the hosts that have this local rank."""
     return _across().index(_hosts()[rank()])
 
 
 def cross_size() -> int:
-    """Number of hosts that have this local rank."""
+    """Return the number of hosts that have this local rank."""
     return len(_across())
 
 
 def is_homogeneous() -> bool:
-    """Whether all hosts have the same number of ranks."""
+    """Return whether all hosts have the same number of ranks."""
     hosts = _hosts()
     return len({hosts.count(host) for host in hosts}) == 1
 
@@ -246,17 +246,17 @@ def is_homogeneous() -> bool:
 
 
 def mpi_built() -> bool:
-    """Whether the backend mpi is available."""
+    """Return whether the backend mpi is available."""
     return backend_class("mpi").availability().available
 
 
 def gloo_built() -> bool:
-    """Whether the backend gloo is available."""
+    """Return whether the backend gloo is available."""
     return backend_class("gloo").availability().available
 
 
 def nccl_built() -> int:
-    """The version of NCCL, such as 22005; 0 if it is not available."""
+    """Return the version of NCCL, such as 22005; 0 if it is not available."""
     if not backend_class("nccl").availability().available or not torch.cuda.is_available():
         return 0
     from torch.cuda import nccl
@@ -267,12 +267,12 @@ def nccl_built() -> int:
 
 
 def cuda_built() -> bool:
-    """Whether torch was built for CUDA."""
+    """Return whether torch was built for CUDA."""
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """Whether torch was built for ROCm."""
+    """Return whether torch was built for ROCm."""
     return torch.version.hip is not None
 
 
@@ -287,19 +287,19 @@ def ccl_built() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Whether this job uses MPI."""
+    """Return whether this job uses MPI."""
     current()
     return "mpi" in runtime.get_backends()
 
 
 def gloo_enabled() -> bool:
-    """Whether this job uses gloo."""
+    """Return whether this job uses gloo."""
     current()
     return "gloo" in runtime.get_backends()
 
 
 def mpi_threads_supported() -> bool:
-    """Whether MPI may be called from several threads in this job."""
+    """Return whether MPI may be called from several threads in this job."""
     if not mpi_enabled():
         return False
     from mpi4py import MPI
@@ -311,9 +311,9 @@ def mpi_threads_supported() -> bool:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: ARG001 - there are none
-    """Record operations until `stop_timeline`, which writes rank 0's to `file_path` (Chrome's format).
+    """Record operations until `stop_timeline`, which writes those of rank 0 to `file_path` (Chrome's format).
 
-    Ends and writes a recording in progress.
+    A recording in progress is ended and written first.
     """
     world = current()
     stop_timeline()
@@ -323,7 +323,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: 
 
 
 def stop_timeline() -> None:
-    """End and write the recording, if there is one."""
+    """End the recording in progress, if any, and write it on rank 0."""
     world = current()
     if world.timeline is None:
         return
@@ -338,7 +338,7 @@ def stop_timeline() -> None:
 
 
 def negotiator_of(process_set: ProcessSet) -> Negotiator:
-    """The negotiator of a set; raises `InvalidArgument` on a rank that is not in the set."""
+    """Return the negotiator of a set; raises `InvalidArgument` on a rank that is not in the set."""
     world = current()
     number = process_set.process_set_id
     if number is None:
@@ -352,19 +352,19 @@ def negotiator_of(process_set: ProcessSet) -> Negotiator:
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Add a process set to the job; collective over the whole job. Returns the set, ready for use.
 
-    Raises `InvalidArgument` (a `ValueError`) if there is a set of these ranks already.
+    Raises `InvalidArgument` (a `ValueError`) if a set of these ranks exists already.
     """
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     number = _together("add_process_set", added.ranks)
     if number is None:
-        raise InvalidArgument(f"process_set: there is one of ranks {added.ranks} already")
+        raise InvalidArgument(f"process_set: a set of ranks {added.ranks} exists already")
     added.process_set_id = number
     current().sets[number] = added
     return added
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set; collective over the whole job. Returns whether there was one to remove.
+    """Remove a process set; collective over the whole job. Returns whether the set was part of the job.
 
     The set of all ranks cannot be removed.
     """
@@ -376,7 +376,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def _together(kind: str, numbers: list[int]) -> int | None:
-    """Change the process sets on all ranks of the job, at the same place among their operations."""
+    """Change the process sets on all ranks of the job, at the same position among their operations."""
     everyone = current().everyone
     name = everyone.auto_name(kind)
     everyone.check_name(name)
@@ -386,7 +386,7 @@ def _together(kind: str, numbers: list[int]) -> int | None:
 
 
 def _launch(negotiator: Negotiator, agreed: Sequence[Agreed]) -> None:
-    """Launch operations, and run changes of the process sets between them."""
+    """Launch operations, and apply changes of the process sets in between."""
     run: list[Agreed] = []
     for operation in agreed:
         change = _CHANGES.get(next(iter(operation.requests.values())).kind)

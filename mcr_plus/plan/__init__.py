@@ -1,8 +1,8 @@
-"""Plans of a training step: costs of its operations, a simulation, and the search for the best buckets."""
+"""Planning of a training step: costs of operations, a simulation, and the search for the best buckets."""
 
 from typing import Final
 
 REPORT: Final = "plan report"
-"""Under this name the runtime keeps the report of the latest plan, see `mcr.plan_report`."""
+"""Key of the runtime's entry for the report of the latest plan, see `mcr.plan_report`."""
 MEASURED: Final = "plan measured"
-"""Under this name it keeps what all ranks have measured of libraries, see `Step.measured`."""
+"""Key of the runtime's entry for the measurements of libraries by all ranks, see `Step.measured`."""

@@ -1,10 +1,10 @@
-"""The best buckets for a captured step, on the ranks where it ran or on another cluster, and what would help.
+"""The best buckets for a captured step, on its own ranks or on another cluster, and the gain of changes.
 
     advice = advise(step, costs, ranks=4096)
     advice.timeline.step_s, advice.plan, advice.scaling, advice.what_ifs
 
-Buckets come from `buckets`, everything else is simulated (`network`). Every figure says whether its costs
-were measured, scaled or assumed.
+Buckets come from `buckets`; all other figures are simulated (`network`). Every figure states whether its
+costs were measured, scaled or assumed.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from mcr_plus.plan.scaling import CAPTURED, Costs, How
 from mcr_plus.plan.step import Compute, Issue, Step
 
 SECONDS: Final = 4.0
-"""That searches may take in all."""
+"""Time limit of all searches together."""
 _CODEC: Final = "int8_block"
 _MIB: Final = 1 << 20
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """The step on a number of ranks, with the same plan. `how`, `times_how`: see `Timeline`."""
+    """Prediction for the same plan on another number of ranks. `how`, `times_how`: see `Timeline`."""
 
     ranks: int
     step_s: float
@@ -52,7 +52,7 @@ class Scaled:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """The step if something were changed. `gain`: seconds by which it is shorter."""
+    """Prediction of the step after a change. `gain`: seconds by which the step becomes shorter."""
 
     change: str
     step_s: float
@@ -62,13 +62,13 @@ class WhatIf:
 
 @dataclass(frozen=True)
 class Advice:
-    """A plan for a step and what is expected of it.
+    """A plan for a step, with predictions.
 
-    `bound`: seconds that no buckets can beat; that of `timeline` is for those of `plan`. `gap`: how far these
-    may be above the best ones: by the search where there is one channel, and by the bound otherwise. `exact`:
-    they are the best. `others`: the step under other
-    plans, by their names. `scaling`: on other numbers of ranks. `what_ifs`: the largest gain first.
-    `skipped`: changes that could not be simulated, and why.
+    `bound`: lower bound in seconds over all buckets; `timeline.bound` is the lower bound for those of `plan`.
+    `gap`: upper bound of the relative distance of `plan` to the best buckets: by the search if there is one
+    channel, else by `bound`. `exact`: the buckets are the best ones. `others`: the step under other plans, by
+    name. `scaling`: the step on other numbers of ranks. `what_ifs`: the largest gain first. `skipped`:
+    changes that could not be simulated, with the reasons.
     """
 
     plan: Plan
@@ -91,17 +91,17 @@ def advise(
     codec: str | None = None,
     seconds: float = SECONDS,
 ) -> Advice:
-    """Search the best buckets for `ranks` ranks, and simulate the step with them and with others.
+    """Search the best buckets for `ranks` ranks, and simulate the step with these and with other plans.
 
     Args:
-        costs: of operations, on the topology that is asked about. ranks: None for as many as were captured.
-        what_ifs: changes to try besides the usual ones: `compress=CODEC` for gradients, `compute=0.8` for a
-            factor of computing, or those of `Topology.changed`. codec: that compresses all buckets; its own
-            time is not known, so that their costs are assumed. seconds: that searches may take in all; usual
-            changes that would take longer are left out.
+        costs: of operations, on the target topology. ranks: None for the captured number.
+        what_ifs: changes to try besides the usual ones: `compress=CODEC` for gradients, `compute=0.8` to
+            scale the computation time, or those of `Topology.changed`. codec: compresses all buckets; the
+            encoding time is unknown, so their costs are assumed. seconds: time limit of all searches; usual
+            changes that would exceed it are skipped.
 
     Raises:
-        ConfigError: a change is not known. InvalidArgument, Unsupported: see `network.simulate`.
+        ConfigError: an unknown change. InvalidArgument, Unsupported: see `network.simulate`.
     """
     world = step.ranks if ranks is None else ranks
     for change in what_ifs:
@@ -117,13 +117,13 @@ def advise(
     for number, change in enumerate(tried):
         now = perf_counter()
         if now > end and change not in what_ifs:
-            skipped.append(f"{change}: the {seconds:g} s for searches are over")
+            skipped.append(f"{change}: skipped, as the searches have used their {seconds:g} s")
             continue
         try:
             until = now + (end - now) / (len(tried) - number)
             after = _changed(step, costs, world, change, plan, codec, until)
         except ConfigError:
-            continue  # a link of the usual ones that this cluster cannot have
+            continue  # a usual change that this cluster does not support
         except McrError as problem:
             skipped.append(f"{change}: {problem}")
             continue
@@ -147,7 +147,7 @@ def advise(
 
 
 def _others(step: Step, costs: Costs, world: int, codec: str | None) -> dict[str, Timeline]:
-    """The step as it was captured, and with the usual buckets, compressed by `codec`."""
+    """Return the step as captured, and with the usual buckets, compressed by `codec`."""
     plans: dict[str, Plan | None] = {"as captured": None}
     units, base = units_of(step), best_library(costs)
     if units:
@@ -160,7 +160,7 @@ def _others(step: Step, costs: Costs, world: int, codec: str | None) -> dict[str
 
 
 def _usual_buckets(units: Sequence[Unit], limit: int, library: str, codec: str | None) -> list[Bucket]:
-    """Buckets of up to `limit` bytes, of each unit's own gradients."""
+    """Return buckets of up to `limit` bytes; gradients of different units never share one."""
     return in_order(
         (unit.ready[bucket.params[-1]], bucket._replace(codec=codec))
         for unit in units
@@ -169,7 +169,7 @@ def _usual_buckets(units: Sequence[Unit], limit: int, library: str, codec: str |
 
 
 def _known(step: Step, plan: Plan | None, costs: Costs, world: int) -> Timeline | None:
-    """The course of the step; None where the costs of some operation are not known on these ranks."""
+    """Return the step's timeline; None if the cost of an operation is unknown on these ranks."""
     try:
         return simulated(step, plan, costs, world)
     except Unsupported:
@@ -177,14 +177,18 @@ def _known(step: Step, plan: Plan | None, costs: Costs, world: int) -> Timeline 
 
 
 def _spreads(step: Step, ranks: int) -> bool:
-    """Whether the step can be spread to so many ranks: any number of one role in one group."""
+    """Return whether the step can be simulated on `ranks` ranks.
+
+    A step with a single role and a single group of all ranks scales to any number, others to multiples of the
+    captured one.
+    """
     whole = tuple(range(step.ranks))
     groups = {each.group for role in step.roles for each in role.events if isinstance(each, Issue)}
     return ranks % step.ranks == 0 or (len(step.roles) == 1 and groups <= {whole})
 
 
 def _scaled(step: Step, plan: Plan, costs: Costs, world: int) -> list[Scaled]:
-    """The step on 1, 2, 4, … ranks and on the captured ones' doublings, up to those that are asked about."""
+    """Return the step on 1, 2, 4, … ranks and on doublings of the captured number, up to `world`."""
     numbers = {step.ranks, world}
     for first in (1, step.ranks):
         while first < world:
@@ -199,7 +203,7 @@ def _scaled(step: Step, plan: Plan, costs: Costs, world: int) -> list[Scaled]:
 
 
 def _usual(step: Step, costs: Costs, world: int, codec: str | None) -> list[str]:
-    """Changes that are always of interest: links twice as fast, a codec, computing that is faster."""
+    """Return the changes that are always tried: links twice as fast, a codec, faster computation."""
     links = costs.topology.links
     changes = []
     if links.nic is not None:
@@ -214,7 +218,7 @@ def _usual(step: Step, costs: Costs, world: int, codec: str | None) -> list[str]
 
 
 def _check_change(step: Step, costs: Costs, change: str) -> None:
-    """Raise `ConfigError` if a change is not known."""
+    """Raise `ConfigError` for an unknown change."""
     name, _, value = (part.strip() for part in change.partition("="))
     if name == "compute":
         _factor(change, value)
@@ -222,7 +226,7 @@ def _check_change(step: Step, costs: Costs, change: str) -> None:
         if value not in (known := registry.names("codecs")):
             raise ConfigError(f"{change}: {unknown('codec', value, known)}")
         if not units_of(step):
-            raise ConfigError(f"{change}: the step sends no gradients that could be compressed")
+            raise ConfigError(f"{change}: the step sends no gradients to compress")
     else:
         costs.topology.changed([change])
 
@@ -230,7 +234,7 @@ def _check_change(step: Step, costs: Costs, change: str) -> None:
 def _changed(
     step: Step, costs: Costs, world: int, change: str, plan: Plan, codec: str | None, until: float
 ) -> Timeline:
-    """The step after a change, with the best buckets for it; `plan`: those without it, with this codec."""
+    """Return the step after a change, with the best buckets for it; `plan`, `codec`: without the change."""
     name, _, value = (part.strip() for part in change.partition("="))
     if name == "compute":
         step = _faster(step, _factor(change, value))
@@ -249,12 +253,12 @@ def _factor(change: str, value: str) -> float:
     except ValueError:
         factor = -1.0
     if not 0 < factor < np.inf:
-        raise ConfigError(f"{change}: expected a factor of the time of computing, such as compute=0.8")
+        raise ConfigError(f"{change}: expected a factor of the computation time, such as compute=0.8")
     return factor
 
 
 def _faster(step: Step, factor: float) -> Step:
-    """The step with another time of computing."""
+    """Return the step with computation times multiplied by `factor`."""
     roles = tuple(
         replace(
             role,

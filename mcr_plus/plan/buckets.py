@@ -1,10 +1,10 @@
-"""The best buckets for the gradients of a step: exact for one channel, changed by simulations with several.
+"""The best buckets for the gradients of a step: exact for one channel, a local search for several.
 
     found = searched(step, costs, ranks, until=perf_counter() + 2)
     found.plan, found.bound
 
-The search (`search`) knows one channel. Gradients that other ranks send, or other groups, are searched apart;
-with several libraries, single buckets are then changed as long as the simulated step becomes shorter.
+The search (`search`) models one channel. Gradients of different ranks or groups are searched separately; with
+several libraries, single buckets are then changed as long as the simulated step becomes shorter.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from mcr_plus.plan.step import Compute, Issue, Ready, Role, Step, Wait
 from mcr_plus.tables.scaling import Placement
 
 _ALIGNMENT: Final = 64  # bytes
-_POINTS: Final = 16  # of a curve, for each doubling of the size
-_TRIED: Final = 400  # changes of a plan
-_WORTH: Final = 1e-4  # of the step; less is no reason for a change
-_CUTS: Final = 8  # parts of a large bucket, between which it may be cut
+_POINTS: Final = 16  # points of a curve per doubling of the size
+_TRIED: Final = 400  # largest number of changes tried
+_WORTH: Final = 1e-4  # smallest relative gain of the step that justifies a change
+_CUTS: Final = 8  # a large bucket may be cut between this many parts
 
 
 def simulated(step: Step, plan: Plan | None, costs: Costs, world: int) -> Timeline:
-    """The course of the step on so many ranks, with what issuing operations takes."""
+    """Return the step's timeline on `world` ranks, with the overhead of issuing operations."""
     return simulate(step, plan, costs, ranks=world, overhead=OVERHEAD)
 
 
 class Unit(NamedTuple):
-    """Gradients that buckets may join, in the order of their readiness, since the same ranks send them in the
-    same groups.
+    """Gradients that may share buckets, since the same ranks send them in the same groups.
 
-    `sizes`: bytes by name. `ready`: seconds of computing before each; `until`: before the program waits for
-    the last of them, out of `computed` in all. `group`: the captured ranks that send them. All are those of
-    the role that computes longest.
+    `sizes`: bytes by name, in the order of readiness. `ready`: seconds of computation before each gradient.
+    `until`: seconds of computation before the program waits for the last one. `computed`: seconds of
+    computation in total. `group`: the captured ranks that send them. Times are those of the sending role
+    with the longest computation.
     """
 
     sizes: dict[str, int]
@@ -57,8 +57,11 @@ class Unit(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A plan; how far it may be above the best of its model (None: see the bound), and whether it is the best
-    there; the least time of any plan, in seconds from the beginning of the step.
+    """Result of a search.
+
+    `gap`: upper bound of the plan's relative distance to the model's optimum (None: only `bound` is
+    available). `exact`: the plan is the model's optimum. `bound`: lower bound of the step over all plans, in
+    seconds.
     """
 
     plan: Plan
@@ -68,7 +71,7 @@ class Found(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Buckets of a unit, each with the time at which it is ready, and what is known of them, see `Found`."""
+    """Buckets of a unit, each with the time when it becomes ready; for the other fields, see `Found`."""
 
     buckets: list[tuple[float, Bucket]]
     libraries: list[str]
@@ -80,9 +83,9 @@ class _Part(NamedTuple):
 def searched(
     step: Step, costs: Costs, world: int, *, until: float, codec: str | None = None, start: Plan | None = None
 ) -> Found:
-    """The best plan: exact for one channel; with several, changed step by step from there until some time.
+    """Return the best plan: exact for one channel; for several, improved by a local search until `until`.
 
-    `start`: a plan that is tried, too. `codec`: that compresses all buckets.
+    `start`: a further starting point of the local search. `codec`: compresses all buckets.
     """
     units = units_of(step)
     library = best_library(costs)
@@ -94,7 +97,7 @@ def searched(
     plan = Plan(in_order(each for part in parts for each in part.buckets), library)
     bound = max(computed, *(part.bound for part in parts))
     libraries = list(dict.fromkeys(name for part in parts for name in part.libraries))
-    # The search knows one channel that never waits for the program to poll it.
+    # The search models one channel that progresses without polling.
     polled = step.by_caller and any(map(is_polled, libraries))
     if len(parts) == len(libraries) == 1 and not polled:
         return Found(plan, parts[0].gap, parts[0].exact, bound)
@@ -107,7 +110,7 @@ def searched(
 
 
 def _part(unit: Unit, costs: Costs, captured: int, world: int, codec: str | None, seconds: float) -> _Part:
-    """The best buckets of a unit, as if nothing else were sent."""
+    """Return the best buckets of a unit, without regard to other operations."""
     names, nbytes, times = _grouped(unit)
     to = costs.topology.placement(members(unit.group, captured, world))
     curves = _curves(costs, to, sum(nbytes), codec)
@@ -124,8 +127,9 @@ def _part(unit: Unit, costs: Costs, captured: int, world: int, codec: str | None
     grouped = len(names) < len(unit.sizes)
     if len(libraries) == 1 and not grouped:
         return _Part(buckets, libraries, found.gap, found.exact, (found.bound + after) / above)
-    # Libraries have channels of their own, and share links: each carries what crosses it. And gradients of
-    # one group may yet be parted. What surely comes after the last gradient is an operation that has it.
+    # Each library has its own channel, and all share the links, so this bound counts the busy time of the
+    # links. Gradients of one group could still be separated, so for groups only the last gradient counts: it
+    # must be sent by some operation after it is ready.
     last = np.array([unit.sizes[names[-1][-1]]])
     ends = [unit.until, times[-1] + min(float(each.cost.times(last)[0]) for each in curves.values())]
     if not grouped:
@@ -138,14 +142,14 @@ def _part(unit: Unit, costs: Costs, captured: int, world: int, codec: str | None
 
 
 def in_order(buckets: Iterable[tuple[float, Bucket]]) -> list[Bucket]:
-    """Buckets of several units in the order in which they are ready, so that none waits for another."""
+    """Return buckets of several units in the order of their readiness, so that none waits for a later one."""
     return [bucket for _, bucket in sorted(buckets, key=lambda pair: pair[0])]
 
 
 def _improved(
     step: Step, plan: Plan, costs: Costs, world: int, libraries: Sequence[str], until: float
 ) -> Plan:
-    """The plan after changes of single buckets, each of which makes the simulated step shorter."""
+    """Return the plan after a local search: each change of one bucket makes the simulated step shorter."""
     best, tried = simulated(step, plan, costs, world).step_s, 0
     together = {name: number for number, unit in enumerate(units_of(step)) for name in unit.sizes}
     improved = True
@@ -166,11 +170,11 @@ def _improved(
 def _neighbours(
     buckets: list[Bucket], libraries: Sequence[str], unit: Mapping[str, int]
 ) -> Iterator[list[Bucket]]:
-    """Plans in which one bucket has another library, is joined to the next one, or is cut in two.
+    """Yield plans in which one bucket has another library, is joined with the next one, or is cut in two.
 
-    `unit`: of each gradient; those of different ones are never joined.
+    `unit`: the unit of each gradient; gradients of different units are never joined.
     """
-    for at in reversed(range(len(buckets))):  # those at the end are exposed
+    for at in reversed(range(len(buckets))):  # the last buckets are exposed
         before, bucket, behind = buckets[:at], buckets[at], buckets[at + 1 :]
         for library in libraries:
             if library != bucket.library:
@@ -184,12 +188,12 @@ def _neighbours(
 
 
 def _places(count: int) -> list[int]:
-    """Where a bucket of so many gradients may be cut: everywhere, or at a few places of a large one."""
+    """Return the positions where a bucket of `count` gradients may be cut: all, or a few of a large one."""
     return sorted({round(count * part / _CUTS) for part in range(1, _CUTS)} - {0, count})
 
 
 def units_of(step: Step) -> list[Unit]:
-    """The gradients of the step, those apart that no bucket may join."""
+    """Return the gradients of the step, grouped by the ability to share a bucket."""
     carriers: dict[str, dict[int, tuple[int, ...]]] = {}
     for number, role in enumerate(step.roles):
         for each in role.events:
@@ -210,7 +214,7 @@ def units_of(step: Step) -> list[Unit]:
 
 
 def unused_in(step: Step) -> tuple[str, ...]:
-    """Parameters that the step's operations carry, and that have no gradient on any rank."""
+    """Return the parameters that the step's operations carry, but that have no gradient on any rank."""
     sizes = sizes_of(step)
     carried = (
         name
@@ -235,17 +239,20 @@ def _unit(role: Role, nbytes: Mapping[str, int], group: tuple[int, ...]) -> Unit
             until = done
     until = done if until is None else until
     for name in nbytes:
-        ready.setdefault(name, until)  # a gradient of other ranks alone: this one sends zeros at the end
+        ready.setdefault(name, until)  # ready only on other ranks: this rank sends zeros at the end
     return Unit({name: nbytes[name] for name in ready}, ready, until, done, group)
 
 
 def computed_in(role: Role) -> float:
-    """Seconds of computing of a role."""
+    """Return the seconds of computation of a role."""
     return sum(each.seconds for each in role.events if isinstance(each, Compute))
 
 
 def _grouped(unit: Unit) -> tuple[list[tuple[str, ...]], list[int], list[float]]:
-    """Gradients in the order of their readiness; of very many, neighbours of few bytes stay together."""
+    """Return names, bytes and ready times in the order of readiness.
+
+    If there are very many gradients, small neighbours form one entry.
+    """
     names = list(unit.ready)
     ends = groups([unit.sizes[name] for name in names])
     kept = [tuple(names[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
@@ -254,9 +261,10 @@ def _grouped(unit: Unit) -> tuple[list[tuple[str, ...]], list[int], list[float]]
 
 
 class _Curves(NamedTuple):
-    """What all_reduces by a library cost, and the seconds for which they would fill their widest link.
+    """The costs of all_reduces by a library.
 
-    `above`: how far the curve may lie above the costs between its points, relative to them.
+    `work`: the seconds for which they would fill their widest link. `above`: the largest relative amount by
+    which the curve exceeds the true costs between its points.
     """
 
     cost: Curve
@@ -265,18 +273,18 @@ class _Curves(NamedTuple):
 
 
 def _curves(costs: Costs, to: Placement, nbytes: int, codec: str | None = None) -> dict[str, _Curves]:
-    """What all_reduces up to `nbytes` cost on ranks that lie in this way, by library."""
+    """Return the costs of all_reduces up to `nbytes` on ranks with this placement, by library."""
     doublings = max(1.0, np.log2(max(nbytes, 8) / 4))
     even = np.geomspace(4, max(nbytes, 8), int(_POINTS * doublings))
     found: dict[str, _Curves] = {}
     for library in libraries_of(costs):
-        # Curves have corners where something was measured.
+        # Curves have corners at the measured sizes.
         corners = [each.curve.sizes for each in costs.measured if each.library == library]
         wanted = np.unique(np.concatenate([even, *corners]).astype(np.int64))
         sizes = wanted[(wanted >= 4) & (wanted <= max(nbytes, 8))].tolist()
         try:
             used = [costs.use("all_reduce", size, to, library, codec) for size in sizes]
-        except Unsupported:  # nothing is known of this library on these ranks
+        except Unsupported:  # this library's costs are unknown on these ranks
             continue
         points = {size: use.cost[:2] for size, use in zip(sizes, used, strict=True)}
         work = {
@@ -292,19 +300,19 @@ def _curves(costs: Costs, to: Placement, nbytes: int, codec: str | None = None) 
 
 
 def libraries_of(costs: Costs) -> list[str]:
-    """The libraries that may send buckets. The one of the captured step is among those that have names."""
+    """Return the libraries that may send buckets; `CAPTURED` only if no library with a name is available."""
     named = [each for each in costs.libraries() if each != CAPTURED]
     return named or costs.libraries()
 
 
 def best_library(costs: Costs) -> str:
-    """The library of the program's own operations: that of the captured step, if it has any."""
+    """Return the library of operations without gradients: that of the captured step, if it has costs."""
     libraries = costs.libraries()
     return CAPTURED if CAPTURED in libraries or not libraries else libraries[0]
 
 
 def buckets_of(sizes: Mapping[str, int], limit: int, library: str) -> list[Bucket]:
-    """Gradients, by name, in their order, in buckets of up to `limit` bytes."""
+    """Return buckets of up to `limit` bytes of the gradients, in the order of `sizes`."""
     names = list(sizes)
     entries = [Entry(at, nbytes) for at, nbytes in enumerate(sizes.values())]
     return [

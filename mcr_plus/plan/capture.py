@@ -1,9 +1,9 @@
 """Captures training steps of a running job by hooks.
 
 Hooks of the model and the optimizer mark when modules need their parameters, gradients become ready and steps
-end; the communicator tells of the operations that the program issues and waits for. Marks are times of the
+end; the communicator reports the operations that the program issues and waits for. Marks are times of the
 host, or events on the current stream if the parameters are on a GPU. At the end all ranks exchange their
-marks, and each makes the same `Step` of them.
+marks and construct the same `Step` from them.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from mcr_plus.runtime.init import current
 
 _ATTACHED: Final = "capture"
 LEAST: Final = 3
-"""Steps, of which the medians are taken."""
+"""Smallest number of captured steps; durations are medians over the steps."""
 
 
 class _Seen(NamedTuple):
-    """An event as it was noted; times are those of the clock. `number`: of the operation."""
+    """A recorded event with times of the capture's clock. `number`: index of the operation, or -1."""
 
     event: Ready | Need | None  # None: an operation, issued or waited for
     computed: str
@@ -45,7 +45,7 @@ class _Seen(NamedTuple):
 
 
 class _Operation:
-    """An operation of the program; it does not keep the tensors. `end`: when it was done, by the clock."""
+    """An operation of the program, without references to tensors. `end`: the clock at its completion."""
 
     __slots__ = ("begin", "end", "gradients", "group", "match_tag", "nbytes", "peer", "signature")
 
@@ -63,7 +63,7 @@ class _Operation:
 
 
 def _on_stream() -> Any:
-    """An event on the current stream of the GPU."""
+    """Return an event recorded on the current stream of the GPU."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
@@ -72,7 +72,7 @@ def _on_stream() -> Any:
 class Capture:
     """The result of `mcr.capture`: the captured `Step`, once the block has ended.
 
-    `save(path)` writes it as JSON; `step` is the `Step` itself, whose attributes this object has too.
+    `save(path)` writes it as JSON; `step` is the `Step`, and its attributes are available on this object.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Capture:
         self._hold = hold
         self._step: Step | None = None
         self._names = {id(param): name for name, param in model.named_parameters() if param.requires_grad}
-        self._events = {  # made here, as hooks run beside what is measured
+        self._events = {  # built in advance: hooks run inside the measured time
             name: (
                 Ready(name, param.nbytes, f"{dtype_name(param.dtype)} {param.device.type}"),
                 name.rpartition(".")[0] or "model",
@@ -104,7 +104,7 @@ class Capture:
         self._active = False
         self._hooks: list[Any] = []
         self._comm: Communicator | None = None
-        # Of the step that is running:
+        # State of the current step:
         self._began: Any = None
         self._doing = "start"
         self._seen: list[_Seen] = []
@@ -112,7 +112,7 @@ class Capture:
         self._needed: set[str] = set()
         self._tasks: dict[int, int] = {}  # by parameter, the backward pass in which it became ready
         self._carried: tuple[str, ...] = ()
-        # Of those that have ended: beginning, end, what was seen, operations, and what was done last.
+        # Completed steps: begin, end, recorded events, operations, and the name of the last computation.
         self._done: list[tuple[Any, Any, list[_Seen], list[_Operation], str]] = []
 
     # -- the block --------------------------------------------------------------------------------
@@ -123,11 +123,11 @@ class Capture:
             raise InvalidArgument("mcr.capture: another capture is running; expected one at a time")
         self._comm = comm = runtime.communicator.branch()
         asked = comm.all_gather_object((self._steps, self._hold), tag="capture")
-        for rank, theirs in enumerate(asked):
-            if theirs != asked[0]:
+        for rank, other in enumerate(asked):
+            if other != asked[0]:
                 comm.close()
                 raise InvalidArgument(
-                    f"mcr.capture: rank {rank} has steps={theirs[0]}, hold={theirs[1]}, and rank 0 "
+                    f"mcr.capture: rank {rank} has steps={other[0]}, hold={other[1]}, and rank 0 "
                     f"steps={asked[0][0]}, hold={asked[0][1]}; expected the same on all ranks"
                 )
         runtime.attached[_ATTACHED] = self
@@ -151,19 +151,19 @@ class Capture:
         if kind is not None:
             if (
                 not comm.closed
-            ):  # the peers, which come to the end of the block, are told why this rank does not
+            ):  # peers that reach the end of the block raise an error with this rank's reason
                 what = f"its block of mcr.capture has ended with {kind.__name__}: {error}"
                 comm.state.board.mark_failed(Failure(0, what))
             runtime.leave(comm, clean=False)
             return
         with comm:
             steps = self._of_this_rank()
-            mine = model_hash(
+            own = model_hash(
                 (name, param.shape, dtype_name(param.dtype))
                 for name, param in self._model.named_parameters()
                 if param.requires_grad and not getattr(param, "mcr_skip", False)
             )
-            gathered: list[tuple[list[RankStep], str]] = comm.all_gather_object((steps, mine), tag="capture")
+            gathered: list[tuple[list[RankStep], str]] = comm.all_gather_object((steps, own), tag="capture")
         hashes = list(dict.fromkeys(of_rank for _, of_rank in gathered))
         whole = hashes[0] if len(hashes) == 1 else model_hash((each, (), "") for each in hashes)
         try:
@@ -177,7 +177,7 @@ class Capture:
         self._step = replace(merged, measured=runtime.attached.get(MEASURED, {}))
 
     def _add_hooks(self) -> None:
-        # Hooks inside what is compiled would become part of its graph, which is compiled anew without them.
+        # Hooks inside compiled modules would become part of the graph, and their removal would recompile it.
         compiled = {
             id(part)
             for module in self._model.modules()
@@ -194,7 +194,7 @@ class Capture:
         self._hooks.append(self._optimizer.register_step_post_hook(self._after_step))
 
     def _stop(self) -> None:
-        """Note nothing more. The optimizer's hook, which calls this, is removed at the end of the block."""
+        """Stop recording. The optimizer's hook, which calls this, is removed at the end of the block."""
         if self._active:
             self._active = False
             current().watch(None)
@@ -206,7 +206,7 @@ class Capture:
 
     def _needs(self, name: str) -> Callable[..., None]:
         def need(module: torch.nn.Module, inputs: Any) -> None:  # noqa: ARG001 - a hook
-            if torch.compiler.is_compiling():  # by a function around the model; this would break its graph
+            if torch.compiler.is_compiling():  # an enclosing function; recording would break its graph
                 return
             if self._active:
                 if name not in self._needed:
@@ -236,7 +236,7 @@ class Capture:
         return self._active and self._hold
 
     def ready(self, param: torch.Tensor) -> None:
-        """See `Watcher`. A reducer calls this before it sends the bucket, and the hook once more after it."""
+        """See `Watcher`. A reducer calls this before it sends a bucket; the hook's repetition is ignored."""
         name, task = self._names.get(id(param)), torch._C._current_graph_task_id()
         if name is None or not self._active or self._tasks.get(id(param)) == task:
             return
@@ -284,14 +284,14 @@ class Capture:
         operation.end = self._now()
 
     def waited(self, begin: Any, operation: _Operation, number: int) -> None:
-        """The program has waited for an operation since `begin`; it may be one of an earlier step."""
+        """Record that the program has waited for an operation, possibly of an earlier step, since `begin`."""
         if self._active:
             is_known = number < len(self._operations) and self._operations[number] is operation
             known = number if is_known else -1
             self._seen.append(_Seen(None, self._doing, begin, self._now(), known, is_wait=True))
 
     def clock(self) -> Any:
-        """Now, by the clock of the capture."""
+        """Return the current time of the capture's clock."""
         return self._now()
 
     # -- the result -------------------------------------------------------------------------------
@@ -304,13 +304,13 @@ class Capture:
     def _resolved(
         self, began: Any, ended: Any, seen: list[_Seen], operations: list[_Operation], last: str
     ) -> RankStep:
-        """A step in seconds."""
+        """Return a step with its times converted to seconds since its beginning."""
         keys = _keys(operations)
         final = {each.event.param: i for i, each in enumerate(seen) if isinstance(each.event, Ready)}
         marks: list[Mark] = []
         for index, each in enumerate(seen):
             begin, end = self._between(began, each.begin), self._between(began, each.end)
-            if each.event is not None:  # gradients that are accumulated may be sent after the last pass
+            if each.event is not None:  # accumulated gradients are ready after the last backward pass
                 if not isinstance(each.event, Ready) or final[each.event.param] == index:
                     marks.append(Mark(each.event, each.computed, begin, end))
             elif each.number >= 0 and each.is_wait:
@@ -330,7 +330,7 @@ class Capture:
         """The captured step. Raises `InvalidArgument` before the end of the block."""
         if self._step is None:
             raise InvalidArgument(
-                "mcr.capture: the step is complete when the block has ended without an error"
+                "mcr.capture: the step is available once the block has ended without an error"
             )
         return self._step
 
@@ -345,7 +345,7 @@ class Capture:
 
 
 class _Watched(Work):
-    """The handle of an operation of the program, which notes when the program waits for it."""
+    """Handle of an operation of the program that records when the program waits for it."""
 
     __slots__ = ("_capture", "_number", "_operation", "_was_waited_for", "_work")
 
@@ -393,7 +393,7 @@ class _Watched(Work):
 
 
 def _ends(operation: _Operation) -> tuple[int, ...]:
-    """Sender and receiver of a message, as ranks of the job; a receiver alone if the sender is unknown."""
+    """Return sender and receiver of a message, as ranks of the job; an unknown sender is omitted."""
     me, peer = operation.group.ranks[operation.group.rank], operation.peer
     if peer is None:
         return (me,)
@@ -401,7 +401,7 @@ def _ends(operation: _Operation) -> tuple[int, ...]:
 
 
 def _keys(operations: Sequence[_Operation]) -> list[str]:
-    """What names each operation on all its ranks: its group or its two ends, and its number there."""
+    """Return a key for each operation, equal on all its ranks: group or message pair, and number there."""
     counts: dict[str, int] = {}
     keys = []
     for operation in operations:
@@ -409,7 +409,7 @@ def _keys(operations: Sequence[_Operation]) -> list[str]:
         if operation.signature.is_p2p:
             ends = _ends(operation)
             name = f"{'>'.join(map(str, ends))} tag {operation.match_tag} in {name}"
-            if len(set(ends)) == 1:  # to itself, or a receive whose sender is unknown
+            if len(set(ends)) == 1:  # a message to itself, or a receive whose sender is unknown
                 name = f"{operation.signature.kind} {name}"
         counts[name] = number = counts.get(name, 0) + 1
         keys.append(f"{name}#{number}")

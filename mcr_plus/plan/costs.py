@@ -1,4 +1,4 @@
-"""What a bucket costs: seconds alone, and the share of the core that it takes while the program computes."""
+"""Cost of buckets: seconds when alone, and the share of the core taken from concurrent computation."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ Ints = NDArray[np.int64]
 OVERHEAD: Final = 50e-6
 """Seconds that a rank spends issuing an operation and waiting for it."""
 SEARCHED: Final = 600
-"""Gradients; a search takes memory and time by the square of their number."""
+"""Largest number of searched gradients; memory and time of a search grow with its square."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds of an operation over its bytes, and the share of the core that it takes; straight between
-    points.
+    """Seconds of an operation and its share of the core as functions of its bytes, linear between points.
 
-    Beyond the largest size, the time grows as between the last two points; below the smallest, it is that of
-    the smallest.
+    Beyond the largest size, the time grows with the slope of the last two points; below the smallest size, it
+    is constant.
     """
 
     sizes: Floats
@@ -35,13 +34,13 @@ class Curve:
 
     @classmethod
     def through(cls, points: Mapping[int, tuple[float, float]]) -> Curve:
-        """The curve through (seconds, share) by bytes; a larger operation never takes less time."""
+        """Return the curve through (seconds, share) by bytes; seconds are made non-decreasing."""
         sizes = np.array(sorted(points), np.float64)
         seconds, shares = (np.array([points[int(size)][part] for size in sizes]) for part in (0, 1))
         return cls(sizes, np.maximum.accumulate(seconds), np.clip(shares, 0.0, 1.0))
 
     def times(self, nbytes: Ints | Floats) -> Floats:
-        """Seconds of operations of these bytes."""
+        """Return the seconds of operations of these sizes."""
         within: Floats = np.interp(nbytes, self.sizes, self.seconds)
         if len(self.sizes) < 2:
             return within
@@ -51,13 +50,13 @@ class Curve:
         return found
 
     def losses(self, nbytes: Ints | Floats) -> Floats:
-        """The shares of the core that they take."""
+        """Return the shares of the core of operations of these sizes."""
         found: Floats = np.interp(nbytes, self.sizes, self.shares)
         return found
 
 
 def prices(nbytes: Sequence[int], alignment: int, curves: Sequence[Curve], overhead: float) -> Prices:
-    """The prices of all consecutive buckets of gradients of these sizes, by each of the curves.
+    """Return the prices of all buckets of consecutive gradients of these sizes, for each curve.
 
     In a bucket, every gradient begins at a multiple of `alignment` bytes.
     """
@@ -73,10 +72,10 @@ def prices(nbytes: Sequence[int], alignment: int, curves: Sequence[Curve], overh
 
 
 def groups(sizes: Sequence[int], most: int = SEARCHED, starts: Sequence[int] = ()) -> list[int]:
-    """The ends of groups of neighbouring gradients that a search does not part; none goes beyond one of
-    `starts`.
+    """Return the ends of groups of neighbouring gradients that a search keeps together.
 
-    Each is alone as long as there are at most `most`; of more, those of few bytes stay together.
+    Up to `most` gradients form groups of one; of more, small neighbours share a group. No group extends
+    across an index in `starts`.
     """
     least = 2 * sum(sizes) / most if len(sizes) > most else 0.0
     fixed, held = {*starts, len(sizes)}, 0

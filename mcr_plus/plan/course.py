@@ -1,4 +1,4 @@
-"""What the course of a step means: operations and how long each is exposed, the critical path, the bound."""
+"""Evaluation of a simulated step: operations and their exposed time, the critical path, the lower bound."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 CLASSES: Final[tuple[LinkClass, ...]] = ("inside", "nic", "uplink")
-"""Of links, in the order of columns of `Queues.busy`."""
+"""Link classes, in the order of the columns of `Queues.busy`."""
 _RANKED: Final[tuple[How, ...]] = ("measured", "scaled", "assumed")
-_LONGEST: Final = 10_000  # parts of a critical path
-_MATTERS: Final = 0.01  # of the step
+_LONGEST: Final = 10_000  # largest number of parts of a critical path
+_MATTERS: Final = 0.01  # smallest relevant fraction of the step
 
 
 class Operation(NamedTuple):
-    """An operation of the slowest rank: seconds from the beginning of the step.
+    """An operation of the slowest rank; times are seconds from the beginning of the step.
 
-    `exposed`: seconds in which the rank did nothing but wait for it. `how` its seconds alone are known, and
-    `share_how` the share of the core that it takes.
+    `exposed`: seconds in which the rank only waited for it. `how`: origin of its duration when alone.
+    `share_how`: origin of its share of the core.
     """
 
     name: str
@@ -45,9 +45,9 @@ class Operation(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of the critical path: seconds from the beginning of the step, and what took them on which rank.
+    """A part of the critical path, in seconds from the beginning of the step, and its rank.
 
-    `what`: "computing", or the name of an operation, which includes the time that it waited for its queue.
+    `what`: "computing", or the name of an operation.
     """
 
     start: float
@@ -58,14 +58,14 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The course of a step.
+    """The timeline of a simulated step.
 
-    `step_s`: seconds of the step; `compute_s`: of computing alone, of the rank that computes most. `bound`:
-    no plan with these operations and costs ends before; `bound_by`: what sets it. `critical`: what the end of
-    the step depends on, from its beginning. `per_op`: operations of the slowest rank, by their start.
-    `ranks`: simulated; `distinct`: those that differ. `how`: the weakest of the costs, shares of the core
-    included where they could change the step by more than a hundredth; `times_how`: without them.
-    `unknown`: kinds of operations that are not known here, and were taken for barriers.
+    `step_s`: seconds of the step; `compute_s`: seconds of computation, the maximum over ranks. `bound`: lower
+    bound of the step with these operations and costs; `bound_by`: its cause. `critical`: the critical path,
+    from the beginning of the step. `per_op`: operations of the slowest rank, by start time. `ranks`: number
+    of simulated ranks; `distinct`: number of different ones. `how`: the weakest origin of the costs,
+    including shares of the core that could change the step by more than 1 %; `times_how`: without shares.
+    `unknown`: unknown kinds of operations, simulated as barriers.
     """
 
     step_s: float
@@ -82,7 +82,7 @@ class Timeline:
 
     @property
     def exposed(self) -> dict[str, float]:
-        """Seconds by operation in which the slowest rank did nothing but wait for it."""
+        """Seconds in which the slowest rank only waited, by operation."""
         found: dict[str, float] = {}
         for each in self.per_op:
             if each.exposed > 0:
@@ -91,7 +91,7 @@ class Timeline:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds in which the slowest rank did nothing but wait."""
+        """Seconds in which the slowest rank only waited."""
         return sum(each.exposed for each in self.per_op)
 
 
@@ -99,7 +99,7 @@ class Job(Protocol):
     """A step on all ranks.
 
     By queue: the operations `sent`, their `uses` of links, the ranks (`groups`), the `library`. `of_rank`:
-    the program of each rank. `world`: ranks in all. `unknown`: kinds of operations that are not known here.
+    the program of each rank. `world`: number of ranks. `unknown`: unknown kinds of operations.
     """
 
     sent: list[list[Sent]]
@@ -113,7 +113,7 @@ class Job(Protocol):
 
 @dataclass
 class Course:
-    """What a run means for the step."""
+    """Evaluates the result of a simulation run."""
 
     job: Job
     ranks: Ints
@@ -125,7 +125,7 @@ class Course:
     ran: Ran
 
     def check_end(self) -> None:
-        """Raise `InvalidArgument` if ranks wait for each other."""
+        """Raise `InvalidArgument` on a deadlock."""
         for at, rank in enumerate(self.ranks):
             begin, end = self._events(at)
             stopped = np.flatnonzero(np.isnan(self.ran.when[at, : end - begin]))
@@ -134,11 +134,11 @@ class Course:
                 queue = self.queues[self.queue_of[at, self.programs.slot[event]]]
                 name = self.job.sent[queue][self.programs.number[event]].name
                 raise InvalidArgument(
-                    f"rank {rank}: it waits for {name} without end; other ranks wait for it"
+                    f"rank {rank}: deadlock: it waits for {name}, and other ranks wait for it"
                 )
 
     def timeline(self) -> Timeline:
-        """The course as it is told to people."""
+        """Return the timeline of the step."""
         done = np.array([self._computed(at) for at in range(len(self.ranks))])
         latest = [self._latest(at) for at in range(len(self.ranks))]
         slowest = int(np.argmax([max(done[at], latest[at]) for at in range(len(self.ranks))]))
@@ -176,7 +176,7 @@ class Course:
         return float(self.programs.value[begin:end].sum())
 
     def _own(self, at: int) -> Iterator[tuple[int, int]]:
-        """The operations of a rank: its queue, and the index of the operation."""
+        """Yield the operations of a rank as (queue, index of the operation)."""
         for queue in dict.fromkeys(self.queue_of[at].tolist()):
             if queue >= 0:
                 for index in range(self.made.begins[queue], self.made.begins[queue + 1]):
@@ -188,11 +188,11 @@ class Course:
     # -- bound ----------------------------------------------------------------------------------------------
 
     def _bound(self, compute: Floats) -> tuple[float, str]:
-        """Seconds before which the step cannot end, and what sets them.
+        """Return the lower bound of the step in seconds, and its cause.
 
-        A rank computes, and loses the shares of all its operations while they run or does not compute
-        meanwhile. A link carries what crosses it. From the first moment at which an operation can be issued,
-        it and all behind it in its queue have to run.
+        The bound is the maximum of three terms. Computation: a rank loses the shares of its operations while
+        they run, or does not compute meanwhile. Links: the busy time of each link. Queues: an operation and
+        all later ones of its queue run after the earliest time when it can be issued.
         """
         found: list[tuple[float, str]] = []
         for at in range(len(self.ranks)):
@@ -210,7 +210,7 @@ class Course:
             found.append(
                 (
                     float(compute[at]) + shares,
-                    f"computing on rank {self.ranks[at]}, and the shares of its core",
+                    f"computation on rank {self.ranks[at]}, with the core's share of communication",
                 )
             )
         first = self._first_issues()
@@ -219,7 +219,7 @@ class Course:
             behind = np.cumsum(self.made.seconds[begin:end][::-1])[::-1]
             ends = first[begin:end] + behind
             at = int(np.argmax(ends))
-            found.append((float(ends[at]), f"{self.job.sent[number][at].name} and what follows it"))
+            found.append((float(ends[at]), f"{self.job.sent[number][at].name} and later operations"))
         used = np.zeros(max(len(self.shares.of_link) - 1, 0))
         kinds = np.zeros(len(used), np.int64)
         for queue in range(len(self.queues)):
@@ -235,7 +235,7 @@ class Course:
         return max(found, key=lambda pair: pair[0])
 
     def _first_issues(self) -> Floats:
-        """Of each operation, the seconds of computing before the last of its ranks issues it."""
+        """Return the seconds of computation before the last rank issues an operation, for each operation."""
         first = np.zeros(len(self.made.seconds))
         for at in range(len(self.ranks)):
             begin, end = self._events(at)
@@ -281,7 +281,7 @@ class Course:
         return float(self.ran.when[at, event - 1]) if event else 0.0
 
     def _critical(self, slowest: int) -> list[Part]:
-        """What the end of the step depends on, traced back from it."""
+        """Return the critical path, found by tracing back from the end of the step."""
         parts: list[Part] = []
         computed = self._computed(slowest)
         last = max(self._own(slowest), key=lambda pair: float(self.ran.ends[pair[1]]), default=None)
@@ -314,7 +314,7 @@ class Course:
 
 
 def _shares_how(operations: Sequence[Operation], step_s: float) -> How:
-    """The weakest of how shares of the core are known, of those that may matter."""
+    """Return the weakest origin of the relevant shares of the core."""
     beside = dict.fromkeys(_RANKED, 0.0)
     for each in operations:
         beside[each.share_how] += each.end - each.start - each.exposed

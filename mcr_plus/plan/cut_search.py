@@ -1,15 +1,14 @@
-"""The best places to cut a compiled graph, together with the best buckets: the search of `search`, extended.
+"""The best positions to cut a compiled graph, jointly with the best buckets: an extension of `search`.
 
     found = search_cuts(ready, compute, prices, positions, costs)
     found.cuts          # [index in positions, …]
     found.buckets       # [(begin, end, choice), …]
 
 All gradients of a part become ready at its end, that is when its last one is computed. A cut between two
-parts delays everything that is computed after it by its cost: what the compiler could have fused across it. A
-state of the search is the number of gradients sent and the end of the part that contains the last of them;
-its labels (F, D) are those of `search`. A cut is chosen by leaving a part: a bucket that ends in another part
-than the one before it pays for the cut at the end of the part that is left. Cuts inside a bucket that would
-make nothing ready earlier are never taken.
+parts delays all later computation by its cost, the loss of fusion across it. A state of the search is the
+number of gradients sent and the end of the part that contains the last of them; its labels (F, D) are those
+of `search`. A bucket that ends in another part than its predecessor pays for the cut at the end of the
+predecessor's part. A cut inside a bucket, which would make no gradient ready earlier, is never taken.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from numpy.typing import NDArray
 from mcr_plus.kernels.cpu import compiled
 from mcr_plus.plan.search import Floats, Found, Prices, bound, checked_times, front, rest
 
-_LABELS: Final = 64  # of a state
+_LABELS: Final = 64  # per state
 _FEW: Final = 4
-_ROUNDING: Final = 1e-9  # bounds and labels add up the same numbers in another order
+_ROUNDING: Final = 1e-9  # bounds and labels add the same numbers in a different order
 _NONE: Final = -1
 
 
 @dataclass(frozen=True)
 class FoundCuts(Found):
-    """The best plan and `cuts`: ascending indices in the given positions.
+    """The best plan and `cuts`: ascending indices into the given positions.
 
-    `bound` holds for every choice of cuts, those without a cost included.
+    `bound` holds for every choice of cuts, including cuts without a cost.
     """
 
     cuts: tuple[int, ...] = ()
@@ -48,18 +47,18 @@ def search_cuts(
     costs: Sequence[float],
     labels: int = _LABELS,
 ) -> FoundCuts:
-    """The cuts and buckets with the earliest end of the step.
+    """Return the cuts and buckets with the earliest end of the step.
 
     Args:
-        ready: seconds after which each gradient is ready if the graph is cut at all positions and cuts cost
-            nothing, ascending. compute: seconds of computing in all, without cuts.
-        prices: of all buckets and choices. positions: how many gradients become ready before each place that
-            may be cut, strictly ascending, between 1 and their number - 1. costs: seconds, not negative.
-        labels: how many are kept for each state at most.
+        ready: seconds after which each gradient is ready if the graph is cut at all positions at no cost,
+            ascending. compute: seconds of computation in total, without cuts.
+        prices: of all buckets and choices. positions: the number of gradients that become ready before each
+            possible cut, strictly ascending, from 1 to the number of gradients - 1. costs: non-negative
+            seconds of each cut. labels: the largest number of labels kept for a state.
 
     Raises:
-        ValueError: `ready` or `positions` is not ascending, a position or a cost is out of range, or
-            something has another length than expected.
+        ValueError: `ready` or `positions` is not ascending, a position or a cost is out of range, or an
+            argument has an unexpected length.
     """
     times = checked_times(ready, prices)
     count = len(times)
@@ -90,7 +89,7 @@ def search_cuts(
 
 
 def prepare() -> None:
-    """Compile, or load from disk, what a search needs."""
+    """Compile the kernels of a search, or load them from disk."""
     seconds = np.ones((1, 3, 3))
     search_cuts(np.zeros(2), 0.0, Prices(seconds, np.zeros_like(seconds)), [1], [0.0])
 
@@ -98,7 +97,7 @@ def prepare() -> None:
 def _traced(
     came: NDArray[np.int64], part: int, label: int
 ) -> tuple[list[tuple[int, int, int]], tuple[int, ...]]:
-    """The buckets and cuts that led to a label of the last gradient."""
+    """Return the buckets and cuts that led to a label of the last gradient."""
     buckets, cuts, end = list[tuple[int, int, int]](), list[int](), len(came) - 1
     while end:
         begin, before, at, choice = (int(each) for each in came[end, part, label])
@@ -113,10 +112,10 @@ def _traced(
 def _labels(  # type: ignore[no-untyped-def]
     ready, compute, seconds, shares, overhead, ends, costs, after, loss, late, upper, most
 ):
-    """The labels (F, D) after each gradient, for each part that it may be the last one sent of.
+    """Return the labels (F, D) for each gradient as the last one sent, and each part that may contain it.
 
-    And which bucket led to each: (begin, part there, label there, choice). Labels that cannot end by `upper`
-    are left out, as in `search`.
+    Also returns the bucket that led to each label: (begin, part there, label there, choice). Labels that
+    cannot end by `upper` are dropped, as in `search`.
     """
     choices, count, parts = len(seconds), len(ready), len(ends)
     free = np.full((count + 1, parts, most), np.inf)

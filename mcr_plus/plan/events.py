@@ -1,10 +1,9 @@
-"""The course of a step as events: ranks that compute, queues of operations, and links that they share.
+"""Discrete-event simulation of a step: ranks that compute, queues of operations, and shared links.
 
-All arrays are of representatives, see `network`: a rank, a queue or a link here may stand for many that are
-alike. Times are in seconds. The next event is the end of an operation or of a rank's computing; everything
-else follows from these two. Each is in one indexed heap, so a step of E events takes O(E log E), and the
-rates of links are computed again only for operations that are connected by links with one that began or
-ended.
+All arrays contain representatives, see `network`: a rank, a queue or a link represents all equivalent ones.
+Times are in seconds. The next event is the end of an operation or of a rank's computation; all others follow
+from these two. Both are in one indexed heap, so a step of E events takes O(E log E); when an operation begins
+or ends, rates are recomputed only for operations connected with it by links.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ POLL: Final = 3
 _COMPUTING: Final = 0
 _BLOCKED: Final = 1
 _ENDED: Final = 2
-_CLOSE: Final = 1e-12  # what counts as equal in rates
+_CLOSE: Final = 1e-12  # relative tolerance of equal rates
 
 
 class Programs(NamedTuple):
-    """The events of programs, one program after another; `begins[p]` to `begins[p + 1]` are those of one.
+    """The concatenated events of programs; program p has the events `begins[p]` to `begins[p + 1]`.
 
-    `code`: of the event. `value`: seconds of computing. `slot`, `number`: the operation that is issued or
-    waited for, by the place of its queue among the rank's, and its number there.
+    `code`: of the event. `value`: seconds of computation. `slot`, `number`: the operation to issue or to wait
+    for, as the index of its queue among the rank's queues and its number in the queue.
     """
 
     begins: Ints
@@ -45,11 +44,12 @@ class Programs(NamedTuple):
 
 
 class Queues(NamedTuple):
-    """Operations in the order of each queue; `begins[q]` to `begins[q + 1]` are those of one.
+    """The concatenated operations of queues; queue q has the operations `begins[q]` to `begins[q + 1]`.
 
-    `seconds` alone, `share` of a core meanwhile, `busy[:, class]` of links, `flow` the bytes per second of a
-    message. The members of a queue, from `members[q]` on: `rank`, and the slot that it has there.
-    `by_caller`: operations begin only when the program of each rank issues, waits or has a gradient ready.
+    `seconds`: the duration when alone; `share`: of a core meanwhile; `busy[:, class]`: the used fraction of
+    links; `flow`: bytes per second of a message. The members of queue q, from `members[q]` on: `rank`, and
+    the rank's `slot` for the queue. `by_caller`: operations begin only when the program of each rank issues,
+    waits or has a gradient ready.
     """
 
     begins: Ints
@@ -64,10 +64,10 @@ class Queues(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """Which queues share which links: an entry is one queue's on one link.
+    """The sharing of links: an entry is the use of one link by one queue.
 
-    Those of a queue lie from `of_queue[q]` on. `by_link` has the indices of entries by link, those of a link
-    from `of_link[link]` on. `times`: how many queues that are alike the link has.
+    Entries of queue q begin at `of_queue[q]`. `by_link` contains the indices of entries by link, those of a
+    link from `of_link[link]` on. `times`: the number of equivalent queues on the link.
     """
 
     of_queue: Ints
@@ -80,10 +80,11 @@ class Shares(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """What came out. `starts`, `ends`: of operations, NaN if they never ran.
+    """Result of a simulation. `starts`, `ends`: of operations, NaN if they never ran.
 
-    `cause`: the rank that was last to arrive and the event that it was at; -1: the operation before it.
-    `when[rank, event]`: the end of an event, NaN if it was never reached. `blocked`: whether it waited.
+    `cause`: the last rank to arrive and its event; -1 if the preceding operation delayed it.
+    `when[rank, event]`: the end of an event, NaN if it was never reached. `blocked[rank, event]`: True if the
+    event waited.
     """
 
     starts: Floats
@@ -94,17 +95,17 @@ class Ran(NamedTuple):
 
 
 def run(programs: Programs, of_rank: Ints, queue_of: Ints, queues: Queues, shares: Shares) -> Ran:
-    """The course of a step.
+    """Simulate a step.
 
     Args:
-        programs: of all ranks. of_rank: the program of each. queue_of: [ranks, slots] of int64, the queue of
-            each slot, -1 for none. queues, shares: see there.
+        programs: of all ranks. of_rank: the program of each rank. queue_of: [ranks, slots] of int64, the
+            queue of each slot, -1 for none. queues, shares: see `Queues` and `Shares`.
     """
     return Ran(*_run(programs, of_rank, queue_of, queues, shares))
 
 
 def prepare() -> None:
-    """Compile, or load from disk, what a simulation needs."""
+    """Compile the kernels of a simulation, or load them from disk."""
     one, none = np.zeros(1, np.int64), np.zeros(0, np.int64)
     ends = np.array([0, 1], np.int64)
     programs = Programs(ends, one, np.zeros(1), one, one)
@@ -121,7 +122,7 @@ def _before(keys, one, other):  # type: ignore[no-untyped-def]
 
 @compiled
 def _set(keys, heap, place, item, key):  # type: ignore[no-untyped-def]
-    """Change the key of an item of the heap."""
+    """Change the key of an item and restore the heap order."""
     keys[item] = key
     at = place[item]
     while at > 0:
@@ -149,7 +150,7 @@ def _set(keys, heap, place, item, key):  # type: ignore[no-untyped-def]
 
 @compiled
 def _lowest_level(flow, speed, free, slope):  # type: ignore[no-untyped-def]
-    """Bytes per second at which the next operation has its full speed, or the next link is full."""
+    """Return the bytes per second at which the next operation reaches full speed or the next link is full."""
     level = np.inf
     for i in range(len(flow)):
         if speed[i] < 0.0:
@@ -162,7 +163,7 @@ def _lowest_level(flow, speed, free, slope):  # type: ignore[no-untyped-def]
 
 @compiled
 def _left_over(begins, link, need, flow, speed, free, slope):  # type: ignore[no-untyped-def]
-    """What operations with a speed leave of each link, and what the others need of it per level."""
+    """Set `free` to each link's capacity left by fixed speeds, `slope` to the others' need per level."""
     free[:] = 1.0
     slope[:] = 0.0
     for i in range(len(flow)):
@@ -175,7 +176,7 @@ def _left_over(begins, link, need, flow, speed, free, slope):  # type: ignore[no
 
 @compiled
 def _stops(begins, link, need, free, slope, level, i):  # type: ignore[no-untyped-def]
-    """Whether one of the links of an operation is full at this level."""
+    """Return whether one of the links of an operation is full at this level."""
     for k in range(begins[i], begins[i + 1]):
         if need[k] > 0.0 and free[link[k]] <= level * slope[link[k]]:
             return True
@@ -184,11 +185,12 @@ def _stops(begins, link, need, free, slope, level, i):  # type: ignore[no-untype
 
 @compiled
 def fill(begins, link, need, flow, links, speed):  # type: ignore[no-untyped-def]
-    """Max-min fair speeds of operations, by progressive filling (Bertsekas, Gallager 1992, section 6.5.2).
+    """Compute max-min fair speeds by progressive filling (Bertsekas, Gallager 1992, section 6.5.2).
 
-    Messages of all operations get the same bytes per second until one has its full speed or a link is full;
-    the others go on. Operation i at full speed needs the part `need[k]` of `link[k]`, k from `begins[i]` to
-    `begins[i + 1]`, and has `flow[i]` bytes per second. `speed`: the result, 0 to 1.
+    Messages of all operations get the same bytes per second until one reaches full speed or a link is full;
+    then the rates of the others continue to grow. At full speed, operation i needs the fraction `need[k]` of
+    `link[k]`, k from `begins[i]` to `begins[i + 1]`, and has `flow[i]` bytes per second. `speed`: the result,
+    0 to 1.
     """
     free, slope = np.ones(links), np.zeros(links)
     waiting = 0
@@ -208,7 +210,7 @@ def fill(begins, link, need, flow, links, speed):  # type: ignore[no-untyped-def
 
 @compiled
 def _run(programs, of_rank, queue_of, queues, shares):  # type: ignore[no-untyped-def] # noqa: C901
-    # One function: numba counts references to every array of a call, and these parts share some forty.
+    # One function: numba counts references to every array argument, and these parts share about forty.
     ranks, slots = queue_of.shape
     count = len(queues.begins) - 1
     links = len(shares.of_link) - 1
@@ -221,18 +223,18 @@ def _run(programs, of_rank, queue_of, queues, shares):  # type: ignore[no-untype
     when = np.full((ranks, longest), np.nan)
     blocked = np.zeros((ranks, longest), np.bool_)
 
-    at = np.zeros(ranks, np.int64)  # the event that a rank is at
+    at = np.zeros(ranks, np.int64)  # the current event of each rank
     state = np.full(ranks, _COMPUTING, np.int64)
     left, rate, since = np.zeros(ranks), np.ones(ranks), np.zeros(ranks)
     issued = np.zeros((ranks, slots), np.int64)
     arrived = np.zeros((ranks, slots), np.bool_)
 
-    head = np.zeros(count, np.int64)  # operations of a queue that have ended
+    head = np.zeros(count, np.int64)  # number of a queue's completed operations
     running = np.zeros(count, np.bool_)
-    there = np.zeros(count, np.int64)  # members that have arrived
+    there = np.zeros(count, np.int64)  # number of arrived members
     rest, speed, seen = np.zeros(count), np.zeros(count), np.zeros(count)
 
-    keys = np.full(count + ranks, np.inf)  # queues first: of two events at once, operations end first
+    keys = np.full(count + ranks, np.inf)  # queues first: of simultaneous events, operations end first
     heap = np.arange(count + ranks)
     place = np.arange(count + ranks)
 
@@ -294,7 +296,7 @@ def _run(programs, of_rank, queue_of, queues, shares):  # type: ignore[no-untype
                             begin[beginning] = q
                             beginning += 1
 
-        # operations that begin, and those whose links they or the one that has ended share
+        # operations that begin, and operations that share links with these or with the ended one
         turn += 1
         reached = 0
         for i in range(beginning):

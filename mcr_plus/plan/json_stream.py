@@ -1,9 +1,9 @@
-"""Reads large JSON documents piece by piece: the elements of a list at the top, one after another.
+"""Incremental reading of large JSON documents: yields the elements of a top-level list one at a time.
 
     for key, value, byte in members(path, {"traceEvents"}):
         Place(path, byte, "event").fields(value, {"dur": NUMBER})
 
-Memory is bounded by the largest single value, and that by a limit. `Place.fields` checks what a value holds.
+Memory is bounded by the largest single value, which has a limit. `Place.fields` validates a value.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from typing import IO, Any, Final, NamedTuple, cast
 from mcr_plus.errors import ConfigError, short
 
 _CHUNK: Final = 1 << 20  # bytes
-_LARGEST: Final = 1 << 26  # characters of a value
+_LARGEST: Final = 1 << 26  # largest number of characters of a value
 _SPACE: Final = " \t\n\r"
 _OF_NUMBERS: Final = "0123456789.eE+-"
 _HALF: Final = re.compile("[\ud800-\udfff]")
 
 
 class Form(NamedTuple):
-    """What a field may hold: in words, and as a test."""
+    """Valid values of a field: a description, and a test."""
 
     expected: str
     fits: Callable[[Any], bool]
 
 
 def is_whole(value: object) -> bool:
-    """Whether a value is a whole number, which a truth value is not."""
+    """Return whether a value is an integer, and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_text(value: object) -> bool:
-    """Whether a value is a text that can be written again: JSON can escape half a character."""
+    """Return whether a value is text without lone surrogates, which UTF-8 cannot encode."""
     return isinstance(value, str) and (value.isascii() or not _HALF.search(value))
 
 
 def within(least: int, most: int) -> Form:
-    """Whole numbers from `least` to `most`."""
+    """Return the form of whole numbers from `least` to `most`."""
     return Form(
         f"a whole number from {least:,} to {most:,}", lambda value: is_whole(value) and least <= value <= most
     )
@@ -64,7 +64,7 @@ TEXTS: Final = Form(
 
 
 class Place(NamedTuple):
-    """An object in a file, for errors: the byte where it begins, what it is, and its name if it has one."""
+    """Location of an object in a file, for error texts: its first byte, its kind, and its name, if any."""
 
     path: Path
     byte: int
@@ -72,16 +72,17 @@ class Place(NamedTuple):
     name: str | None = None
 
     def wrong(self, field: str, value: object, expected: str) -> ConfigError:
-        """The error for a field that holds something else."""
+        """Return the error for a field with an invalid value."""
         of = self.kind if self.name is None else f"{self.kind} {short(self.name)}"
         return ConfigError(
             f"{self.path}: byte {self.byte}: {field} of {of}: {short(value)}; expected {expected}"
         )
 
     def fields(self, found: Any, forms: Mapping[str, Form], inside: str = "") -> dict[str, Any]:
-        """Those fields of an object that have a form; null is as if it were not there.
+        """Return the fields of an object that are listed in `forms`; null counts as absent.
 
-        `inside`: the field that holds the object. Raises `ConfigError` for other values than the forms'.
+        `inside`: the field that contains the object. Raises `ConfigError` for a value that does not fit its
+        form.
         """
         if found is None:
             return {}
@@ -99,15 +100,15 @@ class Place(NamedTuple):
 
 
 def members(path: Path, lists: Collection[str]) -> Iterator[tuple[str, Any, int]]:
-    """Yield the members of an object: key, value, and the byte at which the value begins.
+    """Yield the members of an object: key, value, and the byte offset of the value.
 
-    Of members named in `lists`, if they are lists, each element is yielded by itself, under the name of the
-    list. A list at the top is taken for the first of these. Files that end with `.gz` are decompressed, and
-    bytes are those of the content.
+    The elements of lists named in `lists` are yielded one at a time, with the name of the list as the key. A
+    top-level list is read as the first of `lists`. Files whose name ends with `.gz` are decompressed, and
+    byte offsets are those of the content.
 
     Raises:
         ConfigError: the file cannot be read, is no JSON object, ends too early, or has a value of more than
-            64 MiB; with the file and the byte.
+            64 Mi characters; the text has the file and the byte offset.
     """
     with _open(path) as file:
         reader = _Reader(path, file)
@@ -145,7 +146,7 @@ def _members(reader: _Reader, lists: Collection[str]) -> Iterator[tuple[str, Any
 
 @contextmanager
 def _open(path: Path) -> Iterator[IO[bytes]]:
-    """Open a regular file; without O_NONBLOCK, a FIFO without a writer would block."""
+    """Open a regular file; with O_NONBLOCK, since opening a FIFO without a writer would block."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:  # ValueError: the name has a null byte
@@ -162,39 +163,39 @@ def _open(path: Path) -> Iterator[IO[bytes]]:
 
 
 class _Reader:
-    """The part of the text that is in memory, and a position in it."""
+    """The part of the text in memory, with a current position."""
 
     def __init__(self, path: Path, file: IO[bytes]) -> None:
         self._path = path
         self._file = file
         self._text = ""
         self._at = 0
-        self._known = (0, 0)  # a position in the text, and its byte
+        self._known = (0, 0)  # a position in the text, and its byte offset
         self._ended = False
         self._decode = json.JSONDecoder().raw_decode
         self._utf8 = codecs.getincrementaldecoder("utf-8")()
 
     def error(self, problem: str, at: int | None = None) -> ConfigError:
-        """An error at a position in the text, or at the current one."""
+        """Return an error at a position in the text, by default the current one."""
         return ConfigError(f"{self._path}: byte {self._place(at)}: {problem}")
 
     def _place(self, at: int | None = None) -> int:
         at = self._at if at is None else at
         known, byte = self._known
-        if at < known:  # of an error in a value that began before
+        if at < known:  # an error in a value that began earlier
             return byte - len(self._text[at:known].encode())
         self._known = (at, byte + len(self._text[known:at].encode()))
         return self._known[1]
 
     def _more(self) -> bool:
-        """Read on, and drop what is behind; whether there was anything."""
+        """Read the next chunk and discard consumed text; returns False at the end of the file."""
         if self._ended:
             return False
         try:
-            chunk = self._file.read(max(_CHUNK, len(self._text) - self._at))  # a value is decoded anew
+            chunk = self._file.read(max(_CHUNK, len(self._text) - self._at))  # a value is decoded again
             text = self._utf8.decode(chunk, final=not chunk)
         except (EOFError, OSError, zlib.error) as error:
-            raise self.error(f"cannot read on: {error}", len(self._text)) from None
+            raise self.error(f"cannot read further: {error}", len(self._text)) from None
         except UnicodeDecodeError:
             raise self.error("not UTF-8", len(self._text)) from None
         self._ended = not chunk
@@ -203,7 +204,7 @@ class _Reader:
         return bool(chunk)
 
     def peek(self) -> str:
-        """The next character that is no space."""
+        """Return the next character that is not a space, without consuming it."""
         while True:
             while self._at < len(self._text):
                 if self._text[self._at] not in _SPACE:
@@ -213,11 +214,11 @@ class _Reader:
                 raise self.error("truncated: the file ends within a JSON value")
 
     def skip(self) -> None:
-        """Pass one character."""
+        """Consume one character."""
         self._at += 1
 
     def comma(self, closing: str) -> bool:
-        """Pass a comma and return True, or False at the closing bracket, which is passed too."""
+        """Consume a comma and return True, or consume the closing bracket and return False."""
         found = self.peek()
         if found not in (",", closing):
             raise self.error(f"not JSON: expected ',' or '{closing}'")
@@ -225,14 +226,14 @@ class _Reader:
         return found == ","
 
     def value(self) -> tuple[Any, int]:
-        """The next value, and its byte."""
+        """Return the next value and its byte offset."""
         self.peek()
         place = -1
         while True:
             try:
                 value, end = self._decode(self._text, self._at)
             except json.JSONDecodeError as error:
-                # What is wrong before the end of the text stays wrong when more is read.
+                # An error before the end of the text remains an error after further reading.
                 is_cut = "Unterminated" in error.msg or error.pos >= len(self._text.rstrip()) - 1
                 if self._ended or (error.pos < len(self._text) - 16 and not is_cut):
                     if is_cut:
@@ -253,7 +254,7 @@ class _Reader:
             self._more()
 
     def elements(self) -> Iterator[tuple[Any, int]]:
-        """The elements of the list that comes next."""
+        """Yield the elements of the list at the current position."""
         self.skip()
         if self.peek() == "]":
             self.skip()

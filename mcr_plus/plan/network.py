@@ -1,27 +1,26 @@
-"""What a step does on many ranks: its operations in their queues, over links that they share.
+"""Simulation of a step on many ranks: operations in queues, over shared links.
 
     timeline = simulate(step, plan, costs, ranks=4096)
     timeline.step_s, timeline.bound, timeline.exposed
 
 The model:
 
-- A rank computes what it computed when the step was captured. While operations are in flight on it, it does
-  so at the rate 1 - the sum of their shares of the core.
-- Each group has a queue for each library, in which operations run one after another. One begins when all
-  ranks of the group have arrived: when each has issued it and the one before has ended; if the program drives
-  progress (`by_caller`) of a library that has to be polled, not before the program issues or waits next, or
-  has a gradient ready.
-- An operation alone takes what `Costs` has for it, and uses a part of the rate of each of its links. Those
-  that use a link together are slowed down until it suffices, so that their messages have equal rates. Where
-  no rate is known, operations of the same ranks by different libraries are taken to use all that there is.
+- A rank repeats the captured computation, at the rate 1 - the sum of the shares of the core of operations in
+  flight on it.
+- Each group has a queue for each library, in which operations run one after another. An operation begins when
+  all ranks of the group have arrived, that is when each has issued it and its predecessor has ended; if the
+  program drives progress (`by_caller`) of a library that has to be polled, a rank arrives when the program
+  next issues, waits, or has a gradient ready.
+- An operation alone takes the time in `Costs`, and uses a fraction of the rate of each of its links.
+  Operations on an overloaded link are slowed down so that their messages have equal rates. If a link's rate
+  is unknown, an operation is assumed to use all of it, as do operations of the same ranks by other libraries.
 
-More ranks than were captured are further copies of these ranks (data parallelism): groups that hold all
-captured ranks, or that carry gradients, extend over all copies; each copy has the other groups for itself.
-The bytes of operations stay the same.
+Additional ranks are copies of the captured ranks (data parallelism): groups of all captured ranks, and groups
+that carry gradients, extend over all copies; other groups exist once per copy. The bytes of operations stay
+the same.
 
-Ranks that do the same, with groups and links that do the same, are simulated once. Which ones do is the
-coarsest equitable partition (colour refinement) of ranks, queues and links, so that the times are equal to
-those of a simulation of all ranks.
+Equivalent ranks, queues and links are simulated once. They are found by the coarsest equitable partition
+(colour refinement), so the times are equal to those of a simulation of all ranks.
 """
 
 from __future__ import annotations
@@ -69,19 +68,19 @@ def simulate(
     overhead: float = 0.0,
     fold: bool = True,
 ) -> Timeline:
-    """The course of `step` under `plan`.
+    """Simulate `step` under `plan`.
 
     Args:
-        plan: None for the operations as they were captured. costs: of operations, on its topology. topology:
-            in place of the one of `costs`. ranks: None for as many as were captured. overhead: seconds of
-            computing that issuing an operation takes. fold: simulate ranks that do the same only once.
+        plan: None for the captured operations. costs: of operations, with their topology. topology: replaces
+            that of `costs`. ranks: None for the captured number. overhead: seconds of computation to issue an
+            operation. fold: simulate equivalent ranks only once.
 
     Raises:
         InvalidArgument: more ranks than the topology has; a number of ranks that is no multiple of the
-            captured one while not all groups are of all ranks; a group that a rank is not in, or whose ranks
-            issue different operations; a plan with gradients that the step does not have; negative times;
-            ranks that wait for each other.
-        Unsupported: an operation of which no cost is known.
+            captured one although ranks differ or form several groups; an operation in a group without the
+            issuing rank, or whose ranks issue different operations; a plan with gradients that the step does
+            not have; negative times; a deadlock.
+        Unsupported: the cost of an operation is unknown.
     """
     if topology is not None and topology is not costs.topology:
         costs = costs.on(topology)
@@ -124,13 +123,13 @@ class _Job:
         self._make_links()
 
     def _check_copies(self, base: Ints) -> None:
-        """Whether there can be so many ranks."""
+        """Raise `InvalidArgument` if the step cannot be extended to `world` ranks."""
         groups = [slot.group for program in self.programs for slot in program.slots]
         partial = next((group for group in groups if len(group) < self.step.ranks), None)
         if self.world % self.step.ranks and (partial is not None or np.any(base != base[0])):
             raise InvalidArgument(
-                f"ranks: expected a multiple of the {self.step.ranks} captured ones, since they are not all "
-                f"alike and in one group, got {self.world}"
+                f"ranks: expected a multiple of the {self.step.ranks} captured ones, since these differ or "
+                f"form several groups, got {self.world}"
             )
 
     # -- queues -------------------------------------------------------------------------------------------
@@ -168,7 +167,7 @@ class _Job:
         self._check_members()
 
     def _check_members(self) -> None:
-        """Whether all members of a group issue its operations."""
+        """Raise `InvalidArgument` if a member of a group does not issue its operations."""
         entries = self.queue_of[self.queue_of >= 0]
         counts = np.bincount(entries, minlength=len(self.groups))
         for number, group in enumerate(self.groups):
@@ -183,15 +182,15 @@ class _Job:
     # -- links --------------------------------------------------------------------------------------------
 
     def _make_links(self) -> None:
-        """Costs of operations, and (queue, link, class) where several queues share a link.
+        """Set the costs of operations, and (queue, link, class) for links shared by several queues.
 
-        Of links of unknown rate only this is known: an operation alone takes what there is for its ranks.
-        So the libraries of a group share one.
+        An operation alone uses all of a link of unknown rate, so the libraries of a group share one such
+        link.
         """
         topology = self.costs.topology
         self.uses: list[list[Use]] = []
         found: list[NDArray[np.int64]] = []
-        first = {0: 0, 1: self.world, 2: 2 * self.world}  # numbers of links, apart by class
+        first = {0: 0, 1: self.world, 2: 2 * self.world}  # first link number of each class
         unknown: dict[tuple[int, ...], int] = {}  # numbers of links of unknown rate, by their ranks
         for number, (sent, group) in enumerate(zip(self.sent, self.groups, strict=True)):
             placement = topology.placement(group)
@@ -217,7 +216,7 @@ class _Job:
         self.entries = self.entries[counts[inverse.reshape(-1)] > 1]  # a queue alone cannot fill its links
 
     def _owner(self, index: int, ranks: Ints) -> Ints:
-        """What has the link of a rank: the rank, its node or its rack."""
+        """Return the owner of each rank's link: the rank, its node or its rack."""
         topology = self.costs.topology
         nodes = ranks // topology.ranks_per_node
         if CLASSES[index] == "uplink":
@@ -228,7 +227,7 @@ class _Job:
     # -- folding ------------------------------------------------------------------------------------------
 
     def _colours(self, *, fold: bool) -> tuple[Ints, Ints, Ints, Ints]:
-        """The representative of each rank, queue and link, and the numbers of the links."""
+        """Return the representative of each rank, queue and link, and the numbers of the links."""
         links, link_at = np.unique(self.entries[:, 1], return_inverse=True)
         link_at = link_at.reshape(-1)
         count, total = len(self.sent), len(links)
@@ -294,7 +293,7 @@ class _Job:
         return course.timeline()
 
     def _members(self, queues: Ints, rank_at: Ints) -> list[tuple[Ints, Ints]]:
-        """Of each representative, its distinct members: representatives of ranks, and their slots."""
+        """Return the distinct members of each queue: representatives of ranks, and their slots."""
         order = np.argsort(self.queue_of, axis=None, kind="stable")
         values = self.queue_of.reshape(-1)[order]
         lo, hi = np.searchsorted(values, queues), np.searchsorted(values, queues, side="right")
@@ -322,11 +321,11 @@ class _Job:
         )
 
     def _by_caller(self, library: str) -> bool:
-        """Whether the program drives the operations of a library: gloo's and NCCL's go on by themselves."""
+        """Return whether the program drives a library's operations; those of gloo and NCCL need no polls."""
         return self.step.by_caller and is_polled(library)
 
     def _shares(self, queues: Ints, queue_at: Ints, link_rep: Ints, links: Ints) -> Shares:
-        """The entries of representative links: by representative queue, with how many of it they have."""
+        """Return the entries of representative links: representative queues with their multiplicity."""
         link_at = np.searchsorted(links, self.entries[:, 1])
         kept = link_rep[link_at] == link_at if len(links) else np.zeros(0, np.bool_)
         reps, dense = np.unique(link_at[kept], return_inverse=True)
@@ -345,7 +344,7 @@ class _Job:
 
 
 def members(group: Sequence[int], captured: int, world: int, copy: int | None = None) -> list[int]:
-    """The ranks of a captured group on `world` ranks: in one copy of the captured ones, or over all."""
+    """Return the ranks of a captured group on `world` ranks: in one copy of the captured ranks, or in all."""
     shifts = range(-(-world // captured)) if copy is None else [copy]
     return [rank for shift in shifts for each in group if (rank := each + shift * captured) < world]
 
@@ -364,7 +363,7 @@ def _check_alike(one: list[Sent], other: list[Sent], group: tuple[int, ...], fir
 
 @cache
 def is_polled(library: str) -> bool:
-    """Whether a library's operations advance only while they are polled; also if it is not known here."""
+    """Return whether a library's operations advance only while they are polled; True for an unknown one."""
     name = library.partition(":")[0]
     return name not in registry.names("backends") or backend_class(name).host_driven
 
@@ -374,7 +373,7 @@ def _known(kind: str) -> str:
 
 
 def _likeness(program: Program) -> tuple[object, ...]:
-    """What programs that do the same have in common: all but the groups."""
+    """Return a key that is equal for equivalent programs: all fields except the groups."""
     return tuple(program.code), tuple(program.value), tuple(program.slot), tuple(program.number)
 
 
@@ -383,7 +382,7 @@ def _numbers(values: Sequence[int]) -> _Words:
 
 
 def _mixed(values: _Words) -> _Words:
-    """Words of 64 bits whose sums stand for sets: Steele, Lea, Flood 2014 (SplitMix)."""
+    """Return hashed words of 64 bits, whose sums identify multisets: Steele, Lea, Flood 2014 (SplitMix)."""
     found = values.astype(np.uint64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         found = (found ^ (found >> np.uint64(shift))) * np.uint64(factor)
@@ -392,7 +391,7 @@ def _mixed(values: _Words) -> _Words:
 
 
 def _first(colours: _Words) -> Ints:
-    """Of each element the first one of its colour."""
+    """Return, for each element, the index of the first element of its colour."""
     _, first, inverse = np.unique(colours, return_index=True, return_inverse=True)
     found: Ints = first[inverse.reshape(-1)].astype(np.int64)
     return found

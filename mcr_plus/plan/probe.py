@@ -1,4 +1,4 @@
-"""Measures, in the job itself, what all_reduces of buckets cost: alone, and beside computing."""
+"""Measures the cost of all_reduces of buckets within the job: alone, and during computation."""
 
 from __future__ import annotations
 
@@ -18,18 +18,16 @@ from mcr_plus.errors import Unsupported
 from mcr_plus.plan.costs import Curve
 
 Send = Callable[[torch.Tensor, str], Work]
-"""Starts the all_reduce of a bucket by a library."""
+"""Starts the all_reduce of a bucket by the named library."""
 
 _SMALLEST: Final = 4 << 10
 _LARGEST: Final = 4 << 20  # beyond it, time grows with size
 _FACTOR: Final = 8
-_SECONDS: Final = 2.0  # of all measurements together
-_MOST: Final = 9  # times that a size is measured
+_SECONDS: Final = 2.0  # time limit of all measurements together
+_MOST: Final = 9  # largest number of repetitions of a size
 _FIRST: Final = 2  # operations before a measurement
-_PARTS: Final = (
-    4.2  # times that of an operation that a measurement takes: alone, computing, and both together
-)
-_EDGE: Final = 160  # of the square matrices that are multiplied meanwhile: about a tenth of a millisecond
+_PARTS: Final = 4.2  # duration of a measurement in operations: alone, computation, and both together
+_EDGE: Final = 160  # of the square matrices multiplied meanwhile: about a tenth of a millisecond
 
 
 def probe(
@@ -40,11 +38,11 @@ def probe(
     libraries: Sequence[str],
     send: Send,
 ) -> dict[str, Curve]:
-    """The curves of all_reduces up to `nbytes` bytes by library, the same on all ranks; collective.
+    """Return the curves of all_reduces up to `nbytes` bytes by library, equal on all ranks; collective.
 
-    A time is the median of some, of the slowest rank. It takes about two seconds in all: sizes for which
-    there is no time left are left out, as every size of a curve has a share of its own. Libraries that cannot
-    run the operation are left out, too.
+    A time is the median over repetitions, the maximum over ranks. The measurement takes about two seconds in
+    total, divided among libraries and sizes; sizes that do not fit into this time are omitted, as are
+    libraries that cannot run the operation.
     """
     largest = min(nbytes, _LARGEST)
     sizes = [_SMALLEST]
@@ -59,7 +57,7 @@ def probe(
         points: dict[int, tuple[float, float]] = {}
         of_library = _Clock(comm)
         for at, size in enumerate(sizes):
-            parts = _PARTS if len(points) > 1 else 0.0  # of one size alone, no time would grow with size
+            parts = _PARTS if len(points) > 1 else 0.0  # a curve needs two sizes for its slope
             if points and seconds - of_library.spent() < (_FIRST + parts) * _expected(points, size):
                 break
             values = torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
@@ -81,7 +79,7 @@ def probe(
 
 
 def _expected(points: Mapping[int, tuple[float, float]], size: int) -> float:
-    """The seconds of an operation that is larger than those measured; of one of these, at most."""
+    """Return the expected seconds of an operation beyond the measured sizes; an upper bound for one point."""
     if len(points) == 1:
         ((known, (seconds, _)),) = points.items()
         return seconds * size / known
@@ -89,14 +87,14 @@ def _expected(points: Mapping[int, tuple[float, float]], size: int) -> float:
 
 
 class _Clock:
-    """Seconds since it was made, of the rank for which they are most."""
+    """Measures the seconds since its creation, as the maximum over ranks."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._began = perf_counter()
 
     def spent(self) -> float:
-        """The same on all ranks; collective."""
+        """Return the seconds, equal on all ranks; collective."""
         return _slowest(self._comm, [perf_counter() - self._began])[0]
 
 
@@ -107,7 +105,7 @@ def _alone(start: Callable[[], Work]) -> float:
 
 
 def _measured(comm: Communicator, start: Callable[[], Work], repeats: int) -> tuple[float, float]:
-    """The seconds of an operation, and the share of the core that it takes."""
+    """Return the seconds of an operation, and its share of the core."""
     whole = _slowest(comm, [median(_alone(start) for _ in range(repeats))])[0]
     left, right = torch.ones(_EDGE, _EDGE), torch.ones(_EDGE, _EDGE)
 
@@ -115,7 +113,7 @@ def _measured(comm: Communicator, start: Callable[[], Work], repeats: int) -> tu
         began = perf_counter()
         for _ in range(pieces):
             torch.mm(left, right)
-            comm.progress()  # as the hooks of gradients do
+            comm.progress()  # like the hooks of gradients
         return perf_counter() - began
 
     compute(4)

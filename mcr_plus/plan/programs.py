@@ -1,4 +1,4 @@
-"""The programs of captured ranks, with their gradients sent by a plan: what `network` simulates."""
+"""The programs of captured ranks, with gradients sent according to a plan: the input of `network`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Ints = NDArray[np.int64]
 
 
 class Bucket(NamedTuple):
-    """Gradients that are sent as one, by the names of their parameters; the library and the codec."""
+    """Gradients that are sent as one operation, by the names of their parameters; library and codec."""
 
     params: tuple[str, ...]
     library: str = CAPTURED
@@ -29,10 +29,10 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What is sent by what.
+    """Buckets, and the library of other operations.
 
-    `buckets`: in the order of sending, in place of the captured operations that carry gradients; None leaves
-    those as they were. `library`: of all other operations.
+    `buckets`: in the order of sending; they replace the captured operations that carry gradients. None keeps
+    these. `library`: of all other operations.
     """
 
     buckets: Sequence[Bucket] | None = None
@@ -40,7 +40,7 @@ class Plan:
 
 
 class Sent(NamedTuple):
-    """An operation as it is simulated, the same for all members of its group."""
+    """A simulated operation, equal on all members of its group."""
 
     name: str
     kind: str
@@ -49,7 +49,7 @@ class Sent(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A queue as a captured rank sees it: its group, and the library."""
+    """A queue of a captured rank: its group, in captured ranks, and the library."""
 
     group: tuple[int, ...]
     library: str
@@ -74,7 +74,7 @@ class Program:
         self.number.append(number)
 
     def issue(self, slot: Slot, sent: Sent) -> tuple[int, int]:
-        """Append an operation; returns the place of its queue among the rank's, and its number there."""
+        """Append an operation; returns the index of its queue among the rank's, and its number there."""
         if slot not in self.slots:
             self.slots.append(slot)
             self.sent.append([])
@@ -86,9 +86,10 @@ class Program:
 
 
 class Builder:
-    """Makes the program of a role, with its gradients sent by the plan.
+    """Builds the program of a role, with its gradients sent according to the plan.
 
-    `sent`: the gradients that it sends, also those that are ready on other ranks alone. `sizes`: their bytes.
+    `sent`: the gradients that the role sends, including those that are ready only on other ranks. `sizes`:
+    their bytes.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class Builder:
         self._named: dict[str, int] = {}
 
     def build(self) -> Program:
-        """The program. Raises `InvalidArgument` for negative times, and for waits for nothing."""
+        """Return the program; raises `InvalidArgument` for negative times and waits without an operation."""
         waits = [each for each in self.role.events if isinstance(each, Wait) and each.id in self._replaced]
         for each in self.role.events:
             if isinstance(each, Compute):
@@ -141,7 +142,7 @@ class Builder:
             self._send_next()
 
     def _send_rest(self) -> None:
-        """Send the buckets of gradients that are not ready on these ranks, as the backward pass ends."""
+        """Send the remaining buckets at the end of backward: their gradients are not ready on these ranks."""
         while len(self._sent) < len(self._buckets):
             self._send_next()
 
@@ -156,7 +157,7 @@ class Builder:
             return
         if event.kind not in KINDS:
             self.unknown[event.kind] = None
-        kind = "send" if event.kind == "recv" else event.kind  # both ends of one operation
+        kind = "send" if event.kind == "recv" else event.kind  # one operation on both ranks
         stem = event.tag or event.kind
         self._named[stem] = self._named.get(stem, -1) + 1
         sent = Sent(f"{stem} {self._named[stem]}", kind, event.nbytes, None)
@@ -165,7 +166,7 @@ class Builder:
     def _on_wait(self, event: Wait, *, last: bool) -> None:
         if event.id in self._replaced:
             self._send_rest()
-            places = self._sent if last else []  # gradients are needed once all of them are there
+            places = self._sent if last else []  # gradients are used after the last wait
         elif event.id in self._places:
             places = [self._places[event.id]]
         else:
@@ -191,15 +192,15 @@ class Builder:
 
 
 def sizes_of(step: Step) -> dict[str, int]:
-    """The bytes of each gradient that is ready on some rank."""
+    """Return the bytes of each gradient that is ready on some rank."""
     return {each.param: each.nbytes for role in step.roles for each in role.events if isinstance(each, Ready)}
 
 
 def gradients_of(step: Step, role: Role) -> frozenset[str]:
-    """The gradients that a plan sends for a role: those that its operations carry.
+    """Return the gradients that a plan sends for a role: those that its operations carry.
 
-    Others are ready, too, but are not averaged (`mcr_skip`). In a step none of whose operations carries
-    gradients, nothing tells these apart, and all are sent.
+    Other ready gradients are not averaged (`mcr_skip`). If no operation of the step carries gradients, all
+    ready gradients are sent.
     """
 
     def carried(of: Role) -> frozenset[str]:
@@ -211,7 +212,7 @@ def gradients_of(step: Step, role: Role) -> frozenset[str]:
 
 
 def _buckets(role: Role, plan: Plan, sent: Set[str]) -> list[Bucket]:
-    """The buckets of this role: those whose gradients it sends."""
+    """Return the buckets whose gradients this role sends."""
     found = []
     for bucket in plan.buckets or ():
         own = [param for param in bucket.params if param in sent]
@@ -232,7 +233,7 @@ def _buckets(role: Role, plan: Plan, sent: Set[str]) -> list[Bucket]:
 
 
 def joined(programs: Sequence[Program]) -> Programs:
-    """Programs as arrays, one behind the other."""
+    """Return the concatenation of programs as arrays."""
     return Programs(
         bounds_of([len(each.code) for each in programs]),
         np.array([code for each in programs for code in each.code], np.int64),
@@ -243,5 +244,5 @@ def joined(programs: Sequence[Program]) -> Programs:
 
 
 def bounds_of(lengths: Sequence[int]) -> Ints:
-    """Where parts of these lengths begin, one behind the other, and where the last one ends."""
+    """Return the begins of consecutive parts of these lengths, and the end of the last one."""
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

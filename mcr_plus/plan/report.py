@@ -1,4 +1,4 @@
-"""The report of `mcr-plus plan`: an HTML file with the timeline, the step over ranks, and what would help."""
+"""The report of `mcr-plus plan`: HTML with the timeline, the step over ranks, and the gain of changes."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ svg { max-width: 100%; height: auto; }
 
 
 def html_report(step: Step, advice: Advice, title: str) -> str:
-    """The whole report; needs matplotlib."""
+    """Return the complete report; needs matplotlib."""
     timeline = advice.timeline
     parts = [
         f"<h1>{html.escape(title)}</h1>",
         f"<p>{html.escape(summary(advice))}</p>",
         "<p>Costs are "
         + ", ".join(f'<b style="color:{colour}">{how}</b>' for how, colour in COLOURS.items())
-        + ": by the table or the captured step at this number of ranks; by the rounds of algorithms from "
-        "other numbers of ranks or other links; or without a measurement. The shares of the core that "
-        "operations take count, too; in the pictures only their times do. Computing is that of the step "
-        f"({step.ranks} ranks, spread of its steps {step.spread:.0%}).</p>",
+        + ": from the table or the captured step at this number of ranks; computed by the rounds of "
+        "algorithms from other numbers of ranks or other links; or without a measurement. Tables include the "
+        "origin of the shares of the core; pictures show that of the times. Computation is that of the "
+        f"captured step ({step.ranks} ranks, spread of its steps {step.spread:.0%}).</p>",
         "<h2>Timeline of the slowest rank</h2>",
         _timeline(timeline),
         "<h2>Step time over ranks</h2>",
@@ -51,7 +51,7 @@ def html_report(step: Step, advice: Advice, title: str) -> str:
                 for name, each in [("this one", timeline), *advice.others.items()]
             ],
         ),
-        "<h2>What would help</h2>",
+        "<h2>Changes</h2>",
         _table(
             ("change", "step ms", "gain ms", "costs"),
             [(each.change, _ms(each.step_s), _ms(each.gain), each.how) for each in advice.what_ifs],
@@ -71,12 +71,12 @@ def html_report(step: Step, advice: Advice, title: str) -> str:
 
 
 def summary(advice: Advice) -> str:
-    """What the step takes, and why, in one or two sentences."""
+    """Return the predicted step time and its causes in a few sentences."""
     timeline = advice.timeline
     text = (
-        f"{_ms(timeline.step_s)} ms on {timeline.ranks} ranks; computing {_ms(timeline.compute_s)} ms, "
-        f"exposed communication {_ms(timeline.exposed_s)} ms; no buckets end before {_ms(advice.bound)} ms, "
-        f"and these not before {_ms(timeline.bound)}, which is set by {timeline.bound_by}."
+        f"{_ms(timeline.step_s)} ms on {timeline.ranks} ranks; computation {_ms(timeline.compute_s)} ms, "
+        f"exposed communication {_ms(timeline.exposed_s)} ms; lower bound {_ms(advice.bound)} ms for any "
+        f"buckets, and {_ms(timeline.bound)} ms for these, set by {timeline.bound_by}."
     )
     if advice.plan.buckets:
         text += (
@@ -86,14 +86,14 @@ def summary(advice: Advice) -> str:
         )
     best = next((each for each in advice.what_ifs if each.gain > 0), None)
     if best is not None:
-        text += f" What helps most of the changes below: {best.change} ({_ms(best.gain)} ms less)."
+        text += f" The change with the largest gain: {best.change} ({_ms(best.gain)} ms less)."
     if timeline.unknown:
-        text += f" Unknown operations, taken for barriers: {', '.join(timeline.unknown)}."
+        text += f" Unknown operations, simulated as barriers: {', '.join(timeline.unknown)}."
     return text
 
 
 def costs_of(known: Timeline | Scaled) -> str:
-    """How costs are known; where shares of the core are known worse than times, both."""
+    """Return the origin of costs; both origins if that of the core's shares is weaker than that of times."""
     return known.how if known.how == known.times_how else f"{known.how} (times {known.times_how})"
 
 
@@ -158,7 +158,7 @@ def _scaling(step: Step, advice: Advice) -> str:
     figure, axes = _figure(8, 3.2)
     ranks = [at.ranks for at in advice.scaling]
     steps = [1e3 * at.step_s for at in advice.scaling]
-    # Computing differs between steps and ranks by as much as it did while the step was captured.
+    # Computation is assumed to vary as much as between the captured steps.
     band = [step.spread / 2 * 1e3 * advice.timeline.compute_s] * len(ranks)
     low = [value - part for value, part in zip(steps, band, strict=True)]
     high = [value + part for value, part in zip(steps, band, strict=True)]

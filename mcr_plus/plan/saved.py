@@ -1,12 +1,12 @@
-"""Buckets of gradients in a file, by the names of their parameters: what `fuse: {plan: FILE}` reads.
+"""Files with buckets of gradients, by the names of their parameters, for `fuse: {plan: FILE}`.
 
     {"version": 1, "model": "0f3a…", "ranks": 8, "nodes": 2, "ranks_per_node": 4,
      "buckets": [{"params": ["head.weight", "head.bias"], "library": "gloo"}, …]}
 
-Buckets are in the order of sending. `library` is left out, or null, where the pipeline chooses. `nodes`,
-`ranks_per_node` and `tables` (the digests of those that it was made with) are compared if they are there.
-`unused` lists parameters that had no gradient in the captured step; jobs send theirs behind the buckets, by
-size.
+Buckets are in the order of sending. `library` is omitted, or null, if the pipeline chooses. `nodes`,
+`ranks_per_node` and `tables` (the digests of the tables used for the plan) are compared if present. `unused`
+lists parameters that had no gradient in the captured step; jobs send their gradients after the buckets, in
+further buckets by size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mcr_plus.errors import ConfigError, short
 
 
 class SavedBucket(BaseModel):
-    """The parameters whose gradients travel together, and the library that sends them."""
+    """The parameters whose gradients are sent together, and the library that sends them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     params: tuple[str, ...] = Field(min_length=1)
@@ -33,7 +33,7 @@ class SavedBucket(BaseModel):
 
 
 def digests(config: Config) -> tuple[str, ...]:
-    """Of the tables that a pipeline names; raises `ConfigError` if one cannot be read."""
+    """Return the digests of the tables in a pipeline; raises `ConfigError` if one cannot be read."""
     return tuple(dict.fromkeys(ref.digest() for ref in config.tables))
 
 
@@ -41,8 +41,8 @@ class SavedPlan(BaseModel):
     """The buckets of a model's gradients on a number of ranks.
 
     `model`: the hash of the parameters' names, shapes and dtypes, see `model_hash`. `ranks_per_node`: the
-    most on one. `tables`: the digests of the tables with the costs of buckets. `unused`: parameters that
-    had no gradient on any rank, and that are in no bucket. Fields that are None are unknown.
+    maximum over nodes. `tables`: the digests of the tables with the costs of buckets. `unused`: parameters
+    without a gradient on any rank, which are in no bucket. None: unknown.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -57,10 +57,10 @@ class SavedPlan(BaseModel):
 
     @classmethod
     def load(cls, path: Path, place: str | None = None) -> SavedPlan:
-        """Read what `save` has written; errors begin with `place`, by default the path.
+        """Read a file written by `save`; errors begin with `place`, by default the path.
 
         Raises:
-            ConfigError: the file cannot be read, or holds something else.
+            ConfigError: the file cannot be read, or is invalid.
         """
         place = str(path) if place is None else place
         content = read_bytes(path, place)
@@ -74,7 +74,7 @@ class SavedPlan(BaseModel):
             ) from None
 
     def save(self, path: Path) -> None:
-        """Write it as JSON, a bucket a line. Raises `ConfigError` if the file cannot be written."""
+        """Write the plan as JSON, one bucket per line; raises `ConfigError` if the file cannot be written."""
         about = json.dumps(self.model_dump(mode="json", exclude={"buckets"}, exclude_none=True))
         lines = ",\n".join("  " + json.dumps(bucket.model_dump()) for bucket in self.buckets)
         write_text(path, f'{about[:-1]},\n "buckets": [\n{lines}\n ]}}\n')
@@ -89,12 +89,14 @@ class SavedPlan(BaseModel):
         ranks_per_node: int | None = None,
         tables: tuple[str, ...] | None = None,
     ) -> str | None:
-        """The first thing in which a job differs from this plan, or None; what one side lacks is left out.
+        """Return a text with the first difference between a job and this plan, or None.
+
+        Fields that are None on one side are not compared.
 
         Args:
             model: the hash of the job's model. names: of its parameters with gradients.
-            ranks: of the job. libraries: that can send its buckets. nodes: of the job. ranks_per_node: the
-                most on one. tables: of its pipeline, as of `digests`.
+            ranks: of the job. libraries: those that can send buckets. nodes: of the job. ranks_per_node: the
+                maximum over nodes. tables: the `digests` of its pipeline.
         """
         planned = [name for bucket in self.buckets for name in bucket.params] + list(self.unused or ())
         if len(set(planned)) < len(planned):
@@ -120,10 +122,10 @@ class SavedPlan(BaseModel):
             if None not in (here, there) and here != there:
                 return f"the plan is for {there} {what}, and this job has {here}"
         if None not in (tables, self.tables) and tables != self.tables:
-            mine, its = (
+            own, stored = (
                 ", ".join(each[:8] for each in known or ()) or "none" for known in (tables, self.tables)
             )
-            return f"the plan was made with other tables: digests {its}, and here {mine}"
+            return f"the plan was made with other tables: digests {stored}, and here {own}"
         for bucket in self.buckets:
             if bucket.library is not None and backend_name(bucket.library) not in libraries:
                 return f"library {bucket.library!r} is not among those of this job: {', '.join(libraries)}"

@@ -1,15 +1,15 @@
-"""What operations cost on another cluster: measured times, scaled to other ranks and links, or assumed.
+"""Costs of operations on another cluster: measured times, scaled to other ranks and links, or assumed.
 
     costs = Costs(from_table(table), topology)
     costs.of("all_reduce", 25 << 20, range(64), "gloo")     # Cost(seconds=0.31, share=0.2, how="scaled", …)
 
 "measured": the table, the job's probe or the captured step has the time for these ranks, at this size or
-between two sizes near it. "scaled": times of other numbers of ranks or other links, by the rounds of the
-library's algorithms (`tables/scaling`), of another dtype, or far from the measured sizes. "assumed": only
-latency and bandwidth of the links are known, or something that was not measured has a part in the time, such
-as a codec's encoding.
+between two sizes near it. "scaled": the time comes from other numbers of ranks or other links, by the rounds
+of the library's algorithms (`tables/scaling`), from another dtype, or from sizes far away. "assumed": only
+latency and bandwidth of the links are known, or a part of the time was not measured, such as a codec's
+encoding.
 
-Long because what was measured, over which links, and what follows for others have to agree.
+Long because the measurements, their links and their scaling have to agree.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ How = Literal["measured", "scaled", "assumed"]
 Floats = NDArray[np.float64]
 
 CAPTURED: Final = "captured"
-"""The library of times from a captured step, which does not name one."""
-_NEAR: Final = 1.25  # sizes that count as one, of operations in a captured step
-_GAP: Final = 16  # between measured sizes; what is between those further apart counts as scaled
-_OVERHEAD: Final = 10e-6  # seconds of software in a round, where nothing was measured
-_HEADERS: Final = 1.07  # bytes on the wire for each byte sent, at most: 1538 of Ethernet for 1448 of TCP
-_HOW: Final[tuple[How, ...]] = ("measured", "scaled", "assumed")  # from the best on
+"""Library name for times from a captured step, which does not record the library."""
+_NEAR: Final = 1.25  # sizes within this ratio count as equal
+_GAP: Final = 16  # times between measured sizes of a larger ratio count as scaled
+_OVERHEAD: Final = 10e-6  # assumed seconds of software overhead per round
+_HEADERS: Final = 1.07  # largest ratio of bytes on the wire to bytes sent: 1538 of Ethernet for 1448 of TCP
+_HOW: Final[tuple[How, ...]] = ("measured", "scaled", "assumed")  # best first
 
 
 class Cost(NamedTuple):
-    """Seconds of an operation on its slowest rank, and the share of a core (0 to 1) that it takes meanwhile.
+    """Seconds of an operation on its slowest rank, and its share of a core (0 to 1) meanwhile.
 
-    `how` the seconds are known, and `share_how` the share; a share that was never measured is 0, assumed.
+    `how`, `share_how`: the origins of seconds and share; an unmeasured share is 0 and "assumed".
     """
 
     seconds: float
@@ -67,11 +67,10 @@ class Cost(NamedTuple):
 
 
 class Use(NamedTuple):
-    """A cost, and what the operation uses of the links while it runs alone.
+    """A cost, and the use of links by an operation that runs alone.
 
-    `busy`: of the busiest link of each class whose rate is known, the part of its rate, 0 to 1; of the widest
-    class, if its rate is not known, all. `flow`: bytes per second of one of its messages on the class that it
-    uses most.
+    `busy`: the used fraction (0 to 1) of the rate of the busiest link, by class; 1 for the widest class if
+    its rate is unknown. `flow`: bytes per second of one message on the most used class.
     """
 
     cost: Cost
@@ -81,12 +80,12 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured times of a kind of operation by a library, of ranks that lay as `at`.
+    """Measured times of a kind of operation by a library, on ranks with the placement `at`.
 
-    `curve`: microseconds over bytes, which count by the basis of the table's key (`per_rank`: of one rank).
-    `shares`: bytes, ascending, and the share of a core at each; None if it was not measured. `dtype`,
-    `device`: of the tensors, where they are named. `of_step`: they are those of the captured step. `hosts`:
-    the node of each rank, numbered along the cluster; empty for nodes from the first one on.
+    `curve`: microseconds over bytes, counted by the basis of the table's key (`per_rank`: bytes of one rank).
+    `shares`: bytes, ascending, and the share of a core at each; None if not measured. `dtype`, `device`: of
+    the tensors; None if unspecified. `of_step`: the tensors are those of the captured step. `hosts`: the node
+    of each rank, numbered along the cluster; empty for consecutive nodes from the first one on.
     """
 
     kind: str
@@ -101,19 +100,19 @@ class Measured:
     hosts: tuple[int, ...] = ()
 
     def estimate(self, nbytes: float) -> Estimate:
-        """The time at a size of the operation in all."""
+        """Return the estimated time at a size in the convention of `Costs.of`."""
         return self.curve.at(self._own(nbytes))
 
     def seconds(self, nbytes: float) -> float:
-        """Seconds at a size of the operation in all."""
+        """Return the seconds at a size in the convention of `Costs.of`."""
         return 1e-6 * self.estimate(nbytes).us
 
     def is_near(self, nbytes: float) -> bool:
-        """Whether it was measured at this size, or at two that are not far apart around it."""
+        """Return whether a measured size is near this one, or two close ones enclose it."""
         return _is_near(self.curve.sizes, self._own(nbytes))
 
     def share(self, nbytes: float) -> tuple[float, How]:
-        """The share at a size, that of the nearest sizes, and how it is known."""
+        """Return the share at a size, interpolated between the measured ones, and its origin."""
         if self.shares is None:
             return 0.0, "assumed"
         size = self._own(nbytes)
@@ -121,10 +120,10 @@ class Measured:
         return float(np.interp(size, *self.shares)), how
 
     def how(self, like: Like) -> How:
-        """How well its times are known for tensors like these.
+        """Return the origin of its times for tensors like these.
 
-        A time of another dtype is that of as many bytes. Without a dtype it is of float32, as by `tune`
-        without `--dtypes`, and without a device of the CPU.
+        Times of another dtype apply to the same number of bytes. An unspecified dtype means float32, as in
+        `tune` without `--dtypes`; an unspecified device means the CPU.
         """
         if self.of_step:
             return "measured"
@@ -133,7 +132,7 @@ class Measured:
         return "measured" if (self.dtype or "float32") == like.dtype else "scaled"
 
     def placed_in(self, rack: Rack | None) -> Placement:
-        """How its ranks lay on a cluster with such racks."""
+        """Return the placement of its ranks on a cluster with such racks."""
         at = self.at
         if rack is None or at.racks > 1:
             return at
@@ -149,16 +148,17 @@ class Measured:
 
 
 class Like(NamedTuple):
-    """The dtype and the device of tensors; None where they are not known, or not the same for all."""
+    """The dtype and the device of tensors; None if unknown, or not equal for all."""
 
     dtype: str | None
     device: str | None
 
 
 def from_table(table: Table) -> list[Measured]:
-    """The measurements of a table whose ranks and nodes are known, apart by dtype and device.
+    """Return the measurements of a table with known ranks and nodes, separate by dtype and device.
 
-    The share of the core is the exposed time of asynchronous operations over the whole one of synchronous.
+    The share of the core is the exposed time of asynchronous operations divided by the time of synchronous
+    ones.
     """
     whole: dict[tuple[str, str, Placement, bool, Like], dict[int, float]] = {}
     exposed: dict[tuple[str, str, Placement, bool, Like], dict[int, float]] = {}
@@ -191,7 +191,7 @@ def _shares(whole: Mapping[int, float], exposed: Mapping[int, float]) -> tuple[F
 
 
 def from_probe(step: Step) -> list[Measured]:
-    """What the job has measured of libraries (`plan.probe`), if the captured step has it."""
+    """Return the job's own measurements of libraries (`plan.probe`) in the captured step."""
     at, like = placed(step.ranks, step.nodes, -(-step.ranks // step.nodes)), _like_of(step)
     found = []
     for library, probed in step.measured.items():
@@ -208,7 +208,7 @@ def from_probe(step: Step) -> list[Measured]:
 
 
 def from_step(step: Step, library: str = CAPTURED) -> list[Measured]:
-    """The seconds that operations of a captured step took, under the name of a library."""
+    """Return the durations of operations in a captured step, under the name of a library."""
     per_node, like = -(-step.ranks // step.nodes), _like_of(step)
     points: dict[tuple[str, tuple[int, ...]], dict[int, list[float]]] = {}
     for role in step.roles:
@@ -230,7 +230,7 @@ def from_step(step: Step, library: str = CAPTURED) -> list[Measured]:
 
 
 def _like_of(step: Step) -> Like:
-    """The dtype and the device of all gradients of a step."""
+    """Return the common dtype and device of all gradients of a step."""
     likes = {
         each.like.partition(" ")[::2]
         for role in step.roles
@@ -246,7 +246,7 @@ def _curve(times: Mapping[int, Sequence[float]]) -> Curve:
 
 
 def _joined(measured: Sequence[Measured], at: Placement) -> Measured:
-    """One of what groups of a captured step have measured that lay alike."""
+    """Merge the measurements of groups of a captured step that have the same placement."""
     if len(measured) == 1:
         return replace(measured[0], at=at)
     times: dict[int, list[float]] = {}
@@ -257,7 +257,7 @@ def _joined(measured: Sequence[Measured], at: Placement) -> Measured:
 
 
 def _is_near(sizes: Floats, size: float) -> bool:
-    """Whether a size is among these, or between two that are not far apart."""
+    """Return whether a size is near one of these, or between two of them that are not far apart."""
     at = int(np.searchsorted(sizes, size))
     around = sizes[max(at - 1, 0) : at + 1]
     near = bool(np.any((around <= _NEAR * size) & (size <= _NEAR * around)))
@@ -265,9 +265,9 @@ def _is_near(sizes: Floats, size: float) -> bool:
 
 
 def _apart(points: Mapping[int, float]) -> dict[int, float]:
-    """The points without those that take longer than another of about their size.
+    """Return the points without those that take longer than another of almost the same size.
 
-    A few operations of almost equal sizes, one of which was disturbed, would make a slope of that.
+    Otherwise a disturbed measurement among almost equal sizes would become a slope of the curve.
     """
     kept: dict[int, float] = {}
     for size in sorted(points):
@@ -285,10 +285,10 @@ class Costs:
     """The costs of operations on a cluster.
 
     Args:
-        measured: what is known; asked about are tensors like those of the captured step, if it is there,
-            and float32 on the CPU otherwise. topology: the cluster that is asked about. measured_on: that on
-            which was measured; without it, one with the same links. guessed: that these are the same is not
-            known, so that times over links with a given rate are assumed.
+        measured: the measurements. Costs are for tensors like those of the captured step if `measured`
+            contains it, else for float32 on the CPU. topology: the target cluster. measured_on: the measured
+            cluster; None: its links are equal to those of `topology`. guessed: this equality is unconfirmed,
+            so times over links with a given rate are "assumed".
     """
 
     measured: Sequence[Measured]
@@ -299,45 +299,45 @@ class Costs:
     _placed: dict[tuple[str, str], list[Measured]] = field(default_factory=dict, repr=False)
 
     def on(self, topology: Topology) -> Costs:
-        """The costs on another cluster, of the same measurements.
+        """Return the costs on another cluster, from the same measurements.
 
         Raises:
-            Unsupported: a link has another rate there, and none is known where times over it were measured.
+            Unsupported: a link has another rate there, and its rate on the measured cluster is unknown.
         """
         before = self.measured_on or self.topology
         for each in self._usable:
             for link in crossed(each.placed_in(before.links.rack)):
                 if before.rate(link) is None and topology.rate(link) not in (None, self.topology.rate(link)):
                     raise Unsupported(
-                        f"{link}: its rate is not known where {each.kind} by {each.library} was measured, so "
-                        "that nothing follows from another one; expected it in the description of that "
-                        "cluster (--measured-on)"
+                        f"{link}: its rate is unknown on the cluster where {each.kind} by {each.library} was "
+                        "measured, so times cannot be scaled to another rate; expected it in the description "
+                        "of that cluster (--measured-on)"
                     )
         return Costs(self.measured, topology, before, self.guessed)
 
     def of(
         self, kind: str, nbytes: int, group: Sequence[int], library: str, codec: str | None = None
     ) -> Cost:
-        """What an operation costs that nothing else runs beside; `nbytes` as `Signature.nbytes` counts them.
+        """Return the cost of an operation that runs alone; `nbytes` is counted as in `Signature.nbytes`.
 
-        `library`: a name, or `name:algorithm`. `codec`: by which it is compressed.
+        `library`: a name, or `name:algorithm`. `codec`: compresses the operation; None for none.
 
         Raises:
-            Unsupported: nothing is known of the library or of the links in question, or the codec has no
-                fixed size.
+            Unsupported: costs of the library and rates of the links are unknown, or the codec has no fixed
+                size.
             InvalidArgument: a rank is beyond the topology.
         """
         return self.use(kind, nbytes, self.topology.placement(group), library, codec).cost
 
     def use(self, kind: str, nbytes: int, to: Placement, library: str, codec: str | None = None) -> Use:
-        """As `of`, for ranks that lie in this way, with the use of links."""
+        """Return the cost, as `of` does, for ranks with this placement, and the use of links."""
         key = (kind, nbytes, to, library, codec)
         if key not in self._known:
             self._known[key] = self._use(kind, nbytes, to, library, codec)
         return self._known[key]
 
     def libraries(self) -> list[str]:
-        """The libraries of which something was measured on the device in question."""
+        """Return the libraries with measurements on the device of the tensors."""
         return list(dict.fromkeys(each.library for each in self._usable))
 
     def _use(self, kind: str, nbytes: int, to: Placement, library: str, codec: str | None) -> Use:
@@ -356,9 +356,9 @@ class Costs:
         return wire_bytes(codec, nbytes, self._like.dtype or "float32")
 
     def _cost(self, kind: str, nbytes: int, to: Placement, library: str) -> tuple[Cost, Rounds]:
-        """The least over the library's algorithms of the best that is known."""
+        """Return the cost from the best available measurement, minimal over the library's algorithms."""
         after = self.topology.medium
-        ways = algorithms(kind, library)
+        candidates = algorithms(kind, library)
         own = self._own(kind, library)
         here = [each for each in own if each.at == to] if self._is_here(to) else []
         if here:
@@ -366,17 +366,19 @@ class Costs:
             how: How = {"measured": "measured", "at_least": "assumed"}.get(found.figure, "scaled")  # type: ignore[assignment]
             if how == "measured" and not here[0].is_near(nbytes):
                 how = "scaled"
-            # Of a table without asynchronous operations, the probe of the job may have the shares.
+            # If a table has no asynchronous operations, the job's probe may have the shares.
             shared = next((each for each in here if each.shares is not None), here[0])
             share, share_how = shared.share(nbytes)
             cost = Cost(
                 1e-6 * found.us, share,
                 _weakest(how, here[0].how(self._like)), _weakest(share_how, shared.how(self._like)),
             )  # fmt: skip
-            return cost, min((way(nbytes, to, after.shared) for way in ways), key=len, default=())
+            return cost, min((each(nbytes, to, after.shared) for each in candidates), key=len, default=())
         for each in sorted(own, key=lambda each: _far(each.at, to)):
             scaled = [
-                (seconds, way) for way in ways if (seconds := self._scaled(each, way, to, nbytes)) is not None
+                (seconds, algorithm)
+                for algorithm in candidates
+                if (seconds := self._scaled(each, algorithm, to, nbytes)) is not None
             ]
             if scaled:
                 seconds, best = min(scaled, key=lambda pair: pair[0])
@@ -386,9 +388,9 @@ class Costs:
                 cost = Cost(seconds, share, _weakest(how, like), _weakest("scaled", share_how, like))
                 return cost, best(nbytes, to, after.shared)
         known = [
-            (seconds, way)
-            for way in ways or algorithms(kind, "")
-            if (seconds := assumed(way, nbytes, to, after, _OVERHEAD)) is not None
+            (seconds, algorithm)
+            for algorithm in candidates or algorithms(kind, "")
+            if (seconds := assumed(algorithm, nbytes, to, after, _OVERHEAD)) is not None
         ]
         if not known:
             raise Unsupported(
@@ -400,7 +402,7 @@ class Costs:
         return Cost(seconds, 0.0, "assumed"), best(nbytes, to, after.shared)
 
     def _own(self, kind: str, library: str) -> list[Measured]:
-        """What was measured of a kind by a library, with racks: first of tensors like those asked about."""
+        """Return the measurements of a kind by a library, placed in racks; the most similar tensors first."""
         if (kind, library) not in self._placed:
             rack = (self.measured_on or self.topology).links.rack
             alone: list[Measured] = []
@@ -417,33 +419,33 @@ class Costs:
         return self._placed[kind, library]
 
     def _unlike(self, each: Measured) -> tuple[int, bool]:
-        """How far its tensors are from those asked about.
+        """Return a sort key: the dissimilarity of its tensors to the requested ones.
 
-        Of other dtypes, those without a name come first: the rules of tables that hold for all others.
+        Among other dtypes, an unspecified one comes first: it is a table's rule for all other dtypes.
         """
         how = each.how(self._like)
         return _HOW.index(how), how != "measured" and each.dtype is not None
 
     @cached_property
     def _like(self) -> Like:
-        """The tensors that are asked about."""
+        """The dtype and device for which costs are requested."""
         found = next((each for each in self.measured if each.of_step), None)
         return Like("float32", "cpu") if found is None else Like(found.dtype, found.device)
 
     @cached_property
     def _usable(self) -> list[Measured]:
-        """What was not measured on another device."""
+        """The measurements that were not made on another device."""
         devices = (None, self._like.device)
         return [each for each in self.measured if self._like.device is None or each.device in devices]
 
     @cached_property
     def _media(self) -> tuple[Medium, Medium]:
-        """The links over which was measured, and those that are asked about."""
+        """The links of the measured cluster and of the target cluster."""
         before, after = (self.measured_on or self.topology).medium, self.topology.medium
         return completed(before, after), completed(after, before)
 
     def _is_here(self, to: Placement) -> bool:
-        """Whether ranks that lie in this way have the links over which was measured."""
+        """Return whether the links of ranks with this placement are equal to the measured ones."""
         before, after = (self.measured_on or self.topology), self.topology
         return all(
             before.rate(link) == after.rate(link)
@@ -453,22 +455,22 @@ class Costs:
         )
 
     def _is_explained(self, at: Placement, to: Placement) -> bool:
-        """Whether the links that both cross have known rates on both clusters, or on none."""
+        """Return whether each link that both cross has a known rate on both clusters, or on neither."""
         before, after = (self.measured_on or self.topology), self.topology
         both = set(crossed(at)) & set(crossed(to))
         return all((before.rate(link) is None) == (after.rate(link) is None) for link in both)
 
-    def _scaled(self, each: Measured, way: Algorithm, to: Placement, nbytes: int) -> float | None:
-        """Seconds by an algorithm: over other links first, then of other ranks."""
+    def _scaled(self, each: Measured, algorithm: Algorithm, to: Placement, nbytes: int) -> float | None:
+        """Return the seconds by an algorithm, scaled to other links first, and then to other ranks."""
         before, after = self._media
         at = each.at if to.racks > 1 else each.at._replace(racks=1, per_rack=each.at.ranks)
         is_as_measured = at == each.at and self._is_here(at)
-        measured = each.seconds if is_as_measured else _relinked(each, before, way, at, after)
+        measured = each.seconds if is_as_measured else _relinked(each, before, algorithm, at, after)
         if at == to:
             return measured(nbytes)
-        # Times over uplinks say nothing of what headers take on the NIC.
+        # The overhead of headers on the NIC cannot be derived from times over uplinks.
         over = after if at.racks == 1 else after._replace(rates={})
-        return Stretched(way, measured, at, over, to, after).seconds(nbytes)
+        return Stretched(algorithm, measured, at, over, to, after).seconds(nbytes)
 
 
 def _weakest(*hows: How) -> How:
@@ -476,17 +478,17 @@ def _weakest(*hows: How) -> How:
 
 
 def _relinked(
-    each: Measured, before: Medium, way: Algorithm, at: Placement, after: Medium
+    each: Measured, before: Medium, algorithm: Algorithm, at: Placement, after: Medium
 ) -> Callable[[float], float]:
-    """Seconds over bytes of measured operations, if their links were those of `after` and ranks lay as `at`.
+    """Return the seconds over bytes of measured operations, scaled to the links `after` and placement `at`.
 
-    What the bytes of each round take on the busiest link of all depends on rates, and the rest on the ranks;
-    over slower links, the ranks have time for theirs meanwhile.
+    The time of each round's bytes on the busiest link depends on the rates, the rest on the ranks. Over
+    slower links, the ranks' own work overlaps with the transfer.
     """
 
     def seconds(nbytes: float) -> float:
         whole = each.seconds(nbytes)
-        old, new = way(nbytes, each.at, before.shared), way(nbytes, at, after.shared)
+        old, new = algorithm(nbytes, each.at, before.shared), algorithm(nbytes, at, after.shared)
         wire, other = _crossing(old, before), _crossing(new, after)
         if wire != other:
             growth = each.seconds(2 * nbytes) - whole
@@ -509,15 +511,15 @@ def _latency(rounds: Rounds, medium: Medium) -> float:
 
 
 def wire_bytes(codec: str, nbytes: int, dtype: str = "float32") -> int:
-    """Bytes that a codec sends in place of so many of a dtype.
+    """Return the encoded bytes of `nbytes` bytes of a dtype.
 
     Raises:
-        Unsupported: their number is not fixed, or the codec does not take the dtype.
+        Unsupported: the encoded size depends on shapes, or the codec does not support the dtype.
     """
     made = make({"codec": codec})
     known = {dtype_name(each): each.itemsize for each in made.traits.dtypes}
     if dtype not in known:
-        raise Unsupported(f"codec {codec!r} does not take {dtype}; known: {', '.join(known)}")
+        raise Unsupported(f"codec {codec!r} does not support {dtype}; supported: {', '.join(known)}")
     if not isinstance(made, PayloadCodec):
         raise Unsupported(
             f"codec {codec!r}: its size on the wire depends on shapes; expected one with a fixed rate"
@@ -549,7 +551,7 @@ def _used(cost: Cost, rounds: Rounds, medium: Medium, to: Placement, nbytes: int
 
 
 def _far(at: Placement, to: Placement) -> tuple[float, ...]:
-    """How far measurements are from what is asked: first in what they share of links, then in numbers."""
+    """Return a sort key: the distance of a measured placement, first in the widest link, then in numbers."""
     return (
         at.widest != to.widest,
         abs(np.log2(at.per_node / to.per_node)),

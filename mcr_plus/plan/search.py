@@ -1,23 +1,21 @@
-"""The best buckets of gradients, and the library of each: an exact search with a bound beside it.
+"""The best buckets of gradients, and the library of each: an exact search with a lower bound.
 
     found = search(ready, compute, prices)
     found.buckets       # [(begin, end, choice), …] in the order of sending
     found.step, found.bound
 
 The model: one channel, on which buckets are sent one after another. While an operation is in flight it takes
-its *share* of the core that computes, so that everything that is still to be computed is delayed by share
-times its time; issuing an operation delays it by a constant. A bucket of the gradients i … j-1 may start
-once the
-last of them is ready and the channel is free:
+its *share* of the core that computes, so all remaining computation is delayed by share times its time;
+issuing an operation delays it by a constant. A bucket of the gradients i … j-1 may start once the last of
+them is ready and the channel is free:
 
     start = max(F, ready of j-1 + D),   F' = start + time,   D' = D + share * time + overhead
 
-with F the time at which the channel is free and D the delay of computing so far. The step ends when both have
-ended: max(F, compute + D). Smaller F and D are both better, whatever follows, so of all ways to have sent the
-first j gradients only those that are not worse in both than another need be kept (Pareto labels); then the
-search over all consecutive buckets and all libraries is exact. The whole share of an operation is counted
-before the next gradient, which is pessimistic by at most one operation's share; `simulate` has the exact
-course.
+with F the time at which the channel is free and D the delay of computation so far. The step ends when both
+have ended: max(F, compute + D). Smaller F and D are always better, so only the Pareto-optimal labels (F, D)
+after the first j gradients need be kept; then the search over all consecutive buckets and all libraries is
+exact. The whole share of an operation is counted before the next gradient, which is pessimistic by at most
+one operation's share; `simulate` computes the exact timeline.
 """
 
 from __future__ import annotations
@@ -33,20 +31,20 @@ from numpy.typing import NDArray
 from mcr_plus.kernels.cpu import compiled
 
 Floats = NDArray[np.float64]
-_LABELS: Final = 1024  # kept for each gradient; `Found.exact` says whether that was enough
-_BEAMS: Final = (8, 64, 512)  # tried before, as what they find rules out most labels
+_LABELS: Final = 1024  # kept for each gradient; `Found.exact` is True if they sufficed
+_BEAMS: Final = (8, 64, 512)  # smaller numbers tried first: their results exclude most labels
 _SECONDS: Final = 2.0
-_ROUNDING: Final = 1e-9  # bounds and labels add up the same numbers in another order
+_ROUNDING: Final = 1e-9  # bounds and labels add the same numbers in a different order
 _NONE: Final = -1
 
 
 @dataclass(frozen=True)
 class Prices:
-    """What buckets cost: `seconds[choice, i, j]` is the time of one of the gradients i … j-1, whole.
+    """Costs of buckets: `seconds[choice, i, j]` is the duration of a bucket of the gradients i … j-1.
 
-    `shares[choice, i, j]`: the part of it that is lost for computing, 0 to 1. `overhead`: seconds of
-    computing that are lost with every bucket. Entries with j <= i are not read; those that cannot be are
-    infinite.
+    `shares[choice, i, j]`: the fraction of it that is lost to computation, 0 to 1. `overhead`: seconds of
+    computation that every bucket costs. Entries with j <= i are not read; impossible buckets have infinite
+    seconds.
     """
 
     seconds: Floats
@@ -56,12 +54,12 @@ class Prices:
 
 @dataclass(frozen=True)
 class Found:
-    """The best plan, in seconds.
+    """The best plan found; times in seconds.
 
-    `buckets`: (begin, end, choice) of consecutive gradients. `step`: the end of the step by the model.
-    `bound`: no plan can end before, also if shares are counted while they are taken. `exact`: no label was
-    dropped that could have led to an earlier end, so that `step` is the least. `least`: no plan ends before
-    by this model, as far as labels that were dropped show it.
+    `buckets`: (begin, end, choice) of consecutive gradients. `step`: the end of the step in the model.
+    `bound`: lower bound over all plans, which also holds if shares are counted as they accrue. `exact`: no
+    dropped label could have led to an earlier end, so `step` is the optimum. `least`: lower bound over all
+    plans in this model, from the dropped labels.
     """
 
     buckets: list[tuple[int, int, int]]
@@ -72,7 +70,7 @@ class Found:
 
     @property
     def gap(self) -> float:
-        """How far the plan may be above the best one of this model."""
+        """Upper bound of the plan's relative distance to the optimum of this model."""
         least = max(self.least, self.bound)
         return max(self.step / least - 1, 0.0) if least else 0.0
 
@@ -84,12 +82,12 @@ def search(
     labels: int = _LABELS,
     seconds: float = _SECONDS,
 ) -> Found:
-    """The buckets with the earliest end of the step.
+    """Return the buckets with the earliest end of the step.
 
     Args:
-        ready: seconds after which each gradient is ready, ascending. compute: seconds of computing in all.
-        prices: of all buckets and choices. labels: how many are kept for each gradient at most; fewer where
-            so many would take longer than `seconds` in all.
+        ready: seconds after which each gradient is ready, ascending. compute: seconds of computation in
+            total. prices: of all buckets and choices. labels: the largest number kept for each gradient;
+            fewer if the search would take longer than `seconds`.
 
     Raises:
         ValueError: `ready` is not ascending, or prices are not of its length.
@@ -118,7 +116,7 @@ def search(
 
 
 def checked_times(ready: Sequence[float] | Floats, prices: Prices) -> Floats:
-    """`ready` as an array. Raises `ValueError` if it is not ascending, or prices are not of its length."""
+    """Return `ready` as an array; raises `ValueError` if it is not ascending, or prices differ in length."""
     times = np.asarray(ready, np.float64)
     count = len(times)
     if np.any(np.diff(times) < 0):
@@ -129,13 +127,13 @@ def checked_times(ready: Sequence[float] | Floats, prices: Prices) -> Floats:
 
 
 def beams(labels: int) -> list[tuple[int, float]]:
-    """How many labels are kept in one try after the other, and how much longer the next one takes."""
+    """Return the number of labels of each attempt, and the factor by which the next one takes longer."""
     most = [*(few for few in _BEAMS if few < labels), labels]
     return [(this, next_ / this) for this, next_ in zip(most, [*most[1:], labels], strict=True)]
 
 
 def _traced(came: NDArray[np.int64], label: int) -> list[tuple[int, int, int]]:
-    """The buckets that led to a label of the last gradient."""
+    """Return the buckets that led to a label of the last gradient."""
     buckets, end = [], len(came) - 1
     while end:
         begin, before, choice = (int(each) for each in came[end, label])
@@ -145,24 +143,25 @@ def _traced(came: NDArray[np.int64], label: int) -> list[tuple[int, int, int]]:
 
 
 def prepare() -> None:
-    """Compile, or load from disk, what a search needs."""
+    """Compile the kernels of a search, or load them from disk."""
     seconds = np.ones((1, 2, 2))
     search(np.zeros(1), 0.0, Prices(seconds, np.zeros_like(seconds)))
 
 
 def bound(ready: Floats, compute: float, prices: Prices) -> float:
-    """Seconds that no plan of this model can beat.
+    """Return a lower bound in seconds over all plans of this model.
 
-    Everything has to be computed, and loses at least the least share that sending all gradients costs; and
-    from the moment at which a gradient is ready, it and all later ones have to be sent.
+    It is the maximum of two terms: the computation plus the least delay of sending all gradients; and, for
+    each gradient, its ready time plus the least time of sending it and all later ones.
     """
     _, loss, late = rest(ready, prices)
     return float(max(compute + loss[0], late[0]))
 
 
 def rest(ready: Floats, prices: Prices) -> tuple[Floats, Floats, Floats]:
-    """For every gradient the least seconds of sending it and all later ones, the least delay by that, and the
-    earliest end of all.
+    """Return, for every gradient, three lower bounds for it and all later ones.
+
+    These are the seconds of sending them, the resulting delay of computation, and their earliest end.
     """
     known = np.isfinite(prices.seconds)
     lost = np.where(known, np.where(known, prices.seconds, 0.0) * prices.shares + prices.overhead, np.inf)
@@ -174,7 +173,7 @@ def rest(ready: Floats, prices: Prices) -> tuple[Floats, Floats, Floats]:
 
 @compiled
 def _cheapest(price):  # type: ignore[no-untyped-def]
-    """For every i the least total price of consecutive buckets of the gradients from i on."""
+    """Return, for every i, the least total price of consecutive buckets of the gradients from i on."""
     count = len(price) - 1
     best = np.zeros(count + 1)
     for i in range(count - 1, -1, -1):
@@ -189,11 +188,11 @@ def _cheapest(price):  # type: ignore[no-untyped-def]
 def _labels(  # type: ignore[no-untyped-def]
     ready, compute, seconds, shares, overhead, after, loss, late, upper, most
 ):
-    """The labels (F, D) after each gradient, and which bucket led to each: (begin, label there, choice); and
-    the earliest end to which a label that was dropped could have led.
+    """Return the labels (F, D) after each gradient, and the bucket that led to each.
 
-    Those that cannot end by `upper` are left out: `after` and `loss` are the least that is still to be sent
-    and lost, `late` the least end of what becomes ready later.
+    A bucket is (begin, label there, choice). Also returns the earliest end of any dropped label. Labels that
+    cannot end by `upper` are omitted: `after` and `loss` are lower bounds of the remaining seconds and delay,
+    `late` of the end of later gradients.
     """
     choices, count = len(seconds), len(ready)
     free = np.full((count + 1, most), np.inf)
@@ -233,16 +232,16 @@ def _labels(  # type: ignore[no-untyped-def]
 
 @compiled
 def front(frees, delays, leasts, most):  # type: ignore[no-untyped-def]
-    """The indices of labels (F, D) of which none is worse in both than another.
+    """Return the indices of the Pareto-optimal labels (F, D), and the least of `leasts` of dropped ones.
 
-    Of more than `most`, those with the lowest of `leasts`, which may still lead to the earliest end; and the
-    least of those that are dropped, infinite without any.
+    Of more than `most` labels, those with the lowest `leasts` are kept. Without dropped labels, the second
+    result is infinite.
     """
     kept, lowest = 0, np.inf
     found = np.empty(len(frees), np.int64)
     for at in np.argsort(frees, kind="mergesort"):
         if delays[at] < lowest:
-            if kept and frees[found[kept - 1]] == frees[at]:  # of equal F only the least D stays
+            if kept and frees[found[kept - 1]] == frees[at]:  # of equal F, only the least D is kept
                 kept -= 1
             found[kept] = at
             kept += 1

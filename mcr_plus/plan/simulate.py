@@ -1,12 +1,12 @@
-"""The course of a step under a plan: a rank that computes, and a channel that sends bucket after bucket.
+"""Simulation of a step under a plan: a computing rank, and a channel that sends buckets one after another.
 
     course = simulate(marks, compute, buckets)
     course.step, course.starts, course.ends
 
-Computing goes on at the rate 1 - share while an operation is in flight, and an operation starts when its last
-gradient is ready and the channel is free. Where the program drives progress (`dispatch: {progress: caller}`),
-an operation that is behind another, of a library that needs polls, starts at a mark of the program at the
-earliest, that is when a gradient is ready, or at the end, where the program waits.
+Computation runs at the rate 1 - share while an operation is in flight, and an operation starts when its last
+gradient is ready and the channel is free. If the program drives progress (`dispatch: {progress: caller}`) of
+a library that has to be polled, a queued operation starts at the next mark of the program, that is when a
+gradient becomes ready, or at the end, when the program waits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Ints = NDArray[np.int64]
 class Course:
     """Seconds from the beginning of the step.
 
-    `computed`: the end of computing. `starts`, `ends`: of each bucket's operation. `step`: the end of all.
+    `computed`: the end of computation. `starts`, `ends`: of each bucket's operation. `step`: the end of both.
     """
 
     computed: float
@@ -41,7 +41,7 @@ class Course:
 
     @property
     def exposed(self) -> float:
-        """Seconds in which nothing is computed any more, but operations are in flight."""
+        """Seconds from the end of computation to the end of the step."""
         return self.step - self.computed
 
 
@@ -55,14 +55,15 @@ def simulate(
     overhead: float = 0.0,
     by_caller: bool | Sequence[bool] = False,
 ) -> Course:
-    """The course of a step.
+    """Simulate a step.
 
     Args:
-        marks: seconds of computing after which each gradient is ready, ascending. compute: in all.
-        last: of each bucket, in the order of sending, the index in `marks` of its last gradient.
-        seconds, shares: of each bucket, its time alone and the part of the core that it takes meanwhile.
-        overhead: seconds of computing that issuing a bucket takes. by_caller: the program drives progress; of
-            each bucket, or of all.
+        marks: seconds of computation after which each gradient is ready, ascending. compute: seconds of
+            computation in total.
+        last: the index in `marks` of the last gradient of each bucket, in the order of sending.
+        seconds, shares: of each bucket, its duration when alone and its share of the core meanwhile.
+        overhead: seconds of computation to issue a bucket. by_caller: the program drives progress, for each
+            bucket or for all.
     """
     computed, starts, ends = _course(
         np.asarray(marks, np.float64),
@@ -77,7 +78,7 @@ def simulate(
 
 
 def prepare() -> None:
-    """Compile, or load from disk, what a simulation needs."""
+    """Compile the kernels of a simulation, or load them from disk."""
     simulate(np.zeros(1), 0.0, np.zeros(1, np.int64), np.zeros(1), np.zeros(1))
 
 
@@ -85,9 +86,9 @@ def prepare() -> None:
 def _course(marks, compute, last, seconds, shares, overhead, by_caller):  # type: ignore[no-untyped-def]
     count, buckets = len(marks), len(last)
     starts, ends = np.zeros(buckets), np.zeros(buckets)
-    now, done = 0.0, 0.0  # the time, and the seconds of computing that are done
-    issued, running, finished = 0, -1, 0.0  # buckets issued; the one in flight, and when it ends
-    begun = 0  # operations started
+    now, done = 0.0, 0.0  # the time, and the completed seconds of computation
+    issued, running, finished = 0, -1, 0.0  # number of issued buckets; the one in flight, and its end
+    begun = 0  # number of started operations
     mark, extra = 0, 0.0
     while mark <= count:
         target = extra + (marks[mark] if mark < count else compute)

@@ -1,13 +1,13 @@
-"""A training step as its ranks ran it: what they computed, which gradients became ready when, what they sent.
+"""A recorded training step: the computation, the times when gradients became ready, and the operations.
 
     step = Step.load("step.json")
     step.roles[0].events        # [Compute("layers.3", 0.012), Ready("layers.3.weight", …), Issue(…), Wait(…)]
 
 The events of a rank are in the order of its program: a `Compute` is the time between two others. Ranks with
-the same events are one role, with the times of its slowest rank. `Step.save` writes JSON of version 1.
+the same events form one role, with the times of its slowest rank. `Step.save` writes JSON of version 1.
 A step has at most 1,048,576 ranks, and an operation at most 1 PiB.
 
-Long because records, the merging of those of ranks, and their JSON change together.
+Long because the records, the merging of ranks' records, and their JSON change together.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from mcr_plus.core.kinds import VECTOR
 from mcr_plus.errors import ConfigError, InvalidArgument, short
 
 VERSION: Final = 1
-MOST_RANKS: Final = 1 << 20  # files declare them: what is made of them has to fit into memory
-MOST_BYTES: Final = 1 << 50  # of an operation: sums of them have to fit into 64 bits
+MOST_RANKS: Final = 1 << 20  # files declare the number, and arrays of this length must fit into memory
+MOST_BYTES: Final = 1 << 50  # of an operation: sums must fit into 64 bits
 _LARGEST_FILE: Final = 1 << 28
-_WARM: Final = 3.0  # times the median: what the first steps take above it is compilation
+_WARM: Final = 3.0  # first steps that exceed this multiple of the median are taken to compile
 Source = Literal["hooks", "kineto", "et"]
 
 
 class Compute(NamedTuple):
-    """Seconds of computing between two other events; the median over the captured steps."""
+    """Seconds of computation between two other events; the median over the captured steps."""
 
     name: str
     seconds: float
 
 
 class Ready(NamedTuple):
-    """The gradient of a parameter may be sent. `like`: dtype and device; equal ones may share a bucket."""
+    """The gradient of a parameter is ready to be sent. `like`: dtype and device, equal within a bucket."""
 
     param: str
     nbytes: int
@@ -60,12 +60,13 @@ class Need(NamedTuple):
 
 
 class Issue(NamedTuple):
-    """The program starts an operation. `seconds`: it took, on the rank that waited least; None: unknown.
+    """The program starts an operation.
 
-    `id`: the same on all ranks that take part, and used once in a role. `nbytes` as `Signature.nbytes` counts
-    them; of operations whose sizes differ between ranks, this role's own. `group`: ranks of the job, of
-    messages the sender and the receiver. `gradients`: the parameters whose gradients it carries, empty for
-    the program's own operations; a plan replaces those that carry gradients. `dtype`: its name, if known.
+    `seconds`: its duration on the rank that waited least; None if unknown. `id`: equal on all participating
+    ranks, and unique within a role. `nbytes`: counted as in `Signature.nbytes`; this role's own if sizes
+    differ between ranks. `group`: ranks of the job; for messages, the sender and the receiver. `gradients`:
+    the parameters whose gradients it carries, empty for the program's own operations; a plan replaces those
+    that carry gradients. `dtype`: its name; None if unknown.
     """
 
     id: int
@@ -98,9 +99,9 @@ class Role:
 class Mark(NamedTuple):
     """An event of one step of one rank, in seconds from the beginning of the step on the rank's own clock.
 
-    `computed`: the name of what was computed since the mark before. Between `begin` and `end` the program
-    issues an operation or waits, and computes nothing. Of an `Issue`, whose `id` is the rank's own number:
-    `seconds` from here to its end; `key`, equal on its ranks and used once in a step.
+    `computed`: the name of the computation since the previous mark. Between `begin` and `end` the program
+    issues an operation or waits, and does not compute. For an `Issue`, whose `id` is the rank's own number:
+    `seconds` from here to its end; `key`, equal on its ranks and unique within a step.
     """
 
     event: Ready | Need | Issue | Wait
@@ -112,7 +113,7 @@ class Mark(NamedTuple):
 
 
 class RankStep(NamedTuple):
-    """One step of one rank: its seconds, its marks, and the name of what was computed after the last one."""
+    """One step of one rank: its seconds, its marks, and the name of the computation after the last mark."""
 
     seconds: float
     marks: tuple[Mark, ...]
@@ -120,8 +121,10 @@ class RankStep(NamedTuple):
 
 
 class Probed(NamedTuple):
-    """What the job has measured of one library: seconds of an operation over its bytes, ascending, and the
-    share of a core that it takes.
+    """The job's own measurement of one library.
+
+    `sizes`: bytes, ascending. `seconds`, `shares`: duration of an operation and its share of a core, for each
+    size.
     """
 
     kind: str
@@ -134,11 +137,11 @@ class Probed(NamedTuple):
 class Step:
     """One step of all ranks.
 
-    `ranks`: of the job. `nodes`: hosts that they were on. `model`: a hash of the names, shapes and dtypes of
-    the parameters. `seconds`: the measured time of the step, the median of the slowest rank; `spread`: of the
-    captured steps, (slowest - fastest) / median. `source`: how it was captured. `by_caller`: the program
-    drives progress. `notes`: what could not be read exactly from a trace, for people. `measured`: by library,
-    where the job has measured operations.
+    `ranks`, `nodes`: number of ranks of the job, and of their hosts. `model`: a hash of the names, shapes and
+    dtypes of the parameters. `seconds`: the measured time of the step, the median of the slowest rank.
+    `spread`: (slowest - fastest) / median of the captured steps. `source`: the origin of the record.
+    `by_caller`: the program drives progress. `notes`: messages about data that could not be read exactly from
+    a trace. `measured`: the job's own measurements, by library.
     """
 
     ranks: int
@@ -154,10 +157,10 @@ class Step:
 
     @classmethod
     def load(cls, path: str | Path) -> Step:
-        """Read what `save` has written.
+        """Read a file written by `save`.
 
         Raises:
-            ConfigError: the file cannot be read, or is no step of version 1: with file, line and place.
+            ConfigError: the file cannot be read, or is no step of version 1; the text has file, line and key.
         """
         place = str(path)
         content = read_bytes(Path(path), place, most=_LARGEST_FILE)
@@ -181,11 +184,11 @@ class Step:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write the step as JSON, an event a line. Raises `ConfigError` if the file cannot be written."""
+        """Write the step as JSON, one event per line. Raises `ConfigError` if the file cannot be written."""
         write_text(Path(path), self.text())
 
     def text(self) -> str:
-        """The step as JSON."""
+        """Return the step as JSON."""
         about: dict[str, Any] = {
             "version": VERSION, "source": self.source, "ranks": self.ranks, "nodes": self.nodes,
             "model": self.model, "seconds": self.seconds, "spread": self.spread, "by_caller": self.by_caller,
@@ -214,16 +217,16 @@ class Step:
         least: int = 3,
         notes: Iterable[str] = (),
     ) -> Step:
-        """The step that all ranks of a job, from 0, have run together several times.
+        """Merge several records of a step from all ranks of a job into one.
 
-        Operations of different ranks belong together by their `Mark.key`. Of each step the shortest time of
-        an operation over ranks counts, as ranks that came earlier have waited for the last one; of these
-        times, and of those of computing, the medians. Only steps with the most frequent sequence of events
-        count, and not the first ones as long as they take three times the median: they compile.
+        Operations of different ranks are matched by `Mark.key`. The duration of an operation in a step is its
+        minimum over ranks, since earlier ranks have waited for the last one; operations and computation get
+        the medians over steps. Only steps with the most frequent sequence of events are used, without the
+        first ones while these take more than three times the median, since they compile.
 
         Raises:
-            InvalidArgument: ranks have different numbers of steps, fewer than `least`, without a gradient, or
-                that take no time.
+            InvalidArgument: ranks have different numbers of steps, or fewer than `least`; no step has a
+                gradient; or steps take no time.
         """
         counts = {rank: len(steps) for rank, steps in sorted(per_rank.items())}
         (first, count), *others = counts.items()
@@ -247,7 +250,7 @@ class Step:
         if fewest < least:
             notes = (
                 *notes,
-                f"only {fewest} of {count} steps have the same events; times are no medians of many",
+                f"only {fewest} of {count} steps have the same events; times are medians of few samples",
             )
         seconds = _shortest(usual)
         numbers = {key: number for number, key in enumerate(seconds)}
@@ -261,7 +264,7 @@ class Step:
 
 
 def model_hash(params: Iterable[tuple[str, Sequence[int], str]]) -> str:
-    """16 hexadecimal digits for the names, shapes and dtypes of parameters, in their order."""
+    """Return a hash of 16 hexadecimal digits of the names, shapes and dtypes of parameters, in order."""
     text = repr([(name, tuple(shape), dtype) for name, shape, dtype in params])
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -273,7 +276,7 @@ Chosen = list[tuple[int, RankStep]]
 
 
 def _shape(step: RankStep) -> tuple[Any, ...]:
-    """The sequence of events of a step, without what may differ between steps of the same program."""
+    """Return the sequence of events of a step, without fields that may differ between steps of a program."""
     marks = [
         (m.event._replace(nbytes=0) if isinstance(m.event, Issue) else m.event, m.key) for m in step.marks
     ]
@@ -281,7 +284,7 @@ def _shape(step: RankStep) -> tuple[Any, ...]:
 
 
 def _usual(steps: Sequence[RankStep], warm: int) -> Chosen:
-    """The steps from `warm` on with the most frequent sequence of events; the later of equals."""
+    """Return the steps from `warm` on with the most frequent sequence of events; of a tie, the later one."""
     shapes = [_shape(step) for step in steps]
     counted = Counter(reversed(shapes[warm:]))
     usual = counted.most_common(1)[0][0]
@@ -289,9 +292,9 @@ def _usual(steps: Sequence[RankStep], warm: int) -> Chosen:
 
 
 def _shortest(usual: Mapping[int, Chosen]) -> dict[str, float | None]:
-    """The seconds of every operation, by key, in the order of the first rank that has it.
+    """Return the seconds of every operation, by key, in the order of the first rank that has it.
 
-    Of steps that are usual on some of its ranks alone nothing is known: the last one may be another.
+    Steps in which only some of its ranks have the usual events are ignored: the last rank may be missing.
     """
     by_step: dict[str, dict[int, list[float]]] = {}
     for chosen in usual.values():
@@ -312,10 +315,10 @@ def _shortest(usual: Mapping[int, Chosen]) -> dict[str, float | None]:
 def _events(
     chosen: Chosen, seconds: Mapping[str, float | None], numbers: Mapping[str, int]
 ) -> tuple[Event, ...]:
-    """The events of a rank, with the medians of its times."""
+    """Return the events of a rank, with the medians of its times."""
     steps = [step for _, step in chosen]
     times = [[0.0, *(at for mark in step.marks for at in mark[2:4]), step.seconds] for step in steps]
-    ordered = np.maximum.accumulate(np.array(times), axis=1)  # what overlaps is counted once
+    ordered = np.maximum.accumulate(np.array(times), axis=1)  # overlaps are counted once
     computing = np.median(ordered[:, 1::2] - ordered[:, 0::2], axis=0)
     events: list[Event] = []
     keys: dict[int, str] = {}
@@ -338,7 +341,7 @@ def _events(
 
 
 def _alike(event: Event) -> Event:
-    """The event without what may differ between ranks of one role."""
+    """Return the event without fields that may differ between ranks of one role."""
     if isinstance(event, Compute):
         return Compute("", 0.0)
     return event._replace(nbytes=0) if isinstance(event, Issue) and event.kind in VECTOR else event
@@ -349,7 +352,7 @@ def _computing(events: Iterable[Event]) -> float:
 
 
 def _roles(by_rank: Mapping[int, tuple[Event, ...]]) -> tuple[Role, ...]:
-    """Ranks with equal events together, with those of the rank that computes longest."""
+    """Return roles of ranks with equal events; times are those of the rank with the longest computation."""
     alike: dict[tuple[Event, ...], list[int]] = {}
     for rank, events in by_rank.items():
         same = tuple(_alike(event) for event in events if not isinstance(event, Compute))
@@ -366,7 +369,7 @@ def _plain(event: Event) -> dict[str, Any]:
 
 
 class _Wrong(Exception):
-    """A mistake that the types of fields do not show, and its place."""
+    """An error that the types of fields do not exclude, and its key."""
 
     def __init__(self, keys: Keys, text: str) -> None:
         super().__init__(text)
@@ -498,7 +501,7 @@ class _Step(_Model):
 
 
 def _decoded(content: bytes, place: str) -> tuple[str, Any]:
-    """The text of a file, and what Python reads of it."""
+    """Return the text of a file, and its parsed JSON."""
     try:
         text = content.decode()
     except UnicodeDecodeError:
@@ -509,7 +512,7 @@ def _decoded(content: bytes, place: str) -> tuple[str, Any]:
         raise ConfigError(f"{place}:{error.lineno}: not JSON: {error.msg}; expected a step") from None
     except RecursionError:
         raise ConfigError(f"{place}: not JSON; expected a step that `step.save` wrote") from None
-    except ValueError:  # has no place: it is of the conversion of digits, of which Python reads 4,300
+    except ValueError:  # Python converts at most 4,300 digits; this error has no position
         found = re.search(r"\d{4301}", text)
         line = text.count("\n", 0, found.start() if found else 0) + 1
         raise ConfigError(
@@ -519,14 +522,14 @@ def _decoded(content: bytes, place: str) -> tuple[str, Any]:
 
 
 def _problem(error: Any) -> tuple[Keys, str]:
-    """Place and text of one of pydantic's errors; the tags of a union are no part of the place."""
+    """Return key and text of one of pydantic's errors; the key omits the tags of unions."""
     keys = [key for at, key in enumerate(error["loc"]) if not (at and key in _EVENTS)]
     got = "" if error["type"] == "missing" else f"{short(error['input'])}: "
     return tuple(keys), f"{got}{error['msg'][:1].lower()}{error['msg'][1:]}"
 
 
 def line_of(text: str, keys: Keys) -> int:
-    """The line of the value at `keys` in a JSON document, or of the closest one around it."""
+    """Return the line of the value at `keys` in a JSON document, or of the closest enclosing value."""
     decoder, at = json.JSONDecoder(), _after_space(text, 0)
     for key in keys:
         found = _member(decoder, text, at, key)
@@ -543,7 +546,7 @@ def _after_space(text: str, at: int) -> int:
 
 
 def _member(decoder: json.JSONDecoder, text: str, at: int, key: str | int) -> int | None:
-    """Where the value of `key` begins in the object or array at `at`; None if it has none."""
+    """Return the start of the value of `key` in the object or array at `at`; None if it is absent."""
     closing = {"{": "}", "[": "]"}.get(text[at])
     at, index = _after_space(text, at + 1), 0
     while closing is not None and text[at] != closing:

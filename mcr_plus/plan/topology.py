@@ -9,9 +9,9 @@
 
     topology = Topology.load("cluster.yaml").changed(["nic=400Gbit/s", "nodes=64"])
 
-Rates hold in each direction. `latency` is added to a message that crosses the link, and is 0 without one. A
-link that is not given is no bottleneck, and nothing can be assumed of it. Ranks are numbered node by node,
-and nodes rack by rack.
+Rates are per direction. `latency` is added to a message that crosses the link; its default is 0. An omitted
+link is no bottleneck, and its costs cannot be assumed. Ranks are numbered node by node, and nodes rack by
+rack.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _RATES: Final = {
     "KiB/s": 2.0**10, "MiB/s": 2.0**20, "GiB/s": 2.0**30,
 }  # fmt: skip
 _LATENCIES: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
-_MOST: Final = 1 << 20  # nodes, ranks of a node
+_MOST: Final = 1 << 20  # largest number of nodes, and of ranks of a node
 
 Scope = Literal["rank", "node"]
 
 
 def parse_rate(value: object) -> float:
-    """Bytes per second of a text such as 100Gbit/s; raises `ValueError` with the expected form."""
+    """Return the bytes per second of text such as 100Gbit/s; raises `ValueError` with the expected form."""
     return _quantity(value, _RATES, "a rate with its unit, such as 100Gbit/s or 12.5GB/s", least=0.0)
 
 
 def parse_latency(value: object) -> float:
-    """Seconds of a text such as 5us, or 0; raises `ValueError` with the expected form."""
+    """Return the seconds of text such as 5us, or 0; raises `ValueError` with the expected form."""
     if value in (0, "0"):
         return 0.0
     return _quantity(value, _LATENCIES, "a latency with its unit, such as 5us", least=-1.0)
@@ -78,7 +78,7 @@ class _Part(BaseModel):
 
 
 class Link(_Part):
-    """A link: bytes per second in each direction, seconds, and whether ranks or nodes have one each."""
+    """A link: bytes per second in each direction, seconds, and its owner: each rank or each node."""
 
     rate: Rate
     latency: Latency = 0.0
@@ -92,7 +92,7 @@ class Nic(Link):
 
 
 class Rack(_Part):
-    """Racks of so many nodes. `uplink`, `latency`: of the link of each to the others."""
+    """Racks of `nodes` nodes. `uplink`, `latency`: of the link of each rack to the others."""
 
     nodes: Count
     uplink: Rate
@@ -100,7 +100,7 @@ class Rack(_Part):
 
 
 class Links(_Part):
-    """The links of a cluster; None where nothing is known of one."""
+    """The links of a cluster; None for an unknown link."""
 
     inside: Link | None = None
     nic: Nic | None = None
@@ -108,7 +108,7 @@ class Links(_Part):
 
 
 class Topology(_Part):
-    """Nodes with ranks, joined by links; see the module for a file."""
+    """Nodes with ranks, connected by links; the module's docstring has an example of a file."""
 
     version: Literal[1] = 1
     nodes: Count
@@ -118,12 +118,12 @@ class Topology(_Part):
 
     @classmethod
     def load(cls, path: str | Path) -> Topology:
-        """Read `cluster.yaml`. Raises `ConfigError` with file, line and what was expected."""
+        """Read `cluster.yaml`. Raises `ConfigError` with file, line and the expected value."""
         return cls._of(read_document(path, versioned=False))
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Topology:
-        """The topology that a mapping describes, with the same keys as a file. Raises `ConfigError`."""
+        """Return the topology of a mapping with the same keys as a file. Raises `ConfigError`."""
         return cls._of(dict_document(data))
 
     @classmethod
@@ -137,11 +137,10 @@ class Topology(_Part):
         return found
 
     def changed(self, changes: Sequence[str]) -> Topology:
-        """The topology with other values: `nic=100Gbit/s`, `nic.latency=2us`, `rack.nodes=4`, `nodes=64`.
+        """Return the topology with changes: `nic=100Gbit/s`, `nic.latency=2us`, `rack.nodes=4`, `nodes=64`.
 
-        A link's name alone stands for its rate, `uplink` for that of racks. Only links of which something is
-        known can be changed, as nothing would follow otherwise. Raises `ConfigError` that begins with the
-        change.
+        The name of a link sets its rate, `uplink` that of racks. Only known links can be changed, since the
+        effect of a change depends on the present value. Raises `ConfigError` that begins with the change.
         """
         found = self
         for change in changes:
@@ -160,18 +159,18 @@ class Topology(_Part):
             found = Topology._of(dict_document(data, change))
             if not is_known:
                 raise ConfigError(
-                    f"{change}: nothing is known of this cluster's {keys[1]}, so that nothing follows from a "
-                    f"change; expected links.{keys[1]} in its description (cluster.yaml, --topology)"
+                    f"{change}: this cluster's {keys[1]} is unknown, so the effect of a change is, too; "
+                    f"expected links.{keys[1]} in its description (cluster.yaml, --topology)"
                 )
         return found
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that there is room for."""
+        """The largest number of ranks."""
         return self.nodes * self.ranks_per_node
 
     def placement(self, group: Sequence[int]) -> Placement:
-        """How these ranks lie. Raises `InvalidArgument` for a rank beyond the topology."""
+        """Return the placement of these ranks. Raises `InvalidArgument` for a rank beyond the topology."""
         if group and not 0 <= min(group) <= max(group) < self.ranks:
             rank = min(group) if min(group) < 0 else max(group)
             raise InvalidArgument(
@@ -184,7 +183,7 @@ class Topology(_Part):
 
     @property
     def medium(self) -> Medium:
-        """What is known of the links, as costs are scaled by."""
+        """The known properties of the links, in the form used to scale costs."""
         classes: tuple[LinkClass, ...] = ("inside", "nic", "uplink")
         rates: dict[LinkClass, float] = {
             link: rate for link in classes if (rate := self.rate(link)) is not None
@@ -192,14 +191,14 @@ class Topology(_Part):
         return Medium(rates, {link: self.latency(link) for link in classes}, self.shared)
 
     def rate(self, link: LinkClass) -> float | None:
-        """Bytes per second of a link; None if nothing is known of it."""
+        """Return the bytes per second of a link; None if it is unknown."""
         if link == "uplink":
             return None if self.links.rack is None else self.links.rack.uplink
         found = self.links.inside if link == "inside" else self.links.nic
         return None if found is None else found.rate
 
     def latency(self, link: LinkClass) -> float:
-        """Seconds that a message takes on its way over this link; those between racks cross the NIC, too."""
+        """Return the latency of a message over this link; a message between racks also crosses the NIC."""
         inside, nic, rack = self.links.inside, self.links.nic, self.links.rack
         if link == "inside":
             return 0.0 if inside is None else inside.latency
@@ -207,7 +206,7 @@ class Topology(_Part):
         return own + rack.latency if link == "uplink" and rack is not None else own
 
     def shared(self, link: LinkClass) -> bool:
-        """Whether the ranks of a node, or of a rack, share this link."""
+        """Return whether the ranks of a node, or of a rack, share this link."""
         if link == "uplink":
             return True
         found = self.links.inside if link == "inside" else self.links.nic
@@ -215,13 +214,13 @@ class Topology(_Part):
 
 
 def crossed(at: Placement) -> tuple[LinkClass, ...]:
-    """The classes of links between ranks that lie in this way."""
+    """Return the classes of links between ranks with this placement."""
     crosses: dict[LinkClass, bool] = {"inside": at.per_node > 1, "nic": at.nodes > 1, "uplink": at.racks > 1}
     return tuple(link for link in crosses if crosses[link])
 
 
 def completed(medium: Medium, other: Medium) -> Medium:
-    """The links of a cluster; those of which nothing is known are as on another one."""
+    """Return the links of a cluster, with unknown ones taken from another cluster."""
     absent = other.rates.keys() - medium.rates.keys()
     return Medium(
         {**other.rates, **medium.rates},

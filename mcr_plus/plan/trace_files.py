@@ -1,4 +1,4 @@
-"""Reads Kineto's JSON and execution traces, piece by piece: of each rank, what steps are made of."""
+"""Incremental reading of Kineto's JSON and of execution traces: the data of one rank's steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LISTS: Final = ("traceEvents", "nodes")
 _LARGEST: Final = 1e18  # microseconds: 30,000 years
 _MOST_KEPT: Final = 1 << 20
 _MOST_ELEMENTS: Final = MOST_BYTES // 8  # of 8 bytes each
-_DEEPEST: Final = 8  # lists of sizes inside another
+_DEEPEST: Final = 8  # largest nesting of lists of sizes
 _ACCUMULATE: Final = "torch::autograd::AccumulateGrad"
 _NESTED: Final = re.compile(r"^(c10d|nccl|gloo|mcr|ucc|mpi)::?|^record_param_comms$")
 _LAUNCH: Final = re.compile("Launch|Memcpy|Memset")
@@ -39,7 +39,7 @@ def _are_ranks(value: object) -> bool:
 
 
 def _are_sizes(value: object, deepest: int = _DEEPEST) -> bool:
-    """Whether a value is sizes of a tensor, or a list of such."""
+    """Return whether a value is the sizes of a tensor, or a nested list of sizes."""
     if not isinstance(value, list) or not deepest:
         return False
     elements = 1
@@ -76,22 +76,22 @@ _ATTRS: Final = {
 
 
 class Notes:
-    """What could not be read exactly, counted."""
+    """Messages about data that could not be read exactly, with counts."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
 
     def add(self, text: str) -> None:
-        """Count a text once more."""
+        """Count a message."""
         self._counts[text] += 1
 
     def texts(self) -> list[str]:
-        """The texts, each once, with how often it was counted."""
+        """Return each message once, with its count."""
         return [text if count == 1 else f"{text} ({count} times)" for text, count in self._counts.items()]
 
 
 class Range(NamedTuple):
-    """A range of the host or a kernel, in seconds; the byte of its event, and the arguments that are read."""
+    """A range of the host or a kernel, in seconds; the byte offset of its event, and its used arguments."""
 
     begin: float
     end: float
@@ -102,7 +102,7 @@ class Range(NamedTuple):
 
 
 class Launches:
-    """Calls that launch kernels: the number that the kernel has too, when the call began, and its thread."""
+    """Calls that launch kernels: the number shared with the kernel, the call's begin, and its thread."""
 
     def __init__(self) -> None:
         self._numbers = array("q")
@@ -121,7 +121,7 @@ class Launches:
         self._threads.append(self._numbered[thread])
 
     def last(self, numbers: Sequence[int]) -> Ints:
-        """Of each number the row of its last call; -1 where there is none."""
+        """Return the row of the last call of each number; -1 if it has none."""
         known, wanted = np.array(self._numbers, np.int64), np.array(numbers, np.int64)
         if not len(known):
             return np.full(len(wanted), -1)
@@ -130,25 +130,26 @@ class Launches:
         return np.where(known[rows] == wanted, rows, -1)
 
     def begins(self, rows: Ints) -> Floats:
-        """When calls began."""
+        """Return the begins of calls."""
         return np.array(self._begins, np.float64)[rows]
 
     def call(self, row: int) -> tuple[float, Thread]:
-        """When a call began, and its thread."""
+        """Return the begin of a call, and its thread."""
         return self._begins[row], self._named[self._threads[row]]
 
 
 @dataclass
 class Trace:
-    """What is kept of a Kineto trace; times in seconds since `base`, which is in microseconds.
+    """The stored data of a Kineto trace; times in seconds since `base`, which is in microseconds.
 
-    Of events that there may be millions of, only numbers are kept; of others, at most 1,048,576.
+    Frequent events (there may be millions) are stored as numbers only; of others, at most 1,048,576 are
+    stored.
     """
 
     path: Path
     base: float | None = None
-    rank: int = -1  # not known
-    world: int = 0  # the same
+    rank: int = -1  # -1: unknown
+    world: int = 0  # 0: unknown
     host: str | None = None
     pid: int | str | None = None
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -156,7 +157,7 @@ class Trace:
     steps: list[Range] = field(default_factory=list)
     optimizer: list[Range] = field(default_factory=list)
     gradients: list[Range] = field(default_factory=list)
-    modules: dict[str, array[float]] = field(default_factory=dict)  # when they began
+    modules: dict[str, array[float]] = field(default_factory=dict)  # begins of their calls
     communication: list[Range] = field(default_factory=list)
     busy: dict[Thread, array[float]] = field(default_factory=lambda: defaultdict(lambda: array("d")))
     launches: Launches = field(default_factory=Launches)
@@ -169,7 +170,7 @@ class Trace:
 
 @dataclass
 class Graph:
-    """What is kept of an execution trace: arguments of operations as Kineto names them, by `rf_id`."""
+    """The stored data of an execution trace: arguments of operations, with Kineto's names, by `rf_id`."""
 
     path: Path
     pid: int | str | None = None
@@ -178,7 +179,7 @@ class Graph:
 
 
 def read_file(path: Path) -> Trace | Graph | None:
-    """Read a file; None if it is a step that `Step.save` wrote."""
+    """Read a trace; returns None if the file is a step that `Step.save` wrote."""
     trace, graph = Trace(path), Graph(path)
     kinds: set[str] = set()
     try:
@@ -193,7 +194,7 @@ def read_file(path: Path) -> Trace | Graph | None:
                 return None
             else:
                 _take_about(trace, graph, key, value, byte)
-    except RecursionError:  # by what is just short of being too deep for `members`
+    except RecursionError:  # for nesting just below the limit of `members`
         raise ConfigError(f"{path}: not JSON that can be read: nested too deeply") from None
     if kinds == {"nodes"}:
         return graph
@@ -206,7 +207,7 @@ def read_file(path: Path) -> Trace | Graph | None:
 
 
 def _take_about(trace: Trace, graph: Graph, key: str, value: Any, byte: int) -> None:
-    """Take what a file says besides events and nodes."""
+    """Store the members of a file other than events and nodes."""
     if key == "distributedInfo":
         place = Place(trace.path, byte, key)
         about = place.fields(value, _ABOUT)
@@ -220,7 +221,7 @@ def _take_about(trace: Trace, graph: Graph, key: str, value: Any, byte: int) -> 
 
 
 def _groups(place: Place, found: Sequence[Any]) -> dict[str, tuple[int, ...]]:
-    """The ranks of groups, by name; without those whose ranks are not in the file."""
+    """Return the ranks of groups, by name; groups whose ranks are not in the file are omitted."""
     groups: dict[str, tuple[int, ...]] = {}
     for each in found:
         group = place.fields(each, _GROUP, "pg_config")
@@ -230,7 +231,7 @@ def _groups(place: Place, found: Sequence[Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _ranks(found: Any) -> tuple[int, ...]:
-    """Ranks from a list or its text; none if the text is cut, as the profiler does after 30."""
+    """Return ranks from a list or its text; empty for truncated text (the profiler truncates after 30)."""
     if isinstance(found, str):
         try:
             found = json.loads(found)
@@ -243,7 +244,7 @@ def _ranks(found: Any) -> tuple[int, ...]:
 
 
 def _seconds(trace: Trace, event: dict[str, Any], place: Place) -> tuple[float, float]:
-    """Beginning and end of an event, in seconds since the first event of the file."""
+    """Return begin and end of an event, in seconds since the first event of the file."""
     for name in ("ts", "dur"):
         value: Any = event.get(name, 0 if name == "dur" else None)
         good = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST
@@ -301,12 +302,12 @@ def _take_range(trace: Trace, event: dict[str, Any], place: Place, begin: float,
         if thread not in trace.busy:
             _count(trace, place)
         spans = trace.busy[thread]
-        if not spans or begin < spans[-2] or end > spans[-1]:  # most are inside the one before
+        if not spans or begin < spans[-2] or end > spans[-1]:  # most are inside their predecessor
             spans.extend((begin, end))
 
 
 def _list_of(trace: Trace, name: str) -> tuple[list[Range], Mapping[str, Form]] | None:
-    """The list in which events of a name are kept, and the arguments that are read of them."""
+    """Return the list that stores events of a name, and the forms of their used arguments."""
     if name.startswith("ProfilerStep#"):
         return trace.steps, {}
     if name.startswith("Optimizer.step#"):
@@ -317,7 +318,7 @@ def _list_of(trace: Trace, name: str) -> tuple[list[Range], Mapping[str, Form]] 
 
 
 def _count(trace: Trace, place: Place) -> None:
-    """Count one more event that is kept as a whole."""
+    """Count one more completely stored event; raises `ConfigError` beyond the limit."""
     trace.kept += 1
     if trace.kept > _MOST_KEPT:
         raise ConfigError(
@@ -327,13 +328,13 @@ def _count(trace: Trace, place: Place) -> None:
 
 
 def _label(event: dict[str, Any], name: str, place: Place) -> Thread:
-    """A thread or process."""
+    """Return a thread or a process."""
     value: Thread = place.fields(event, {name: LABEL}).get(name)
     return value
 
 
 def _number(event: dict[str, Any], place: Place) -> int | None:
-    """The number that a kernel and its launch share."""
+    """Return the number that a kernel and its launch share."""
     value: int | None = place.fields(event.get("args"), {"correlation": NUMBER}, "args").get("correlation")
     return value
 
@@ -380,7 +381,7 @@ def _take_node(graph: Graph, node: Any, byte: int) -> None:
 
 
 def _initialized(place: Place, inputs: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The groups in the text that the making of groups has for an argument."""
+    """Return the groups in the text argument of the creation of groups."""
     found: dict[str, tuple[int, ...]] = {}
     for text in inputs.get("values", []):
         try:
@@ -392,7 +393,7 @@ def _initialized(place: Place, inputs: dict[str, Any]) -> dict[str, tuple[int, .
 
 
 def _attrs(node: dict[str, Any], place: Place) -> dict[str, Any]:
-    """The attributes of a node, by name."""
+    """Return the attributes of a node, by name."""
     listed = node.get("attrs") or []
     if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
         raise place.wrong("attrs", listed, "a list of objects")
@@ -416,7 +417,7 @@ def _named_as_kineto(node: dict[str, Any], attrs: dict[str, Any], place: Place) 
         "collective_name": "Collective name", "dtype": "dtype", "in_msg_nelems": "In msg nelems",
         "out_msg_nelems": "Out msg nelems", "pg_name": "Process Group Name", "pg_size": "Group size",
     }  # fmt: skip
-    found |= {ours: attrs[theirs] for theirs, ours in renamed.items() if theirs in attrs}
+    found |= {kineto: attrs[name] for name, kineto in renamed.items() if name in attrs}
     size = attrs.get("pg_size", 0)
     start, stride = (attrs.get(f"global_rank_{which}", -1) for which in ("start", "stride"))
     if size and start >= 0 and stride > 0:
@@ -428,13 +429,13 @@ def _named_as_kineto(node: dict[str, Any], attrs: dict[str, Any], place: Place) 
 
 
 def _tensors(node: dict[str, Any], name: str, place: Place) -> dict[str, Any]:
-    """The inputs or outputs of a node; before schema 1.1 they were lists, which say less."""
+    """Return the inputs or outputs of a node; empty for the plain lists of schemas before 1.1."""
     found = node.get(name)
     return {} if isinstance(found, list) else place.fields(found, _TENSORS, name)
 
 
 def _tensor_bytes(tensors: dict[str, Any]) -> int:
-    """Bytes of tensors in the `values` of a node: [id, storage, offset, elements, itemsize, device] each."""
+    """Return the bytes of tensors in `values`: each is [id, storage, offset, elements, itemsize, device]."""
 
     def total(value: Any) -> int:
         if not isinstance(value, list):

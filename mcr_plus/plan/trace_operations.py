@@ -1,4 +1,4 @@
-"""The operations of a rank in its trace: when they were issued and ran, and what their arguments say."""
+"""The operations in a rank's trace: times of issue and execution, and their arguments."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _KERNEL: Final = re.compile(r"nccl(?:Dev)?Kernel_?(\w*?)(?:_|\(|$)", re.IGNORECA
 class Operation:
     """An operation that the program issues. Times in seconds; `started`, `done`: of its execution.
 
-    `parts`: the arguments of its ranges, from the outermost. `byte`: of the first one's event in the file.
+    `parts`: the arguments of its ranges, outermost first. `byte`: byte offset of the first range's event.
     """
 
     begin: float
@@ -46,19 +46,19 @@ class Operation:
     done: float | None = None
 
     def take(self, found: Range) -> None:
-        """Add what a range inside it says."""
+        """Add the name and the arguments of an inner range."""
         self.names.append(found.name)
         self.parts.append(found.args)
 
     def get(self, key: str) -> Any:
-        """An argument, of the outermost range that has it."""
+        """Return an argument from the outermost range that has it."""
         return next((part[key] for part in self.parts if part.get(key) not in (None, "", [])), None)
 
 
 def operations(trace: Trace) -> list[Operation]:
-    """The operations, in the order of their issue; ranges inside another belong to it."""
+    """Return the operations in the order of their issue; inner ranges are merged into the outer one."""
     found: list[Operation] = []
-    elsewhere: list[Range] = []  # execution by threads of the library
+    elsewhere: list[Range] = []  # executions by threads of the library
     issuers = {each.thread for each in trace.communication if not each.name.startswith("gloo:")}
     for each in sorted(trace.communication, key=lambda r: (str(r.thread), r.begin, -r.end)):
         last = found[-1] if found and found[-1].thread == each.thread else None
@@ -80,9 +80,10 @@ def operations(trace: Trace) -> list[Operation]:
 
 
 def _complete_by_threads(found: Sequence[Operation], elsewhere: Sequence[Range]) -> None:
-    """Give operations the times in which a thread of the library has run them.
+    """Set the execution times of operations that a thread of the library has run.
 
-    The profiler numbers a range when it is made, which is inside the call: it follows the call's own.
+    The profiler numbers a range at its creation, which is inside the call, so the range's number follows
+    that of the call.
     """
     calls = sorted(
         (number, index)
@@ -102,7 +103,7 @@ def _complete_by_threads(found: Sequence[Operation], elsewhere: Sequence[Range])
 
 
 def _complete_by_kernels(found: list[Operation], trace: Trace) -> None:
-    """Give operations the times of their kernels, which they have launched or whose id they have."""
+    """Set the execution times of operations from their kernels, matched by launch or by external id."""
     begins = [operation.begin for operation in found]
     known = {part.get("External id"): operation for operation in found for part in operation.parts}
     known.pop(None, None)
@@ -135,7 +136,7 @@ def _complete_by_kernels(found: list[Operation], trace: Trace) -> None:
 
 
 class Arguments:
-    """Reads the arguments of the operations of one rank. `ranks`: of the job; `notes`: what is guessed."""
+    """Reads the arguments of one rank's operations. `ranks`: of the job; `notes`: receives assumptions."""
 
     def __init__(self, trace: Trace, ranks: int, notes: Notes) -> None:
         self._trace = trace
@@ -144,7 +145,7 @@ class Arguments:
         self._groups = trace.groups
 
     def itemsize(self, dtype: str | None) -> int:
-        """Bytes of an element; 4 for an unknown dtype, which is noted."""
+        """Return the bytes of an element; 4, with a note, for an unknown dtype."""
         name = (dtype or "").removeprefix("c10::").lower()
         if name in _ITEMSIZES or name.startswith("float8"):
             return _ITEMSIZES.get(name, 1)
@@ -153,7 +154,7 @@ class Arguments:
         return 4
 
     def kind(self, operation: Operation) -> str:
-        """The kind of an operation; a barrier for an unknown one, which is noted."""
+        """Return the kind of an operation; a barrier, with a note, for an unknown one."""
         called = operation.get("Collective name")
         for name in [*operation.names, called]:
             kind = _KINDS.get(_plain_name(str(name)))
@@ -166,7 +167,7 @@ class Arguments:
         return "barrier"
 
     def nbytes(self, operation: Operation, kind: str) -> int:
-        """The larger of input and output."""
+        """Return the bytes of the larger of input and output."""
         nbytes = 0 if kind == "barrier" else self._largest(operation, kind)
         if nbytes > MOST_BYTES:
             raise self._wrong(operation, f"{nbytes:,} bytes; expected at most 1 PiB")
@@ -187,7 +188,7 @@ class Arguments:
         return nbytes * len(self.group(operation, kind)) if of_one else nbytes
 
     def _part_bytes(self, args: dict[str, Any]) -> int:
-        """Bytes of the largest argument."""
+        """Return the bytes of the largest argument."""
         dims, types = args.get("Input Dims"), args.get("Input type")
         if dims is None or types is None:
             return 0
@@ -196,7 +197,7 @@ class Arguments:
         return elements * self.itemsize(dtypes[0] if dtypes else None) if elements else 0
 
     def group(self, operation: Operation, kind: str) -> tuple[int, ...]:
-        """The ranks of an operation; for sends and receives, sender and receiver."""
+        """Return the ranks of an operation; for sends and receives, sender and receiver."""
         if kind in ("send", "recv"):
             return self._ends(operation, kind)
         ranks = operation.get("Process Group Ranks")
@@ -222,39 +223,39 @@ class Arguments:
         return ConfigError(f"{self._trace.path}: byte {operation.byte}: event {name}: {text}")
 
     def _ends(self, operation: Operation, kind: str) -> tuple[int, ...]:
-        """Sender and receiver."""
+        """Return sender and receiver; this rank alone, with a note, if the peer is unknown."""
         me = self._trace.rank
         peer = operation.get("Dst Rank" if kind == "send" else "Src Rank")
         asks = operation.get("Concrete Inputs")
         if peer is None and asks and len(asks) > 2 and _DIGITS.match(asks[2]):
             peer = int(asks[2])
         if peer is None or not 0 <= peer < len(self._world):
-            self._notes.add(f"a {kind} whose peer is not in the trace counts as one with nobody")
+            self._notes.add(f"a {kind} whose peer is not in the trace counts as one without a peer")
             return (me,)
         return (me, peer) if kind == "send" else (peer, me)
 
     @staticmethod
     def key(operation: Operation, kind: str, group: tuple[int, ...]) -> str:
-        """A name that operations which are issued in one order on all their ranks share."""
+        """Return a name shared by operations that all their ranks issue in the same order."""
         if kind in ("send", "recv"):
             return f"{'>'.join(map(str, group))}{kind if len(set(group)) == 1 else ''}"
         return f"{operation.get('Process Group Name') or ''} {group}"
 
 
 def _plain(found: Range) -> str:
-    """The name of the operation of a range; empty if it has none."""
+    """Return the plain name of a range's operation; empty if it has none."""
     return _plain_name(str(found.args.get("Collective name") or found.name))
 
 
 def _plain_name(name: str) -> str:
-    """`allgather` for `c10d::_allgather_base_` or `nccl:all_gather_into_tensor_coalesced`."""
+    """Return `allgather` for `c10d::_allgather_base_` or `nccl:all_gather_into_tensor_coalesced`."""
     name = re.sub(r"^(c10d|nccl|gloo|mcr|ucc|mpi)::?", "", name).lower()
     name = re.sub(r"_(base|coalesced|into_tensor|tensor|single|any_source)(?=_|$)", "", name)
     return "" if name == "record_param_comms" else name.replace("_", "")
 
 
 def _elements(dims: Any) -> int:
-    """Elements of an argument: of a tensor, or of all tensors of a list."""
+    """Return the number of elements of an argument: a tensor, or a list of tensors."""
     if not isinstance(dims, list) or not dims:
         return 0
     if all(isinstance(each, int) for each in dims):

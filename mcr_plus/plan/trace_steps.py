@@ -1,4 +1,4 @@
-"""The steps of a rank in its trace: gradients, operations and waits in the order of the program."""
+"""The steps in a rank's trace: gradients, operations and waits in the order of the program."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _DTYPES: Final = {
 
 
 class Draft(NamedTuple):
-    """A step of a rank in which not all waits have their place yet; times on the clock of the trace.
+    """A step of a rank before all waits are placed; times on the clock of the trace.
 
-    `last`: the beginning of the optimizer. `waits`: of each operation, see `Reader._wait`.
+    `last`: the beginning of the optimizer's step. `waits`: of each operation, see `Reader._wait`.
     """
 
     began: float
@@ -39,11 +39,11 @@ class Draft(NamedTuple):
     waits: list[tuple[float | None, float]]
 
     def place(self, since: float) -> int:
-        """How many marks come before a wait."""
+        """Return the number of marks before a wait."""
         return bisect.bisect_right([mark.begin for mark in self.marks], since)
 
     def step(self, places: Mapping[tuple[int, int], int]) -> RankStep:
-        """The step, with waits that are not visible at their usual places."""
+        """Return the step; waits that are not visible get their usual places."""
         count = len(self.marks)
         visible = sorted((since, until) for since, until in self.waits if since is not None)
         marks = [(index, mark) for index, mark in enumerate(self.marks, start=1)]
@@ -53,7 +53,7 @@ class Draft(NamedTuple):
             if since is None and usual >= issued[number]:
                 since = until = self.marks[usual - 1].end
                 place = usual
-            elif since is None:  # with the next one that is visible, or for the optimizer
+            elif since is None:  # at the next visible wait, or before the optimizer
                 since = next((begin for begin, end in visible if end >= until), max(self.last, until))
                 until, place = max(since, until), self.place(since)
             else:
@@ -76,7 +76,7 @@ class Draft(NamedTuple):
 
 
 def usual_places(drafts: Sequence[Draft]) -> dict[tuple[int, int], int]:
-    """After how many marks a program waits for its operations, by their number and that of all marks."""
+    """Return the usual number of marks before each wait, by (index of the operation, number of marks)."""
     seen: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
     for draft in drafts:
         for number, (since, _) in enumerate(draft.waits):
@@ -86,7 +86,7 @@ def usual_places(drafts: Sequence[Draft]) -> dict[tuple[int, int], int]:
 
 
 class Reader:
-    """Makes the steps of one rank of its trace."""
+    """Reads the steps of one rank from its trace."""
 
     def __init__(self, trace: Trace, ranks: int, notes: Notes) -> None:
         self._trace = trace
@@ -104,12 +104,12 @@ class Reader:
         self._busy = _union(kernels[:, 1:]) if self._on_gpu else self._host_busy()
 
     def _at(self, host: float) -> float:
-        """When an event of the host comes for the stream that computes: after what was launched before."""
+        """Return the time of a host event on the computing stream: after all earlier launched kernels."""
         index = int(np.searchsorted(self._launched, host, side="right"))
         return max(host, float(self._ended[index - 1])) if index else host
 
     def _host_busy(self) -> Floats:
-        """The time in which the threads that train compute, or issue operations."""
+        """Return the intervals in which the training threads compute or issue operations."""
         trace = self._trace
         threads = {each.thread for each in (*trace.optimizer, *trace.gradients)}
         threads |= {operation.thread for operation in self._operations}
@@ -124,7 +124,7 @@ class Reader:
     # -- steps ------------------------------------------------------------------------------------
 
     def drafts(self) -> list[Draft]:
-        """The steps of this rank; the first from the beginning of the trace, without ranges of steps."""
+        """Return the steps of this rank; without step ranges, the first begins with the trace."""
         trace = self._trace
         ranges = sorted((each.begin, each.end) for each in trace.steps)
         if not ranges:
@@ -168,7 +168,7 @@ class Reader:
                 ]
                 chosen = _carried([ready[index].nbytes for index in known], nbytes)
                 carried = tuple(ready[known[index]].param for index in chosen)
-                issued = max([issued, *(times[known[index]] for index in chosen)])  # not before, by rounding
+                issued = max([issued, *(times[known[index]] for index in chosen)])  # despite rounding
                 unsent = [index for index in unsent if ready[index].param not in carried]
             seconds = None
             if operation.started is not None and operation.done is not None:
@@ -181,16 +181,16 @@ class Reader:
         return Draft(began, ended, last, marks, waits)
 
     def _wait(self, operation: Operation, issued: float, ended: float) -> tuple[float | None, float]:
-        """From when to when the program waits for an operation; see the top of `traces`.
+        """Return begin and end of the program's wait for an operation; see the docstring of `traces`.
 
-        None, and a time after which it waits, where it does not wait visibly.
+        If the wait is not visible, begin is None, and end is a time that precedes the wait.
         """
         done = operation.done
         at_once = "False" in (operation.get("Concrete Inputs") or [])[-2:]
         index = int(np.searchsorted(self._busy[:, 1], issued if done is None else done, side="right"))
         before = float(self._busy[index - 1, 1]) if index else issued
         resumed = float(self._busy[index, 0]) if index < len(self._busy) else ended
-        if done is None:  # by a library that does not say when it is
+        if done is None:  # the library does not record it
             return (issued, min(max(resumed, issued), ended)) if at_once else (None, issued)
         idle, done = max(before, issued), min(max(done, issued), ended)
         if at_once:
@@ -223,7 +223,7 @@ class Reader:
 
 
 def _carried(sizes: Sequence[int], nbytes: int) -> range:
-    """Which gradients an operation carries: the first or the last ones that have its bytes together."""
+    """Return the gradients that an operation carries: the first or last ones whose bytes sum to its own."""
     total = np.cumsum(np.array([0, *sizes], np.int64))
     count = int(np.searchsorted(total, nbytes))
     if nbytes and count <= len(sizes) and total[count] == nbytes:
@@ -233,7 +233,7 @@ def _carried(sizes: Sequence[int], nbytes: int) -> range:
 
 
 def _union(spans: Floats) -> Floats:
-    """Intervals that do not touch, in order: the union of spans of beginning and end."""
+    """Return the union of (begin, end) spans as disjoint intervals in order."""
     if not len(spans):
         return np.empty((0, 2))
     spans = spans[np.argsort(spans[:, 0], kind="stable")]

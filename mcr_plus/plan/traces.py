@@ -1,18 +1,17 @@
-"""Reads steps from traces of torch's profiler: Kineto's JSON, and execution traces beside it.
+"""Reads steps from traces of torch's profiler: Kineto's JSON, optionally with execution traces.
 
     step = load_step(["rank0.pt.trace.json.gz", "rank1.pt.trace.json.gz"])
 
-What a trace says is taken over: when gradients became ready, which operations were issued, how long they
-took. What it does not say is inferred:
+A trace contains the times when gradients became ready, the issued operations, and their durations. Other data
+are inferred:
 
-- A step is a range `ProfilerStep`, or goes from the end of an `Optimizer.step` to that of the next.
-- With kernels, times are those of the GPU: an event of the host comes when all kernels that were launched
-  before it have ended.
-- The program waits for an operation where it is idle until the operation ends. Where the operation ended
-  while the program computed, it waits at the place where it does so in other steps or on other ranks; if
-  there is none, with the next operation that it waits for, or before `Optimizer.step`.
-- An operation carries the gradients that became ready first, or last, of those that are not sent yet, if
-  these have its number of bytes together.
+- A step is a range `ProfilerStep`, or lasts from the end of an `Optimizer.step` to the end of the next one.
+- With kernels, times are those of the GPU: an event of the host is placed at the end of all kernels launched
+  before it.
+- The program waits for an operation if it is idle until the operation ends. If the operation ended while the
+  program computed, the wait is placed where it is visible in other steps or on other ranks; otherwise at the
+  next visible wait, or before `Optimizer.step`.
+- An operation carries the first or the last unsent gradients to become ready if their bytes sum to its own.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ _log = logging.getLogger("mcr_plus")
 def load_step(paths: str | Path | Sequence[str | Path]) -> Step:
     """Read a step: the JSON that `Step.save` wrote, or the traces of all ranks of a job.
 
-    `paths`: a file, a folder of files that end with `.json` or `.json.gz`, or a list of these. Of each rank
-    one Kineto trace, with shapes recorded (`record_shapes=True`) or with the execution trace of the same run
-    beside it. Files are read piece by piece, and of kernels and calls only times are kept. There may be
-    1,048,576 ranks, and in a trace as many steps, gradients, operations, modules and threads together. What
-    could not be read exactly is in `Step.notes`, and logged.
+    `paths`: a file, a folder of files that end with `.json` or `.json.gz`, or a list of these. Each rank
+    needs one Kineto trace, with recorded shapes (`record_shapes=True`) or together with the execution trace
+    of the same run. Files are read incrementally, and only times of kernels and calls are stored. Limits are
+    1,048,576 ranks, and in a trace as many steps, gradients, operations, modules and threads together.
+    Inexact data is reported in `Step.notes`, and logged.
 
     Raises:
-        ConfigError: a file cannot be read, is truncated or no trace; a field has a value of another type, or
-            beyond its limits; times are negative or steps overlap; ranks are missing or are there twice;
-            there is no backward pass. With the file and the place.
+        ConfigError: a file cannot be read, is truncated or no trace; a field has a wrong type or exceeds its
+            limits; times are negative or steps overlap; ranks are missing or duplicate; there is no backward
+            pass. The text has the file and the byte offset.
     """
     listed = [paths] if isinstance(paths, (str, Path)) else list(paths)
     files = [file for path in listed for file in _files(Path(path))]
@@ -58,7 +57,7 @@ def load_step(paths: str | Path | Sequence[str | Path]) -> Step:
         found = read_file(file)
         if found is None:
             if len(files) > 1:
-                raise ConfigError(f"{file}: a step among traces; expected it alone, for it has all ranks")
+                raise ConfigError(f"{file}: a step among traces; expected only this file: it has all ranks")
             return Step.load(file)
         (traces if isinstance(found, Trace) else graphs).append(found)  # type: ignore[arg-type]
     notes = Notes()
@@ -110,7 +109,7 @@ def _join_graphs(traces: Sequence[Trace], graphs: Sequence[Graph]) -> None:
 
 
 def _number_ranks(traces: list[Trace], notes: Notes) -> None:
-    """Find out the rank of each trace; raises if some are missing or there twice."""
+    """Set the rank of each trace; raises `ConfigError` if ranks are missing or duplicate."""
     for index, trace in enumerate(traces):
         in_name = re.search(r"(?:rank|worker)[_\-.]?(\d+)", trace.path.name, re.IGNORECASE)
         if trace.rank < 0 and in_name and int(in_name[1]) < MOST_RANKS:  # else it is a time
@@ -118,7 +117,7 @@ def _number_ranks(traces: list[Trace], notes: Notes) -> None:
         elif trace.rank < 0:
             trace.rank = index
             if len(traces) > 1:
-                notes.add("a trace does not say its rank; it is the place in the order of files")
+                notes.add("a trace does not contain its rank; its position in the order of files is used")
     seen: dict[int, Trace] = {}
     for trace in traces:
         if trace.rank in seen:
@@ -145,7 +144,7 @@ def _merged(traces: Sequence[Trace], source: Source, notes: Notes) -> Step:
         per_rank = {rank: steps[len(steps) - least :] for rank, steps in per_rank.items()}
     if least < 3:
         notes.add(
-            f"only {least} step{'s are' if least > 1 else ' is'} in the traces; times are no medians of many"
+            f"only {least} step{'s are' if least > 1 else ' is'} in the traces; times are of few samples"
         )
     _check_models(per_rank, traces)
     hosts = {trace.host for trace in traces}
@@ -169,10 +168,10 @@ def _merged(traces: Sequence[Trace], source: Source, notes: Notes) -> Step:
 
 
 def _check_models(per_rank: Mapping[int, Sequence[RankStep]], traces: Sequence[Trace]) -> None:
-    """Raise `ConfigError` if ranks have other models although all of them do the same.
+    """Raise `ConfigError` if ranks have different models although all ranks work as one group.
 
-    Where all operations are of all ranks, gradients are averaged over them. A rank may lack some, but no two
-    ranks have some each that the other one lacks. One without a shape may be any.
+    If all operations are of all ranks, gradients are averaged over these. A rank may lack gradients, but two
+    ranks must not each have gradients that the other one lacks. Gradients without a shape match any.
     """
     last = {rank: steps[-1].marks for rank, steps in per_rank.items() if steps}
     groups = {mark.event.group for marks in last.values() for mark in marks if isinstance(mark.event, Issue)}
@@ -187,8 +186,8 @@ def _check_models(per_rank: Mapping[int, Sequence[RankStep]], traces: Sequence[T
         for rank, events in ready.items()
     }
     (first, own), *others = shapes.items()
-    for rank, theirs in others:
-        if (more := theirs - own) and (less := own - theirs):
+    for rank, other in others:
+        if (more := other - own) and (less := own - other):
             raise ConfigError(
                 f"{traces[rank].path}: rank {rank} has a gradient {next(iter(more))}, and rank {first} has "
                 f"{next(iter(less))} instead; expected traces of one model"

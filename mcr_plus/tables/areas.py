@@ -1,7 +1,7 @@
-"""Areas of operations: the common part of keys of rules, and the rule that applies to an operation.
+"""Areas of operations: intersections of rules' keys, and the rule that applies to an operation.
 
-If keys of rules overlap, the order of the rules decides. An *area* is one of the keys, or the intersection of
-some. Every operation has a narrowest area that covers it, and the keys that cover the operation are those
+If keys of rules overlap, the order of the rules decides. An *area* is a key, or an intersection of several
+keys. Every operation has a narrowest area that covers it, and the keys that cover the operation are those
 that include this area, so a look-up can be evaluated area by area.
 """
 
@@ -30,8 +30,8 @@ class _Disjoint(Exception):
 def common_key(one: TableKey, other: TableKey) -> TableKey | None:
     """Return the key of the operations that both keys cover.
 
-    None if there are none, or if the keys count bytes differently and the number of ranks, which would relate
-    the two, is open.
+    None if there are none, or if the keys count bytes differently and the number of ranks, which determines
+    the conversion, is open.
     """
     common = _common(one, other)
     if common is None or one.basis == other.basis:
@@ -40,7 +40,7 @@ def common_key(one: TableKey, other: TableKey) -> TableKey | None:
 
 
 def overlap(one: TableKey, other: TableKey) -> bool:
-    """Whether both keys cover some operation, however they count its bytes."""
+    """Return whether some operation is covered by both keys, regardless of their counting of bytes."""
     return _common(one, other) is not None
 
 
@@ -99,12 +99,12 @@ def single(numbers: Range | None) -> int | None:
 
 
 def counts_all_ranks(kind: str) -> bool:
-    """Whether bytes per rank differ from bytes in total, for operations of a kind."""
+    """Return whether bytes per rank differ from bytes in total for operations of a kind."""
     return kind == "*" or kind.removesuffix("_v") in SHARED
 
 
 def _comparable(key: TableKey) -> bool:
-    """Whether bytes in total determine the bytes per rank."""
+    """Return whether bytes in total determine the bytes per rank."""
     return not counts_all_ranks(key.kind) or single(key.ranks) is not None
 
 
@@ -120,7 +120,7 @@ def _family(kind: str) -> str:
 
 
 def _width(key: TableKey) -> tuple[object, ...]:
-    """A sort key that grows with every part in which a key is wider than another."""
+    """Return a sort key that grows with the width of each part of `key`."""
     ranges = (key.ranks, key.nodes, key.ranks_per_node)
     plain = (key.dtype, key.device, key.in_place, key.async_op)
     parts: list[object] = [not key.kind.endswith("_v"), *(value is None for value in plain)]
@@ -135,7 +135,7 @@ def _width(key: TableKey) -> tuple[object, ...]:
 
 
 def areas(keys: Iterable[TableKey], where: str = "<rules>", limit: int = MAX_RULES) -> list[TableKey]:
-    """Return the keys and all intersections of some of them, narrow ones first.
+    """Return the keys and all of their intersections, narrow ones first.
 
     Raises `ConfigError`, which begins with `where`, if there are more than `limit`.
     """
@@ -200,7 +200,7 @@ def _without(gap: Range, share: Range | None) -> Iterator[Range]:
 
 
 def _sizes_in(rule: TableRule, area: TableKey) -> Range | None:
-    """The sizes of a rule as an area counts them; None if that depends on the number of ranks."""
+    """Return the sizes of a rule in the basis of `area`; None if they depend on the number of ranks."""
     sizes = rule.sizes
     if rule.key.basis == area.basis or sizes == ALL_SIZES or not counts_all_ranks(area.kind):
         return sizes
@@ -222,7 +222,7 @@ def by_choice(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def tile(rules: Sequence[TableRule], default: str, where: str) -> tuple[TableRule, ...]:
-    """Make the rules of a table from rules that may overlap and leave gaps: the first that matches wins.
+    """Make the rules of a table from rules that may overlap and leave gaps: the first match wins.
 
     Sizes of a key without a rule go to `default`. Raises `ConfigError`, which begins with `where`, if the
     keys have too many intersections.
@@ -260,7 +260,7 @@ def _decisions(rules: Sequence[TableRule], area: TableKey) -> list[tuple[Range, 
 
 
 def joined(rules: Sequence[TableRule]) -> list[TableRule]:
-    """Join rules that are adjacent, in the list and in size, and make the same choice."""
+    """Join rules with the same choice that are adjacent in the list and in size."""
     joined: list[TableRule] = []
     for rule in rules:
         last = joined[-1] if joined else None

@@ -4,13 +4,13 @@
     model.expected("mpi", Query("all_reduce", 1 << 20))      # Estimate(us=105.2, figure="measured", …)
 
 A curve is made monotone (a larger message never costs less: pool adjacent violators, Barlow et al. 1972).
-Between measured sizes it is a straight line in bytes, which is exact for latency plus size over bandwidth
-(Hockney 1994), or a line in logarithms if that is lower: if time grows faster than size, as for messages that
-outgrow a cache. Below the smallest size, the smallest size's time is an upper bound. Beyond the largest, the
-curve continues at the bandwidth of the last rising segment; without one, as with a single size, the largest
-size's time is a lower bound. All of these are flagged, as are numbers of ranks or nodes for which the table
-has no rules: their times are those of the nearest numbers, scaled by the algorithm's formula (`scaling`)
-where the links are the same, and as they are elsewhere.
+Between measured sizes it is linear in bytes, which is exact for latency plus size over bandwidth (Hockney
+1994), or linear in logarithms if that is lower, since time may grow faster than size when messages outgrow a
+cache. Below the smallest size, the smallest size's time is an upper bound. Beyond the largest, the curve
+continues at the bandwidth of the last rising segment; without one, as with a single size, the largest size's
+time is a lower bound. These estimates are flagged, as are those for numbers of ranks or nodes without rules
+in the table: their times are those of the nearest numbers, scaled by the algorithm's formula (`scaling`) if
+the links are the same, and unscaled otherwise.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Figure = Literal["measured", "at_most", "at_least", "extrapolated", "unknown"]
 
 @dataclass(frozen=True)
 class Estimate:
-    """Expected microseconds of one operation, and the quality of that figure.
+    """Expected microseconds of one operation, and the quality of this estimate.
 
-    `figure`: "measured" at a size or between two; "extrapolated" along a slope, or from other numbers of
-    ranks or nodes; "at_most" below the smallest size, "at_least" beyond the largest if no slope is known:
-    there only `bound_us` was measured, and `us` is an assumption for plans; "unknown" if even the bound is
-    of other numbers of ranks or nodes.
+    `figure`: "measured" at a measured size or between two; "extrapolated" along a slope, or from other
+    numbers of ranks or nodes; "at_most" below the smallest size, and "at_least" beyond the largest if the
+    slope is unknown: only `bound_us` was measured then, and `us` is an assumption for plans; "unknown" if the
+    bound was measured on other numbers of ranks or nodes.
     """
 
     us: float
@@ -49,16 +49,16 @@ class Estimate:
 
     @property
     def extrapolated(self) -> bool:
-        """Whether the figure does not lie between measurements."""
+        """True unless the estimate lies between measurements."""
         return self.figure != "measured"
 
     @property
     def comparable(self) -> bool:
-        """Whether `us` may be compared with the figure of another library."""
+        """True if `us` may be compared with the estimate of another library."""
         return self.figure in {"measured", "extrapolated"}
 
     def from_elsewhere(self) -> Estimate:
-        """The same figure for numbers of ranks or nodes that were not measured."""
+        """Return the same estimate for numbers of ranks or nodes that were not measured."""
         return Estimate(self.us, "extrapolated" if self.comparable else "unknown")
 
 
@@ -71,12 +71,12 @@ class Curve:
 
     @classmethod
     def through(cls, points: Mapping[int, float]) -> Curve:
-        """The curve of measured microseconds by bytes; at least one point."""
+        """Return the curve of measured microseconds by bytes; needs at least one point."""
         sizes = sorted(points)
         return cls(np.array(sizes, np.float64), isotonic(np.array([points[size] for size in sizes])))
 
     def at(self, nbytes: float) -> Estimate:
-        """Expected time of an operation of `nbytes`."""
+        """Return the expected time of an operation of `nbytes`."""
         if nbytes < self.sizes[0]:
             return Estimate(float(self.times[0]), "at_most", float(self.times[0]))
         if nbytes > self.sizes[-1]:
@@ -88,7 +88,7 @@ class Curve:
         return Estimate(self._between(nbytes))
 
     def _between(self, nbytes: float) -> float:
-        """The lower of the lines in bytes and in logarithms through the two points around `nbytes`."""
+        """Return the lower of the linear and the log-log interpolation between the two nearest points."""
         index = int(np.searchsorted(self.sizes, nbytes))
         if self.sizes[index] == nbytes:
             return float(self.times[index])
@@ -99,7 +99,7 @@ class Curve:
         return min(straight, math.exp(np.interp(math.log(nbytes), np.log(sizes), np.log(times))))
 
     def _slope_beyond(self) -> float | None:
-        """Microseconds per byte beyond the largest size: those of the last rising segment, or None."""
+        """Return the microseconds per byte beyond the largest size, by the last rising segment; or None."""
         largest, time = self.sizes[-1], self.times[-1]
         below = np.flatnonzero(self.times < time)
         if len(below):
@@ -107,12 +107,12 @@ class Curve:
         return None
 
     def _half_bandwidth(self) -> float:
-        """Microseconds per byte, assuming that half of the time is latency; one point cannot show it."""
+        """Return microseconds per byte under the assumption that half of a single point's time is latency."""
         return float(self.times[-1] / self.sizes[-1]) / 2 if self.sizes[-1] else 0.0
 
 
 def isotonic(values: Floats) -> Floats:
-    """The closest non-decreasing sequence by least squares: decreasing neighbours are averaged."""
+    """Return the closest non-decreasing sequence by least squares: decreasing neighbours are averaged."""
     blocks: list[tuple[float, int]] = []  # mean and length
     for value in values:
         mean, count = float(value), 1
@@ -137,17 +137,17 @@ class CostModel:
         }
 
     def choices(self, query: Query) -> list[str]:
-        """The choices that were measured for operations like this one."""
+        """Return the choices with measurements for operations like this one."""
         covering = (curves for key, curves in self._curves.items() if key.covers(query))
         return list(dict.fromkeys(choice for curves in covering for choice in curves))
 
     def expected(self, choice: str, query: Query) -> Estimate | None:
-        """Expected time of `query` by `choice` (`name` or `name:algorithm`); None if nothing was measured.
+        """Return the expected time of `query` by `choice` (`name` or `name:algorithm`).
 
-        Without measurements of this number of ranks or nodes, those of the nearest are used, scaled where the
-        formula of an algorithm holds, and likewise those of other dtypes. Asynchronous and synchronous
-        measurements do not replace each other: for asynchronous operations tables have exposed times, for
-        synchronous ones whole times. None without a size.
+        None without a measurement or without a size. If this number of ranks or nodes was not measured, the
+        nearest one is used, scaled if the formula of an algorithm applies; likewise for other dtypes.
+        Asynchronous and synchronous measurements do not replace each other: tables contain exposed times of
+        asynchronous operations, and whole times of synchronous ones.
         """
         measured = [key for key, curves in self._curves.items() if choice in curves]
         exact = next((key for key in measured if key.covers(query)), None)
@@ -164,9 +164,9 @@ class CostModel:
         )
 
     def _scaled(self, curve: Curve, key: TableKey, choice: str, query: Query) -> Estimate | None:
-        """The estimate by the formulas of the choice's algorithms; None where none holds."""
+        """Return the estimate by the formulas of the choice's algorithms; None if none applies."""
         at, to = placement_of(key, self._fingerprint), placed(query.ranks, query.nodes, query.ranks_per_node)
-        # Between other numbers of nodes, only ranks that share their node's link as measured are comparable.
+        # Other numbers of nodes are comparable only if as many ranks share a node's link as measured.
         alike = at is not None and (
             at.nodes == to.nodes == 1 or (min(at.nodes, to.nodes) > 1 and at.per_node == to.per_node)
         )
@@ -189,20 +189,20 @@ class CostModel:
 
 
 def basis_bytes(nbytes: float, key: TableKey, at: Placement) -> float:
-    """Bytes by the basis of a key, of an operation of `nbytes` in all."""
+    """Return the bytes in the basis of a key, for an operation of `nbytes` in total."""
     per_rank = key.basis == "per_rank" and key.kind.removesuffix("_v") in SHARED
     return nbytes / at.ranks if per_rank else nbytes
 
 
 def placed(ranks: int, nodes: int, per_node: int) -> Placement:
-    """Ranks in one rack."""
+    """Return the placement of ranks in one rack."""
     return Placement(ranks, nodes, ranks if nodes == 1 else per_node, 1, ranks)
 
 
 def placement_of(key: TableKey, fingerprint: Fingerprint) -> Placement | None:
-    """How the ranks lay whose times a key has, by the key or else by the table's fingerprint.
+    """Return the placement of the measured ranks of a key, from the key or else the table's fingerprint.
 
-    None if that is not one number of ranks, nodes and ranks per node each.
+    None unless the numbers of ranks, nodes and ranks per node are unique.
     """
     found: list[int] = []
     for name in ("ranks", "nodes", "ranks_per_node"):
@@ -219,13 +219,13 @@ def placement_of(key: TableKey, fingerprint: Fingerprint) -> Placement | None:
 
 
 def _is_similar(key: TableKey, query: Query) -> bool:
-    """Whether the key differs from the query in scale or dtype only."""
+    """Return whether the key differs from the query only in scale or dtype."""
     alike = TableKey(key.kind, device=key.device, async_op=key.async_op, basis=key.basis)
     return key.kind != "*" and alike.covers(query)
 
 
 def _distance(key: TableKey, query: Query) -> tuple[float, ...]:
-    """Distance of a key's measurements from an operation, the facts with most effect on times first."""
+    """Return the distance of a key's measurements from an operation, the most influential fact first."""
     return (
         _octaves(key.nodes, query.nodes),
         _octaves(key.ranks_per_node, query.ranks_per_node),
@@ -235,7 +235,7 @@ def _distance(key: TableKey, query: Query) -> tuple[float, ...]:
 
 
 def _octaves(measured: Range | None, number: int) -> float:
-    """The number of doublings or halvings between a number and a range; 0 inside."""
+    """Return the number of doublings or halvings between a number and a range; 0 inside."""
     if measured is None or measured.covers(number):
         return 0.0
     nearest = measured.lo if number < measured.lo or measured.hi is None else measured.hi - 1
@@ -243,7 +243,7 @@ def _octaves(measured: Range | None, number: int) -> float:
 
 
 def _joined(measured: Iterable[Mapping[str, Mapping[int, float]]]) -> dict[str, dict[int, float]]:
-    """The points of every choice, from all rules of a key."""
+    """Return the points of every choice, from all rules of a key."""
     joined: dict[str, dict[int, float]] = {}
     for curves in measured:
         for choice, points in curves.items():

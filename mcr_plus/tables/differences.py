@@ -2,7 +2,7 @@
 
     diff(load_table("monday.yaml"), load_table("tuesday.yaml"))     # a list of Change
 
-Look-ups are compared, not the text of rules.
+The comparison uses the results of look-ups, not the text of rules.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Change:
 
     `before` and `after` are choices (or values of the fact), None if a table has none. `only_in`: only this
     table has the key; the other's choice, if any, is that of its wider rules. `before_us` and `after_us` are
-    expected microseconds of one operation of `at` bytes, each from the measurements of its own table; None if
-    nothing was measured around that size.
+    expected microseconds of one operation of `at` bytes, each from the measurements of its own table; None
+    without measurements around that size.
     """
 
     before: str | None
@@ -40,17 +40,17 @@ class Change:
     fact: str | None = None
 
     def span(self) -> str:
-        """The range of sizes as in files: `64KiB..1MiB`."""
+        """Return the range of sizes as in files: `64KiB..1MiB`."""
         return f"{format_size(self.sizes.lo)}..{'' if self.sizes.hi is None else format_size(self.sizes.hi)}"
 
     def expected(self) -> str:
-        """The expected times, as `17 µs → 12 µs at 64KiB`; empty if neither was measured."""
+        """Return the expected times, such as `17 µs → 12 µs at 64KiB`; empty if neither was measured."""
         if self.at is None or (self.before_us is None and self.after_us is None):
             return ""
         return f"{_microseconds(self.before_us)} → {_microseconds(self.after_us)} at {size_name(self.at)}"
 
     def __str__(self) -> str:
-        """The change in one line: `all_reduce 64KiB..: mpi → gloo (17 µs → 12 µs at 64KiB)`."""
+        """Return the change in one line: `all_reduce 64KiB..: mpi → gloo (17 µs → 12 µs at 64KiB)`."""
         where = self.fact if self.key is None else f"{self.key} {self.span()}"
         notes = [f"key only in the {self.only_in} table" if self.only_in else "", self.expected()]
         behind = "; ".join(note for note in notes if note)
@@ -62,9 +62,9 @@ def _microseconds(time: float | None) -> str:
 
 
 def diff(a: Table, b: Table) -> list[Change]:
-    """Return the different choices of two tables, the keys that only one has, and facts that differ.
+    """Return the different choices of two tables, keys that only one table has, and different facts.
 
-    Shadowed rules are not compared: tables with the same choice for every operation differ in keys at most.
+    Shadowed rules are not compared: tables with the same choice for every operation differ at most in keys.
     If one counts bytes per rank and the other in total, and the number of ranks is open, each is compared
     with rules of its own basis.
     """
@@ -87,7 +87,7 @@ def _only_in(
 
 
 def _implies(wide: Change, narrow: Change) -> bool:
-    """Whether a change of a key implies the change of a part of it."""
+    """Return whether a change of a key implies the change of a part of it."""
     assert wide.key is not None
     assert narrow.key is not None
     return (
@@ -123,7 +123,7 @@ def _side_by_side(
 
 
 def _timed(change: Change, a: Table, b: Table) -> Change:
-    """The change with expected times, at the median of the measured sizes in its range."""
+    """Return the change with expected times, at the median of the measured sizes in its range."""
     assert change.key is not None
     points = [_points(a, change.key, change.before), _points(b, change.key, change.after)]
     if not any(points):
@@ -135,7 +135,7 @@ def _timed(change: Change, a: Table, b: Table) -> Change:
 
 
 def _points(table: Table, key: TableKey, choice: str | None) -> dict[int, float]:
-    """The measurements of a choice under a key: microseconds by bytes."""
+    """Return the measurements of a choice under a key: microseconds by bytes."""
     rules = [rule for rule in table.rules if rule.key == key and choice is not None]
     return {size: time for rule in rules for size, time in rule.measured.get(choice or "", {}).items()}
 

@@ -1,9 +1,9 @@
 """Fingerprint of the job in which a table was measured, and its comparison with the running job.
 
-A fingerprint is a few named facts: versions (`mcr_plus`, `torch`, and each backend's library under the
+A fingerprint consists of named facts: versions (`mcr_plus`, `torch`, and each backend's library under the
 backend's name), the shape of the job (`ranks`, `nodes`, `ranks_per_node`) and the machine (`cpu`, `cores`,
-`gpu`). A table states the facts of its measurement; a merged table states several values of a fact. Only
-facts that both sides state are compared.
+`gpu`). A table contains the facts of its measurement; a merged table may have several values of a fact. Only
+facts on both sides are compared.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from mcr_plus.backends import backend_class
 FACTS: Final = ("mcr_plus", "torch", "ranks", "nodes", "ranks_per_node", "cpu", "cores", "gpu")
 
 Fingerprint = Mapping[str, tuple[str, ...]]
-"""Facts by name; more than one value of a fact if tables were merged."""
+"""Facts by name, with several values if tables were merged."""
 
 
 def fingerprint_here(
     libraries: Mapping[str, str], *, ranks: int, nodes: int, ranks_per_node: int
 ) -> dict[str, tuple[str, ...]]:
-    """The facts of this job; `libraries`: the libraries of its backends (see `library_versions`)."""
+    """Return the facts of this job; `libraries`: those of its backends (see `library_versions`)."""
     facts = {
         "mcr_plus": version("mcr_plus"),
         "torch": version("torch"),
@@ -45,13 +45,13 @@ def fingerprint_here(
 
 
 def library_versions(names: Sequence[str]) -> dict[str, str]:
-    """The libraries of backends in use in this process, by backend, such as `Open MPI 5.0.11`."""
+    """Return the libraries of backends in use in this process, by backend, such as `Open MPI 5.0.11`."""
     versions = {name: backend_class(name).library_version() for name in names}
     return {name: library for name, library in versions.items() if library}
 
 
 def differences(stated: Fingerprint, here: Fingerprint) -> list[str]:
-    """The facts that differ, one phrase each: `mpi: MPICH 5.0.2, measured with Open MPI 5.0.11`."""
+    """Return the different facts, one phrase each: `mpi: MPICH 5.0.2, measured with Open MPI 5.0.11`."""
     return [
         f"{name}: {', '.join(here[name])}, measured with {' or '.join(values)}"
         for name, values in stated.items()
@@ -60,13 +60,13 @@ def differences(stated: Fingerprint, here: Fingerprint) -> list[str]:
 
 
 def merged(prints: Sequence[Fingerprint]) -> dict[str, tuple[str, ...]]:
-    """The facts that all fingerprints state, with all of their values."""
+    """Return the facts that are in all fingerprints, with all of their values."""
     names = [name for name in prints[0] if all(name in facts for facts in prints)] if prints else []
     return {name: tuple(dict.fromkeys(v for facts in prints for v in facts[name])) for name in names}
 
 
 def _compared(name: str, values: Sequence[str]) -> set[str]:
-    """The values to compare: of the versions of mcr_plus and torch only major and minor."""
+    """Return the values to compare: for versions of mcr_plus and torch, only major and minor."""
     if name not in ("mcr_plus", "torch"):
         return set(values)
     return {".".join(value.partition("+")[0].split(".")[:2]) for value in values}
@@ -74,7 +74,7 @@ def _compared(name: str, values: Sequence[str]) -> set[str]:
 
 @cache
 def cpu_name() -> str:
-    """The processor's name in /proc/cpuinfo, or its architecture if there is none."""
+    """Return the processor's name in /proc/cpuinfo, or its architecture without one."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,9 +1,9 @@
-"""Fewer and larger tables: shrink one, merge several.
+"""Shrinking a table, and merging several tables.
 
     merge([load_table("two_ranks.yaml"), load_table("four_ranks.yaml")])
     shrink(load_table("long.yaml"))
 
-The first rule that matches an operation applies, so both put narrow keys before wide ones.
+The first matching rule applies to an operation, so both put narrow keys before wide ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mcr_plus.tables.table import Basis, Table, TableKey, TableRule
 from mcr_plus.tables.writing import checked
 
 SCALE: Final = ("ranks", "nodes", "ranks_per_node")
-"""Facts of a fingerprint that are keys of rules too."""
+"""Facts of a fingerprint that are also keys of rules."""
 
 Prefer = Literal["first", "last"]
 
@@ -70,14 +70,14 @@ class _Group:
         return self.key.basis, [(rule.lo, rule.hi, rule.backend) for rule in self.by_size()]
 
     def precedes(self, other: _Group) -> bool:
-        """Whether this group must come first in a table with both."""
+        """Return whether this group must come first in a table with both."""
         if not overlap(self.key, other.key):
             return False
         narrower = other.key.includes(self.key) and not self.key.includes(other.key)
         return narrower or (self.source == other.source and self._shadows(other))
 
     def _shadows(self, other: _Group) -> bool:
-        """Whether a rule here takes operations from a later rule of `other` with another choice."""
+        """Return whether a rule of this group shadows a later rule of `other` with another choice."""
         return any(
             at < behind
             and rule.backend != later.backend
@@ -119,12 +119,12 @@ def _ordered(groups: Sequence[_Group]) -> list[_Group] | None:
 
 
 def merge(tables: Sequence[Table], *, prefer: Prefer | None = None) -> Table:
-    """Return one table with the rules of all.
+    """Return one table with the rules of all tables.
 
     If fingerprints differ in `ranks`, `nodes` or `ranks_per_node`, rules without these keys get the numbers
     of their table's fingerprint, so that they do not conflict. Narrow rules come first. Rules of one key in
-    two tables must make the same choices, unless `prefer` selects one of them. The fingerprint states every
-    value of the facts that all tables state; the result is strict if one of the tables is.
+    two tables must make the same choices, unless `prefer` selects one of them. The fingerprint has every
+    value of the facts that are in all tables; the result is strict if one of the tables is.
 
     Raises:
         ConfigError: rules of one key conflict, or rules of two keys are interleaved so that neither can come
@@ -150,14 +150,14 @@ def merge(tables: Sequence[Table], *, prefer: Prefer | None = None) -> Table:
     if strict and not facts:
         names = ", ".join(table.name for table in tables if table.strict)
         raise ConfigError(
-            f"{names}: strict, but the tables state no fact in common, so the merged one would refuse "
-            "nothing; expected fingerprints in all of them, or strict: false"
+            f"{names}: strict, but the tables have no fact in common, so the merged one would accept every "
+            "job; expected fingerprints in all of them, or strict: false"
         )
     return checked(Table(rules, "<merged>", facts, strict))
 
 
 def _scaled(table: Table, prints: Sequence[Fingerprint]) -> list[TableRule]:
-    """The rules of a table, with the facts in which it differs from the others as keys."""
+    """Return the rules of a table, with the facts in which it differs from other tables as keys."""
     own: dict[str, Range] = {}
     for name in SCALE:
         stated = table.fingerprint.get(name, ())
@@ -167,7 +167,7 @@ def _scaled(table: Table, prints: Sequence[Fingerprint]) -> list[TableRule]:
 
 
 def _restricted(key: TableKey, own: dict[str, Range]) -> TableKey:
-    """The key, with `own` for the numbers it leaves open."""
+    """Return the key, with `own` for the numbers that it leaves open."""
     return TableKey(
         key.kind, key.dtype, key.ranks or own.get("ranks"), key.nodes or own.get("nodes"),
         key.ranks_per_node or own.get("ranks_per_node"), key.device, key.in_place, key.async_op, key.basis,
@@ -191,7 +191,7 @@ def _add(groups: list[_Group], new: Sequence[_Group], prefer: Prefer | None) -> 
 
 
 def _remeasured(one: _Group, other: _Group, prefer: Prefer | None) -> _Group:
-    """The first of two groups with the same choices, with the measurements of both."""
+    """Return the first of two groups with the same choices, with the measurements of both."""
     counterparts = {rule.lo: rule.measured for _, rule in other.rules}
     rules = []
     for at, rule in one.rules:

@@ -1,19 +1,19 @@
-"""How the time of an operation changes with the number of ranks: the algorithms' rounds of messages.
+"""Scaling of an operation's time with the number of ranks, by the algorithms' rounds of messages.
 
-An algorithm is a sequence of rounds, and a round takes a latency and the time in which the bytes of the
-busiest link cross it: α + bytes · β (Hockney 1994). From Thakur, Rabenseifner, Gropp 2005 and Chan et al.
-2007, for n ranks and s bytes, by the convention that `bytes` has in tables:
+An algorithm is a sequence of rounds, and a round takes a latency plus the transfer time of the bytes on the
+busiest link: α + bytes · β (Hockney 1994). From Thakur, Rabenseifner, Gropp 2005 and Chan et al. 2007, for n
+ranks and s bytes, in the convention of `bytes` in tables:
 
     all_reduce       ring: 2(n-1) rounds of s/n;  doubling: log₂n of s;  NCCL's double tree, see below
     all_gather, reduce_scatter      ring: n-1 rounds of s/n
     broadcast, reduce               tree: log₂n rounds of s;  in parts: log₂n + n-1 rounds, 2(n-1)/n · s
     all_to_all       pairwise: n-1 rounds of s/n, of which those between nodes share a link of the node
     gather, scatter  n-1 messages of s/n of one rank
-    send, barrier    1 round of s;  log₂n rounds of nothing
+    send, barrier    1 round of s;  log₂n rounds of 0 bytes
 
-`Stretched` needs neither α nor β. A measured time over size is one of rounds of the measured number of ranks,
-so it has the time of a round over its bytes in it, from which other numbers of ranks are computed. For
-times that are straight lines over size the result is the formula's. Only the part of a time that a link's
+`Stretched` needs neither α nor β. A measured time over size is the sum of the rounds at the measured number
+of ranks, which determines the time of a round over its bytes, and thus the times at other numbers of ranks.
+For times that are linear in size the result is equal to the formula's. Only the part of a time that a link's
 rate explains changes with the rate.
 """
 
@@ -27,14 +27,14 @@ from typing import Final, Literal, NamedTuple
 from mcr_plus.core.kinds import COLLECTIVES, Collective, plain_kind
 
 _OF_A_RING: Final = 0.92  # bandwidth of NCCL's trees
-_CHAINED: Final = 0.2  # a message inside a node, in those between nodes: NCCL's table has 0.12 to 0.29
+_CHAINED: Final = 0.2  # latency inside a node / latency between nodes: NCCL's table has 0.12 to 0.29
 
 LinkClass = Literal["inside", "nic", "uplink"]
 """Links inside a node, between nodes and between racks."""
 
 
 class Placement(NamedTuple):
-    """How the ranks of a group lie: on so many nodes and racks, and at most so many in one of each."""
+    """Placement of a group's ranks: numbers of nodes and racks, and the most ranks in one of each."""
 
     ranks: int
     nodes: int
@@ -44,12 +44,16 @@ class Placement(NamedTuple):
 
     @property
     def widest(self) -> LinkClass:
-        """The links with the longest way that messages of the group cross."""
+        """The outermost class of links that messages of the group cross."""
         return "uplink" if self.racks > 1 else "nic" if self.nodes > 1 else "inside"
 
 
 class Round(NamedTuple):
-    """`times` rounds: bytes over the busiest link of each class in one of them, and messages sharing it."""
+    """`times` equal rounds of messages.
+
+    `loads`: bytes over the busiest link of each class in one round. `flows`: number of messages that share
+    this link.
+    """
 
     times: float
     loads: Mapping[LinkClass, float]
@@ -57,18 +61,18 @@ class Round(NamedTuple):
 
     @property
     def widest(self) -> LinkClass:
-        """The links with the longest way that its messages cross."""
+        """The outermost class of links that its messages cross."""
         return "uplink" if "uplink" in self.loads else "nic" if "nic" in self.loads else "inside"
 
 
 Rounds = tuple[Round, ...]
 Shared = Callable[[LinkClass], bool]
-"""Whether the ranks of a node share a link of this class."""
+"""Returns whether the ranks of a node share a link of a class."""
 Algorithm = Callable[[float, Placement, Shared], Rounds]
 
 
 def _ring(times: int) -> Algorithm:
-    """A ring in the order of ranks: each node and each rack has one neighbour that it sends to."""
+    """Return a ring in the order of ranks: each node and each rack sends to one neighbour."""
 
     def rounds(nbytes: float, at: Placement, shared: Shared) -> Rounds:  # noqa: ARG001
         return (_even(times * (at.ranks - 1), nbytes / at.ranks, at, dict.fromkeys(_classes(at), 1.0)),)
@@ -77,8 +81,8 @@ def _ring(times: int) -> Algorithm:
 
 
 def _doubling(nbytes: float, at: Placement, shared: Shared) -> Rounds:
-    """Pairs of ranks at distances 1, 2, 4, …: first inside nodes, then between nodes, then between racks."""
-    extra = 2 if at.ranks & (at.ranks - 1) else 0  # two more rounds unless there are 2^k ranks
+    """Return rounds of pairs at distances 1, 2, 4, …: inside nodes, between nodes, between racks."""
+    extra = 2 if at.ranks & (at.ranks - 1) else 0  # two more rounds unless the number of ranks is 2^k
     inside = int(math.log2(at.per_node))
     across = int(math.log2(at.racks))
     between = int(math.log2(at.ranks)) - inside - across
@@ -99,7 +103,7 @@ def _doubling(nbytes: float, at: Placement, shared: Shared) -> Rounds:
 
 
 def _tree(nbytes: float, at: Placement, shared: Shared) -> Rounds:  # noqa: ARG001
-    """A binomial tree; its longest path has a message of each round."""
+    """Return the rounds of a binomial tree; its longest path has one message of each round."""
     inside, across = _log2(at.per_node), _log2(at.racks)
     between = max(_log2(at.ranks) - inside - across, 0)
     links: tuple[tuple[int, tuple[LinkClass, ...]], ...] = (
@@ -113,14 +117,14 @@ def _tree(nbytes: float, at: Placement, shared: Shared) -> Rounds:  # noqa: ARG0
 
 
 def _in_parts(nbytes: float, at: Placement, shared: Shared) -> Rounds:  # noqa: ARG001
-    """Scatter, then all_gather."""
+    """Return the rounds of a scatter and a following all_gather."""
     rounds = _log2(at.ranks) + at.ranks - 1
     part = 2 * (at.ranks - 1) / at.ranks * nbytes / rounds if rounds else 0.0
     return (_even(rounds, part, at, dict.fromkeys(_classes(at), 1.0)),)
 
 
 def _pairwise(nbytes: float, at: Placement, shared: Shared) -> Rounds:
-    """Every rank with every other one; the mean load of a round, since libraries have several in flight."""
+    """Return the rounds of a pairwise exchange, with mean loads: libraries have several in flight."""
     others = at.ranks - 1
     if not others:
         return ()
@@ -138,7 +142,7 @@ def _pairwise(nbytes: float, at: Placement, shared: Shared) -> Rounds:
 
 
 def _from_one(nbytes: float, at: Placement, shared: Shared) -> Rounds:  # noqa: ARG001
-    """One rank sends to, or receives from, each other one."""
+    """Return the rounds of one rank that sends to, or receives from, each other rank."""
     links: tuple[tuple[int, tuple[LinkClass, ...]], ...] = (
         (at.per_node - 1, ("inside",)), (at.ranks - at.per_node, _classes(at)[1:] or ("nic",)),
     )  # fmt: skip
@@ -150,13 +154,13 @@ def _from_one(nbytes: float, at: Placement, shared: Shared) -> Rounds:  # noqa: 
 
 
 def _double_tree(nbytes: float, at: Placement, shared: Shared) -> Rounds:  # noqa: ARG001
-    """NCCL's double binary tree: up and down two trees of nodes, each with half of the bytes, in a pipeline.
+    """Return the rounds of NCCL's double binary tree: two pipelined trees, each with half of the bytes.
 
     It takes 2 log₂(nodes) messages between nodes ("Massively Scale Your Deep Learning Training with NCCL
     2.4", NVIDIA 2019), and 2 (ranks of a node - 1) in the chain inside each node; its bytes on the busiest
     link are those of a ring, at 0.92 of its bandwidth (`ncclTopoTuneModel` in NCCL's src/graph/tuning.cc, by
-    which NCCL chooses between both). A measured time does not show which of both it was, so that the 0.92
-    cancels there.
+    which NCCL chooses between ring and tree). For measured times, whose algorithm is not recorded, the factor
+    0.92 cancels.
     """
     if at.ranks < 2:
         return ()
@@ -176,7 +180,7 @@ def _dissemination(nbytes: float, at: Placement, shared: Shared) -> Rounds:  # n
 
 
 def _classes(at: Placement) -> tuple[LinkClass, ...]:
-    """The classes of links that messages between neighbours cross."""
+    """Return the classes of links that messages between neighbours cross."""
     found: list[LinkClass] = []
     if at.per_node > 1 or at.nodes == 1:
         found.append("inside")
@@ -217,19 +221,19 @@ _ALL: Final[Mapping[str, Mapping[str, Algorithm]]] = {
 _OWN: Final[Mapping[tuple[str, str], Mapping[str, Algorithm]]] = {
     ("nccl", "all_reduce"): {"tree": _double_tree}
 }
-"""Algorithms of one library for a kind. NCCL's for all_gather and reduce_scatter (rings, PAT) have a latency
-by the number of ranks."""
+"""Further algorithms of one library for a kind. NCCL's for all_gather and reduce_scatter (rings, PAT) have a
+latency that depends on the number of ranks."""
 _HAS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "gloo": {"all_reduce": ("ring",), "broadcast": ("tree",)},
     "nccl": {"all_reduce": ("ring", "tree"), "broadcast": ("parts",)},
 }
-"""Where a library has fewer algorithms than `_ALL`: torch calls gloo's ring; NCCL's rings are pipelined."""
+"""Algorithms of libraries with fewer than `_ALL`: torch calls gloo's ring; NCCL's rings are pipelined."""
 
 
 def algorithms(kind: str, library: str) -> list[Algorithm]:
-    """The algorithms of a library (`name` or `name:algorithm`) for a kind of operation; maybe none.
+    """Return the algorithms of a library (`name` or `name:algorithm`) for a kind of operation; may be empty.
 
-    Of those that `library` may name, only rings, doubling and trees are known.
+    Of the algorithms that `library` may name, only rings, doubling and trees have a formula.
     """
     name, _, chosen = library.partition(":")
     kind = plain_kind(kind)
@@ -240,14 +244,14 @@ def algorithms(kind: str, library: str) -> list[Algorithm]:
 
 
 class Medium(NamedTuple):
-    """The known facts of links: bytes per second and seconds by class, and the links that a node shares."""
+    """The known properties of links: bytes per second and seconds by class, and sharing within a node."""
 
     rates: Mapping[LinkClass, float]
     latencies: Mapping[LinkClass, float]
     shared: Shared
 
     def latency(self, round: Round) -> float:
-        """Seconds from a message's start to its arrival in a round."""
+        """Return the latency in seconds of a message in a round."""
         return self.latencies.get(round.widest, 0.0)
 
 
@@ -256,17 +260,18 @@ def _is_shared(link: LinkClass) -> bool:
 
 
 _HEADERS: Final = 1.07
-"""Bytes on the wire for each byte sent, at most: 1538 of Ethernet for 1448 of TCP are 1.06."""
+"""Largest ratio of bytes on the wire to bytes sent: 1538 of Ethernet for 1448 of TCP are 1.06."""
 UNKNOWN: Final = Medium({}, {}, _is_shared)
-"""Nothing is known of the links, but that the ranks of a node share its link to others."""
+"""Links of unknown rates; the ranks of a node share its link to other nodes."""
 
 
 @dataclass(frozen=True)
 class Stretched:
-    """Times of one algorithm at a number of ranks, from those that were measured at another.
+    """Times of one algorithm on a number of ranks, from measured times on another number.
 
-    `measured`: seconds over bytes, of ranks that lay as `at` in `before`; the result is for `to` in `after`.
-    Times inside nodes and between nodes are not made of each other.
+    `measured`: seconds over bytes, for the placement `at` and the links `before`; results are for the
+    placement `to` and the links `after`. Times on one node and on several nodes are not derived from each
+    other.
     """
 
     algorithm: Algorithm
@@ -277,7 +282,7 @@ class Stretched:
     after: Medium
 
     def seconds(self, nbytes: float) -> float | None:
-        """Seconds of an operation of so many bytes; None where the formula does not apply."""
+        """Return the seconds of an operation of `nbytes` bytes; None if the formula does not apply."""
         unit = self.algorithm(1.0, self.at, self.before.shared)
         count = sum(each.times for each in unit)
         link: LinkClass = "inside" if self.at.nodes == 1 else "nic"
@@ -287,7 +292,7 @@ class Stretched:
         late = sum(each.times * self.before.latency(each) for each in unit) / count
 
         def lasting(load: float) -> float:
-            """Seconds of a round with so many bytes over the link that was measured."""
+            """Return the measured seconds of a round with `load` bytes over its busiest link."""
             return self.measured(load / per_byte if per_byte else 0.0) / count
 
         total = 0.0
@@ -301,10 +306,10 @@ class Stretched:
     def _over(
         self, name: LinkClass, load: float, link: LinkClass, lasting: Callable[[float], float]
     ) -> float:
-        """Seconds in which the bytes of a round cross a link.
+        """Return the seconds in which the bytes of a round cross a link.
 
-        What the measured link takes of a measured time depends on its rate, and the rest on the ranks; over
-        a slower link, the ranks have time for theirs meanwhile. `lasting`: seconds of a round over bytes.
+        A measured time is the sum of the link's part, which depends on its rate, and the part of the ranks;
+        over a slower link, both overlap. `lasting`: seconds of a round over bytes.
         """
         before, after = self.before.rates.get(link), self.after.rates.get(name)
         whole, twice = lasting(load), lasting(2 * load)
@@ -320,7 +325,7 @@ class Stretched:
 
 
 def crossing(round: Round, medium: Medium) -> float:
-    """Seconds in which the bytes of a round cross the slowest of the links whose rate is known."""
+    """Return the seconds in which a round's bytes cross the slowest link of known rate."""
     known = (load / medium.rates[link] for link, load in round.loads.items() if link in medium.rates)
     return max(known, default=0.0)
 
@@ -328,9 +333,9 @@ def crossing(round: Round, medium: Medium) -> float:
 def assumed(
     algorithm: Algorithm, nbytes: float, to: Placement, medium: Medium, overhead: float = 0.0
 ) -> float | None:
-    """Seconds by latency and bandwidth of links alone; None where those of a link are not known.
+    """Return the seconds computed from latency and bandwidth of links; None if a link's are unknown.
 
-    `overhead`: seconds that each round takes beside.
+    `overhead`: additional seconds of each round.
     """
     total = 0.0
     for each in algorithm(nbytes, to, medium.shared):

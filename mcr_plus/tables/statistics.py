@@ -42,10 +42,10 @@ class Timing:
 
 @cache
 def confidence_rank(count: int) -> int:
-    """The order statistic (0 is the smallest) that with its mirror image encloses the median with 95 %.
+    """Return the order statistic (0: smallest) that with its mirror image encloses the median with 95 %.
 
-    By the binomial distribution, with no assumption on the samples' distribution (Conover 1999, section 3.2).
-    With fewer than 6 samples it is 0, the whole range, which encloses the median less often.
+    It follows from the binomial distribution, for any distribution of the samples (Conover 1999, section
+    3.2). With fewer than 6 samples it is 0, the whole range, which encloses the median less often.
     """
     rank, outside = 0, 1
     while 2 * (outside := outside + comb(count, rank + 1)) <= (1 - CONFIDENCE) * 2**count:
@@ -54,10 +54,10 @@ def confidence_rank(count: int) -> int:
 
 
 def algorithm_bandwidth(nbytes: int, us: float) -> float:
-    """GB/s by nccl-tests' convention: bytes over time."""
+    """Return GB/s in nccl-tests' convention: bytes over time."""
     return nbytes / us / 1e3 if us else 0.0
 
 
 def bus_bandwidth(kind: str, nbytes: int, us: float, ranks: int) -> float:
-    """GB/s that a link carries, by the formulas of nccl-tests."""
+    """Return the GB/s on a link, by the formulas of nccl-tests."""
     return algorithm_bandwidth(nbytes, us) * bus_factor(kind, ranks)

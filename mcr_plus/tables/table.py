@@ -11,22 +11,22 @@
           mpi: {8B: 0.9, 4KiB: 1.7, 64KiB: 17}
           gloo: {8B: 205, 4KiB: 413, 64KiB: 441}
       - {kind: all_reduce, bytes: 64KiB.., backend: gloo}
-      - {kind: "*", bytes: 0.., backend: gloo}      # kinds without rules of their own
+      - {kind: "*", bytes: 0.., backend: gloo}      # all other kinds
 
-`bytes` is half-open: `0..64KiB` ends before 64 KiB, `64KiB..` has no end. It counts by the convention of
+`bytes` is half-open: `0..64KiB` ends before 64 KiB, `64KiB..` has no end. It counts in the convention of
 nccl-tests, the larger of a rank's input and output; with `basis: per_rank` it counts the bytes that one rank
 contributes to another, so that one rule can apply to several numbers of ranks. Optional keys narrow a rule:
 `dtype` (a name such as float32), `ranks`, `nodes` and `ranks_per_node` (a number, or a range such as ">=8"),
 `device` (cpu or cuda), `in_place` and `async` (true or false). `backend` may name an algorithm of the
 backend, `name:algorithm`. In a fingerprint, versions of two numbers need quotes: YAML reads 2.10 as 2.1.
 
-The rules that share all of these keys must cover all sizes once: a gap or an overlap is an error. Rules are
-tried in the order of the file and the first that matches wins, so narrow ones come first; an unreachable rule
-is an error. A kind covers its vector form (`all_gather` covers `all_gather_v`); vector operations have no
-common size on all ranks and use the rule without an end, unless the select stage has a size for them
-(`vector_size`). `send` covers both ends of a message, synchronous or not. `backend: built-in` leaves
-operations to the built-in preference, as `tune` does for sizes far from the measured ones. `reason` is one
-line of text, which `explain` shows if the measurements favour another choice.
+Rules that share all of these keys must cover all sizes once: a gap or an overlap is an error. Rules are tried
+in the order of the file and the first match wins, so narrow ones come first; an unreachable rule is an error.
+A kind covers its vector form (`all_gather` covers `all_gather_v`); vector operations have no common size on
+all ranks and use the rule without an end, unless the select stage has a size for them (`vector_size`). `send`
+covers both ends of a message, synchronous or not. `backend: built-in` leaves operations to the built-in
+preference, as `tune` does for sizes far from the measured ones. `reason` is one line of text, which `explain`
+shows if the measurements favour another choice.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ from mcr_plus.tables.fingerprint import FACTS, Fingerprint
 DEVICES = ("cpu", "cuda")
 BUILT_IN: Final = "built-in"
 """The `backend` of rules that leave their operations to the built-in preference."""
-MAX_RULES = 2048  # the check for rules out of reach compares all pairs of keys
+MAX_RULES = 2048  # the check for unreachable rules compares all pairs of keys
 CLEAR: Final = 1.005
-"""Times whose ratio is smaller count as equal."""
+"""Times with a smaller ratio count as equal."""
 REACH: Final = 2
-"""Measurements count up to this multiple of the largest size measured."""
+"""Measurements apply up to this multiple of the largest measured size."""
 
 Basis = Literal["total", "per_rank"]
 Curves = Mapping[str, Mapping[int, float]]
@@ -91,7 +91,7 @@ Curves = Mapping[str, Mapping[int, float]]
 class Query(NamedTuple):
     """The properties of an operation that rules can match; equal on all ranks of its group.
 
-    `nbytes` is None when sizes differ between ranks. `ranks_per_node` is the largest number of the group's
+    `nbytes` is None if sizes differ between ranks. `ranks_per_node` is the largest number of the group's
     ranks on one host.
     """
 
@@ -105,7 +105,7 @@ class Query(NamedTuple):
     async_op: bool = False
 
     def size(self, basis: Basis) -> int | None:
-        """Bytes by this basis; the vector form of a kind counts like the kind."""
+        """Return the bytes in this basis; the vector form of a kind counts like the kind."""
         if self.nbytes is None or basis == "total" or self.kind.removesuffix("_v") not in SHARED:
             return self.nbytes
         return self.nbytes // self.ranks
@@ -126,7 +126,7 @@ class TableKey:
     basis: Basis = "total"
 
     def covers(self, query: Query) -> bool:
-        """Whether the key matches an operation."""
+        """Return whether the key matches an operation."""
         return (
             kind_matches(self.kind, query.kind)
             and self.dtype in (None, query.dtype)
@@ -139,7 +139,7 @@ class TableKey:
         )
 
     def includes(self, other: TableKey) -> bool:
-        """Whether the key matches every operation that `other` matches."""
+        """Return whether the key matches every operation that `other` matches."""
         return (
             kind_matches(self.kind, other.kind)
             and self.dtype in (None, other.dtype)
@@ -152,11 +152,11 @@ class TableKey:
         )
 
     def works_in_place(self) -> bool | None:
-        """Whether the matching operations work in place; None if some do and some do not."""
+        """Return whether the matching operations work in place; None if only some do."""
         return self.in_place if self.kind == "*" else self.kind in IN_PLACE
 
     def __str__(self) -> str:
-        """The key as in error texts: `all_reduce float32 ranks 2..3 on cpu`."""
+        """Return the key as in error texts: `all_reduce float32 ranks 2..3 on cpu`."""
         numbers = {"ranks": self.ranks, "nodes": self.nodes, "ranks_per_node": self.ranks_per_node}
         flags = {"in_place": self.in_place, "async": self.async_op}
         parts = (
@@ -185,8 +185,8 @@ class TableRule:
     """One entry of a table: operations of `lo` up to, not including, `hi` bytes go to `backend`.
 
     `backend` is `name`, `name:algorithm` or `BUILT_IN`. `measured` has the measurements in this range, both
-    ends included, of the chosen backend and the others. `reason`: one line on a choice that the measurements
-    do not favour.
+    ends included, of the chosen backend and of others. `reason`: one line of text for a choice that the
+    measurements do not favour.
     """
 
     backend: str
@@ -203,29 +203,30 @@ class TableRule:
         return Range(self.lo, self.hi)
 
     def measured_to(self, nbytes: int | None) -> int | None:
-        """The largest size measured, if `nbytes` is beyond the reach of the measurements; else None."""
+        """Return the largest measured size if `nbytes` is beyond the reach of measurements; else None."""
         largest = max((size for curve in self.measured.values() for size in curve), default=0)
         return largest if largest and nbytes is not None and nbytes > REACH * largest else None
 
     def advantage(self, other: str) -> float | None:
-        """Time of `other` divided by the time of the rule's choice.
+        """Return the time of `other` divided by the time of the rule's choice.
 
-        The geometric mean over the sizes of the rule at which both were measured; None if there are none.
+        The result is the geometric mean over the sizes of the rule at which both were measured; None without
+        such a size.
         """
         own, rival = self.measured.get(self.backend, {}), self.measured.get(other, {})
         ratios = [rival[size] / own[size] for size in own if size in rival and self.sizes.covers(size)]
         return geometric_mean(ratios) if ratios else None
 
     def span(self) -> str:
-        """The range as in files and error texts: `0..64KiB`."""
+        """Return the range as in files and error texts: `0..64KiB`."""
         return format_span(self.lo, self.hi)
 
 
 @dataclass(frozen=True)
 class Table:
-    """A checked table; `name` is the file it was read from.
+    """A checked table; `name` is its file.
 
-    `strict`: the table is refused, instead of a warning, in a job that differs from the fingerprint.
+    `strict`: a job that differs from the fingerprint refuses the table, instead of a warning.
     """
 
     rules: tuple[TableRule, ...]
@@ -244,7 +245,7 @@ class Table:
         return None
 
     def by_key(self) -> dict[TableKey, list[TableRule]]:
-        """The rules of every key, in the order of the table."""
+        """Return the rules of every key, in the order of the table."""
         groups: dict[TableKey, list[TableRule]] = {}
         for rule in self.rules:
             groups.setdefault(rule.key, []).append(rule)
@@ -272,7 +273,7 @@ def _table(document: Document) -> Table:
     count = mistakes.collect(lambda: _count(document), 0)
     checked = [mistakes.collect(partial(_rule, document, ("rules", index)), None) for index in range(count)]
     rules = tuple(rule for rule in checked if rule is not None)
-    if len(rules) == count:  # otherwise the wrong rule would be reported as a gap, too
+    if len(rules) == count:  # otherwise the wrong rule would also be reported as a gap
         mistakes.collect(lambda: _check_tiling(rules, document), None)
         mistakes.collect(lambda: _check_reachable(rules, document), None)
     fingerprint = mistakes.collect(lambda: _fingerprint(document), {})
@@ -375,7 +376,7 @@ def _rule(document: Document, keys: Keys) -> TableRule:
 
 
 def contradiction(key: TableKey, sizes: Range) -> tuple[str, str] | None:
-    """The field that keeps a rule from matching any operation, and an error text; None if there is none."""
+    """Return the field that prevents a rule from matching any operation, and an error text; or None."""
     if key.in_place not in (None, key.works_in_place()):
         works = "always works" if key.works_in_place() else "never works"
         return "in_place", f"{key.kind} {works} in place, so the rule matches no operation"
@@ -388,7 +389,7 @@ def contradiction(key: TableKey, sizes: Range) -> tuple[str, str] | None:
 
 
 def _impossible_scale(key: TableKey) -> tuple[str, str] | None:
-    """As `contradiction`, for numbers of ranks, nodes and ranks per node."""
+    """Return the result of `contradiction` for numbers of ranks, nodes and ranks per node."""
     ranks, nodes, per_node = (numbers or Range(1) for numbers in (key.ranks, key.nodes, key.ranks_per_node))
     for name, numbers in (("nodes", nodes), ("ranks_per_node", per_node)):
         if ranks.hi is not None and numbers.lo >= ranks.hi:
@@ -457,7 +458,7 @@ def _gap(key: TableKey, lo: int, hi: int | None) -> str:
 
 
 def _check_reachable(rules: Sequence[TableRule], document: Document) -> None:
-    """Refuse a rule all of whose sizes go to earlier rules with keys that include its own."""
+    """Refuse a rule whose sizes all go to earlier rules with keys that include its own."""
     by_key = _indices(rules)
     for key, indices in by_key.items():
         wider = [i for other in by_key if other != key and other.includes(key) for i in by_key[other]]
@@ -474,13 +475,13 @@ def _overlap(one: TableRule, other: TableRule) -> bool:
 
 
 def _covered(rule: TableRule, earlier: Sequence[TableRule]) -> bool:
-    """Whether earlier rules of its basis take all sizes of `rule`, or those of the other basis every size."""
+    """Return whether earlier rules cover `rule`; those of the other basis must cover every size."""
     other: Basis = "total" if rule.key.basis == "per_rank" else "per_rank"
     return _takes(earlier, rule.key.basis, rule.sizes) or _takes(earlier, other, Range(0))
 
 
 def _takes(rules: Iterable[TableRule], basis: Basis, sizes: Range) -> bool:
-    """Whether the rules of one basis together cover a range of sizes."""
+    """Return whether the rules of one basis together cover a range of sizes."""
     reached = sizes.lo
     for rule in sorted((rule for rule in rules if rule.key.basis == basis), key=lambda r: r.lo):
         if rule.lo > reached:

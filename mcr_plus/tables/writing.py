@@ -1,4 +1,4 @@
-"""Tables as files: one line for every fact, so that `diff` compares two of them well."""
+"""Writing of table files: one line for every fact, so that `diff` shows each difference as a line."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mcr_plus.core.units import SIZE_UNITS, Range, format_size
 from mcr_plus.errors import ConfigError
 from mcr_plus.tables.table import Curves, Table, TableKey, TableRule, parse_table
 
-_DIGITS = 4  # significant ones of a measured time
+_DIGITS = 4  # significant digits of a measured time
 
 
 def table_text(table: Table, *, comment: Sequence[str] = ()) -> str:
-    """The YAML text of a table; `parse_table` returns an equal table, with times rounded to four digits.
+    """Return the YAML text of a table; `parse_table` returns an equal table, with times of four digits.
 
-    `comment`: lines written above it.
+    `comment`: lines above the table.
     """
     above = (line for text in comment for line in text.splitlines() or [""])
     return "\n".join([*(f"# {line}".rstrip() for line in above), *_lines(table)]) + "\n"
@@ -55,7 +55,7 @@ def save_table(table: Table, path: str | Path, *, comment: Sequence[str] = ()) -
 
 
 def key_items(key: TableKey) -> dict[str, str | int | bool]:
-    """The fields of a key as a rule writes them, in order, `kind` first."""
+    """Return the fields of a key as written in a rule, in order, `kind` first."""
     ranges = {"ranks": key.ranks, "nodes": key.nodes, "ranks_per_node": key.ranks_per_node}
     items: dict[str, str | int | bool | None] = {
         "kind": key.kind,
@@ -70,7 +70,7 @@ def key_items(key: TableKey) -> dict[str, str | int | bool]:
 
 
 def size_name(nbytes: int) -> str:
-    """A size as the key of a mapping: `8B`, `64KiB`."""
+    """Return a size as the key of a mapping: `8B`, `64KiB`."""
     text = format_size(nbytes)
     return text if text.endswith(tuple(SIZE_UNITS)) else f"{text}B"
 
@@ -90,7 +90,7 @@ def _lines(table: Table) -> Iterator[str]:
 
 
 def _plain(values: Sequence[str]) -> list[str | int]:
-    """The values, as ints if all are whole numbers, to be written without quotes and read as equal texts."""
+    """Return the values, as ints if all are whole numbers, which need no quotes and read as equal text."""
     whole = all(v.isdecimal() and v.isascii() and str(int(v)) == v for v in values)
     return [int(value) if whole else value for value in values]
 
@@ -113,13 +113,13 @@ def _points(curve: Mapping[int, float]) -> list[str]:
 
 
 def microseconds(time: float) -> str:
-    """A time as tables write it: four significant digits, no exponent."""
+    """Return a time as written in tables: four significant digits, no exponent."""
     text = f"{Decimal(f'{time:.{_DIGITS}g}'):f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def rounded(curves: Curves) -> dict[str, dict[int, float]]:
-    """Curves with the precision of a table file."""
+    """Return curves with the precision of a table file."""
     return {
         choice: {size: float(microseconds(time)) for size, time in sorted(curve.items())}
         for choice, curve in curves.items()
@@ -133,9 +133,9 @@ def _counts(value: Range) -> str | int:
 
 
 def _yaml(value: str | int | bool | list[str | int]) -> str:
-    """A value as YAML in one line, in quotes only if YAML needs them."""
+    """Return a value as YAML in one line, in quotes only if YAML needs them."""
     odd = not all(str(item).isprintable() for item in (value if isinstance(value, list) else [value]))
-    import yaml  # not for jobs that write no table
+    import yaml  # imported here: most jobs write no table
 
     text: str = yaml.safe_dump(
         value, default_flow_style=True, default_style='"' if odd else None, width=10**6, allow_unicode=True

@@ -1,1 +1,1 @@
-"""Training: averages the gradients of a model, an optimizer, DDP or FSDP2 through the pipeline."""
+"""Training: averaging the gradients of a model, an optimizer, DDP or FSDP2 through the pipeline."""

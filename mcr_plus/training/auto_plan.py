@@ -2,14 +2,13 @@
 
 Passes of a job, counted from the one after the first:
 
-    0           by size, in the order of the first pass; it warms up
-    1 … 3       captured: buckets are sent at the end, so that nothing slows computing down meanwhile
+    0           by size, in the order of the first pass; warm-up
+    1 … 3       captured: buckets are sent at the end, so that communication does not slow the computation
     4 … 21      both plans take turns, three passes each, of which the first is not counted
-    22 …        the better one
+    22 …        the faster plan
 
-What a rank times is the whole step, from the end of a pass to the end of the next, and of every step the
-time of the slowest rank counts. The searched plan has to be faster by a margin; otherwise buckets stay as
-they were.
+Each rank times the whole step, from the end of a pass to the end of the next one, and the time of a step is
+that of the slowest rank. The searched plan has to be faster by a margin; otherwise the buckets are kept.
 """
 
 from __future__ import annotations
@@ -43,16 +42,16 @@ WARM: Final = 1
 CAPTURED: Final = 3
 TURN: Final = 3  # passes of a plan in a row, of which the first binds its operations
 ROUNDS: Final = 3
-_INCOMPLETE: Final = 10  # passes that could not be used, after which nothing is tried any more
-MARGIN: Final = 0.02  # a gain that is not worth a change, or chance
+_INCOMPLETE: Final = 10  # number of unusable passes after which the trial ends
+MARGIN: Final = 0.02  # smallest relative gain that justifies a change
 
 
 Issue = Callable[[torch.Tensor, "str | None", Compress], Work]
-"""Starts the all_reduce of a bucket by a library, or by that which the pipeline chooses."""
+"""Starts the all_reduce of a bucket by a library; None: by the pipeline's choice."""
 
 
 class Sent(NamedTuple):
-    """A plan as it is carried out: buckets, and the library of each (None: the pipeline chooses)."""
+    """An executable plan: buckets, and the library of each (None: the pipeline chooses)."""
 
     buckets: list[Bucket]
     libraries: list[str | None]
@@ -61,8 +60,8 @@ class Sent(NamedTuple):
 class PassTimes(NamedTuple):
     """The times of a pass on one rank, in `perf_counter` seconds.
 
-    `began`: the end of the pass before. `ready`: of gradients by index. `computed`: the end of the backward
-    pass, before anything is waited for. `ended`: the means are there.
+    `began`: the end of the previous pass. `ready`: of gradients, by index. `computed`: the end of the
+    backward pass, before any wait. `ended`: the means are available.
     """
 
     began: float
@@ -73,7 +72,7 @@ class PassTimes(NamedTuple):
 
 @dataclass
 class Captured:
-    """The agreed times of a step, in seconds from the end of the pass before: those of the slowest rank."""
+    """The agreed times of a step, in seconds from the end of the previous pass: the maximum over ranks."""
 
     order: list[int]
     ready: list[float]
@@ -85,10 +84,10 @@ class AutoPlan:
     """The choice of buckets for the passes of a job; all ranks draw the same conclusions.
 
     Args:
-        comm: the reducer's group. entries: gradients by index; of one `like`, or nothing is planned.
+        comm: the reducer's group. entries: gradients by index, all with the same `like`.
         alignment: bytes. limits: of buckets by size. curves: by library.
         tail: bytes of the operation that ends a pass. names: of the parameters, by index.
-        polled: the libraries that advance only where the program calls them.
+        polled: the libraries that progress only in calls of the program.
     """
 
     comm: Communicator
@@ -99,7 +98,7 @@ class AutoPlan:
     tail: int
     names: Sequence[str]
     polled: Sequence[str]
-    used: dict[int, str] = field(default_factory=dict)  # by bytes of a bucket, the library that has sent it
+    used: dict[int, str] = field(default_factory=dict)  # the library that has sent a bucket, by its bytes
     report: dict[str, Any] = field(default_factory=dict)
     is_final: bool = False
     _passes: int = 0
@@ -110,25 +109,26 @@ class AutoPlan:
 
     @property
     def is_of_cuts(self) -> bool:
-        """Whether cuts of a compiled model are tried, too."""
+        """True if cuts of a compiled model are also tried."""
         return False
 
     @property
     def has_verdict(self) -> bool:
-        """Whether plans have been compared, so that a later job can take the result over."""
+        """True if plans have been compared, so that a later job can use the result."""
         return self.is_final and "chosen" in self.report and not self.is_of_cuts
 
     @property
     def holds(self) -> bool:
-        """Whether the buckets of the next pass are sent at its end."""
+        """True if the buckets of the next pass are sent at its end."""
         return WARM <= self._passes < WARM + CAPTURED
 
     def after(
         self, began: float, ready: Mapping[int, float], computed: float, ended: float, order: Sequence[int]
     ) -> Sent | None:
-        """Take note of a whole pass; returns the plan of the next one if that is another.
+        """Record a whole pass; returns the plan of the next pass if it changes, else None.
 
-        Times as of `PassTimes`. `order`: in which gradients became ready on the first rank in the first pass.
+        For the times, see `PassTimes`. `order`: gradients in the order of their readiness on the first rank
+        in the first pass.
         """
         times = PassTimes(began, ready, computed, ended)
         number, self._passes = self._passes, self._passes + 1
@@ -148,21 +148,21 @@ class AutoPlan:
         return self._end()
 
     def incomplete(self) -> Sent | None:
-        """Take note of a pass in which the first rank had no new gradient of some parameter; as `after`."""
+        """Record a pass in which the first rank had no new gradient of some parameter; returns as `after`."""
         self._incomplete += 1
         if self._incomplete < _INCOMPLETE:
             return None
-        return self._give_up(f"in {_INCOMPLETE} passes some gradient of the first rank stayed as it was")
+        return self._give_up(f"in {_INCOMPLETE} passes, the first rank had parameters without a new gradient")
 
     def _give_up(self, reason: str) -> Sent | None:
-        """Go back to buckets by size, on all ranks alike."""
+        """Return to buckets by size; all ranks do so in the same pass."""
         self.is_final = True
         if self.comm.rank == 0:
-            _log.warning("gradients: buckets by size, for %s", reason)
+            _log.warning("gradients: buckets by size: %s", reason)
         return self._plans[0] if self._plans else None
 
     def _tried(self, turn: int) -> int:
-        """The plan of a turn: the searched one first, for the other has just been used."""
+        """Return the number of a turn's plan: the searched one first, since the other has just been used."""
         return -(turn + 1) % len(self._plans)
 
     def _by_size(self, order: Sequence[int]) -> list[Bucket]:
@@ -175,7 +175,7 @@ class AutoPlan:
     # -- planning ---------------------------------------------------------------------------------
 
     def _begin(self, order: Sequence[int]) -> Sent | None:
-        """Search a plan for the captured times, and begin to try it."""
+        """Search a plan for the captured times, and begin its trial."""
         captured = self._agreed(order)
         libraries = list(self.curves)
         plan: list[tuple[tuple[int, ...], str | None]] = []
@@ -188,8 +188,8 @@ class AutoPlan:
                     for begin, end, choice in found.buckets
                 ]
                 self._foretell(captured, found, plan)
-            except Exception as error:  # whatever it is, the others wait for the broadcast
-                problem = f"no plan was found: {type(error).__name__}: {error}"
+            except Exception as error:  # the other ranks wait for the broadcast, so none may escape
+                problem = f"the search for a plan failed: {type(error).__name__}: {error}"
         plan, self.report, problem = self.comm.broadcast_object(
             (plan, self.report, problem), self.comm.ranks[0]
         )
@@ -201,7 +201,7 @@ class AutoPlan:
         return self._plans[self._tried(0)]
 
     def _agreed(self, order: Sequence[int]) -> Captured:
-        """The captured times: medians of passes, of the slowest rank each."""
+        """Return the captured times: medians over passes, the maximum over ranks."""
         rows = [
             [
                 *(each.ready.get(index, each.computed) - each.began for index in order),
@@ -215,7 +215,7 @@ class AutoPlan:
         return Captured(list(order), np.maximum.accumulate(ready).tolist(), compute)
 
     def _searched(self, captured: Captured, libraries: Sequence[str]) -> Found:
-        """The best plan. Of very many gradients, neighbours of few bytes stay together."""
+        """Return the best plan; if there are very many gradients, small neighbours stay together."""
         sizes = [self.entries[index].nbytes for index in captured.order]
         ends = groups(sizes)
         whole = [
@@ -232,7 +232,7 @@ class AutoPlan:
     def _foretell(
         self, captured: Captured, found: Found, plan: Sequence[tuple[Sequence[int], str | None]]
     ) -> None:
-        """Write down the expected times of both plans."""
+        """Store the expected times of both plans in the report."""
         tail = float(min(curve.times(np.array([self.tail]))[0] for curve in self.curves.values()))
         before = self._by_size(captured.order)
         cheapest = [(bucket.members, None) for bucket in before]
@@ -254,7 +254,7 @@ class AutoPlan:
         }
 
     def _chosen(self, nbytes: int) -> str:
-        """The library that the pipeline chooses for a bucket: as it did for one of about this size."""
+        """Return the library that the pipeline is expected to choose: that of the bucket closest in size."""
         if self.used:
             name = self.used[min(self.used, key=lambda size: abs(size - nbytes))].partition(":")[0]
             if name in self.curves:
@@ -263,7 +263,7 @@ class AutoPlan:
         return min(self.curves, key=lambda name: float(self.curves[name].times(size)[0]))
 
     def course(self, captured: Captured, plan: Sequence[tuple[Sequence[int], str | None]]) -> Course:
-        """The foretold course; where the pipeline chooses a library, see `_chosen`."""
+        """Return the predicted timeline; for libraries that the pipeline chooses, see `_chosen`."""
         place = {index: at for at, index in enumerate(captured.order)}
         last, seconds, shares, polled = [], [], [], []
         for members, library in plan:
@@ -283,7 +283,7 @@ class AutoPlan:
     # -- the verdict ------------------------------------------------------------------------------
 
     def _end(self) -> Sent:
-        """Compare the plans by the slowest rank's times, and keep the better one."""
+        """Compare the plans by the slowest rank's times, and keep the faster one."""
         steps = torch.tensor(self._steps, dtype=torch.float64)
         self.comm.all_reduce(steps, MAX, compress=False, tag="plan")
         before, after = (median(each) for each in steps.tolist())
@@ -306,17 +306,17 @@ class AutoPlan:
 
 
 def line(report: Mapping[str, Any], searched: int) -> str:
-    """The result of a trial in one line."""
+    """Return the result of a trial in one line."""
     old, new = (f"{report[key]:.0f}" for key in ("baseline_ms", "measured_ms"))
-    expected = f"foretold {report['foretold_ms']:.0f}; bound {report['bound_ms']:.0f}"
+    expected = f"predicted {report['foretold_ms']:.0f}; bound {report['bound_ms']:.0f}"
     if report["chosen"] == "by size":
         return (
-            f"gradients: {report['baseline_buckets']} buckets by size stay: {searched} buckets took "
+            f"gradients: {report['baseline_buckets']} buckets by size are kept: {searched} buckets took "
             f"{new} ms instead of {old} ({expected})"
         )
     rest = ""
     if report["exposed_ms"] >= 1:
-        rest = f": the last {report['exposed_ms']:.0f} ms are '{report['exposed_by']}'"
+        rest = f"; exposed {report['exposed_ms']:.0f} by '{report['exposed_by']}'"
     return (
         f"gradients: {searched} buckets instead of {report['baseline_buckets']}: step {old} -> {new} ms "
         f"({expected}{rest})"
@@ -332,20 +332,20 @@ def begun(
     tail: int,
     issue: Issue,
 ) -> AutoPlan | None:
-    """Measure the costs of buckets, and return the trial; None, and a warning, for unsuitable gradients.
+    """Measure the costs of buckets, and return the trial; None, with a warning, for unsupported gradients.
 
-    Collective. `named`: the parameters, at least one; `entries`: of each. For the rest see `AutoPlan`.
+    Collective. `named`: the parameters, at least one; `entries`: of each. For the others, see `AutoPlan`.
     """
     reason = None
     device = named[0][1].device
     if device.type != "cpu":
-        reason = "`plan: auto` is not for gradients that are not on the CPU, whose times are not the host's"
+        reason = "`plan: auto` supports only gradients on the CPU, whose times are those of the host"
     elif len({entry.like for entry in entries}) > 1:
-        reason = "`plan: auto` is not for gradients of several dtypes, devices or codecs"
+        reason = "`plan: auto` does not support gradients of several dtypes, devices or codecs"
     dtype, _, policy = cast("tuple[torch.dtype, torch.device, GradientPolicy]", entries[0].like)
     if reason is None and policy.keeps:
         reason = (
-            "`plan: auto` is not for a codec that keeps state, which needs the same buckets in every step"
+            "`plan: auto` does not support a codec with state, which needs the same buckets in every step"
         )
     curves: dict[str, Curve] = {}
     if reason is None:
@@ -359,7 +359,7 @@ def begun(
             libraries,
             lambda values, library: issue(values, library, policy.options),
         )
-        reason = None if curves else "no library takes them"
+        reason = None if curves else "no library supports their all_reduce"
         if comm.size == current().world.size and not policy.encoded:
             current().attached[MEASURED] = {
                 name: Probed(
@@ -372,7 +372,7 @@ def begun(
             }
     if reason is not None:
         if comm.rank == 0:
-            _log.warning("gradients: buckets by size, for %s", reason)
+            _log.warning("gradients: buckets by size: %s", reason)
         return None
     names = [name for name, _ in named]
     return AutoPlan(comm, entries, alignment, limits, curves, tail, names, comm.polled_by_caller)

@@ -15,7 +15,7 @@ from mcr_plus.core.kinds import AVG, dtype_name
 from mcr_plus.errors import ConfigError
 from mcr_plus.fusion.bucket import Bucket, Cost, Entry, earliest_finish
 
-_OVERHEAD: Final = 50e-6  # seconds that a rank spends issuing an operation and waiting for it
+_OVERHEAD: Final = 50e-6  # seconds of a rank to issue an operation and wait for it
 
 
 def all_reduce_cost(comm: Communicator, dtype: torch.dtype, nbytes: int, device: str, tag: str) -> Cost:
@@ -32,7 +32,7 @@ def all_reduce_cost(comm: Communicator, dtype: torch.dtype, nbytes: int, device:
     if len(known) < len(times):
         raise ConfigError(
             f"fuse: plan: exact: no expected times of all_reduce on {dtype_name(dtype)} over {comm.size} "
-            "ranks; `mcr-plus tune` measures them, and `select: {table: FILE}` names the result"
+            "ranks; `mcr-plus tune` measures them, and `select: {table: FILE}` uses the result"
         )
     seconds = np.maximum.accumulate(known) * 1e-6 + _OVERHEAD
 
@@ -43,9 +43,10 @@ def all_reduce_cost(comm: Communicator, dtype: torch.dtype, nbytes: int, device:
 
 
 def earliest(entries: Sequence[Entry], costs: dict[Hashable, Cost], alignment: int) -> list[Bucket]:
-    """Return the buckets of entries with measured `ready` times, in the order in which they can be sent.
+    """Return the buckets of entries with measured `ready` times, in the order of their readiness.
 
-    Entries that may not share a bucket (`Entry.like`) are planned as if the others did not use the link.
+    Entries with different `Entry.like`, which may not share a bucket, are planned independently, without
+    regard to the sharing of the link.
     """
     ready = {entry.id: entry.ready for entry in entries}
     buckets = []
@@ -56,10 +57,10 @@ def earliest(entries: Sequence[Entry], costs: dict[Hashable, Cost], alignment: i
 
 
 def first_waiting(buckets: Sequence[Sequence[int]], seen: Sequence[int]) -> tuple[int, int] | None:
-    """The first bucket that is complete before an earlier one in sending order, and the gradient it awaits.
+    """Return the first bucket that is ready before its predecessor, and the gradient that it waits for.
 
     `buckets`: indices of gradients, in the order of sending. `seen`: indices in the order in which gradients
-    become ready; others are at the end of the pass. Returns the number of the bucket and an index, or None.
+    become ready; others follow at the end of the pass. Returns (number of the bucket, index), or None.
     """
     place = {index: at for at, index in enumerate(seen)}
     last = [max(members, key=lambda index: place.get(index, len(seen))) for members in buckets]

@@ -1,8 +1,8 @@
-"""A model compiled in parts, so that its gradients become ready part after part.
+"""Compilation of a model in parts, so that its gradients become ready one part after another.
 
-A graph that is compiled as a whole is one node of autograd: all of its gradients become ready at its end, and
-no communication runs beside computing. Here Dynamo's graph of the forward pass is cut at the ends of modules,
-and each part is compiled by itself. A cut costs what the compiler could have fused across it.
+A graph compiled as a whole is a single node of autograd: all of its gradients become ready at its end, and
+communication cannot overlap with computation. Here Dynamo's graph of the forward pass is cut at the ends of
+modules, and each part is compiled separately. The cost of a cut is the loss of fusion across it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from torch import fx, nn
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.kernels.compiling import watched
 
-_NAMES_SHOWN: Final = 20  # of a model's modules in an error
-_ROOT: Final = re.compile(r"^[^.]*?\[[^\]]*\]\.?")  # how Dynamo writes the module whose frame it compiles
+_NAMES_SHOWN: Final = 20  # largest number of modules in an error text
+_ROOT: Final = re.compile(r"^[^.]*?\[[^\]]*\]\.?")  # Dynamo's notation of the module whose frame it compiles
 
 Cuts = tuple[str, ...]
 
 
 class Part(NamedTuple):
-    """A part of a graph: the modules at whose end it begins, none at the beginning of a graph; and the
-    parameters whose gradients become ready with it.
+    """A part of a graph.
+
+    `after`: the modules at whose end the part begins, empty at the beginning of a graph. `parameters`: those
+    whose gradients become ready with the part.
     """
 
     after: Cuts
@@ -37,10 +39,10 @@ class Part(NamedTuple):
 
 
 def blocks(model: nn.Module) -> list[str]:
-    """The names of the repeated children of a model: the modules in its `Sequential`s and `ModuleList`s.
+    """Return the names of a model's repeated children: the modules in its `Sequential`s and `ModuleList`s.
 
-    A container in a container is looked into; what lies inside a block is not. Modules without parameters
-    are left out, and containers with fewer than two others.
+    Nested containers are searched, but not the inside of a block. Modules without parameters are omitted, and
+    so are containers with fewer than two other modules.
     """
 
     def children(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
@@ -64,7 +66,7 @@ def blocks(model: nn.Module) -> list[str]:
 
 
 def chosen_cuts(model: nn.Module, cuts: str | Sequence[str]) -> Cuts:
-    """The names of the modules at whose ends the graph may be cut.
+    """Return the names of the modules at whose ends the graph may be cut.
 
     Raises:
         InvalidArgument: `cuts` is neither of "auto", "none" and "blocks" nor a sequence of names of the
@@ -89,10 +91,10 @@ def chosen_cuts(model: nn.Module, cuts: str | Sequence[str]) -> Cuts:
 
 
 class CompiledCall:
-    """The replacement of a model's forward pass: a compiled one for each set of cuts, made on first use.
+    """Replaces a model's forward pass by compiled variants, one for each set of cuts, created on first use.
 
-    `places`: the modules at whose ends the graph may be cut. `cuts`: those at which it is cut. `is_auto`:
-    they are to be chosen by measured times. `before`: is called with the model before every forward pass,
+    `places`: the modules at whose ends the graph may be cut. `cuts`: the modules at whose ends it is cut.
+    `is_auto`: cuts are chosen by measured times. `before`: called with the model before every forward pass,
     outside of the compiled code.
     """
 
@@ -117,11 +119,11 @@ class CompiledCall:
         return self._variant(model)[1](*args, **kwargs)
 
     def set_cuts(self, cuts: Collection[str]) -> None:
-        """Use these cuts, some of `places`, from the next forward pass on."""
+        """Use these cuts, a subset of `places`, from the next forward pass on."""
         self.cuts = tuple(place for place in self.places if place in cuts)
 
     def parts(self) -> list[Part]:
-        """The parts that have been compiled with the current cuts, in the order of the forward pass."""
+        """Return the parts compiled with the current cuts, in the order of the forward pass."""
         return self._variants[self.cuts][0].parts if self.cuts in self._variants else []
 
     def _variant(self, model: nn.Module) -> tuple[_Backend, Any]:
@@ -133,10 +135,10 @@ class CompiledCall:
 
 
 def _forward(model: nn.Module) -> Callable[..., Any]:
-    """The forward pass and its hooks as a function with code of its own.
+    """Return the forward pass, including hooks, as a function with its own code object.
 
-    Dynamo keeps what it compiles by code, up to a limit that variants and models would share; and it does not
-    begin with code of torch, so that a `Sequential` would not be compiled.
+    Dynamo caches compiled code by code object, up to a limit that variants and models would share. And it
+    does not start at code of torch, so a `Sequential` would not be compiled.
     """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -146,13 +148,13 @@ def _forward(model: nn.Module) -> Callable[..., Any]:
 
 
 def _inner(backend: Any, options: dict[str, Any]) -> Callable[..., Any]:
-    """The compiler of the parts."""
+    """Return the compiler of the parts."""
     mode, settings = options.get("mode"), options.get("options")
     if backend == "inductor":
         made: Callable[..., Any] = torch._TorchCompileInductorWrapper(mode, settings, options.get("dynamic"))
         return made
     if mode is not None or settings is not None:
-        raise InvalidArgument(f"mode, options: expected with backend='inductor' only, got {backend!r}")
+        raise InvalidArgument(f"mode, options: expected only with backend='inductor', got {backend!r}")
     if callable(backend):
         return backend  # type: ignore[no-any-return]
     from torch._dynamo import list_backends, lookup_backend
@@ -167,7 +169,7 @@ def _inner(backend: Any, options: dict[str, Any]) -> Callable[..., Any]:
 
 
 class _Backend:
-    """A backend of Dynamo that cuts each graph and lets another backend compile the parts."""
+    """A backend of Dynamo that cuts each graph and compiles the parts with another backend."""
 
     def __init__(self, model: nn.Module, cuts: Cuts, inner: Callable[..., Any]) -> None:
         self.parts: list[Part] = []
@@ -188,14 +190,14 @@ class _Backend:
             return _compiled_parts(graph, inputs, part_of, self._inner, options)
 
     def _cut(self, graph: fx.GraphModule, inputs: list[Any]) -> tuple[dict[fx.Node, int], list[Part]]:
-        """The part of each node, and the parts. A part in which no gradient becomes ready is none."""
+        """Return the part of each node, and the parts; each part has gradients that become ready with it."""
         part_of: dict[fx.Node, int] = {}
         after: list[Cuts] = [()]
         active: set[str] = set()
         for node in graph.graph.nodes:
             if node.op in ("placeholder", "output", "get_attr"):
                 continue
-            if _is_item(node):  # of what is no tensor, and so must not leave its part
+            if _is_item(node):  # its source may be no tensor, which must not leave its part
                 part_of[node] = part_of.get(node.args[0], len(after) - 1)
                 continue
             now = self._active(graph, node)
@@ -206,7 +208,7 @@ class _Backend:
         first = self._first_uses(graph, inputs, part_of)
         used = set(first.values())
         kept = [at for at in range(len(after)) if at in used] or [0]
-        begins = [0, *kept[1:]]  # what lies before the first parameter belongs to its part
+        begins = [0, *kept[1:]]  # nodes before the first parameter join its part
         number = {at: sum(begin <= at for begin in begins) - 1 for at in range(len(after))}
         part_of = {node: number[at] for node, at in part_of.items()}
         for node in graph.graph.find_nodes(op="get_attr"):
@@ -218,9 +220,9 @@ class _Backend:
         return part_of, parts
 
     def _active(self, graph: fx.GraphModule, node: fx.Node) -> set[str]:
-        """Those of the modules of `cuts` that a node belongs to."""
+        """Return the modules of `cuts` that contain a node."""
         stack = node.meta.get("nn_module_stack")
-        if not stack:  # a checkpoint is a node with a graph of its own
+        if not stack:  # a checkpoint is a node with a nested graph
             named: list[Any] = [arg.target for arg in node.args if _is_attribute(arg)]
             bodies = [
                 body for body in (getattr(graph, name) for name in named) if isinstance(body, fx.GraphModule)
@@ -233,7 +235,7 @@ class _Backend:
     def _first_uses(
         self, graph: fx.GraphModule, inputs: list[Any], part_of: dict[fx.Node, int]
     ) -> dict[str, int]:
-        """The part in which each trainable parameter is used first; backward passes reach that part last."""
+        """Return the part of each trainable parameter's first use, which a backward pass reaches last."""
         model = self._model()
         named = {} if model is None else {id(each): name for name, each in model.named_parameters()}
         found: dict[str, int] = {}
@@ -251,7 +253,7 @@ def _is_attribute(arg: object) -> TypeGuard[fx.Node]:
 
 
 def _is_item(node: fx.Node) -> bool:
-    """Whether a node takes an item of what another returns."""
+    """Return whether a node takes an item of another node's result."""
     return node.target is operator.getitem and isinstance(node.args[0], fx.Node)
 
 
@@ -262,7 +264,7 @@ def _compiled_parts(
     inner: Callable[..., Any],
     options: dict[str, Any],
 ) -> fx.GraphModule:
-    """The graph with each part compiled by itself, by torch's splitter for the buckets of DDP."""
+    """Return the graph with separately compiled parts, by torch's splitter for the buckets of DDP."""
     from torch._dynamo import utils
     from torch._dynamo.backends import distributed
     from torch._guards import detect_fake_mode

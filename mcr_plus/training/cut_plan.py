@@ -2,17 +2,17 @@
 
 Passes of a job, counted from the one after the first:
 
-    0           the whole graph, buckets by size; it warms up
-    1 … 3       the whole graph captured
+    0           the whole graph, buckets by size; warm-up
+    1 … 3       the whole graph, captured
     4           cut at every block; the parts are compiled
     5 … 7       cut at every block, captured
     8 …         the candidates take turns, three passes each, of which the first is not counted
 
 The candidates are the whole graph and the graph cut at every block, both with buckets by size; and with
-`fuse: {plan: auto}` the best cuts and buckets by an exact search. For this, captured passes send their
-buckets at the end, as in `auto_plan`, and the price of a cut is what computing takes longer with all of them,
-divided by their number. The fastest candidate by the slowest rank's times stays; it has to be faster than the
-whole graph by a margin.
+`fuse: {plan: auto}` the best cuts and buckets by an exact search. For this search, captured passes send their
+buckets at the end, as in `auto_plan`, and the cost of a cut is the additional computation time with all cuts,
+divided by their number. The fastest candidate by the slowest rank's times is kept; it has to be faster than
+the whole graph by a margin.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from mcr_plus.training.auto_plan import (
 from mcr_plus.training.compiled import CompiledCall, Cuts, Part
 
 _log = logging.getLogger("mcr_plus")
-_PLACES: Final = 24  # at which a search may cut; of more, evenly spread ones are taken
-_SEARCHED: Final = 200  # gradients; of more, neighbours of a part that have few bytes stay together
+_PLACES: Final = 24  # largest number of places in a search; of more, evenly spread ones are used
+_SEARCHED: Final = 200  # largest number of gradients; of more, small neighbours of a part stay together
 _NAMES: Final = {"whole": "uncut, by size", "blocks": "cut at every block, by size", "searched": "searched"}
 
 Plan = list[tuple[tuple[int, ...], str | None]]
@@ -54,7 +54,7 @@ Plan = list[tuple[tuple[int, ...], str | None]]
 
 
 class Candidate(NamedTuple):
-    """A candidate of the trial: cuts, and the buckets that go with them."""
+    """A candidate of the trial: cuts, and their buckets."""
 
     name: str
     cuts: Cuts
@@ -62,8 +62,10 @@ class Candidate(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Gradients between two places at which a graph may be cut. `after`: the modules at the place before it,
-    in the order of the forward pass; none where a graph begins, so that the place is an end in any case.
+    """Gradients between two places where a graph may be cut.
+
+    `after`: the modules at the preceding place, in the order of the forward pass; empty at the beginning of a
+    graph, where parts end in any case. `gradients`: their number.
     """
 
     after: Cuts
@@ -72,15 +74,15 @@ class Stretch(NamedTuple):
 
 @dataclass
 class CutPlan(AutoPlan):
-    """The cuts of a compiled model, and its buckets; as `AutoPlan`, which it replaces.
+    """The choice of cuts of a compiled model, and of its buckets; it replaces `AutoPlan`.
 
     Args:
-        call: the compiled model, which may be cut at its `places`. curves: none, if nothing is searched.
+        call: the compiled model, which may be cut at its `places`. curves: empty without a search.
     """
 
     call: CompiledCall = field(kw_only=True)
     _whole: Captured | None = None
-    _least: list[float] = field(default_factory=list)  # seconds of computing, of the whole graph and cut
+    _least: list[float] = field(default_factory=list)  # computation seconds: whole, cut
     _candidates: list[Candidate] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -93,13 +95,13 @@ class CutPlan(AutoPlan):
 
     @property
     def holds(self) -> bool:
-        """Whether the buckets of the next pass are sent at its end."""
+        """True if the buckets of the next pass are sent at its end."""
         return bool(self.curves) and WARM <= self._passes < 2 * (WARM + CAPTURED)
 
     def after(
         self, began: float, ready: Mapping[int, float], computed: float, ended: float, order: Sequence[int]
     ) -> Sent | None:
-        """As `AutoPlan.after`."""
+        """See `AutoPlan.after`."""
         times = PassTimes(began, ready, computed, ended)
         number, self._passes = self._passes, self._passes + 1
         phase, place = divmod(number, WARM + CAPTURED)
@@ -115,7 +117,7 @@ class CutPlan(AutoPlan):
                 return None
             seen = sorted(ready, key=ready.__getitem__)
             unseen = [index for index in reversed(range(len(self.entries))) if index not in ready]
-            return self._begin([*seen, *unseen])  # other passes, or other ranks, may have those
+            return self._begin([*seen, *unseen])  # other passes or ranks may have the unseen gradients
         turn, place = divmod(number - 2 * (WARM + CAPTURED), TURN)
         if place:
             self._steps[self._tried(turn)].append(times.ended - times.began)
@@ -126,7 +128,7 @@ class CutPlan(AutoPlan):
         return self._end()
 
     def _least_time(self) -> float:
-        """The least time of computing in a captured pass, of the slowest rank: chance only adds to it."""
+        """Return the minimal computation time over captured passes (noise only adds), maximal over ranks."""
         least = torch.tensor(
             [min(each.computed - each.began for each in self._captured)], dtype=torch.float64
         )
@@ -144,7 +146,7 @@ class CutPlan(AutoPlan):
     # -- planning ---------------------------------------------------------------------------------
 
     def _begin(self, order: Sequence[int]) -> Sent | None:
-        """Search for the captured times, and begin to try what is found."""
+        """Search candidates for the captured times, and begin their trial."""
         order = self.comm.broadcast_object(list(order), self.comm.ranks[0])
         whole, cut = self._whole, self._agreed(order)
         assert whole is not None
@@ -153,13 +155,13 @@ class CutPlan(AutoPlan):
         if self.comm.rank == 0:
             try:
                 candidates = self._found(whole, cut)
-            except Exception as error:  # whatever it is, the others wait for the broadcast
-                problem = f"no cuts were found: {type(error).__name__}: {error}"
+            except Exception as error:  # the other ranks wait for the broadcast, so none may escape
+                problem = f"the search for cuts failed: {type(error).__name__}: {error}"
         candidates, self.report, problem = self.comm.broadcast_object(
             (candidates, self.report, problem), self.comm.ranks[0]
         )
         if problem is None and len(candidates) < 2:
-            problem = "the graph has no place to be cut at"
+            problem = "the graph has no place for a cut"
         if problem is not None:
             return self._give_up(problem)
         self._candidates = [Candidate(*each) for each in candidates]
@@ -174,7 +176,7 @@ class CutPlan(AutoPlan):
         return self._use(self._tried(0))
 
     def _found(self, whole: Captured, cut: Captured) -> list[Candidate]:
-        """The candidates, on the first rank; the expected times of each are written into the report."""
+        """Return the candidates, on the first rank; stores their expected times in the report."""
         by_part, stretches = self._in_parts(cut)
         places = tuple(name for stretch in stretches[1:] for name in stretch.after)
         candidates = [Candidate("whole", (), self._sized(whole.order))]
@@ -195,9 +197,10 @@ class CutPlan(AutoPlan):
         return [(bucket.members, None) for bucket in self._by_size(order)]
 
     def _in_parts(self, cut: Captured) -> tuple[Captured, list[Stretch]]:
-        """The gradients in the order of parts, backwards, and how many each has.
+        """Return the gradients in the order of parts, last part first, and the number in each part.
 
-        The parts are known from the graph, so that a gradient cannot be counted to a neighbour by chance.
+        The parts come from the graph instead of measured times, so noise cannot move a gradient to a
+        neighbour.
         """
         parts: list[Part] = [Part((), ()), *self.call.parts()]
         place = {name: at for at, part in enumerate(parts) for name in part.parameters}
@@ -213,13 +216,13 @@ class CutPlan(AutoPlan):
         return Captured(order, ready, cut.compute), stretches
 
     def _searched_cuts(self, cut: Captured, stretches: Sequence[Stretch], cost: float) -> Candidate:
-        """The best cuts and buckets."""
+        """Return the best cuts and buckets."""
         from mcr_plus.plan.cut_search import search_cuts
 
         count = len(cut.order)
         starts = np.cumsum([stretch.gradients for stretch in stretches])[:-1].tolist()
         costs = [cost if stretch.after else 0.0 for stretch in stretches[1:]]
-        paid = np.zeros(count)  # by the cuts before each gradient
+        paid = np.zeros(count)  # cost of the cuts before each gradient
         for start, price in zip(starts, costs, strict=True):
             paid[start:] += price
         ready = np.maximum.accumulate(np.maximum(np.array(cut.ready) - paid, 0.0))
@@ -253,7 +256,7 @@ class CutPlan(AutoPlan):
     def _foretell_cuts(
         self, free: Captured, starts: Sequence[int], costs: Sequence[float], chosen: Sequence[int], plan: Plan
     ) -> None:
-        """Write down the expected times of cuts and of none; `free`: of cuts everywhere without a cost."""
+        """Store the expected times with and without cuts; `free`: the times with all cuts at no cost."""
         count = len(free.order)
         for key, cuts, buckets in (
             ("foretold_ms", chosen, plan),
@@ -285,7 +288,7 @@ class CutPlan(AutoPlan):
         chosen, sent = self._candidates[best], self._use(best)
         self.report |= {
             "chosen": chosen.name,
-            "cuts": list(self.call.cuts),  # in the order of the forward pass; a candidate has them backwards
+            "cuts": list(self.call.cuts),  # in the order of the forward pass; a candidate's are reversed
             "buckets": [[self.names[index] for index in members] for members, _ in chosen.plan],
             "libraries": [library for _, library in chosen.plan],
             "baseline_buckets": len(self._candidates[0].plan),
@@ -300,10 +303,10 @@ class CutPlan(AutoPlan):
 
 
 def line(report: Mapping[str, Any]) -> str:
-    """The result of a trial in one line."""
+    """Return the result of a trial in one line."""
     tried = ", ".join(f"{_NAMES[name]} {time:.0f} ms" for name, time in report["tried_ms"].items())
-    foretold = f"; foretold {report['foretold_ms']:.0f}" if "foretold_ms" in report else ""
+    predicted = f"; predicted {report['foretold_ms']:.0f}" if "foretold_ms" in report else ""
     return (
-        f"compiled model: {len(report['cuts'])} cuts and {len(report['buckets'])} buckets stay "
-        f"(step: {tried}{foretold}; a cut costs {report['cut_ms']:.1f} ms)"
+        f"compiled model: {len(report['cuts'])} cuts and {len(report['buckets'])} buckets are kept "
+        f"(step: {tried}{predicted}; a cut costs {report['cut_ms']:.1f} ms)"
     )

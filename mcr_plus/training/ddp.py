@@ -1,4 +1,4 @@
-"""The communication hook of DistributedDataParallel. DDP checks its annotations, so these are not strings."""
+"""The communication hook of DistributedDataParallel. DDP checks its annotations, so they are not strings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,8 +23,8 @@ class DDPState:
     """State of `ddp_hook`: the group (None: the whole job) and the options of its operations.
 
     `passes` counts the backward passes: DDP rebuilds its buckets after the first one, so a codec with state
-    between calls is used from the second pass on. `number` distinguishes models: all ranks create their
-    states in the same order.
+    between calls is used from the second pass on. `number` distinguishes models, so all ranks must create
+    their states in the same order.
     """
 
     group: Communicator | None = None
@@ -36,7 +36,7 @@ class DDPState:
     pending: list[tuple[Work, torch.Tensor, Result]] = field(default_factory=list)
 
     def finish(self) -> None:
-        """Wait for pending operations; DDP itself would wait for the futures without any progress."""
+        """Wait for pending operations; DDP would wait for the futures without driving progress."""
         pending, self.pending = self.pending, []
         for work, values, future in pending:
             _resolve(work, values, future)
@@ -54,17 +54,17 @@ def _resolve(work: Work, values: torch.Tensor, future: Result) -> None:
 def ddp_hook(state: DDPState, bucket: GradBucket) -> Result:
     """Average a bucket of DDP: `ddp_model.register_comm_hook(mcr.DDPState(), mcr.ddp_hook)`.
 
-    The model's own process group may be any; it only serves DDP's set-up. The group of `state` must have
-    the same ranks in the same order. DDP does not pass the names of parameters, so rules by `param` and
+    The model's process group may have any backend; DDP uses it only for set-up. The group of `state` must
+    have the same ranks in the same order. DDP does not pass the names of parameters, so rules by `param` and
     exemptions do not apply.
 
     Args:
-        state: one for each model, made on all ranks in the same order.
+        state: one for each model, created on all ranks in the same order.
         bucket: of DDP, which calls the hook.
 
     Raises:
-        NotInitialized: there is no job, or the group of `state` is closed. DDP raises it, and the errors of
-            the operations, from `backward()`.
+        NotInitialized: there is no job, or the group of `state` is closed. `backward()` raises this error and
+            those of the operations.
 
     Example:
         ```python
@@ -105,7 +105,7 @@ def ddp_hook(state: DDPState, bucket: GradBucket) -> Result:
         try:
             # Queued before DDP's own callback, which waits for the futures.
             Variable._execution_engine.queue_callback(state.finish)
-        except RuntimeError:  # not in a backward pass: buckets of unused parameters only
+        except RuntimeError:  # outside of a backward pass, for buckets with only unused parameters
             state.finish()
     else:
         comm.progress()

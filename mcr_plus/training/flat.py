@@ -1,4 +1,4 @@
-"""The memory of buckets of gradients: flat tensors, of which `param.grad` are views."""
+"""The memory of buckets of gradients: flat tensors; each `param.grad` is a view into one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Flat:
     backend: str | None
     parts: tuple[tuple[int, ...], ...]  # the members' shapes, and the gaps between them
     gaps: list[torch.Tensor]
-    nbytes: int  # as the plan counts them
+    nbytes: int  # as counted in the plan
     missing: int = 0
     work: Work | None = None
 
@@ -66,7 +66,7 @@ def flat_of(slots: list[Slot], bucket: Bucket, library: str | None) -> Flat:
 
 
 def move_into_bucket(slot: Slot) -> None:
-    """Copy the parameter's gradient into the bucket unless it is there; zeros without a gradient."""
+    """Copy the parameter's gradient into the bucket, unless it is a view of it; zeros without a gradient."""
     param, view = slot.param, slot.view
     assert view is not None
     grad = param.grad
@@ -107,7 +107,7 @@ def _view(flat: torch.Tensor, offset: int, param: torch.Tensor) -> torch.Tensor:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a range of memory without gaps, in any order of dimensions."""
+    """Return whether the elements fill a range of memory without gaps, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

@@ -31,20 +31,20 @@ def fsdp(
     replicas: Compress = None,
     tag: str = "fsdp",
 ) -> Model:
-    """Set the codecs with which a model of FSDP2 (`fully_shard`) gathers and reduces; returns the same model.
+    """Set the codecs of the collectives of an FSDP2 model (`fully_shard`); returns the same model.
 
     `parameters` is for the all_gather of parameters, `gradients` for the reduce_scatter of gradients, and
-    `replicas` for the all_reduce of a hybrid mesh between its replicas: None (the pipeline decides), False
-    (off), a codec's name or a mapping with `codec` and its options. Every sharded module has tags of its
-    own, `TAG.NAME.parameters`, `TAG.NAME.gradients` and `TAG.NAME.replicas` by its name in the model, for
-    rules and error feedback. The model's groups must be of the backend `mcr`. Call it on all ranks alike,
-    after `fully_shard`; another call for the same model replaces the first.
+    `replicas` for the all_reduce between the replicas of a hybrid mesh: None (the pipeline decides), False
+    (off), a codec's name or a mapping with `codec` and its options. Every sharded module has its own tags,
+    `TAG.NAME.parameters`, `TAG.NAME.gradients` and `TAG.NAME.replicas` by its name in the model, for rules
+    and error feedback. The model's groups must have the backend `mcr`. Call this function with the same
+    arguments on all ranks, after `fully_shard`; another call for the same model replaces the first.
 
     Raises:
-        InvalidArgument: nothing in the model is sharded by `fully_shard`, or another model that still lives
-            has the tag.
-        Unsupported: this torch has no entries for it (it came with 2.8), or `replicas` is given and the
-            model has none, or has them in a group of another backend.
+        InvalidArgument: no module of the model is sharded by `fully_shard`, or another existing model has the
+            tag.
+        Unsupported: this torch is older than 2.8, which introduced custom collectives; or `replicas` is given
+            and the model has no replicas, or their group has another backend.
 
     Example:
         ```python
@@ -67,14 +67,14 @@ def fsdp(
         (name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)
     ]
     if not shards:
-        raise InvalidArgument("model: nothing in it is sharded; call torch's fully_shard first")
+        raise InvalidArgument("model: none of its modules is sharded; call torch's fully_shard first")
     if not all(hasattr(module, entry) for _, module in shards for entry in _ENTRIES):
         raise Unsupported(f"fsdp: torch {torch.__version__} has no {' and '.join(_ENTRIES)}; update it")
     groups = [_replica_group(module) for _, module in shards]
     if replicas is not None and not any(groups):
         raise Unsupported("fsdp: replicas: the model's mesh has no dimension of replicas; use a hybrid one")
-    # Without a codec for the step between replicas, a group of another backend may run it.
-    between = [_ours(group) if group and replicas is not None else group for group in groups]
+    # Without a codec, the group between replicas may have another backend.
+    between = [_checked_group(group) if group and replicas is not None else group for group in groups]
     tags = [f"{tag}.{name}" if name else tag for name, _ in shards]
     _claim_tags({inside: module for inside, (_, module) in zip(tags, shards, strict=True)}, tag)
     for inside, (_, module), group in zip(tags, shards, between, strict=True):
@@ -87,12 +87,12 @@ def fsdp(
 
 
 def _claim_tags(modules: Mapping[str, nn.Module], tag: str) -> None:
-    """Register the tags of these modules in the running job, because the state of codecs belongs to a tag.
+    """Register the tags of these modules in the running job, because codecs keep their state by tag.
 
     Raises `InvalidArgument` if another model has one of the tags.
     """
     running = job.runtime
-    if running is None:  # then no group is of the backend `mcr`: the first use of one raises
+    if running is None:  # no group has the backend `mcr`: the first use of the model raises
         return
     tagged = running.tagged
 
@@ -100,9 +100,9 @@ def _claim_tags(modules: Mapping[str, nn.Module], tag: str) -> None:
         return any(tagged.get(inside, module) is not module for inside, module in modules.items())
 
     if is_taken():
-        gc.collect()  # sharded modules that are out of use refer to each other
+        gc.collect()  # unused sharded modules refer to each other
     if is_taken():
-        raise InvalidArgument(f"tag {tag!r} is another model's; pass tag=")
+        raise InvalidArgument(f"tag: another model has the tag {tag!r}; pass tag=")
     for inside in [inside for inside, module in tagged.items() if module in modules.values()]:
         del tagged[inside]
     tagged.update(modules)
@@ -122,7 +122,7 @@ def _replica_group(module: nn.Module) -> Any:
 
 
 def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters that torch reduces with this module: those of no sharded module inside it."""
+    """Yield the parameters that torch reduces with this module: all but those of inner sharded modules."""
     from torch.distributed.fsdp import FSDPModule
 
     yield from module.parameters(recurse=False)
@@ -147,7 +147,7 @@ class _AllGather(_Step):
     ) -> dist.Work | None:
         options = AllgatherOptions()
         options.asyncOp = async_op
-        work = _ours(group).all_gather_single(output_tensor, input_tensor, options, **self._options)
+        work = _checked_group(group).all_gather_single(output_tensor, input_tensor, options, **self._options)
         return work if async_op else None
 
 
@@ -155,12 +155,12 @@ class _ReduceScatter(_Step):
     _between: McrProcessGroup | None = None
 
     def set_replica_options(self, group: McrProcessGroup, compress: Compress, tag: str) -> None:
-        """Set the options with which the output is reduced between replicas."""
+        """Set the options of the output's all_reduce between replicas."""
         self._between, self._later = group, {"compress": compress, "tag": tag}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        # FSDP2 has no hook for that all_reduce (the one it has runs after it), but it allocates its tensor
-        # here.
+        # FSDP2 has no hook for the all_reduce between replicas (its hook runs afterwards), but it allocates
+        # the tensor of that all_reduce here.
         values = super().allocate(size, dtype=dtype, device=device)
         if self._between is not None:
             self._between.all_reduces_with(values, **self._later)
@@ -176,11 +176,13 @@ class _ReduceScatter(_Step):
     ) -> dist.Work | None:
         options = ReduceScatterOptions()
         options.reduceOp, options.asyncOp = op, async_op
-        work = _ours(group).reduce_scatter_single(output_tensor, input_tensor, options, **self._options)
+        work = _checked_group(group).reduce_scatter_single(
+            output_tensor, input_tensor, options, **self._options
+        )
         return work if async_op else None
 
 
-def _ours(group: Any) -> McrProcessGroup:
+def _checked_group(group: Any) -> McrProcessGroup:
     from mcr_plus.torch_backend.process_group import McrProcessGroup
 
     if not isinstance(group, McrProcessGroup):

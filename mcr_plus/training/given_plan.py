@@ -1,4 +1,4 @@
-"""Buckets that are known before training begins: of a file, or of a trial that `mcr.state_dict` has kept."""
+"""Buckets that are given before training begins: from a file, or from a trial in `mcr.state_dict`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mcr_plus.plan.step import model_hash
 from mcr_plus.runtime.init import current
 
 STATE: Final = "plan"
-"""Under this name, beside those of stages, plans are part of a group's state: by the hash of the model."""
+"""Key of plans in a group's state, beside the keys of stages; plans are stored by the hash of the model."""
 
 _log = logging.getLogger("mcr_plus")
 
@@ -28,10 +28,13 @@ Named = Sequence[tuple[str, torch.nn.Parameter]]
 
 
 def found(plan: str | TableRef, comm: Communicator, group: str, named: Named) -> SavedPlan | None:
-    """The plan of a file, or else of the group's loaded state, for these parameters; collective.
+    """Return the plan of a file, or else of the group's loaded state, for these parameters; collective.
+
+    None if the loaded state has no plan for this job.
 
     Raises:
-        ConfigError: the file cannot be read; or the first thing in which the job differs from its plan.
+        ConfigError: the file cannot be read, or the job differs from its plan; the text has the first
+            difference.
     """
     job = _job(comm, named)
     if isinstance(plan, TableRef):
@@ -42,7 +45,7 @@ def found(plan: str | TableRef, comm: Communicator, group: str, named: Named) ->
         data = current().restored.get(group, {}).get(STATE, {}).get(job.model) if comm.rank == 0 else None
         of_state = None if data is None else SavedPlan.model_validate(data)
         if of_state is not None and of_state.difference(**job._asdict()) is not None:
-            data = None  # of other ranks or nodes: planned anew
+            data = None  # for other ranks or nodes: plan again
         data = comm.broadcast_object(data, comm.ranks[0])
         if data is None:
             return None
@@ -51,23 +54,23 @@ def found(plan: str | TableRef, comm: Communicator, group: str, named: Named) ->
 
 
 def warn_of_parts(bucket: SavedBucket, parts: int) -> None:
-    """Warn that the gradients of a bucket cannot share one."""
+    """Warn that a bucket of the plan is sent as several buckets."""
     _log.warning(
-        "gradients: the bucket of the plan that begins with %r is sent as %d, since its gradients have "
-        "several dtypes, devices or codecs",
+        "gradients: the plan's bucket that begins with %r is sent as %d, since its gradients have several "
+        "dtypes, devices or codecs",
         bucket.params[0],
         parts,
     )
 
 
 def report(plan: str | TableRef, buckets: list[list[str]], libraries: list[str | None]) -> None:
-    """Attach the buckets in use, by names of parameters, as what `mcr.plan_report` returns."""
+    """Set the result of `mcr.plan_report` to the buckets in use, by names of parameters."""
     source = "file" if isinstance(plan, TableRef) else "state"
     current().attached[REPORT] = {"plan": source, "buckets": buckets, "libraries": libraries}
 
 
 def keep(group: str, named: Named, comm: Communicator, report: Mapping[str, Any]) -> None:
-    """Make the result of a trial part of the state that `mcr.state_dict` returns."""
+    """Add the result of a trial to the state that `mcr.state_dict` returns."""
     buckets = tuple(
         SavedBucket(params=tuple(params), library=library)
         for params, library in zip(report["buckets"], report["libraries"], strict=True)
@@ -80,7 +83,7 @@ def keep(group: str, named: Named, comm: Communicator, report: Mapping[str, Any]
 
 
 class _Job(NamedTuple):
-    """The facts of a job that a plan has to fit; see `SavedPlan.difference`."""
+    """The properties of a job that are compared with a plan; see `SavedPlan.difference`."""
 
     model: str
     names: Sequence[str]
@@ -105,7 +108,7 @@ def _job(comm: Communicator, named: Named) -> _Job:
 
 
 def is_plan(data: object) -> bool:
-    """Whether an entry of a loaded state is a plan."""
+    """Return whether an entry of a loaded state is a plan."""
     try:
         SavedPlan.model_validate(data)
     except ValidationError:

@@ -22,7 +22,7 @@ from mcr_plus.hierarchy.policy import between_nodes, codec_between
 class GradientPolicy:
     """Communication policy of a gradient; gradients of equal policies may share a bucket.
 
-    `compress`, `backend`: as in a call; `compress` is None where the size of the bucket decides. `encoded`: a
+    `compress`, `backend`: as in a call; `compress` is None if the size of the bucket decides. `encoded`: a
     codec may apply. `keeps`: the codec has state between calls, so a bucket must be the same in every pass.
     """
 
@@ -33,14 +33,14 @@ class GradientPolicy:
 
     @property
     def options(self) -> Mapping[str, Any] | bool | None:
-        """`compress` as a call passes it."""
+        """The argument `compress` of a call."""
         return thawed(self.compress) if isinstance(self.compress, tuple) else self.compress
 
 
 def policy_for(
     config: Config, name: str, shape: Sequence[int], nbytes: int, dtype: Any, tag: str, ranks: int
 ) -> GradientPolicy:
-    """Return the policy for the gradient of a parameter, the same on all ranks."""
+    """Return the policy for the gradient of a parameter, equal on all ranks."""
     rule, options = gradient_compression(config, name, nbytes, dtype_name(dtype), tag, ranks)
     own = rule is not None and rule.match.param is not None
     backend = rule.backend if rule is not None and own else None
@@ -59,8 +59,8 @@ def _policy(
 ) -> GradientPolicy:
     """Return the policy for resolved options.
 
-    `between`: the codec between nodes, None without one. `explicit`: a rule names the parameter, and takes
-    precedence over that codec.
+    `between`: the codec between nodes, None without one. `explicit`: a rule names the parameter, which takes
+    precedence over `between`.
     """
     if options is None:
         return GradientPolicy(backend=backend)
@@ -75,7 +75,7 @@ def _policy(
 def policy_for_bucket(
     config: Config, compress: Any, values: torch.Tensor, tag: str | None, ranks: int
 ) -> GradientPolicy:
-    """Return the policy for a bucket of another library, such as DDP: `values` are its elements."""
+    """Return the policy for a bucket of another library, such as DDP; `values`: its elements."""
     codec = frozen(compress) if isinstance(compress, Mapping) else compress
     signature = Signature(
         "all_reduce", values.dtype, tuple(values.shape), values.nbytes, "", ranks, tag=tag, compress=codec

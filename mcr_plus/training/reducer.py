@@ -1,8 +1,8 @@
-"""Averages gradients over ranks while the backward pass still runs.
+"""Averages gradients over ranks during the backward pass.
 
-Gradients live in flat buckets, and `param.grad` is a view. The all_reduce of a bucket starts when its last
-gradient is ready, in the same order of buckets on all ranks, and the end of the backward pass waits for all
-of them. So `param.grad` is the mean over ranks when `backward()` returns.
+Gradients are stored in flat buckets, and `param.grad` is a view. The all_reduce of a bucket starts when its
+last gradient is ready, in the same order of buckets on all ranks, and the end of the backward pass waits for
+all buckets. So `param.grad` is the mean over ranks when `backward()` returns.
 
 The first pass uses buckets in reverse order of the parameters. The order in which the gradients of rank 0
 became ready is then broadcast, and determines the buckets from then on (as in DDP; Li et al., VLDB 2020).
@@ -48,7 +48,7 @@ _WHOLE, _CAPTURED = 1, 2  # see `_outcome`
 _ALIGNMENT: Final = 64  # bytes: a cache line, and the widest vector register
 
 
-# The reducer of a parameter, by its identity: an attribute would be part of copies and pickles.
+# Reducers by the identity of the parameter: an attribute would be part of copies and pickles.
 _reducers: dict[int, weakref.ref[Reducer]] = {}
 
 
@@ -62,11 +62,11 @@ class Reducer:
     """The gradients of some parameters, averaged over the ranks of `comm` in every backward pass.
 
     All ranks pass the same parameters in the same order. After a backward pass that raised with some
-    gradients ready, `recover` sends the remaining buckets and a flag of the failure, so that the peers do not
-    wait for this rank and raise.
+    gradients ready, `recover` sends the remaining buckets and a failure flag, so that the peers raise instead
+    of waiting for this rank.
 
-    Operations are issued in a group of their own: a rank without a gradient of some parameter sends its
-    bucket late, and that must not change the order of the program's operations.
+    Operations are issued in a separate group: a rank without a gradient of some parameter sends its bucket
+    late, and this must not change the order of the program's operations.
     """
 
     def __init__(self, params: Sequence[tuple[str, torch.nn.Parameter]], comm: Communicator) -> None:
@@ -91,17 +91,17 @@ class Reducer:
         self._times: list[float] = []  # when each of `_order` became ready, in seconds
         self._arranged = False
         self._seen: list[int] = []  # in the order of the buckets after the first pass
-        self._final = False  # whether the buckets are final
-        self._is_given = False  # whether they are those of a file or a loaded state
-        self._watches_order = False  # whether they are planned, and gradients have kept to the plan's order
-        self._last_order: list[int] | None = []  # of gradients; None: that of the next pass is not compared
+        self._final = False  # True if the buckets are final
+        self._is_given = False  # True if the buckets come from a file or a loaded state
+        self._watches_order = False  # True if they are planned, and gradients have kept the plan's order
+        self._last_order: list[int] | None = []  # of gradients; None: skip the comparison of the next pass
         self._whole_passes = 0
-        self._task: int | None = None  # the autograd graph task whose end we wait for
+        self._task: int | None = None  # the current autograd graph task
         self._flats: list[Flat] = []
         self._next = 0
         # The outcome of a pass, reduced to the maximum over ranks at its end: 1 + a rank whose pass failed (0
-        # if none did); of rank 0, _WHOLE if all gradients became ready in it, plus _CAPTURED; and for every
-        # parameter whether any rank has a gradient.
+        # without a failure); of rank 0, _WHOLE if all gradients became ready in it, plus _CAPTURED; and for
+        # every parameter, 1 if any rank has a gradient.
         device = params[0][1].device if params else None
         self._outcome = torch.zeros(2 + len(params), dtype=torch.int32, device=device)
         fuse = comm.stage_options("fuse")
@@ -121,36 +121,36 @@ class Reducer:
             for slot in self._slots
             if comm.size > 1
         ]
-        for gone in [key for key, found in _reducers.items() if found() is None]:
-            del _reducers[gone]
+        for dead in [key for key, found in _reducers.items() if found() is None]:
+            del _reducers[dead]
         _reducers.update({id(slot.param): weakref.ref(self) for slot in self._slots})
 
     @property
     def active(self) -> bool:
-        """Whether a backward pass is in progress."""
+        """True if a backward pass is in progress."""
         return self._task is not None
 
     @property
     def _captured(self) -> bool:
-        """Whether a step is captured, with its buckets sent at the end of the pass."""
+        """True if a step is being captured, with its buckets sent at the end of the pass."""
         watcher = self.comm.watcher
         return watcher is not None and watcher.holds
 
     @property
     def buckets(self) -> list[list[str]]:
-        """The names of the parameters of each bucket, in the order in which they are sent."""
+        """The names of the parameters of each bucket, in the order of sending."""
         return [[slot.name for slot in flat.slots] for flat in self._flats]
 
     @property
     def all_used(self) -> bool:
-        """Whether some rank had a gradient of every parameter in the last pass."""
+        """True if every parameter had a gradient on some rank in the last pass."""
         return bool(self._outcome[2:].all())
 
     def detach(self) -> None:
         """Remove the hooks from the parameters.
 
-        This communicates nothing, and a later reducer gets a group of its own: garbage collection decides on
-        each rank by itself whether a reducer still exists when it is replaced.
+        This does not communicate, and a later reducer gets its own group: garbage collection is independent
+        on each rank, so a replaced reducer may exist on only some of them.
         """
         for hook in self._hooks:
             hook.remove()
@@ -161,20 +161,20 @@ class Reducer:
     def recover(self) -> None:
         """Complete a backward pass that raised, so that the peers do not wait for it.
 
-        Called before every forward pass, by the thread that trains: it becomes the owner of the group.
+        The training thread calls this before every forward pass, and becomes the owner of the group.
         """
         self.comm.take_over()
         if self.active:
             self._complete(failed=True)
 
     def use(self, call: CompiledCall) -> None:
-        """Choose where the graph of a compiled model is cut, if it is to be chosen by measured times."""
+        """Start the choice of a compiled model's cuts by measured times, if `call.is_auto`."""
         if not call.is_auto or not self._slots or self.comm.size == 1:
             return
         if self._is_given or self._costs is not None or any(slot.policy.keeps for slot in self._slots):
-            call.set_cuts(call.places)  # buckets, which are planned once only, are those of this order
+            call.set_cuts(call.places)  # the buckets are planned only once, for the order with these cuts
             return
-        # Here, for most jobs need neither the search nor numba.
+        # Imported here: most jobs need neither the search nor numba.
         from mcr_plus.training.cut_plan import CutPlan
 
         entries = [self._entry(slot.index) for slot in self._slots]
@@ -204,7 +204,7 @@ class Reducer:
     def _arrange(self, plan: Sequence[Bucket], libraries: Sequence[str | None] | None = None) -> None:
         """Allocate these buckets, and move existing gradients into them.
 
-        Ranks have the same plan, so that all of them raise if it leaves a gradient out or has one twice.
+        The plan is equal on all ranks, so all ranks raise if a gradient is missing from it or duplicate.
         """
         held = Counter(index for bucket in plan for index in bucket.members)
         for slot in self._slots:
@@ -220,10 +220,10 @@ class Reducer:
         ]
 
     def _given(self) -> SavedPlan | None:
-        """The plan of a file, or of a loaded state, if there is one."""
+        """Return the plan of a file or of a loaded state, or None."""
         if self._limits.plan in ("size", "exact") or (self._limits.plan == "auto" and self.comm.size == 1):
             return None
-        from mcr_plus.training import given_plan  # other jobs read no plan
+        from mcr_plus.training import given_plan  # imported here: most jobs have no plan
 
         return given_plan.found(self._limits.plan, self.comm, self._group, self._named)
 
@@ -232,8 +232,8 @@ class Reducer:
         return [(slot.name, slot.param) for slot in self._slots]
 
     def _adopt(self, plan: SavedPlan) -> None:
-        """Use these buckets from now on; gradients that the plan has no bucket for are sent last, by size."""
-        from mcr_plus.training import given_plan  # other jobs read no plan
+        """Use these buckets from now on; gradients without a bucket in the plan are sent last, by size."""
+        from mcr_plus.training import given_plan  # imported here: most jobs have no plan
 
         index = {slot.name: slot.index for slot in self._slots}
         buckets: list[Bucket] = []
@@ -255,10 +255,10 @@ class Reducer:
         self._arranged = self._final = self._is_given = self._watches_order = True
 
     def _auto_plan(self) -> AutoPlan | None:
-        """Measure the costs of buckets; None where `plan: auto` is not for these gradients."""
+        """Measure the costs of buckets; None if `plan: auto` does not support these gradients."""
         if not self._slots:
             return None
-        # Here, for the search is compiled by numba, whose start other jobs need not pay for.
+        # Imported here: the search is compiled by numba, which starts slowly.
         from mcr_plus.training.auto_plan import begun
 
         entries = [self._entry(slot.index) for slot in self._slots]
@@ -280,13 +280,13 @@ class Reducer:
     # -- one backward pass ------------------------------------------------------------------------
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        # The parameter holds its hook in C++, where the garbage collector cannot see a cycle through it.
+        # The parameter refers to its hook in C++, where the garbage collector cannot find a cycle through it.
         reducer = weakref.ref(self)
 
         def ready(_: torch.Tensor) -> None:
-            me = reducer()
-            if me is not None and me.syncing:
-                me._is_ready(me._slots[index])
+            owner = reducer()
+            if owner is not None and owner.syncing:
+                owner._is_ready(owner._slots[index])
 
         return ready
 
@@ -297,9 +297,9 @@ class Reducer:
             Variable._execution_engine.queue_callback(self._end)
         if slot.ready:
             raise McrError(
-                f"the gradient of '{slot.name}' was accumulated again after it had been handed to the "
-                "pipeline: a parameter that reentrant checkpoints share (use_reentrant=False helps), or "
-                "a backward pass that raised and was repeated without a forward pass"
+                f"the gradient of '{slot.name}' was accumulated again after it had been passed to the "
+                "pipeline: either reentrant checkpoints share the parameter (use_reentrant=False helps), or "
+                "a backward pass that raised was repeated without a forward pass"
             )
         move_into_bucket(slot)
         slot.ready = True
@@ -325,7 +325,7 @@ class Reducer:
         policy = flat.policy
         encoded = policy.encoded and (self._final or not policy.keeps)
         if policy.encoded:
-            for gap in flat.gaps:  # decoded values there would count in a block of the codec
+            for gap in flat.gaps:  # decoded values in gaps would affect the scale of a codec's block
                 gap.zero_()
         if (watcher := self.comm.watcher) is not None:
             watcher.carries([slot.param for slot in flat.slots])
@@ -350,7 +350,7 @@ class Reducer:
     ) -> Work:
         """Start the all_reduce of a bucket."""
         op: ReduceOp = AVG
-        if values.dtype is torch.float16:  # its sum may be out of range where the mean is not
+        if values.dtype is torch.float16:  # the sum may overflow although the mean does not
             values.div_(self.comm.size)
             op = SUM
         return self.comm.send_bucket(
@@ -376,7 +376,7 @@ class Reducer:
         for flat in self._flats[self._next :]:
             self._send(flat)
             if captured and flat.work is not None:
-                flat.work.wait()  # so that an operation's time is its own
+                flat.work.wait()  # so that operations do not overlap
         outcome = self.comm.send_bucket(self._outcome, MAX, members=1, tag=TAG)
         try:
             for work in [*(flat.work for flat in self._flats), outcome]:
@@ -398,12 +398,12 @@ class Reducer:
             slot.ready = False
 
     def _assign(self, *, raised: bool) -> None:
-        """Assign the mean to every parameter of which some rank has a gradient; raises if a pass failed."""
+        """Assign the mean to every parameter with a gradient on some rank; raises if a pass failed."""
         order, self._order = self._order, []
         times, self._times = self._times, []
         if raised:
             self._began = perf_counter()
-            return  # the gradients stay as they are: the program starts another pass
+            return  # the gradients are not assigned: the program starts another pass
         failed, kind, *used = self._outcome.tolist()
         for slot, some in zip(self._slots, used, strict=True):
             if some:
@@ -418,11 +418,11 @@ class Reducer:
             )
 
     def _replan(self, seen: list[int], times: list[float], *, whole: bool, captured: bool) -> None:
-        """Plan the buckets of later passes by the order and the times on rank 0 in this one.
+        """Plan the buckets of later passes by the order and the times on rank 0 in this pass.
 
         `seen`: indices of parameters in the order in which their gradients became ready, at `times`
-        (seconds). `whole`: all gradients of rank 0 became ready in this pass; with reentrant checkpoints it
-        may be a part. `captured`: rank 0 captured it, so that its times are not those of a plan.
+        (seconds). `whole`: all gradients of rank 0 became ready in this pass; with reentrant checkpoints,
+        some may not. `captured`: rank 0 captured the pass, so its times are not those of the plan.
         """
         self._whole_passes += whole
         first = not self._arranged
@@ -432,7 +432,7 @@ class Reducer:
             and not self._auto.is_of_cuts
             and (given := self._given()) is not None
         ):
-            self._auto = None  # a state that was loaded after the model had been wrapped
+            self._auto = None  # the state was loaded after `mcr.wrap`
             self._adopt(given)
             return
         if self._auto is not None and not first:
@@ -466,7 +466,7 @@ class Reducer:
         )
 
     def _compare_order(self, seen: list[int]) -> None:
-        """Warn once, on rank 0, if gradients become ready in another order than the plan, which is kept."""
+        """Warn once, on rank 0, if gradients become ready in another order than the plan's; it is kept."""
         known, self._last_order = self._last_order, seen
         if seen == known or known is None:
             return
@@ -475,12 +475,12 @@ class Reducer:
             self._watches_order = False
             number, index = found
             _log.warning(
-                "gradients: the buckets of the plan are kept, but gradients become ready in another order: "
+                "gradients: the plan's buckets are kept, but gradients become ready in another order: "
                 "bucket %d waits for '%s' in bucket %d", number, self._slots[index].name, number - 1,
             )  # fmt: skip
 
     def _take_turns(self, auto: AutoPlan, ready: dict[int, float], whole: bool) -> None:
-        """Let `plan: auto` take note of a pass, and use the plan that it wants for the next."""
+        """Record a pass in `plan: auto`, and use its plan for the next pass."""
         if whole:
             sent = auto.after(self._began, ready, self._computed, perf_counter(), self._seen)
         else:
@@ -490,7 +490,7 @@ class Reducer:
         if auto.is_final:
             self._final, self._auto = True, None
             self._watches_order = "chosen" in auto.report
-            # The graph has other cuts than when it was captured: the order of the first pass is usual.
+            # The graph's cuts differ from the captured ones, so the next pass sets the usual order.
             self._last_order = None if auto.is_of_cuts else []
             if auto.has_verdict:
                 from mcr_plus.training import given_plan

@@ -1,4 +1,4 @@
-"""`mcr.wrap`: data parallel training in one line, and `mcr.DistributedOptimizer` as in Horovod."""
+"""`mcr.wrap` for data parallel training in one line, and `mcr.DistributedOptimizer` as in Horovod."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mcr_plus.runtime.init import member_of
 from mcr_plus.training.compiled import CompiledCall
 from mcr_plus.training.reducer import Reducer
 
-_PIECE: Final = 64 << 20  # bytes of one broadcast, which copies its tensors into a flat one
+_PIECE: Final = 64 << 20  # bytes of one broadcast, which copies its tensors into a flat tensor
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -27,11 +27,11 @@ class _Inert:
     """Replaces the hooks of a wrapped model in a pickle."""
 
     def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
-        """No-op: the copy is not wrapped."""
+        """Do nothing: the copy is not wrapped."""
 
 
 class _Wrapped(_Inert):
-    """The hooks and the reducer of a wrapped model; nothing of it is part of the model's state."""
+    """The hooks and the reducer of a wrapped model; they are not part of the model's state."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, comm: Communicator) -> None:
         self.model = weakref.ref(model)
@@ -52,13 +52,13 @@ class _Wrapped(_Inert):
             self.use(model._compiled_call_impl)
 
     def use(self, call: CompiledCall) -> None:
-        """Prepare for a model that is compiled: its hooks are part of the graph, which this one cannot be."""
+        """Replace the forward hook of a compiled model, since this hook cannot be part of a graph."""
         self.is_compiled = True
         call.before = self.begin_forward
         self.reducer.use(call)
 
     def __deepcopy__(self, memo: object) -> _Wrapped:
-        return self  # a copy of the model calls it too; `before_forward` ignores all models but `model`
+        return self  # copies of the model also call it; `before_forward` ignores all models but `model`
 
     def __reduce__(self) -> tuple[type[_Inert], tuple[()]]:
         return _Inert, ()
@@ -68,25 +68,25 @@ class _Wrapped(_Inert):
             self.begin_forward(module)
 
     def begin_forward(self, module: torch.nn.Module) -> None:
-        """Complete a pass that failed, and broadcast buffers."""
+        """Complete a failed pass, and broadcast buffers."""
         self.reducer.recover()
         if not (module.training and torch.is_grad_enabled() and self.reducer.syncing):
             return
         if sum(1 for _ in module.parameters()) != self.parameters:
             self.check()
-        # Listed anew in every pass: a module may have assigned other buffers.
+        # Listed in every pass: a module may have assigned other buffers.
         buffers = [buffer for buffer in module.buffers() if not _skipped(buffer)]
         if buffers:
             broadcast_tensors(buffers, self.comm)
 
     def before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Check for parameters that were added, removed, frozen or unfrozen, if cheap signs hint at it."""
+        """Call `check` if a cheap test indicates that parameters were added, removed, frozen or unfrozen."""
         grown = _count(optimizer) != self.count or any(param.requires_grad for param in self.frozen)
         if grown or not self.reducer.all_used:
             self.check()
 
     def check(self) -> None:
-        """Raise `InvalidArgument` if the model's parameters are not those that were wrapped."""
+        """Raise `InvalidArgument` if the model's parameters differ from the wrapped ones."""
         model = self.model()
         if model is None:
             return
@@ -94,15 +94,13 @@ class _Wrapped(_Inert):
         for name in [*now, *then]:
             if now.get(name) is not then.get(name):
                 new, old = name not in then, name not in now
-                what = (
-                    "is new or was unfrozen" if new else "is gone or was frozen" if old else "is another one"
-                )
+                what = "was added or unfrozen" if new else "was removed or frozen" if old else "was replaced"
                 raise InvalidArgument(
                     f"model: since mcr.wrap parameter '{name}' {what}; call mcr.wrap again on all ranks"
                 )
 
     def detach(self) -> None:
-        self.reducer.recover()  # peers may be in a pass that failed on this rank
+        self.reducer.recover()  # peers may wait in a pass that failed on this rank
         self.reducer.detach()
         for handle in self.handles:
             handle.remove()
@@ -115,31 +113,31 @@ def wrap(
 
     Parameters and buffers are broadcast from the group's first rank. From then on the gradients of every
     backward pass are averaged while it runs: when `backward()` returns, `param.grad` is the mean over ranks,
-    a view into a bucket, so clipping, `GradScaler` and `optimizer.step()` need nothing special. A parameter
-    of which no rank has a gradient keeps None. Buffers (running statistics) are broadcast before every
-    forward pass in training mode.
+    a view into a bucket, so clipping, `GradScaler` and `optimizer.step()` work unchanged. A parameter without
+    a gradient on any rank keeps None. Buffers (running statistics) are broadcast before every forward pass in
+    training mode.
 
     Parameters with `param.mcr_skip = True` (experts, shards), frozen ones, and buffers with `mcr_skip` are
-    ignored. `with mcr.no_sync(model):` accumulates without communication. Wrapping again replaces
-    the first wrapping: do so on all ranks after parameters were added, removed, frozen or unfrozen.
+    ignored. `with mcr.no_sync(model):` accumulates without communication. Wrapping again replaces the first
+    wrapping: do so on all ranks after parameters were added, removed, frozen or unfrozen.
 
     Bucket sizes are those of the pipeline's fuse stage, or its defaults (25 MiB, the first 1 MiB). All ranks
-    must run the same forward and backward passes. A parameter belongs to one wrapping, or one
+    must run the same forward and backward passes. A parameter has one wrapping, or one
     `DistributedOptimizer`: a later one replaces it.
 
     A backward pass that raises after its first gradient is an error on all ranks. A pass that raises earlier,
-    or is left out on one rank, is not detected: the next pass of that rank meets this pass of its peers,
-    whose last pass then has no partner.
+    or that one rank skips, is not detected: the next pass of that rank is matched with this pass of its
+    peers, whose last pass then has no partner.
 
     Args:
-        model: in training or not; changed in place.
+        model: in training or evaluation mode; changed in place.
         optimizer: of any class, with at least one parameter of the model.
         group: the ranks that train the model together; None is the whole job.
 
     Raises:
-        InvalidArgument: `model` or `optimizer` is something else, the optimizer has no parameter of the
-            model, or ranks have different parameters. At the next forward pass or `step()`: parameters have
-            been added, removed, frozen or unfrozen since.
+        InvalidArgument: `model` or `optimizer` has another type, the optimizer has no parameter of the model,
+            or ranks have different parameters. At the next forward pass or `step()`: parameters have been
+            added, removed, frozen or unfrozen since.
         Unsupported: in a backward pass, a gradient is sparse or has a graph (`create_graph=True`).
 
     Example:
@@ -159,7 +157,7 @@ def wrap(
         raise InvalidArgument(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     held = {id(param) for param_group in optimizer.param_groups for param in param_group["params"]}
     if not any(id(param) in held for param in model.parameters()):
-        raise InvalidArgument("optimizer: holds none of the model's parameters, so it would not train it")
+        raise InvalidArgument("optimizer: holds none of the model's parameters, so it cannot train the model")
     _compare(comm, _trainable(model))
     both = [*model.parameters(), *model.buffers()]
     broadcast_tensors([tensor for tensor in both if not _skipped(tensor)], comm)
@@ -170,7 +168,7 @@ def wrap(
 
 
 def use_compiled(model: torch.nn.Module, call: CompiledCall) -> None:
-    """Prepare the wrapping of a model that has been compiled, if there is one."""
+    """Adapt the wrapping of a model, if there is one, to its compilation."""
     if (wrapped := _wrapped.get(model)) is not None:
         wrapped.use(call)
 
@@ -192,7 +190,7 @@ def no_sync(model: torch.nn.Module) -> Iterator[None]:
         model, optimizer = mcr.wrap(model, optimizer)
         x = torch.full((1, 4), float(mcr.get_rank()))
         with mcr.no_sync(model):
-            model(x).sum().backward()  # nothing is sent
+            model(x).sum().backward()  # no communication
         model(x).sum().backward()
         assert model.weight.grad.unique().tolist() == [1.0]  # the mean of 0 + 0 and 1 + 1 on two ranks
         ```
@@ -216,10 +214,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 ) -> OptimizerT:
     """Average the gradients of an optimizer's parameters over ranks; returns the same optimizer.
 
-    As `wrap`, for an optimizer instead of a model. Programs written for Horovod, with `synchronize`, `op` or
-    `compression`, import `mcr_plus.horovod`, whose optimizer has all of these. This one does not broadcast
-    parameters; call `mcr.broadcast_parameters(model.state_dict())`. Gradients are averaged when `backward()`
-    returns, so there is no `synchronize`. `named_parameters` gives the names that errors show.
+    This function is `wrap` for an optimizer instead of a model. Programs written for Horovod, with
+    `synchronize`, `op` or `compression`, import `mcr_plus.horovod`, whose optimizer has all of these. This
+    function does not broadcast parameters; call `mcr.broadcast_parameters(model.state_dict())`. Gradients are
+    averaged when `backward()` returns, so there is no `synchronize`. `named_parameters`: names for error
+    texts.
     """
     comm = member_of(group)
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -245,13 +244,13 @@ def broadcast_parameters(
 ) -> None:
     """Copy tensors (a `state_dict()` or `named_parameters()`) from rank `root_rank` to all, in place.
 
-    Collective over the group. Tensors of one dtype and device travel together, uncompressed.
+    Collective over the group. Tensors of one dtype and device are sent together, uncompressed.
 
     Args:
-        params: pairs of a name and a tensor, or a mapping; of the same shapes, dtypes and order on all ranks.
-            Values that are no tensors are left alone.
+        params: pairs of a name and a tensor, or a mapping; shapes, dtypes and order are equal on all ranks.
+            Values other than tensors are ignored.
         root_rank: a rank of the whole job.
-        group: the ranks that take part; None is the whole job.
+        group: the participating ranks; None is the whole job.
 
     Raises:
         InvalidArgument: `root_rank` is not in the group.
@@ -273,7 +272,7 @@ def broadcast_parameters(
 
 
 def broadcast_tensors(tensors: Sequence[torch.Tensor], comm: Communicator, src: int | None = None) -> None:
-    """Broadcast tensors from rank `src` of the job (None: the first of the group), uncompressed."""
+    """Broadcast tensors, uncompressed, from rank `src` of the job (None: the group's first rank)."""
     if comm.size == 1:
         return
     alike: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
@@ -293,7 +292,7 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], comm: Communicator, src: 
 
 
 def _trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return the parameters that are averaged; shared ones once."""
+    """Return the parameters that are averaged; a shared parameter is listed once."""
     return [
         (name, param)
         for name, param in model.named_parameters()
@@ -311,12 +310,10 @@ def _count(optimizer: torch.optim.Optimizer) -> int:
 
 def _compare(comm: Communicator, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
     """Raise `InvalidArgument` on every rank unless all have the same parameters."""
-    mine = [f"{name}: {list(param.shape)} of {param.dtype}" for name, param in named]
-    for rank, theirs in zip(comm.ranks, comm.all_gather_object(mine), strict=True):
-        if theirs != mine:
-            pairs = zip(
-                [*mine, *["nothing"] * len(theirs)], [*theirs, *["nothing"] * len(mine)], strict=False
-            )
+    own = [f"{name}: {list(param.shape)} of {param.dtype}" for name, param in named]
+    for rank, other in zip(comm.ranks, comm.all_gather_object(own), strict=True):
+        if other != own:
+            pairs = zip([*own, *["nothing"] * len(other)], [*other, *["nothing"] * len(own)], strict=False)
             here, there = next((a, b) for a, b in pairs if a != b)
             raise InvalidArgument(
                 f"model: rank {rank} has other parameters; the first difference is '{there}' there and "

@@ -1,11 +1,11 @@
-"""Sends an operation's calls to the candidates of a trial, times them, and has the ranks agree on the times.
+"""Routing of an operation's calls to the candidates of a trial, and agreement of the ranks on the times.
 
-A time is that from the last rank's call to the last rank's end, because ranks that come early wait for the
-others whichever candidate is used. Within a host the ranks read one clock; between hosts each rank's own time
-is taken, and the longest counts.
+A time lasts from the last rank's call to the last rank's end, because earlier ranks wait for the others with
+any candidate. On one host all ranks read the same clock; between hosts each rank measures its own duration,
+and the maximum is used.
 
 The times are shared by a small all_reduce (MAX) that is issued before one call and used `lag` calls later, so
-no rank waits for it unless it is that far ahead of another.
+a rank waits for it only if it is that far ahead of another.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from mcr_plus.trials.trial import Trial, Turn
 
 
 class Router:
-    """Sends the calls of one operation to the candidates of its trial; `issue` is the stage's result.
+    """Routes the calls of one operation to the candidates of its trial; `issue` is the stage's result.
 
     Args:
-        trial: decides which candidate a call uses.
+        trial: selects the candidate of a call.
         issues: the bound candidates, in the trial's order.
         share: starts the exchange: an all_reduce (MAX), in place, of a flat float64 tensor on the CPU that
             holds `trial.contribution()`.
-        one_clock: whether the ranks of the group read one clock, being on one host.
-        dependent: whether calls that wait for another operation (`Message.after`) are timed too; that wait is
-            then part of their time.
-        agreed: called whenever the trial has drawn its conclusions.
+        one_clock: True if all ranks of the group are on one host, and so read the same clock.
+        dependent: True to also time calls that wait for another operation (`Message.after`), including that
+            wait.
+        agreed: called after each conclusion of the trial.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Router:
         self._next = trial.exchange_at
         self._start: Callable[[Message], Work] = self._try_start
         self._run: Callable[[Message], None] = self._try_run
-        # Bound to what `_start` and `_run` are at each call.
+        # The lambdas use the current `_start` and `_run` at each call.
         self.issue = Issue(lambda message: self._start(message), lambda message: self._run(message))
 
     def _try_start(self, message: Message) -> Work:
@@ -69,7 +69,7 @@ class Router:
             began = perf_counter()
             work = self._issues[turn.candidate](message)
             work.then(partial(self._take, self.trial.exchanges, turn.slot, began))
-        self.trial.calls += 1  # only now: a refused call does not count
+        self.trial.calls += 1  # at the end: a refused call does not count
         return work
 
     def _try_run(self, message: Message) -> None:
@@ -92,7 +92,7 @@ class Router:
         return self._turns.get(self.trial.calls, self._usual)
 
     def _step(self) -> None:
-        """Share times, or use the shared ones: before the same call on all ranks."""
+        """Share times, or use the shared ones; all ranks do so before the same call."""
         if self._shared is None:
             values = torch.tensor(self.trial.contribution(), dtype=torch.float64)
             self._shared = self._share(values), values
@@ -113,13 +113,13 @@ class Router:
         self._agreed()
 
     def finish(self) -> None:
-        """At the end of the job: use times that were shared and not yet used."""
+        """Use times that were shared and not yet used, at the end of the job."""
         if self._shared is not None and self._shared[0].is_completed():
             self._conclude(*self._shared)
 
 
 def exchange_signature(signature: Signature, trial: Trial, tag: str) -> Signature:
-    """The all_reduce by which the ranks of an operation share the times of its trial."""
+    """Return the signature of the all_reduce that shares the times of an operation's trial."""
     numbers = len(trial.local)
     return Signature(
         "all_reduce", torch.float64, (numbers,), numbers * torch.float64.itemsize, signature.group,

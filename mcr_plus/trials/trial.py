@@ -1,4 +1,4 @@
-"""A trial of candidates for an operation: the one that a call uses, and the one that is faster."""
+"""A trial of candidates for an operation: selection for each call, and comparison of their times."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Final, Literal, NamedTuple
 from mcr_plus.tables.statistics import confidence_rank
 
 FEW: Final = 6
-"""Below so many times, no order statistic encloses the median with 95 %."""
+"""With fewer times, no order statistic encloses the median with 95 %."""
 FACTOR: Final = 3.0
-"""A difference that few times can show."""
+"""Smallest ratio of times that a few samples can establish."""
 MARGIN: Final = 0.05
-"""A gain that is not worth a change."""
+"""Smallest relative gain that justifies a change."""
 
 Verdict = Literal["faster", "no faster", "open"]
 
 
 class Turn(NamedTuple):
-    """The candidate that a call uses, and the slot for its time, None if the call is not timed."""
+    """The candidate of a call, and the slot for its time, None if the call is not timed."""
 
     candidate: int
     slot: int | None
@@ -36,17 +36,16 @@ class Trial(ABC):
     before call `apply_at` all of them draw the same conclusions from it (`agree`). A subclass decides which
     calls of a round are timed (`schedule`), and the conclusion from the times (`_decide`).
 
-    A trial has no clock and does not communicate. Everything but `local` is equal on all ranks, because it
-    follows from the number of calls and from numbers that the ranks have agreed on. All fields are plain
-    data.
+    A trial has no clock and does not communicate. All fields except `local` are equal on all ranks, because
+    they depend only on the number of calls and on agreed numbers. All fields are plain data.
 
     Attributes:
-        candidates: names of the candidates, first the one in charge at the start.
+        candidates: names of the candidates, the initially chosen one first.
         lag: calls between an exchange and its use.
-        chosen: index of the candidate in charge, which the calls use that are not in `schedule`.
-        calls: how many calls have been made.
-        began: number of the call with which the present round begins.
-        exchanges: how often times have been agreed on.
+        chosen: index of the chosen candidate, which calls outside of `schedule` use.
+        calls: number of calls so far.
+        began: number of the first call of the current round.
+        exchanges: number of agreements on times so far.
         times: agreed seconds by candidate; the subclass clears them.
         local: this rank's clock in this round: at the start of each timed call, then at the end of each.
         frozen: the trial has ended.
@@ -69,16 +68,16 @@ class Trial(ABC):
     @property
     @abstractmethod
     def length(self) -> int:
-        """Calls of a round."""
+        """Number of calls of a round."""
 
     @property
     @abstractmethod
     def slots(self) -> int:
-        """Timed calls of a round."""
+        """Number of timed calls of a round."""
 
     @abstractmethod
     def schedule(self) -> dict[int, Turn]:
-        """The calls of this round, by number, that are timed or not the candidate's in charge."""
+        """Return the calls of this round, by number, that are timed or do not use the chosen candidate."""
 
     @abstractmethod
     def _decide(self) -> None:
@@ -95,15 +94,16 @@ class Trial(ABC):
         return self.exchange_at + self.lag
 
     def take(self, exchange: int, slot: int, began: float, ended: float) -> None:
-        """Note when a timed call of the round after `exchange` exchanges began and ended on this rank.
+        """Record begin and end of a timed call on this rank, in the round after `exchange` exchanges.
 
-        Seconds on a clock that the ranks share, or with `began` 0. Ignored if the round is over.
+        Times are seconds on a clock that the ranks share, or `began` is 0. The record is ignored if the round
+        is over.
         """
         if exchange == self.exchanges and not self.frozen:
             self.local[slot], self.local[self.slots + slot] = began, ended
 
     def contribution(self) -> list[float]:
-        """This rank's numbers for the exchange, of which the ranks take the maximum."""
+        """Return this rank's numbers for the exchange, which is a maximum over ranks."""
         return list(self.local)
 
     def agree(self, numbers: Sequence[float]) -> None:
@@ -120,10 +120,10 @@ class Trial(ABC):
 
 
 def compare(own: Sequence[float], rival: Sequence[float]) -> Verdict:
-    """How a rival's median compares with that of the candidate in charge, if that is certain.
+    """Return the comparison of a rival's median with that of the chosen candidate, `open` if uncertain.
 
-    `faster` and `no faster` are meant by more than `MARGIN`. Each median is enclosed with 95 % by order
-    statistics; with fewer times than `FEW`, `FACTOR` must lie between all of them.
+    `faster` and `no faster` refer to a gain of more than `MARGIN`. Order statistics enclose each median with
+    95 %; with fewer times than `FEW`, all of them must differ by `FACTOR`.
     """
     if min(len(own), len(rival)) < FEW:
         if clearly_slower(own, rival):
@@ -136,14 +136,14 @@ def compare(own: Sequence[float], rival: Sequence[float]) -> Verdict:
 
 
 def clearly_slower(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether `other` takes more than `FACTOR` times as long as `one`; three times of each can show that."""
+    """Return whether `other` takes more than `FACTOR` times as long as `one`; needs three times of each."""
     if min(len(one), len(other)) < 3:
         return False
     return _interval(other)[0] > FACTOR * _interval(one)[1]
 
 
 def _interval(times: Sequence[float]) -> tuple[float, float]:
-    """Bounds of the median."""
+    """Return the bounds of the median."""
     ordered = sorted(times)
     rank = confidence_rank(len(ordered))
     return ordered[rank], ordered[-1 - rank]

@@ -207,7 +207,7 @@ def test_invalid_arguments_of_compile_are_refused() -> None:
             mcr.compile(model, cuts=cuts)
     with pytest.raises(ValueError, match=r"no 'induktor'; known: .*inductor"):
         mcr.compile(model, backend="induktor")
-    with pytest.raises(ValueError, match=r"expected with backend='inductor' only, got 'aot_eager'"):
+    with pytest.raises(ValueError, match=r"expected only with backend='inductor', got 'aot_eager'"):
         mcr.compile(model, backend="aot_eager", mode="max-autotune")
     with pytest.raises(ValueError, match=r"is the result of torch\.compile"):
         mcr.compile(cast("nn.Module", torch.compile(model, backend="eager")))

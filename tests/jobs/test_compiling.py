@@ -292,7 +292,7 @@ def test_warmup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row["name"] for row in told["kernels"]] == ["bf16", "randk"]
     assert all(row["seconds"] >= 0 for row in told["kernels"])
     answer = mcr_plus("warmup", "--codec", "bf16")
-    assert answer.stdout.splitlines()[0].startswith("bf16: there, ")
+    assert answer.stdout.splitlines()[0].startswith("bf16: cached, ")
     wrong = mcr_plus("warmup", "--codec", "bf61")
     assert wrong.returncode == 2
     assert "did you mean 'bf16'" in wrong.stderr

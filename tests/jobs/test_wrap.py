@@ -479,13 +479,13 @@ def test_invalid_models_and_optimizers_are_refused() -> None:
         assert "has other parameters; the first difference is 'layers.0.weight: [" in found["other shapes"]
         assert "model: expected a torch.nn.Module, got int" in found["no model"]
         assert "mcr.wrap has not been called on it" in found["not wrapped"]
-        assert "parameter 'layers.1.weight' is new or was unfrozen; call mcr.wrap again" in found["unfrozen"]
-        assert "parameter 'extra.weight' is new or was unfrozen" in found["added"]
-        assert "parameter 'extra.weight' is new or was unfrozen" in found["grown"]
+        assert "parameter 'layers.1.weight' was added or unfrozen; call mcr.wrap again" in found["unfrozen"]
+        assert "parameter 'extra.weight' was added or unfrozen" in found["added"]
+        assert "parameter 'extra.weight' was added or unfrozen" in found["grown"]
         assert "expected a torch.optim.Optimizer, got int" in found["no optimizer"]
         assert "optimizer: holds none of the model's parameters" in found["other optimizer"]
         assert found["wrapped again"] == "nothing"
-        assert "parameter 'layers.3.weight' is gone or was frozen" in found["removed"]
+        assert "parameter 'layers.3.weight' was removed or frozen" in found["removed"]
         assert "the gradient of '0.weight' is sparse" in found["sparse"]
 
 

@@ -614,7 +614,7 @@ def fsdp_with_codecs_of_its_own() -> None:
     found = {(record.tag, record.codec) for record in log.records if record.codec is not None}
     for name in ("fsdp.0", "fsdp.2"):
         assert {(f"{name}.parameters", "bf16"), (f"{name}.gradients", "int4_block")} <= found, found
-    with pytest.raises(mcr.InvalidArgument, match="nothing in it is sharded"):
+    with pytest.raises(mcr.InvalidArgument, match="none of its modules is sharded"):
         mcr.fsdp(small_model())
 
 
@@ -623,7 +623,7 @@ def fsdp_of_two_models() -> None:
     with job():
         model = mcr.fsdp(sharded(small_model()))
         assert mcr.fsdp(model) is model
-        with pytest.raises(mcr.InvalidArgument, match="tag 'fsdp' is another model's; pass tag="):
+        with pytest.raises(mcr.InvalidArgument, match="another model has the tag 'fsdp'; pass tag="):
             mcr.fsdp(sharded(small_model()))
         mcr.fsdp(sharded(small_model()), tag="second")
         mcr.fsdp(model, tag="first")

@@ -71,7 +71,7 @@ def test_merge_of_tables_that_disagree_needs_a_preference(two: Path, tmp_path: P
 
 def test_diff_for_people_and_for_programs(two: Path, four: Path) -> None:
     lines = worked("diff", two, four).stdout.splitlines()
-    assert lines[1].split() == ["what", "bytes", "first", "second", "expected", "note"]
+    assert lines[1].split() == ["item", "bytes", "first", "second", "expected", "note"]
     assert lines[2].split() == ["all_reduce", "64KiB..128KiB", "mpi:ring", "mpi:recursive_doubling"]
     assert lines[3].split() == ["ranks", "2", "4"]
     assert json.loads(worked("diff", two, four, "--json").stdout) == [

@@ -318,7 +318,7 @@ def test_sizes_beyond_a_single_measured_one_have_bounds(
     _, out = command("all_reduce", str(nbytes), "--ranks", str(ranks), "--config", str(path))
     (row,) = [line for line in out.splitlines() if line.startswith("  mpi ")]
     assert re.split(r"  +", row.strip())[1] == words
-    bounds = "at most, at least: the time of the smallest or largest size measured; this size lies outside"
+    bounds = "at most, at least: the time of the smallest or largest measured size; this size lies outside"
     assert (bounds in out.splitlines()) is (mpi["bound_us"] is not None)
 
 
@@ -594,7 +594,7 @@ def test_text_explains_internal_names(tmp_path: Path) -> None:
 
 def test_text_explains_exposed_times(table: Path) -> None:
     path = config(table.parent)
-    meaning = "exposed: the time that remains beside a computation of the operation's own length"
+    meaning = "exposed: the time not hidden behind a computation that takes as long as the operation"
     for words, asynchronous in ((["--async"], True), ([], False)):
         _, out = command("all_reduce", "64", "--config", str(path), *words)
         assert (meaning in out.splitlines()) is asynchronous

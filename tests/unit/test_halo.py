@@ -153,6 +153,27 @@ def test_halos_are_slices_of_the_whole_and_return_to_their_owners(
     assert halo.moves == any((each >= 0).any() and len(each) for each in sent.values())
 
 
+@pytest.mark.parametrize(
+    ("number", "width", "orders"),
+    [
+        (2, 1, [[0, 1], [1, 0]]),  # two terms have the same sum in both orders: first what covers all
+        (3, 4, [[0, 1, 2]] * 3),  # all ranks have a copy of every element
+        (3, 2, [[0, 1], [0, 1, 2], [2, 1]]),
+    ],
+)
+def test_copies_are_added_in_the_order_of_ranks(number: int, width: int, orders: list[list[int]]) -> None:
+    """So that sums have the same bits on all replicas."""
+    layout = Layout.sharded((2 * number,), range(number), 0)
+    halo = Halo(layout, layout.with_halo(width, width))
+    copies, layers, _ = halo._back
+    ones = {rank: np.full((1, *halo.target.locals[rank]), rank) for rank in layout.ranks}
+    received = execute(copies, layers, ones)
+    for rank, order in enumerate(orders):
+        terms = halo._terms(rank)
+        found = [rank if own is not None else int(received[rank][part][0]) for _, own, part, _ in terms]
+        assert found == order
+
+
 @pytest.mark.parametrize("periodic", [False, True])
 def test_a_halo_is_received_once_from_the_ranks_that_it_spans(periodic: bool) -> None:
     """What a rank receives is what its box with the halo has beyond its own, each element once."""

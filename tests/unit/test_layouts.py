@@ -20,7 +20,7 @@ from layout_oracle import Side, Wrong
 from numpy.typing import NDArray
 
 from mcr_plus.errors import InvalidArgument
-from mcr_plus.layout import Layout
+from mcr_plus.layout import Layout, messages
 from mcr_plus.layout.program import Costs, Program, bound, exchanges, load, programs
 from mcr_plus.layout.survey import survey
 
@@ -484,6 +484,29 @@ def test_boxes_missing_on_many_ranks_enter_each_node_once() -> None:
     traffic = oracle.execute(program, source, target)
     assert traffic.entering(nodes) == {1: 256, 2: 256}
     assert max(traffic.sent[0].values()) == 128
+
+
+def test_slices_enter_a_node_once_from_as_many_holders_as_there_are_lackers() -> None:
+    source, target = oracle.mesh((16, 16), [0, 1], ["R"]), oracle.mesh((16, 16), [2, 3], ["R"])
+    nodes = np.arange(4) // 2
+    found = {each.name: each for each in exchanges(source.layout, target.layout, FAT, nodes)}
+    entering = {name: oracle.execute(each, source, target).entering(nodes) for name, each in found.items()}
+    assert entering == {"direct": {1: 512}, "gather": {1: 256}}
+    assert list({each.name: each for each in exchanges(source.layout, target.layout, FAT)}) == ["direct"]
+
+
+@pytest.mark.parametrize("most", [0, 1 << 13])
+def test_ranks_are_served_from_their_own_node(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By holders of many regions, whose demands are not cut, too."""
+    monkeypatch.setattr(messages, "_MOST", most)
+    grid, nodes = np.arange(8).reshape(2, 4), np.arange(8) // 4
+    source = oracle.mesh((8, 16), grid, ["R", "S0"])  # each node has all
+    for after in (["R", "R"], ["S0", "S1"], ["S1", "S1"], ["R", "S1"]):
+        target = oracle.mesh((8, 16), grid, after)
+        direct = exchanges(source.layout, target.layout, FAT, nodes)[0]
+        traffic = oracle.execute(direct, source, target)
+        assert traffic.entering(nodes) == {}
+        assert traffic.total > 0
 
 
 # -- wrong plans ----------------------------------------------------------------------------------

@@ -567,7 +567,7 @@ PAIR = (0, 1)
                 [Issue(1, "all_reduce", 8, (0, 1, 2)), Wait(1), Issue(0, "all_reduce", 8, (0, 1)), Wait(0)],
                 [Issue(1, "all_reduce", 8, (0, 1, 2))],
             ],
-            None, None, "waits for all_reduce 0 without end",
+            None, None, "deadlock: it waits for all_reduce 0",
         ),
     ],
 )  # fmt: skip

@@ -144,8 +144,8 @@ def test_ranks_with_a_link_each_are_faster_than_those_that_share_one() -> None:
 @pytest.mark.parametrize(
     ("change", "missing"),
     [
-        ("nic=100Gbit/s", "nothing is known of this cluster's nic.* expected links.nic .*--topology"),
-        ("inside=1GB/s", "nothing is known of this cluster's inside.* expected links.inside .*--topology"),
+        ("nic=100Gbit/s", "this cluster's nic is unknown.* expected links.nic .*--topology"),
+        ("inside=1GB/s", "this cluster's inside is unknown.* expected links.inside .*--topology"),
         ("nic.latency=1us", "links.nic.rate: missing"),
         ("uplink=1Tbit/s", "links.rack.nodes: missing"),
     ],
@@ -164,11 +164,11 @@ def test_a_link_that_is_unknown_where_times_were_measured_is_not_said_to_gain() 
     unknown = Topology.of({"nodes": 2})
     costs = Costs([two], cluster(), unknown)
     assert costs.of("all_reduce", MIB, (0, 1), "gloo").how == "assumed"
-    with pytest.raises(Unsupported, match="nic: its rate is not known where all_reduce by gloo was measured"):
+    with pytest.raises(Unsupported, match="nic: its rate is unknown on the cluster where all_reduce by gloo"):
         costs.on(cluster().changed(["nic=1Gbit/s"]))
     advice = advise(step_of([("w", MIB, 0.01)]), costs, what_ifs=["nic=1Gbit/s"])
     assert not any(each.change.startswith("nic") for each in advice.what_ifs)
-    assert any(text.startswith("nic=1Gbit/s: nic: its rate is not known") for text in advice.skipped)
+    assert any(text.startswith("nic=1Gbit/s: nic: its rate is unknown") for text in advice.skipped)
     # Of a cluster that nobody describes, the links are those that were measured.
     there = Costs([two], unknown, cluster()).of("all_reduce", MIB, (0, 1), "gloo")
     assert there.seconds == pytest.approx(2 * LATENCY + MIB / RATE)

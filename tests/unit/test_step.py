@@ -130,7 +130,7 @@ def test_first_steps_that_compile_and_rare_sequences_are_left_out() -> None:
 def test_times_of_few_equal_steps_are_noted() -> None:
     steps = [one(1.0, "w"), one(1.0, "v", "w"), one(1.0, "u", "w"), one(1.2, "w")]
     notes = Step.merged({0: steps}, nodes=1, model="m").notes
-    assert notes == ("only 2 of 4 steps have the same events; times are no medians of many",)
+    assert notes == ("only 2 of 4 steps have the same events; times are medians of few samples",)
     assert Step.merged({0: [*steps, one(1.0, "w")]}, nodes=1, model="m").notes == ()
 
 

@@ -416,7 +416,7 @@ def test_rules_that_agree_are_one_with_the_measurements_of_both() -> None:
 def test_merge_does_not_void_strictness() -> None:
     strict = table("kind: reduce, bytes: 0.., backend: mpi", head="fingerprint: {mpi: a}\nstrict: true\n")
     plain = table("kind: gather, bytes: 0.., backend: mpi")
-    with pytest.raises(ConfigError, match="strict, but the tables state no fact in common"):
+    with pytest.raises(ConfigError, match="strict, but the tables have no fact in common"):
         merge([strict, plain])
 
 

@@ -395,7 +395,7 @@ def test_a_cut_archive_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "rank0.json.gz"
     whole = gzip.compress(json.dumps({"traceEvents": host_traces(1, 0.0, 1)[0]}).encode())
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ConfigError, match=r"rank0\.json\.gz: byte \d+: cannot read on: "):
+    with pytest.raises(ConfigError, match=r"rank0\.json\.gz: byte \d+: cannot read further: "):
         load_step(path)
 
 

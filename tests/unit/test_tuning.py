@@ -931,7 +931,7 @@ def test_tune_writes_a_table_and_resumes(tmp_path: Path) -> None:
     assert candidate["expected_us"] > 0
     again = mcr_plus_process(*[word for word in words if word != "--json"])
     assert again.returncode == 0, again.stderr
-    assert "what wins where" in again.stdout
+    assert "fastest libraries" in again.stdout
     assert "< 128 B" in again.stdout
     assert re.search(
         rf"^{re.escape(str(table))}: {len(load_table(table).rules)} rules, \d+ of them for the built-in "

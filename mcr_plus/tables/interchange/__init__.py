@@ -3,8 +3,8 @@
     text, lost = export("openmpi", load_table("table.yaml"))
     table, lost = import_("nccl-csv", Path("nccl_tuner.conf").read_text(), "nccl_tuner.conf")
 
-Nothing is dropped silently: `lost` has one line, with its place, for everything that the other side cannot
-express. An unknown name in a foreign file is a `ConfigError` that begins with `file:line:`.
+`lost` has one line, with its place, for each part that the other format cannot express, so no part is dropped
+silently. An unknown name in a foreign file is a `ConfigError` that begins with `file:line:`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FORMATS: Final[dict[str, Format]] = {
 
 
 def export(format: str, table: Table, *, backend: str | None = None) -> Exported:
-    """Write a table in another library's format: the rules of `backend`, the library's own by default.
+    """Write the rules of `backend` in another library's format; by default, of that library's backend.
 
     Raises `InvalidArgument` for an unknown format or backend.
     """
@@ -33,7 +33,7 @@ def export(format: str, table: Table, *, backend: str | None = None) -> Exported
 
 
 def is_empty(text: str) -> bool:
-    """Whether an exported text has no choice: nothing but comments, a version, and a count of 0."""
+    """Return whether an exported text has no choice: only comments, a version, and a count of 0."""
     contents = {line.partition("#")[0].strip() for line in text.splitlines()}
     return contents <= {"", "0", "rule-file-version-2"}
 
@@ -41,10 +41,10 @@ def is_empty(text: str) -> bool:
 def import_(format: str, text: str, name: str = "<text>", *, backend: str | None = None) -> Imported:
     """Read another library's format into a table whose choices are `backend` and its algorithms.
 
-    `name` stands for the file in places and errors.
+    `name` is used for the file in places and errors.
 
     Raises:
-        ConfigError: the text has a mistake.
+        ConfigError: the text is invalid.
         InvalidArgument: unknown format or backend.
     """
     source = _format(format)

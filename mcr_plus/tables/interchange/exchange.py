@@ -1,4 +1,4 @@
-"""Common parts of the formats: results, selection of the rules to export, and `VARIABLE=value` text."""
+"""Parts shared by the formats: results, selection of the rules to export, and `VARIABLE=value` text."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _MOST_NUMBERS = 64  # rows written for one rule that applies to several numbers 
 
 
 class Exported(NamedTuple):
-    """Text in another library's format, and a line with place for each part of the table that it lacks."""
+    """Text in another library's format, and a line with place for each omitted part of the table."""
 
     text: str
     lost: tuple[str, ...]
 
 
 class Imported(NamedTuple):
-    """A table, and a line with place for each part of the text that it lacks."""
+    """A table, and a line with place for each omitted part of the text."""
 
     table: Table
     lost: tuple[str, ...]
@@ -44,9 +44,9 @@ class Imported(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """One format: its name, the backend whose rules it holds unless another is named, and its functions.
+    """One format: its name, the default backend of its rules, and its functions.
 
-    `export(table, backend)` and `import_(text, name, backend)`; `name` stands for the file in errors.
+    `export(table, backend)` and `import_(text, name, backend)`; `name` is used for the file in errors.
     """
 
     name: str
@@ -57,9 +57,9 @@ class Format:
 
 @dataclass(frozen=True)
 class Collective:
-    """A library's name of a kind, and its way of counting bytes.
+    """A library's name of a kind, and its convention of counting bytes.
 
-    `sized` False: the library selects an algorithm as if for 0 bytes, so one choice applies to all sizes.
+    `sized` False: the library selects an algorithm as for 0 bytes, so one choice applies to all sizes.
     """
 
     name: str
@@ -73,7 +73,7 @@ def mistake(name: str, line: int, what: str) -> ConfigError:
 
 
 def algorithm_of(choice: str | None) -> str:
-    """Return the algorithm of `name:algorithm`; empty if the library may choose."""
+    """Return the algorithm of `name:algorithm`; empty if the library chooses."""
     return (choice or "").partition(":")[2]
 
 
@@ -112,28 +112,28 @@ class Exporter:
             self._take(rule)
 
     def rules(self, kind: str) -> list[TableRule]:
-        """The rules for a kind with the keys that the format can express; the first that matches wins."""
+        """Return the rules for a kind with the keys that the format can express; the first match wins."""
         return self._exact[kind] + self._widened[kind]
 
     def has_rule_for(self, kind: str) -> bool:
-        """Whether a rule has this very kind."""
+        """Return whether a rule has exactly this kind."""
         return any(rule.key.kind == kind for rule in self.rules(kind))
 
     def states_default(self, kind: str, rule: TableRule | None) -> bool:
-        """Whether a rule leaves this very kind to the library and an import of the text would not add it."""
+        """Return whether a rule leaves exactly this kind to the library and an import would not add it."""
         if rule is None or rule.key.kind != kind or algorithm_of(rule.backend):
             return False
         base = kind.removesuffix("_v")
         return base == kind or not any(algorithm_of(other.backend) for other in self._exact.get(base, ()))
 
     def pieces(self, kind: str, ranks: Range | None = None, device: str | None = None) -> list[Piece]:
-        """The rule for every size of a kind, in the library's bytes."""
+        """Return the rule for every size of a kind, in the library's basis of bytes."""
         collective = self._collectives[kind]
         area = TableKey(kind, ranks=ranks, device=device, basis=collective.basis)
         return self.pieces_of(kind, area)
 
     def pieces_of(self, kind: str, area: TableKey) -> list[Piece]:
-        """The same for any area of a kind."""
+        """Return the rule for every size of an area of a kind."""
         pieces = cover(self.rules(kind), area)
         if not self._collectives[kind].sized:
             pieces = [Piece(ALL_SIZES, self._only(kind, pieces))]
@@ -141,7 +141,7 @@ class Exporter:
         return by_choice(pieces)
 
     def report(self, rule: TableRule, what: str) -> None:
-        """Report something that is lost of a rule, once."""
+        """Report an omitted part of a rule, once."""
         source = self._origin.get(id(rule), (rule, ""))[0]
         line = (self._index[id(source)], f"{_where(source)}: {what}")
         if line not in self._lost:
@@ -180,7 +180,7 @@ class Exporter:
                 self._take_for(rule, kind)
 
     def _is_reached(self, rule: TableRule, kind: str) -> bool:
-        """Whether a look-up of a kind may reach this rule: without a size, only if the rule has no end."""
+        """Return whether a look-up of a kind may reach this rule; one without a size needs an open end."""
         if rule.key.kind == kind or kind not in VECTOR:
             return True
         return rule.hi is None and kind not in self._kinds_in_table
@@ -190,7 +190,7 @@ class Exporter:
         if kind in VECTOR and rule.key.kind != kind:
             if rule.hi is not None:
                 return
-            taken = replace(rule, lo=0)  # a look-up without a size finds the rule without an end
+            taken = replace(rule, lo=0)  # a look-up without a size matches the rule without an end
         counted = _counted(taken, kind, self._collectives[kind].basis)
         if counted is None:
             basis = "per rank" if rule.key.basis == "total" else "in total"
@@ -210,7 +210,7 @@ class Exporter:
             (self._widened if text else self._exact)[kind].append(reduced)
 
     def _reduced(self, key: TableKey) -> Iterator[tuple[TableKey, dict[str, object]]]:
-        """Keys that the format can express, each with the ranges of ranks and nodes that it cannot."""
+        """Yield keys that the format can express, each with the inexpressible ranges of ranks and nodes."""
         omitted: dict[str, object] = {}
         ranges: dict[str, list[Range | None]] = {}
         for name, value in (("ranks", key.ranks), ("nodes", key.nodes)):
@@ -223,12 +223,12 @@ class Exporter:
             yield TableKey(key.kind, ranks=ranks, nodes=nodes, device=device, basis=key.basis), omitted
 
     def _only(self, kind: str, pieces: Sequence[Piece]) -> TableRule | None:
-        """The one rule for all sizes of a kind that the library looks up without a size."""
+        """Return the single rule for all sizes of a kind that the library looks up without a size."""
         different = by_choice(pieces)
         if len(different) == 1:
             return pieces[0].rule
         if kind in VECTOR:
-            applied, other = pieces[-1].rule, pieces[:-1]  # no size here either: the rule without an end
+            applied, other = pieces[-1].rule, pieces[:-1]  # also without a size here: the rule without an end
             other = [piece for piece in other if piece.rule is not None and piece.rule.key.kind == kind]
         elif kind == "barrier":
             applied, other = pieces[0].rule, pieces[1:]
@@ -244,7 +244,7 @@ class Exporter:
 
 
 def rank_cells(rules: Iterable[TableRule]) -> list[Range | None]:
-    """Ranges of ranks with the same rules, in order; `[None]` if no rule has ranks."""
+    """Return the ranges of ranks with the same rules, in order; `[None]` if no rule has ranks."""
     ranges = [rule.key.ranks for rule in rules if rule.key.ranks is not None]
     ends = (end for ranks in ranges for end in (ranks.lo, ranks.hi))
     bounds = sorted({end for end in ends if end is not None and end > 1})
@@ -254,7 +254,7 @@ def rank_cells(rules: Iterable[TableRule]) -> list[Range | None]:
 
 
 def facts_without_place(table: Table) -> Iterator[str]:
-    """Report lines for parts of a table that no format can hold and no choice depends on."""
+    """Yield report lines for parts of a table that no format supports and no choice depends on."""
     if table.fingerprint:
         yield f"{table.name}: the fingerprint ({', '.join(table.fingerprint)})"
     if table.strict:
@@ -280,20 +280,20 @@ def _covers(key: TableKey, kind: str) -> bool:
 
 
 def _from_one(numbers: Range) -> Range | None:
-    """The range, beginning at 0 if it begins at 1, because no job has 0 ranks; None if it has all numbers."""
+    """Return the range, from 0 instead of 1, because no job has 0 ranks; None if it contains all numbers."""
     lo = 0 if numbers.lo <= 1 else numbers.lo
     return None if (lo, numbers.hi) == (0, None) else Range(lo, numbers.hi)
 
 
 def _numbers(numbers: Range) -> Iterator[Range]:
-    """Every number of a range as a range of its own; empty if there are too many."""
+    """Yield a range for every number of a range; nothing if there are too many."""
     if numbers.hi is not None and numbers.hi - numbers.lo <= _MOST_NUMBERS:
         for number in range(max(numbers.lo, 1), numbers.hi):
             yield Range(number, number + 1)
 
 
 def _counted(rule: TableRule, kind: str, basis: Basis) -> TableRule | None:
-    """The rule in bytes of another basis; None if that depends on an open number of ranks."""
+    """Return the rule in bytes of another basis; None if these depend on an open number of ranks."""
     key = replace(rule.key, basis=basis)
     if rule.key.basis == basis or rule.sizes == ALL_SIZES or not counts_all_ranks(kind):
         return replace(rule, key=key)
@@ -312,7 +312,7 @@ def _counted(rule: TableRule, kind: str, basis: Basis) -> TableRule | None:
 
 
 def imported(rules: Sequence[TableRule], lost: list[str], backend: str, name: str) -> Imported:
-    """Make a table of rules that are sorted by precedence and may overlap and leave gaps.
+    """Make a table of rules that are sorted by precedence, and may overlap and leave gaps.
 
     Sizes and vector forms that the text leaves to the library go to `backend`, without an algorithm.
     """
@@ -329,12 +329,12 @@ def imported(rules: Sequence[TableRule], lost: list[str], backend: str, name: st
 
 
 def _position(kind: str, order: Sequence[str]) -> tuple[bool, int]:
-    """Sort key of kinds: their order in the text, with `*` last."""
+    """Return the sort key of a kind: its order in the text, with `*` last."""
     return kind == "*", order.index(kind.removesuffix("_v"))
 
 
 def _vector_forms(rules: Sequence[TableRule], backend: str) -> Iterator[TableRule]:
-    """Rules to put first for vector forms, which a kind's rules cover in tables but not in the library."""
+    """Yield rules to put first for vector forms, which a kind covers in tables but not in the library."""
     for kind, place in {rule.key.kind: rule.place for rule in reversed(rules)}.items():
         vector = f"{kind}_v"
         if vector in VECTOR:
@@ -358,7 +358,7 @@ _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)\s*=\s*(.*)", re.ASCII)
 
 
 def assignments(text: str) -> Iterator[Assignment]:
-    """Read lines of an environment: `export` and quotes may be there; `#` begins a comment line."""
+    """Yield the lines of an environment; `export` and quotes are optional, and `#` begins a comment line."""
     for number, raw in enumerate(text.splitlines(), 1):
         line = raw.strip()
         if not line or line.startswith("#"):

@@ -1,16 +1,16 @@
-"""The CSV of NCCL's example tuner plugin (since NCCL 2.27.5), read by way of NCCL_TUNER_CONFIG_FILE.
+"""The CSV of NCCL's example tuner plugin (since NCCL 2.27.5), read from NCCL_TUNER_CONFIG_FILE.
 
     allreduce,0,65535,ring,ll,2,1,8
     allreduce,65536,18446744073709551615,ring,simple,8,-1,-1
 
 A line has collective, smallest and largest size (both included), algorithm, protocol, channels, nodes and
-ranks, and optionally numPipeOps and regBuff; -1 stands for any, and for the default number of channels. The
-first line that matches wins. Sizes count as in tables: the larger of a rank's input and output.
+ranks, and optionally numPipeOps and regBuff; -1 means any, and the default number of channels. The first
+matching line wins. Sizes count as in tables: the larger of a rank's input and output.
 
-Choices are `nccl:algorithm/protocol/channels`, as `nccl:ring/simple/8`; `nccl:ring/simple` keeps the default
-number of channels. The plugin's own parser reads an unknown name as allreduce, ring or simple, and skips
-lines with too few fields; both are errors here. The plugin runs operations that no line matches on one
-channel.
+Choices are `nccl:algorithm/protocol/channels`, such as `nccl:ring/simple/8`; `nccl:ring/simple` keeps the
+default number of channels. The plugin's own parser reads an unknown name as allreduce, ring or simple, and
+skips lines with too few fields; both are errors here. The plugin runs operations without a matching line on
+one channel.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def export(table: Table, backend: str) -> Exported:
 
 
 def _lines(out: Exporter, kind: str, area: TableKey, wider: TableKey | None) -> Iterator[str]:
-    """The lines of one number of nodes and ranks, without those that lines of `wider` make redundant."""
+    """Yield the lines of one number of nodes and ranks, except those made redundant by lines of `wider`."""
     later = [] if wider is None else out.pieces_of(kind, wider)
     for sizes, rule in out.pieces_of(kind, area):
         if rule is None or any(_implies(piece, sizes, rule) for piece in later):
@@ -96,7 +96,7 @@ def _implies(piece: Piece, sizes: Range, rule: TableRule) -> bool:
 
 
 def _parse(algorithm: str) -> tuple[str, str, int] | None:
-    """Algorithm, protocol and channels of `ring/simple/8`; None if NCCL has no such algorithm."""
+    """Return algorithm, protocol and channels of `ring/simple/8`; None if NCCL has no such algorithm."""
     name, protocol, *rest = [*algorithm.split("/"), ""]
     channels = rest[0] if len(rest) == 2 else "-1"
     known = name in ALGORITHMS and protocol in PROTOCOLS and len(rest) <= 2
@@ -150,7 +150,7 @@ def _integer(row: dict[str, str], field: str, least: int, name: str, number: int
 
 
 def _any(row: dict[str, str], field: str, least: int, name: str, number: int) -> int:
-    """The number of a field that may be -1, or missing, for any."""
+    """Return the number of a field; -1, or a missing field, means any."""
     return -1 if row.get(field, "-1") == "-1" else _integer(row, field, least, name, number)
 
 

@@ -7,7 +7,7 @@ A range is in bytes and includes both ends; a later entry overrides an earlier o
 range applies to all sizes. Sizes without an entry keep oneCCL's own choice, as with a plain `mpi` rule.
 Choices are `mpi:algorithm` (or those of another backend that uses oneCCL). The format has no ranks, hosts or
 dtypes. Bytes of allgather, allgatherv, reduce_scatter and alltoall are those of one rank; barrier and
-alltoallv are looked up as if of 0 bytes. oneCCL itself reads `8K` as 8; sizes with a unit are errors here.
+alltoallv are looked up with 0 bytes. oneCCL itself reads `8K` as 8; sizes with a unit are errors here.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def import_(text: str, name: str, backend: str) -> Imported:
 
 
 def _collective(assignment: Assignment, name: str) -> str | None:
-    """The collective of a variable; None if the variable is for communication between hosts only."""
+    """Return the collective of a variable; None if the variable applies only to traffic between hosts."""
     known = [f"CCL_{collective}" for collective in _KINDS]
     if assignment.variable.removesuffix(_SCALEOUT) not in known:
         what = unknown("variable", assignment.variable or assignment.value, known)
@@ -128,7 +128,7 @@ def _collective(assignment: Assignment, name: str) -> str | None:
 def _rules(
     assignment: Assignment, collective: Collective, kind: str, name: str, backend: str, lost: list[str]
 ) -> list[TableRule]:
-    """The rules of one variable, the last entry first, because it overrides those before it."""
+    """Return the rules of one variable, the last entry first, because it overrides earlier ones."""
     place = f"{name}:{assignment.line}"
     rules = []
     for entry in assignment.value.split(";"):
@@ -148,7 +148,7 @@ def _rules(
 
 
 def _same_basis(rules: list[TableRule]) -> list[TableRule]:
-    """The rules with the key of those that have bounds, so that together they tile all sizes."""
+    """Return the rules with the key of the bounded ones, so that together they tile all sizes."""
     key = next((rule.key for rule in rules if rule.key.basis == "per_rank"), None)
     return [TableRule(r.backend, r.lo, r.hi, key or r.key, place=r.place) for r in rules]
 

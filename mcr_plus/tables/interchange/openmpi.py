@@ -1,4 +1,4 @@
-"""Rules of Open MPI's `coll_tuned`, in the text format of Open MPI 4 and 5 (and of 6, beside its JSON).
+"""Rules of Open MPI's `coll_tuned`, in the text format of Open MPI 4 and 5 (6 also reads JSON).
 
     mpirun --mca coll_tuned_use_dynamic_rules 1 --mca coll_tuned_dynamic_rules_filename FILE
 
@@ -10,18 +10,18 @@
     0 3 0 0          # bytes, algorithm, fan in and out, segment size
     65536 4 0 0
 
-A row applies from its bytes up to the next row's, a communicator size up to the next one's, and the first one
-to smaller communicators too. Numbers of algorithms are those of Open MPI 5.0 (`ompi_info --param coll tuned
---level 9`); 0 leaves the choice to Open MPI. A file with `rule-file-version-2` as its first line may have a
-fifth number in a row, the maximum number of requests.
+A row applies from its bytes up to the next row's, and a communicator size up to the next one's; the first one
+also applies to smaller communicators. Numbers of algorithms are those of Open MPI 5.0 (`ompi_info --param
+coll tuned --level 9`); 0 leaves the choice to Open MPI. A file with `rule-file-version-2` as its first line
+may have a fifth number in a row, the maximum number of requests.
 
 Choices are `mpi:algorithm`, followed by the numbers that are not 0:
 `mpi:binary_tree/fanout=2/segment=64KiB/requests=4`.
 
-Only blocking collectives of MPI use these rules. Barriers and alltoallv are looked up as if of 0 bytes, and
-scatter must be: only its root has the size, and ranks with different choices hang. Allgatherv counts one
-rank's average share, all others count bytes as tables do. Open MPI's own parser skips everything that is not
-a number, and silently drops a file with an error; both are errors here.
+Only blocking collectives of MPI use these rules. Barriers and alltoallv are looked up with 0 bytes. Scatter
+needs one choice for all sizes: only its root has the size, and ranks with different choices hang. Allgatherv
+counts one rank's average share; all others count bytes as tables do. Open MPI's own parser skips all text
+except numbers, and silently drops an invalid file; both are errors here.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ _NAMES: Final = {number: name for name, number in NUMBERS.items()}
 
 
 class Setting(NamedTuple):
-    """The setting in a row; algorithm 0 leaves the choice to Open MPI."""
+    """The settings in a row; algorithm 0 leaves the choice to Open MPI."""
 
     algorithm: int = 0
     fanout: int = 0
@@ -173,7 +173,7 @@ def setting(collective: str, text: str) -> Setting:
 
 
 def _is_needed(out: Exporter, kind: str, blocks: Mapping[str, list[Block]]) -> bool:
-    """Whether a collective must be written; with only Open MPI's own choices, if a rule has its kind."""
+    """Return whether a collective must be written: it has an algorithm, or a rule has its kind."""
     if any(setting != Setting() for _, rows in blocks[kind] for _, setting in rows):
         return True
     base = kind.removesuffix("_v")
@@ -220,7 +220,7 @@ class _Numbers:
         return self._tokens[self._next - 1].line if self._next else 1
 
     def more(self, *, here: bool = False) -> bool:
-        """Whether there is another number; `here`: in the same line."""
+        """Return whether another number follows; `here`: in the same line."""
         if self._next == len(self._tokens):
             return False
         return not here or self._tokens[self._next].line == self.line
@@ -246,7 +246,7 @@ def _c_integer(text: str) -> int | None:
 
 
 def import_(text: str, name: str, backend: str) -> Imported:
-    """Read a rules file into a table; raises `ConfigError` for everything Open MPI would skip or drop."""
+    """Read a rules file into a table; raises `ConfigError` for text that Open MPI would skip or drop."""
     numbers = _Numbers(text, name)
     if numbers.version not in (1, 2):
         raise mistake(name, 1, f"unknown version {numbers.version}; known: 1, 2")
@@ -288,7 +288,7 @@ def _collective(
 
 
 def _rows(collective: str, numbers: _Numbers, name: str) -> list[tuple[int, int, Setting]]:
-    """Line, first size and setting of every row."""
+    """Return line, first size and setting of every row."""
     rows: list[tuple[int, int, Setting]] = []
     known = ALGORITHMS.get(collective)
     for _ in range(numbers.read("how many message sizes")):

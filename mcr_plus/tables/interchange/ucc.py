@@ -5,15 +5,15 @@
 
 Tokens are separated by `#`; their fields are recognised by their form, in any order: collectives, memory
 types, `lo-hi` sizes (half-open; K, M, G and T are binary), `[lo-hi]` numbers of ranks (both included), a
-score and an `@algorithm`. A missing field matches everything. A string without a variable is
-UCC_TL_UCP_TUNE's. Between components the highest score wins; a component's own ranges must not overlap, in
-UCC as well.
+score and an `@algorithm`. A missing field matches everything. A string without a variable is read as
+UCC_TL_UCP_TUNE. Between components the highest score wins; ranges of one component must not overlap, as in
+UCC.
 
 Choices are `mpi:component/algorithm/score` (or those of another backend that uses UCC), with `*` for an
-algorithm that is not named: `mpi:ucp/knomial`, `mpi:nccl/*/inf`. Numbers of algorithms, which change between
-releases, stay numbers. Bytes of reduce_scatter are those of one rank; barriers, alltoallv, gatherv and
-scatterv are looked up as if of 0 bytes. At a size that is the end of one range and the beginning of another,
-UCC uses the one with the higher score, and tables the second.
+unnamed algorithm: `mpi:ucp/knomial`, `mpi:nccl/*/inf`. Numbers of algorithms, which change between releases,
+stay numbers. Bytes of reduce_scatter are those of one rank; barriers, alltoallv, gatherv and scatterv are
+looked up with 0 bytes. At a size that is the end of one range and the beginning of another, UCC uses the one
+with the higher score, and tables the second.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ COLLECTIVES: Final = {
 
 @dataclass(frozen=True)
 class Component:
-    """A transport (TL) or collective (CL) layer: its default score, its algorithms by collective."""
+    """A transport (TL) or collective (CL) layer, with its default score and its algorithms by collective."""
 
     layer: str
     score: int
@@ -102,7 +102,7 @@ COMPONENTS: Final = {
         },
     ),
 }
-"""Components of UCC 1.1 to 1.5, with every algorithm that has a name in one of these releases."""
+"""Components of UCC 1.1 to 1.5, with all named algorithms of these releases."""
 
 _KINDS: Final = {collective.name: kind for kind, collective in COLLECTIVES.items()}
 _NO_KIND: Final = ("fanin", "fanout")
@@ -130,7 +130,7 @@ class _Selection(NamedTuple):
 
 class _Token(NamedTuple):
     sizes: Range
-    ranks: tuple[Range, ...]  # none: all
+    ranks: tuple[Range, ...]  # empty: all
     selection: _Selection
 
 
@@ -229,7 +229,7 @@ def _is_number(text: str) -> bool:
 
 
 def _texts(token: _Token, where: Mapping[str, list[str]]) -> Iterator[str]:
-    """The token, once for every combination of devices, with the collectives that have it."""
+    """Yield the token once for every combination of devices, with the collectives that have it."""
     for memory in dict.fromkeys(tuple(sorted(set(devices))) for devices in where.values()):
         collectives = [name for name, devices in where.items() if tuple(sorted(set(devices))) == memory]
         names = {device: name for name, device in _MEMORY.items()}
@@ -260,7 +260,7 @@ def _ranks_text(ranks: Range) -> str:
 
 @dataclass
 class _Fields:
-    """The fields of a token, filled in as they are recognised."""
+    """The fields of a token, set as they are recognised."""
 
     collectives: list[str] | None = None
     memory: list[str] | None = None
@@ -279,7 +279,7 @@ class _Entry(NamedTuple):
 
 
 def import_(text: str, name: str, backend: str) -> Imported:
-    """Read TUNE strings into a table; raises `ConfigError` for everything UCC would refuse or skip."""
+    """Read TUNE strings into a table; raises `ConfigError` for text that UCC would refuse or skip."""
     entries: list[_Entry] = []
     lost: list[str] = []
     seen: dict[str, int] = {}
@@ -313,7 +313,7 @@ def _component(assignment: Assignment, name: str) -> str:
 def _entries(
     token: str, component: str, name: str, line: int, backend: str, lost: list[str]
 ) -> Iterator[_Entry]:
-    """The rules of one token."""
+    """Yield the rules of one token."""
     fields = _read(token, name, line)
     place = f"{name}:{line}"
     if fields.score is None and fields.algorithm is None:
@@ -390,7 +390,7 @@ def _read(token: str, name: str, line: int) -> _Fields:
 
 
 def _recognise(text: str, fields: _Fields) -> None:
-    """Set the field that a text has the form of; raises `ValueError` if there is none or it is set."""
+    """Set the field with the form of a text; raises `ValueError` if no field has it, or it is already set."""
     items = text.split(",")
     memory = (*_MEMORY, *_OTHER_MEMORY)
     if fields.collectives is None and all(item in _KINDS or item in _NO_KIND for item in items):
@@ -439,7 +439,7 @@ def _rank_range(text: str) -> Range:
 
 
 def _check_overlaps(entries: list[_Entry], lost: list[str]) -> None:
-    """Raise for overlaps that UCC refuses or cannot order, and report those it would use as fallbacks."""
+    """Raise `ConfigError` for overlaps that UCC refuses or cannot order, and report fallbacks of UCC."""
     for index, one in enumerate(entries):
         for other in entries[:index]:
             if not _collide(one.rule, other.rule):
@@ -457,7 +457,7 @@ def _check_overlaps(entries: list[_Entry], lost: list[str]) -> None:
 
 
 def _collide(one: TableRule, other: TableRule) -> bool:
-    """Whether two rules cover the same operations; in UCC a kind does not cover its vector form."""
+    """Return whether two rules overlap; in UCC a kind does not cover its vector form."""
     if _ANY not in (one.key.kind, other.key.kind) and one.key.kind != other.key.kind:
         return False
     return overlap(one.key, other.key) and intersection(one.sizes, other.sizes) is not None

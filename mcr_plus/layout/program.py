@@ -308,8 +308,9 @@ class Costs(NamedTuple):
         that enter one, over the link that its ranks share.
         """
         near = self.message * loads[..., 2] + self.byte * np.maximum(loads[..., 0], loads[..., 1])
-        total: NDArray[np.float64] = near + self.far_message * loads[..., 5]
-        return total + self.far_byte * crossing.max(axis=-1)
+        far = self.far_message * loads[..., 5] + self.far_byte * crossing.max(axis=-1)
+        total: NDArray[np.float64] = near + far
+        return total
 
 
 def cheapest(seconds: Sequence[float], crossing: Sequence[int]) -> int:

@@ -40,9 +40,8 @@ def use(paths: Iterable[Path]) -> None:
     """
     algorithms: dict[str, Algorithm] = {}
     for path in paths:
-        # Here, for jobs without files need neither, and they take 60 ms to load.
-        from mcr_plus.msccl.reader import read_algorithm
-        from mcr_plus.msccl.verifier import verify_all
+        from mcr_plus.msccl.reader import read_algorithm  # other jobs read no files
+        from mcr_plus.msccl.verifier import verify_all  # 60 ms, which jobs without algorithms do without
 
         read, name = read_algorithm(path), path.stem
         # Queues cost memory, so there are as many as are used, not as many as the file claims.
@@ -184,6 +183,8 @@ def algorithm_of(signature: Signature) -> Algorithm:
 
 @cache
 def _made(name: str, ranks: int, root: int | None) -> Algorithm:
+    from mcr_plus.msccl.verifier import verify_all
+
     options = {} if root is None else {"root": root}
     algorithm = GENERATORS[name].make(ranks, **options)
     verify_all(algorithm)

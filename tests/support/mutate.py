@@ -109,7 +109,7 @@ MUTATIONS = (
     Mutation("waits of the step before", "plan/capture.py", "known = number if is_known else -1", "known = number", "test_capture"),
     Mutation("tables of a plan", "plan/saved.py", "if None not in (tables, self.tables) and tables != self.tables:", "if None not in (tables, self.tables) and len(tables) != len(self.tables):", "test_plan test_given_plan"),
     # layout
-    Mutation("holder on the own node", "layout/messages.py", "if self.nodes is not None:  # prefer", "if False:  # prefer", "test_layouts test_cli_layout test_dtensor_volume"),
+    Mutation("holder on the own node", "layout/messages.py", "if len(near):", "if False:", "test_layouts test_cli_layout test_dtensor_volume"),
     Mutation("slices between nodes", "layout/program.py", "few = have.counts[region] if nodes is None else np.ones(len(region), np.int64)", "few = have.counts[region]", "test_layouts test_cli_layout"),
     Mutation("bits of replicas", "layout/native.py", "return source.addend_count == 2 and (", "return source.addend_count >= 2 and (", "test_layout_collectives test_redistribute"),
     Mutation("order of the sums of copies", "layout/halo.py", "if apart and len(others) == len(found) - 1:", "if len(others) == len(found) - 1:", "test_halo test_spatial test_layout_autograd"),

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from mcr_plus.compression.codec import Codec
 from mcr_plus.compression.options import CompressOptions, codec_of
+from mcr_plus.compression.schemes import ENCODED
 from mcr_plus.config.options import stage_options
 from mcr_plus.config.schema import Config, Rule
 from mcr_plus.core.kinds import REDUCING, VECTOR, dtype_name
@@ -54,6 +55,8 @@ def resolve_options(config: Config, signature: Signature) -> CompressOptions | N
 def refusal(codec: Codec, options: CompressOptions, signature: Signature) -> str | None:
     """The reason why an operation cannot be compressed; None if it can."""
     traits, kind = codec.traits, signature.kind
+    if kind not in ENCODED:
+        return f"{kind} has no compressed form"
     if signature.dtype not in traits.dtypes:
         return f"codec {codec.name} takes {', '.join(map(dtype_name, traits.dtypes))}"
     if traits.kinds is not None and kind not in traits.kinds:

@@ -390,6 +390,10 @@ class GatherReduce(Scheme):
         return self.handle(sent.works, rest)
 
 
+ENCODED: Final = frozenset({*MOVED, "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v"})
+"""Kinds with a scheme. A kind without one is not compressed, whatever its row in `core.kinds` says."""
+
+
 def scheme_of(codec: Codec, signature: Signature) -> type[Scheme]:
     """The scheme for an operation that the codec does not refuse."""
     traits = codec.traits

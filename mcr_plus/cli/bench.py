@@ -58,7 +58,7 @@ def bench(
         low,
         high,
         dtypes,
-        selected or _configured(config),
+        selected or pipeline.backends,
         measuring.number(budget, parse_duration, "--budget"),
         progress=not as_json,
         bind=bind,
@@ -84,14 +84,6 @@ def bench(
     }
     for candidate, kind, problem in sorted(problems):
         typer.echo(f"left out: {candidate} on {kind}: {problem}", err=True)
-
-
-def _configured(config: Path | None) -> tuple[str, ...] | None:
-    if config is None:
-        return None
-    from mcr_plus.config.reader import load
-
-    return load(config).backends
 
 
 def _print(rows: list[dict[str, Any]]) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypedDict
 import torch
 
 from mcr_plus.communicator.tensors import as_tensor
-from mcr_plus.core.kinds import REDUCE_OPS, Kind, ReduceOp, dtype_name
+from mcr_plus.core.kinds import MESSAGES, REDUCE_OPS, Kind, ReduceOp, dtype_name
 from mcr_plus.errors import InvalidArgument, unknown
 
 if sys.version_info >= (3, 11):
@@ -296,7 +296,7 @@ def reduce_op_name(op: Any) -> ReduceOp | None:
 
 def check_options(kind: Kind, op: object, options: Mapping[str, Any]) -> None:
     """Raise `TypeError` for unknown keywords, `InvalidArgument` for values of a wrong type."""
-    known = MessageOptions if kind in ("send", "recv") else CallOptions
+    known = MessageOptions if kind in MESSAGES else CallOptions
     if not options.keys() <= CallOptions.__annotations__.keys():
         names = ", ".join(sorted(options.keys() - CallOptions.__annotations__.keys()))
         raise TypeError(f"{kind}: unexpected keyword {names}; known: {', '.join(known.__annotations__)}")

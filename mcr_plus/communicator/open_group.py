@@ -33,11 +33,11 @@ def give_up(channels: Iterable[Channel]) -> None:
         channel.give_up()
 
 
-def release_unused(lines: Mapping[str, BackendChannel]) -> None:
+def release_unused(channels: Mapping[str, BackendChannel]) -> None:
     """Close channels that no operation has used, as far as that needs no peer."""
-    give_up(line.channel for line in lines.values())
-    for line in lines.values():
-        line.channel.release()
+    give_up(each.channel for each in channels.values())
+    for each in channels.values():
+        each.channel.release()
 
 
 @dataclass(eq=False)
@@ -111,9 +111,9 @@ class OpenGroup:
         """Close the group's channels at the end of the job; no operation may be pending."""
         self.runtime.forget()
         if not clean:
-            give_up(line.channel for line in self.runtime.channels.values())
-        for line in self.runtime.channels.values() if clean else ():
-            line.channel.close()
+            give_up(each.channel for each in self.runtime.channels.values())
+        for each in self.runtime.channels.values() if clean else ():
+            each.channel.close()
 
     def shut_alone(
         self, clean: bool, *, together: bool = False, off: Collection[str] = ()
@@ -133,16 +133,16 @@ class OpenGroup:
             state.board.mark_failed(Failure(0, "it left the group after an error"))
         self.runtime.forget()
         left = {}
-        lines = {name: line for name, line in self.runtime.channels.items() if name not in off}
-        for name, line in lines.items() if clean and idle else ():
+        channels = {name: each for name, each in self.runtime.channels.items() if name not in off}
+        for name, each in channels.items() if clean and idle else ():
             if together:
-                line.channel.close()
-            elif line.channel.closes_alone:
-                line.channel.release()
+                each.channel.close()
+            elif each.channel.closes_alone:
+                each.channel.release()
             else:
-                left[name] = line.channel
+                left[name] = each.channel
         if not (clean and idle):
-            give_up(line.channel for line in self.runtime.channels.values())
+            give_up(each.channel for each in self.runtime.channels.values())
         state.close()
         state.board.close()
         return left

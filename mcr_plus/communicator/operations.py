@@ -66,7 +66,10 @@ class Operations(ABC):
         compress: Compress = None,
         tag: str | None = None,
     ) -> Work | None:
-        """Reduce `tensor` (any shape) over all ranks, in place; all ranks get the same bits."""
+        """Reduce `tensor` (any shape) over all ranks, in place; all ranks get the same bits.
+
+        See `mcr.all_reduce`.
+        """
         # An inlined copy of `_call`, because this is the most frequent operation.
         key = run = None
         try:
@@ -85,7 +88,7 @@ class Operations(ABC):
     def broadcast(
         self, tensor: torch.Tensor, src: int, async_op: bool = False, **options: Unpack[CallOptions]
     ) -> Work | None:
-        """Copy `tensor` of rank `src` into `tensor` of every rank."""
+        """Copy `tensor` of rank `src` into `tensor` of every rank. See `mcr.broadcast`."""
         return self._call("broadcast", (tensor,), (src,), async_op, options)
 
     def reduce(
@@ -96,7 +99,10 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Reduce `tensor` over all ranks into `tensor` of rank `dst`; the other ranks keep theirs."""
+        """Reduce `tensor` over all ranks into `tensor` of rank `dst`; the other ranks keep theirs.
+
+        See `mcr.reduce`.
+        """
         return self._call("reduce", (tensor,), (dst, op), async_op, options)
 
     def all_gather_into_tensor(
@@ -106,7 +112,10 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Gather every rank's `input` of n elements into `output` of size × n elements, in rank order."""
+        """Gather every rank's `input` of n elements into `output` of size × n elements, in rank order.
+
+        See `mcr.all_gather_into_tensor`.
+        """
         return self._call("all_gather_into_tensor", (output, input), (), async_op, options)
 
     def all_gather(
@@ -116,7 +125,7 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Gather every rank's `tensor` into `tensor_list`, all of the same size."""
+        """Gather every rank's `tensor` into `tensor_list`, all of the same size. See `mcr.all_gather`."""
         return self._issue(calls.all_gather(self._group, tensor_list, tensor), async_op, options)
 
     def all_gather_v(
@@ -126,7 +135,10 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Gather tensors that differ along dim 0, as `all_gather`; `tensor_list[r]` fits rank r's tensor."""
+        """Gather tensors that differ along dim 0, as `all_gather`; `tensor_list[r]` fits rank r's tensor.
+
+        See `mcr.all_gather_v`.
+        """
         return self._issue(calls.all_gather_v(self._group, tensor_list, tensor), async_op, options)
 
     def reduce_scatter_tensor(
@@ -137,7 +149,10 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Reduce `input` of size × n elements over ranks; rank r gets part r in `output` of n elements."""
+        """Reduce `input` of size × n elements over ranks; rank r gets part r in `output` of n elements.
+
+        See `mcr.reduce_scatter_tensor`.
+        """
         return self._call("reduce_scatter_tensor", (output, input), (op,), async_op, options)
 
     def reduce_scatter(
@@ -148,7 +163,10 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Reduce `input_list[r]` over ranks into `output` of rank r, all of the same size."""
+        """Reduce `input_list[r]` over ranks into `output` of rank r, all of the same size.
+
+        See `mcr.reduce_scatter`.
+        """
         return self._issue(calls.reduce_scatter(self._group, output, input_list, op), async_op, options)
 
     def reduce_scatter_v(
@@ -159,7 +177,10 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Reduce parts that differ along dim 0, as `reduce_scatter`; `input_list[r]` fits rank r's output."""
+        """Reduce parts that differ along dim 0, as `reduce_scatter`; `input_list[r]` fits rank r's output.
+
+        See `mcr.reduce_scatter_v`.
+        """
         return self._issue(calls.reduce_scatter_v(self._group, output, input_list, op), async_op, options)
 
     def all_to_all_single(
@@ -175,6 +196,8 @@ class Operations(ABC):
 
         Parts are equal, or given by split sizes: rows along dim 0 per rank, which must sum to the size of
         dim 0. Either all ranks pass split sizes, or none.
+
+        See `mcr.all_to_all_single`.
         """
         if output_split_sizes is None and input_split_sizes is None:
             return self._call("all_to_all_single", (output, input), (), async_op, options)
@@ -188,7 +211,10 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Send `input_list[r]` to rank r and receive from it into `output_list[r]`; sizes may differ."""
+        """Send `input_list[r]` to rank r and receive from it into `output_list[r]`; sizes may differ.
+
+        See `mcr.all_to_all`.
+        """
         return self._issue(calls.all_to_all(self._group, output_list, input_list), async_op, options)
 
     def gather(
@@ -199,7 +225,10 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Gather the ranks' tensors, all of one size, into `gather_list` of rank `dst` (None elsewhere)."""
+        """Gather the ranks' tensors, all of one size, into `gather_list` of rank `dst` (None elsewhere).
+
+        See `mcr.gather`.
+        """
         return self._issue(calls.gather(self._group, tensor, gather_list, dst), async_op, options)
 
     def gather_v(
@@ -210,7 +239,7 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Gather tensors that differ along dim 0, as `gather`."""
+        """Gather tensors that differ along dim 0, as `gather`. See `mcr.gather_v`."""
         return self._issue(calls.gather_v(self._group, tensor, gather_list, dst), async_op, options)
 
     def scatter(
@@ -221,7 +250,10 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Send `scatter_list[r]` of rank `src` (None elsewhere), all of one size, into `tensor` of rank r."""
+        """Send `scatter_list[r]` of rank `src` (None elsewhere), all of one size, into `tensor` of rank r.
+
+        See `mcr.scatter`.
+        """
         return self._issue(calls.scatter(self._group, tensor, scatter_list, src), async_op, options)
 
     def scatter_v(
@@ -232,13 +264,13 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Scatter tensors that differ along dim 0, as `scatter`."""
+        """Scatter tensors that differ along dim 0, as `scatter`. See `mcr.scatter_v`."""
         return self._issue(calls.scatter_v(self._group, tensor, scatter_list, src), async_op, options)
 
     def barrier(
         self, async_op: bool = False, *, backend: str | None = None, tag: str | None = None
     ) -> Work | None:
-        """Wait until every rank has called it."""
+        """Wait until every rank has called it. See `mcr.barrier`."""
         return self._call("barrier", (), (), async_op, {"backend": backend, "tag": tag})
 
     # -- coalesced --------------------------------------------------------------------------------
@@ -253,6 +285,8 @@ class Operations(ABC):
         """Run `all_reduce` on each tensor, under one handle; small ones of a dtype are sent as one.
 
         Each tensor must be listed once.
+
+        See `mcr.all_reduce_coalesced`.
         """
         values = [as_tensor(tensor, "tensor") for tensor in calls.sequence_of(tensors, "tensors")]
         return coalesced(self, "all_reduce", values, values, async_op, options, op)
@@ -264,7 +298,10 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Run `all_gather_into_tensor` on each pair; small ones of a dtype are sent as one. One handle."""
+        """Run `all_gather_into_tensor` on each pair; small ones of a dtype are sent as one. One handle.
+
+        See `mcr.all_gather_coalesced`.
+        """
         pairs = [calls.all_gather_into_tensor(self._group, *pair) for pair in calls.pairs(outputs, inputs)]
         sources, targets = [call.inputs[0] for call in pairs], [call.outputs[0] for call in pairs]
         return coalesced(self, "all_gather", sources, targets, async_op, options)
@@ -277,7 +314,10 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Run `reduce_scatter_tensor` on each pair; small ones of a dtype are sent as one. One handle."""
+        """Run `reduce_scatter_tensor` on each pair; small ones of a dtype are sent as one. One handle.
+
+        See `mcr.reduce_scatter_coalesced`.
+        """
         pairs = [calls.reduce_scatter_tensor(self._group, *pair) for pair in calls.pairs(outputs, inputs)]
         sources, targets = [call.inputs[0] for call in pairs], [call.outputs[0] for call in pairs]
         return coalesced(self, "reduce_scatter", sources, targets, async_op, options, op)
@@ -285,7 +325,7 @@ class Operations(ABC):
     # -- point to point ---------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0, **options: Unpack[MessageOptions]) -> None:
-        """Send `tensor` to rank `dst`; returns when the program may change it."""
+        """Send `tensor` to rank `dst`; returns when the program may change it. See `mcr.send`."""
         self.isend(tensor, dst, tag, **options).wait()
 
     def recv(
@@ -295,11 +335,17 @@ class Operations(ABC):
         tag: int = 0,
         **options: Unpack[MessageOptions],
     ) -> None:
-        """Receive into `tensor` from rank `src`, or from the first rank that sends with this `tag`."""
+        """Receive into `tensor` from rank `src`, or from the first rank that sends with this `tag`.
+
+        See `mcr.recv`.
+        """
         self.irecv(tensor, src, tag, **options).wait()
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0, **options: Unpack[MessageOptions]) -> Work:
-        """Start a send. `tag` must equal the receiver's; `label` is the name in rules and logs."""
+        """Start a send. `tag` must equal the receiver's; `label` is the name in rules and logs.
+
+        See `mcr.isend`.
+        """
         return self._call("isend", (tensor,), (dst, tag), True, _labelled(options))  # type: ignore[return-value]
 
     def irecv(
@@ -309,11 +355,14 @@ class Operations(ABC):
         tag: int = 0,
         **options: Unpack[MessageOptions],
     ) -> Work:
-        """Start a receive; `Work.source_rank()` returns the sender."""
+        """Start a receive; `Work.source_rank()` returns the sender. See `mcr.irecv`."""
         return self._call("irecv", (tensor,), (src, tag), True, _labelled(options))  # type: ignore[return-value]
 
     def batch_isend_irecv(self, p2p_ops: Sequence[P2POp]) -> list[Work]:
-        """Start all sends and receives of a batch; peers may list theirs in another order."""
+        """Start all sends and receives of a batch; peers may list theirs in another order.
+
+        See `mcr.batch_isend_irecv`.
+        """
         ready = []
         for index, operation in enumerate(calls.sequence_of(p2p_ops, "p2p_ops")):
             if not isinstance(operation, P2POp):

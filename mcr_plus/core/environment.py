@@ -42,7 +42,6 @@ class LaunchEnvironment:
     `master_addr` and `master_port` are None unless the launcher gave a rendezvous; with `agent_store`
     torchrun's agent already listens there. `launcher` is the source of the numbers: under
     `mcr-plus run` that is "mcr-plus" for its elastic agent, but the MPI for its mpiexec.
-    `job_id` is equal on all ranks, None if there is none.
     """
 
     rank: int = 0
@@ -53,7 +52,6 @@ class LaunchEnvironment:
     master_addr: str | None = None
     master_port: int | None = None
     agent_store: bool = False
-    job_id: str | None = None
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,6 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
         env.get("MASTER_ADDR"),
         _integer(env, "MASTER_PORT", highest=65535),
         env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        _job_id(env, launcher),
     )
 
 
@@ -377,18 +374,3 @@ def _integer(env: Mapping[str, str], name: str, lowest: int = 0, highest: int = 
     if not re.fullmatch(r"\d{1,10}", text, re.ASCII) or not lowest <= int(text) <= highest:
         raise LaunchError(f"{name}={text!r}: expected a whole number from {lowest} to {highest}")
     return int(text)
-
-
-def _job_id(env: Mapping[str, str], launcher: Launcher) -> str | None:
-    if "MCR_JOB_ID" in env:
-        return env["MCR_JOB_ID"]
-    if launcher == "slurm":
-        return f"{env.get('SLURM_JOB_ID', '')}.{env['SLURM_STEP_ID']}"
-    if launcher in ("openmpi", "mpich"):
-        return env.get("PMIX_NAMESPACE")
-    # "none" is what torchrun calls every job that was given no name.
-    if env.get("TORCHELASTIC_RUN_ID", "none") != "none":
-        return env["TORCHELASTIC_RUN_ID"]
-    if launcher in ("torchrun", "env") and "MASTER_ADDR" in env and "MASTER_PORT" in env:
-        return f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
-    return None

@@ -198,6 +198,10 @@ REDUCIBLE: Final[Mapping[str, tuple[torch.dtype, ...]]] = {
 }
 
 
+MESSAGES: Final = ("send", "recv")
+"""Kinds of point-to-point operations."""
+
+
 def dtype_name(dtype: torch.dtype | None) -> str:
     """`float32` for `torch.float32`; `none` for operations without data."""
     return "none" if dtype is None else str(dtype).removeprefix("torch.")

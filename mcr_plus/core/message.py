@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypedDict, cast
 
 import torch
 
-from mcr_plus.core.kinds import VECTOR, Kind, ReduceOp, dtype_name
+from mcr_plus.core.kinds import MESSAGES, VECTOR, Kind, ReduceOp, dtype_name
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -99,7 +99,7 @@ class Signature(NamedTuple):
     @property
     def is_p2p(self) -> bool:
         """Whether only two ranks take part."""
-        return self.kind in ("send", "recv")
+        return self.kind in MESSAGES
 
     def describe(self) -> str:
         """One line for people and for the board: `all_reduce SUM float32[4] tag=mlp`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -30,6 +30,8 @@ class Decomposition(ABC):
 
     steps: dict[Part, Signature]
     remark = ""
+    has_rest: ClassVar[bool] = True
+    """Whether parts are equal, so that the last numel % L elements are in none and are sent flat."""
 
     def __init__(self, signature: Signature, nodes: Nodes, pool: Pool) -> None:
         assert signature.nbytes is not None
@@ -53,9 +55,11 @@ class Decomposition(ABC):
     def prepare_for_codec(self) -> None:  # noqa: B027 - most steps are the same with a codec
         """Adapt the steps to a codec between nodes; called before `bind` if the inter step has one."""
 
-    def bind(self, bind: Callable[[Part, Signature], Issue], next: Next) -> None:  # noqa: ARG002
+    def bind(self, bind: Callable[[Part, Signature], Issue], next: Next) -> None:
         """Bind the steps; `next` is the rest of the pipeline of the group itself."""
         self._issues = {part: bind(part, step) for part, step in self.steps.items()}
+        if self.has_rest:
+            self._bind_rest(next)
 
     # -- for subclasses ---------------------------------------------------------------------------
 
@@ -106,7 +110,7 @@ class Decomposition(ABC):
 
     # -- the remainder of an uneven division ------------------------------------------------------
 
-    def bind_rest(self, next: Next) -> None:
+    def _bind_rest(self, next: Next) -> None:
         """Bind the flat operation on the last numel % L elements, which do not divide into equal parts."""
         rest = self.numel % self.nodes.size
         if rest:
@@ -116,7 +120,7 @@ class Decomposition(ABC):
             self._rest = like, next(like)
 
     def start_rest(self, given: torch.Tensor, result: torch.Tensor, after: Work | None) -> list[Work]:
-        """Issue the operation of `bind_rest` in the group itself, concurrently with the steps."""
+        """Issue the flat operation on the rest in the group itself, concurrently with the steps."""
         if self._rest is None:
             return []
         signature, issue = self._rest
@@ -195,10 +199,6 @@ class HierarchicalAllReduce(Decomposition):
             self.steps["inter"] = self.steps["inter"].replace(reduce_op="AVG")
             self._before, self._after = self.nodes.size, 1
 
-    def bind(self, bind: Callable[[Part, Signature], Issue], next: Next) -> None:  # noqa: D102
-        super().bind(bind, next)
-        self.bind_rest(next)
-
     def start(self, message: Message, agreed: Work | None = None) -> Work:  # noqa: D102
         lease = self.lease()
         part = lease.tensor(self._part, self.dtype)
@@ -241,10 +241,6 @@ class HierarchicalBroadcast(Decomposition):
     def summary(self) -> str:  # noqa: D102
         return "scatter in the root's node, broadcast of each part between nodes, all_gather in the node"
 
-    def bind(self, bind: Callable[[Part, Signature], Issue], next: Next) -> None:  # noqa: D102
-        super().bind(bind, next)
-        self.bind_rest(next)
-
     def start(self, message: Message, agreed: Work | None = None) -> Work:  # noqa: D102
         lease = self.lease()
         part = lease.tensor(self._part, self.dtype)
@@ -274,6 +270,8 @@ class HierarchicalAllToAll(Decomposition):
         sent in the node          [k, j]
         received in the node      [k, j]    from rank k of node j
     """
+
+    has_rest = False
 
     def __init__(self, signature: Signature, nodes: Nodes, pool: Pool) -> None:
         super().__init__(signature, nodes, pool)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from mcr_plus.core.kinds import COLLECTIVES, collective
+from mcr_plus.core.kinds import COLLECTIVES, MESSAGES, collective
 from mcr_plus.errors import ConfigError, short
 from mcr_plus.plan.step import MOST_BYTES
 from mcr_plus.plan.trace_files import Notes, Range, Thread, Trace
@@ -198,7 +198,7 @@ class Arguments:
 
     def group(self, operation: Operation, kind: str) -> tuple[int, ...]:
         """Return the ranks of an operation; for sends and receives, sender and receiver."""
-        if kind in ("send", "recv"):
+        if kind in MESSAGES:
             return self._ends(operation, kind)
         ranks = operation.get("Process Group Ranks")
         ranks = ranks or self._groups.get(str(operation.get("Process Group Name")))
@@ -237,7 +237,7 @@ class Arguments:
     @staticmethod
     def key(operation: Operation, kind: str, group: tuple[int, ...]) -> str:
         """Return a name shared by operations that all their ranks issue in the same order."""
-        if kind in ("send", "recv"):
+        if kind in MESSAGES:
             return f"{'>'.join(map(str, group))}{kind if len(set(group)) == 1 else ''}"
         return f"{operation.get('Process Group Name') or ''} {group}"
 

@@ -83,27 +83,27 @@ class Libraries:
         backends; otherwise this raises `BackendUnavailable`, on all ranks of the group.
         """
         names = backends_for(self.backends, self._world, group)
-        lines: dict[str, BackendChannel] = {}
+        channels: dict[str, BackendChannel] = {}
         dropped = {name: reason for name, reason in self.disabled_on(group.ranks).items() if name in names}
         for name, reason in dropped.items():
             if self._config.backends is not None or len(names) == len(dropped):
                 raise BackendUnavailable(f"backend {name}: {reason}")
         with ExitStack() as undo:
-            undo.callback(release_unused, lines)
+            undo.callback(release_unused, channels)
             for name in names:
                 if name in dropped:
                     continue
                 backend = self.backends[name]
                 try:
-                    lines[name] = BackendChannel(backend, complete_channel(backend.open(group)))
+                    channels[name] = BackendChannel(backend, complete_channel(backend.open(group)))
                 except BackendUnavailable as error:  # raised on all ranks of the group alike
                     if self._config.backends is not None or len(names) == 1:
-                        if lines:
+                        if channels:
                             self._wait_for_others(group)
                         raise
                     dropped[name] = str(error)
             undo.pop_all()
-        return lines, dropped
+        return channels, dropped
 
     def _wait_for_others(self, group: Group) -> None:
         """Wait until all ranks of a group have come to the library that cannot serve it.

@@ -30,26 +30,26 @@ _log = logging.getLogger("mcr_plus")
 def open_with_parts(
     runtime: Runtime,
     group: Group,
-    lines: Mapping[str, BackendChannel],
+    channels: Mapping[str, BackendChannel],
     config: Config,
     *,
     inner: bool = False,
 ) -> OpenGroup:
-    """Open a group over its channels, `lines`, and the groups inside it; collective over its ranks."""
+    """Open a group over its channels and the groups inside it; collective over its ranks."""
     world, name, rank = runtime.world, group.name, group.rank
     one_host = len({world.hosts[rank] for rank in group.ranks}) == 1
     store = world.store_of(group) if rank >= 0 and group.size > 1 and world.store is not None else None
     with ExitStack() as undo:
-        undo.callback(release_unused, lines)
+        undo.callback(release_unused, channels)
         board = open_board(store, group, one_host, world.timeout)
-        channels = [line.channel for line in lines.values() if line.channel.takes_ballots]
-        if channels:  # one library only: the n-th ballot of each rank must be for the same operation
-            channels[0].ballots = board.ballots
+        voting = [each.channel for each in channels.values() if each.channel.takes_ballots]
+        if voting:  # one library only: the n-th ballot of each rank must be for the same operation
+            voting[0].ballots = board.ballots
         state = GroupState(group, board, _remedy(runtime, name))
         restored = runtime.restored.setdefault(name, {})
-        of_group = GroupRuntime(runtime.engine, state, lines, {}, restored=restored)
+        of_group = GroupRuntime(runtime.engine, state, channels, {}, restored=restored)
         classes = runtime.libraries.classes
-        usable = {name: classes[name] for name in lines} if rank >= 0 else dict(classes)
+        usable = {name: classes[name] for name in channels} if rank >= 0 else dict(classes)
         parts: dict[str, Pipeline] = {}
         pipeline = Pipeline(Context(config, world, group, usable, of_group, parts))
         undo.pop_all()
@@ -90,20 +90,20 @@ def _open_part(runtime: Runtime, group: Group, part: Part, inner: Group, config:
     `BackendUnavailable` on all ranks of `group` if that is one the configuration names for the step.
     """
     problem = ""
-    lines: dict[str, BackendChannel] = {}
+    channels: dict[str, BackendChannel] = {}
     dropped: dict[str, str] = {}
     try:
-        lines, dropped = runtime.libraries.open_channels(inner)
+        channels, dropped = runtime.libraries.open_channels(inner)
     except BackendUnavailable as error:
         problem = f"group '{inner.name}': {error}"
     named = {name: f"group '{inner.name}': {reason}" for name, reason in dropped.items()}
     with ExitStack() as undo:
-        undo.callback(release_unused, lines)
-        missing = _missing(runtime, group, part, config, (problem, list(lines), named))
+        undo.callback(release_unused, channels)
+        missing = _missing(runtime, group, part, config, (problem, list(channels), named))
         undo.pop_all()
     warn_of_missing(inner, missing)
-    release_unused({name: lines.pop(name) for name in missing.keys() & lines.keys()})
-    return open_with_parts(runtime, inner, lines, config.below("hierarchical"), inner=True)
+    release_unused({name: channels.pop(name) for name in missing.keys() & channels.keys()})
+    return open_with_parts(runtime, inner, channels, config.below("hierarchical"), inner=True)
 
 
 def _missing(

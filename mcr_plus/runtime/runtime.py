@@ -182,11 +182,11 @@ class Runtime:
             what, sizes = f"group '{name}'", [group.size] * group.size
             agree_before_opening(self, ranks, gather, None, what, lambda _: sizes)
         try:
-            lines, dropped = self.libraries.open_channels(group) if rank >= 0 else ({}, {})
+            channels, dropped = self.libraries.open_channels(group) if rank >= 0 else ({}, {})
             warn_of_missing(group, dropped)
             if name == "world":
                 self.libraries.dropped = frozenset(dropped)
-            return open_with_parts(self, group, lines, config).communicator(self)
+            return open_with_parts(self, group, channels, config).communicator(self)
         except McrError:
             raise
         except RuntimeError as error:  # of torch's store, or of a library that uses it
@@ -390,7 +390,7 @@ class Runtime:
         """
         for opened in reversed(self.groups):
             idle = not forget(self.engine, opened.state)
-            channels = {name: line.channel for name, line in opened.runtime.channels.items()}
+            channels = {name: each.channel for name, each in opened.runtime.channels.items()}
             for channel in channels.values() if idle else ():
                 if channel.closes_alone:
                     channel.release()

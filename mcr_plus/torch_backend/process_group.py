@@ -42,7 +42,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.c10d import ProcessGroup, Store
-from mcr_plus.core.kinds import ReduceOp
+from mcr_plus.core.kinds import MESSAGES, ReduceOp
 from mcr_plus.core.work import JointWork, Work
 from mcr_plus.errors import CommTimeout, McrError, NotInitialized, Unsupported
 from mcr_plus.runtime.process import job
@@ -532,7 +532,7 @@ class McrProcessGroup(ProcessGroup):
 
     def _call(self, operation: str, *tensors: torch.Tensor) -> AbstractContextManager[object]:
         """The lock for one call; with torch's profiler on, also a range with the shapes of the inputs."""
-        lock = self._messages_lock if operation in ("send", "recv") else self._lock
+        lock = self._messages_lock if operation in MESSAGES else self._lock
         return _Profiled(lock, operation, tensors) if _profiler_enabled() else lock
 
     def _group(self) -> Communicator:

@@ -308,7 +308,7 @@ class AutoPlan:
 def line(report: Mapping[str, Any], searched: int) -> str:
     """Return the result of a trial in one line."""
     old, new = (f"{report[key]:.0f}" for key in ("baseline_ms", "measured_ms"))
-    expected = f"predicted {report['foretold_ms']:.0f}; bound {report['bound_ms']:.0f}"
+    expected = f"foretold {report['foretold_ms']:.0f}; bound {report['bound_ms']:.0f}"
     if report["chosen"] == "by size":
         return (
             f"gradients: {report['baseline_buckets']} buckets by size are kept: {searched} buckets took "

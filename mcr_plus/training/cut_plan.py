@@ -305,7 +305,7 @@ class CutPlan(AutoPlan):
 def line(report: Mapping[str, Any]) -> str:
     """Return the result of a trial in one line."""
     tried = ", ".join(f"{_NAMES[name]} {time:.0f} ms" for name, time in report["tried_ms"].items())
-    predicted = f"; predicted {report['foretold_ms']:.0f}" if "foretold_ms" in report else ""
+    predicted = f"; foretold {report['foretold_ms']:.0f}" if "foretold_ms" in report else ""
     return (
         f"compiled model: {len(report['cuts'])} cuts and {len(report['buckets'])} buckets are kept "
         f"(step: {tried}{predicted}; a cut costs {report['cut_ms']:.1f} ms)"

@@ -27,7 +27,7 @@ import mcr_plus as mcr
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.config.reader import dump, load
 from mcr_plus.config.schema import TableRef
-from mcr_plus.core.kinds import KINDS, MAX, PLAIN, Kind, dtype_name
+from mcr_plus.core.kinds import KINDS, MAX, MESSAGES, PLAIN, Kind, dtype_name
 from mcr_plus.core.work import Work
 from mcr_plus.errors import ConfigError, InvalidArgument
 from mcr_plus.fusion.options import FuseOptions
@@ -135,7 +135,7 @@ class Replay:
         whole = tuple(range(captured))
         issued = [each for role in self._step.roles for each in role.events if isinstance(each, Issue)]
         groups = {each.group for each in issued}
-        if any(each.kind in ("send", "recv") and len(set(each.group)) != 2 for each in issued):
+        if any(each.kind in MESSAGES and len(set(each.group)) != 2 for each in issued):
             raise InvalidArgument(
                 "a message without two ends, such as a receive from any rank, cannot be replayed"
             )
@@ -213,7 +213,7 @@ class Replay:
     def _operation(self, event: Issue) -> Action:
         """Return a call that starts the same operation on zeros."""
         comm = self._groups[event.group]
-        if event.kind in ("send", "recv"):
+        if event.kind in MESSAGES:
             place = comm.ranks.index(self._comm.rank)
             peer = comm.ranks[1 - place]
             values = torch.zeros(max(1, event.nbytes), dtype=torch.uint8)

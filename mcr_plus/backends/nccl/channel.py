@@ -215,7 +215,10 @@ class NcclChannel(Channel):
     # -- native -----------------------------------------------------------------------------------
 
     def _all_reduce(self, signature: Signature, how: _Reduction) -> Start:  # noqa: ARG002 - binders share a shape
-        call, submit = self._nccl.all_reduce, self._link.submit
+        return self._reducing(self._nccl.all_reduce, how)
+
+    def _reducing(self, call: Callable[..., int], how: _Reduction) -> Start:
+        submit = self._link.submit
 
         def start(message: Message) -> Poll:
             value, out = message.inputs[0], message.outputs[0]
@@ -238,14 +241,7 @@ class NcclChannel(Channel):
         return start
 
     def _reduce_scatter(self, signature: Signature, how: _Reduction) -> Start:  # noqa: ARG002
-        call, submit = self._nccl.reduce_scatter, self._link.submit
-
-        def start(message: Message) -> Poll:
-            value, out = message.inputs[0], message.outputs[0]
-            arguments = value.data_ptr(), out.data_ptr(), out.numel() * how.width, how.datatype, how.op
-            return submit(partial(call, *arguments), value, out)
-
-        return start
+        return self._reducing(self._nccl.reduce_scatter, how)
 
     def _broadcast(self, signature: Signature) -> Start:
         call, submit, root = self._nccl.broadcast, self._link.submit, signature.root or 0

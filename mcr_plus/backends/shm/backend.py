@@ -16,7 +16,7 @@ from mcr_plus.backends.shm.p2p import PointToPoint
 from mcr_plus.backends.shm.queue import Run, WorkQueue, done_at_once
 from mcr_plus.backends.shm.reduce_kernels import ReduceKernels, kernels_for
 from mcr_plus.backends.shm.segment import Segment, Shape, open_segment
-from mcr_plus.core.kinds import IN_PLACE, KINDS, REDUCING, VECTOR, Kind, collective
+from mcr_plus.core.kinds import IN_PLACE, KINDS, MESSAGES, REDUCING, VECTOR, Kind, collective
 from mcr_plus.errors import AlgorithmError, OperationsDiffer, OrderMismatch
 from mcr_plus.kernels.compiling import preparing
 from mcr_plus.msccl import catalog
@@ -38,7 +38,6 @@ def kernel_of(kind: str) -> int | None:
 
 
 _KERNELS: Final = {kind: number for kind in KINDS if (number := kernel_of(kind)) is not None}
-_MESSAGE_KINDS: Final = ("send", "recv")
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _MOST_RANKS: Final = 128  # the memory grows with their square
 # Bytes of a slot. Ranks wait for each other at each slice; on busy cores each wait costs a time slice of
@@ -120,8 +119,8 @@ class MscclBackend(Backend):
     @classmethod
     def supports(cls, signature: Signature) -> Support:
         """All operations for which `collectives_kernels` has a kernel, and messages."""
-        if signature.kind not in _KERNELS and signature.kind not in _MESSAGE_KINDS:
-            return Support("no", f"{signature.kind}; msccl has {', '.join((*_KERNELS, *_MESSAGE_KINDS))}")
+        if signature.kind not in _KERNELS and signature.kind not in MESSAGES:
+            return Support("no", f"{signature.kind}; msccl has {', '.join((*_KERNELS, *MESSAGES))}")
         if signature.algorithm is not None:
             why = catalog.refusal(signature) or _too_large(signature)
             if why:
@@ -200,7 +199,7 @@ class _Channel(Channel):
         self._p2p = PointToPoint(segment, group, yields=self._yields)
 
     def bind(self, signature: Signature) -> Start:
-        if signature.kind in _MESSAGE_KINDS:
+        if signature.kind in MESSAGES:
             with preparing("msccl's messages"):
                 p2p_kernels.prepare()
             bind = self._p2p.bind_send if signature.kind == "send" else self._p2p.bind_receive

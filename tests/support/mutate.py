@@ -87,9 +87,9 @@ MUTATIONS = (
     Mutation("a second thread of a group", "dispatch/group_state.py", "if not self._thread.is_alive():", "if True:", "test_mismatch"),
     Mutation("order across lanes", "dispatch/engine.py", "if after is None:\n            return True", "if True:\n            return True", "test_hierarchical test_compressed test_progress"),
     # pipeline
-    Mutation("several operations in flight", "pipeline/pipeline.py", "return changed if same else changed.replace(async_op=True)", "return changed", "test_explain test_seams test_hierarchical"),
-    Mutation("bytes that a pool lends", "pipeline/buffers.py", "                self.nbytes -= size\n", "", "test_codecs test_coalesce test_fuse test_compressed"),
-    Mutation("values of an encoded operation", "pipeline/dispatch.py", "signature.encoding is not None and signature.kind in VECTOR", "False", "test_explain test_compress_stage test_mismatch"),
+    Mutation("several operations in flight", "pipeline/pipeline.py", "return changed if same else changed.replace(async_op=True)", "return changed", "test_pipeline test_seams"),
+    Mutation("bytes that a pool lends", "pipeline/buffers.py", "                self.nbytes -= size\n", "", "test_buffers test_compressed"),
+    Mutation("values of an encoded operation", "pipeline/dispatch.py", "signature.encoding is not None and signature.kind in VECTOR", "False", "test_pipeline test_mismatch"),
     # selection, tables, tuning
     Mutation("margin of a trial", "trials/trial.py", "MARGIN: Final = 0.05", "MARGIN: Final = -0.5", "test_online test_never_slower"),
     Mutation("bytes per rank", "tables/table.py", "return self.nbytes // self.ranks", "return self.nbytes * self.ranks", "test_table test_table_editing"),
@@ -102,11 +102,11 @@ MUTATIONS = (
     Mutation("layout in place", "msccl/postconditions.py", "return Layout(inputs, outputs, scratch, 0, rank * part, whole)", "return Layout(inputs, outputs, scratch, 0, 0, whole)", "test_msccl_verifier test_msccl_generators test_shm_interpreter"),
     # plan
     Mutation("bound of gradients that are joined", "plan/search.py", "_cheapest(np.minimum.accumulate(times, axis=0))", "_cheapest(times)", "test_plan test_advise"),
-    Mutation("waits for other operations", "plan/buckets.py", "elif isinstance(each, Wait) and each.id in carrying:", "elif isinstance(each, Wait):", "test_advise test_planning"),
+    Mutation("waits for other operations", "plan/buckets.py", "elif isinstance(each, Wait) and each.id in carrying:", "elif isinstance(each, Wait):", "test_plan test_advise"),
     Mutation("gradients of two dtypes", "plan/buckets.py", "(likes[name], tuple(sorted(of_role.items())))", '("", tuple(sorted(of_role.items())))', "test_advise test_planning"),
     Mutation("ends of a message", "plan/programs.py", '"send" if event.kind == "recv" else event.kind', "event.kind", "test_network test_advise"),
-    Mutation("share above one", "plan/scaling.py", "min(exposed[size] / whole[size], 1.0)", "exposed[size] / whole[size]", "test_scaling test_racks test_advise"),
-    Mutation("waits of the step before", "plan/capture.py", "known = number if is_known else -1", "known = number", "test_capture"),
+    Mutation("share above one", "plan/scaling.py", "min(exposed[size] / whole[size], 1.0)", "exposed[size] / whole[size]", "test_plan test_scaling"),
+    Mutation("waits of the step before", "plan/capture.py", "known = number if is_known else -1", "known = number", "test_captured_waits test_capture"),
     Mutation("tables of a plan", "plan/saved.py", "if None not in (tables, self.tables) and tables != self.tables:", "if None not in (tables, self.tables) and len(tables) != len(self.tables):", "test_plan test_given_plan"),
     # layout
     Mutation("holder on the own node", "layout/messages.py", "if len(near):", "if False:", "test_layouts test_cli_layout test_dtensor_volume"),

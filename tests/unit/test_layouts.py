@@ -486,15 +486,6 @@ def test_boxes_missing_on_many_ranks_enter_each_node_once() -> None:
     assert max(traffic.sent[0].values()) == 128
 
 
-def test_slices_enter_a_node_once_from_as_many_holders_as_there_are_lackers() -> None:
-    source, target = oracle.mesh((16, 16), [0, 1], ["R"]), oracle.mesh((16, 16), [2, 3], ["R"])
-    nodes = np.arange(4) // 2
-    found = {each.name: each for each in exchanges(source.layout, target.layout, FAT, nodes)}
-    entering = {name: oracle.execute(each, source, target).entering(nodes) for name, each in found.items()}
-    assert entering == {"direct": {1: 512}, "gather": {1: 256}}
-    assert list({each.name: each for each in exchanges(source.layout, target.layout, FAT)}) == ["direct"]
-
-
 @pytest.mark.parametrize("most", [0, 1 << 13])
 def test_ranks_are_served_from_their_own_node(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By holders of many regions, whose demands are not cut, too."""

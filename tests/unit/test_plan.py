@@ -11,9 +11,14 @@ import pytest
 from numpy.typing import NDArray
 from tiers import examples
 
+from mcr_plus.plan.buckets import units_of
 from mcr_plus.plan.costs import Curve, prices
+from mcr_plus.plan.scaling import Costs, from_table
 from mcr_plus.plan.search import Prices, bound, search
 from mcr_plus.plan.simulate import simulate
+from mcr_plus.plan.step import Compute, Issue, Ready, Role, Step, Wait
+from mcr_plus.plan.topology import Topology
+from mcr_plus.tables.table import parse_table
 
 Floats = NDArray[np.float64]
 
@@ -228,3 +233,32 @@ def test_closed_forms_of_the_course() -> None:
     # The share of the whole core: nothing is computed meanwhile.
     full = simulate(np.array([1.0]), 2.0, np.array([0]), np.array([0.75]), np.array([1.0]))
     assert full.computed == 2.75
+
+
+def test_gradients_have_the_time_until_the_program_waits_for_them() -> None:
+    """It waits for other operations, too, before and after that."""
+    events = (
+        Compute("forward", 1.0), Issue(0, "all_reduce", 4, (0, 1), "loss"), Wait(0),
+        Compute("backward", 2.0), Ready("b", 8, "float32 cpu"), Compute("backward", 3.0),
+        Ready("a", 4, "float32 cpu"), Issue(1, "all_reduce", 12, (0, 1), None, None, ("b", "a")),
+        Issue(2, "all_reduce", 4, (0, 1), "norm"), Compute("metrics", 4.0), Wait(1), Compute("step", 5.0),
+        Wait(2), Compute("end", 6.0),
+    )  # fmt: skip
+    (unit,) = units_of(Step(2, 1, "", 21.0, 0.0, (Role((0, 1), events),)))
+    assert unit.ready == {"b": 3.0, "a": 6.0}
+    assert (unit.until, unit.computed) == (10.0, 21.0)
+
+
+def test_an_operation_takes_at_most_a_whole_core() -> None:
+    """Also where one that runs by itself took longer than one that is waited for."""
+    table = parse_table(
+        """version: 1
+fingerprint: {ranks: 2, nodes: 1, ranks_per_node: 2}
+rules:
+  - {kind: all_reduce, async: false, bytes: 0.., backend: gloo, measured: {gloo: {1KiB: 100, 1MiB: 1000}}}
+  - {kind: all_reduce, async: true, bytes: 0.., backend: gloo, measured: {gloo: {1KiB: 120, 1MiB: 250}}}
+"""
+    )
+    known = Costs(from_table(table), Topology.of({"nodes": 1, "ranks_per_node": 2}))
+    shares = [known.of("all_reduce", size, (0, 1), "gloo").share for size in (1 << 10, 1 << 20)]
+    assert shares == [1.0, 0.25]

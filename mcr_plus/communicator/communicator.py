@@ -66,7 +66,7 @@ class Communicator(Operations):
         self._splits = 0
         self.coalescer = Coalescer(self.size)
         self.blocks = BlockSizes(self._group, self.pipeline, self.config.options("compress") is not None)
-        self.objects = SignedObjects(self._group, job.world)
+        self.objects = SignedObjects(self._group, job)
         self.attached: dict[str, Any] = {}  # objects of higher layers with the lifetime of the group, by name
 
     # -- identity ---------------------------------------------------------------------------------

@@ -11,21 +11,21 @@ from mcr_plus.errors import BackendError
 from mcr_plus.rendezvous.signing import seal, unseal
 
 if TYPE_CHECKING:
+    from mcr_plus.communicator.job import Job
     from mcr_plus.core.group import Group
-    from mcr_plus.rendezvous.world import World
 
 
 class SignedObjects:
     """Pickling and unpickling of objects in a group, signed with the secret of the job."""
 
-    def __init__(self, group: Group, world: World) -> None:
+    def __init__(self, group: Group, job: Job) -> None:
         self._group = group
-        self._world = world
+        self._job = job
 
     def pickled(self, obj: Any) -> torch.Tensor:
         """Return an object as bytes (uint8, on the CPU), signed as this rank of this group."""
         written = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
-        sealed = seal(self._world.secret, f"{self._group.name}/{self._group.rank}", written)
+        sealed = seal(self._job.world.secret, f"{self._group.name}/{self._group.rank}", written)
         return torch.frombuffer(bytearray(sealed), dtype=torch.uint8)
 
     def unpickled(self, payload: torch.Tensor, rank: int) -> Any:
@@ -35,7 +35,7 @@ class SignedObjects:
         the object's author.
         """
         name, sealed = self._group.name, payload.numpy().tobytes()
-        written = unseal(self._world.secret, f"{name}/{rank}", sealed)
+        written = unseal(self._job.world.secret, f"{name}/{rank}", sealed)
         if written is None:
             raise BackendError(
                 f"the object of rank {rank} in group '{name}' was not signed by it, and is not unpickled"

@@ -259,22 +259,31 @@ class Distant:
 
 @pytest.mark.parametrize(("latency", "rate"), [(0.004, 1.2e6), (0.001, 12e6), (0.0005, 120e6)])
 def test_the_probe_keeps_to_its_time_on_every_link(latency: float, rate: float) -> None:
-    """10 Mbit/s, 100 Mbit/s and 1 Gbit/s: what there is no time for is extrapolated."""
+    """10 Mbit/s, 100 Mbit/s and 1 Gbit/s: what there is no time for is extrapolated.
+
+    Other work on the cores only adds to a time, so that the least of three attempts counts.
+    """
     distant: Any = Distant(latency, rate)
+    sizes = np.array([64 << 10, 1 << 20, 25 << 20])
+    right = latency + sizes / rate
+    least = {name: np.full(3, np.inf) for name in ("gloo", "mpi")}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as ranks do; others use the cores too
-    began = time.perf_counter()
     try:
-        found = probe(
-            distant, torch.float32, torch.device("cpu"), 50 << 20, ["gloo", "none", "mpi"], distant.send
-        )
+        for _ in range(3):
+            began = time.perf_counter()
+            found = probe(
+                distant, torch.float32, torch.device("cpu"), 50 << 20, ["gloo", "none", "mpi"], distant.send
+            )
+            assert time.perf_counter() - began < 4
+            assert list(found) == ["gloo", "mpi"]
+            least = {name: np.minimum(least[name], curve.times(sizes)) for name, curve in found.items()}
+            if all(np.allclose(times, right, rtol=0.5) for times in least.values()):
+                break
     finally:
         torch.set_num_threads(threads)
-    assert time.perf_counter() - began < 4
-    assert list(found) == ["gloo", "mpi"]
-    for curve in found.values():
-        for size in (64 << 10, 1 << 20, 25 << 20):
-            assert curve.times(np.array([size]))[0] == pytest.approx(latency + size / rate, rel=0.5)
+    for times in least.values():
+        assert times == pytest.approx(right, rel=0.5)
 
 
 def left_alone() -> list[Any]:

@@ -195,7 +195,7 @@ def reduce_scatter(
     _check_rows(x)
     comm = member_of(group)
     if len(x) % comm.size:
-        raise InvalidArgument(f"x: dim 0 is {len(x)}, which does not divide by {comm.size} ranks")
+        raise InvalidArgument(f"x: dim 0 is {len(x)}, not divisible by {comm.size} ranks")
     return _applied(_ReduceScatter, x, _Route(comm, options))
 
 

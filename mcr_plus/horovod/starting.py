@@ -216,7 +216,7 @@ def _splits(splits: torch.Tensor | Sequence[int] | None, rows: int, ranks: int) 
     if splits is None:
         if rows % ranks:
             raise InvalidArgument(
-                f"tensor: dim 0 is {rows}, which does not divide by {ranks} ranks; pass splits"
+                f"tensor: dim 0 is {rows}, not divisible by {ranks} ranks; pass splits"
             )
         return (rows // ranks,) * ranks
     if isinstance(splits, torch.Tensor):

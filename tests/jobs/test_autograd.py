@@ -182,7 +182,7 @@ def check_refusals(comm: mcr.Communicator) -> None:
         (lambda: autograd.all_to_all_single(x, [-1, 3], [1, 1]), "output_split_sizes: expected int"),
         (lambda: autograd.all_to_all_single(x, [1], [1]), "sizes that sum to dim 0"),
         (lambda: autograd.all_to_all_single(x), "not divisible"),
-        (lambda: autograd.reduce_scatter(x), f"dim 0 is {len(x)}, which not divisible by {comm.size}"),
+        (lambda: autograd.reduce_scatter(x), f"dim 0 is {len(x)}, not divisible by {comm.size}"),
         (lambda: autograd.all_gather(torch.zeros(())), "at least one dimension"),
         (lambda: autograd.replicate(x, group="all"), "expected a Communicator"),  # type: ignore[arg-type]
     ]

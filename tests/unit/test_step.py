@@ -24,9 +24,9 @@ from mcr_plus.plan.step import (
     Role,
     Step,
     Wait,
-    line_of,
     model_hash,
 )
+from mcr_plus.plan.step_file import line_of
 
 COMPUTED = {"a": 0.010, "b": 0.020, "end": 0.005}
 """Seconds of computing before each mark, and after the last one."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -79,7 +80,7 @@ def planning(rounds: int) -> list[list[str]]:
     for name, limit in (("each gradient alone", 1), ("buckets of 25 MiB", 25 << 20)):
         plan = Plan(buckets_of(sizes, limit, "nccl"), "nccl")
         simulated(step, plan, of, RANKS)
-        times = [harness.seconds(lambda plan=plan: simulated(step, plan, of, RANKS)) for _ in range(rounds)]
+        times = [harness.seconds(partial(simulated, step, plan, of, RANKS)) for _ in range(rounds)]
         rows.append([f"simulate, {name}", "≤ 1 s", f"{median(times):.2f}"])
     advise(step, of, ranks=RANKS, seconds=0.5)
     rows.append(["plan", "≤ 10 s", f"{harness.seconds(lambda: advise(step, of, ranks=RANKS)):.1f}"])

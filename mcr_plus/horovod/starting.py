@@ -215,9 +215,7 @@ def alltoall_async(
 def _splits(splits: torch.Tensor | Sequence[int] | None, rows: int, ranks: int) -> tuple[int, ...]:
     if splits is None:
         if rows % ranks:
-            raise InvalidArgument(
-                f"tensor: dim 0 is {rows}, not divisible by {ranks} ranks; pass splits"
-            )
+            raise InvalidArgument(f"tensor: dim 0 is {rows}, not divisible by {ranks} ranks; pass splits")
         return (rows // ranks,) * ranks
     if isinstance(splits, torch.Tensor):
         if splits.dtype.is_floating_point or splits.dtype.is_complex or splits.dtype is torch.bool:

@@ -321,10 +321,16 @@ def test_the_cause_is_shown_before_its_consequences(start: Start, tmp_path: Path
     run = start("-n", "2", "--via", via, str(program))
     assert run.wait() == 1
     heads = [line for line in run.text().splitlines() if line.startswith("mcr-plus:")]
-    assert heads == [
+    expected = [
         "mcr-plus: rank 1 of 2 exited with status 1:",
         "mcr-plus: rank 0 of 2 then failed (MCR_TRACEBACK=1 shows more):",
     ]
+    launcher = mpi_flavour()
+    if via == "mpi" and launcher is not None and launcher.flavour == "hydra":
+        # It kills the others at rank 1's MPI_Abort, maybe before rank 0 has seen that its peer failed.
+        assert heads in (expected, expected[:1])
+    else:
+        assert heads == expected
     assert "SIGTERM" not in run.text()
 
 

@@ -114,6 +114,8 @@ class Pipeline:
             signature = signature.replace(backend=rule.backend)
         name = self._names[index]
         touched = rule is not None and (rule.options(name) is not None or (name == "select" and rule.backend))
+        if name == "compress" and signature.compress is not None:
+            touched = False  # the call decides, or the policy of the gradient
         place = rule.place if rule is not None and touched else None
         following = _Next(
             lambda changed: self._bind_from(index + 1, _in_flight(changed, signature), notes),

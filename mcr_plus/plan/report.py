@@ -74,10 +74,13 @@ def summary(advice: Advice) -> str:
     """Return the predicted step time and its causes in a few sentences."""
     timeline = advice.timeline
     text = (
-        f"{_ms(timeline.step_s)} ms on {timeline.ranks} ranks; computation {_ms(timeline.compute_s)} ms, "
-        f"exposed communication {_ms(timeline.exposed_s)} ms; lower bound {_ms(advice.bound)} ms for any "
-        f"buckets, and {_ms(timeline.bound)} ms for these, set by {timeline.bound_by}."
+        f"{_ms(timeline.step_s)} ms on {timeline.ranks} ranks (costs: {costs_of(timeline)}); computation "
+        f"{_ms(timeline.compute_s)} ms, exposed communication {_ms(timeline.exposed_s)} ms; lower bound "
+        f"{_ms(advice.bound)} ms for any buckets"
     )
+    if timeline.bound > advice.bound:
+        text += f", and {_ms(timeline.bound)} ms for these, set by {timeline.bound_by}"
+    text += "."
     if advice.plan.buckets:
         text += (
             " These buckets are the best ones."

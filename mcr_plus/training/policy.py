@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from hashlib import blake2b
 from typing import Any
 
@@ -16,6 +18,8 @@ from mcr_plus.config.schema import Config
 from mcr_plus.core.kinds import dtype_name
 from mcr_plus.core.message import Signature, frozen, thawed
 from mcr_plus.hierarchy.policy import between_nodes, codec_between
+
+_log = logging.getLogger("mcr_plus")
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,14 @@ def policy_for(
     if exempt is not None and exempt.covers(name, len(shape), nbytes):
         return GradientPolicy(False, backend)
     return _policy(options, backend, codec_between(config.options("hierarchical", rule)), explicit=own)
+
+
+def warn_of_unmatched(config: Config, names: Sequence[str]) -> None:
+    """Warn of rules whose `param` matches none of a model's parameters, which may be misspelt."""
+    for rule in config.rules:
+        glob = rule.match.param
+        if glob is not None and not any(fnmatchcase(name, glob) for name in names):
+            _log.warning("%s: param %r matches no parameter of the model", rule.place, glob)
 
 
 def _policy(

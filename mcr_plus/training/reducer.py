@@ -34,7 +34,7 @@ from mcr_plus.fusion.bucket import Bucket, Cost, Entry, by_size, packed
 from mcr_plus.fusion.options import FuseOptions
 from mcr_plus.training.bucket_plan import all_reduce_cost, earliest, first_waiting
 from mcr_plus.training.flat import Flat, Slot, flat_of, move_into_bucket
-from mcr_plus.training.policy import policy_for
+from mcr_plus.training.policy import policy_for, warn_of_unmatched
 
 if TYPE_CHECKING:
     from mcr_plus.plan.saved import SavedPlan
@@ -87,6 +87,8 @@ class Reducer:
             )
             for index, (name, param) in enumerate(params)
         ]
+        if comm.rank == 0:
+            warn_of_unmatched(config, [name for name, _ in params])
         self._order: list[int] = []
         self._times: list[float] = []  # when each of `_order` became ready, in seconds
         self._arranged = False

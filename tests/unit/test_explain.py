@@ -22,6 +22,7 @@ from mcr_plus.backends import backend_class
 from mcr_plus.backends.base import Availability, Support
 from mcr_plus.backends.gloo.backend import GlooBackend
 from mcr_plus.cli.main import main
+from mcr_plus.config.reader import load
 from mcr_plus.core.message import Signature
 from mcr_plus.core.units import parse_size
 from mcr_plus.errors import ConfigError, InvalidArgument
@@ -29,6 +30,7 @@ from mcr_plus.rendezvous.world import World
 from mcr_plus.selection import stage
 from mcr_plus.selection.stage import built_in_table
 from mcr_plus.tables.table import Query
+from mcr_plus.training.policy import warn_of_unmatched
 
 K = 1024
 TABLE = """\
@@ -690,6 +692,25 @@ def test_explanation_of_a_gradient() -> None:
     rounds = "all_reduce of 128 × float32 and 200 × float32"
     assert matrix[1] == f"codec powersgd: {rounds}; 25600 bytes become 1312"
     assert decided("net.bias", [6400])[0] == "uncompressed, in a bucket of such gradients"
+
+
+def test_only_the_rule_of_a_parameter_is_named_as_its_cause() -> None:
+    """Not the later rule for all all_reduces, which matches the bucket but does not decide."""
+    found = mcr.explain(
+        "all_reduce", 25600, ranks=4, config=GRADIENTS, param="net.embedding", shape=[64, 100]
+    )
+    rules = {step["stage"]: step["rule"] for step in found["steps"]}
+    assert rules["gradients"].endswith("rules[0]")
+    assert rules["compress"] is None
+
+
+def test_rules_for_parameters_that_a_model_lacks_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_unmatched(load({"version": 1, **GRADIENTS}), ["net.embedding", "net.bias"])
+    assert not caplog.records
+    warn_of_unmatched(load({"version": 1, **GRADIENTS}), ["net.embedded", "net.bias"])
+    (record,) = caplog.records
+    assert "rules[0]" in record.getMessage()
+    assert "'*.embedding' matches no parameter" in record.getMessage()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from mcr_plus import registry
-from mcr_plus.errors import ConfigError, McrError, Unsupported, unknown
+from mcr_plus.errors import ConfigError, InvalidArgument, McrError, Unsupported, unknown
 from mcr_plus.plan.buckets import (
     Unit,
     best_library,
@@ -104,6 +104,8 @@ def advise(
         ConfigError: an unknown change. InvalidArgument, Unsupported: see `network.simulate`.
     """
     world = step.ranks if ranks is None else ranks
+    if world > costs.topology.ranks:
+        raise InvalidArgument(f"ranks: {world}, but the cluster has {costs.topology.ranks}")
     for change in what_ifs:
         _check_change(step, costs, change)
     end = perf_counter() + seconds

@@ -29,8 +29,11 @@ from harness import HARDWARE, Dated, Hardware, Rounds
 import mcr_plus as mcr
 from mcr_plus.plan.advise import advise
 from mcr_plus.plan.buckets import buckets_of, simulated
+from mcr_plus.plan.costs import OVERHEAD, prices
+from mcr_plus.plan.costs import Curve as Bucketed
 from mcr_plus.plan.programs import Plan
 from mcr_plus.plan.scaling import Costs, Measured
+from mcr_plus.plan.search import search
 from mcr_plus.plan.step import Compute, Event, Issue, Ready, Role, Step, Wait
 from mcr_plus.plan.topology import Topology
 from mcr_plus.tables.cost import Curve, placed
@@ -87,6 +90,31 @@ def planning(rounds: int) -> list[list[str]]:
     return rows
 
 
+def searches() -> list[list[str]]:
+    """Rows: a set of gradients, seconds, the proved gap, and by how much a longer search is shorter."""
+    rows = []
+    for seed in range(6):
+        draw = np.random.default_rng(seed)
+        sizes = [int(each) for each in np.exp(draw.uniform(np.log(1 << 10), np.log(8 << 20), GRADIENTS))]
+        total = sum(sizes)
+        pace = 8e-9 * total / GRADIENTS * float(draw.choice([0.7, 1.0, 1.5]))
+        times = np.cumsum(draw.uniform(0, pace, GRADIENTS))
+        points = [int(each) for each in np.geomspace(4, 1.1 * total, 40)]
+        curves = [
+            Bucketed.through({each: (late + slope * each, share * min(1.0, each / 1e6)) for each in points})
+            for late, slope, share in ((1e-4, 8e-9, 0.1), (3e-4, 5e-9, 0.35), (2e-3, 3.5e-9, 0.6))
+        ]
+        of = prices(sizes, 1, curves, OVERHEAD)
+        search(times, float(times[-1]), of)
+        began = time.perf_counter()
+        found = search(times, float(times[-1]), of)
+        took = time.perf_counter() - began
+        longer = search(times, float(times[-1]), of, seconds=30.0)
+        better = f"{100 * (found.step / longer.step - 1):.1f} %"
+        rows.append([str(seed), f"{took:.1f}", f"{100 * found.gap:.1f} %", better])
+    return rows
+
+
 def capturing(rounds: int, path: str) -> dict[str, list[float]]:
     """On ranks: milliseconds of steps without, during and after a capture. The step is saved."""
     torch.set_num_threads(1)
@@ -135,6 +163,7 @@ def replayed(step: str) -> dict[str, Any] | None:
 def main(rounds: Rounds = 5, hardware: Hardware = HARDWARE, output: Dated = None) -> None:
     launch = harness.here(2)
     rows = planning(rounds)
+    sets = harness.markdown(["set", "seconds", "gap", "a search of up to 30 s is shorter by"], searches())
     with tempfile.TemporaryDirectory() as folder:
         step = str(Path(folder, "step.json"))
         found = harness.on_ranks(launch, capturing, rounds, step)
@@ -151,7 +180,12 @@ def main(rounds: Rounds = 5, hardware: Hardware = HARDWARE, output: Dated = None
     head = ["what", "wanted", "measured (seconds, unless a unit is given)"]
     note = f"{GRADIENTS} gradients, {RANKS} ranks, three libraries; two ranks of this host for the others"
     harness.write(
-        harness.page("The planner", harness.command(), note, harness.markdown(head, rows)),
+        harness.page(
+            "The planner", harness.command(), note, harness.markdown(head, rows),
+            "Searches of buckets: gradients whose communication takes about as long as computing, or longer, "
+            "by three libraries whose shares of the core grow with size:",
+            sets,
+        ),
         output, f"planner_{hardware}",
     )  # fmt: skip
 

@@ -65,7 +65,9 @@ class PayloadExchange:
             nbytes = slot * many * codec.wire_dtype.itemsize
             wire_signature = like.replace(kind=kind, dtype=codec.wire_dtype, shape=shape, nbytes=nbytes)
         else:
-            wire_signature = like.replace(kind=_vector(kind), dtype=codec.wire_dtype, shape=(), nbytes=None)
+            wire_signature = like.replace(
+                kind=_vector(kind), dtype=codec.wire_dtype, shape=(), nbytes=None, counts_agreed=False
+            )
         if not self._fixed:
             lengths = like.replace(
                 kind="all_gather" if kind == "broadcast" else plain_kind(kind),

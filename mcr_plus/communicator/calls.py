@@ -64,7 +64,7 @@ class Call(NamedTuple):
         root: a rank of the group.
         reduce_op: the reduce op as it was passed.
         extras: the extras of the message.
-        parts, key, called: see `Signature`.
+        parts, key, called, counts_agreed: see `Signature`; `called` is its `call`.
     """
 
     kind: Kind
@@ -79,6 +79,7 @@ class Call(NamedTuple):
     parts: tuple[tuple[int, ...], ...] | None = None
     key: str | None = None
     called: str | None = None
+    counts_agreed: bool = False
 
     @property
     def like(self) -> torch.Tensor | None:

@@ -283,7 +283,7 @@ class Communicator(Operations):
         dtype, device = (None, "cpu") if like is None else (like.dtype, like.device.type)
         key = (
             call.kind, dtype, tuple(call.shape), call.numel, device, call.reduce_op, call.root, async_op,
-            backend, codec, tag, call.parts, call.key, call.called,
+            backend, codec, tag, call.parts, call.key, call.called, call.counts_agreed,
         )  # fmt: skip
         try:
             plan = self._plans.get(key)
@@ -296,7 +296,7 @@ class Communicator(Operations):
             signature = Signature(
                 call.kind, dtype, tuple(call.shape), nbytes, self.name, self.size, device,
                 calls.reduce_op_name(call.reduce_op), call.root, tag, stored_backend(backend), codec,
-                async_op, None, call.parts, call.key, None, call.called,
+                async_op, None, call.parts, call.key, None, call.called, call.counts_agreed,
             )  # fmt: skip
             plan = self._chain(signature)
             if (watcher := self._runtime.watcher) is not None:

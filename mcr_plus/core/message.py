@@ -66,6 +66,8 @@ class Signature(NamedTuple):
     anything but a model's buckets. `encoding` names the codec and options of values that are encoded
     already. `call` describes the call that a stage derived this operation from: ranks compare their
     programs' calls, because a sum and a mean of encoded values, for one, are the same on the wire.
+    `counts_agreed`: of a vector collective whose counts follow from `call`: ranks have compared them already,
+    so they are not compared in every call.
     """
 
     kind: Kind
@@ -86,6 +88,7 @@ class Signature(NamedTuple):
     key: str | None = None
     encoding: str | None = None
     call: str | None = None
+    counts_agreed: bool = False
 
     def replace(self, **changes: object) -> Self:
         """The same signature with some fields changed: a stage describes the operation it issues by this."""
@@ -238,8 +241,12 @@ class Message:
 
     @property
     def compares_counts(self) -> bool:
-        """Whether it is a vector collective whose sizes are known when it is issued."""
-        return self.signature.kind in VECTOR and (self.counts_known or self.values is not None)
+        """Whether ranks compare counts: it is a vector collective, its counts are known when it is issued, and
+        not agreed before.
+        """
+        signature = self.signature
+        known = self.counts_known or self.values is not None
+        return signature.kind in VECTOR and known and not signature.counts_agreed
 
     def flows(self, rank: int) -> tuple[Sequence[int], Sequence[int]]:
         """Elements that this rank, number `rank` of its group, sends to and expects from each of the others.

@@ -182,7 +182,7 @@ class Mover:
             first = last + 1 if filled and plain else 0
             number = max(number, last + 1 - first)
         order = {rank: index for index, rank in enumerate(self.comm.ranks)}
-        found = [Round() for _ in range(first + number)]
+        found = [Round(f"{index + 1} of {first + number}") for index in range(first + number)]
         for is_send, parts in ((True, sends), (False, receives)):
             for each, rows in zip(
                 found, cut(parts, order, first, number, dict.fromkeys(sums, 0) | whole), strict=True
@@ -397,9 +397,14 @@ class _Run:
         bound = each.bound.get(key)
         if bound is None:
             mover = self._mover
-            call = Call("all_to_all_v", (source,), (target,), (), None, extras=extras, called=mover.plan.call)
+            stages = mover.stages
+            called = f"{mover.plan.call}, step {number + 1} of {len(stages)}, round {each.place}"
+            call = Call(
+                "all_to_all_v", (source,), (target,), (), None, extras=extras, called=called,
+                counts_agreed=True,
+            )  # fmt: skip
             exact: CallOptions = {**mover.options, "compress": False}
-            options = mover.options if mover.stages[number].is_lossy else exact
+            options = mover.options if stages[number].is_lossy else exact
             ready = mover.comm.prepared(call, async_op, options)
             bound = each.bound[key] = (ready.message.signature, ready.issue)
         signature, issue = bound

@@ -75,11 +75,12 @@ class Sum:
 class Round:
     """The boxes that this rank sends and receives in one operation.
 
-    `received`: boxes that are copied into place; `sums`: boxes that are reduced. `sent_at`, `received_at`:
+    `place`: its number and that of all rounds of the step, such as `1 of 3`. `received`: boxes that are copied into place; `sums`: boxes that are reduced. `sent_at`, `received_at`:
     the offset in a single local tensor in which all boxes are contiguous, in the order of the buffer, so that
     no copy is needed; None if they are not.
     """
 
+    place: str
     sent: list[Strided] = field(default_factory=list)
     received: list[Strided] = field(default_factory=list)
     sums: list[Sum] = field(default_factory=list)

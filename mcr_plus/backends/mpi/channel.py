@@ -55,7 +55,8 @@ class MpiChannel(Channel):
     def gate(self, signature: Signature, digest: int) -> Gate:
         """See `Channel`."""
         is_persistent = digest != signature.digest()
-        return Gate(self.contexts, digest, every=signature.kind in VECTOR, at_once=is_persistent)
+        every = signature.kind in VECTOR and not signature.counts_agreed
+        return Gate(self.contexts, digest, every=every, at_once=is_persistent)
 
     def bind_persistent(self, signature: Signature, message: Message, digest: int) -> Persistent | None:
         """See `Channel`."""
@@ -92,8 +93,10 @@ class MpiChannel(Channel):
             bound = self.collectives.bind(signature, comm)
         elif signature.reduce_op == "AVG":
             bound = self.collectives.divided(bound, signature)
-        may_end_early = signature.async_op or signature.kind in ROOTED
-        if not may_end_early or signature.kind in VECTOR:
+        is_vector = signature.kind in VECTOR
+        if is_vector and not signature.counts_agreed:  # the gate votes before every operation
+            return bound
+        if not (signature.async_op or is_vector or signature.kind in ROOTED):  # no rank ends early
             return bound
         vote = self.contexts.vote
         return voted(bound, digest, vote if signature.async_op else self.ballots or vote)

@@ -241,9 +241,7 @@ class Message:
 
     @property
     def compares_counts(self) -> bool:
-        """Whether ranks compare counts: it is a vector collective, its counts are known when it is issued, and
-        not agreed before.
-        """
+        """Whether ranks compare counts: those of a vector collective, given at its issue, not agreed yet."""
         signature = self.signature
         known = self.counts_known or self.values is not None
         return signature.kind in VECTOR and known and not signature.counts_agreed

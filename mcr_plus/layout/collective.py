@@ -11,7 +11,7 @@ from mcr_plus.communicator.calls import BUILDERS
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.work import JointWork, Work
 from mcr_plus.layout.mover import TAG, Locals, Strided, copy_all, in_one_piece, strided
-from mcr_plus.layout.native import GROUPS
+from mcr_plus.layout.native import GROUPS, root_of
 from mcr_plus.layout.regions import as_ints
 
 if TYPE_CHECKING:
@@ -44,7 +44,9 @@ class Collective:
         self._parts: list[Strided] = []
         self._at: int | None = None
         self._buffer: torch.Tensor | None = None
-        if members is not None and not self._is_alone and native.kind != "all_reduce":
+        if members is not None and native.kind == "broadcast":
+            self._root = root_of(members, spec.source)
+        elif members is not None and not self._is_alone and native.kind != "all_reduce":
             outer, inner = spec.target, spec.source
             if native.kind == "reduce_scatter":
                 outer, inner = inner, outer
@@ -91,9 +93,6 @@ class Collective:
         self, group: Communicator, sources: Locals, outputs: Locals, async_op: bool
     ) -> tuple[Work | None, Callable[[], None] | None]:
         (source,), (output,) = sources, outputs
-        assert source is not None
-        assert output is not None
-        flat, result = source.view(-1), output.view(-1)
 
         def issue(kind: str, *arguments: Any) -> Work | None:
             call = BUILDERS[kind](group.opened.group, *arguments)._replace(called=self._call)
@@ -103,6 +102,16 @@ class Collective:
             ready.run()
             return None
 
+        if self._kind == "broadcast":
+            if self._root != self.rank:
+                assert output is not None
+                return issue("broadcast", output.view(-1), self._root), None
+            assert source is not None
+            _copy_whole(sources, outputs)
+            return issue("broadcast", source.view(-1), self._root), None
+        assert source is not None
+        assert output is not None
+        flat, result = source.view(-1), output.view(-1)
         if self._kind == "all_reduce":
             result.copy_(flat)  # source and output may have different numbers of dimensions
             return issue("all_reduce", result, self._op), None
@@ -140,9 +149,9 @@ class Collective:
 
 def _copy_whole(sources: Locals, outputs: Locals) -> None:
     for source, output in zip(sources, outputs, strict=True):
-        assert source is not None
-        assert output is not None
-        output.view(-1).copy_(source.view(-1))
+        if output is not None:  # the root of a broadcast may have no part in the target
+            assert source is not None
+            output.view(-1).copy_(source.view(-1))
 
 
 def _group(comm: Communicator, native: Native) -> Communicator | None:

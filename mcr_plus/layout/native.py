@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 GROUPS: Final = "groups of layouts"
 """The key under which a communicator keeps the groups opened for native collectives."""
 _MOST_GROUPS: Final = 32  # partitions of a communicator; they stay open until it is closed
-NativeKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
+NativeKind = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Native:
     Attributes:
         kind: the kind of the collective, the same in all groups.
         groups: ranks of the job, in the order of their parts; every rank that holds elements is in one. A
-            rank that is alone in its group copies its part.
+            rank that is alone in its group copies its part. In a broadcast, ranks ascend.
         repeats: True if several groups compute the same elements, as in a mesh with replicas along another
             dimension.
     """
@@ -43,17 +44,24 @@ class Native:
         return next((group for group in self.groups if rank in group), None)
 
 
+def root_of(group: Sequence[int], source: Layout) -> int:
+    """Return the root of a broadcast: the only rank of the group that holds elements of the source."""
+    return next(rank for rank in group if len(source.pieces(rank)))
+
+
 def native(source: Layout, target: Layout) -> Native | None:
     """Return the collective that redistributes `source` to `target`.
 
     It is None if one does not suffice, or none is needed.
     """
-    if source.has_gaps or len(source.owners) < 2 or not np.array_equal(source.owners, target.owners):
+    if source.has_gaps or not len(source.owners):
         return None
-    if not (np.diff(source.owners) > 0).all() or source.ranks != target.ranks:
-        return None  # a rank has several boxes, or none
-    if not (_is_whole(source) and _is_whole(target)):
-        return None
+    if not all((np.diff(each.owners) > 0).all() and _is_whole(each) for each in (source, target)):
+        return None  # a rank has several boxes
+    if not np.array_equal(source.owners, target.owners):
+        return None if source.is_partial else _broadcast(source, target)
+    if len(source.owners) < 2 or source.ranks != target.ranks:
+        return None  # a rank has no box
     if source.is_partial:
         if _equal(source.held, target.held):
             return _made("all_reduce", source.held, None, source)
@@ -96,7 +104,7 @@ def packed_volume(one: Native, source: Layout, target: Layout) -> int:
 
     It is 0 if each part is contiguous in the whole.
     """
-    if one.kind == "all_reduce" or not source.shape:
+    if one.kind in ("all_reduce", "broadcast") or not source.shape:
         return 0
     members = as_ints([rank for group in one.groups if len(group) > 1 for rank in group])
     at = np.searchsorted(source.owners, members)  # each rank has one box in both
@@ -138,6 +146,22 @@ def _made(kind: NativeKind, outer: Boxes, inner: Boxes | None, source: Layout) -
         tuple(tuple(ranks[first : first + size].tolist()) for first, size in zip(firsts, sizes, strict=True)),
         bool(copy.any()),
     )
+
+
+def _broadcast(source: Layout, target: Layout) -> Native | None:
+    """Return broadcasts in disjoint groups, from the only holder of each box to all ranks that need it."""
+    boxes = (np.concatenate(both) for both in zip(source.held, target.held, strict=True))
+    box_of = _classes(*boxes)
+    held, needed = box_of[: len(source.owners)], box_of[len(source.owners) :]
+    if len(np.unique(held)) < len(held) or not np.array_equal(np.unique(held), np.unique(needed)):
+        return None  # a box with several holders, or of other borders, or one that is not needed
+    groups = [
+        tuple(np.union1d(source.owners[held == box], target.owners[needed == box]).tolist()) for box in held
+    ]
+    sizes = [len(group) for group in groups]
+    if max(sizes) < 3 or sum(sizes) > len(np.union1d(source.owners, target.owners)):
+        return None  # only single messages, or a rank in two groups
+    return Native("broadcast", tuple(sorted(groups)))
 
 
 def _classes(*columns: Ints) -> Ints:

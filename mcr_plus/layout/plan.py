@@ -245,10 +245,10 @@ def lossy_steps(program: Program) -> int:
 
     Replicas would differ after a lossy step in which one rank keeps values that others receive. A native
     collective counts as one step: its ranks get the same bits, but if several groups run it, an element may
-    be in two of them.
+    be in two of them; and the root of a broadcast keeps its values.
     """
     if program.native is not None:
-        return int(len(program.native.groups) == 1)
+        return int(len(program.native.groups) == 1 and program.native.kind != "broadcast")
     for number, step in enumerate(program.steps):
         if step.target.has_replicas:
             return number

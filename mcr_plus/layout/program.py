@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.messages import GRAIN, Exchange, Part
-from mcr_plus.layout.native import Native, native
+from mcr_plus.layout.native import Native, native, root_of
 from mcr_plus.layout.regions import (
     Boxes,
     Ints,
@@ -275,7 +275,12 @@ def load(part: Part, itemsize: int, nodes: Ints | None = None) -> Ints:
 
 
 def native_load(one: Native, source: Layout, rank: int, itemsize: int, nodes: Ints | None = None) -> Ints:
-    """Return the loads of a rank in a native collective with minimum volume, in the order of `LOADS`."""
+    """Return the loads of a rank in a native collective with minimum volume, in the order of `LOADS`.
+
+    A broadcast may cross the link between nodes once per receiver, as by a binomial tree.
+    """
+    if one.kind == "broadcast":
+        return _broadcast_load(one, source, rank, itemsize, nodes)
     found = np.zeros((2, 3), np.int64)
     members = one.group_of(rank)
     if members is not None and len(members) > 1:  # a rank alone only copies
@@ -287,6 +292,20 @@ def native_load(one: Native, source: Layout, rank: int, itemsize: int, nodes: In
         for where, those in enumerate((len(others) - far, far)):
             # (number - 1) parts, of which each of the others has as much
             found[where] = [-(-times * size * those // number)] * 2 + [int(those > 0)]
+    return found.ravel()
+
+
+def _broadcast_load(one: Native, source: Layout, rank: int, itemsize: int, nodes: Ints | None) -> Ints:
+    found = np.zeros((2, 3), np.int64)
+    members = one.group_of(rank)
+    if members is not None and len(members) > 1:
+        root = root_of(members, source)
+        size = int(source.held.volumes[source.pieces(root)].sum()) * itemsize
+        others = as_ints([member for member in members if member != root])
+        far = np.zeros(len(others), bool) if nodes is None else nodes[others] != nodes[root]
+        for where, there in enumerate((~far, far)):
+            receives = bool(there[others == rank].any())
+            found[where] = -(-size * int(there.sum()) // len(members)), size * receives, int(there.any())
     return found.ravel()
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Collection
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -127,9 +128,8 @@ def check_native(native: Native, source: Layout, target: Layout, ranks: Collecti
     if source.has_gaps:
         return f"a collective of {source}, which may lack elements"
     for group in native.groups:
-        if not set(group).isdisjoint(ranks) and (
-            wrong := _wrong_group(native, as_ints(group), source, target)
-        ):
+        check = _wrong_broadcast if native.kind == "broadcast" else partial(_wrong_group, native)
+        if not set(group).isdisjoint(ranks) and (wrong := check(as_ints(group), source, target)):
             return f"{native.kind} by ranks {list(group)}: {wrong}"
     return None
 
@@ -164,6 +164,30 @@ def _wrong_group(native: Native, group: Ints, source: Layout, target: Layout) ->
     if not np.array_equal(np.lexsort(inner.lows.T[::-1]), np.arange(len(group))):
         return "ranks are not in the order of their parts"
     return None
+
+
+def _wrong_broadcast(group: Ints, source: Layout, target: Layout) -> str | None:
+    """Return the error in one group of a broadcast; None if it is correct."""
+    boxes, ranks = [], []
+    for what, layout in (("source", source), ("target", target)):
+        (at,) = np.isin(layout.owners, group).nonzero()
+        ranks.append(layout.owners[at])
+        boxes.append(layout.held.take(at))
+        if len(np.unique(ranks[-1])) != len(at):
+            return f"a rank has several boxes of the {what}"
+        if [math.prod(layout.locals[rank]) for rank in ranks[-1].tolist()] != boxes[-1].volumes.tolist():
+            return f"a local tensor of the {what} is not the box alone"
+    holder, needers = ranks
+    if len(holder) != 1:
+        return f"{len(holder)} of its ranks hold the box, instead of one"
+    if source.is_partial:
+        return "it does not reduce"
+    if len(np.setdiff1d(group, np.union1d(holder, needers))):
+        return "a rank needs nothing"
+    (low,), (high,) = boxes[0]
+    if not ((boxes[1].lows == low).all() and (boxes[1].highs == high).all()):
+        return "boxes of source and target differ"
+    return None if (np.diff(group) > 0).all() else "ranks are not in order"
 
 
 def digest_of_groups(native: Native) -> int:

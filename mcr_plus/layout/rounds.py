@@ -75,9 +75,10 @@ class Sum:
 class Round:
     """The boxes that this rank sends and receives in one operation.
 
-    `place`: its number and that of all rounds of the step, such as `1 of 3`. `received`: boxes that are copied into place; `sums`: boxes that are reduced. `sent_at`, `received_at`:
-    the offset in a single local tensor in which all boxes are contiguous, in the order of the buffer, so that
-    no copy is needed; None if they are not.
+    `place`: its number and that of all rounds of the step, such as `1 of 3`. `received`: boxes that are
+    copied into place; `sums`: boxes that are reduced. `sent_at`, `received_at`: the offset in a single local
+    tensor in which all boxes are contiguous, in the order of the buffer, so that no copy is needed; None if
+    they are not.
     """
 
     place: str

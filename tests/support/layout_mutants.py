@@ -212,7 +212,7 @@ def _shifted(boxes: Boxes, at: int, shape: tuple[int, ...]) -> Iterator[tuple[st
 def native_mutants(native: Native) -> Iterator[tuple[str, Native]]:
     """Of a native collective all mistakes of a kind, a group or a member."""
     groups = native.groups
-    kinds: tuple[NativeKind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
+    kinds: tuple[NativeKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
     for kind in kinds:
         if kind != native.kind:
             yield f"{kind} instead", replace(native, kind=kind)

@@ -527,10 +527,17 @@ def check_native(program: Program, source: Side, target: Side) -> None:
     assert native is not None
     members = [rank for group in native.groups for rank in group]
     _equal(len(set(members)), len(members), "ranks that are in one group")
-    for side in (source, target):  # ranks without elements have nothing to do
-        _equal(
-            sorted(members), sorted(r for r, held in side.tensors.items() if held.size), "ranks of all groups"
-        )
+    with_elements = [{r for r, held in side.tensors.items() if held.size} for side in (source, target)]
+    if native.kind == "broadcast":
+        with_elements = [with_elements[0] | with_elements[1]]
+    for ranks in with_elements:  # those without elements have nothing to do
+        _equal(sorted(members), sorted(ranks), "ranks of all groups")
+    if native.kind == "broadcast":
+        for group in native.groups:
+            (root,) = (rank for rank in group if rank in source.held and source.held[rank].size)
+            for rank in {*group} - {root}:
+                _equal(target.tensors[rank].tolist(), source.tensors[root].tolist(), "what is broadcast")
+        return
     for group in native.groups:
         before = [source.tensors[rank].ravel() for rank in group]
         after = [target.tensors[rank].ravel() for rank in group]

@@ -486,6 +486,8 @@ def native_collectives(backend: str) -> dict[str, Any]:
                 (oracle.mesh((6, 4), grid, before), oracle.mesh((6, 4), grid, after))
                 for before, after in along
             ]
+        for root, needers in ((last, ranks), (1, [rank for rank in ranks if rank != 1])):
+            pairs_.append((oracle.mesh((6, 4), [root], ["R"]), oracle.mesh((6, 4), needers, ["R"])))
         for salt, (source, target) in enumerate(pairs_):
             move = mcr.redistribution({"w": (source.layout, target.layout)})
             x = local(source, comm.rank, torch.float32, salt)

@@ -55,21 +55,36 @@ PAIRS: Final = {
         [[[0, 1], [2, 3]], [[4, 5], [6, 7]]],
     ),
 }
+BROADCASTS: Final = {
+    "broadcast from a rank that keeps it": (
+        oracle.mesh(SHAPE, [1], ["R"]),
+        oracle.mesh(SHAPE, range(3), ["R"]),
+    ),
+    "broadcast to other ranks": (oracle.mesh(SHAPE, [2], ["R"]), oracle.mesh(SHAPE, [0, 1, 3], ["R"])),
+    "broadcast of slabs": (
+        oracle.mesh(SHAPE, [4, 1], ["S0"]),
+        oracle.mesh(SHAPE, [[4, 0, 2], [5, 3, 1]], ["S0", "R"]),
+    ),
+}
+NAMES: Final = [*PAIRS, *BROADCASTS]
 
 
 def pair(name: str) -> tuple[Side, Side, Native]:
-    before, after, ranks = PAIRS[name]
-    source, target = (oracle.mesh(SHAPE, ranks, each) for each in (before, after))
+    if name in BROADCASTS:
+        source, target = BROADCASTS[name]
+    else:
+        before, after, ranks = PAIRS[name]
+        source, target = (oracle.mesh(SHAPE, ranks, each) for each in (before, after))
     one = native(source.layout, target.layout)
     assert one is not None
     assert name.startswith(one.kind)
     return source, target, one
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_mutant_of_a_collective_is_found(name: str) -> None:
     source, target, one = pair(name)
-    ranks = source.layout.ranks
+    ranks = {*source.layout.ranks, *target.layout.ranks}
     assert proof.check_native(one, source.layout, target.layout, ranks) is None
     count = 0
     for what, mutant in native_mutants(one):
@@ -84,13 +99,50 @@ def test_every_mutant_of_a_collective_is_found(name: str) -> None:
 
 def test_a_collective_of_other_layouts_is_found() -> None:
     """The right groups for a pair are wrong for every other one."""
-    known = [pair(name) for name in PAIRS]
+    known = [pair(name) for name in NAMES]
     for source, _, one in known:
         for before, after, other in known:
-            wrong = proof.check_native(one, before.layout, after.layout, before.layout.ranks)
+            ranks = {*before.layout.ranks, *after.layout.ranks}
+            wrong = proof.check_native(one, before.layout, after.layout, ranks)
             assert one != other or wrong is None
             if source.layout.ranks != before.layout.ranks or one.kind != other.kind:
                 assert wrong is not None
+
+
+@pytest.mark.parametrize("name", BROADCASTS)
+def test_a_broadcast_is_a_plan(name: str) -> None:
+    source, target, _ = pair(name)
+    found = survey(source.layout, target.layout, 4)
+    assert found.plan.program.name == "broadcast"
+    for setting in SETTINGS:
+        judge(source, target, setting)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (oracle.mesh(SHAPE, [0], ["R"]), oracle.mesh(SHAPE, [0, 1], ["R"])),  # one message
+        (oracle.mesh(SHAPE, [0, 1], ["R"]), oracle.mesh(SHAPE, range(4), ["R"])),  # two holders
+        (oracle.mesh(SHAPE, [0, 1], ["S0"]), oracle.mesh(SHAPE, [0, 2, 3], ["S0"])),  # other borders
+        (oracle.mesh(SHAPE, [0, 1], ["S0"]), oracle.mesh(SHAPE, [[1, 2, 3], [0, 4, 5]], ["S0", "R"])),
+        (
+            oracle.boxes((8,), {0: [[(0, 2)], [(6, 8)]]}),
+            oracle.boxes((8,), {rank: [[(0, 2)]] for rank in range(3)}),
+        ),
+    ],
+)
+def test_what_is_no_broadcast(source: Side, target: Side) -> None:
+    assert native(source.layout, target.layout) is None
+
+
+def test_a_broadcast_between_nodes_counts_a_crossing_for_each_receiver() -> None:
+    source, target = BROADCASTS["broadcast to other ranks"]
+    nodes = np.array([0, 0, 1, 0])  # the root is alone on its node
+    found = {each.program.name: each for each in survey(source.layout, target.layout, 4, nodes).outcomes}
+    nbytes = 4 * 24
+    assert found["broadcast"].received.tolist() == [nbytes, nbytes, 0, nbytes]
+    assert found["broadcast"].loads[:, 0, 4].sum() == 3 * nbytes
+    assert found["gather"].loads[:, :, 4].sum() == nbytes
 
 
 @pytest.mark.parametrize("name", PAIRS)

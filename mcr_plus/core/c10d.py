@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from socket import socket
 from typing import Any
 
+import torch
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
@@ -52,8 +54,17 @@ __all__ = [
     "Work",
     "WrappedStore",
     "gloo_group",
+    "on_socket",
     "put",
 ]
+
+
+def on_socket(listener: socket) -> dict[str, Any]:
+    """Return arguments of `TCPStore` for a server on a bound, listening socket, which it takes."""
+    arguments: dict[str, Any] = {"master_listen_fd": listener.detach()}
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8):  # the default server takes no socket there
+        arguments["use_libuv"] = False
+    return arguments
 
 
 def put(store: Store, key: str, value: bytes) -> None:

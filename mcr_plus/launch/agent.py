@@ -18,7 +18,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from mcr_plus.core.c10d import PrefixStore, TCPStore
+from mcr_plus.core.c10d import PrefixStore, TCPStore, on_socket
 
 _HOST = "127.0.0.1"
 _STORE_TIMEOUT = timedelta(minutes=5)
@@ -39,7 +39,7 @@ def loopback_store(timeout: timedelta = _STORE_TIMEOUT) -> TCPStore:
         timeout=timeout,
         wait_for_workers=False,
         multi_tenant=True,
-        master_listen_fd=listener.detach(),
+        **on_socket(listener),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from torch.distributed import DistError
 
-from mcr_plus.core.c10d import PrefixStore, Store, TCPStore
+from mcr_plus.core.c10d import PrefixStore, Store, TCPStore, on_socket
 from mcr_plus.core.deadline import Deadline
 from mcr_plus.core.environment import LOOPBACK, LaunchEnvironment, job_secret, on_one_host
 from mcr_plus.errors import BackendUnavailable, LaunchError
@@ -310,8 +310,7 @@ def _through_address(environment: LaunchEnvironment, limit: timedelta) -> Store:
     is_server = environment.rank == 0 and not environment.agent_store
     options: dict[str, Any] = {}
     if is_server and address in (LOOPBACK, "localhost"):
-        listener = _listen(LOOPBACK, port)
-        options = {"master_listen_fd": listener.detach()}
+        options = on_socket(_listen(LOOPBACK, port))
     # multi_tenant: the user's own init_process_group may use the same port in this process.
     store = _stores[address, port] = TCPStore(
         address,
@@ -366,7 +365,7 @@ def _through_mpi(environment: LaunchEnvironment, limit: timedelta) -> tuple[Stor
         place[:64] = f"{host}:{port}".encode().ljust(64)
     comm.Bcast([place, mpi.BYTE], root=0)
     host, _, number = place[:64].decode().strip().partition(":")
-    options: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener.detach()}
+    options: dict[str, Any] = {} if listener is None else on_socket(listener)
     store = TCPStore(host, int(number), comm.size, comm.rank == 0, limit, wait_for_workers=False, **options)
     _by_mpi.append((store, bytes(place[64:])))
     return _by_mpi[0]

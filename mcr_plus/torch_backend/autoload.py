@@ -34,6 +34,9 @@ def register() -> None:
     rendezvous = import_module("torch.distributed.rendezvous")
 
     dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=_DEVICES)
+    # Torch's flight recorder cannot attach to a process group that is a Python class (torch 2.15).
+    self_recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    self_recording.add(_NAME)
     rendezvous.register_rendezvous_handler(_NAME, _rendezvous)
     handlers = getattr(rendezvous, "_rendezvous_handlers", {})  # torch refuses to register a scheme twice
     if speaks_for_both() and "env" in handlers:

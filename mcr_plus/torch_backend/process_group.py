@@ -578,7 +578,16 @@ class _Profiled:
 class _AsGloo(McrProcessGroup):
     """The same under the name `gloo`, for unmodified programs; with the constructor of ProcessGroupGloo."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta | None = None,
+        enable_reconfigure: bool = False,
+    ) -> None:
+        if enable_reconfigure:
+            raise Unsupported("enable_reconfigure: not supported by mcr_plus")
         # Torch sets these after the constructor and before it uses the group.
         options = SimpleNamespace(global_ranks_in_group=[], group_name="", _timeout=timeout)
         self.options: Any = options

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
+from dtensors import placed
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -57,7 +58,7 @@ def job() -> Iterator[None]:
 def distributed(mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, int] = SHAPE) -> DTensor:
     """The values, with addends that sum to them where placements are partial."""
     complete = [R if each.is_partial() else each for each in placements]
-    found = distribute_tensor(values(*shape), mesh, complete, src_data_rank=None)
+    found = placed(values(*shape), mesh, complete)
     counts = [mesh.size(at) for at, each in enumerate(placements) if each.is_partial()]
     if not counts:
         return found
@@ -89,7 +90,7 @@ def check_moves(meshes: dict[str, DeviceMesh]) -> None:
                 target = [R] * after.ndim
             x = distributed(before, source)
             y = mcr.redistribute(x, after, target)
-            expected = distribute_tensor(values(*SHAPE), after, target, src_data_rank=None)
+            expected = placed(values(*SHAPE), after, target)
             assert isinstance(y, DTensor)
             assert (y.device_mesh, y.placements, y.shape) == (after, tuple(target), expected.shape)
             assert y.stride() == expected.stride()
@@ -100,9 +101,7 @@ def check_arguments(mesh: DeviceMesh, other: DeviceMesh) -> None:
     x = distributed(mesh, [S0, R])
     work = mcr.redistribute(x, other, [Shard(-1)], async_op=True, tag="moved")
     work.wait()
-    assert torch.equal(
-        work.output.to_local(), distribute_tensor(values(*SHAPE), other, [S1], src_data_rank=None).to_local()
-    )
+    assert torch.equal(work.output.to_local(), placed(values(*SHAPE), other, [S1]).to_local())
     for placements in ([P, R], [P, P], [S0, P], [Partial("avg"), S1]):
         # Addends in which nothing changes; a sum of them would be another tensor.
         some = DTensor.from_local(torch.full((2, 3), 1.0 + mesh.get_rank()), mesh, placements)
@@ -229,14 +228,14 @@ def check_fsdp_and_tensor_parallel(mesh: DeviceMesh, pair: DeviceMesh) -> None:
             continue
         with torch.no_grad():
             alone = mcr.redistribute(value, pair, [to[name]])
-        expected = distribute_tensor(whole[name], pair, [to[name]], src_data_rank=None).to_local()
+        expected = placed(whole[name], pair, [to[name]]).to_local()
         assert torch.equal(alone.to_local(), expected), name
         specs[name] = (Layout.of(value, mesh), Layout.of(alone))
     with pytest.raises(mcr.InvalidArgument, match=r"pass its to_local\(\)"), torch.no_grad():
         mcr.redistribution(specs)(dict(model.state_dict()))
     found = mcr.redistribution(specs)(state)  # all in one exchange
     for name, local in found.items():
-        expected = distribute_tensor(whole[name], pair, [to.get(name, R)], src_data_rank=None).to_local()
+        expected = placed(whole[name], pair, [to.get(name, R)]).to_local()
         assert expected.numel() == 0 if local is None else torch.equal(local, expected)
 
 
@@ -284,11 +283,11 @@ def beside_gloo() -> None:
     pair = DeviceMesh("cpu", [2, 1])
     if dist.get_rank():
         dist.barrier(part)
-        x = distribute_tensor(whole, pair, [S0], src_data_rank=None)
+        x = placed(whole, pair, [S0])
         assert Layout.of(x) == Layout.sharded(SHAPE, [1, 0], 0)  # ranks of the job
         y = mcr.redistribute(x, pair, [R])
         assert torch.equal(y.to_local(), whole)
-        x = distribute_tensor(whole, mesh, [S0], src_data_rank=None)
+        x = placed(whole, mesh, [S0])
         with pytest.raises(mcr.Unsupported, match=r"rank 0 of torch\.distributed is not in the job"):
             Layout.of(x)
         dist.destroy_process_group(part)

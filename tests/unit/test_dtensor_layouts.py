@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from dtensors import placed
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -63,7 +64,7 @@ def check(
         with rank_of(rank, size):
             device_mesh = init_device_mesh("cpu", mesh)
             for placements in all_placements:
-                tensor = distribute_tensor(whole, device_mesh, placements, src_data_rank=None)
+                tensor = placed(whole, device_mesh, placements)
                 layout = Layout.of(tensor)
                 assert torch.equal(local(layout, rank, whole), tensor.to_local()), (rank, placements)
                 assert layout == target_on(shape, device_mesh, placements)
@@ -104,7 +105,7 @@ def test_fsdp2_over_tensor_parallel(rows: int, dim: int) -> None:
         with rank_of(rank, 6):
             mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
             layer = nn.Linear(rows, rows, bias=False)
-            weight = distribute_tensor(whole, mesh["tp"], [Shard(dim)], src_data_rank=None)
+            weight = placed(whole, mesh["tp"], [Shard(dim)])
             layer.weight = nn.Parameter(weight)
             fully_shard(layer, mesh=mesh["dp"])
             found = layer.weight
@@ -121,7 +122,7 @@ def test_a_part_of_a_mesh(name: str, expected: list[str]) -> None:
     for rank in range(6):
         with rank_of(rank, 6):
             mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
-            tensor = distribute_tensor(whole, mesh[name], [Shard(0)], src_data_rank=None)
+            tensor = placed(whole, mesh[name], [Shard(0)])
             found = Layout.of(tensor, mesh)
             same = Layout.mesh((7, 5), [[0, 1], [2, 3], [4, 5]], expected)
             assert torch.equal(local(found, rank, whole), tensor.to_local())

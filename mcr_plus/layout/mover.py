@@ -2,8 +2,9 @@
 
 The boxes of many tensors share one exchange. The caller does not wait between the steps of a plan: all
 operations are issued at once. Each starts when the one before it is complete (`Message.after`), and packs its
-buffer just before it starts. If `memory` bounds the buffers, an exchange is cut into rounds with alternating
-buffers, so that one is packed while the other is in flight.
+buffer just before it starts. A large plan whose second step gathers inside nodes is cut into waves: one wave
+is gathered while the next one is in flight between nodes. If `memory` bounds the buffers, an exchange is cut
+into rounds with alternating buffers, so that one is packed while the other is in flight.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ from mcr_plus.layout.rounds import (
     Stage,
     Strided,
     Sum,
+    Waves,
     copy_all,
     cut,
+    cut_in_waves,
     in_one_piece,
     strided,
     views_of,
@@ -49,6 +52,8 @@ __all__ = ["TAG", "Locals", "Mover", "Strided", "copy_all", "in_one_piece", "str
 
 TAG: Final = "redistribute"
 _SLOTS: Final = 2  # buffers that rounds use alternately
+_WAVES: Final = 4
+_LEAST_WAVE: Final = 2 << 20  # bytes of the fullest rank, below which its latency is not worth the overlap
 _torch: Any = torch  # its type stubs lack the operations on lists
 _CPU: Final = torch.device("cpu")
 _HALF: Final = (torch.float16, torch.bfloat16)
@@ -88,6 +93,9 @@ class Mover:
         self.options: CallOptions = {**options, "tag": options.get("tag") or TAG}
         self.dtype = plan.specs[0].dtype
         self.rank = comm.ranks[comm.rank]
+        self._wave_count = self._waves_within(memory)
+        self.waves = [Waves.of(spec.source, self._wave_count) for spec in plan.specs if self._wave_count > 1]
+        """The waves of each tensor; empty if the steps run one after the other."""
         self.stages = [self._stage(step, memory) for step in range(plan.steps)]
         self.gaps = [index for index, spec in enumerate(plan.specs) if spec.source.has_gaps]
         """Indices of the tensors whose source may lack elements; these are zero in the result."""
@@ -95,6 +103,8 @@ class Mover:
         self.key = object()  # in `Space.buffers`, where the mover itself would be a cycle
         rounds = [each for stage in self.stages for each in stage.rounds]
         self.slots = _SLOTS if any(len(stage.rounds) > 1 for stage in self.stages) else 1
+        if self.waves:
+            self.slots = self._wave_count
         self.slot = max((each.buffered for each in rounds), default=0)
         """Elements of the largest buffers of a round."""
         self.nbytes = self.slots * self.slot * self.dtype.itemsize
@@ -115,6 +125,20 @@ class Mover:
         self._seen_one: Callable[[], torch.Tensor | None] = _nothing
 
     # -- binding ----------------------------------------------------------------------------------
+
+    def _waves_within(self, memory: int | None) -> int:
+        """Return the number of waves, the same on all ranks; 1 if there is nothing to gain."""
+        plan = self.plan
+        if plan.nodes is None or {each.program.name for each in plan.chosen} - {"direct", "gather"}:
+            return 1
+        moved = plan.loads[..., [0, 1, 3, 4]].sum(axis=(0, 2))  # by step
+        if len(moved) < 2 or plan.steps != 2 or not moved[:2].all():
+            return 1
+        if memory is not None and moved.max() > memory // _SLOTS:
+            return 1
+        if any(spec.source.is_partial or spec.source.overlaps for spec in plan.specs):
+            return 1
+        return int(min(_WAVES, max(1, moved.max() // _LEAST_WAVE)))
 
     def _stage(self, number: int, memory: int | None) -> Stage:
         plan = self.plan
@@ -168,7 +192,7 @@ class Mover:
         """Return the rounds of an exchange. `moved`: bytes of each tensor on the fullest rank of all."""
         whole: dict[int, int] = {}  # the round of each tensor with addends
         first, number = 0, 1  # for the others, the first round and the number of rounds
-        if memory is not None:
+        if memory is not None and not self.waves:
             room = max(1, memory // _SLOTS)
             last = filled = 0
             for tensor in sums:
@@ -182,11 +206,14 @@ class Mover:
             first = last + 1 if filled and plain else 0
             number = max(number, last + 1 - first)
         order = {rank: index for index, rank in enumerate(self.comm.ranks)}
-        found = [Round(f"{index + 1} of {first + number}") for index in range(first + number)]
+        count = self._wave_count if self.waves else first + number
+        found = [Round(f"{index + 1} of {count}") for index in range(count)]
         for is_send, parts in ((True, sends), (False, receives)):
-            for each, rows in zip(
-                found, cut(parts, order, first, number, dict.fromkeys(sums, 0) | whole), strict=True
-            ):
+            if self.waves:
+                rounds = cut_in_waves(parts, order, self.waves, count)
+            else:
+                rounds = cut(parts, order, first, number, dict.fromkeys(sums, 0) | whole)
+            for each, rows in zip(found, rounds, strict=True):
                 counts = [0] * self.comm.size
                 at = 0
                 placed = []
@@ -345,6 +372,8 @@ class _Run:
 
     def start(self) -> list[Work]:
         """Issue all operations; returns their handles. The outputs are complete when all of them are."""
+        if self._mover.waves:
+            return self._start_in_waves()
         works: list[Work] = []
         last: list[Work] = []  # the operations of the step before
         slots = self._mover.slots
@@ -363,6 +392,19 @@ class _Run:
                 works += mine
                 last = mine
         return works
+
+    def _start_in_waves(self) -> list[Work]:
+        first, second = (stage.rounds for stage in self._mover.stages)
+        sent: list[Work] = []
+        gathered: list[Work] = []
+        for wave, each in enumerate(first):
+            sent.append(self._issue(0, each, wave, sent[-1:] or self._before))
+            if wave == 0:
+                self._keep(0)
+            else:
+                gathered.append(self._issue(1, second[wave - 1], wave - 1, [sent[wave - 1]]))
+        gathered.append(self._issue(1, second[-1], len(second) - 1, sent[-1:]))
+        return [*sent, *gathered]
 
     def finish(self) -> None:
         """Copy boxes that are listed twice, and return the buffers to the pool."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,7 +13,7 @@ import torch
 
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.messages import Rows
-from mcr_plus.layout.regions import Ints, row_length, runs
+from mcr_plus.layout.regions import Boxes, Ints, meet_all, row_length, runs
 
 if TYPE_CHECKING:
     from mcr_plus.core.message import Signature
@@ -202,6 +203,55 @@ def cut(
                 found[begin + index] += [(peer, addend, part) for part in rows.part(row, start, stop)]
             start = stop
     return found
+
+
+class Waves(NamedTuple):
+    """The boxes into which a tensor is cut so that its steps overlap, and the wave of each box."""
+
+    boxes: Boxes
+    wave_of: Ints
+
+    @classmethod
+    def of(cls, source: Layout, number: int) -> Waves:
+        """Cut each box of a complete source into `number` slabs, one per wave.
+
+        So all its ranks send in every wave.
+        """
+        lows, highs = (np.repeat(side, number, axis=0) for side in source.regions.boxes)
+        index = np.tile(np.arange(number), len(lows) // number)
+        extents = highs - lows
+        dim = extents.argmax(axis=1) if extents.shape[1] else np.zeros(len(lows), np.int64)
+        at = np.arange(len(lows)), dim
+        begin, extent = lows[at], extents[at]
+        lows[at], highs[at] = begin + extent * index // number, begin + extent * (index + 1) // number
+        keep = highs[at] > lows[at]
+        return cls(Boxes(lows[keep], highs[keep]), index[keep])
+
+    def cut(self, part: RowsOf, order: dict[int, int]) -> list[tuple[int, Item]]:
+        """Return the boxes of a tensor that a rank sends or receives, cut, each with its wave."""
+        row, window, boxes = meet_all(part.rows.boxes, self.boxes)
+        sorted_ = np.lexsort((window, row))
+        row, window, boxes = row[sorted_], window[sorted_], boxes.take(sorted_)
+        items = strided(part.tensor, *part.layout.strided(part.rank, part.rows.pieces[row], boxes))
+        peers = part.rows.peers[row].tolist()
+        return [
+            (wave, (order[peer], 0, item))
+            for wave, peer, item in zip(self.wave_of[window].tolist(), peers, items, strict=True)
+        ]
+
+
+def cut_in_waves(
+    parts: Sequence[RowsOf], order: dict[int, int], waves: Sequence[Waves], number: int
+) -> list[list[Item]]:
+    """Return the rows of all tensors in `number` waves, each sorted by peer, then tensor.
+
+    `waves`: of all tensors of the plan.
+    """
+    found: list[list[Item]] = [[] for _ in range(number)]
+    for part in parts:
+        for wave, item in waves[part.tensor].cut(part, order):
+            found[wave].append(item)
+    return [sorted(items, key=operator.itemgetter(0)) for items in found]
 
 
 def strided(tensor: int, extents: Ints, strides: Ints, offsets: Ints) -> list[Strided]:

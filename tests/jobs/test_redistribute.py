@@ -243,6 +243,60 @@ def test_plans_on_nodes_are_those_of_the_survey() -> None:
             assert np.array_equal(np.array(loads)[: len(steps)], steps)
 
 
+def in_waves(nodes: list[int]) -> list[Any]:
+    """Runs on ranks, as if these were their nodes: large tensors and a small one from the first two ranks to
+    the last two, twice; wrong tensors, and the operations of a call.
+    """
+    torch.set_num_threads(1)
+    rows, columns = 1031, 1021  # 4 MiB
+    found: list[Any] = []
+    with mcr.init({"version": 1, "backends": ["gloo"]}) as comm:
+        shape = (rows, columns)
+        here = {
+            "rows": mcr.Layout.sharded(shape, [0, 1], 0, [1000, 31]),
+            "columns": mcr.Layout.sharded(shape, [1, 0], 1),
+            "small": mcr.Layout.replicated((3,), [0, 1]),
+            "flat": mcr.Layout.flat(shape, [0, 1], [(0, 700_000), (700_000, rows * columns)]),
+        }
+        there = {name: mcr.Layout.replicated(each.shape, [2, 3]) for name, each in here.items()}
+        there["small"] = mcr.Layout.sharded((3,), [2, 3], 0)
+        whole = {
+            name: torch.arange(each.volume, dtype=torch.float32).view(each.shape) + 7 * at
+            for at, (name, each) in enumerate(here.items())
+        }
+        flat = whole["flat"].view(-1)
+        mine = {
+            "rows": whole["rows"][:1000] if comm.rank == 0 else whole["rows"][1000:],
+            "columns": whole["columns"].chunk(2, 1)[1 - comm.rank % 2].contiguous(),
+            "small": whole["small"],
+            "flat": flat[:700_000] if comm.rank == 0 else flat[700_000:],
+        }
+        right = whole | {"small": whole["small"][:2] if comm.rank == 2 else whole["small"][2:]}
+        for memory in ("256MiB", "1MiB"):  # of the latter, one wave after the other would not fit
+            with patch("mcr_plus.layout.plan.nodes_of", return_value=np.array(nodes)):
+                move = mcr.redistribution(
+                    {name: (each, there[name]) for name, each in here.items()}, memory=memory
+                )
+                for _ in range(2):
+                    with mcr.record() as log:
+                        got = move.start(mine if comm.rank < 2 else {})
+                        got.wait()
+                    results = got.outputs if comm.rank >= 2 else {}
+                    wrong = [name for name, each in results.items() if not torch.equal(each, right[name])]
+                    found.append([wrong, len(results), len(log.records)])
+    return found
+
+
+def test_a_wave_is_gathered_while_the_next_one_crosses() -> None:
+    for rank, result in enumerate(run_ranks(in_waves, 4, args=[[0, 0, 1, 1]], via="torch")):
+        for wrong, count, _ in result.value:
+            assert wrong == []
+            assert count == 4 * (rank >= 2)
+        # Operations of the second call, in four waves of two steps, and in rounds of at most 512 KiB.
+        assert result.value[1][2] == 8
+        assert result.value[3][2] > 30
+
+
 def device_types() -> list[str]:
     """Runs on ranks: the device of operations where rank 1 has no tensors, and rank 0 has some."""
     found = []

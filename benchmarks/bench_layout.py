@@ -1,10 +1,10 @@
 """Redistribution: planning, models between two hosts, many small tensors, and its memory, beside what users
 write by hand.
 
-    python benchmarks/bench_layout.py --parts planning,calls,halo,state,memory,dtensor,hosts,overlap
+    python benchmarks/bench_layout.py --parts planning,calls,messages,halo,state,memory,dtensor,hosts,overlap
 
-`planning` runs in one process, `calls` and `halo` with two ranks of this host, `state`, `memory` and
-`dtensor` with four, `hosts` and `overlap` with two ranks and one on each of two network namespaces.
+`planning` runs in one process, `calls` and `halo` with two ranks of this host, `messages`, `state`, `memory`
+and `dtensor` with four, `hosts` and `overlap` with two ranks and one on each of two network namespaces.
 Candidates take turns; a time is that of the slowest rank, and of the rounds the median (with their range).
 The report goes to benchmarks/results/layout_<hardware>_<yyyymm>.md.
 
@@ -36,8 +36,10 @@ from mcr_plus.dtensor import dtensor_volume
 from mcr_plus.layout import Layout, proof
 from mcr_plus.layout.program import bound, load, programs
 
-PARTS: Final = ("planning", "calls", "halo", "state", "memory", "dtensor", "hosts", "overlap")
+PARTS: Final = ("planning", "calls", "messages", "halo", "state", "memory", "dtensor", "hosts", "overlap")
 MATRIX: Final = (4096, 4096)
+LIBRARIES: Final = ("msccl", "mpi", "gloo")
+SIZES: Final = (1 << 10, 64 << 10, 4 << 20)  # bytes that a rank sends
 MODEL: Final = 100 << 20  # bytes between the hosts
 TENSORS: Final = 500  # of a state, 4 to 64 KiB each
 IN_A_TURN: Final = 5  # redistributions of DTensors
@@ -149,6 +151,61 @@ def calls(rounds: int) -> dict[str, Any] | None:
             many(call)
         times = harness.in_turns(candidates, rounds, many)
         return {"times": times} if rank == 0 else None
+
+
+def messages(library: str, rounds: int) -> dict[str, dict[str, list[float]]] | None:
+    """Microseconds of redistributions in which ranks have few partners, and of the same by messages."""
+    torch.set_num_threads(1)
+    config = {"version": 1, "backends": [library]}
+    with mcr.init(config) as comm:
+        rank, size = comm.rank, comm.size
+        found = {}
+        for nbytes in SIZES:
+            number = nbytes // 4
+            patterns = {
+                "from one to one": (
+                    Layout.replicated((number,), [0]),
+                    Layout.replicated((number,), [size - 1]),
+                ),
+                "to the next": (
+                    Layout.sharded((size * number,), range(size), 0),
+                    Layout.sharded((size * number,), [*range(1, size), 0], 0),
+                ),
+                "from one to all": (
+                    Layout.replicated((number,), [0]),
+                    Layout.replicated((number,), range(size)),
+                ),
+            }
+            for name, (source, target) in patterns.items():
+                x = torch.ones(number) if source.local_shape(rank) else None
+                y = torch.empty(number) if target.local_shape(rank) else None
+                peers = {
+                    "from one to one": {0: [size - 1]},
+                    "from one to all": {0: list(range(1, size))},
+                }.get(name, {each: [(each + 1) % size] for each in range(size)})
+                ops = [mcr.P2POp(mcr.isend, x, peer) for peer in peers.get(rank, ())]
+                ops += [mcr.P2POp(mcr.irecv, y, peer) for peer, to in peers.items() if rank in to]
+                move = mcr.redistribution({"": (source, target)})
+
+                def ours(move: Any = move, x: Any = x, y: Any = y) -> None:
+                    move({} if x is None else {"": x}, {} if y is None else {"": y})
+
+                def by_hand(ops: Any = ops) -> None:
+                    for work in comm.batch_isend_irecv(ops):
+                        work.wait()
+
+                calls = 50 if nbytes <= 64 << 10 else 5
+
+                def many(call: Callable[[], object], calls: int = calls) -> float:
+                    comm.barrier()
+                    return 1e6 * float(max(comm.all_gather_object(harness.seconds(call, calls))))
+
+                for call in (ours, by_hand):
+                    many(call)
+                found[f"{name}, {nbytes >> 10} KiB"] = harness.in_turns(
+                    {"redistribution": ours, "messages": by_hand}, rounds, many
+                )
+        return found if rank == 0 else None
 
 
 def halo(rounds: int) -> dict[str, Any] | None:
@@ -479,6 +536,17 @@ def main(
             _table(found["times"], "its operations", "µs"),
             "all_to_all_single: of the bytes that the redistribution sends; its operations: that, and the "
             "three copies to and from its buffers, of views that are there already.",
+        ]
+    if "messages" in names:
+        rows = []
+        for library in LIBRARIES:
+            for pattern, times in harness.on_ranks(here, messages, library, rounds).items():
+                ours, theirs = (median(times[name]) for name in ("redistribution", "messages"))
+                rows.append([library, pattern, f"{ours:.0f}", f"{theirs:.0f}", f"{ours / theirs:.2f}"])
+        texts += [
+            "### Few partners, four ranks of one host",
+            harness.markdown(["library", "which", "redistribution, µs", "isend/irecv, µs", "ratio"], rows),
+            "A redistribution is one all_to_all with splits, or a broadcast.",
         ]
     if "halo" in names:
         found = harness.on_ranks(two, halo, rounds)

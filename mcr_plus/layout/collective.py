@@ -10,9 +10,10 @@ import torch
 from mcr_plus.communicator.calls import BUILDERS
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.work import JointWork, Work
-from mcr_plus.layout.mover import TAG, Locals, Strided, copy_all, in_one_piece, strided
 from mcr_plus.layout.native import GROUPS, root_of
 from mcr_plus.layout.regions import as_ints
+from mcr_plus.layout.rounds import Locals, Strided, copy_all, in_one_piece, strided
+from mcr_plus.layout.run import TAG
 
 if TYPE_CHECKING:
     from mcr_plus.communicator.calls import CallOptions

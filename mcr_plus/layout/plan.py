@@ -267,9 +267,10 @@ def nodes_of(comm: Communicator) -> Ints | None:
 def costs_of(comm: Communicator, nodes: Ints | None) -> Costs:
     """Return the costs of messages and bytes in this group, the same on all ranks, as their tables are.
 
-    They come from the all_to_all of the group's tuning table; defaults apply if no table is named, or the
-    table has no all_to_all. An all_to_all of s bytes on n ranks, k of them on each node, sends n - 1 messages
-    of s / n bytes per rank; on several nodes, the n - k messages that cross the link determine its time.
+    They come from the all_to_all and the send of the group's tuning table; defaults apply if no table is
+    named, or the table lacks one of them. An all_to_all of s bytes on n ranks, k of them on each node, sends
+    n - 1 messages of s / n bytes per rank; on several nodes, the n - k messages that cross the link determine
+    its time.
     """
     known: Costs | None = comm.attached.get(_COSTS)
     if known is None:
@@ -289,7 +290,11 @@ def _costs(comm: Communicator, per_node: int, across: bool) -> Costs:
     part = [numel * torch.float32.itemsize * peers / comm.size for numel in sizes]
     byte = max(many - few, 0.0) * 1e-6 / (part[1] - part[0])
     message = few * 1e-6 / peers
-    return Costs(far_message=message, far_byte=byte / per_node) if across else Costs(message, byte)
+    send_us = expected_us(comm, "send", torch.float32, 2, tag=_TAG)
+    send = 2 * message if send_us is None else send_us * 1e-6
+    if across:
+        return Costs(far_message=message, far_byte=byte / per_node, far_send=send)
+    return Costs(message, byte, send=send)
 
 
 def _sharers(comm: Communicator, nodes: Ints | None) -> int:

@@ -312,13 +312,24 @@ def _broadcast_load(one: Native, source: Layout, rank: int, itemsize: int, nodes
 class Costs(NamedTuple):
     """The costs of a message and of a byte in seconds, inside a node and between nodes (`far`).
 
-    The defaults are assumptions for one host and a link of 1 Gbit/s.
+    `send`: of an operation on one message instead of one part of an all_to_all, `isend` or `irecv`. The
+    defaults are assumptions for one host and a link of 1 Gbit/s.
     """
 
     message: float = 15e-6
     byte: float = 1 / 4e9
     far_message: float = 60e-6
     far_byte: float = 1 / 117e6
+    send: float = 30e-6
+    far_send: float = 120e-6
+
+    def prefers_messages(self, messages: int, peers: int, across: bool) -> bool:
+        """Return True if that many sends and receives take less time than an all_to_all with `peers`.
+
+        `across`: between nodes. Bytes count equally in both.
+        """
+        send, part = (self.far_send, self.far_message) if across else (self.send, self.message)
+        return messages * send < peers * part
 
     def seconds(self, loads: NDArray[np.int64], crossing: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the time of exchanges.

@@ -73,6 +73,21 @@ class Sum:
 
 
 @dataclass
+class Transfer:
+    """The boxes that this rank sends to one peer in a round, or receives from it, if not `is_send`.
+
+    `peer`: its index in the group. `begin`, `end`: the range of the buffer, in elements.
+    """
+
+    peer: int
+    is_send: bool
+    begin: int
+    end: int
+    boxes: list[Strided]
+    bound: tuple[Signature, Issue] | None = None
+
+
+@dataclass
 class Round:
     """The boxes that this rank sends and receives in one operation.
 
@@ -94,6 +109,22 @@ class Round:
     received_at: int | None = None
     bound: dict[tuple[bool, str], tuple[Signature, Issue]] = field(default_factory=dict)
     """The bound operation, by (asynchronous, type of the device)."""
+    messages: list[Transfer] = field(default_factory=list)
+    """The messages of this rank, where a step consists of messages."""
+
+    def cut_into_messages(self) -> None:
+        """Fill `messages`: the receives, then the sends."""
+        for is_send, counts, boxes in (
+            (False, self.output_counts, self.received),
+            (True, self.input_counts, self.sent),
+        ):
+            begin = 0
+            for peer, numel in enumerate(counts):
+                end = begin + numel
+                if numel:
+                    mine = [box for box in boxes if begin <= box.at < end]
+                    self.messages.append(Transfer(peer, is_send, begin, end, mine))
+                begin = end
 
     @property
     def packed(self) -> int:
@@ -112,7 +143,7 @@ class Stage:
 
     `targets`: for each tensor, the layout after the step, None if its program has fewer steps. `is_last`: the
     step writes the outputs of all tensors. `is_lossy`: a codec may be used. `is_idle`: no rank of the group
-    sends data.
+    sends data. `by_messages`: it consists of messages between pairs of ranks instead of an all_to_all.
     """
 
     rounds: list[Round]
@@ -121,6 +152,7 @@ class Stage:
     is_last: bool
     is_lossy: bool
     is_idle: bool
+    by_messages: bool = False
 
 
 def views_of(boxes: Sequence[Strided], locals_: Locals) -> list[torch.Tensor]:

@@ -29,9 +29,10 @@ from mcr_plus.layout.local import (
     made_apart,
     prefix,
 )
-from mcr_plus.layout.mover import TAG, Mover
+from mcr_plus.layout.mover import Mover
 from mcr_plus.layout.native import Room
 from mcr_plus.layout.plan import Plan, Spec, make_plan
+from mcr_plus.layout.run import TAG
 from mcr_plus.runtime.init import member_of
 
 _Dtypes = tuple[torch.dtype, ...]

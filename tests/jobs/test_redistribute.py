@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,12 +23,13 @@ needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI
 LIBRARIES = ["msccl", "gloo", pytest.param("mpi", marks=needs_mpi)]
 
 
-def launched(what: str, ranks: int, backend: str, timeout: float = 120) -> list[Any]:
+def launched(
+    what: str, ranks: int, backend: str, timeout: float = 120, args: Sequence[str] = ()
+) -> list[Any]:
     """What each rank found. `what`: a function of `redistributions`, or a module and its function."""
     via: Via = "mpi" if backend == "mpi" else "torch"
-    results = run_ranks(
-        what if ":" in what else f"redistributions:{what}", ranks, args=[backend], via=via, timeout=timeout
-    )
+    target = what if ":" in what else f"redistributions:{what}"
+    results = run_ranks(target, ranks, args=[*args, backend], via=via, timeout=timeout)
     for result in results:
         value = result.value
         assert value["failures"] == [], f"rank {result.rank}: {value['failed']} of {value['cases']} failed"
@@ -40,6 +42,13 @@ def launched(what: str, ranks: int, backend: str, timeout: float = 120) -> list[
 def test_any_layout_to_any_other(ranks: int, backend: str) -> None:
     for value in launched("everything", ranks, backend, timeout=400):
         assert value["cases"] > 400
+
+
+@pytest.mark.parametrize("backend", LIBRARIES)
+@pytest.mark.parametrize("name", ["everything", "states", "calls"])
+def test_by_messages_between_pairs_of_ranks(name: str, backend: str) -> None:
+    for value in launched("by_messages", 3, backend, timeout=400, args=[name]):
+        assert value["rounds"] > 10
 
 
 @pytest.mark.parametrize("backend", LIBRARIES)
@@ -117,6 +126,11 @@ rules:
     backend: gloo
     measured:
       gloo: {measured}
+  - kind: send
+    bytes: 0..
+    backend: gloo
+    measured:
+      gloo: {{8B: 270, 1KiB: 280}}
 """
 
 
@@ -149,9 +163,35 @@ def test_costs_of_messages_and_bytes_are_those_of_the_table(tmp_path: Path) -> N
     for table in (str(file), None):
         for rank, result in enumerate(run_ranks(costs_by, ranks, args=[table], via="torch")):
             costs, found = result.value
-            expected = Costs(message=alpha, byte=beta) if table else Costs()
+            expected = Costs(alpha, beta, send=3 * alpha) if table else Costs()
             assert costs == pytest.approx(list(expected), rel=1e-3)
             assert found == np.array_split(whole, [2, 4], axis=1)[rank].ravel().tolist()
+
+
+def few_partners() -> list[Any]:
+    """Runs on ranks: the kinds of the operations that redistributions with few and many partners issue."""
+    found = []
+    with mcr.init({"version": 1, "backends": ["gloo"]}) as comm:
+        last, everyone = comm.size - 1, range(comm.size)
+        for source, target in (
+            (mcr.Layout.replicated((5,), [0]), mcr.Layout.replicated((5,), [last])),
+            (mcr.Layout.sharded((8, 8), everyone, 0), mcr.Layout.sharded((8, 8), everyone, 1)),
+        ):
+            shape = source.local_shape(comm.rank)
+            x = None if shape is None else torch.full(shape, 1.0 + comm.rank)
+            mcr.redistribute(x, source, target)
+            with mcr.record() as log:
+                y = mcr.redistribute(x, source, target)
+            found.append([[each.kind for each in log.records], None if y is None else y.sum().item()])
+    return found
+
+
+def test_few_messages_are_not_sent_as_one_operation_of_all_ranks() -> None:
+    *others, last = [result.value for result in run_ranks(few_partners, 4, via="torch")]
+    assert [each[0][0] for each in others] == [["send"], [], []]
+    assert last[0] == [["recv"], 5.0]
+    for value in (*others, last):
+        assert value[1] == [["all_to_all_v"], 40.0]
 
 
 # -- memory and dtypes of later calls, and mistakes of one rank ---------------------------------------------

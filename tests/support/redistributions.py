@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
+from unittest.mock import patch
 
 import layout_oracle as oracle
 import numpy as np
@@ -20,6 +21,8 @@ from layout_oracle import Side
 import mcr_plus as mcr
 from mcr_plus.layout import Layout, state
 from mcr_plus.layout import program as programs
+from mcr_plus.layout.mover import Mover
+from mcr_plus.layout.program import Costs
 
 do: Final[Any] = mcr
 do_state: Final[Any] = state
@@ -531,6 +534,17 @@ def other_groups(backend: str) -> dict[str, Any]:
         found = mcr.redistribute(x, source, target)
         report.add("then the same", None if bool((found == 2).all()) else str(found))
     return report.value()
+
+
+# -- messages ------------------------------------------------------------------------------------
+
+
+def by_messages(name: str, backend: str) -> dict[str, Any]:
+    """Run another function of this module with messages in place of every all_to_all; counts the rounds."""
+    count = patch.object(Mover, "next_match_tag", autospec=True, side_effect=Mover.next_match_tag)
+    with patch.object(Costs, "prefers_messages", return_value=True), count as counted:
+        found: dict[str, Any] = globals()[name](backend)
+    return {**found, "rounds": counted.call_count}
 
 
 # -- codecs ---------------------------------------------------------------------------------------

@@ -177,8 +177,8 @@ def messages(library: str, rounds: int) -> dict[str, dict[str, list[float]]] | N
                 ),
             }
             for name, (source, target) in patterns.items():
-                x = torch.ones(number) if source.local_shape(rank) else None
-                y = torch.empty(number) if target.local_shape(rank) else None
+                x: Any = torch.ones(number) if source.local_shape(rank) else None
+                y: Any = torch.empty(number) if target.local_shape(rank) else None
                 peers = {
                     "from one to one": {0: [size - 1]},
                     "from one to all": {0: list(range(1, size))},
@@ -202,9 +202,8 @@ def messages(library: str, rounds: int) -> dict[str, dict[str, list[float]]] | N
 
                 for call in (ours, by_hand):
                     many(call)
-                found[f"{name}, {nbytes >> 10} KiB"] = harness.in_turns(
-                    {"redistribution": ours, "messages": by_hand}, rounds, many
-                )
+                ways: dict[str, Callable[[], object]] = {"redistribution": ours, "messages": by_hand}
+                found[f"{name}, {nbytes >> 10} KiB"] = harness.in_turns(ways, rounds, many)
         return found if rank == 0 else None
 
 
@@ -511,6 +510,16 @@ def _table(times: Mapping[str, list[float]], first: str, unit: str = "ms") -> st
     return harness.markdown(["way", unit, "range", f"/ {first}"], rows)
 
 
+def _few_partners(launch: harness.Launch, rounds: int) -> str:
+    rows = []
+    for library in LIBRARIES:
+        for pattern, times in harness.on_ranks(launch, messages, library, rounds).items():
+            ours, theirs = (median(times[name]) for name in ("redistribution", "messages"))
+            rows.append([library, pattern, f"{ours:.0f}", f"{theirs:.0f}", f"{ours / theirs:.2f}"])
+    head = ["library", "which", "redistribution, µs", "isend/irecv by hand, µs", "ratio"]
+    return harness.markdown(head, rows)
+
+
 @harness.program
 def main(
     parts: Annotated[str, typer.Option(help="Which, with commas between.")] = ",".join(PARTS),
@@ -538,16 +547,7 @@ def main(
             "three copies to and from its buffers, of views that are there already.",
         ]
     if "messages" in names:
-        rows = []
-        for library in LIBRARIES:
-            for pattern, times in harness.on_ranks(here, messages, library, rounds).items():
-                ours, theirs = (median(times[name]) for name in ("redistribution", "messages"))
-                rows.append([library, pattern, f"{ours:.0f}", f"{theirs:.0f}", f"{ours / theirs:.2f}"])
-        texts += [
-            "### Few partners, four ranks of one host",
-            harness.markdown(["library", "which", "redistribution, µs", "isend/irecv, µs", "ratio"], rows),
-            "A redistribution is one all_to_all with splits, or a broadcast.",
-        ]
+        texts += ["### Few partners, four ranks of one host", _few_partners(here, rounds)]
     if "halo" in names:
         found = harness.on_ranks(two, halo, rounds)
         texts += [

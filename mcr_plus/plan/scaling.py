@@ -215,7 +215,7 @@ def from_step(step: Step, library: str = CAPTURED) -> list[Measured]:
         for event in role.events:
             if isinstance(event, Issue) and event.seconds is not None:
                 hosts = tuple(rank // per_node for rank in event.group)
-                of_size = points.setdefault((event.kind, hosts), {})
+                of_size = points.setdefault((plain_kind(event.kind), hosts), {})
                 of_size.setdefault(event.nbytes, []).append(1e6 * event.seconds)
     found = []
     for (kind, hosts), sizes in points.items():

@@ -16,6 +16,7 @@ from steps import step_of
 from mcr_plus.errors import ConfigError, InvalidArgument, Unsupported
 from mcr_plus.plan import probe as probing
 from mcr_plus.plan.advise import advise
+from mcr_plus.plan.network import simulate
 from mcr_plus.plan.scaling import Costs, Measured, from_probe, from_step, from_table, wire_bytes
 from mcr_plus.plan.step import Issue, Probed, Ready, Role, Step
 from mcr_plus.plan.topology import Topology, parse_latency, parse_rate

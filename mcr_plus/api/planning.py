@@ -78,7 +78,8 @@ def plan_report() -> dict[str, Any] | None:
       were by size.
     - `measured_ms`, `baseline_ms`: with the searched buckets and with those by size, tried in turns.
     - `foretold_ms`, `foretold_baseline_ms`: the times expected of both, before.
-    - `bound_ms`: the least time of any plan, by the same costs. `gap`: the most by which the searched plan
+    - `bound_ms`: the least time of any plan, by the same costs; at most a measured one, as the passes in
+      which computing is measured can be slower than others. `gap`: the most by which the searched plan
       may be above the best one, in the model of the search; `exact`: it is proved to be the best there.
     - `cuts`, of a model compiled with `cuts="auto"` only: the modules at whose ends its graph is cut;
       `cuts_known`: how many places there were. `chosen`: "whole" (uncut, buckets by size), "blocks" (cut at

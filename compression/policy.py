@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, cast
 
 from mcr_plus.compression.codec import Codec
@@ -98,7 +99,11 @@ def gradient_compression(
     return rule, options if isinstance(options, CompressOptions) else None
 
 
-def largest_alignment(config: Config) -> int:
-    """Return the values in a block of any codec that the configuration names: tensors begin with a block."""
+def largest_alignment(config: Config, others: Sequence[str] = ()) -> int:
+    """Return the values in a block of any codec that the configuration names: tensors begin with a block.
+
+    `others`: further codecs, by name.
+    """
     codecs = [options for options in config.all_options if isinstance(options, CompressOptions)]
+    codecs += [CompressOptions(codec=name) for name in others]
     return math.lcm(*(codec_of(each).traits.alignment for each in codecs if each.codec != "none"))

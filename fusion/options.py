@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, Field, InstanceOf, PlainSerializer, ValidationInfo
+from pydantic import BeforeValidator, Field, InstanceOf, PlainSerializer, ValidationInfo, model_validator
+from typing_extensions import Self
 
+from mcr_plus import registry
 from mcr_plus.config.options import Bytes, StageOptions, size_or_none, size_text, some_of
 from mcr_plus.config.schema import TableRef, file_ref
-from mcr_plus.errors import unknown
+from mcr_plus.errors import short, unknown
 
 FUSIBLE: tuple[str, ...] = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
 """Kinds of operation that can be fused."""
@@ -25,6 +27,17 @@ def _plan(value: object, info: ValidationInfo) -> object:
     if isinstance(value, str) and not _FILE.search(value):
         raise ValueError(unknown("value", value, (*_PLANS, "or the path of a plan's file")))
     return file_ref(value, info, "plan")
+
+
+def _codecs(value: object) -> tuple[str, ...]:
+    names = [value] if isinstance(value, str) else value
+    known = registry.names("codecs")
+    if not isinstance(names, (list, tuple)):
+        raise ValueError(f"expected a list of codecs, got {short(value)}; known: {', '.join(known)}")
+    for name in names:
+        if name not in known:
+            raise ValueError(unknown("codec", name, known))
+    return tuple(dict.fromkeys(names))
 
 
 def _plan_text(plan: str | TableRef) -> str:
@@ -46,7 +59,8 @@ class FuseOptions(StageOptions):
     computed from the times at which gradients become ready and the table's costs, so that the last operation
     completes as early as possible; `bucket` has no effect then. With `auto` they are searched in the job and
     tried in turns with those by `size`, and the better ones stay: no table is needed. Anything else is the
-    path of a file with the buckets of a model, see `mcr_plus.plan.saved`.
+    path of a file with the buckets of a model, see `mcr_plus.plan.saved`. `codecs`: lossy codecs, by name,
+    that `auto` may choose for buckets, where they shorten the step; none by default.
     """
 
     bucket: Annotated[Bytes, Field(gt=0)] = 25 << 20
@@ -61,6 +75,13 @@ class FuseOptions(StageOptions):
         BeforeValidator(_plan),
         PlainSerializer(_plan_text),
     ] = "size"
+    codecs: Annotated[tuple[str, ...], BeforeValidator(_codecs)] = ()
+
+    @model_validator(mode="after")
+    def _only_auto_chooses(self) -> Self:
+        if self.codecs and self.plan != "auto":
+            raise ValueError("codecs: they are choices of `plan: auto`; expected that, or a stage `compress`")
+        return self
 
     @property
     def plan_file(self) -> TableRef | None:

@@ -74,8 +74,8 @@ def plan_report() -> dict[str, Any] | None:
 
     - `plan`: "auto". `chosen`: "searched", or "by size" if the searched plan was not faster.
     - `buckets`: the names of the parameters of each bucket that is used from now on, in the order of sending;
-      `libraries`: the library of each, None where the pipeline chooses. `baseline_buckets`: how many there
-      were by size.
+      `libraries`, `codecs`: the library and the codec of each, None where the pipeline chooses.
+      `baseline_buckets`: how many there were by size.
     - `measured_ms`, `baseline_ms`: with the searched buckets and with those by size, tried in turns.
     - `foretold_ms`, `foretold_baseline_ms`: the times expected of both, before.
     - `bound_ms`: the least time of any plan, by the same costs; at most a measured one, as the passes in

@@ -3,10 +3,10 @@
     {"version": 1, "model": "0f3a…", "ranks": 8, "nodes": 2, "ranks_per_node": 4,
      "buckets": [{"params": ["head.weight", "head.bias"], "library": "gloo"}, …]}
 
-Buckets are in the order of sending. `library` is omitted, or null, if the pipeline chooses. `nodes`,
-`ranks_per_node` and `tables` (the digests of the tables used for the plan) are compared if present. `unused`
-lists parameters that had no gradient in the captured step; jobs send their gradients after the buckets, in
-further buckets by size.
+Buckets are in the order of sending. `library` and `codec` are omitted, or null, if the pipeline chooses.
+`nodes`, `ranks_per_node` and `tables` (the digests of the tables used for the plan) are compared if present.
+`unused` lists parameters that had no gradient in the captured step; jobs send their gradients after the
+buckets, in further buckets by size.
 """
 
 from __future__ import annotations
@@ -18,18 +18,26 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from mcr_plus import registry
 from mcr_plus.config.document import path_text, read_bytes, write_text
 from mcr_plus.config.names import backend_name, stored_backend
 from mcr_plus.config.schema import Config
-from mcr_plus.errors import ConfigError, short
+from mcr_plus.errors import ConfigError, short, unknown
+
+
+def _known_codec(name: str | None) -> str | None:
+    if name is not None and name not in (known := registry.names("codecs")):
+        raise ValueError(unknown("codec", name, known))
+    return name
 
 
 class SavedBucket(BaseModel):
-    """The parameters whose gradients are sent together, and the library that sends them."""
+    """The parameters whose gradients are sent together, the library that sends them, and the codec."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     params: tuple[str, ...] = Field(min_length=1)
     library: Annotated[str | None, AfterValidator(stored_backend)] = None
+    codec: Annotated[str | None, AfterValidator(_known_codec)] = None
 
 
 def digests(config: Config) -> tuple[str, ...]:

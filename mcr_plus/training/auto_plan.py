@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
 from typing import Any, Final, NamedTuple, cast
 
@@ -26,6 +27,7 @@ from mcr_plus.communicator.calls import Compress
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.kinds import MAX
 from mcr_plus.core.work import Work
+from mcr_plus.errors import ConfigError
 from mcr_plus.fusion.bucket import Bucket, Entry, by_size, packed
 from mcr_plus.fusion.options import FuseOptions
 from mcr_plus.plan import MEASURED, REPORT
@@ -35,7 +37,8 @@ from mcr_plus.plan.search import Found, search
 from mcr_plus.plan.simulate import Course, simulate
 from mcr_plus.plan.step import Probed
 from mcr_plus.runtime.init import current
-from mcr_plus.training.policy import GradientPolicy
+from mcr_plus.training.given_plan import named_choices
+from mcr_plus.training.policy import Choice, GradientPolicy, choosable, with_codec
 
 _log = logging.getLogger("mcr_plus")
 WARM: Final = 1
@@ -51,10 +54,10 @@ Issue = Callable[[torch.Tensor, "str | None", Compress], Work]
 
 
 class Sent(NamedTuple):
-    """An executable plan: buckets, and the library of each (None: the pipeline chooses)."""
+    """An executable plan: buckets, and how each is sent."""
 
     buckets: list[Bucket]
-    libraries: list[str | None]
+    choices: list[Choice]
 
 
 class PassTimes(NamedTuple):
@@ -85,7 +88,7 @@ class AutoPlan:
 
     Args:
         comm: the reducer's group. entries: gradients by index, all with the same `like`.
-        alignment: bytes. limits: of buckets by size. curves: by library.
+        alignment: bytes. limits: of buckets by size. curves: by library and codec.
         tail: bytes of the operation that ends a pass. names: of the parameters, by index.
         polled: the libraries that progress only in calls of the program.
     """
@@ -94,7 +97,7 @@ class AutoPlan:
     entries: Sequence[Entry]
     alignment: int
     limits: FuseOptions
-    curves: Mapping[str, Curve]
+    curves: Mapping[Choice, Curve]
     tail: int
     names: Sequence[str]
     polled: Sequence[str]
@@ -177,14 +180,14 @@ class AutoPlan:
     def _begin(self, order: Sequence[int]) -> Sent | None:
         """Search a plan for the captured times, and begin its trial."""
         captured = self._agreed(order)
-        libraries = list(self.curves)
-        plan: list[tuple[tuple[int, ...], str | None]] = []
+        choices = list(self.curves)
+        plan: list[tuple[tuple[int, ...], Choice]] = []
         problem: str | None = None
         if self.comm.rank == 0:
             try:
-                found = self._searched(captured, libraries)
+                found = self._searched(captured, choices)
                 plan = [
-                    (tuple(captured.order[begin:end]), libraries[choice])
+                    (tuple(captured.order[begin:end]), choices[choice])
                     for begin, end, choice in found.buckets
                 ]
                 self._foretell(captured, found, plan)
@@ -197,7 +200,10 @@ class AutoPlan:
             return self._give_up(problem)
         buckets = [packed([self.entries[index] for index in members], self.alignment) for members, _ in plan]
         before = self._by_size(captured.order)
-        self._plans = [Sent(before, [None] * len(before)), Sent(buckets, [library for _, library in plan])]
+        self._plans = [
+            Sent(before, [Choice()] * len(before)),
+            Sent(buckets, [Choice(*choice) for _, choice in plan]),
+        ]
         return self._plans[self._tried(0)]
 
     def _agreed(self, order: Sequence[int]) -> Captured:
@@ -214,7 +220,7 @@ class AutoPlan:
         *ready, compute = middle.tolist()
         return Captured(list(order), np.maximum.accumulate(ready).tolist(), compute)
 
-    def _searched(self, captured: Captured, libraries: Sequence[str]) -> Found:
+    def _searched(self, captured: Captured, choices: Sequence[Choice]) -> Found:
         """Return the best plan; if there are very many gradients, small neighbours stay together."""
         sizes = [self.entries[index].nbytes for index in captured.order]
         ends = groups(sizes)
@@ -222,7 +228,7 @@ class AutoPlan:
             packed([self.entries[index] for index in captured.order[begin:end]], self.alignment).nbytes
             for begin, end in zip([0, *ends], ends, strict=False)
         ]
-        curves = [self.curves[library] for library in libraries]
+        curves = [self.curves[choice] for choice in choices]
         ready = [captured.ready[end - 1] for end in ends]
         found = search(ready, captured.compute, prices(whole, self.alignment, curves, OVERHEAD))
         at = [0, *ends]
@@ -230,18 +236,18 @@ class AutoPlan:
         return replace(found, buckets=buckets, exact=found.exact and len(ends) == len(sizes))
 
     def _foretell(
-        self, captured: Captured, found: Found, plan: Sequence[tuple[Sequence[int], str | None]]
+        self, captured: Captured, found: Found, plan: Sequence[tuple[Sequence[int], Choice]]
     ) -> None:
         """Store the expected times of both plans in the report."""
         tail = float(min(curve.times(np.array([self.tail]))[0] for curve in self.curves.values()))
         before = self._by_size(captured.order)
-        cheapest = [(bucket.members, None) for bucket in before]
+        cheapest = [(bucket.members, Choice()) for bucket in before]
         course, usual = self.course(captured, plan), self.course(captured, cheapest)
         last = self.names[plan[-1][0][-1]] if plan else ""
         self.report = {
             "plan": "auto",
             "buckets": [[self.names[index] for index in members] for members, _ in plan],
-            "libraries": [library for _, library in plan],
+            **named_choices(choice for _, choice in plan),
             "foretold_ms": 1e3 * (course.step + tail),
             "foretold_baseline_ms": 1e3 * (usual.step + tail),
             "bound_ms": 1e3 * (found.bound + tail),
@@ -253,28 +259,29 @@ class AutoPlan:
             "baseline_buckets": len(before),
         }
 
-    def _chosen(self, nbytes: int) -> str:
+    def _chosen(self, nbytes: int) -> Choice:
         """Return the library that the pipeline is expected to choose: that of the bucket closest in size."""
         if self.used:
             name = self.used[min(self.used, key=lambda size: abs(size - nbytes))].partition(":")[0]
-            if name in self.curves:
-                return name
+            if Choice(name) in self.curves:
+                return Choice(name)
         size = np.array([nbytes])
-        return min(self.curves, key=lambda name: float(self.curves[name].times(size)[0]))
+        known = [choice for choice in self.curves if choice.codec is None]
+        return min(known, key=lambda choice: float(self.curves[choice].times(size)[0]))
 
-    def course(self, captured: Captured, plan: Sequence[tuple[Sequence[int], str | None]]) -> Course:
+    def course(self, captured: Captured, plan: Sequence[tuple[Sequence[int], Choice]]) -> Course:
         """Return the predicted timeline; for libraries that the pipeline chooses, see `_chosen`."""
         place = {index: at for at, index in enumerate(captured.order)}
         last, seconds, shares, polled = [], [], [], []
-        for members, library in plan:
+        for members, choice in plan:
             bucket = packed([self.entries[index] for index in members], self.alignment)
             size = np.array([bucket.nbytes])
-            library = self._chosen(bucket.nbytes) if library is None else library
-            curve = self.curves[library]
+            choice = self._chosen(bucket.nbytes) if choice.library is None else choice
+            curve = self.curves[choice]
             last.append(max(place[index] for index in members))
             seconds.append(float(curve.times(size)[0]))
             shares.append(float(curve.losses(size)[0]))
-            polled.append(library in self.polled)
+            polled.append(choice.library in self.polled)
         return simulate(
             np.array(captured.ready), captured.compute, np.array(last, np.int64), np.array(seconds),
             np.array(shares), overhead=OVERHEAD, by_caller=polled,
@@ -300,7 +307,7 @@ class AutoPlan:
             self.report["buckets"] = [
                 [self.names[at] for at in each.members] for each in self._plans[0].buckets
             ]
-            self.report["libraries"] = [None] * len(self._plans[0].buckets)
+            self.report |= named_choices(self._plans[0].choices)
         current().attached[REPORT] = self.report
         if self.comm.rank == 0:
             _log.warning("%s", line(self.report, len(self._plans[1].buckets)))
@@ -325,6 +332,10 @@ def line(report: Mapping[str, Any], searched: int) -> str:
     )
 
 
+def _send(issue: Issue, compress: Compress, values: torch.Tensor, library: str) -> Work:
+    return issue(values, library, compress)
+
+
 def begun(
     comm: Communicator,
     named: Sequence[tuple[str, torch.nn.Parameter]],
@@ -337,7 +348,14 @@ def begun(
     """Measure the costs of buckets, and return the trial; None, with a warning, for unsupported gradients.
 
     Collective. `named`: the parameters, at least one; `entries`: of each. For the others, see `AutoPlan`.
+
+    Raises `ConfigError` for codecs that a plan cannot choose.
     """
+    if limits.codecs and comm.stage_options("compress") is None:
+        raise ConfigError("fuse.codecs: the pipeline has no stage `compress`; add it with `compress: {}`")
+    for codec in limits.codecs:
+        if (problem := choosable(codec)) is not None:
+            raise ConfigError(f"fuse.codecs: {problem}")
     reason = None
     device = named[0][1].device
     if device.type != "cpu":
@@ -349,28 +367,27 @@ def begun(
         reason = (
             "`plan: auto` does not support a codec with state, which needs the same buckets in every step"
         )
-    curves: dict[str, Curve] = {}
+    curves: dict[Choice, Curve] = {}
     if reason is None:
         libraries = [policy.backend] if policy.backend is not None else list(comm.libraries)
         total = sum(entry.nbytes for entry in entries)
-        curves = probe(
-            comm,
-            dtype,
-            device,
-            total,
-            libraries,
-            lambda values, library: issue(values, library, policy.options),
-        )
+        codecs = () if policy.compress is not None else limits.codecs  # a rule decides for its gradients
+        for name in (None, *codecs):
+            own = policy if name is None else with_codec(policy, name)
+            send = partial(_send, issue, own.options)
+            found = probe(comm, dtype, device, total, libraries, send)
+            curves |= {Choice(library, name): curve for library, curve in found.items()}
         reason = None if curves else "no library supports their all_reduce"
         if comm.size == current().world.size and not policy.encoded:
             current().attached[MEASURED] = {
-                name: Probed(
+                str(choice.library): Probed(
                     "all_reduce",
                     tuple(map(float, curve.sizes)),
                     tuple(map(float, curve.seconds)),
                     tuple(map(float, curve.shares)),
                 )
-                for name, curve in curves.items()
+                for choice, curve in curves.items()
+                if choice.codec is None
             }
     if reason is not None:
         if comm.rank == 0:

@@ -43,14 +43,16 @@ from mcr_plus.training.auto_plan import (
     Sent,
 )
 from mcr_plus.training.compiled import CompiledCall, Cuts, Part
+from mcr_plus.training.given_plan import named_choices
+from mcr_plus.training.policy import Choice
 
 _log = logging.getLogger("mcr_plus")
 _PLACES: Final = 24  # largest number of places in a search; of more, evenly spread ones are used
 _SEARCHED: Final = 200  # largest number of gradients; of more, small neighbours of a part stay together
 _NAMES: Final = {"whole": "uncut, by size", "blocks": "cut at every block, by size", "searched": "searched"}
 
-Plan = list[tuple[tuple[int, ...], str | None]]
-"""The gradients of each bucket, and its library (None: the pipeline chooses)."""
+Plan = list[tuple[tuple[int, ...], Choice]]
+"""The gradients of each bucket, and how it is sent."""
 
 
 class Candidate(NamedTuple):
@@ -164,12 +166,15 @@ class CutPlan(AutoPlan):
             problem = "the graph has no place for a cut"
         if problem is not None:
             return self._give_up(problem)
-        self._candidates = [Candidate(*each) for each in candidates]
+        self._candidates = [
+            Candidate(name, cuts, [(members, Choice(*choice)) for members, choice in plan])
+            for name, cuts, plan in candidates
+        ]
         self._steps = [[] for _ in candidates]
         self._plans = [
             Sent(
                 [packed([self.entries[index] for index in members], self.alignment) for members, _ in plan],
-                [library for _, library in plan],
+                [choice for _, choice in plan],
             )
             for _, _, plan in self._candidates
         ]
@@ -194,7 +199,7 @@ class CutPlan(AutoPlan):
         return candidates
 
     def _sized(self, order: Sequence[int]) -> Plan:
-        return [(bucket.members, None) for bucket in self._by_size(order)]
+        return [(bucket.members, Choice()) for bucket in self._by_size(order)]
 
     def _in_parts(self, cut: Captured) -> tuple[Captured, list[Stretch]]:
         """Return the gradients in the order of parts, last part first, and the number in each part.
@@ -236,12 +241,12 @@ class CutPlan(AutoPlan):
             packed([self.entries[index] for index in cut.order[begin:end]], self.alignment).nbytes
             for begin, end in zip(at, ends, strict=False)
         ]
-        libraries = list(self.curves)
-        of = prices(whole, self.alignment, [self.curves[each] for each in libraries], OVERHEAD)
+        choices = list(self.curves)
+        of = prices(whole, self.alignment, [self.curves[each] for each in choices], OVERHEAD)
         positions = [at.index(starts[each]) for each in kept]
         found = search_cuts(ready[np.array(ends) - 1], compute, of, positions, [costs[each] for each in kept])
         plan: Plan = [
-            (tuple(cut.order[at[begin] : at[end]]), libraries[choice]) for begin, end, choice in found.buckets
+            (tuple(cut.order[at[begin] : at[end]]), choices[choice]) for begin, end, choice in found.buckets
         ]
         chosen = [kept[each] for each in found.cuts]
         names = tuple(name for each in chosen for name in stretches[each + 1].after)
@@ -290,7 +295,7 @@ class CutPlan(AutoPlan):
             "chosen": chosen.name,
             "cuts": list(self.call.cuts),  # in the order of the forward pass; a candidate's are reversed
             "buckets": [[self.names[index] for index in members] for members, _ in chosen.plan],
-            "libraries": [library for _, library in chosen.plan],
+            **named_choices(choice for _, choice in chosen.plan),
             "baseline_buckets": len(self._candidates[0].plan),
             "baseline_ms": 1e3 * middle[0],
             "measured_ms": 1e3 * middle[-1],

@@ -10,7 +10,7 @@ import torch
 from mcr_plus.core.work import Work
 from mcr_plus.errors import InvalidArgument, Unsupported
 from mcr_plus.fusion.bucket import Bucket
-from mcr_plus.training.policy import GradientPolicy, key_of
+from mcr_plus.training.policy import Choice, GradientPolicy, key_of, with_codec
 
 
 @dataclass(eq=False)
@@ -45,7 +45,7 @@ class Flat:
         self.key = key_of([slot.name for slot in self.slots])
 
 
-def flat_of(slots: list[Slot], bucket: Bucket, library: str | None) -> Flat:
+def flat_of(slots: list[Slot], bucket: Bucket, choice: Choice) -> Flat:
     """Allocate a bucket for the gradients of these parameters, and move existing ones into it."""
     first = slots[0].param
     numel = -(-bucket.nbytes // first.element_size())
@@ -54,7 +54,9 @@ def flat_of(slots: list[Slot], bucket: Bucket, library: str | None) -> Flat:
     ends = [begin + slot.param.numel() for slot, begin in zip(slots, begins, strict=True)]
     gaps = [values[end:begin] for end, begin in zip(ends, begins[1:], strict=False) if begin > end]
     policy = slots[0].policy
-    backend = library if policy.backend is None else policy.backend
+    backend = choice.library if policy.backend is None else policy.backend
+    if choice.codec is not None:
+        policy = with_codec(policy, choice.codec)
     flat = Flat(values, slots, policy, backend, _parts(slots, begins), gaps, bucket.nbytes)
     for slot, begin in zip(slots, begins, strict=True):
         slot.flat = flat

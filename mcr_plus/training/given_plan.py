@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from mcr_plus.plan import REPORT
 from mcr_plus.plan.saved import SavedBucket, SavedPlan, digests
 from mcr_plus.plan.step import model_hash
 from mcr_plus.runtime.init import current
+from mcr_plus.training.policy import Choice
 
 STATE: Final = "plan"
 """Key of plans in a group's state, beside the keys of stages; plans are stored by the hash of the model."""
@@ -63,17 +64,25 @@ def warn_of_parts(bucket: SavedBucket, parts: int) -> None:
     )
 
 
-def report(plan: str | TableRef, buckets: list[list[str]], libraries: list[str | None]) -> None:
+def report(plan: str | TableRef, buckets: list[list[str]], choices: Sequence[Choice]) -> None:
     """Set the result of `mcr.plan_report` to the buckets in use, by names of parameters."""
     source = "file" if isinstance(plan, TableRef) else "state"
-    current().attached[REPORT] = {"plan": source, "buckets": buckets, "libraries": libraries}
+    current().attached[REPORT] = {"plan": source, "buckets": buckets, **named_choices(choices)}
+
+
+def named_choices(choices: Iterable[Choice]) -> dict[str, Any]:
+    """Return the `libraries` and `codecs` of a report."""
+    known = list(choices)
+    return {"libraries": [each.library for each in known], "codecs": [each.codec for each in known]}
 
 
 def keep(group: str, named: Named, comm: Communicator, report: Mapping[str, Any]) -> None:
     """Add the result of a trial to the state that `mcr.state_dict` returns."""
     buckets = tuple(
-        SavedBucket(params=tuple(params), library=library)
-        for params, library in zip(report["buckets"], report["libraries"], strict=True)
+        SavedBucket(params=tuple(params), library=library, codec=codec)
+        for params, library, codec in zip(
+            report["buckets"], report["libraries"], report["codecs"], strict=True
+        )
     )
     job = _job(comm, named)
     plan = SavedPlan(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,6 +39,29 @@ class GradientPolicy:
     def options(self) -> Mapping[str, Any] | bool | None:
         """The argument `compress` of a call."""
         return thawed(self.compress) if isinstance(self.compress, tuple) else self.compress
+
+
+class Choice(NamedTuple):
+    """How a plan sends a bucket: the library, and the codec; None: as the pipeline chooses."""
+
+    library: str | None = None
+    codec: str | None = None
+
+
+def with_codec(policy: GradientPolicy, codec: str) -> GradientPolicy:
+    """Return the policy with another codec, of default options."""
+    return replace(policy, compress=frozen({"codec": codec}), encoded=True)
+
+
+def choosable(name: str) -> str | None:
+    """Return the reason why a plan cannot choose a codec for buckets; None if it can."""
+    options = CompressOptions(codec=name)
+    codec = codec_of(options)
+    if is_stateful(codec, options):
+        return f"{name!r} has state, which needs the same buckets in every step"
+    if codec.traits.sparse or codec.traits.needs_error_feedback:
+        return f"{name!r} needs error feedback, whose state needs the same buckets in every step"
+    return None
 
 
 def policy_for(

@@ -34,7 +34,7 @@ from mcr_plus.fusion.bucket import Bucket, Cost, Entry, by_size, packed
 from mcr_plus.fusion.options import FuseOptions
 from mcr_plus.training.bucket_plan import all_reduce_cost, earliest, first_waiting
 from mcr_plus.training.flat import Flat, Slot, flat_of, move_into_bucket
-from mcr_plus.training.policy import policy_for, warn_of_unmatched
+from mcr_plus.training.policy import Choice, policy_for, warn_of_unmatched
 
 if TYPE_CHECKING:
     from mcr_plus.plan.saved import SavedPlan
@@ -77,7 +77,9 @@ class Reducer:
         self.comm = comm = comm.branch()
         self.syncing = True
         config = comm.config
-        self._alignment = largest_alignment(config)  # in elements
+        fuse = comm.stage_options("fuse")
+        self._limits = fuse if isinstance(fuse, FuseOptions) else FuseOptions()
+        self._alignment = largest_alignment(config, self._limits.codecs)  # in elements
         self._slots = [
             Slot(
                 index,
@@ -106,8 +108,6 @@ class Reducer:
         # every parameter, 1 if any rank has a gradient.
         device = params[0][1].device if params else None
         self._outcome = torch.zeros(2 + len(params), dtype=torch.int32, device=device)
-        fuse = comm.stage_options("fuse")
-        self._limits = fuse if isinstance(fuse, FuseOptions) else FuseOptions()
         self._costs = self._expected() if self._limits.plan == "exact" and comm.size > 1 else None
         self._auto: AutoPlan | None = None
         self._began = perf_counter()
@@ -203,7 +203,7 @@ class Reducer:
         itemsize = max((slot.param.element_size() for slot in self._slots), default=1)
         return math.lcm(_ALIGNMENT, self._alignment * itemsize)
 
-    def _arrange(self, plan: Sequence[Bucket], libraries: Sequence[str | None] | None = None) -> None:
+    def _arrange(self, plan: Sequence[Bucket], choices: Sequence[Choice] | None = None) -> None:
         """Allocate these buckets, and move existing gradients into them.
 
         The plan is equal on all ranks, so all ranks raise if a gradient is missing from it or duplicate.
@@ -215,10 +215,10 @@ class Reducer:
                     f"the gradient of '{slot.name}' is in {held[slot.index]} buckets of a plan; expected one "
                     "(a defect of mcr_plus: it would not be averaged)"
                 )
-        chosen = [None] * len(plan) if libraries is None else libraries
+        chosen = [Choice()] * len(plan) if choices is None else choices
         self._flats = [
-            flat_of([self._slots[index] for index in bucket.members], bucket, library)
-            for bucket, library in zip(plan, chosen, strict=True)
+            flat_of([self._slots[index] for index in bucket.members], bucket, choice)
+            for bucket, choice in zip(plan, chosen, strict=True)
         ]
 
     def _given(self) -> SavedPlan | None:
@@ -239,7 +239,7 @@ class Reducer:
 
         index = {slot.name: slot.index for slot in self._slots}
         buckets: list[Bucket] = []
-        libraries: list[str | None] = []
+        choices: list[Choice] = []
         for bucket in plan.buckets:
             entries: dict[Hashable, list[Entry]] = {}
             for name in bucket.params:
@@ -248,11 +248,11 @@ class Reducer:
             if len(entries) > 1 and self.comm.rank == 0:
                 given_plan.warn_of_parts(bucket, len(entries))
             buckets += [packed(each, self._gap) for each in entries.values()]
-            libraries += [bucket.library] * len(entries)
+            choices += [Choice(bucket.library, bucket.codec)] * len(entries)
         rest = self._by_size([index[name] for name in plan.unused or ()])
-        buckets, libraries = [*buckets, *rest], [*libraries, *[None] * len(rest)]
-        self._arrange(buckets, libraries)
-        given_plan.report(self._limits.plan, self.buckets, libraries)
+        buckets, choices = [*buckets, *rest], [*choices, *[Choice()] * len(rest)]
+        self._arrange(buckets, choices)
+        given_plan.report(self._limits.plan, self.buckets, choices)
         self._seen = [member for bucket in buckets for member in bucket.members]
         self._arranged = self._final = self._is_given = self._watches_order = True
 

@@ -78,7 +78,7 @@ def test_buckets_of_a_file_are_used_from_the_first_pass_on(tmp_path: Path) -> No
         used, report, sent, worst = result.value
         assert result.stderr.count("bucket 1 waits for '1.weight' in bucket 0") == (rank == 0)
         assert used == [list(names) for names in buckets]
-        assert report == {"plan": "file", "buckets": used, "libraries": ["gloo"] * 3}
+        assert report == {"plan": "file", "buckets": used, "libraries": ["gloo"] * 3, "codecs": [None] * 3}
         assert sent == ["gloo"] * 3
         assert worst < 1e-5
 
@@ -116,7 +116,10 @@ def test_unused_gradients_follow_the_plan_and_dtypes_are_parted(tmp_path: Path) 
     for rank, result in enumerate(run_ranks(mixed, 2, args=[str(tmp_path / "plan.json")])):
         used, report, found = result.value
         assert used == buckets
-        assert report == {"plan": "file", "buckets": buckets, "libraries": ["gloo", "gloo", "gloo", None]}
+        assert report == {
+            "plan": "file", "buckets": buckets, "libraries": ["gloo", "gloo", "gloo", None],
+            "codecs": [None] * 4,
+        }  # fmt: skip
         assert result.stderr.count("is sent as 2, since its gradients have several dtypes") == (rank == 0)
         for step, grads in enumerate(found):
             inputs = [2.0 * (1 + step + other) for other in range(2)]  # a row has two samples
@@ -326,7 +329,9 @@ def test_loaded_state_restores_the_plan_without_a_trial(late: bool) -> None:
     tried, going_on, chosen, report, again, used, anew, begun, _ = first.value
     assert tried["chosen"] in ("searched", "by size")
     assert not going_on
-    assert report == {"plan": "state", "buckets": chosen, "libraries": tried["libraries"]}
+    assert report == {
+        "plan": "state", "buckets": chosen, "libraries": tried["libraries"], "codecs": tried["codecs"],
+    }  # fmt: skip
     assert used == chosen == tried["buckets"]
     assert not again
     assert anew is None

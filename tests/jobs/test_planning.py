@@ -28,6 +28,7 @@ from mcr_plus.training import auto_plan
 from mcr_plus.training import wrap as wrapping
 from mcr_plus.training.auto_plan import AutoPlan, Captured
 from mcr_plus.training.bucket_plan import earliest
+from mcr_plus.training.policy import Choice
 from mcr_plus.training.reducer import Reducer
 
 TABLE = """\
@@ -133,10 +134,40 @@ def test_an_exact_plan_needs_a_table_with_times() -> None:
 # -- in the job, without a table ----------------------------------------------------------------------------
 
 
-def tried(slow: str) -> dict[str, Any]:
+def refused(fuse: dict[str, Any]) -> str:
+    """Runs on ranks: the error of `mcr.wrap`, or of `mcr.init`."""
+    compress: list[dict[str, Any]] = [{"compress": {}}] if fuse.pop("compressed", True) else []
+    stages: list[dict[str, Any]] = [{"fuse": fuse}, *compress, {"select": {}}, {"dispatch": {}}]
+    try:
+        with mcr.init({"version": 1, "backends": ["gloo"], "pipeline": stages}):
+            model = nn.Linear(3, 3)
+            mcr.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    except mcr.ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("fuse", "message"),
+    [
+        ({"plan": "auto", "codecs": ["topk"]}, "fuse.codecs: 'topk' needs error feedback"),
+        ({"plan": "auto", "codecs": ["powersgd"]}, "fuse.codecs: 'powersgd' has state"),
+        ({"plan": "auto", "codecs": ["bf17"]}, "unknown codec 'bf17'; known: bf16, "),
+        ({"plan": "auto", "codecs": 5}, "expected a list of codecs, got 5; known: bf16, "),
+        ({"plan": "auto", "codecs": ["bf16"], "compressed": False}, "the pipeline has no stage `compress`"),
+        ({"codecs": ["bf16"]}, "codecs: they are choices of `plan: auto`"),
+    ],
+)
+def test_codecs_that_a_plan_cannot_choose(fuse: dict[str, Any], message: str) -> None:
+    for result in run_ranks(refused, 2, args=[fuse], via="torch"):
+        assert message in result.value
+
+
+def tried(slow: str, codecs: list[str]) -> dict[str, Any]:
     """Runs on ranks: `plan: auto` where the buckets of one plan, `searched` or `by size`, take 50 ms more.
 
-    Returns the report, the buckets of the last pass, and how far gradients are from the mean over ranks.
+    Returns the report, the buckets of the last pass, how far gradients are from the mean over ranks, the
+    codecs of the last pass, those of a job that continues from this one's state, and a sum of gradients.
     """
     torch.set_num_threads(1)
     send = Reducer._send_complete
@@ -153,10 +184,11 @@ def tried(slow: str) -> dict[str, Any]:
     def apart(captured: Captured, libraries: Any) -> Found:  # whatever is better, so that plans differ
         return Found([(at, at + 1, at % len(libraries)) for at in range(len(captured.order))], 1.0, 0.5, True)
 
-    stages: list[dict[str, Any]] = [{"fuse": {"plan": "auto"}}, {"select": {}}, {"dispatch": {}}]
+    fuse = {"plan": "auto", "codecs": codecs}
+    stages: list[dict[str, Any]] = [{"fuse": fuse}, {"compress": {}}, {"select": {}}, {"dispatch": {}}]
     worst, reports = 0.0, []
     with (
-        mcr.init({"version": 1, "pipeline": stages}) as comm,
+        mcr.init({"version": 1, "pipeline": stages, "backends": ["gloo"]}) as comm,
         patch.object(Reducer, "_send_complete", delayed),
         patch.object(AutoPlan, "_searched", lambda _, *arguments: apart(*arguments)),
     ):
@@ -171,7 +203,8 @@ def tried(slow: str) -> dict[str, Any]:
                 torch.randn(8, 40, generator=torch.Generator().manual_seed(100 * step + rank))
                 for rank in range(comm.size)
             ]
-            model(batches[comm.rank]).square().mean().backward()
+            with mcr.record() as log:
+                model(batches[comm.rank]).square().mean().backward()
             found = []
             for batch in batches:
                 twin.zero_grad()
@@ -183,15 +216,33 @@ def tried(slow: str) -> dict[str, Any]:
                     worst, float(np.abs(param.grad.double().numpy() - mean).max() / np.abs(mean).max())
                 )
         buckets = wrapping._wrapped[model].reducer.buckets
-    return {"before": reports[20], "report": reports[-1], "buckets": buckets, "worst": worst}
+        encoded = [each.codec for each in log.records if each.kind == "all_reduce"]
+        total = sum(param.grad.double().sum().item() for param in model.parameters())
+        mcr.load_state_dict(mcr.state_dict())
+        again: Any = copy.deepcopy(twin)
+        model, _ = mcr.wrap(again, torch.optim.SGD(again.parameters(), lr=0.1))
+        model(batches[comm.rank]).square().mean().backward()
+        given = mcr.plan_report()
+    return {
+        "before": reports[20], "report": reports[-1], "buckets": buckets, "worst": worst,
+        "encoded": encoded, "given": given, "total": total,
+    }  # fmt: skip
 
 
+@pytest.mark.parametrize("codecs", [[], ["bf16"]], ids=["exact", "codecs"])
 @pytest.mark.parametrize(("slow", "chosen"), [("searched", "by size"), ("by size", "searched")])
-def test_auto_plan_keeps_the_plan_with_faster_measured_steps(slow: str, chosen: str) -> None:
-    results = [each.value for each in run_ranks(tried, 2, args=[slow], via="torch", timeout=120)]
+def test_auto_plan_keeps_the_plan_with_faster_measured_steps(
+    slow: str, chosen: str, codecs: list[str]
+) -> None:
+    results = [each.value for each in run_ranks(tried, 2, args=[slow, codecs], via="torch", timeout=120)]
     for value in results:
         assert value["before"] is None
-        assert value["worst"] < 1e-6
+        assert value["worst"] < (2**-7 if codecs else 1e-6)
+        assert value["total"] == results[0]["total"]  # the same bits on all ranks
+        used = set(value["report"]["codecs"])
+        assert used == ({None, "bf16"} if codecs and chosen == "searched" else {None})
+        assert ("bf16" in value["encoded"]) == ("bf16" in used)
+        assert value["given"]["codecs"] == value["report"]["codecs"]
         report = value["report"]
         assert report == results[0]["report"]
         assert report["chosen"] == chosen
@@ -228,18 +279,20 @@ def test_ranks_agree_on_a_plan_and_its_libraries() -> None:
 def test_prediction_for_buckets_by_size_uses_the_library_of_the_capture() -> None:
     sizes = np.array([1e3, 1e6])
     curves = {
-        "quick": Curve(sizes, np.array([0.001, 0.002]), np.zeros(2)),
-        "slow": Curve(sizes, np.array([0.1, 0.2]), np.zeros(2)),
+        Choice("quick"): Curve(sizes, np.array([0.001, 0.002]), np.zeros(2)),
+        Choice("slow"): Curve(sizes, np.array([0.1, 0.2]), np.zeros(2)),
+        Choice("quick", "bf16"): Curve(sizes, np.array([1e-4, 2e-4]), np.zeros(2)),
     }
     nothing: Any = None
     plan = AutoPlan(
         nothing, [Entry(0, 1000, "float", 0.0)], 8, FuseOptions(), curves, 8, ["weight"], ["slow"]
     )
     captured = Captured([0], [1.0], 1.0)
-    assert plan.course(captured, [((0,), None)]).ends.tolist() == pytest.approx([1.001])
+    assert plan.course(captured, [((0,), Choice())]).ends.tolist() == pytest.approx([1.001])
     plan.used = {1200: "slow:ring"}
-    assert plan.course(captured, [((0,), None)]).ends.tolist() == pytest.approx([1.1])
-    assert plan.course(captured, [((0,), "quick")]).ends.tolist() == pytest.approx([1.001])
+    assert plan.course(captured, [((0,), Choice())]).ends.tolist() == pytest.approx([1.1])
+    assert plan.course(captured, [((0,), Choice("quick"))]).ends.tolist() == pytest.approx([1.001])
+    assert plan.course(captured, [((0,), Choice("quick", "bf16"))]).ends.tolist() == pytest.approx([1.0001])
 
 
 class Distant:

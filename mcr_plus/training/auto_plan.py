@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
@@ -27,7 +28,7 @@ from mcr_plus.communicator.calls import Compress
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.kinds import MAX
 from mcr_plus.core.work import Work
-from mcr_plus.errors import ConfigError
+from mcr_plus.errors import ConfigError, Unsupported
 from mcr_plus.fusion.bucket import Bucket, Entry, by_size, packed
 from mcr_plus.fusion.options import FuseOptions
 from mcr_plus.plan import MEASURED, REPORT
@@ -46,6 +47,7 @@ CAPTURED: Final = 3
 TURN: Final = 3  # passes of a plan in a row, of which the first binds its operations
 ROUNDS: Final = 3
 _INCOMPLETE: Final = 10  # number of unusable passes after which the trial ends
+_WARM_UP: Final = 1 << 12  # elements
 MARGIN: Final = 0.02  # smallest relative gain that justifies a change
 
 
@@ -375,6 +377,9 @@ def begun(
         for name in (None, *codecs):
             own = policy if name is None else with_codec(policy, name)
             send = partial(_send, issue, own.options)
+            if name is not None:  # its kernels are compiled, or loaded, before the clock of the probe runs
+                with suppress(Unsupported):
+                    send(torch.zeros(_WARM_UP, dtype=dtype, device=device), libraries[0]).wait()
             found = probe(comm, dtype, device, total, libraries, send)
             curves |= {Choice(library, name): curve for library, curve in found.items()}
         reason = None if curves else "no library supports their all_reduce"

@@ -338,6 +338,31 @@ def _send(issue: Issue, compress: Compress, values: torch.Tensor, library: str) 
     return issue(values, library, compress)
 
 
+def _measured(
+    comm: Communicator,
+    dtype: torch.dtype,
+    device: torch.device,
+    nbytes: int,
+    policy: GradientPolicy,
+    codecs: Sequence[str],
+    issue: Issue,
+) -> dict[Choice, Curve]:
+    """Return the costs of buckets by each library, with each of these codecs and with that of `policy`."""
+    libraries = [policy.backend] if policy.backend is not None else list(comm.libraries)
+    curves: dict[Choice, Curve] = {}
+    if policy.compress is not None:  # a rule decides for its gradients
+        codecs = ()
+    for name in (None, *codecs):
+        own = policy if name is None else with_codec(policy, name)
+        send = partial(_send, issue, own.options)
+        if name is not None:  # its kernels are compiled, or loaded, before the clock of the probe runs
+            with suppress(Unsupported):
+                send(torch.zeros(_WARM_UP, dtype=dtype, device=device), libraries[0]).wait()
+        found = probe(comm, dtype, device, nbytes, libraries, send)
+        curves |= {Choice(library, name): curve for library, curve in found.items()}
+    return curves
+
+
 def begun(
     comm: Communicator,
     named: Sequence[tuple[str, torch.nn.Parameter]],
@@ -371,17 +396,8 @@ def begun(
         )
     curves: dict[Choice, Curve] = {}
     if reason is None:
-        libraries = [policy.backend] if policy.backend is not None else list(comm.libraries)
         total = sum(entry.nbytes for entry in entries)
-        codecs = () if policy.compress is not None else limits.codecs  # a rule decides for its gradients
-        for name in (None, *codecs):
-            own = policy if name is None else with_codec(policy, name)
-            send = partial(_send, issue, own.options)
-            if name is not None:  # its kernels are compiled, or loaded, before the clock of the probe runs
-                with suppress(Unsupported):
-                    send(torch.zeros(_WARM_UP, dtype=dtype, device=device), libraries[0]).wait()
-            found = probe(comm, dtype, device, total, libraries, send)
-            curves |= {Choice(library, name): curve for library, curve in found.items()}
+        curves = _measured(comm, dtype, device, total, policy, limits.codecs, issue)
         reason = None if curves else "no library supports their all_reduce"
         if comm.size == current().world.size and not policy.encoded:
             current().attached[MEASURED] = {

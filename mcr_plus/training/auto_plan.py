@@ -14,6 +14,7 @@ that of the slowest rank. The searched plan has to be faster by a margin; otherw
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -47,6 +48,7 @@ CAPTURED: Final = 3
 TURN: Final = 3  # passes of a plan in a row, of which the first binds its operations
 ROUNDS: Final = 3
 _INCOMPLETE: Final = 10  # number of unusable passes after which the trial ends
+_TRIAL: Final = "trial of plans"
 _WARM_UP: Final = 1 << 12  # elements
 MARGIN: Final = 0.02  # smallest relative gain that justifies a change
 
@@ -106,6 +108,7 @@ class AutoPlan:
     used: dict[int, str] = field(default_factory=dict)  # the library that has sent a bucket, by its bytes
     report: dict[str, Any] = field(default_factory=dict)
     is_final: bool = False
+    _has_waited: bool = False
     _passes: int = 0
     _incomplete: int = 0
     _captured: list[PassTimes] = field(default_factory=list)
@@ -126,6 +129,22 @@ class AutoPlan:
     def holds(self) -> bool:
         """True if the buckets of the next pass are sent at its end."""
         return WARM <= self._passes < WARM + CAPTURED
+
+    @property
+    def waits(self) -> bool:
+        """True while another model tries plans: its passes would be part of this one's steps."""
+        attached = current().attached
+        holder: weakref.ref[AutoPlan] | None = attached.get(_TRIAL)
+        other = None if holder is None else holder()
+        if other is self:
+            return False
+        if other is not None and not other.is_final:
+            if self.comm.rank == 0 and not self._has_waited:
+                _log.info("gradients: buckets by size until another model has tried its plans")
+            self._has_waited = True
+            return True
+        attached[_TRIAL] = weakref.ref(self)
+        return False
 
     def after(
         self, began: float, ready: Mapping[int, float], computed: float, ended: float, order: Sequence[int]

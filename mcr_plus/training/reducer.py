@@ -483,6 +483,8 @@ class Reducer:
 
     def _take_turns(self, auto: AutoPlan, ready: dict[int, float], whole: bool) -> None:
         """Record a pass in `plan: auto`, and use its plan for the next pass."""
+        if auto.waits:
+            return
         if whole:
             sent = auto.after(self._began, ready, self._computed, perf_counter(), self._seen)
         else:

@@ -251,6 +251,34 @@ def test_auto_plan_keeps_the_plan_with_faster_measured_steps(
         assert abs(report["measured_ms"] - report["baseline_ms"]) > 5
 
 
+def two_models() -> list[list[int]]:
+    """Runs on ranks: two models are trained in turns; returns the rounds in which each had no verdict."""
+    torch.set_num_threads(1)
+    stages: list[dict[str, Any]] = [{"fuse": {"plan": "auto"}}, {"select": {}}, {"dispatch": {}}]
+    open_rounds: list[list[int]] = [[], []]
+    with mcr.init({"version": 1, "backends": ["gloo"], "pipeline": stages}):
+        models: list[Any] = [nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(2)]
+        for model in models:
+            mcr.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for number in range(60):
+            for model, found in zip(models, open_rounds, strict=True):
+                model(torch.randn(4, 16)).square().mean().backward()
+                auto = wrapping._wrapped[model].reducer._auto
+                if auto is not None and auto._passes:
+                    found.append(number)
+    return open_rounds
+
+
+def test_models_that_are_trained_in_turns_try_their_plans_one_after_the_other() -> None:
+    first, other = [each.value for each in run_ranks(two_models, 2, via="torch")]
+    assert first == other
+    for rounds in first:
+        assert rounds == list(range(rounds[0], rounds[0] + len(rounds)))
+        assert len(rounds) > 20
+    assert first[0][-1] <= first[1][0] <= first[0][-1] + 1
+    assert first[1][-1] < 59
+
+
 def searched_for() -> dict[str, Any] | None:
     """Runs on ranks: a whole trial of whatever the search finds; returns the report."""
     torch.set_num_threads(1)

@@ -17,8 +17,8 @@ from mcr_plus.core.work import Work
 from mcr_plus.errors import Unsupported
 from mcr_plus.plan.costs import Curve
 
-Send = Callable[[torch.Tensor, str], Work]
-"""Starts the all_reduce of a bucket by the named library."""
+Send = Callable[[torch.Tensor, "str | None"], Work]
+"""Starts the all_reduce of a bucket by the named library; None: as the pipeline chooses."""
 
 _SMALLEST: Final = 4 << 10
 _LARGEST: Final = 4 << 20  # beyond it, time grows with size
@@ -35,9 +35,9 @@ def probe(
     dtype: torch.dtype,
     device: torch.device,
     nbytes: int,
-    libraries: Sequence[str],
+    libraries: Sequence[str | None],
     send: Send,
-) -> dict[str, Curve]:
+) -> dict[str | None, Curve]:
     """Return the curves of all_reduces up to `nbytes` bytes by library, equal on all ranks; collective.
 
     A time is the median over repetitions, the maximum over ranks. The measurement takes about two seconds in
@@ -50,7 +50,7 @@ def probe(
         sizes.append(sizes[-1] * _FACTOR)
     if sizes[-1] < largest:
         sizes.append(largest // dtype.itemsize * dtype.itemsize)
-    found: dict[str, Curve] = {}
+    found: dict[str | None, Curve] = {}
     clock = _Clock(comm)
     for number, library in enumerate(libraries):
         seconds = (_SECONDS - clock.spent()) / (len(libraries) - number)

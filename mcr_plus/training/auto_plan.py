@@ -282,12 +282,14 @@ class AutoPlan:
 
     def _chosen(self, nbytes: int) -> Choice:
         """Return the library that the pipeline is expected to choose: that of the bucket closest in size."""
+        if Choice() in self.curves:
+            return Choice()
         if self.used:
             name = self.used[min(self.used, key=lambda size: abs(size - nbytes))].partition(":")[0]
             if Choice(name) in self.curves:
                 return Choice(name)
         size = np.array([nbytes])
-        known = [choice for choice in self.curves if choice.codec is None]
+        known = [choice for choice in self.curves if choice.codec is None] or list(self.curves)
         return min(known, key=lambda choice: float(self.curves[choice].times(size)[0]))
 
     def course(self, captured: Captured, plan: Sequence[tuple[Sequence[int], Choice]]) -> Course:
@@ -297,7 +299,7 @@ class AutoPlan:
         for members, choice in plan:
             bucket = packed([self.entries[index] for index in members], self.alignment)
             size = np.array([bucket.nbytes])
-            choice = self._chosen(bucket.nbytes) if choice.library is None else choice
+            choice = choice if choice in self.curves else self._chosen(bucket.nbytes)
             curve = self.curves[choice]
             last.append(max(place[index] for index in members))
             seconds.append(float(curve.times(size)[0]))
@@ -353,7 +355,7 @@ def line(report: Mapping[str, Any], searched: int) -> str:
     )
 
 
-def _send(issue: Issue, compress: Compress, values: torch.Tensor, library: str) -> Work:
+def _send(issue: Issue, compress: Compress, values: torch.Tensor, library: str | None) -> Work:
     return issue(values, library, compress)
 
 
@@ -366,8 +368,14 @@ def _measured(
     codecs: Sequence[str],
     issue: Issue,
 ) -> dict[Choice, Curve]:
-    """Return the costs of buckets by each library, with each of these codecs and with that of `policy`."""
-    libraries = [policy.backend] if policy.backend is not None else list(comm.libraries)
+    """Return the costs of buckets by each library, with each of these codecs and with that of `policy`.
+
+    A stage `hierarchical` leaves operations alone whose library is named, so there the pipeline's own choice
+    is measured as well.
+    """
+    libraries: list[str | None] = [*comm.libraries] if policy.backend is None else [policy.backend]
+    if policy.backend is None and comm.stage_options("hierarchical") is not None:
+        libraries.append(None)
     curves: dict[Choice, Curve] = {}
     if policy.compress is not None:  # a rule decides for its gradients
         codecs = ()
@@ -420,14 +428,14 @@ def begun(
         reason = None if curves else "no library supports their all_reduce"
         if comm.size == current().world.size and not policy.encoded:
             current().attached[MEASURED] = {
-                str(choice.library): Probed(
+                choice.library: Probed(
                     "all_reduce",
                     tuple(map(float, curve.sizes)),
                     tuple(map(float, curve.seconds)),
                     tuple(map(float, curve.shares)),
                 )
                 for choice, curve in curves.items()
-                if choice.codec is None
+                if choice.library is not None and choice.codec is None
             }
     if reason is not None:
         if comm.rank == 0:

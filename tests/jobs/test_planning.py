@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import chain, pairwise
 from pathlib import Path
@@ -279,6 +280,45 @@ def test_models_that_are_trained_in_turns_try_their_plans_one_after_the_other() 
     assert first[1][-1] < 59
 
 
+def hierarchically() -> dict[str, Any]:
+    """Runs on four ranks, as if on two nodes: the searched plan leaves its buckets to the pipeline."""
+    torch.set_num_threads(1)
+    nodes = {"nodes": [[0, 1], [2, 3]], "min": 0, "kinds": ["all_reduce"]}
+    stages: list[dict[str, Any]] = [
+        {"fuse": {"plan": "auto"}}, {"hierarchical": nodes}, {"select": {}}, {"dispatch": {}},
+    ]  # fmt: skip
+
+    def by_pipeline(plan: AutoPlan, captured: Captured, choices: Sequence[Choice]) -> Found:
+        return Found([(0, len(captured.order), choices.index(Choice()))], 1.0, 0.0, True)
+
+    with (
+        mcr.init({"version": 1, "backends": ["gloo"], "pipeline": stages}) as comm,
+        patch.object(AutoPlan, "_searched", by_pipeline),
+        patch("mcr_plus.training.auto_plan.MARGIN", -1e9),
+    ):
+        torch.manual_seed(1)
+        model: Any = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+        model, _ = mcr.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(25):
+            model.zero_grad()
+            with mcr.record() as log:
+                model(torch.full((4, 16), 1.0 + comm.rank)).sum().backward()
+        report = mcr.plan_report()
+        assert report is not None
+        bias = list(model.parameters())[-1].grad[0].item()
+        return {
+            "chosen": [report["chosen"], report["libraries"]], "bias": bias,
+            "groups": sorted({each.group for each in log.records}),
+        }  # fmt: skip
+
+
+def test_a_plan_may_leave_buckets_to_a_hierarchical_pipeline() -> None:
+    for result in run_ranks(hierarchically, 4, via="torch", timeout=120):
+        assert result.value["chosen"] == ["searched", [None]]
+        assert result.value["bias"] == 4.0
+        assert any("across" in group for group in result.value["groups"])
+
+
 def searched_for() -> dict[str, Any] | None:
     """Runs on ranks: a whole trial of whatever the search finds; returns the report."""
     torch.set_num_threads(1)
@@ -362,7 +402,7 @@ def test_the_probe_keeps_to_its_time_on_every_link(latency: float, rate: float) 
             )
             assert time.perf_counter() - began < 4
             assert list(found) == ["gloo", "mpi"]
-            least = {name: np.minimum(least[name], curve.times(sizes)) for name, curve in found.items()}
+            least = {name: np.minimum(times, found[name].times(sizes)) for name, times in least.items()}
             if all(np.allclose(times, right, rtol=0.5) for times in least.values()):
                 break
     finally:

@@ -1,0 +1,18 @@
+"""Features that not all supported versions of torch have."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+FSDP2_ON_CPU: Final = hasattr(torch.cpu.Stream, "record_event")
+"""For models of `fully_shard` without a GPU; torch 2.6 cannot run them."""
+FSDP_HOOKS: Final = hasattr(FSDPModule, "set_custom_all_gather")
+"""For `mcr.fsdp`; from torch 2.8 on."""
+
+
+def runs(program: str) -> bool:
+    """Whether this torch has all that an example in the documents uses."""
+    return FSDP_HOOKS or "mcr.fsdp(" not in program

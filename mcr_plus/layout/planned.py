@@ -31,7 +31,7 @@ from mcr_plus.runtime.process import job
 _FUNCTION: Final = "redistribute_local_tensor"
 _TAKES: Final = ("local_tensor", "current_spec", "target_spec")
 _OPTIONS: Final = {"async_op", "is_backward", "use_graph_based_transform", "is_explicit"}
-"""Keywords of torch 2.6 to 2.13; none changes the result where the target is not partial."""
+"""Keywords of torch 2.6 to 2.15; none changes the result where the target is not partial."""
 _UNKNOWN: Final = (
     AttributeError, TypeError, ValueError, RuntimeError, AssertionError, InvalidArgument, Unsupported,
 )  # fmt: skip

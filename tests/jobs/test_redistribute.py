@@ -281,7 +281,7 @@ def in_waves(nodes: list[int]) -> list[Any]:
                     with mcr.record() as log:
                         got = move.start(mine if comm.rank < 2 else {})
                         got.wait()
-                    results = got.outputs if comm.rank >= 2 else {}
+                    results: Any = got.outputs if comm.rank >= 2 else {}
                     wrong = [name for name, each in results.items() if not torch.equal(each, right[name])]
                     found.append([wrong, len(results), len(log.records)])
     return found

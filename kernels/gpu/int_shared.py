@@ -47,7 +47,8 @@ def _encode(values, amax, words, numel, step, tiniest, lanes: tl.constexpr, rows
     units = tl.where(finite[:, None, None], x * per_unit[:, None, None], 0.0)
     codes = ((units + _HALF) - _HALF).to(tl.int32)
     packed = tl.sum(codes << (lane * (32 // lanes))[None, None, :], 2)
-    tl.store(words + word, packed, word * lanes < numel)
+    # The interpreter of Triton 3.2 (torch 2.6) sums in 64 bits and would store all of them.
+    tl.store(words + word, packed.to(tl.int64).to(tl.int32), word * lanes < numel)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from socket import socket
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch._C._distributed_c10d import (
@@ -34,6 +34,7 @@ from torch._C._distributed_c10d import (
 )
 
 __all__ = [
+    "TORCH",
     "AllToAllOptions",
     "AllgatherOptions",
     "AllreduceOptions",
@@ -58,11 +59,14 @@ __all__ = [
     "put",
 ]
 
+TORCH: Final = tuple(int(part) for part in torch.__version__.split(".")[:2])
+"""Torch's version, for what cannot be told by looking for a name."""
+
 
 def on_socket(listener: socket) -> dict[str, Any]:
     """Return arguments of `TCPStore` for a server on a bound, listening socket, which it takes."""
     arguments: dict[str, Any] = {"master_listen_fd": listener.detach()}
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8):  # the default server takes no socket there
+    if TORCH < (2, 8):  # the default server takes no socket there
         arguments["use_libuv"] = False
     return arguments
 

@@ -31,7 +31,7 @@ from mcr_plus.runtime.process import job
 _FUNCTION: Final = "redistribute_local_tensor"
 _TAKES: Final = ("local_tensor", "current_spec", "target_spec")
 _OPTIONS: Final = {"async_op", "is_backward", "use_graph_based_transform", "is_explicit"}
-"""Keywords of torch 2.6 to 2.13; none changes the result where the target is not partial."""
+"""Keywords of torch 2.6 to 2.15; none changes the result where the target is not partial."""
 _UNKNOWN: Final = (
     AttributeError, TypeError, ValueError, RuntimeError, AssertionError, InvalidArgument, Unsupported,
 )  # fmt: skip
@@ -84,8 +84,7 @@ def dtensor_volume(
         )
     size = math.prod(mesh_shape)
     try:
-        alone: Any = _without_a_job()
-        mesh = DeviceMesh("cpu", torch.arange(size).view(*mesh_shape), _init_backend=False, **alone)
+        mesh = _mesh_without_a_job(torch.arange(size).view(*mesh_shape))
         meta = TensorMeta(torch.Size(shape), torch.empty(*shape, device="meta").stride(), torch.float32)
         current_spec, target_spec = (DTensorSpec(mesh, tuple(side), meta) for side in (before, after))
         return _volume_of_plan(current_spec, target_spec, np.arange(size).reshape(*mesh_shape))
@@ -354,9 +353,14 @@ def _common(shape: tuple[int, ...], ranks: Ints, a: Sequence[Placement], b: Sequ
     return np.array(found, np.int64)
 
 
-def _without_a_job() -> dict[str, int]:
-    """Return the arguments that make a mesh without a process group, in versions of torch that have them."""
-    return {"_rank": 0} if "_rank" in inspect.signature(DeviceMesh.__init__).parameters else {}
+def _mesh_without_a_job(ranks: torch.Tensor) -> DeviceMesh:
+    """Return a mesh as its first rank sees it, without a process group."""
+    alone: dict[str, Any] = {"_init_backend": False}
+    if "_rank" in inspect.signature(DeviceMesh.__init__).parameters:
+        return DeviceMesh("cpu", ranks, **alone, _rank=0)
+    mesh: Any = DeviceMesh("xla", ranks, **alone)  # torch 2.6 asks a process group for the rank elsewhere
+    mesh._coordinate_on_dim = [0] * ranks.ndim
+    return mesh  # type: ignore[no-any-return]
 
 
 def _placement(text: str | Placement) -> Placement:

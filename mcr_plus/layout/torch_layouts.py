@@ -244,13 +244,24 @@ def _parts(
     ]
     held: dict[tuple[int, ...], torch.Tensor] = {(): torch.arange(size).view([1] * dim + [size])}
     for axis in axes:
-        split = placements[axis]._split_tensor  # type: ignore[attr-defined]
         held = {
             (*place, index): part
             for place, whole in held.items()
-            for index, part in enumerate(split(whole, mesh[axis], with_padding=False, contiguous=False)[0])
+            for index, part in enumerate(_split(whole, dim, mesh[axis], placements[axis]))
         }
     return axes, {place: _runs(part.flatten().numpy()) for place, part in held.items()}
+
+
+def _split(whole: torch.Tensor, dim: int, number: int, placement: Any) -> list[torch.Tensor]:
+    try:
+        parts: list[torch.Tensor]
+        parts, _ = placement._split_tensor(whole, number, with_padding=False, contiguous=False)
+    except AssertionError as error:  # torch 2.6 has no strided shards of different sizes
+        raise Unsupported(
+            f"{placement!r} of {whole.size(dim)} elements in {number} shards: torch {torch.__version__} "
+            "has even strided shards only"
+        ) from error
+    return parts
 
 
 def _runs(indices: Ints) -> list[_Run]:

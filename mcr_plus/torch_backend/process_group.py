@@ -21,16 +21,17 @@ Long because a process group has one method for each operation.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from threading import get_ident
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -41,7 +42,7 @@ from torch.distributed import distributed_c10d
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mcr_plus.communicator.communicator import Communicator
-from mcr_plus.core.c10d import ProcessGroup, Store
+from mcr_plus.core.c10d import TORCH, ProcessGroup, Store
 from mcr_plus.core.kinds import MESSAGES, ReduceOp
 from mcr_plus.core.work import JointWork, Work
 from mcr_plus.errors import CommTimeout, McrError, NotInitialized, Unsupported
@@ -548,7 +549,11 @@ class McrProcessGroup(ProcessGroup):
         return group
 
     def _started(self, work: Work | None, result: Any) -> dist.Work:
-        handle: dist.Work = DONE if work is None else TorchWork(work, result, self._membership)
+        handle: dist.Work = DONE
+        if work is not None:
+            handle = own = TorchWork(work, result, self._membership)
+            if TORCH < (2, 7) and _called_from_cpp():
+                own.keep()
         if self._batch is not None:
             self._batch.append(handle)
         return handle
@@ -556,6 +561,22 @@ class McrProcessGroup(ProcessGroup):
     def _finished(self, result: Any) -> dist.Work:
         """The handle of an operation that is already complete."""
         return self._started(JointWork([], "done", nbytes=0), result)
+
+
+def _called_from_cpp() -> bool:
+    """Whether C++ code has called the group: the code of a Python caller names the group's method."""
+    frame: FrameType | None = sys._getframe(1)
+    method = ""
+    while frame is not None and frame.f_code.co_filename == __file__:
+        method, frame = frame.f_code.co_name, frame.f_back
+    return frame is None or _names_of(method).isdisjoint(frame.f_code.co_names)
+
+
+@cache
+def _names_of(method: str) -> frozenset[str]:
+    """All names of a method, which may have some of other versions of torch."""
+    methods = vars(McrProcessGroup).items()
+    return frozenset(name for name, value in methods if getattr(value, "__name__", "") == method)
 
 
 class _Profiled:
@@ -634,4 +655,24 @@ def masquerade() -> None:
     distributed_c10d.ProcessGroupGloo = _AsGloo  # type: ignore[misc, assignment]
 
 
+def _end_as_torch_does(function: str, method: str) -> None:
+    """Let a function of torch 2.6 that ends groups of NCCL alone end those of this backend, too.
+
+    Later versions call the method of any group.
+    """
+    usual = getattr(distributed_c10d, function, None)
+    if usual is None:
+        return
+
+    def end(group: ProcessGroup) -> None:
+        if isinstance(group, McrProcessGroup):
+            getattr(group, method)()
+        else:
+            usual(group)
+
+    setattr(distributed_c10d, function, end)
+
+
+_end_as_torch_does("_shutdown_backend", "shutdown")
+_end_as_torch_does("_abort_backend", "abort")
 job.leave_dropped = torch_job.leave_dropped

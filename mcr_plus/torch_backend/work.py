@@ -78,6 +78,11 @@ class _Done(dist.Work):
 DONE: Final = _Done()
 
 
+# Handles that C++ code uses. Before torch 2.7 it does not keep their Python objects, without which it waits
+# forever.
+_used_by_cpp: Final[set[TorchWork]] = set()
+
+
 class Membership:
     """A rank's membership in a group, alive while the process group or one of its handles is."""
 
@@ -96,14 +101,20 @@ class TorchWork(dist.Work):
         self._membership = membership
         self._future: _Future | None = None
 
+    def keep(self) -> None:
+        """Keep this handle alive until it is waited for, or its future is complete."""
+        _used_by_cpp.add(self)
+
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait as `mcr_plus.Work.wait` does; zero means no timeout, as in torch."""
+        _used_by_cpp.discard(self)
         bounded = timeout is not None and timeout > timedelta(0)
         self._work.wait(timeout if bounded else None)
         return True
 
     def synchronize(self) -> None:
         """Wait without a timeout."""
+        _used_by_cpp.discard(self)
         self._work.wait()
 
     def is_completed(self) -> bool:
@@ -136,6 +147,7 @@ class TorchWork(dist.Work):
         otherwise a background thread completes it as soon as the operation is done. A failed operation makes
         the backward pass raise: C++ would take the error in a Python future for a result.
         """
+        _used_by_cpp.discard(self)  # the future refers to it
         if self._future is None:
             self._future = _Future(self)
             done = self._work.is_completed()

@@ -12,6 +12,7 @@ import re
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from types import FunctionType
 from typing import Any, Final, NamedTuple, TypeGuard
 
@@ -23,6 +24,7 @@ from mcr_plus.kernels.compiling import watched
 
 _NAMES_SHOWN: Final = 20  # largest number of modules in an error text
 _ROOT: Final = re.compile(r"^[^.]*?\[[^\]]*\]\.?")  # Dynamo's notation of the module whose frame it compiles
+_ITEM: Final = re.compile(r"\._modules\['([^']*)'\]")  # of a module in a container, in torch 2.6
 
 Cuts = tuple[str, ...]
 
@@ -229,7 +231,7 @@ class _Backend:
             ]
             stacks = (each.meta.get("nn_module_stack") for body in bodies for each in body.graph.nodes)
             stack = next((each for each in stacks if each), {})
-        entries = [(_ROOT.sub("", path), kind) for path, kind, *_ in stack.values()]
+        entries = [(_ROOT.sub("", _ITEM.sub(r".\1", path)), kind) for path, kind, *_ in stack.values()]
         return {name for name, kind in entries if self._cuts.get(name) is kind}
 
     def _first_uses(
@@ -272,10 +274,11 @@ def _compiled_parts(
     from torch.fx.passes.split_module import split_module
 
     split = split_module(graph, None, part_of.__getitem__)  # type: ignore[arg-type]
-    distributed.propagate_dynamo_source(graph, split)
-    distributed.propagate_metadata(graph, split)
+    for name in ("propagate_dynamo_source", "propagate_metadata"):
+        if hasattr(distributed, name):  # torch 2.6 does without
+            getattr(distributed, name)(graph, split)
     fake_mode = detect_fake_mode(inputs) or FakeTensorMode()
-    compiler = distributed.SubmodCompiler(split, inner, fake_mode, **options)
+    compiler = distributed.SubmodCompiler(split, partial(inner, **options), fake_mode)
     without_hooks = getattr(utils, "_disable_saved_tensors_hooks_during_tracing", nullcontext)
     with without_hooks():
         compiler.run(*inputs)

@@ -16,6 +16,9 @@ from typing import Any, Final
 import pytest
 import torch.distributed as dist
 from ranks import run_ranks
+from torch_features import FSDP2_ON_CPU
+
+from mcr_plus.core.c10d import TORCH
 
 FOLDER: Final = Path(__file__).parent
 GOES_BY_GLOO: Final = ("with_accelerate",)  # it takes no other name
@@ -58,6 +61,12 @@ CLIENTS: Final[dict[str, dict[str, set[str]]]] = {  # and what the pipeline sees
         "zero3": {"broadcast", *FSDP},
     },
 }
+OF_FSDP2: Final = ("fsdp2", "fsdp2_mixed", "fsdp2_clipped", "checkpoint", "async_checkpoint")
+if not FSDP2_ON_CPU:
+    for name in OF_FSDP2:
+        del CLIENTS["fsdp"][name]
+if TORCH < (2, 7):  # other schedules wait forever over gloo there, or fail
+    CLIENTS["pipelining"] = {"gpipe": MESSAGES}
 ALL: Final = [(program, client) for program, clients in CLIENTS.items() for client in clients]
 
 Results = dict[tuple[str, int], Any]

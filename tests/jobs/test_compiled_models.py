@@ -145,6 +145,7 @@ def test_every_kind_of_model_has_its_own_gradients(kind: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # by Inductor's own imports
+@pytest.mark.filterwarnings("ignore:Skipping serialization of skipfiles_inline")  # of torch 2.6
 @pytest.mark.parametrize("kind", ["plain", "checkpoints"])
 def test_inductor_compiles_parts(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

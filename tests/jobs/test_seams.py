@@ -439,25 +439,25 @@ class Shell(dist.ProcessGroup):
     def __init__(self, comm: mcr.Communicator) -> None:
         super().__init__(comm.rank, comm.size)  # type: ignore[call-arg]  # the stubs lack this one
         self._comm = comm
+        self._handles: list[TorchWork] = []  # in torch 2.6, C++ does not keep them alive
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return "mcr_shell"
 
+    def _handle(self, work: Work | None, result: list[torch.Tensor]) -> TorchWork:
+        assert work is not None
+        self._handles.append(TorchWork(work, result))
+        return self._handles[-1]
+
     # The stubs demand every overload; DDP uses one.
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
-        work = self._comm.all_reduce(tensors[0], "SUM", True, tag="ddp")
-        assert work is not None
-        return TorchWork(work, tensors)
+        return self._handle(self._comm.all_reduce(tensors[0], "SUM", True, tag="ddp"), tensors)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
-        work = self._comm.broadcast(tensors[0], self._comm.ranks[opts.rootRank], True)
-        assert work is not None
-        return TorchWork(work, tensors)
+        return self._handle(self._comm.broadcast(tensors[0], self._comm.ranks[opts.rootRank], True), tensors)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:  # type: ignore[override, unused-ignore]
-        work = self._comm.all_gather(outputs[0], inputs[0], True)
-        assert work is not None
-        return TorchWork(work, outputs)
+        return self._handle(self._comm.all_gather(outputs[0], inputs[0], True), outputs)
 
 
 def ddp_step() -> dict[str, Any]:

@@ -22,6 +22,7 @@ import pytest
 import torch
 from mismatches import outcome_of
 from ranks import Via, own_rank, run_ranks, wait_for_files
+from torch_features import needs_list_keys
 
 import mcr_plus as mcr
 import mcr_plus.horovod as hvd
@@ -176,6 +177,7 @@ def visited(folder: str) -> list[str]:
     return found
 
 
+@needs_list_keys
 @pytest.mark.parametrize("via", ["mpi", "torch"])
 def test_forged_store_values_and_objects_are_refused(tmp_path: Path, via: Via) -> None:
     results = run_ranks(visited, 2, args=[str(tmp_path)], via=via)
@@ -256,6 +258,7 @@ def forged(library: str, name: str, folder: str) -> dict[str, Any]:
     return {**outcome_of(lambda: comm.all_reduce(torch.ones(3))), "next": outcome_of(comm.barrier)["text"]}
 
 
+@needs_list_keys
 @pytest.mark.parametrize("library", [pytest.param("mpi", marks=needs_mpi), "gloo"])
 @pytest.mark.parametrize("name", ["row", "closed", "failed", "compiling"])
 def test_forged_board_entries_fail_the_operation_and_its_group(

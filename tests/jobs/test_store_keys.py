@@ -10,6 +10,7 @@ import pytest
 import torch
 from mismatches import outcome_of
 from ranks import Via, own_rank, run_ranks
+from torch_features import needs_list_keys
 
 import mcr_plus as mcr
 from mcr_plus.core.c10d import HashStore
@@ -81,6 +82,7 @@ def groups(hosts: bool, rounds: int) -> dict[str, Any]:
     return found
 
 
+@needs_list_keys
 @pytest.mark.parametrize(
     ("via", "hosts", "rounds"),
     [pytest.param("mpi", False, 25, marks=needs_mpi), ("torch", False, 60), ("torch", True, 60)],
@@ -110,6 +112,7 @@ def inside(rounds: int) -> list[int]:
     return counts
 
 
+@needs_list_keys
 def test_groups_inside_of_groups_leave_no_keys() -> None:
     for result in run_ranks(inside, 4, args=[6], via="torch", timeout=120):
         assert result.value[-1] <= result.value[2], result.value

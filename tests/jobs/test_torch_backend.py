@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 import torch_jobs as jobs
 from ranks import run_ranks
+from torch_features import FSDP2_ON_CPU
 
 from mcr_plus.torch_backend.work import joint
 
@@ -44,6 +45,7 @@ def test_a_backend_whose_launcher_is_missing_is_refused() -> None:
         assert "backend mpi was asked for, but no MPI launcher started this job" in result.value
 
 
+@pytest.mark.skipif(not FSDP2_ON_CPU, reason="this torch runs FSDP2 on GPUs only")
 def test_a_rank_that_dies_in_fsdp() -> None:
     start = time.monotonic()
     survivor, killed = run_ranks(jobs.killed_in_fsdp, 2, via="torch", check=False)

@@ -754,6 +754,7 @@ def groups(comm: mcr.Communicator, backends: Backends, failures: Failures) -> No
 def beside_torch(folder: str, backends: Backends, failures: Failures) -> None:
     """A default process group of torch.distributed, made before or after ours, and used between."""
     rank, size = _who()
+    kept = []  # torch 2.6 may hang when it destroys a group of gloo that has the last reference to a tensor
 
     def join(name: str) -> None:
         path = Path(folder) / name
@@ -761,6 +762,7 @@ def beside_torch(folder: str, backends: Backends, failures: Failures) -> None:
 
     def theirs(name: str) -> None:
         tensor = torch.tensor([float(rank + 1)])
+        kept.append(tensor)
         dist.all_reduce(tensor)
         failures.expect(f"torch's group {name}", float(tensor) == size * (size + 1) / 2, tensor)
 

@@ -23,9 +23,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.fsdp import fully_shard
+from torch_features import FSDP2_ON_CPU, FSDP_HOOKS
 
 import mcr_plus as mcr
-from mcr_plus.core.c10d import AllreduceOptions, PrefixStore, TCPStore
+from mcr_plus.core.c10d import PrefixStore, TCPStore
 from mcr_plus.runtime.init import current
 from mcr_plus.torch_backend import process_group as torch_backend
 from mcr_plus.torch_backend.process_group import McrProcessGroup
@@ -376,9 +377,7 @@ def dropped_groups() -> None:
         group = made("third")
         beside: Any = made("beside")
         x = torch.full((2,), rank + 1.0)
-        options = AllreduceOptions()
-        options.asyncOp = True
-        work = beside.allreduce([x], options)
+        work = beside.allreduce([x])
         del beside  # its handle has it
         work.wait()
         assert x.tolist() == total
@@ -647,6 +646,12 @@ def fsdp_with_replicas() -> None:
     assert {("fsdp.0.replicas", "int4_block"), ("fsdp.2.replicas", "int4_block")} <= found, found
 
 
+def fsdp_is_refused() -> None:
+    """On a torch without hooks for the collectives of FSDP2."""
+    with job(), pytest.raises(mcr.Unsupported, match=r"has no set_custom_all_gather .*; update it"):
+        mcr.fsdp(sharded(small_model()))
+
+
 def one_rank_has_a_wrong_configuration() -> None:
     """All mistakes are reported at once."""
     start = time.monotonic()
@@ -732,6 +737,14 @@ def profiled() -> None:
     assert event.input_shapes == [[3]]
 
 
+OF_FSDP: Final = [
+    *([fsdp_is_compressed] if FSDP2_ON_CPU else []),
+    *(
+        [fsdp_with_codecs_of_its_own, fsdp_of_two_models, fsdp_with_replicas]
+        if FSDP_HOOKS
+        else [fsdp_is_refused]
+    ),
+]
 SECTIONS: Final[dict[str, Callable[[], None]]] = {
     section.__name__: section
     for section in (
@@ -739,8 +752,7 @@ SECTIONS: Final[dict[str, Callable[[], None]]] = {
         futures, futures_in_a_backward_pass, strided_and_coalesced, errors_of_what_nobody_waits_for,
         a_destroyed_group_stays_so, dropped_groups, a_message_beside_a_barrier, another_thread,
         groups_come_and_go, in_a_job_of_ours, another_world, timeouts_of_groups, ddp_is_compressed,
-        hooks_written_in_cpp, fsdp_is_compressed,
-        fsdp_with_codecs_of_its_own, fsdp_of_two_models, fsdp_with_replicas,
+        hooks_written_in_cpp, *OF_FSDP,
         one_rank_has_a_wrong_configuration, options_are_checked, what_cannot_be_done, a_rank_that_is_late,
         profiled,
     )

@@ -313,7 +313,8 @@ def test_near_misses_get_a_hint(text: str, hint: str) -> None:
         ),
         (
             {"dispatch": {"colour": 1}},
-            "dispatch.colour: unknown key 'colour'; known: check, progress, timeout, wait",
+            "dispatch.colour: unknown key 'colour'; known: check, heartbeat, progress, stopped, timeout, "
+            "wait",
         ),
     ],
 )
@@ -876,7 +877,16 @@ def test_dump_has_the_contents_of_the_file() -> None:
                     "refined": None,
                 }
             },
-            {"dispatch": {"timeout": 300.0, "check": "first", "wait": "auto", "progress": "caller"}},
+            {
+                "dispatch": {
+                    "timeout": 300.0,
+                    "check": "first",
+                    "wait": "auto",
+                    "progress": "caller",
+                    "heartbeat": "auto",
+                    "stopped": 0.5,
+                }
+            },
         ],
         "rules": [
             {

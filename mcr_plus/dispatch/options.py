@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BeforeValidator, PlainSerializer
 
 from mcr_plus.config.options import Scope, Seconds, StageOptions, duration_text
 from mcr_plus.core.units import parse_duration
+from mcr_plus.errors import short
+
+
+_SHORTEST_SILENCE: Final = 0.5  # seconds; heartbeats are 0.1 s apart, and some may be lost
 
 
 def _wait_or_seconds(value: object) -> object:
-    return value if value == "wait" else parse_duration(value)
+    return value if value == "wait" else _seconds(value, "wait")
 
 
 def _word_or_seconds(value: object) -> object:
     if isinstance(value, bool):
         value = "auto" if value else "off"  # as YAML 1.1 reads on and off
-    return value if value in ("auto", "off") else parse_duration(value)
+    if value in ("auto", "off"):
+        return value
+    seconds = _seconds(value, "auto, off")
+    if seconds < _SHORTEST_SILENCE:
+        raise ValueError(f"expected at least {_SHORTEST_SILENCE} s, got {short(value)}")
+    return seconds
+
+
+def _seconds(value: object, words: str) -> float:
+    try:
+        return parse_duration(value)
+    except ValueError as error:
+        raise ValueError(f"{error}; or {words}") from None
 
 
 Heartbeat = Annotated[

@@ -37,8 +37,8 @@ class Agent:
 
     `order` is what `mcr_plus.rendezvous.heartbeats` writes: the `key` of the signatures (hexadecimal), the
     ranks of all `hosts` and the `addresses` of their agents (null without one), the number of this host
-    (`me`), process and start time of each of its ranks (`processes`), and the `limit` of silence in seconds, 0
-    for the usual one.
+    (`me`), process and start time of each of its ranks (`processes`), and the `limit` of silence in seconds,
+    0 for the usual one.
     """
 
     def __init__(self, order: Mapping[str, Any], findings: Findings, link: socket.socket) -> None:
@@ -73,13 +73,13 @@ class Agent:
                 self._say_good_bye()
                 return True
             if now >= next_beat:
-                self._send(self._heartbeat.next_target(), now)
+                self._send(self._heartbeat.next_targets(now), now)
                 next_beat = max(next_beat + PERIOD, now)
+            self._send(self._heartbeat.to_ask(now), now, asks=True)
             self._findings.publish(self._heartbeat.findings(now).items())
             until = min(next_beat, now + _LOOK_EVERY, self._heartbeat.next_silence(now))
             self._sleep(until - now)
-            if self._receive():
-                self._send(self._heartbeat.all_targets(), time.monotonic())
+            self._receive()
         return False
 
     def _look(self) -> bool:
@@ -92,14 +92,14 @@ class Agent:
                 states[rank] = state
             ended &= state == "dead" or self._findings.has_left(rank)
         if self._heartbeat.observe(states):
-            self._send(self._heartbeat.all_targets(), time.monotonic())
+            self._tell_all()
         return ended
 
     def _say_good_bye(self) -> None:
         self._heartbeat.leave()
         for pause in _GOOD_BYES:
             time.sleep(pause)
-            self._send(self._heartbeat.all_targets(), time.monotonic())
+            self._tell_all()
 
     def _sleep(self, seconds: float) -> None:
         """Sleep until a datagram comes or a rank ends, for at most so many seconds."""
@@ -109,19 +109,27 @@ class Agent:
                 del self._watched[descriptor]
                 os.close(descriptor)
 
-    def _receive(self) -> bool:
-        """Take in the datagrams that have come; returns whether they have news for other hosts."""
-        news = False
+    def _receive(self) -> None:
+        """Take in the datagrams that have come, answer them, and pass news on."""
+        news, targets = False, set[int]()
         for _ in range(_BURST):
             try:
                 data = self._link.recv(_LARGEST)
             except OSError:
                 break
-            news |= self._heartbeat.receive(data, time.monotonic())
-        return news
+            received = self._heartbeat.receive(data, time.monotonic())
+            news |= received.news
+            if received.asked_by is not None:
+                targets.add(received.asked_by)
+        now = time.monotonic()
+        self._send(sorted(targets.union(self._heartbeat.all_targets(now) if news else ())), now)
 
-    def _send(self, hosts: list[int], now: float) -> None:
-        data = self._heartbeat.datagram(now) if hosts else b""
+    def _tell_all(self) -> None:
+        now = time.monotonic()
+        self._send(self._heartbeat.all_targets(now), now)
+
+    def _send(self, hosts: list[int], now: float, *, asks: bool = False) -> None:
+        data = self._heartbeat.datagram(now, asks=asks) if hosts else b""
         for host in hosts:
             address = self._addresses[host]
             if address is not None:

@@ -1,28 +1,33 @@
 """Jobs that lose a rank: the program of a rank; what starts it, ends one, and reads what the others raise.
 
-    python losing.py FOLDER LIBRARY WAY        as a rank; with the variables of a launcher
+    python losing.py FOLDER LIBRARY WAY STOPPED        as a rank; with the variables of a launcher
 
-`WAY`: how ranks are occupied when one is lost, see `WAYS`. Times are those of the monotonic clock, which all
-processes of a machine share. Used by tests and by `benchmarks/bench_failures.py`.
+`WAY`: how ranks are occupied when one is lost, see `WAYS`. `STOPPED`: the option of `dispatch`. Times are
+those of the monotonic clock, which all processes of a machine share. Used by tests and by
+`benchmarks/bench_failures.py`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 import mcr_plus as mcr
+from mcr_plus.launch import mpi_flavour
 
+_MARK: Final = "MCR_TEST_FOLDER"
 SETTLES: Final = 0.4
 """Seconds that a job has run when it loses a rank: agents have heard of each other by then."""
 
@@ -66,27 +71,39 @@ def _model() -> torch.nn.Module:
     return _models[0]
 
 
+def _busy(comm: mcr.Communicator, library: str) -> None:
+    """Rank 1 computes, holding the interpreter's lock, for longer than a silent host is waited for."""
+    if comm.rank == 1 and _computes:
+        ctypes.PyDLL(None).usleep(2_000_000)
+    _computes.append(True)
+    comm.all_reduce(torch.ones(4), backend=library)
+
+
+_computes: list[bool] = []
 WAYS: Final[dict[str, Callable[[mcr.Communicator, str], None]]] = {
     "wait": _wait,
     "poll": _poll,
     "backward": _backward,
     "blocking": _blocking,
 }
+"""Ways of waiting for a rank."""
 
 
-def rank(folder: str, library: str, way: str) -> None:
+def rank(folder: str, library: str, name: str, stopped: str) -> None:
     """Runs on ranks: works until it raises, and writes what."""
     torch.set_num_threads(1)
-    options: dict[str, Any] = {"version": 1, "pipeline": [{"select": {}}, {"dispatch": {"timeout": "60s"}}]}
-    comm = mcr.init(options, backends=[library], timeout=60)
-    for _ in range(3):
-        WAYS[way](comm, library)
+    os.environ[_MARK] = folder  # by which `agents` knows them
+    dispatch = {"timeout": "60s", "stopped": stopped}
+    comm = mcr.init({"version": 1, "pipeline": [{"select": {}}, {"dispatch": dispatch}]}, backends=[library])
+    way = WAYS.get(name, _busy)
+    for _ in range(1 if name == "busy" else 3):
+        way(comm, library)
     written(Path(folder, f"up.{comm.rank}"), {"pid": os.getpid()})
     ends = time.monotonic() + 60
     told: dict[str, Any] = {"error": None, "text": ""}
     try:
         while time.monotonic() < ends:
-            WAYS[way](comm, library)
+            way(comm, library)
             time.sleep(0.001)
     except Exception as error:
         told = {
@@ -122,17 +139,14 @@ class Job:
         self.pids = {each: said["pid"] for each, said in read(folder, "up", range(size), 90).items()}
         time.sleep(SETTLES)
 
-    def kill(self, victim: int) -> float:
-        """Kill a rank; returns when."""
-        return self._signal(victim, signal.SIGKILL)
-
-    def stop(self, victim: int) -> float:
-        """Stop a rank; returns when."""
-        return self._signal(victim, signal.SIGSTOP)
-
-    def _signal(self, victim: int, number: int) -> float:
-        os.kill(self.pids[victim], number)
+    def lose(self, how: str, victim: int) -> float:
+        """`kill` a rank or `stop` it; returns when."""
+        os.kill(self.pids[victim], {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
         return time.monotonic()
+
+    def agents(self) -> dict[int, int]:
+        """The processes of the job's agents, and their parents."""
+        return agents(self.folder)
 
     def told(self, ranks: Sequence[int], within: float = 20.0) -> dict[int, dict[str, Any]]:
         """What these ranks have raised, and when (`at`)."""
@@ -140,48 +154,45 @@ class Job:
 
 
 @contextmanager
-def job_here(folder: Path, size: int, library: str, way: str) -> Iterator[Job]:
+def job_here(folder: Path, size: int, library: str, way: str, *, stopped: str = "0.5s") -> Iterator[Job]:
     """A job on this host; ranks on MPI are started by Open MPI with its fault tolerance."""
-    words = [sys.executable, __file__, str(folder), library, way]
-    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": (folder / "errors").open("wb")}
+    words = [sys.executable, __file__, str(folder), library, way, stopped]
     if library == "mpi":
-        from mcr_plus.launch import mpi_flavour
-
         launcher = mpi_flavour()
         assert launcher is not None
-        line = [
-            launcher.path,
-            "--with-ft",
-            "ulfm",
-            "--allow-run-as-root",
-            "--oversubscribe",
-            "--bind-to",
-            "none",
-        ]
-        started = [subprocess.Popen([*line, "-n", str(size), *words], **quiet)]
+        options = ["--with-ft", "ulfm", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+        lines = [([launcher.path, *options, "-n", str(size), *words], dict[str, str]())]
     else:
         port = str(_free_port())
+        lines = [(words, _variables(each, size, port)) for each in range(size)]
+    with errors_in(folder) as output:
         started = [
-            subprocess.Popen(words, env={**os.environ, **_variables(each, size, port)}, **quiet)
-            for each in range(size)
+            subprocess.Popen(line, env={**os.environ, **variables}, **output) for line, variables in lines
         ]
     with ended(started, folder):
         yield Job(folder, size)
 
 
 @contextmanager
+def errors_in(folder: Path) -> Iterator[dict[str, Any]]:
+    """Options of `Popen` with which a process writes its errors to a file in `folder`."""
+    with (folder / "errors").open("wb") as file:
+        yield {"stdout": subprocess.DEVNULL, "stderr": file}
+
+
+@contextmanager
 def job_on(hosts: Any, folder: Path, library: str, way: str, per_host: int = 1) -> Iterator[Job]:
     """A job on all of these `Hosts`."""
-    words = [sys.executable, __file__, str(folder), library, way]
-    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": (folder / "errors").open("wb")}
-    started = list(hosts.start(words, per_host=per_host, **quiet))
+    words = [sys.executable, __file__, str(folder), library, way, "0.5s"]
+    with errors_in(folder) as output:
+        started = list(hosts.start(words, per_host=per_host, **output))
     with ended(started, folder):
         yield Job(folder, len(hosts.names) * per_host)
 
 
 @contextmanager
 def ended(started: Sequence[subprocess.Popen[bytes]], folder: Path) -> Iterator[None]:
-    """Ends the ranks of a job, and what started them."""
+    """Ends the ranks of a job, and what started them. Raises `TimeoutError` if an agent stays."""
     try:
         yield
     finally:
@@ -190,14 +201,30 @@ def ended(started: Sequence[subprocess.Popen[bytes]], folder: Path) -> Iterator[
         for process in started:
             process.kill()
             process.wait()
+    ends = time.monotonic() + 5
+    while agents(folder):
+        if time.monotonic() > ends:
+            raise TimeoutError(f"agents are left: {agents(folder)}")
+        time.sleep(0.02)
+
+
+def agents(folder: Path) -> dict[int, int]:
+    """The agents of the job that writes to `folder`: their processes, and the parents of these."""
+    found = {}
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, IndexError):  # it has ended
+            words = (place / "cmdline").read_text().split("\0")
+            variables = (place / "environ").read_text().split("\0")
+            if "-S" in words[:4] and f"{_MARK}={folder}" in variables:
+                stat = (place / "stat").read_text().rpartition(")")[2].split()
+                found[int(place.name)] = int(stat[1])
+    return found
 
 
 def _kill(pid: int) -> None:
-    try:
+    with suppress(OSError):  # it has ended
         if "losing.py" in Path(f"/proc/{pid}/cmdline").read_text():
             os.kill(pid, signal.SIGKILL)
-    except OSError:
-        pass  # it has ended
 
 
 def _variables(each: int, size: int, port: str) -> dict[str, str]:
@@ -212,8 +239,6 @@ def _variables(each: int, size: int, port: str) -> dict[str, str]:
 
 
 def _free_port() -> int:
-    import socket
-
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

@@ -299,6 +299,15 @@ def test_near_misses_get_a_hint(text: str, hint: str) -> None:
             {"dispatch": {"timeout": 0}},
             "dispatch.timeout: expected a duration that is finite and more than 0",
         ),
+        (
+            {"dispatch": {"heartbeat": "soon"}},
+            "dispatch.heartbeat: expected a duration such as 300s or a number",
+        ),
+        ({"dispatch": {"heartbeat": 0.1}}, "dispatch.heartbeat: expected at least 0.5 s, got 0.1"),
+        (
+            {"dispatch": {"stopped": "never"}},
+            "dispatch.stopped: expected a duration such as 300s or a number",
+        ),
         ({"dispatch": {"timeout": "-5s"}}, "dispatch.timeout: expected a duration that is finite"),
         ({"dispatch": {"timeout": float("nan")}}, "dispatch.timeout: expected a duration that is finite"),
         ({"dispatch": {"timeout": float("inf")}}, "dispatch.timeout: expected a duration that is finite"),

@@ -10,7 +10,6 @@ from mcr_plus.config.options import Scope, Seconds, StageOptions, duration_text
 from mcr_plus.core.units import parse_duration
 from mcr_plus.errors import short
 
-
 _SHORTEST_SILENCE: Final = 0.5  # seconds; heartbeats are 0.1 s apart, and some may be lost
 
 

@@ -199,7 +199,7 @@ def _past_grace(work: IssuedWork, failed: Sequence[FailedPeer]) -> bool:
         grace = _DEATH_GRACE if all(peer.seen in ("", DIED) for peer in failed) else 0.0
     else:
         grace = max(_DEATH_GRACE, _CHECKS_OF_GRACE * work.operation.state.board.check_every)
-    return now - work.doubted_since > grace
+    return now - work.doubted_since >= grace
 
 
 def _needed(work: IssuedWork) -> Sequence[int]:

@@ -171,6 +171,7 @@ def main() -> None:
     order = json.loads(sys.stdin.buffer.read())
     if os.fork():
         os._exit(0)  # the agent is nobody's child, so no rank has to wait for it
+    os.chdir("/")
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(nothing, stream)

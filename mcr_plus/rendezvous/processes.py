@@ -8,7 +8,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from mcr_plus.core.environment import launch_environment
+from mcr_plus.core.environment import agent_has_store
 from mcr_plus.liveness.proc import read_stat, state_of
 from mcr_plus.liveness.protocol import Finding, silence
 from mcr_plus.rendezvous.heartbeats import Process, open_findings
@@ -81,9 +81,11 @@ class Peers:
                 self._release = StoreRelease(store, self._store_is_lost)
 
     def _store_is_lost(self) -> bool:
+        """Whether a request to the store gets no answer, nor an error: dead processes have no connections."""
         loss = self.lost(0)
-        in_rank_0 = not launch_environment().agent_store
-        return loss is not None and (loss.status == "silent" or (loss.status == "stopped" and in_rank_0))
+        if loss is None or loss.status == "dead":
+            return False
+        return loss.status == "silent" or not agent_has_store()
 
     def close(self) -> None:
         """Leave in good order: this rank's end is no death. Ranks of other hosts stay what they are then."""

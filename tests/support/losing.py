@@ -126,7 +126,8 @@ def read(folder: Path, what: str, ranks: Sequence[int], within: float) -> dict[i
     ends = time.monotonic() + within
     while missing := [each for each in ranks if not Path(folder, f"{what}.{each}").exists()]:
         if time.monotonic() > ends:
-            raise TimeoutError(f"ranks {missing} have not said '{what}' within {within:g} s")
+            errors = Path(folder, "errors").read_text(errors="replace")[-3000:]
+            raise TimeoutError(f"ranks {missing} have not said '{what}' within {within:g} s\n{errors}")
         time.sleep(0.005)
     return {each: json.loads(Path(folder, f"{what}.{each}").read_text()) for each in ranks}
 

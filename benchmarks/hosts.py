@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -122,18 +122,10 @@ class Hosts(ABC):
 
         Raises `SystemExit` if a rank fails or `timeout` (seconds) has passed; the other ranks are ended then.
         """
-        count = len(self.names) * per_host
         ends = None if timeout is None else time.monotonic() + timeout
-        started = []
+        started: list[subprocess.Popen[Any]] = []
         try:
-            for rank in range(count):
-                host, local = divmod(rank, per_host)
-                line = entered(self.names[host], [str(self._rank()), *command])
-                started.append(
-                    subprocess.Popen(
-                        line, env={**os.environ, **self._variables(rank, local, count, per_host)}
-                    )
-                )
+            started.extend(self.start(command, per_host=per_host))
             while any(process.poll() is None for process in started):
                 failed = [rank for rank, process in enumerate(started) if process.poll()]
                 if failed:
@@ -150,6 +142,21 @@ class Hosts(ABC):
                     process.terminate()
             for process in started:
                 process.wait()
+
+    def start(
+        self, command: Sequence[str], *, per_host: int = 1, **options: Any
+    ) -> Iterator[subprocess.Popen[Any]]:
+        """Start `command` as `per_host` ranks on each host, with the variables that torchrun sets."""
+        count = len(self.names) * per_host
+        for rank in range(count):
+            host, local = divmod(rank, per_host)
+            line = entered(self.names[host], [str(self._rank()), *command])
+            variables = self._variables(rank, local, count, per_host)
+            yield subprocess.Popen(line, env={**os.environ, **variables}, **options)
+
+    def cut(self, host: int) -> None:
+        """Take a host off the network, as if its cable were pulled."""
+        inside(self.names[host], "ip", "link", "set", self.links[host], "down")
 
     def beside(self, commands: Sequence[Sequence[str]]) -> list[list[str]]:
         """The commands as they run on one host each, without a launcher: a process without peers."""

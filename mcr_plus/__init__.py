@@ -67,6 +67,7 @@ if TYPE_CHECKING:
         McrError,
         NotInitialized,
         OrderMismatch,
+        PeerLost,
         ResultMismatch,
         Unsupported,
     )
@@ -113,6 +114,7 @@ __all__ = [
     "NotInitialized",
     "OrderMismatch",
     "P2POp",
+    "PeerLost",
     "Redistribution",
     "ResultMismatch",
     "Unsupported",

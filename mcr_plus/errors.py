@@ -7,7 +7,8 @@ McrError
 ├── Unsupported        an op, dtype or option that a backend or codec cannot do
 │   └── InvalidArgument   also a ValueError: an argument that no backend could take
 ├── BackendError       the library failed: its own message, op, sequence, backend
-│   └── BackendUnavailable
+│   ├── BackendUnavailable
+│   └── PeerLost           ranks have died, are stopped or out of reach: names them
 ├── CommTimeout        names op, sequence, group, backend, missing ranks
 ├── OrderMismatch      ranks issued different ops: names both
 ├── ResultMismatch     ranks hold different results of an operation
@@ -18,6 +19,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from typing import Final
+
+_PASSED_ON: Final = 60  # ranks at most that a record for other ranks holds
 
 
 class McrError(RuntimeError):
@@ -54,6 +58,32 @@ class BackendUnavailable(BackendError):
     """A requested backend cannot run here; the message has the remedy."""
 
 
+class PeerLost(BackendError):
+    """Ranks that an operation needs have died, are stopped, or are out of reach.
+
+    Attributes:
+        ranks: these ranks, as ranks of the job.
+        operation: the operation that cannot complete, as messages describe it.
+        group: the name of its group.
+        seen: what was seen: `process has died`, `stopped`, `no heartbeat for 0.8 s`.
+    """
+
+    def __init__(
+        self, text: str, ranks: Sequence[int] = (), operation: str = "", group: str = "", seen: str = ""
+    ) -> None:
+        super().__init__(text)
+        self.ranks = tuple(ranks)
+        self.operation = operation
+        self.group = group
+        self.seen = seen
+        # The ranks first: a record on the board may be cut.
+        self.passed_on = f"{type(self).__name__} {list(self.ranks[:_PASSED_ON])}: {text}"
+
+    def again(self, text: str) -> PeerLost:
+        """The same loss as the error of something else."""
+        return PeerLost(text, self.ranks, self.operation, self.group, self.seen)
+
+
 class CommTimeout(McrError):
     """An operation passed its deadline; the message names the ranks that have not arrived.
 
@@ -86,6 +116,11 @@ class ResultMismatch(McrError):
 
 class LaunchError(McrError):
     """A job could not be started, or a rank of it failed."""
+
+
+def following(error: BaseException, text: str) -> BackendError:
+    """The error, with this text, of what cannot run because of `error`: a loss of peers stays one."""
+    return error.again(text) if isinstance(error, PeerLost) else BackendError(text)
 
 
 def unknown(what: str, value: object, known: Sequence[str]) -> str:

@@ -27,6 +27,8 @@ _STARTERS = {
     "fork",
     "multiprocessing",
     "TwoHosts",
+    "job_here",
+    "job_on",
     "Racks",
     "why_not",
     "bench_beside",

@@ -32,7 +32,7 @@ Errors that every operation can raise, in the call or from the `wait()` of its `
   group.
 - `OrderMismatch`: ranks of the group issued different operations; the text names both.
 - `CommTimeout`: the deadline (`dispatch: {timeout: ...}`) has passed; the text names the missing ranks.
-- `BackendError`: the library failed, or a rank has died.
+- `BackendError`: the library failed; `PeerLost`: ranks have died, are stopped or are out of reach.
 """
 
 # Long because each operation has a function, with its documentation and an example.

@@ -42,12 +42,13 @@ def size_text(value: int | None, info: SerializationInfo) -> int | str | None:
     return format_size(value) if info.context and value is not None else value
 
 
-def _duration_text(value: float, info: SerializationInfo) -> float | str:
-    return f"{value!r}s".replace(".0s", "s") if info.context else value
+def duration_text(value: float | str, info: SerializationInfo) -> float | str:
+    """Serialize a duration: a number, or text with a unit when a context is given; words stay."""
+    return f"{value!r}s".replace(".0s", "s") if info.context and not isinstance(value, str) else value
 
 
 # Serialized with a context (any), these types are text with units, for people to read.
-Seconds = Annotated[float, BeforeValidator(parse_duration), PlainSerializer(_duration_text)]
+Seconds = Annotated[float, BeforeValidator(parse_duration), PlainSerializer(duration_text)]
 
 
 Bytes = Annotated[int, BeforeValidator(parse_size), PlainSerializer(size_text)]

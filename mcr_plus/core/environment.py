@@ -2,6 +2,7 @@
 
     launch_environment()    rank, size and rendezvous, under any launcher
     torch_environment()     the same in torch's words, where `mcr-plus run` gave them beside MPI's
+    agent_has_store()       whether torchrun's agent has the job's store
     config_file()           the configuration that MCR_CONFIG names
     on_one_host()           whether the launcher's variables place all ranks on this host
     job_secret()            the ranks' signing key from MCR_SECRET
@@ -92,8 +93,14 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
         "mcr-plus" if _started_by_us(env) and launcher in ("torchrun", "env") else launcher,
         env.get("MASTER_ADDR"),
         _integer(env, "MASTER_PORT", highest=65535),
-        env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        agent_has_store(env),
     )
+
+
+def agent_has_store(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the job's store is in torchrun's agent, and not in the process of rank 0."""
+    env = os.environ if environ is None else environ
+    return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _present(environ: Mapping[str, str] | None) -> dict[str, str]:

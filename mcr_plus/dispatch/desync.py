@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from mcr_plus.core.deadline import Deadline
 from mcr_plus.dispatch.board.base import unpad
+from mcr_plus.dispatch.peer_errors import described
 from mcr_plus.dispatch.watchdog import board_error
 from mcr_plus.errors import McrError, OperationsDiffer, OrderMismatch
 
@@ -83,7 +84,10 @@ def explain_difference(work: IssuedWork, difference: OperationsDiffer, watchdog:
     text = f"operation #{sequence} of group '{state.group.name}', {work.operation.signature.describe()}"
     while not difference.explained and not deadline.passed():  # others name each other
         if failed := watchdog.failed_peers_of(work):
-            return watchdog.peer_error(OrderMismatch, text, failed)
+            watchdog.note(failed)
+            error = OrderMismatch(f"{text}: {described(failed)}")
+            error.passed_on = failed[0].failure
+            return error
         time.sleep(_NAP)
     return OrderMismatch(f"{text}: {difference}")
 

@@ -17,7 +17,7 @@ from mcr_plus.dispatch.progress_thread import ProgressThread
 from mcr_plus.dispatch.streams import CallerStream
 from mcr_plus.dispatch.waiting import Pause, Waiting, WaitPolicy
 from mcr_plus.dispatch.watchdog import LONG_WAIT, Watchdog
-from mcr_plus.errors import BackendError, McrError, OperationsDiffer, OrderMismatch
+from mcr_plus.errors import BackendError, McrError, OperationsDiffer, OrderMismatch, following
 
 if TYPE_CHECKING:
     from mcr_plus.backends.base import Backend, StreamPoll
@@ -185,7 +185,7 @@ class Engine:
         try:
             if gate is None and operation.compared and (match := compare_signatures(work)) is not True:
                 if match is not False:
-                    self.fail(work, match)
+                    self.fail(work, self.watchdog.board_failed(work, match))
                 return False
             if gate is None:
                 gate = None if operation.gate is None else operation.gate(work.message)
@@ -331,6 +331,7 @@ class Engine:
         patience = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         board = operation.state.board
         next_check = began + board.first_check
+        next_look = began + LONG_WAIT
         while not work.is_done:
             with self.lock:
                 polls = operation.burst if waiting.calm else operation.glance
@@ -345,6 +346,10 @@ class Engine:
                     self._check(work, now - began)
                     longer = 1 if now - began < _VERY_LONG_WAIT else 25
                     next_check = now + min(board.check_every * longer, 1.0)
+                    next_look = now + LONG_WAIT
+                elif now >= next_look:
+                    next_look = now + LONG_WAIT
+                    self._fail_if(work, self.watchdog.look(work, now - began))
             if work.is_done:
                 return
             waited = now - began
@@ -388,7 +393,9 @@ class Engine:
             return
         self.post(work)
         mismatch = None if operation.signature.is_p2p else find_mismatch(work)
-        error = mismatch or self.watchdog.check(work, waited)
+        self._fail_if(work, mismatch or self.watchdog.check(work, waited))
+
+    def _fail_if(self, work: IssuedWork, error: McrError | None) -> None:
         if error is not None:
             self.fail(work, error)
 
@@ -402,8 +409,9 @@ class Engine:
                 self.post(work)
                 error = explain_difference(work, error, self.watchdog)
             self._switch_off(work, error)
-            ours = isinstance(error, McrError) or not isinstance(error, Exception)
-            work.fail(error, "" if ours else self.watchdog.blame(work))
+            if isinstance(error, Exception) and not isinstance(error, McrError):
+                error = self.watchdog.library_error(work, error)
+            work.fail(error)
         error = work.error or error
         self.failed = True
         state = work.operation.state
@@ -415,9 +423,9 @@ class Engine:
         relayed = error.passed_on if isinstance(error, McrError) else ""
         state.board.mark_failed(Failure(first, relayed or f"{type(error).__name__}: {error}"))
         state.fail(error)
-        kind = OrderMismatch if isinstance(error, OrderMismatch) else BackendError
+        text = f"not started: another operation has failed: {error}"
         for other in unstarted:
-            other.fail(kind(f"not started: another operation has failed: {error}"))
+            other.fail(OrderMismatch(text) if isinstance(error, OrderMismatch) else following(error, text))
         self._fail_dependents()
 
     def _fail_dependents(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from mcr_plus.errors import BackendError, NotInitialized, OrderMismatch
+from mcr_plus.errors import NotInitialized, OrderMismatch, following
 
 if TYPE_CHECKING:
     from mcr_plus.backends.base import Backend, Channel
@@ -100,7 +100,7 @@ class GroupState:
 
         Raises:
             NotInitialized: the group is closed, or belongs to the parent of a forked process.
-            BackendError: an earlier operation of the group failed.
+            BackendError: an earlier operation of the group failed; `PeerLost` if because of lost ranks.
             OrderMismatch: another thread uses this group, so the order of operations is not defined.
         """
         name = self.group.name
@@ -111,7 +111,8 @@ class GroupState:
             raise self.failure
         if self.failure is not None:
             remedy = f" ({self.remedy})" if self.remedy else ""
-            raise BackendError(f"group '{name}' cannot be used after it has failed{remedy}: {self.failure}")
+            text = f"group '{name}' cannot be used after it has failed{remedy}: {self.failure}"
+            raise following(self.failure, text)
         if self.owner == _NOBODY:
             raise NotInitialized(
                 f"group '{name}' belongs to the parent process; a forked child must call mcr.init itself, "

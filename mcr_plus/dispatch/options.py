@@ -2,9 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
-from mcr_plus.config.options import Scope, Seconds, StageOptions
+from pydantic import BeforeValidator, PlainSerializer
+
+from mcr_plus.config.options import Scope, Seconds, StageOptions, duration_text
+from mcr_plus.core.units import parse_duration
+from mcr_plus.errors import short
+
+_SHORTEST_SILENCE: Final = 0.5  # seconds; heartbeats are 0.1 s apart, and some may be lost
+
+
+def _wait_or_seconds(value: object) -> object:
+    return value if value == "wait" else _seconds(value, "wait")
+
+
+def _word_or_seconds(value: object) -> object:
+    if isinstance(value, bool):
+        value = "auto" if value else "off"  # as YAML 1.1 reads on and off
+    if value in ("auto", "off"):
+        return value
+    seconds = _seconds(value, "auto, off")
+    if seconds < _SHORTEST_SILENCE:
+        raise ValueError(f"expected at least {_SHORTEST_SILENCE} s, got {short(value)}")
+    return seconds
+
+
+def _seconds(value: object, words: str) -> float:
+    try:
+        return parse_duration(value)
+    except ValueError as error:
+        raise ValueError(f"{error}; or {words}") from None
+
+
+Heartbeat = Annotated[
+    float | Literal["auto", "off"], BeforeValidator(_word_or_seconds), PlainSerializer(duration_text)
+]
+WaitOrSeconds = Annotated[
+    float | Literal["wait"], BeforeValidator(_wait_or_seconds), PlainSerializer(duration_text)
+]
 
 
 class DispatchOptions(StageOptions):
@@ -13,6 +49,12 @@ class DispatchOptions(StageOptions):
     `progress`: the thread that advances operations in flight on libraries that need the host (MPI): the
     `caller`, whenever it issues or waits, or a `thread` of its own, also while the program computes.
 
+    `heartbeat`: seconds without a sign of life after which a host is lost, in jobs on several hosts; `auto`
+    for as few as their number allows, `off` for no heartbeats.
+
+    `stopped`: seconds after which a rank whose process is stopped (SIGSTOP, a debugger) is lost to those that
+    wait for it; with `wait` it is waited for until the deadline.
+
     Each option is marked with `Scope.JOB` or `Scope.GROUP`: groups of a job cannot differ in the former.
     """
 
@@ -20,3 +62,5 @@ class DispatchOptions(StageOptions):
     check: Annotated[Literal["first", "every"], Scope.GROUP] = "first"
     wait: Annotated[Literal["auto", "spin", "yield", "sleep"], Scope.JOB] = "auto"
     progress: Annotated[Literal["caller", "thread"], Scope.JOB] = "caller"
+    heartbeat: Annotated[Heartbeat, Scope.JOB] = "auto"
+    stopped: Annotated[WaitOrSeconds, Scope.JOB] = 0.5

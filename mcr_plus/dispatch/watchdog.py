@@ -8,16 +8,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from mcr_plus.backends.base import ReceivePoll
 from mcr_plus.core.deadline import Deadline
-from mcr_plus.errors import BackendError, CommTimeout, LaunchError, McrError, OrderMismatch
+from mcr_plus.dispatch.peer_errors import FailedPeer, described, peer_error
+from mcr_plus.errors import BackendError, CommTimeout, LaunchError, McrError
+from mcr_plus.rendezvous.processes import DIED
 
 if TYPE_CHECKING:
     from mcr_plus.dispatch.work import IssuedWork
     from mcr_plus.rendezvous.processes import Peers
 
+_LOST: Final = {
+    "dead": "has died, which closed the group",
+    "stopped": "is stopped, by a signal or a debugger",
+    "silent": "is out of reach: {seen}",
+}
 LONG_WAIT: Final = 0.05
 """Seconds after which a wait also checks the peers' processes."""
 
@@ -25,15 +32,6 @@ _DEATH_GRACE: Final = 0.2  # seconds; the last message of a rank that has just e
 _CHECKS_OF_GRACE: Final = 40  # the same in checks of the board, which are rarer between hosts
 _UNSEEN: Final = 10.0  # seconds that an operation may take while its peers' rows cannot be read
 _COMPILES_FOR: Final = 300.0  # seconds for which a peer that compiles kernels extends deadlines, at most
-_RAISED_BY_PEER: Final = {"OrderMismatch": OrderMismatch, "CommTimeout": CommTimeout}
-
-
-class FailedPeer(NamedTuple):
-    """A rank that issues nothing more, why, and the error of the operation that failed there."""
-
-    rank: int  # in the job
-    reason: str
-    failure: str = ""
 
 
 class Watchdog:
@@ -54,14 +52,23 @@ class Watchdog:
         if waited > LONG_WAIT:
             self.note_compiling(work, time.monotonic())
         error = board_error(work, waited)
-        if error is not None or work.is_done or waited <= LONG_WAIT:
-            return None if work.is_done else error
+        if work.is_done:
+            return None
+        if error is not None or waited <= LONG_WAIT:
+            return None if error is None else self.board_failed(work, error)
         failed = self.failed_peers_of(work)
-        if not failed or not _past_grace(work):
+        if not failed or not _past_grace(work, failed):
             return None
         operation = work.operation
-        kind = _RAISED_BY_PEER.get(failed[0].failure.partition(":")[0], BackendError)
-        return self.peer_error(kind, f"{operation.name(work.sequence)} on {operation.backend}", failed)
+        self.note(failed)
+        text = f"{operation.name(work.sequence)} on {operation.backend}: {described(failed)}"
+        return peer_error(work, text, failed)
+
+    def look(self, work: IssuedWork, waited: float) -> McrError | None:
+        """As `check`, but without any request to the board unless a peer is lost."""
+        ranks = work.operation.state.group.ranks
+        needed = _needed(work) or work.operation.state.group.peers
+        return self.check(work, waited) if any(self._peers.lost(ranks[rank]) for rank in needed) else None
 
     def failed_peers_of(self, work: IssuedWork) -> list[FailedPeer]:
         """The failed peers because of which `work` cannot complete.
@@ -85,34 +92,45 @@ class Watchdog:
                 root_causes.append(FailedPeer(process, f"rank {rank} has left without issuing it"))
             elif closed and _is_unmatched(work):
                 root_causes.append(FailedPeer(process, f"rank {rank} has left and takes no part in it"))
-            elif not closed and self._peers.status(process) == "dead":
-                root_causes.append(FailedPeer(process, f"rank {rank} has died, which closed the group"))
+            elif not closed and (loss := self._peers.lost(process)):
+                reason = _LOST[loss.status].format(seen=loss.seen)
+                root_causes.append(FailedPeer(process, f"rank {rank} {reason}", seen=loss.seen))
         if not needed and len(root_causes) + len(relayed) < len(state.group.peers):
             return []
         return root_causes or relayed[:1]
 
-    def blame(self, work: IssuedWork) -> str:
-        """The failed peers behind an error of the library, as text.
+    def library_error(self, work: IssuedWork, error: Exception) -> McrError:
+        """The error of an operation in which a library has raised `error`; it names the peers to blame.
 
         Waits a moment if there are none: the operating system may not have ended the process yet.
         """
-        deadline = Deadline(_DEATH_GRACE)
+        failed = self._blamed(work)
+        operation = work.operation
+        reason = f"{described(failed)}; {error}" if failed else error
+        text = f"{operation.backend}: {operation.name(work.sequence)} failed: {reason}"
+        named = peer_error(work, text, failed, BackendError)
+        named.__cause__ = error
+        return named
+
+    def board_failed(self, work: IssuedWork, error: McrError) -> McrError:
+        """The error of an operation whose board has failed with `error`; a `PeerLost` if peers are lost."""
+        failed = self._blamed(work) if type(error) is BackendError else []
+        if not any(peer.seen for peer in failed):
+            return error
+        named = peer_error(work, f"{error} ({described(failed)})", failed)
+        named.__cause__ = error
+        return named
+
+    def _blamed(self, work: IssuedWork) -> list[FailedPeer]:
+        deadline = Deadline(self._peers.patience)
         while not (failed := self.failed_peers_of(work)) and not deadline.passed():
             time.sleep(0.002)
-        return self._describe(failed)
+        self.note(failed)
+        return failed
 
-    def peer_error(self, kind: type[McrError], what: str, failed: list[FailedPeer]) -> McrError:
-        """The error of an operation, `what`, that failed because of its peers.
-
-        Other ranks are passed the first peer's own error: wrapped in this one it would grow with every rank.
-        """
-        error = kind(f"{what}: {self._describe(failed)}")
-        error.passed_on = failed[0].failure
-        return error
-
-    def _describe(self, failed: list[FailedPeer]) -> str:
+    def note(self, failed: Sequence[FailedPeer]) -> None:
+        """Remember the peers because of which an operation has failed here."""
         self.failed_peers.update(peer.rank for peer in failed)
-        return ", ".join(peer.reason for peer in failed)
 
     # -- deadlines --------------------------------------------------------------------------------
 
@@ -169,13 +187,19 @@ def board_error(work: IssuedWork, waited: float = math.inf) -> BackendError | No
     return error
 
 
-def _past_grace(work: IssuedWork) -> bool:
-    """True once a peer has looked dead for the grace period: its last message may still be in flight."""
+def _past_grace(work: IssuedWork, failed: Sequence[FailedPeer]) -> bool:
+    """True once peers have looked failed for the grace period: their last messages may still be in flight.
+
+    One that has been stopped or silent for long sends none.
+    """
     now = time.monotonic()
     if work.doubted_since is None:
         work.doubted_since = now
-    grace = max(_DEATH_GRACE, _CHECKS_OF_GRACE * work.operation.state.board.check_every)
-    return now - work.doubted_since > grace
+    if any(peer.seen for peer in failed):
+        grace = _DEATH_GRACE if all(peer.seen in ("", DIED) for peer in failed) else 0.0
+    else:
+        grace = max(_DEATH_GRACE, _CHECKS_OF_GRACE * work.operation.state.board.check_every)
+    return now - work.doubted_since >= grace
 
 
 def _needed(work: IssuedWork) -> Sequence[int]:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from mcr_plus.backends.base import ReceivePoll
 from mcr_plus.core.work import Info, Work
-from mcr_plus.errors import BackendError, McrError
 
 if TYPE_CHECKING:
     from mcr_plus.backends.base import Poll
@@ -136,15 +135,8 @@ class IssuedWork(Work):
                 self.error = error
         self._complete()
 
-    def fail(self, error: BaseException, blame: str = "") -> None:
-        """Mark as done with an error; `blame` names the ranks behind a library's own. For the engine."""
-        if isinstance(error, Exception) and not isinstance(error, McrError):
-            operation = self.operation
-            reason = f"{blame}; {error}" if blame else error
-            text = f"{operation.backend}: {operation.name(self.sequence)} failed: {reason}"
-            named = BackendError(text)
-            named.__cause__ = error
-            error = named
+    def fail(self, error: BaseException) -> None:
+        """Mark as done with an error. For the engine."""
         self.error = error
         self._complete()
 

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
+from mcr_plus.rendezvous.memory import made, mapped
 from mcr_plus.rendezvous.store import exchange
 
 if TYPE_CHECKING:
@@ -168,46 +169,14 @@ def open_bells(store: Store | None, rank: int, hosts: Sequence[str], timeout: fl
     if store is None or len(set(hosts)) == len(hosts) or not SYSTEM_CALL or sys.byteorder != "little":
         return Bells(None, ranks, rank)
     size = -(-len(ranks) * LINE // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory, descriptor, place = _made(size) if rank == ranks[0] else (None, None, "")
+    memory, descriptor, place = made(size, "mcr_plus bells") if rank == ranks[0] else (None, None, "")
     try:
         places = exchange(store, rank, len(hosts), "bells/memory", place, timeout)
         if rank != ranks[0]:
-            memory = _mapped(places[ranks[0]], size)
+            memory = mapped(places[ranks[0]], size)
         answers = exchange(store, rank, len(hosts), "bells/mapped", "yes" if memory else "no", timeout)
     finally:
         if descriptor is not None:  # all ranks have mapped it, or never will
             os.close(descriptor)
     usable = all(answers[peer] == "yes" for peer in ranks)
     return Bells(memory if usable else None, ranks, rank)
-
-
-def _made(size: int) -> tuple[mmap.mmap | None, int | None, str]:
-    """Create anonymous memory; returns it, its descriptor, and the place for `_mapped`."""
-    try:
-        descriptor = os.memfd_create("mcr_plus bells", os.MFD_CLOEXEC)
-    except (OSError, AttributeError):
-        return None, None, ""
-    try:
-        os.ftruncate(descriptor, size)
-        memory = mmap.mmap(descriptor, size)
-    except OSError:
-        return None, descriptor, ""
-    return memory, descriptor, f"{os.getpid()}:{descriptor}:{os.fstat(descriptor).st_ino}"
-
-
-def _mapped(place: str, size: int) -> mmap.mmap | None:
-    try:
-        pid, number, inode = place.split(":")
-        descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-    except (OSError, ValueError):
-        return None
-    try:
-        # In another PID namespace, the number may belong to another process: compare the inode.
-        status = os.fstat(descriptor)
-        if status.st_ino != int(inode) or status.st_size != size:
-            return None
-        return mmap.mmap(descriptor, size)
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)

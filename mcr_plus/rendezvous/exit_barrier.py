@@ -63,7 +63,7 @@ def shutdown_barrier(
         return not is_away(0)
 
     def is_away(rank: int) -> bool:
-        return peers is not None and peers.status(rank) in ("dead", "stopped")
+        return peers is not None and peers.is_away(rank)
 
     def will_not_come(rank: int) -> bool:
         return has_failed(rank) or is_away(rank)
@@ -89,7 +89,7 @@ def _note(store: Store, keys: Iterable[str]) -> None:
 def abort_barrier(world: World, peers: Peers) -> None:
     """Release the ranks that wait in a `shutdown_barrier`, which this one will not reach."""
     with contextlib.suppress(RuntimeError):
-        if world.store is not None and peers.status(0) not in ("dead", "stopped"):
+        if world.store is not None and not peers.is_away(0):
             put(world.store, _CRASHED, b"1")
 
 

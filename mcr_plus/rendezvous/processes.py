@@ -1,63 +1,151 @@
-"""The processes of the ranks, and whether they are running, stopped or dead."""
+"""The processes of the ranks: whether they are running, and when they are lost to the job."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+import time
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
+from mcr_plus.core.environment import agent_has_store
+from mcr_plus.liveness.proc import read_stat, state_of
+from mcr_plus.liveness.protocol import Finding, silence
+from mcr_plus.rendezvous.heartbeats import Process, open_findings
 from mcr_plus.rendezvous.store import exchange
+from mcr_plus.rendezvous.store_release import StoreRelease
 
 if TYPE_CHECKING:
     from mcr_plus.core.c10d import Store
+    from mcr_plus.liveness.findings import Findings
 
-Status = Literal["running", "stopped", "dead", "unknown"]
+Status = Literal["running", "stopped", "dead", "silent", "unknown"]
+DIED: Final = "process has died"
+_DEATH_SHOWS: Final = 0.2  # seconds after an error of a library in which the death behind it shows
+_FINDING_SHOWS: Final = 0.2  # seconds beyond the limit of silence in which other hosts' agents say so
+_LOOKS_WITHIN: Final = 0.3  # seconds between two looks at a stopped process that count as consecutive
 
 
-def _read_stat(pid: int | str) -> tuple[str, str] | None:
-    """State letter and start time of a process, or None if there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()  # the name in parentheses may contain anything
-    return fields[0], fields[19]
+class Loss(NamedTuple):
+    """Why a rank is lost: the state of its process, and what was seen of it."""
+
+    status: Literal["dead", "stopped", "silent"]
+    seen: str
 
 
 class Peers:
-    """Process ids of all ranks, exchanged once. Only ranks in the same /proc can be observed."""
+    """The processes of all ranks: those in the same /proc are observed, others by the agents of their hosts.
 
-    def __init__(self, rank: int, hosts: tuple[str, ...], store: Store | None, timeout: float) -> None:
+    Attributes:
+        patience: seconds after an error of a library in which the loss of a peer shows.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        hosts: tuple[str, ...],
+        store: Store | None,
+        timeout: float,
+        *,
+        stop_grace: float = math.inf,
+        heartbeat: float | None = None,
+        secret: bytes = b"",
+    ) -> None:
+        """`stop_grace`: seconds after which a stopped process is lost. `secret`: signs heartbeats.
+
+        `heartbeat`: seconds after which a host without a sign of life is lost, 0 for as few as the number of
+        hosts allows, None for no heartbeats.
+        """
         self.keep: list[Any] = []  # memory that a library may still write to
+        self.patience = _DEATH_SHOWS
         self._rank = rank
-        self._hosts = hosts
-        self._processes: list[tuple[int, str, str]] = []
+        self._stop_grace = stop_grace
+        self._stopped: dict[int, tuple[float, float]] = {}  # rank → first and last look that found it so
+        self._processes: list[Process] = []
+        self._findings: Findings | None = None
+        self._last: dict[int, Finding] = {}  # after the end
+        self._release: StoreRelease | None = None
         if store is None:
             return
-        own = _read_stat(os.getpid())
-        namespace = _namespace()
-        mine = json.dumps([os.getpid(), own[1] if own else "", namespace])
-        for peer, text in enumerate(exchange(store, rank, len(hosts), "peers", mine, timeout)):
-            pid, started, theirs = json.loads(text)
-            visible = own is not None and theirs == namespace and hosts[peer] == hosts[rank]
-            self._processes.append((pid, started, "visible" if visible else ""))
+        own = read_stat(os.getpid())
+        mine = json.dumps([os.getpid(), own[1] if own else "", _namespace()])
+        for host, text in zip(hosts, exchange(store, rank, len(hosts), "peers", mine, timeout), strict=True):
+            pid, started, namespace = json.loads(text)
+            self._processes.append(Process(pid, started, f"{host} {namespace}"))
+        if heartbeat is not None:
+            self._findings = open_findings(store, rank, self._processes, secret, heartbeat, timeout)
+        if self._findings is not None:
+            places = len({process.place for process in self._processes})
+            self.patience = _FINDING_SHOWS + (heartbeat or silence(places))
+            if rank != 0:  # which has the store, or shares the host of the agent that has it
+                self._release = StoreRelease(store, self._store_is_lost)
+
+    def _store_is_lost(self) -> bool:
+        """Whether a request to the store gets no answer, nor an error: dead processes have no connections."""
+        loss = self.lost(0)
+        if loss is None or loss.status == "dead":
+            return False
+        return loss.status == "silent" or not agent_has_store()
+
+    def close(self) -> None:
+        """Leave in good order: this rank's end is no death. Ranks of other hosts stay what they are then."""
+        if self._release is not None:
+            self._release.close()
+        findings, self._release, self._findings = self._findings, None, None
+        if findings is not None:
+            self._last = {rank: findings.of(rank) for rank in range(len(self._processes))}
+            findings.leave(self._rank)
+            findings.close()
+
+    def _visible(self, rank: int) -> bool:
+        """Whether a rank's process is in the same /proc."""
+        own, process = self._processes[self._rank], self._processes[rank]
+        return process.place == own.place and bool(own.started)
 
     def beside(self) -> list[int]:
         """Process ids of the other ranks on this host, as far as they are visible here."""
         return [
-            pid for rank, (pid, _, visible) in enumerate(self._processes) if visible and rank != self._rank
+            process.pid
+            for rank, process in enumerate(self._processes)
+            if rank != self._rank and self._visible(rank)
         ]
 
     def status(self, rank: int) -> Status:
-        """State of the process of global rank `rank`, `unknown` if it is not visible here."""
-        if not self._processes or not self._processes[rank][2]:
+        """State of the process of global rank `rank`, `unknown` if neither /proc nor an agent shows it."""
+        if not self._processes:
             return "unknown"
-        pid, started, _ = self._processes[rank]
-        now = _read_stat(pid)
-        if now is None or now[1] != started or now[0] in "ZX":
-            return "dead"
-        return "stopped" if now[0] in "Tt" else "running"
+        if self._visible(rank):
+            pid, started, _ = self._processes[rank]
+            return state_of(pid, started)
+        return self._finding(rank).state
+
+    def _finding(self, rank: int) -> Finding:
+        findings = self._findings
+        return self._last.get(rank, Finding("unknown")) if findings is None else findings.of(rank)
+
+    def is_away(self, rank: int) -> bool:
+        """Whether the process of global rank `rank` answers nothing now, for all that is known here."""
+        return self.status(rank) in ("dead", "stopped", "silent")
+
+    def lost(self, rank: int) -> Loss | None:
+        """Why nothing more is to be expected of global rank `rank`; None unless it is lost.
+
+        A stopped process is lost once `stop_grace` has passed between looks at most 0.3 s apart: after a
+        longer gap this process itself may have been stopped with it, and the grace begins anew.
+        """
+        status = self.status(rank)
+        if status == "dead":
+            return Loss("dead", DIED)
+        if status == "silent":
+            return Loss("silent", f"no heartbeat for {self._finding(rank).age:.1f} s")
+        if status != "stopped":
+            self._stopped.pop(rank, None)
+            return None
+        now = time.monotonic()
+        since, last = self._stopped.get(rank, (now, now))
+        since = since if now - last <= _LOOKS_WITHIN else now
+        self._stopped[rank] = since, now
+        return Loss("stopped", "stopped") if now - since >= self._stop_grace else None
 
 
 def _namespace() -> str:

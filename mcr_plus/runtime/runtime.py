@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -46,6 +47,20 @@ _log = logging.getLogger("mcr_plus")
 ValueT = TypeVar("ValueT")
 
 
+def _peers(world: World, options: DispatchOptions) -> Peers:
+    """The processes of the job's ranks, watched as the options say; collective."""
+    beats = {"auto": 0.0, "off": None}
+    return Peers(
+        world.rank,
+        world.hosts,
+        world.store,
+        world.timeout,
+        stop_grace=math.inf if options.stopped == "wait" else options.stopped,
+        heartbeat=beats[options.heartbeat] if isinstance(options.heartbeat, str) else options.heartbeat,
+        secret=world.secret,
+    )
+
+
 class Runtime:
     """Everything that `init` creates and `finalize` takes down.
 
@@ -83,7 +98,7 @@ class Runtime:
         self.is_native = native
         self.closed = False
         self.closed_because = "finalize has been called"
-        self._peers = Peers(world.rank, world.hosts, world.store, world.timeout)
+        self._peers = _peers(world, options)
         bells = open_bells(world.store, world.rank, world.hosts, world.timeout)
         self.world = world = replace(world, bells=bells)
         here = world.hosts.count(world.hosts[world.rank])
@@ -127,6 +142,7 @@ class Runtime:
             opened.state.board.close()
         for backend in self.libraries.backends.values():
             backend.close(clean=False)
+        self._peers.close()
         self.engine.waiting.close()
         self.engine.waiting.abandon()
         if self.world.bells is not None:
@@ -288,7 +304,7 @@ class Runtime:
     def leave_store(self, name: str) -> None:
         """Drop a group's keys in the job's store, unless rank 0, which serves it, does not answer."""
         store = self.world.stores.pop(name, None)
-        if store is not None and self._peers.status(0) not in ("dead", "stopped"):
+        if store is not None and not self._peers.is_away(0):
             store.leave()
 
     # -- the end ----------------------------------------------------------------------------------
@@ -326,6 +342,7 @@ class Runtime:
             if clean:
                 state.board.close()
         self.libraries.close(clean)
+        self._peers.close()
         self.engine.waiting.close()
         if error is not None:
             raise error

@@ -28,6 +28,7 @@ from mcr_plus.launch import loopback, mpi_flavour, mpi_usable, scratch
 DEADLINE_S = 3.0
 SLACK_S = 1.0
 DEATH_S = 1.0
+STOP_S = 2.0
 START_LIMIT_S = 180.0
 VICTIM = 1
 
@@ -231,11 +232,12 @@ def check_survivors(name: str, victim: int, via: Via, progress: str) -> None:
     results = run_ranks(fault, 3, args=args, via=via, timeout=START_LIMIT_S, check=False)
     others = [result for result in results if result.rank != victim]
     assert [result.returncode for result in others] == [0, 0], _endings(results)
-    limit = DEATH_S if name == "SIGKILL" else DEADLINE_S + SLACK_S
+    limit = {"SIGKILL": DEATH_S, "SIGSTOP": STOP_S}.get(name, DEADLINE_S + SLACK_S)
+    expected = ("PeerLost",) if name in ("SIGKILL", "SIGSTOP") else ("CommTimeout", "BackendError")
     for result in others:
         assert len(result.value) == 4 * len(libraries(via))
         for form, outcome in result.value.items():
-            assert outcome["error"] in ("CommTimeout", "BackendError"), (form, outcome)
+            assert outcome["error"] in expected, (form, outcome)
             assert outcome["seconds"] <= limit, (form, outcome)
             assert re.search(rf"rank {victim}\b|ranks: \[{victim}\]", outcome["text"]), (form, outcome)
             assert ("recv" if "receive" in form else "all_reduce") in outcome["text"], (form, outcome)

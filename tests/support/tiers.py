@@ -69,6 +69,31 @@ LONG: Final = (
     "test_faults.py::test_kill_9_in_the_middle_leaves_nothing[torch]",
     "test_faults.py::test_survivors_report_missing_ranks_beside_a_progress_thread[never calls]",
     "test_waiting.py::test_sleeping_ranks_detect_dead_and_stopped_peers[stops",
+    # of losses one by each library, in each way and of each kind stays
+    *(
+        f"test_losing.py::test_one_host[{each}]"
+        for each in (
+            *(f"gloo-{each}" for each in ("kill-poll", "kill-backward", "kill-blocking")),
+            *(f"gloo-stop-{each}" for each in ("wait", "poll", "backward", "blocking")),
+            *(f"msccl-{each}" for each in ("kill-wait", "kill-poll", "kill-backward", "kill-blocking")),
+            *(f"msccl-stop-{each}" for each in ("wait", "backward", "blocking")),
+            *(f"mpi-kill-{each}" for each in ("wait", "poll", "blocking")),
+            *(f"mpi-stop-{each}" for each in ("wait", "poll", "backward", "blocking")),
+        )
+    ),
+    *(
+        f"test_losing.py::test_two_hosts[{each}"
+        for each in ("kill-poll", "kill-backward", "kill-blocking", "stop", "kill-wait-0")
+    ),
+    *(
+        f"test_losing.py::test_two_hosts_cut_off_from_each_other[{each}"
+        for each in ("poll", "backward", "blocking")
+    ),
+    "test_losing.py::test_three_hosts_of_which_one_is_cut_off[0]",
+    "test_losing.py::test_three_hosts_a_death",
+    "test_losing.py::test_an_agent_that_is_lost_is_replaced_and_no_rank_with_it[supervising]",
+    "test_losing.py::test_an_agent_that_is_lost_is_replaced_and_no_rank_with_it[stopped]",
+    "test_losing.py::test_stopped_ranks_are_waited_for_if_the_configuration_says_so[wait]",
     # the launcher: failures and ends by the other launcher too
     "test_launch.py::test_signal_ends_all_ranks[SIGINT-torch]",
     "test_launch.py::test_signal_ends_all_ranks[SIGTERM-mpi]",

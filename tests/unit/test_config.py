@@ -299,6 +299,15 @@ def test_near_misses_get_a_hint(text: str, hint: str) -> None:
             {"dispatch": {"timeout": 0}},
             "dispatch.timeout: expected a duration that is finite and more than 0",
         ),
+        (
+            {"dispatch": {"heartbeat": "soon"}},
+            "dispatch.heartbeat: expected a duration such as 300s or a number",
+        ),
+        ({"dispatch": {"heartbeat": 0.1}}, "dispatch.heartbeat: expected at least 0.5 s, got 0.1"),
+        (
+            {"dispatch": {"stopped": "never"}},
+            "dispatch.stopped: expected a duration such as 300s or a number",
+        ),
         ({"dispatch": {"timeout": "-5s"}}, "dispatch.timeout: expected a duration that is finite"),
         ({"dispatch": {"timeout": float("nan")}}, "dispatch.timeout: expected a duration that is finite"),
         ({"dispatch": {"timeout": float("inf")}}, "dispatch.timeout: expected a duration that is finite"),
@@ -313,7 +322,8 @@ def test_near_misses_get_a_hint(text: str, hint: str) -> None:
         ),
         (
             {"dispatch": {"colour": 1}},
-            "dispatch.colour: unknown key 'colour'; known: check, progress, timeout, wait",
+            "dispatch.colour: unknown key 'colour'; known: check, heartbeat, progress, stopped, timeout, "
+            "wait",
         ),
     ],
 )
@@ -876,7 +886,16 @@ def test_dump_has_the_contents_of_the_file() -> None:
                     "refined": None,
                 }
             },
-            {"dispatch": {"timeout": 300.0, "check": "first", "wait": "auto", "progress": "caller"}},
+            {
+                "dispatch": {
+                    "timeout": 300.0,
+                    "check": "first",
+                    "wait": "auto",
+                    "progress": "caller",
+                    "heartbeat": "auto",
+                    "stopped": 0.5,
+                }
+            },
         ],
         "rules": [
             {

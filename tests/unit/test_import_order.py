@@ -42,7 +42,7 @@ ORDER = (
     {"backends"},
     {"launch", "msccl"},
     {"rendezvous", "config"},
-    {"registry", "core", "kernels"},
+    {"registry", "core", "kernels", "liveness"},
     {"errors"},
 )
 HEIGHT = {name: -row for row, names in enumerate(ORDER) for name in names}

@@ -375,7 +375,7 @@ def deserted(how: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("how", "told"), [("dies", "BackendError.*rank 2 has died"), ("stops", "CommTimeout.*process stopped")]
+    ("how", "told"), [("dies", "PeerLost.*rank 2 has died"), ("stops", "PeerLost.*rank 2 is stopped")]
 )
 def test_sleeping_ranks_detect_dead_and_stopped_peers(how: str, told: str) -> None:
     results = run_ranks(deserted, 3, args=[how], via="torch", check=False)

@@ -1,0 +1,131 @@
+"""Heartbeats between the hosts of a job, as its ranks see them: the start of the agents, and what they find.
+
+The lowest rank of each host starts the host's agent (`mcr_plus.liveness.agent`), a small process of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from mcr_plus.errors import LaunchError
+from mcr_plus.liveness.findings import Findings
+from mcr_plus.rendezvous.memory import made, mapped
+from mcr_plus.rendezvous.network import host_address
+from mcr_plus.rendezvous.store import exchange
+
+if TYPE_CHECKING:
+    from mcr_plus.core.c10d import Store
+
+_STARTS_WITHIN: Final = 30.0  # seconds
+_ROOT: Final = str(Path(__file__).resolve().parents[2])
+_MAIN: Final = "import sys; sys.path.insert(0, sys.argv[1]); from mcr_plus.liveness.agent import main; main()"
+_log = logging.getLogger("mcr_plus")
+
+
+class Process(NamedTuple):
+    """The process of a rank; `place` is equal for ranks that see each other in /proc."""
+
+    pid: int
+    started: str
+    place: str
+
+
+def open_findings(
+    store: Store,
+    rank: int,
+    processes: Sequence[Process],
+    secret: bytes,
+    limit: float,
+    timeout: float,
+) -> Findings | None:
+    """Start the agents of a job and return what that of this host finds; collective over its ranks.
+
+    None in a job in one place, and where this host has no agent, which is logged. `limit`: seconds without a
+    beat after which a host is silent, 0 for as few as the number of hosts allows.
+    """
+    hosts = _hosts(processes)
+    if len(hosts) < 2:
+        return None
+    size = Findings.size(len(processes))
+    me = next(number for number, ranks in enumerate(hosts) if rank in ranks)
+    starts = rank == hosts[me][0]
+    memory, descriptor, place = made(size, "mcr_plus findings") if starts else (None, None, "")
+    link, address = _link() if starts else (None, None)
+    try:
+        mine = json.dumps([place, address, secrets.token_hex(16)])
+        answers = [
+            json.loads(text) for text in exchange(store, rank, len(processes), "heartbeats", mine, timeout)
+        ]
+        if not starts:
+            memory = mapped(answers[hosts[me][0]][0], size)
+        exchange(store, rank, len(processes), "heartbeats/mapped", "", timeout)
+        if memory is None:
+            return None
+        if starts and link is not None and descriptor is not None:
+            order = {
+                # The token, so that no datagram of another job with the same secret counts.
+                "key": hmac.digest(secret, answers[0][2].encode(), hashlib.sha256).hex(),
+                "hosts": hosts,
+                "addresses": [answers[ranks[0]][1] for ranks in hosts],
+                "me": me,
+                "processes": {peer: processes[peer][:2] for peer in hosts[me]},
+                "limit": limit,
+                "memory": descriptor,
+                "socket": link.fileno(),
+            }
+            _start(order)
+        return Findings(memory, len(processes))
+    finally:
+        if link is not None:
+            link.close()
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _hosts(processes: Sequence[Process]) -> list[list[int]]:
+    """The ranks of each place, in the order of their first ranks."""
+    found: dict[str, list[int]] = {}
+    for rank, process in enumerate(processes):
+        found.setdefault(process.place, []).append(rank)
+    return list(found.values())
+
+
+def _link() -> tuple[socket.socket | None, tuple[str, int] | None]:
+    """The socket of an agent, and its address; None if this host has none that others reach."""
+    link = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    try:
+        link.bind((host_address(), 0))
+    except (OSError, LaunchError) as error:
+        link.close()
+        _log.warning("no heartbeats with other hosts, so their failures show late: %s", error)
+        return None, None
+    return link, link.getsockname()
+
+
+def _start(order: dict[str, Any]) -> None:
+    """Start the agent of this host."""
+    words = [sys.executable, "-I", "-S", "-c", _MAIN, _ROOT]
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    try:
+        subprocess.run(
+            words,
+            input=json.dumps(order).encode(),
+            check=True,
+            start_new_session=True,
+            pass_fds=(order["memory"], order["socket"]),
+            timeout=_STARTS_WITHIN,
+            **quiet,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        _log.warning("no heartbeats with other hosts, so their failures show late: %s", error)

@@ -1,0 +1,72 @@
+"""A thread that ends requests to the job's store once nothing will answer them.
+
+torch's client of the store waits for an answer without limit, in compiled code. A rank that is inside such a
+request when the store's host is cut off, or its process stopped, would learn nothing of what others find out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from mcr_plus.core.c10d import Store
+
+_LOOK_EVERY: Final = 0.1  # seconds
+
+
+class StoreRelease:
+    """Shuts the connections to a store down once `is_lost()` is true, so that requests to it fail."""
+
+    def __init__(self, store: Store, is_lost: Callable[[], bool]) -> None:
+        self._server = server_of(store)
+        self._is_lost = is_lost
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="mcr_plus store", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ending.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ending.wait(_LOOK_EVERY):
+            if self._is_lost():
+                release(*self._server)
+                return
+
+
+def server_of(store: Any) -> tuple[str, int]:
+    """Host and port of the server behind one of our stores or torch's; empty and 0 if it has none."""
+    while True:
+        inner = getattr(store, "_store", None) or getattr(store, "underlying_store", None)
+        if inner is None:
+            return str(getattr(store, "host", "")), int(getattr(store, "port", 0))
+        store = inner
+
+
+def release(host: str, port: int) -> int:
+    """Shut down all connections of this process to a server; returns their number."""
+    with contextlib.suppress(OSError):
+        addresses = {info[4][0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+        return sum(_shut(int(name), addresses, port) for name in os.listdir("/proc/self/fd"))
+    return 0
+
+
+def _shut(descriptor: int, addresses: set[Any], port: int) -> bool:
+    try:
+        if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
+            return False
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            name = connection.getpeername()
+            if name[0].removeprefix("::ffff:") not in addresses or name[1] != port:
+                return False
+            connection.shutdown(socket.SHUT_RDWR)
+            return True
+    except (OSError, IndexError, TypeError, AttributeError):  # no connection, or one of another kind
+        return False

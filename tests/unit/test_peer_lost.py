@@ -1,0 +1,145 @@
+"""`PeerLost`: what it holds, and when the error of an operation is one."""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import mcr_plus as mcr
+from mcr_plus.core.group import Group
+from mcr_plus.dispatch.board.base import Failure, GroupBoard
+from mcr_plus.dispatch.group_state import GroupState
+from mcr_plus.dispatch.peer_errors import FailedPeer, peer_error
+from mcr_plus.errors import following
+from mcr_plus.liveness.proc import read_stat
+from mcr_plus.rendezvous.heartbeats import Process
+from mcr_plus.rendezvous.processes import Loss, Peers
+
+LOST = mcr.PeerLost("rank 2 has died", [2], "all_reduce (#7)", "world", "process has died")
+
+
+def work() -> Any:
+    operation = SimpleNamespace(name=lambda sequence: f"all_reduce (#{sequence})", state=state())
+    return SimpleNamespace(operation=operation, sequence=7)
+
+
+def state() -> GroupState:
+    return GroupState(Group("world", (0, 1, 2), 0), GroupBoard())
+
+
+def test_it_is_a_backend_error_that_survives_pickling() -> None:
+    assert isinstance(LOST, mcr.BackendError)
+    copy = pickle.loads(pickle.dumps(LOST))
+    assert type(copy) is mcr.PeerLost
+    assert (str(copy), copy.ranks, copy.operation, copy.group, copy.seen) == (
+        "rank 2 has died",
+        (2,),
+        "all_reduce (#7)",
+        "world",
+        "process has died",
+    )
+
+
+def test_what_cannot_run_because_of_a_loss_is_a_loss() -> None:
+    again = following(LOST, "not started")
+    assert isinstance(again, mcr.PeerLost)
+    assert (str(again), again.ranks, again.seen) == ("not started", (2,), "process has died")
+    assert type(following(ValueError("other"), "not started")) is mcr.BackendError
+
+
+def test_a_failed_group_raises_it_again() -> None:
+    group = state()
+    group.fail(LOST)
+    with pytest.raises(mcr.PeerLost, match="cannot be used after it has failed") as caught:
+        group.check_thread()
+    assert caught.value.ranks == (2,)
+
+
+def test_lost_peers_are_named_before_those_that_have_only_failed() -> None:
+    failed = [
+        FailedPeer(4, "rank 1 has given up: it left", "it left"),
+        FailedPeer(9, "rank 2 has died", seen="process has died"),
+        FailedPeer(7, "rank 3 is out of reach", seen="no heartbeat for 0.8 s"),
+    ]
+    error = peer_error(work(), "text", failed)
+    assert isinstance(error, mcr.PeerLost)
+    assert error.ranks == (7, 9)
+    assert error.seen == "process has died; no heartbeat for 0.8 s"
+    assert (error.operation, error.group) == ("all_reduce (#7)", "world")
+
+
+def test_a_loss_that_a_peer_reports_names_the_ranks_that_it_has_lost() -> None:
+    record = Failure.unpacked(Failure(7, LOST.passed_on).packed())
+    error = peer_error(work(), "text", [FailedPeer(4, f"rank 1 has given up: {record.text}", record.text)])
+    assert isinstance(error, mcr.PeerLost)
+    assert (error.ranks, error.seen) == ((2,), "reported by rank 4")
+    assert error.passed_on == LOST.passed_on  # it does not grow with every rank
+
+
+def test_many_lost_ranks_fit_into_a_record_that_is_cut() -> None:
+    lost = mcr.PeerLost("text " * 1000, range(1000, 3000))
+    record = Failure.unpacked(Failure(7, lost.passed_on).packed())
+    error = peer_error(work(), "text", [FailedPeer(4, "", record.text)])
+    assert isinstance(error, mcr.PeerLost)
+    assert error.ranks == tuple(range(1000, 1060))
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind"),
+    [
+        ("OrderMismatch: text", mcr.OrderMismatch),
+        ("CommTimeout: text", mcr.CommTimeout),
+        ("ValueError: text", mcr.BackendError),
+    ],
+)
+def test_other_failures_keep_their_kind(failure: str, kind: type[mcr.McrError]) -> None:
+    assert type(peer_error(work(), "text", [FailedPeer(4, "", failure)])) is kind
+
+
+def test_a_stopped_process_is_lost_after_its_grace_and_not_if_this_one_was_stopped_too() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        try:
+            peers = _peers(child.pid, 0.5)
+            os.kill(child.pid, signal.SIGSTOP)
+            while peers.status(1) != "stopped":
+                time.sleep(0.005)
+            at = 100.0
+
+            def lost_at(peers: Peers, moment: float) -> Loss | None:
+                with mock.patch("time.monotonic", return_value=moment):
+                    return peers.lost(1)
+
+            assert [lost_at(peers, at + after) for after in (0.0, 0.2, 0.4)] == [None] * 3
+            at += 60.0  # for a minute nothing has looked
+            assert [lost_at(peers, at + after) for after in (0.0, 0.2, 0.4)] == [None] * 3
+            assert lost_at(peers, at + 0.5) == Loss("stopped", "stopped")
+            patient = _peers(child.pid, math.inf)
+            assert [lost_at(patient, at + 0.1 * look) for look in range(1000)] == [None] * 1000
+            os.kill(child.pid, signal.SIGCONT)
+            while peers.status(1) == "stopped":
+                time.sleep(0.005)
+            assert lost_at(peers, at + 0.6) is None
+        finally:
+            child.kill()
+        while peers.status(1) != "dead":
+            time.sleep(0.005)
+        assert peers.lost(1) == Loss("dead", "process has died")
+
+
+def _peers(pid: int, grace: float) -> Peers:
+    peers = Peers(0, ("host", "host"), None, 1.0, stop_grace=grace)
+    stats = [read_stat(each) for each in (os.getpid(), pid)]
+    for each, stat in zip((os.getpid(), pid), stats, strict=True):
+        assert stat is not None
+        peers._processes.append(Process(each, stat[1], "here"))
+    return peers

@@ -8,11 +8,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, NoReturn, cast
+from typing import TYPE_CHECKING, Final, cast
 from weakref import WeakSet
 
 from mcr_plus.dispatch.board.base import Failure
 from mcr_plus.dispatch.desync import compare_signatures, explain_difference, find_mismatch
+from mcr_plus.dispatch.issue import refusing
 from mcr_plus.dispatch.progress_thread import ProgressThread
 from mcr_plus.dispatch.streams import CallerStream
 from mcr_plus.dispatch.waiting import Pause, Waiting, WaitPolicy
@@ -21,7 +22,6 @@ from mcr_plus.errors import BackendError, McrError, OperationsDiffer, OrderMisma
 
 if TYPE_CHECKING:
     from mcr_plus.backends.base import Backend, StreamPoll
-    from mcr_plus.core.message import Message
     from mcr_plus.dispatch.group_state import BackendChannel, GroupState
     from mcr_plus.dispatch.operation import Operation
     from mcr_plus.dispatch.work import IssuedWork
@@ -349,7 +349,8 @@ class Engine:
                     next_look = now + LONG_WAIT
                 elif now >= next_look:
                     next_look = now + LONG_WAIT
-                    self._fail_if(work, self.watchdog.look(work, now - began))
+                    if (lost := self.watchdog.look(work, now - began)) is not None:
+                        self.fail(work, lost)
             if work.is_done:
                 return
             waited = now - began
@@ -393,9 +394,7 @@ class Engine:
             return
         self.post(work)
         mismatch = None if operation.signature.is_p2p else find_mismatch(work)
-        self._fail_if(work, mismatch or self.watchdog.check(work, waited))
-
-    def _fail_if(self, work: IssuedWork, error: McrError | None) -> None:
+        error = mismatch or self.watchdog.check(work, waited)
         if error is not None:
             self.fail(work, error)
 
@@ -497,12 +496,3 @@ def _runs_by_itself(work: IssuedWork) -> bool:
 def _admitted() -> bool:
     """The gate of an operation that has passed its library's."""
     return True
-
-
-def refusing(reason: str) -> Callable[[Message], NoReturn]:
-    """The start of an operation whose library is switched off."""
-
-    def refuse(message: Message) -> NoReturn:  # noqa: ARG001 - a Start
-        raise BackendError(reason)
-
-    return refuse

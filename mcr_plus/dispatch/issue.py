@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
+
+from mcr_plus.errors import BackendError
 
 if TYPE_CHECKING:
     import torch
@@ -43,3 +45,12 @@ class Issue:
     def __call__(self, message: Message) -> Work:
         """The same as `start`."""
         return self.start(message)
+
+
+def refusing(reason: str) -> Callable[[Message], NoReturn]:
+    """The start of an operation whose library is switched off."""
+
+    def refuse(message: Message) -> NoReturn:  # noqa: ARG001 - a Start
+        raise BackendError(reason)
+
+    return refuse

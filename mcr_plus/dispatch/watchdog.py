@@ -122,9 +122,10 @@ class Watchdog:
         return named
 
     def _blamed(self, work: IssuedWork) -> list[FailedPeer]:
-        deadline = Deadline(self._peers.patience)
+        deadline, nap = Deadline(self._peers.patience), 0.002
         while not (failed := self.failed_peers_of(work)) and not deadline.passed():
-            time.sleep(0.002)
+            time.sleep(nap)
+            nap = min(1.5 * nap, 0.03)  # between hosts every look costs requests to the store
         self.note(failed)
         return failed
 

@@ -9,8 +9,8 @@ from typing import Final, NoReturn
 from mcr_plus.backends.base import Poll, Start, done
 from mcr_plus.core.kinds import VECTOR
 from mcr_plus.core.message import Message, Signature
-from mcr_plus.dispatch.engine import refusing
 from mcr_plus.dispatch.group_runtime import GroupRuntime
+from mcr_plus.dispatch.issue import refusing
 from mcr_plus.dispatch.operation import Operation
 from mcr_plus.dispatch.options import DispatchOptions
 from mcr_plus.dispatch.streams import stage_through_host

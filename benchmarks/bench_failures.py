@@ -33,6 +33,7 @@ sys.path.append(str(ROOT / "tests" / "support"))
 from losing import WAYS, Job, job_here, job_on
 
 from mcr_plus.launch import mpi_usable
+from mcr_plus.liveness.protocol import silence
 
 LIBRARIES: Final = ("msccl", "gloo", "mpi")
 FAULTS: Final = ("kill", "stop", "cut")
@@ -52,7 +53,11 @@ def running(hosts: Hosts | None, library: str, way: str) -> Iterator[Job]:
     """A job that works in a way."""
     with tempfile.TemporaryDirectory(prefix="mcr-failures-") as name:
         folder = Path(name)
-        job = job_here(folder, 3, library, way) if hosts is None else job_on(hosts, folder, library, way)
+        if hosts is None:
+            job = job_here(folder, 3, library, way)
+        else:  # as few seconds of silence as the number of hosts allows
+            heartbeat = f"{silence(len(hosts.names)):.2f}s"
+            job = job_on(hosts, folder, library, way, heartbeat=heartbeat)
         with job as started:
             yield started
 

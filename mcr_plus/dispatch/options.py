@@ -50,7 +50,7 @@ class DispatchOptions(StageOptions):
     `caller`, whenever it issues or waits, or a `thread` of its own, also while the program computes.
 
     `heartbeat`: seconds without a sign of life after which a host is lost, in jobs on several hosts; `auto`
-    for as few as their number allows, `off` for no heartbeats.
+    for 30, `off` for no heartbeats.
 
     `stopped`: seconds after which a rank whose process is stopped (SIGSTOP, a debugger) is lost to those that
     wait for it; with `wait` it is waited for until the deadline.

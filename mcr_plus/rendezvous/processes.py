@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Status = Literal["running", "stopped", "dead", "silent", "unknown"]
 DIED: Final = "process has died"
 _DEATH_SHOWS: Final = 0.2  # seconds after an error of a library in which the death behind it shows
+_LONGEST_PATIENCE: Final = 1.0  # seconds that an error of a library is held back for its cause, at most
 _FINDING_SHOWS: Final = 0.2  # seconds beyond the limit of silence in which other hosts' agents say so
 _LOOKS_WITHIN: Final = 0.3  # seconds between two looks at a stopped process that count as consecutive
 
@@ -76,7 +77,7 @@ class Peers:
             self._findings = open_findings(store, rank, self._processes, secret, heartbeat, timeout)
         if self._findings is not None:
             places = len({process.place for process in self._processes})
-            self.patience = _FINDING_SHOWS + (heartbeat or silence(places))
+            self.patience = _FINDING_SHOWS + min(heartbeat or silence(places), _LONGEST_PATIENCE)
             if rank != 0:  # which has the store, or shares the host of the agent that has it
                 self._release = StoreRelease(store, self._store_is_lost)
 

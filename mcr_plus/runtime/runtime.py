@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from weakref import WeakValueDictionary
 
 from mcr_plus.communicator.open_group import OpenGroup, release_unused
@@ -23,6 +23,7 @@ from mcr_plus.dispatch.options import DispatchOptions
 from mcr_plus.dispatch.progress_thread import ProgressThread
 from mcr_plus.errors import BackendError, BackendUnavailable, InvalidArgument, McrError, OrderMismatch
 from mcr_plus.kernels import compiling
+from mcr_plus.liveness.protocol import silence
 from mcr_plus.pipeline.pipeline import finish
 from mcr_plus.pipeline.state import holds_tensors
 from mcr_plus.rendezvous.bells import open_bells
@@ -44,12 +45,14 @@ if TYPE_CHECKING:
     from mcr_plus.rendezvous.world import World
 
 _log = logging.getLogger("mcr_plus")
+_SILENT: Final = 30.0  # seconds; on overloaded hosts, agents have not run for more than two
 ValueT = TypeVar("ValueT")
 
 
 def _peers(world: World, options: DispatchOptions) -> Peers:
     """The processes of the job's ranks, watched as the options say; collective."""
-    beats = {"auto": 0.0, "off": None}
+    hosts = len(set(world.hosts))
+    beats = {"auto": max(_SILENT, silence(hosts)), "off": None}
     return Peers(
         world.rank,
         world.hosts,

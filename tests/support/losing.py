@@ -1,9 +1,9 @@
 """Jobs that lose a rank: the program of a rank; what starts it, ends one, and reads what the others raise.
 
-    python losing.py FOLDER LIBRARY WAY STOPPED        as a rank; with the variables of a launcher
+    python losing.py FOLDER LIBRARY WAY STOPPED HEARTBEAT    as a rank; with the variables of a launcher
 
-`WAY`: how ranks are occupied when one is lost, see `WAYS`. `STOPPED`: the option of `dispatch`. Times are
-those of the monotonic clock, which all processes of a machine share. Used by tests and by
+`WAY`: how ranks are occupied when one is lost, see `WAYS`. `STOPPED`, `HEARTBEAT`: options of `dispatch`.
+Times are those of the monotonic clock, which all processes of a machine share. Used by tests and by
 `benchmarks/bench_failures.py`.
 """
 
@@ -72,9 +72,9 @@ def _model() -> torch.nn.Module:
 
 
 def _busy(comm: mcr.Communicator, library: str) -> None:
-    """Rank 1 computes, holding the interpreter's lock, for longer than a silent host is waited for."""
+    """Rank 1 computes, holding the interpreter's lock."""
     if comm.rank == 1 and _computes:
-        ctypes.PyDLL(None).usleep(2_000_000)
+        ctypes.PyDLL(None).usleep(3_000_000)
     _computes.append(True)
     comm.all_reduce(torch.ones(4), backend=library)
 
@@ -89,11 +89,11 @@ WAYS: Final[dict[str, Callable[[mcr.Communicator, str], None]]] = {
 """Ways of waiting for a rank."""
 
 
-def rank(folder: str, library: str, name: str, stopped: str) -> None:
+def rank(folder: str, library: str, name: str, stopped: str, heartbeat: str) -> None:
     """Runs on ranks: works until it raises, and writes what."""
     torch.set_num_threads(1)
     os.environ[_MARK] = folder  # by which `agents` knows them
-    dispatch = {"timeout": "60s", "stopped": stopped}
+    dispatch = {"timeout": "60s", "stopped": stopped, "heartbeat": heartbeat}
     comm = mcr.init({"version": 1, "pipeline": [{"select": {}}, {"dispatch": dispatch}]}, backends=[library])
     way = WAYS.get(name, _busy)
     for _ in range(1 if name == "busy" else 3):
@@ -157,7 +157,7 @@ class Job:
 @contextmanager
 def job_here(folder: Path, size: int, library: str, way: str, *, stopped: str = "0.5s") -> Iterator[Job]:
     """A job on this host; ranks on MPI are started by Open MPI with its fault tolerance."""
-    words = [sys.executable, __file__, str(folder), library, way, stopped]
+    words = [sys.executable, __file__, str(folder), library, way, stopped, "auto"]
     if library == "mpi":
         launcher = mpi_flavour()
         assert launcher is not None
@@ -182,9 +182,11 @@ def errors_in(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def job_on(hosts: Any, folder: Path, library: str, way: str, per_host: int = 1) -> Iterator[Job]:
+def job_on(
+    hosts: Any, folder: Path, library: str, way: str, per_host: int = 1, heartbeat: str = "auto"
+) -> Iterator[Job]:
     """A job on all of these `Hosts`."""
-    words = [sys.executable, __file__, str(folder), library, way, "0.5s"]
+    words = [sys.executable, __file__, str(folder), library, way, "0.5s", heartbeat]
     with errors_in(folder) as output:
         started = list(hosts.start(words, per_host=per_host, **output))
     with ended(started, folder):

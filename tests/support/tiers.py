@@ -89,7 +89,7 @@ LONG: Final = (
         f"test_losing.py::test_two_hosts_cut_off_from_each_other[{each}"
         for each in ("poll", "backward", "blocking")
     ),
-    "test_losing.py::test_three_hosts_of_which_one_is_cut_off[0]",
+    "test_losing.py::test_three_hosts_of_which_one_is_cut_off",
     "test_losing.py::test_three_hosts_a_death",
     "test_losing.py::test_an_agent_that_is_lost_is_replaced_and_no_rank_with_it[supervising]",
     "test_losing.py::test_an_agent_that_is_lost_is_replaced_and_no_rank_with_it[stopped]",

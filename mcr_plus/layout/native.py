@@ -54,11 +54,12 @@ def native(source: Layout, target: Layout) -> Native | None:
 
     It is None if one does not suffice, or none is needed.
     """
-    if source.has_gaps or not len(source.owners):
-        return None
+    same = np.array_equal(source.owners, target.owners)
+    if source.has_gaps or not len(source.owners) or not (same or len(source.owners) < len(target.owners)):
+        return None  # a broadcast has fewer holders than receivers
     if not all((np.diff(each.owners) > 0).all() and _is_whole(each) for each in (source, target)):
         return None  # a rank has several boxes
-    if not np.array_equal(source.owners, target.owners):
+    if not same:
         return None if source.is_partial else _broadcast(source, target)
     if len(source.owners) < 2 or source.ranks != target.ranks:
         return None  # a rank has no box

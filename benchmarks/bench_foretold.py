@@ -130,7 +130,7 @@ def _click_model(transport: Any, rank: int, size: int) -> tuple[torch.nn.Module,
     return wrapped, optimizer, train
 
 
-def _averaged(comm: mcr.Communicator, values: torch.Tensor, library: str) -> mcr.Work:
+def _averaged(comm: mcr.Communicator, values: torch.Tensor, library: str | None) -> mcr.Work:
     work = comm.all_reduce(values, mcr.AVG, async_op=True, backend=library)
     assert work is not None
     return work

@@ -209,7 +209,7 @@ class Heartbeat:
             return False
         host.beat, host.heard, host.asked = beat, True, 0
         host.beaten = max(host.beaten, now - age / 1e3)
-        found = {rank: states[rank] for rank in host.ranks if rank in states}
+        found: dict[int, State] = {rank: states[rank] for rank in host.ranks if rank in states}
         changed = (found, gone) != (host.states, host.gone)
         host.states, host.gone = found, gone
         return changed

@@ -20,6 +20,7 @@ from ranks import run_ranks
 from torch import nn
 
 import mcr_plus as mcr
+from mcr_plus.api.record import Record
 from mcr_plus.fusion.bucket import Cost, Entry
 from mcr_plus.fusion.options import FuseOptions
 from mcr_plus.plan.costs import Curve
@@ -188,6 +189,7 @@ def tried(slow: str, codecs: list[str]) -> dict[str, Any]:
     fuse = {"plan": "auto", "codecs": codecs}
     stages: list[dict[str, Any]] = [{"fuse": fuse}, {"compress": {}}, {"select": {}}, {"dispatch": {}}]
     worst, reports = 0.0, []
+    records, batches = list[Record](), list[torch.Tensor]()
     with (
         mcr.init({"version": 1, "pipeline": stages, "backends": ["gloo"]}) as comm,
         patch.object(Reducer, "_send_complete", delayed),
@@ -206,6 +208,7 @@ def tried(slow: str, codecs: list[str]) -> dict[str, Any]:
             ]
             with mcr.record() as log:
                 model(batches[comm.rank]).square().mean().backward()
+            records = log.records
             found = []
             for batch in batches:
                 twin.zero_grad()
@@ -217,7 +220,7 @@ def tried(slow: str, codecs: list[str]) -> dict[str, Any]:
                     worst, float(np.abs(param.grad.double().numpy() - mean).max() / np.abs(mean).max())
                 )
         buckets = wrapping._wrapped[model].reducer.buckets
-        encoded = [each.codec for each in log.records if each.kind == "all_reduce"]
+        encoded = [each.codec for each in records if each.kind == "all_reduce"]
         total = sum(param.grad.double().sum().item() for param in model.parameters())
         mcr.load_state_dict(mcr.state_dict())
         again: Any = copy.deepcopy(twin)
@@ -299,16 +302,18 @@ def hierarchically() -> dict[str, Any]:
         torch.manual_seed(1)
         model: Any = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
         model, _ = mcr.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        records = list[Record]()
         for _ in range(25):
             model.zero_grad()
             with mcr.record() as log:
                 model(torch.full((4, 16), 1.0 + comm.rank)).sum().backward()
+            records = log.records
         report = mcr.plan_report()
         assert report is not None
         bias = list(model.parameters())[-1].grad[0].item()
         return {
             "chosen": [report["chosen"], report["libraries"]], "bias": bias,
-            "groups": sorted({each.group for each in log.records}),
+            "groups": sorted({each.group for each in records}),
         }  # fmt: skip
 
 

@@ -194,7 +194,7 @@ def job_on(
 
 
 @contextmanager
-def ended(started: Sequence[subprocess.Popen[bytes]], folder: Path) -> Iterator[None]:
+def ended(started: Sequence[subprocess.Popen[Any]], folder: Path) -> Iterator[None]:
     """Ends the ranks of a job, and what started them. Raises `TimeoutError` if an agent stays."""
     try:
         yield

@@ -438,7 +438,7 @@ class Reducer:
             self._adopt(given)
             return
         if self._auto is not None and not first:
-            if not captured:
+            if not (captured or self._auto.waits):
                 self._take_turns(self._auto, dict(zip(seen, times, strict=True)), whole)
             return
         if self._watches_order and whole and self.comm.rank == 0:
@@ -483,8 +483,6 @@ class Reducer:
 
     def _take_turns(self, auto: AutoPlan, ready: dict[int, float], whole: bool) -> None:
         """Record a pass in `plan: auto`, and use its plan for the next pass."""
-        if auto.waits:
-            return
         if whole:
             sent = auto.after(self._began, ready, self._computed, perf_counter(), self._seen)
         else:

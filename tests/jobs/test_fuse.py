@@ -508,7 +508,7 @@ def test_another_thread_is_refused() -> None:
         ("{bucket: 0}", "bucket"),
         ("{bucket: 25MB5}", "bucket"),
         ("{first_bucket: -1}", "first_bucket"),
-        ("{timer: 5ms}", "unknown key 'timer'; known: bucket, first_bucket, kinds, memory"),
+        ("{timer: 5ms}", "unknown key 'timer'; known: bucket, codecs, first_bucket, kinds"),
     ],
 )
 def test_wrong_options_are_refused_with_their_place(tmp_path: Any, options: str, told: str) -> None:

@@ -40,7 +40,8 @@ class Collective:
         self._op: ReduceOp = spec.source.op
         self._group = _group(comm, native)
         self._options: CallOptions = {**options, "tag": options.get("tag") or TAG}
-        if len(native.groups) > 1:  # a codec would make replicas in different groups differ
+        # A codec would make replicas in different groups differ, and the source of a broadcast be written.
+        if len(native.groups) > 1 or native.kind == "broadcast":
             self._options["compress"] = False
         self._parts: list[Strided] = []
         self._at: int | None = None

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from mcr_plus.communicator.calls import CallOptions
+from mcr_plus.compression.options import CompressOptions
 from mcr_plus.core.work import JointWork, Work
 from mcr_plus.layout.buffers import Chain, Pool
 from mcr_plus.layout.layout import Layout
@@ -42,6 +43,7 @@ from mcr_plus.layout.run import TAG, Run
 
 if TYPE_CHECKING:
     from mcr_plus.communicator.communicator import Communicator
+    from mcr_plus.config.schema import Config
 
 _ROUNDS: Final = "rounds of messages"
 _SLOTS: Final = 2  # buffers that rounds use alternately
@@ -166,11 +168,12 @@ class Mover:
     def _choose_messages(self) -> None:
         """Decide which steps consist of messages between pairs of ranks; collective.
 
-        Only on CPU tensors: an all_to_all of NCCL consists of messages already. A codec needs one operation
-        that all ranks share.
+        Only on CPU tensors: an all_to_all of NCCL consists of messages already. Where a codec may apply, by
+        the call or by a rule, it is one operation.
         """
         comm, compress = self.comm, self.options.get("compress")
-        if comm.size == 1 or self.device.type != "cpu" or compress not in (None, False):
+        may_encode = compress not in (None, False) or (compress is None and _names_a_codec(comm.config))
+        if comm.size == 1 or self.device.type != "cpu" or may_encode:
             return
         most = torch.tensor([self._most_messages(stage) for stage in self.stages])
         comm.all_reduce(most, "MAX", compress=False, tag=TAG)
@@ -256,7 +259,7 @@ class Mover:
         """Return the tag of the messages of the next round, the same on all ranks.
 
         It differs from those of other rounds and plans in flight, since messages of later steps may start in
-        another order on each rank; and its highest bit from what programs use.
+        another order on each rank. Programs that use tags from 2²³ on may meet it.
         """
         counter: list[int] = self.comm.attached.setdefault(_ROUNDS, [0])
         counter[0] += 1
@@ -316,6 +319,12 @@ class Mover:
         else:
             self._seen = ids
             self._seen_one = _nothing if like is None else ref(like)
+
+
+def _names_a_codec(config: Config) -> bool:
+    """Whether a stage or a rule of a configuration names a codec."""
+    options = (each for each in config.all_options if isinstance(each, CompressOptions))
+    return any(each.codec != "none" for each in options)
 
 
 def _nothing() -> None:

@@ -305,7 +305,9 @@ def _broadcast_load(one: Native, source: Layout, rank: int, itemsize: int, nodes
         far = np.zeros(len(others), bool) if nodes is None else nodes[others] != nodes[root]
         for where, there in enumerate((~far, far)):
             receives = bool(there[others == rank].any())
-            found[where] = -(-size * int(there.sum()) // len(members)), size * receives, int(there.any())
+            sent = -(-size * int(there.sum()) // len(members))  # shared by all, and the root sends all once
+            sent = max(sent, size * int(rank == root and there.any()))
+            found[where] = sent, size * receives, int(there.any())
     return found.ravel()
 
 

@@ -63,6 +63,11 @@ class SavedPlan(BaseModel):
     unused: tuple[str, ...] | None = None
     buckets: tuple[SavedBucket, ...] = Field(min_length=1)
 
+    @property
+    def codecs(self) -> list[str]:
+        """The codecs of its buckets, sorted."""
+        return sorted({each.codec for each in self.buckets if each.codec is not None})
+
     @classmethod
     def load(cls, path: Path, place: str | None = None) -> SavedPlan:
         """Read a file written by `save`; errors begin with `place`, by default the path.

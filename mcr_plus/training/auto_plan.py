@@ -14,7 +14,6 @@ that of the slowest rank. The searched plan has to be faster by a margin; otherw
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -40,7 +39,7 @@ from mcr_plus.plan.simulate import Course, simulate
 from mcr_plus.plan.step import Probed
 from mcr_plus.runtime.init import current
 from mcr_plus.training.given_plan import named_choices
-from mcr_plus.training.policy import Choice, GradientPolicy, choosable, with_codec
+from mcr_plus.training.policy import Choice, GradientPolicy, not_choosable, with_codec
 
 _log = logging.getLogger("mcr_plus")
 WARM: Final = 1
@@ -48,7 +47,6 @@ CAPTURED: Final = 3
 TURN: Final = 3  # passes of a plan in a row, of which the first binds its operations
 ROUNDS: Final = 3
 _INCOMPLETE: Final = 10  # number of unusable passes after which the trial ends
-_TRIAL: Final = "trial of plans"
 _WARM_UP: Final = 1 << 12  # elements
 MARGIN: Final = 0.02  # smallest relative gain that justifies a change
 
@@ -108,7 +106,6 @@ class AutoPlan:
     used: dict[int, str] = field(default_factory=dict)  # the library that has sent a bucket, by its bytes
     report: dict[str, Any] = field(default_factory=dict)
     is_final: bool = False
-    _has_waited: bool = False
     _passes: int = 0
     _incomplete: int = 0
     _captured: list[PassTimes] = field(default_factory=list)
@@ -129,22 +126,6 @@ class AutoPlan:
     def holds(self) -> bool:
         """True if the buckets of the next pass are sent at its end."""
         return WARM <= self._passes < WARM + CAPTURED
-
-    @property
-    def waits(self) -> bool:
-        """True while another model tries plans: its passes would be part of this one's steps."""
-        attached = current().attached
-        holder: weakref.ref[AutoPlan] | None = attached.get(_TRIAL)
-        other = None if holder is None else holder()
-        if other is self:
-            return False
-        if other is not None and not other.is_final:
-            if self.comm.rank == 0 and not self._has_waited:
-                _log.info("gradients: buckets by size until another model has tried its plans")
-            self._has_waited = True
-            return True
-        attached[_TRIAL] = weakref.ref(self)
-        return False
 
     def after(
         self, began: float, ready: Mapping[int, float], computed: float, ended: float, order: Sequence[int]
@@ -260,7 +241,7 @@ class AutoPlan:
         self, captured: Captured, found: Found, plan: Sequence[tuple[Sequence[int], Choice]]
     ) -> None:
         """Store the expected times of both plans in the report."""
-        tail = float(min(curve.times(np.array([self.tail]))[0] for curve in self.curves.values()))
+        tail = self._tail_time()
         before = self._by_size(captured.order)
         cheapest = [(bucket.members, Choice()) for bucket in before]
         course, usual = self.course(captured, plan), self.course(captured, cheapest)
@@ -280,6 +261,11 @@ class AutoPlan:
             "baseline_buckets": len(before),
         }
 
+    def _tail_time(self) -> float:
+        """Return the expected seconds of the operation that ends a pass, which no codec encodes."""
+        plain = [curve for choice, curve in self.curves.items() if choice.codec is None]
+        return float(min(curve.times(np.array([self.tail]))[0] for curve in plain))
+
     def _chosen(self, nbytes: int) -> Choice:
         """Return the library that the pipeline is expected to choose: that of the bucket closest in size."""
         if Choice() in self.curves:
@@ -289,7 +275,7 @@ class AutoPlan:
             if Choice(name) in self.curves:
                 return Choice(name)
         size = np.array([nbytes])
-        known = [choice for choice in self.curves if choice.codec is None] or list(self.curves)
+        known = [choice for choice in self.curves if choice.codec is None]
         return min(known, key=lambda choice: float(self.curves[choice].times(size)[0]))
 
     def course(self, captured: Captured, plan: Sequence[tuple[Sequence[int], Choice]]) -> Course:
@@ -405,10 +391,8 @@ def begun(
 
     Raises `ConfigError` for codecs that a plan cannot choose.
     """
-    if limits.codecs and comm.stage_options("compress") is None:
-        raise ConfigError("fuse.codecs: the pipeline has no stage `compress`; add it with `compress: {}`")
     for codec in limits.codecs:
-        if (problem := choosable(codec)) is not None:
+        if (problem := not_choosable(codec, comm.config)) is not None:
             raise ConfigError(f"fuse.codecs: {problem}")
     reason = None
     device = named[0][1].device

@@ -276,9 +276,6 @@ class CutPlan(AutoPlan):
             course = self.course(Captured(free.order, ready.tolist(), free.compute + paid), buckets)
             self.report[key] = 1e3 * (course.step + self._tail_time())
 
-    def _tail_time(self) -> float:
-        return float(min(curve.times(np.array([self.tail]))[0] for curve in self.curves.values()))
-
     # -- the verdict ------------------------------------------------------------------------------
 
     def _end(self) -> Sent:

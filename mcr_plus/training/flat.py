@@ -55,7 +55,7 @@ def flat_of(slots: list[Slot], bucket: Bucket, choice: Choice) -> Flat:
     gaps = [values[end:begin] for end, begin in zip(ends, begins[1:], strict=False) if begin > end]
     policy = slots[0].policy
     backend = choice.library if policy.backend is None else policy.backend
-    if choice.codec is not None:
+    if choice.codec is not None and policy.compress is None:  # a rule decides for its parameters
         policy = with_codec(policy, choice.codec)
     flat = Flat(values, slots, policy, backend, _parts(slots, begins), gaps, bucket.nbytes)
     for slot, begin in zip(slots, begins, strict=True):

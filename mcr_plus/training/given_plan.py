@@ -14,11 +14,12 @@ from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.config.schema import TableRef
 from mcr_plus.core.kinds import dtype_name
 from mcr_plus.errors import ConfigError
+from mcr_plus.fusion.options import FuseOptions
 from mcr_plus.plan import REPORT
 from mcr_plus.plan.saved import SavedBucket, SavedPlan, digests
 from mcr_plus.plan.step import model_hash
 from mcr_plus.runtime.init import current
-from mcr_plus.training.policy import Choice
+from mcr_plus.training.policy import Choice, not_choosable
 
 STATE: Final = "plan"
 """Key of plans in a group's state, beside the keys of stages; plans are stored by the hash of the model."""
@@ -40,18 +41,29 @@ def found(plan: str | TableRef, comm: Communicator, group: str, named: Named) ->
     job = _job(comm, named)
     if isinstance(plan, TableRef):
         known = SavedPlan.load(plan.resolve(), plan.place)
-        if (difference := known.difference(**job._asdict())) is not None:
+        difference = known.difference(**job._asdict())
+        for codec in known.codecs:
+            difference = difference or not_choosable(codec, comm.config)
+        if difference is not None:
             raise ConfigError(f"{plan.place}: {plan.text}: {difference}")
     else:
         data = current().restored.get(group, {}).get(STATE, {}).get(job.model) if comm.rank == 0 else None
         of_state = None if data is None else SavedPlan.model_validate(data)
         if of_state is not None and of_state.difference(**job._asdict()) is not None:
             data = None  # for other ranks or nodes: plan again
+        if of_state is not None and not _allowed(comm).issuperset(of_state.codecs):
+            data = None
         data = comm.broadcast_object(data, comm.ranks[0])
         if data is None:
             return None
         known = SavedPlan.model_validate(data)
     return known
+
+
+def _allowed(comm: Communicator) -> set[str]:
+    """The codecs that the configuration lets plans choose."""
+    fuse = comm.stage_options("fuse")
+    return {*fuse.codecs} if isinstance(fuse, FuseOptions) else set()
 
 
 def warn_of_parts(bucket: SavedBucket, parts: int) -> None:

@@ -53,8 +53,10 @@ def with_codec(policy: GradientPolicy, codec: str) -> GradientPolicy:
     return replace(policy, compress=frozen({"codec": codec}), encoded=True)
 
 
-def choosable(name: str) -> str | None:
+def not_choosable(name: str, config: Config) -> str | None:
     """Return the reason why a plan cannot choose a codec for buckets; None if it can."""
+    if config.options("compress") is None:
+        return "the pipeline has no stage `compress`; add it with `compress: {}`"
     options = CompressOptions(codec=name)
     codec = codec_of(options)
     if is_stateful(codec, options):

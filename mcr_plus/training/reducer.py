@@ -203,7 +203,7 @@ class Reducer:
         itemsize = max((slot.param.element_size() for slot in self._slots), default=1)
         return math.lcm(_ALIGNMENT, self._alignment * itemsize)
 
-    def _arrange(self, plan: Sequence[Bucket], choices: Sequence[Choice] | None = None) -> None:
+    def _arrange(self, plan: Sequence[Bucket], choices: Sequence[Choice] = ()) -> None:
         """Allocate these buckets, and move existing gradients into them.
 
         The plan is equal on all ranks, so all ranks raise if a gradient is missing from it or duplicate.
@@ -215,10 +215,9 @@ class Reducer:
                     f"the gradient of '{slot.name}' is in {held[slot.index]} buckets of a plan; expected one "
                     "(a defect of mcr_plus: it would not be averaged)"
                 )
-        chosen = [Choice()] * len(plan) if choices is None else choices
         self._flats = [
             flat_of([self._slots[index] for index in bucket.members], bucket, choice)
-            for bucket, choice in zip(plan, chosen, strict=True)
+            for bucket, choice in zip(plan, choices or [Choice()] * len(plan), strict=True)
         ]
 
     def _given(self) -> SavedPlan | None:
@@ -237,6 +236,7 @@ class Reducer:
         """Use these buckets from now on; gradients without a bucket in the plan are sent last, by size."""
         from mcr_plus.training import given_plan  # imported here: most jobs have no plan
 
+        self._alignment = math.lcm(self._alignment, largest_alignment(self.comm.config, plan.codecs))
         index = {slot.name: slot.index for slot in self._slots}
         buckets: list[Bucket] = []
         choices: list[Choice] = []
@@ -438,7 +438,7 @@ class Reducer:
             self._adopt(given)
             return
         if self._auto is not None and not first:
-            if not (captured or self._auto.waits):
+            if not captured:
                 self._take_turns(self._auto, dict(zip(seen, times, strict=True)), whole)
             return
         if self._watches_order and whole and self.comm.rank == 0:

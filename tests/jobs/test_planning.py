@@ -25,7 +25,9 @@ from mcr_plus.fusion.bucket import Cost, Entry
 from mcr_plus.fusion.options import FuseOptions
 from mcr_plus.plan.costs import Curve
 from mcr_plus.plan.probe import probe
+from mcr_plus.plan.saved import SavedBucket, SavedPlan
 from mcr_plus.plan.search import Found
+from mcr_plus.plan.step import model_hash
 from mcr_plus.training import auto_plan
 from mcr_plus.training import wrap as wrapping
 from mcr_plus.training.auto_plan import AutoPlan, Captured
@@ -131,6 +133,43 @@ def test_an_exact_plan_needs_a_table_with_times() -> None:
     for result in run_ranks(without_figures, 3, via="torch"):
         assert "plan: exact" in result.value
         assert "mcr-plus tune" in result.value
+
+
+def given(plan: str, rules: list[dict[str, Any]], compressed: bool) -> list[Any]:
+    """Runs on ranks: the error of a plan's file, or the codecs of gradients and of the end of the pass."""
+    compress: list[dict[str, Any]] = [{"compress": {}}] if compressed else []
+    stages: list[dict[str, Any]] = [{"fuse": {"plan": plan}}, *compress, {"select": {}}, {"dispatch": {}}]
+    with mcr.init({"version": 1, "backends": ["gloo"], "pipeline": stages, "rules": rules}):
+        model: Any = nn.Linear(3, 5)
+        try:
+            model, _ = mcr.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        except mcr.ConfigError as error:
+            return [str(error)]
+        with mcr.record() as log:
+            model(torch.ones(2, 3)).sum().backward()
+        return [None, [each.codec for each in log.records if each.tag == "gradients"]]
+
+
+@pytest.mark.parametrize(
+    ("codec", "rules", "compressed", "expected"),
+    [
+        ("bf16", [], True, [None, ["bf16", None]]),
+        ("bf16", [{"match": {"param": "*"}, "compress": {"codec": "none"}}], True, [None, [None, None]]),
+        ("powersgd", [], True, "'powersgd' has state"),
+        ("bf16", [], False, "the pipeline has no stage `compress`"),
+    ],
+    ids=["used", "a rule decides", "refused", "no stage"],
+)
+def test_codecs_of_a_plan_from_a_file(
+    tmp_path: Path, codec: str, rules: list[dict[str, Any]], compressed: bool, expected: Any
+) -> None:
+    named = [("weight", (5, 3), "float32"), ("bias", (5,), "float32")]
+    bucket = SavedBucket(params=("bias", "weight"), codec=codec)
+    file = tmp_path / "plan.json"
+    SavedPlan(model=model_hash(named), ranks=2, buckets=(bucket,)).save(file)
+    for result in run_ranks(given, 2, args=[str(file), rules, compressed], via="torch"):
+        found = result.value
+        assert (found == expected) if isinstance(expected, list) else (expected in found[0]), found
 
 
 # -- in the job, without a table ----------------------------------------------------------------------------
@@ -253,34 +292,6 @@ def test_auto_plan_keeps_the_plan_with_faster_measured_steps(
         assert report["buckets"] == value["buckets"]
         assert (len(report["buckets"]) == 2 * LAYERS) == (chosen == "searched")
         assert abs(report["measured_ms"] - report["baseline_ms"]) > 5
-
-
-def two_models() -> list[list[int]]:
-    """Runs on ranks: two models are trained in turns; returns the rounds in which each had no verdict."""
-    torch.set_num_threads(1)
-    stages: list[dict[str, Any]] = [{"fuse": {"plan": "auto"}}, {"select": {}}, {"dispatch": {}}]
-    open_rounds: list[list[int]] = [[], []]
-    with mcr.init({"version": 1, "backends": ["gloo"], "pipeline": stages}):
-        models: list[Any] = [nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(2)]
-        for model in models:
-            mcr.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        for number in range(60):
-            for model, found in zip(models, open_rounds, strict=True):
-                model(torch.randn(4, 16)).square().mean().backward()
-                auto = wrapping._wrapped[model].reducer._auto
-                if auto is not None and auto._passes:
-                    found.append(number)
-    return open_rounds
-
-
-def test_models_that_are_trained_in_turns_try_their_plans_one_after_the_other() -> None:
-    first, other = [each.value for each in run_ranks(two_models, 2, via="torch")]
-    assert first == other
-    for rounds in first:
-        assert rounds == list(range(rounds[0], rounds[0] + len(rounds)))
-        assert len(rounds) > 20
-    assert first[0][-1] <= first[1][0] <= first[0][-1] + 1
-    assert first[1][-1] < 59
 
 
 def hierarchically() -> dict[str, Any]:

@@ -87,6 +87,15 @@ def test_collectives_in_groups_of_one_and_into_other_local_tensors(ranks: int, b
         assert value["chosen"][4:] == [*along_an_axis, "broadcast", "broadcast"]
 
 
+@pytest.mark.parametrize("named", ["stage", "rule"])
+def test_a_broadcast_leaves_source_and_replicas_exact_under_a_codec(named: str) -> None:
+    codec = {"codec": "int8_block"}
+    stages = [{"compress": codec if named == "stage" else {}}, {"select": {}}, {"dispatch": {}}]
+    rules = [{"match": {"tag": "redistribute"}, "compress": codec}] if named == "rule" else []
+    for result in run_ranks("redistributions:under_a_codec", 3, args=["gloo", stages, rules], via="torch"):
+        assert result.value == 0.0
+
+
 def test_a_rank_that_would_run_a_collective_in_other_groups_is_found() -> None:
     launched("other_groups", 4, "gloo")
 

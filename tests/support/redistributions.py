@@ -536,6 +536,20 @@ def other_groups(backend: str) -> dict[str, Any]:
     return report.value()
 
 
+def under_a_codec(backend: str, stages: list[dict[str, Any]], rules: list[dict[str, Any]]) -> float:
+    """Runs on ranks: how far a broadcast's results and source are from the values, where a codec applies."""
+    config = {"version": 1, "backends": [backend], "pipeline": stages, "rules": rules}
+    with mcr.init(config) as comm:
+        source, target = Layout.replicated((1031,), [0]), Layout.replicated((1031,), comm.ranks)
+        values = torch.linspace(-1, 1, 1031)
+        mine = values.clone()
+        move = mcr.redistribution({"w": (source, target)})
+        found = move({"w": mine} if comm.rank == 0 else {})["w"]
+        assert found is not None
+        assert move.plan.chosen[0].program.name == "broadcast"
+        return max((found - values).abs().max().item(), (mine - values).abs().max().item())
+
+
 # -- messages ------------------------------------------------------------------------------------
 
 

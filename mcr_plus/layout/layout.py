@@ -566,7 +566,8 @@ def _whole(value: Any, what: str) -> int:
 
 def _dim(dim: Any, shape: Sequence[int]) -> int:
     if not -len(shape) <= dim < len(shape):
-        raise InvalidArgument(f"dimension {dim} of a tensor of {len(shape)} dimensions, shape {list(shape)}")
+        count = f"{len(shape)} dimension{'s' * (len(shape) != 1)}"
+        raise InvalidArgument(f"dimension {dim} is out of range for shape {list(shape)} ({count})")
     return cast("int", dim % len(shape))
 
 

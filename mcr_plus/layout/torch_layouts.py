@@ -44,7 +44,10 @@ _known: WeakKeyDictionary[DeviceMesh, dict[Any, Layout]] = WeakKeyDictionary()
 def layout_of(tensor: DTensor, mesh: DeviceMesh | None = None) -> Layout:
     """See `Layout.of`."""
     if not isinstance(tensor, DTensor):
-        raise InvalidArgument(f"expected a DTensor, got {type(tensor).__name__}")
+        raise InvalidArgument(
+            f"expected a DTensor, got {type(tensor).__name__}; parameters of an FSDP model are whole after a "
+            "forward pass without a backward pass: call model.reshard() first"
+        )
     if mesh is None or mesh == tensor.device_mesh:
         return layout_of_spec(tensor._spec)
     if not isinstance(mesh, DeviceMesh):

@@ -71,7 +71,7 @@ def test_from_addends_to_the_same_ones_nothing_moves(layout_: str) -> None:
     ("words", "error"),
     [
         (("S0", "R @2", "--shape", "8"), "expected placements and a mesh, such as 'S0,R @2x4'"),
-        (("S3 @2", "R @2", "--shape", "8"), "dimensions, shape [8]"),
+        (("S3 @2", "R @2", "--shape", "8"), "out of range for shape [8]"),
         (("S0 @2", "R @2", "--shape", "8", "--nodes", 5), "nodes: 5 nodes, but only 2 ranks"),
         (("S0 @2", "R @2", "--shape", "8", "--dtype", "float7"), "float7"),
         (("P @2", "R @2", "--shape", "8", "--dtype", "bool"), "source P @2 [8]: sums of bool"),

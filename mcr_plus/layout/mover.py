@@ -123,7 +123,7 @@ class Mover:
         moved = plan.loads[..., [0, 1, 3, 4]].sum(axis=(0, 2))  # by step
         if len(moved) < 2 or plan.steps != 2 or not moved[:2].all():
             return 1
-        if memory is not None and moved.max() > memory // _SLOTS:
+        if memory is not None and moved.max() > memory // _WAVES:  # one wave may need the buffer of all
             return 1
         if any(spec.source.is_partial or spec.source.overlaps for spec in plan.specs):
             return 1

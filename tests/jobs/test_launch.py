@@ -13,13 +13,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from leftovers import lasting
 from ranks import RanksFailed, run_ranks
 
 import mcr_plus as mcr
@@ -47,7 +46,7 @@ class Run:
 
     def __init__(self, folder: Path, words: list[str], python: str = sys.executable) -> None:
         self.output = folder / "output.txt"
-        self.segments_before = set(segments())
+        self.segments: set[Path] = set()
         command = [python, "-m", "mcr_plus.cli.main", "run", *words]
         environ = os.environ | {"TMPDIR": str(folder)}
         with self.output.open("wb") as file:
@@ -64,7 +63,9 @@ class Run:
         while time.monotonic() < deadline and self.process.poll() is None:
             found = re.findall(r"up rank=(\d+) pid=(\d+)\n", self.text())
             if len(found) == ranks:
-                return {int(rank): int(pid) for rank, pid in found}
+                pids = {int(rank): int(pid) for rank, pid in found}
+                self.segments = segments(pids.values())
+                return pids
             time.sleep(0.02)
         raise AssertionError(f"ranks did not start:\n{self.text()}")
 
@@ -106,29 +107,20 @@ def start(folder: Path) -> Iterator[Start]:
 
 
 def leftovers(folder: Path, *runs: Run) -> list[str]:
-    """What jobs have left in a temporary directory and in shared memory (other jobs may be running)."""
+    """What jobs have left in a temporary directory and in shared memory."""
     ours = [path for run in runs for path in SHARED_MEMORY.glob(f"mcr-job-*-{run.process.pid}-*")]
     temporary = [path for path in folder.iterdir() if path.name != "output.txt"]
-    unmapped = lasting(lambda: map(str, unmapped_segments() - runs[0].segments_before))
-    return [*map(str, [*ours, *temporary]), *unmapped]
+    mapped = [path for run in runs for path in run.segments if path.exists()]
+    return list(map(str, [*ours, *temporary, *mapped]))
 
 
-def segments() -> list[Path]:
-    """Segments of Open MPI and MPICH outside the folder of a job."""
-    return [path for path in SHARED_MEMORY.iterdir() if re.match(r"sm_segment|mpich_shm", path.name)]
+def segments(pids: Iterable[int]) -> set[Path]:
+    """Files in shared memory that processes use; those of other jobs on the machine come and go."""
+    maps = "".join(_maps(pid) for pid in pids)
+    return {Path(place) for place in re.findall(rf"{SHARED_MEMORY}/\S+(?=\n)", maps)}
 
 
-def unmapped_segments() -> set[Path]:
-    """Those that no process uses, a moment after they were seen."""
-    found = segments()
-    if not found:
-        return set()
-    time.sleep(0.2)
-    maps = "".join(_maps(entry) for entry in os.listdir("/proc") if entry.isdigit())
-    return {path for path in found if path.exists() and str(path) not in maps}
-
-
-def _maps(pid: str) -> str:
+def _maps(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/maps").read_text()
     except OSError:

@@ -8,6 +8,7 @@ the first epoch had for itself:
     epoch<n>/leaving                         some member has begun to leave the epoch
     epoch<n>/attempt<a>/proposal/<rank>      what a member brings to the decision
     epoch<n>/attempt<a>/decision             leads to epoch n+1, or is refused, and attempt a+1 follows
+    ended                                    nobody is taken in any more
     newcomer/<k>                             a process that waits to be taken in; `newcomers` counts them
 
 The store must outlive the ranks that are lost: that of `mcr-plus run` or of torchrun's agent does.
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mcr_plus.core.deadline import Deadline
 from mcr_plus.errors import LaunchError
-from mcr_plus.membership.rules import Decision, Newcomer, Process, Proposal, decide
+from mcr_plus.membership.rules import Decision, Process, Proposal, decide, members_after
 
 if TYPE_CHECKING:
     from mcr_plus.core.c10d import Store
@@ -52,7 +53,7 @@ class Roster:
     passport: Mapping[str, str] = field(default_factory=dict)
     attempt: int = 0
     _read: int = 0  # newcomers whose requests have been read
-    _waiting: dict[int, Newcomer] = field(default_factory=dict)
+    _waiting: dict[int, Process] = field(default_factory=dict)
 
     @property
     def place(self) -> str:
@@ -100,13 +101,16 @@ class Roster:
                 newcomers = list(self.newcomers())
                 found = decide(len(self.members), proposals, lost, newcomers, expired=expired)
                 if found is not None:
-                    stay = (self.members[rank] for rank in found.stay)
-                    members = [*stay, *(new.process for new in found.join)]
+                    members = members_after(self.members, found)
                     self.root.compare_set(key, "", json.dumps([found.plain(), members]))
                     break
             time.sleep(nap)
             nap = min(1.5 * nap, _LONGEST_NAP)
         return _read(self.root.get(key))
+
+    def end(self) -> None:
+        """Take nobody in any more: processes that wait go away."""
+        self.root.set("ended", "")
 
     @property
     def is_being_left(self) -> bool:
@@ -119,7 +123,7 @@ class Roster:
             if rank not in proposals and self.root.check([key]):
                 proposals[rank] = Proposal.read(json.loads(self.root.get(key)))
 
-    def newcomers(self) -> Sequence[Newcomer]:
+    def newcomers(self) -> Sequence[Process]:
         """Processes that wait to be taken in, and may be; others are told why not."""
         total = self.root.add("newcomers", 0)
         while self._read < total:
@@ -132,12 +136,12 @@ class Roster:
             if (problem := _difference(self.passport, asked["passport"])) is not None:
                 self.root.set(f"newcomer/{number}/refused", problem)
             else:
-                self._waiting[number] = Newcomer(Process(*asked["process"]), asked["slot"])
+                self._waiting[number] = Process(*asked["process"])
         return list(self._waiting.values())
 
     def following(self, members: tuple[Process, ...], rank: int) -> Roster:
         """The roster of the next epoch. `rank`: of this process in it."""
-        waiting = {number: each for number, each in self._waiting.items() if each.process not in members}
+        waiting = {number: each for number, each in self._waiting.items() if each not in members}
         return Roster(self.root, self.epoch + 1, members, rank, self.passport, 0, self._read, waiting)
 
 
@@ -155,17 +159,17 @@ def _read(text: bytes) -> tuple[Decision, tuple[Process, ...]]:
 
 
 def join(
-    root: Store, newcomer: Newcomer, passport: Mapping[str, str], timeout: float
-) -> tuple[int, tuple[Process, ...]]:
+    root: Store, newcomer: Process, passport: Mapping[str, str], timeout: float
+) -> tuple[int, tuple[Process, ...]] | None:
     """Wait until the members of a job take this process in.
 
-    Returns the number of the first epoch in which it is a member, and its members. Raises `LaunchError` if
-    they refuse it, or do not within `timeout` seconds.
+    Returns the number of the first epoch in which it is a member, and its members; None if the job has ended.
+    Raises `LaunchError` if they refuse it, or do not take it in within `timeout` seconds.
     """
     deadline, nap = Deadline(timeout), _FIRST_NAP
     try:
         number = root.add("newcomers", 1) - 1
-        asked = {"process": newcomer.process, "slot": newcomer.slot, "passport": dict(passport)}
+        asked = {"process": newcomer, "passport": dict(passport)}
         root.set(f"newcomer/{number}", json.dumps(asked))
         epoch = attempt = 0
         while True:
@@ -176,6 +180,8 @@ def join(
                     return epoch + 1, members
                 epoch, attempt = (epoch, attempt + 1) if decision.refusal else (epoch + 1, 0)
                 continue
+            if root.check(["ended"]):
+                return None
             refused = f"newcomer/{number}/refused"
             if root.check([refused]):
                 raise LaunchError(f"the job has not taken this process in: {root.get(refused).decode()}")

@@ -17,18 +17,19 @@ _STOPS_ELSEWHERE: Final = ("dead", "stopped")
 
 
 class Process(NamedTuple):
-    """The process of a rank; `place` is equal for ranks that see each other in /proc."""
+    """The process of a rank.
+
+    Attributes:
+        pid, started: its identity among those of its place.
+        place: equal for ranks that see each other in /proc.
+        number: the rank that its launcher has given it. Ranks of later epochs are in the order of these
+            numbers, so that a process that replaces a lost one gets its rank.
+    """
 
     pid: int
     started: str
     place: str
-
-
-class Newcomer(NamedTuple):
-    """A process that wants to join; `slot` is the rank that its launcher gave it."""
-
-    process: Process
-    slot: int
+    number: int
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,6 @@ class Proposal:
         least: the ranks with which the job may go on; None for a majority of the members.
         patient: wait for newcomers while there are fewer than `least`.
         done: group → number of the last operation of which all up to it have completed here.
-        progress: what the program has completed, such as its number of steps.
         problem: why the arguments of this member's call are wrong; empty if they are not.
     """
 
@@ -50,7 +50,6 @@ class Proposal:
     least: int | None = None
     patient: bool = False
     done: Mapping[str, int] = field(default_factory=dict)
-    progress: int = 0
     problem: str = ""
 
     def plain(self) -> dict[str, Any]:
@@ -69,15 +68,15 @@ class Decision:
     """What all members of an epoch do next.
 
     Attributes:
-        stay: members that go on, in the order of their new ranks; empty if the attempt is refused.
-        join: newcomers, whose ranks follow.
+        stay: members that go on; empty if the attempt is refused.
+        join: processes that are taken in.
         lost: member → why it does not go on.
         done: group → number of the last operation of which all up to it are complete on all that stay.
         refusal, text: why nothing changes; None and empty unless it is refused.
     """
 
     stay: tuple[int, ...] = ()
-    join: tuple[Newcomer, ...] = ()
+    join: tuple[Process, ...] = ()
     lost: Mapping[int, str] = field(default_factory=dict)
     done: Mapping[str, int] = field(default_factory=dict)
     refusal: Refusal | None = None
@@ -94,7 +93,7 @@ class Decision:
             **{
                 **plain,
                 "stay": tuple(plain["stay"]),
-                "join": tuple(Newcomer(Process(*process), slot) for process, slot in plain["join"]),
+                "join": tuple(Process(*process) for process in plain["join"]),
                 "lost": {int(rank): why for rank, why in plain["lost"].items()},
             }
         )
@@ -104,7 +103,7 @@ def decide(
     size: int,
     proposals: Mapping[int, Proposal],
     seen: Mapping[int, str],
-    newcomers: Sequence[Newcomer] = (),
+    newcomers: Sequence[Process] = (),
     *,
     expired: bool = False,
 ) -> Decision | None:
@@ -142,15 +141,19 @@ def decide(
             return None
         text = f"{len(stay) + len(newcomers)} ranks are left, fewer than min_ranks={least}"
         return Decision(refusal="few", text=text)
-    foremost = max(proposals[rank].progress for rank in stay)
-    stay.sort(key=lambda rank: (proposals[rank].progress != foremost, rank))
     groups = {name for rank in stay for name in proposals[rank].done}
     done = {
         name: min(proposals[rank].done[name] for rank in stay if name in proposals[rank].done)
         for name in sorted(groups)
     }
     left = {rank: lost.get(rank, "out of reach") for rank in range(size) if rank not in stay}
-    return Decision(tuple(stay), tuple(newcomers), left, done)
+    return Decision(tuple(sorted(stay)), tuple(newcomers), left, done)
+
+
+def members_after(members: Sequence[Process], decision: Decision) -> tuple[Process, ...]:
+    """The members of the next epoch, by rank."""
+    both = [*(members[rank] for rank in decision.stay), *decision.join]
+    return tuple(sorted(both, key=lambda process: process.number))
 
 
 def _wrong_argument(proposals: Mapping[int, Proposal], seen: Mapping[int, str]) -> Decision | None:

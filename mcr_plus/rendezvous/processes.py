@@ -75,7 +75,7 @@ class Peers:
         if store is None:
             return
         if not processes:
-            mine = json.dumps(own_process(hosts[rank]))
+            mine = json.dumps(own_process(hosts[rank], rank))
             texts = exchange(store, rank, len(hosts), "peers", mine, timeout)
             self.processes = tuple(Process(*json.loads(text)) for text in texts)
         if heartbeat is not None:
@@ -120,8 +120,8 @@ class Peers:
         if not self.processes:
             return "unknown"
         if self._visible(rank):
-            pid, started, _ = self.processes[rank]
-            return state_of(pid, started)
+            process = self.processes[rank]
+            return state_of(process.pid, process.started)
         return self._finding(rank).state
 
     def _finding(self, rank: int) -> Finding:
@@ -153,10 +153,10 @@ class Peers:
         return Loss("stopped", "stopped") if now - since >= self._stop_grace else None
 
 
-def own_process(host: str) -> Process:
-    """This process, as other ranks are told of it. `host`: the name of its host."""
+def own_process(host: str, number: int) -> Process:
+    """This process, as other ranks are told of it. `host`: the name of its host; `number`: see `Process`."""
     own = read_stat(os.getpid())
-    return Process(os.getpid(), own[1] if own else "", f"{host} {_namespace()}")
+    return Process(os.getpid(), own[1] if own else "", f"{host} {_namespace()}", number)
 
 
 def is_visible(own: Process, process: Process) -> bool:

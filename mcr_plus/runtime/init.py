@@ -18,11 +18,25 @@ from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.config import reader as configuration
 from mcr_plus.config.schema import Config
 from mcr_plus.core.c10d import HashStore, Store
-from mcr_plus.core.environment import LaunchEnvironment, host_name, launch_environment, usable_cores
+from mcr_plus.core.environment import (
+    LaunchEnvironment,
+    host_name,
+    launch_environment,
+    min_ranks,
+    restarts,
+    usable_cores,
+)
 from mcr_plus.errors import ConfigError, InvalidArgument, McrError, NotInitialized, PeerLost
 from mcr_plus.hierarchy.nodes import check_nodes
 from mcr_plus.rendezvous.exit_barrier import shutdown_barrier
-from mcr_plus.rendezvous.store import exchange, open_plain_store, open_store, part_of, secret_of
+from mcr_plus.rendezvous.store import (
+    exchange,
+    job_announced,
+    open_plain_store,
+    open_store,
+    part_of,
+    secret_of,
+)
 from mcr_plus.rendezvous.world import World
 from mcr_plus.runtime.checks import (
     check_descriptors,
@@ -81,7 +95,11 @@ def init(
         loaded = readable(partial(_load, config, backends, seconds))
         limit = seconds if isinstance(seconds, (int, float)) and seconds > 0 else 300.0
         try:
-            world = _find_ranks(launch_environment(), limit)
+            environment = launch_environment()
+            if restarts() and min_ranks() is not None and job_announced(environment, limit):
+                world = World(0, 1, (host_name(),), limit)  # until `mcr.elastic` joins the others
+            else:
+                world = _find_ranks(environment, limit)
         except McrError:
             if isinstance(loaded, ConfigError):  # nearer to the cause
                 raise loaded.with_traceback(None) from None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
@@ -22,7 +22,6 @@ from mcr_plus.errors import (
     BackendError,
     CommTimeout,
     InvalidArgument,
-    LaunchError,
     McrError,
     NotInitialized,
     PeerLost,
@@ -30,7 +29,7 @@ from mcr_plus.errors import (
     phrase_ranks,
 )
 from mcr_plus.membership.roster import Roster, join
-from mcr_plus.membership.rules import Decision, Newcomer, Proposal
+from mcr_plus.membership.rules import Decision, Process, Proposal
 from mcr_plus.rendezvous.processes import Peers, own_process
 from mcr_plus.rendezvous.store import join_store, part_of
 from mcr_plus.rendezvous.watched_store import WatchedStore
@@ -53,13 +52,15 @@ class Regrouping:
 
     Attributes:
         epoch: its number; a job begins with epoch 0.
+        members: by rank.
         former: by rank, the rank that each had before; None for newcomers.
-        lost: ranks before → why they have not gone on (`dead`, `stopped`, `silent`, `out of reach`).
+        lost: the rank that its launcher gave it → why it has not gone on (`dead`, `stopped`, `silent`, ...).
         done: group → number of the last operation of which all up to it are complete on all that went on.
         seconds: from the call to the new world.
     """
 
     epoch: int
+    members: tuple[Process, ...]
     former: tuple[int | None, ...]
     lost: dict[int, str] = field(default_factory=dict)
     done: dict[str, int] = field(default_factory=dict)
@@ -67,16 +68,21 @@ class Regrouping:
 
     @property
     def joined(self) -> list[int]:
-        """The ranks that are new."""
-        return [rank for rank, before in enumerate(self.former) if before is None]
+        """The newcomers, by the rank that their launcher gave them."""
+        return [
+            process.number
+            for process, before in zip(self.members, self.former, strict=True)
+            if before is None
+        ]
 
-    def take(self, decision: Decision) -> None:
-        """Apply a decision of the members so far."""
+    def take(self, decision: Decision, members: tuple[Process, ...]) -> None:
+        """Apply a decision of the members so far, after which there are these."""
         self.epoch += 1
         for rank, why in decision.lost.items():
-            if (before := self.former[rank]) is not None:
-                self.lost[before] = why
-        self.former = (*(self.former[rank] for rank in decision.stay), *(None for _ in decision.join))
+            if self.former[rank] is not None:
+                self.lost[self.members[rank].number] = why
+        former = dict(zip(self.members, self.former, strict=True))
+        self.members, self.former = members, tuple(former.get(process) for process in members)
         for group, number in decision.done.items():
             self.done.setdefault(group, number)
 
@@ -103,59 +109,78 @@ def leave_epoch(proposal: Proposal, timeout: float, what: str) -> tuple[Runtime,
         raise NotInitialized(f"{what}: this world belongs to torch.distributed")
     if roster is None:
         raise NotInitialized(f"{what}: this job has one rank and no store in which others could meet it")
-    loaded, chosen, limit = runtime.loaded, runtime.timeout, runtime.world.timeout
     done = {state.group.name: completed(runtime.engine, state) for state in runtime.engine.states}
-    changes = Regrouping(roster.epoch, tuple(range(len(roster.members))))
-    seen = runtime.lost_ranks
+    changes = Regrouping(roster.epoch, roster.members, tuple(range(len(roster.members))))
+    new = _go_on(runtime, roster, runtime.lost_ranks, replace(proposal, done=done), timeout, what, changes)
+    changes.seconds = time.monotonic() - began
+    return new, changes
+
+
+def _go_on(
+    runtime: Runtime,
+    roster: Roster,
+    seen: Callable[[], Mapping[int, str]],
+    proposal: Proposal,
+    timeout: float,
+    what: str,
+    changes: Regrouping,
+) -> Runtime:
+    """Leave epochs until the members of one have made its world; notes the decisions in `changes`.
+
+    `seen`: returns the states of the lost members of the epoch of `roster`.
+    """
     while True:
-        lost = seen()
+        lost = dict(seen())
         _release_waiting(runtime, lost, what)
-        decision, members = roster.settle(replace(proposal, lost=lost, done=done), seen, timeout)
+        decision, members = roster.settle(replace(proposal, lost=lost), seen, timeout)
         if decision.refusal is not None:
             raise _REFUSED.get(decision.refusal, BackendError)(f"{what}: {decision.text}")
-        changes.take(decision)
+        changes.take(decision, members)
         if roster.rank not in decision.stay:
             why = decision.lost[roster.rank]
             text = f"the other ranks have gone on without this one (epoch {changes.epoch}), which was {why}"
             _revoke(runtime, text)
             raise Revoked(f"{what}: {text}")
         _revoke(runtime, f"epoch {changes.epoch} has begun, with {len(members)} ranks")
-        roster = roster.following(members, decision.stay.index(roster.rank))
-        watch = _Watch(roster, loaded)
+        roster = roster.following(members, members.index(roster.members[roster.rank]))
+        watch = _Watch(roster, runtime.loaded)
         try:
-            new = _begin(loaded, watch, chosen, limit)
+            return _begin(runtime, watch)
         except McrError as error:
             if not (watch.lost() or roster.is_being_left):
                 runtime.closed_because = f"{what} has failed ({error})"
                 raise
-            seen, proposal, done = watch.lost, replace(proposal, named=()), {}
-            continue
-        changes.seconds = time.monotonic() - began
-        return new, changes
+        seen, proposal = watch.lost, replace(proposal, named=(), done={})
 
 
-def join_job(passport: Mapping[str, str], timeout: float, what: str) -> tuple[Runtime, Regrouping]:
+def join_job(passport: Mapping[str, str], proposal: Proposal, timeout: float, what: str) -> Runtime | None:
     """Wait until the members of the launcher's job take this process in, and make its world with them.
 
     The process has a world of its own, in which it is alone. `passport`: what has to be the same in the job.
+    `proposal`: see `leave_epoch`, if a member is lost while the new world is made.
+
+    Returns None if the job has ended.
 
     Raises `LaunchError` if the members refuse it, or do not take it in within `timeout` seconds.
     """
-    began = time.monotonic()
     alone = init.current()
-    loaded, chosen, limit = alone.loaded, alone.timeout, alone.world.timeout
     environment = launch_environment()
-    root = join_store(environment, limit)
-    mine = own_process(host_name())
-    epoch, members = join(root, Newcomer(mine, environment.rank), passport, timeout)
+    root = join_store(environment, alone.world.timeout)
+    mine = own_process(host_name(), environment.rank)
+    joined = join(root, mine, passport, timeout)
+    if joined is None:
+        return None
+    epoch, members = joined
     roster = Roster(root, epoch, members, members.index(mine), passport)
     _revoke(alone, "this process has joined a job")
+    watch = _Watch(roster, alone.loaded)
     try:
-        new = _begin(loaded, _Watch(roster, loaded), chosen, limit)
-    except McrError as error:
-        raise LaunchError(f"{what}: {error}") from error
-    former = tuple(None for _ in members)
-    return new, Regrouping(epoch, former, seconds=time.monotonic() - began)
+        return _begin(alone, watch)
+    except McrError:
+        if not (watch.lost() or roster.is_being_left):
+            raise
+    changes = Regrouping(epoch, members, tuple(None for _ in members))
+    return _go_on(alone, roster, watch.lost, proposal, timeout, what, changes)
 
 
 class _Watch:
@@ -186,12 +211,12 @@ class _Watch:
         return None
 
 
-def _begin(loaded: Config, watch: _Watch, chosen: float | None, limit: float) -> Runtime:
-    """Make the world of an epoch; collective over its members. `chosen`: the timeout of the program's own."""
-    roster = watch.roster
+def _begin(before: Runtime, watch: _Watch) -> Runtime:
+    """Make the world of an epoch, by the configuration of the one before; collective over its members."""
+    roster, limit = watch.roster, before.world.timeout
     store = WatchedStore(part_of(roster.root, roster.place), limit, watch.error)
     world = init.world_of(store, roster.rank, len(roster.members), limit)
-    return init.begin(loaded, replace(world, roster=roster), chosen)
+    return init.begin(before.loaded, replace(world, roster=roster), before.timeout)
 
 
 def _release_waiting(runtime: Runtime, lost: Mapping[int, str], what: str) -> None:

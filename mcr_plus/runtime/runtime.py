@@ -154,6 +154,10 @@ class Runtime:
         found = {rank: self._peers.lost(rank) for rank in range(self.world.size) if rank != self.world.rank}
         return {rank: loss.status for rank, loss in found.items() if loss is not None}
 
+    def is_running(self, rank: int) -> bool:
+        """Whether the process of a rank is seen to run."""
+        return self._peers.status(rank) == "running"
+
     def _lost_among(self, ranks: Sequence[int]) -> PeerLost | None:
         """The error of a wait for one of these ranks, if any is lost."""
         found = {rank: self._peers.lost(rank) for rank in ranks if rank != self.world.rank}

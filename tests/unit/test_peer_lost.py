@@ -141,5 +141,5 @@ def _peers(pid: int, grace: float) -> Peers:
     stats = [read_stat(each) for each in (os.getpid(), pid)]
     for each, stat in zip((os.getpid(), pid), stats, strict=True):
         assert stat is not None
-        peers.processes += (Process(each, stat[1], "here"),)
+        peers.processes += (Process(each, stat[1], "here", 0),)
     return peers

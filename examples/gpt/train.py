@@ -57,12 +57,8 @@ def main(
 ) -> None:
     """Train a transformer over several ranks; say how well it learned and where the time went."""
     if elastic_:
-        refused = [
-            ("--tensor-parallel", tensor_parallel_),
-            ("--compare", compare),
-            ("--comms", comms != "mix"),
-        ]
-        for option in [name for name, is_given in refused if is_given]:
+        others = {"--tensor-parallel": tensor_parallel_, "--compare": compare, "--comms": comms != "mix"}
+        for option in [name for name, is_given in others.items() if is_given]:
             raise typer.BadParameter("does not go with --elastic", param_hint=option)
     given = {"layers": layers, "hidden": hidden, "heads": heads, "sequence": sequence}
     if elastic_:

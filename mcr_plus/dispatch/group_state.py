@@ -43,6 +43,8 @@ class GroupState:
         remedy: text of errors about a failed group: how a program goes on.
         owner: identity of the thread that may issue; 0 if every issue has to go through `check_thread`.
         fast_path_thread: `owner` while its synchronous operations may skip lock and handle; 0 otherwise.
+        agreed: once its world has been replaced, the number of the last operation of which all up to it are
+            complete on all ranks that have gone on; None before.
         failed_at: the lowest number of an operation that has failed here, 0 if none has.
         failure_raised: whether the program has been given `failure`.
         revoked: why the world of the group has been replaced; empty unless it has.
@@ -54,6 +56,7 @@ class GroupState:
     __slots__ = (
         "_shared",
         "_thread",
+        "agreed",
         "blocked_channels",
         "board",
         "closed",
@@ -77,6 +80,7 @@ class GroupState:
         self.remedy = remedy
         self.sequence = 0
         self.failure: BaseException | None = None
+        self.agreed: int | None = None
         self.failed_at = 0
         self.failure_raised = False
         self.unfinished: set[str | None] = set()

@@ -139,9 +139,9 @@ def _go_on(
         if roster.rank not in decision.stay:
             why = decision.lost[roster.rank]
             text = f"the other ranks have gone on without this one (epoch {changes.epoch}), which was {why}"
-            _revoke(runtime, text)
+            _revoke(runtime, text, decision)
             raise Revoked(f"{what}: {text}")
-        _revoke(runtime, f"epoch {changes.epoch} has begun, with {len(members)} ranks")
+        _revoke(runtime, f"epoch {changes.epoch} has begun, with {len(members)} ranks", decision)
         roster = roster.following(members, members.index(roster.members[roster.rank]))
         watch = _Watch(roster, runtime.loaded)
         try:
@@ -172,7 +172,7 @@ def join_job(passport: Mapping[str, str], proposal: Proposal, timeout: float, wh
         return None
     epoch, members = joined
     roster = Roster(root, epoch, members, members.index(mine), passport)
-    _revoke(alone, "this process has joined a job")
+    _revoke(alone, "this process has joined a job", Decision())
     watch = _Watch(roster, alone.loaded)
     try:
         return _begin(alone, watch)
@@ -232,12 +232,13 @@ def _release_waiting(runtime: Runtime, lost: Mapping[int, str], what: str) -> No
     runtime.engine.ring()
 
 
-def _revoke(runtime: Runtime, why: str) -> None:
+def _revoke(runtime: Runtime, why: str, decision: Decision) -> None:
     """Close a world that no rank uses any more; its groups and handles raise `Revoked` from now on."""
     if runtime.closed:
         return
     for state in runtime.engine.states:
         state.revoked = why
+        state.agreed = decision.done.get(state.group.name)
     runtime.prepare_reset()
     runtime.close(clean=False)
     runtime.closed_because = why

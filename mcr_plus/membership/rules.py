@@ -123,7 +123,8 @@ def decide(
     if absent:
         if not expired:
             return None
-        text = f"{phrase_ranks(absent)} run and have not called it"
+        verbs = "lives and has" if len(absent) == 1 else "live and have"
+        text = f"{phrase_ranks(absent)} {verbs} not called it"
         return Decision(refusal="absent", text=text)
     stay = _within_reach({rank: each for rank, each in proposals.items() if lost.get(rank) != "dead"})
     least = min((each.least for each in proposals.values() if each.least is not None), default=None)

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
         send,
     )
     from mcr_plus.api.compiling import compile  # noqa: A004 - the name is the same as torch's
-    from mcr_plus.api.elastic import elastic, shrink
+    from mcr_plus.api.elastic import elastic, reconfigure, reconfigure_handle, shrink
     from mcr_plus.api.explain import explain
     from mcr_plus.api.planning import capture, plan_report
     from mcr_plus.api.state import load_state_dict, state_dict
@@ -158,6 +158,8 @@ __all__ = [
     "no_sync",
     "persistent",
     "plan_report",
+    "reconfigure",
+    "reconfigure_handle",
     "record",
     "recv",
     "redistribute",

@@ -21,6 +21,7 @@ from mcr_plus.core.work import Work
 from mcr_plus.dispatch.closing import drain
 from mcr_plus.errors import BackendError, InvalidArgument, NotInitialized, PeerLost, phrase_ranks
 from mcr_plus.membership.rules import Proposal
+from mcr_plus.runtime import reconfigure as reconfiguring
 from mcr_plus.runtime.init import current, member_of
 from mcr_plus.runtime.regroup import Regrouping, join_job, leave_epoch
 from mcr_plus.runtime.runtime import Runtime
@@ -107,6 +108,61 @@ def _seconds(timeout: float | str | timedelta) -> float:
         return parse_duration(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
     except ValueError as error:
         raise InvalidArgument(f"timeout: {error}") from None
+
+
+def reconfigure_handle() -> str:
+    """A text by which `mcr.reconfigure` can make this process a rank of another world.
+
+    It is good for the world that the process has now, also if that has failed; a later world has another
+    one. Pass it to the other processes by any means. A process that is alone in its job, such as a newcomer,
+    has one too.
+
+    Raises:
+        NotInitialized: `init` has not been called.
+
+    Example:
+        ```python
+        handles = mcr.world().all_gather_object(mcr.reconfigure_handle())
+        ```
+    """
+    return reconfiguring.handle()
+
+
+def reconfigure(uuid: str, handles: Sequence[str], timeout: float | str | timedelta = "30s") -> Communicator:
+    """Make a world of these processes, which may be ranks of this world or of others; collective over them.
+
+    As c10d's `reconfigure`: the ranks are in the order of the handles. The program says who belongs to it, so
+    nothing is agreed on; `mcr.shrink` finds out. Communicators and handles of the old worlds raise `Revoked`
+    from then on, models that were wrapped for all ranks are hooked into the new world, and nobody's
+    parameters are touched: broadcast them (`mcr.broadcast_parameters`) where newcomers take part. Each
+    process keeps its own configuration, and these must be the same.
+
+    Args:
+        uuid: names the attempt; the same on all processes, and new for each attempt.
+        handles: of all processes (`mcr.reconfigure_handle`), each once; the same on all of them.
+        timeout: how long they wait for each other.
+
+    Returns the communicator of all ranks.
+
+    Raises:
+        CommTimeout: a process has not come in time. As with the next error, each process that has come
+            raises it, keeps its old world, and may try again with another `uuid`.
+        BackendError: a process has died before all had come.
+        InvalidArgument: `handles` are no handles, have a process twice, or lack this one; a handle is stale;
+            the `uuid` has been used before.
+        LaunchError: the store in which the first handle is met does not answer.
+        PeerLost: a process has been lost after all had come, and the old worlds are gone; `reconfigure`
+            without it may follow.
+
+    Example:
+        ```python
+        handles = mcr.world().all_gather_object(mcr.reconfigure_handle())
+        comm = mcr.reconfigure("turned", handles[::-1])  # the same processes, ranks in reverse order
+        ```
+    """
+    new = reconfiguring.reconfigure(uuid, handles, _seconds(timeout))
+    follow(new.communicator)
+    return new.communicator
 
 
 class Stateful(Protocol):

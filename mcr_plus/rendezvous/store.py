@@ -14,7 +14,14 @@ from torch.distributed import DistError
 
 from mcr_plus.core.c10d import PrefixStore, Store, TCPStore, on_socket
 from mcr_plus.core.deadline import Deadline
-from mcr_plus.core.environment import LOOPBACK, LaunchEnvironment, job_secret, min_ranks, on_one_host
+from mcr_plus.core.environment import (
+    LOOPBACK,
+    LaunchEnvironment,
+    job_secret,
+    min_ranks,
+    on_one_host,
+    socket_interface,
+)
 from mcr_plus.errors import BackendUnavailable, LaunchError, PeerLost
 from mcr_plus.rendezvous.mpi_library import load_mpi
 from mcr_plus.rendezvous.network import host_address
@@ -30,6 +37,7 @@ _HAS_ITS_OWN: Final = "MCR_SECRET is set there, and not on all ranks"
 _log = logging.getLogger("mcr_plus")
 _warned = False  # the warning about unsigned values is logged once in a process
 _stores: dict[tuple[str, int], Store] = {}  # stores of this process that listen or are connected
+_own_servers: list[TCPStore] = []  # see `own_server`
 _by_mpi: list[tuple[Store, bytes]] = []  # the store whose address was sent through MPI, with its secret
 
 
@@ -370,6 +378,23 @@ def _through_address(environment: LaunchEnvironment, limit: timedelta) -> Store:
         **options,
     )
     return store
+
+
+def own_server(timeout: float) -> tuple[str, int]:
+    """Host and port of a store that this process serves, for others to meet it in; started at the first call.
+
+    On loopback, unless GLOO_SOCKET_IFNAME names an interface on which other hosts reach it.
+    """
+    if not _own_servers:
+        address = host_address() if socket_interface() else LOOPBACK
+        listener = _listen(address, 0)
+        port = listener.getsockname()[1]
+        limit = timedelta(seconds=timeout)
+        _own_servers.append(
+            TCPStore(address, port, None, True, limit, wait_for_workers=False, **on_socket(listener))
+        )
+    server = _own_servers[0]
+    return server.host, server.port
 
 
 def _listen(address: str, port: int) -> socket.socket:

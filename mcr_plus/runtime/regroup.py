@@ -143,15 +143,15 @@ def _go_on(
         if roster.rank not in decision.stay:
             why = decision.lost[roster.rank]
             text = f"the other ranks have gone on without this one (epoch {changes.epoch}), which was {why}"
-            _revoke(runtime, text, decision)
+            close_world(runtime, text, decision)
             raise Revoked(f"{what}: {text}")
-        _revoke(runtime, f"epoch {changes.epoch} has begun, with {len(members)} ranks", decision)
+        close_world(runtime, f"epoch {changes.epoch} has begun, with {len(members)} ranks", decision)
         roster = roster.following(members, members.index(roster.members[roster.rank]))
         if roster.epoch % _COLLECT_EVERY == 0:
             gc.collect()
-        watch = _Watch(roster, runtime.loaded)
+        watch = Watch(roster, runtime.loaded)
         try:
-            return _begin(runtime, watch)
+            return begin_epoch(runtime, watch)
         except McrError as error:
             if not (watch.lost() or roster.is_being_left):
                 runtime.closed_because = f"{what} has failed ({error})"
@@ -178,10 +178,10 @@ def join_job(passport: Mapping[str, str], proposal: Proposal, timeout: float, wh
         return None
     epoch, members = joined
     roster = Roster(root, epoch, members, members.index(mine), passport)
-    _revoke(alone, "this process has joined a job", Decision())
-    watch = _Watch(roster, alone.loaded)
+    close_world(alone, "this process has joined a job", Decision())
+    watch = Watch(roster, alone.loaded)
     try:
-        return _begin(alone, watch)
+        return begin_epoch(alone, watch)
     except McrError:
         if not (watch.lost() or roster.is_being_left):
             raise
@@ -189,7 +189,7 @@ def join_job(passport: Mapping[str, str], proposal: Proposal, timeout: float, wh
     return _go_on(alone, roster, watch.lost, proposal, timeout, what, changes)
 
 
-class _Watch:
+class Watch:
     """Looks at the processes of an epoch's members while its world is made: nothing else does so then."""
 
     def __init__(self, roster: Roster, config: Config) -> None:
@@ -217,7 +217,7 @@ class _Watch:
         return None
 
 
-def _begin(before: Runtime, watch: _Watch) -> Runtime:
+def begin_epoch(before: Runtime, watch: Watch) -> Runtime:
     """Make the world of an epoch, by the configuration of the one before; collective over its members."""
     roster, limit = watch.roster, before.world.timeout
     store = WatchedStore(part_of(roster.root, roster.place), limit, watch.error)
@@ -238,7 +238,7 @@ def _release_waiting(runtime: Runtime, lost: Mapping[int, str], what: str) -> No
     runtime.engine.ring()
 
 
-def _revoke(runtime: Runtime, why: str, decision: Decision) -> None:
+def close_world(runtime: Runtime, why: str, decision: Decision) -> None:
     """Close a world that no rank uses any more; its groups and handles raise `Revoked` from now on."""
     if runtime.closed:
         return

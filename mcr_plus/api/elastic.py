@@ -7,12 +7,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.metadata import version
 from types import TracebackType
 from typing import Any, Final, Protocol
 
 import torch
 
-import mcr_plus
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.config import reader as configuration
 from mcr_plus.core import environment
@@ -437,7 +437,7 @@ def _passport(runtime: Runtime, model: torch.nn.Module, optimizer: torch.optim.O
     """What a newcomer must have in common with the job."""
     shapes = ", ".join(f"{name} {list(each.shape)} {each.dtype}" for name, each in model.named_parameters())
     return {
-        "mcr_plus": mcr_plus.__version__,
+        "mcr_plus": version("mcr_plus"),
         "torch": torch.__version__,
         "the configuration": configuration.fingerprint(runtime.config),
         "the model": shapes,

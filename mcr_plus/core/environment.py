@@ -43,6 +43,8 @@ class LaunchEnvironment:
     `master_addr` and `master_port` are None unless the launcher gave a rendezvous; with `agent_store`
     torchrun's agent already listens there. `launcher` is the source of the numbers: under
     `mcr-plus run` that is "mcr-plus" for its elastic agent, but the MPI for its mpiexec.
+    `min_ranks` is the smallest number of ranks with which the job goes on when others fail, None if it ends
+    with the first that fails; `restarts` is how often this rank has been started again.
     """
 
     rank: int = 0
@@ -53,6 +55,8 @@ class LaunchEnvironment:
     master_addr: str | None = None
     master_port: int | None = None
     agent_store: bool = False
+    min_ranks: int | None = None
+    restarts: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,8 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
         env.get("MASTER_ADDR"),
         _integer(env, "MASTER_PORT", highest=65535),
         agent_has_store(env),
+        None if launcher == "single" else _min_ranks(env, size),
+        0 if launcher == "single" else _integer(env, "MCR_RESTARTS") or 0,
     )
 
 
@@ -101,6 +107,13 @@ def agent_has_store(environ: Mapping[str, str] | None = None) -> bool:
     """Whether the job's store is in torchrun's agent, and not in the process of rank 0."""
     env = os.environ if environ is None else environ
     return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _min_ranks(env: Mapping[str, str], size: int) -> int | None:
+    number = _integer(env, "MCR_MIN_RANKS", lowest=1)
+    if number is not None and number > size:
+        raise LaunchError(f"MCR_MIN_RANKS={number}: expected at most the number of ranks, {size}")
+    return number
 
 
 def _present(environ: Mapping[str, str] | None) -> dict[str, str]:

@@ -10,6 +10,8 @@
     error_channel()         the pipe on which `mcr-plus run` reads uncaught exceptions (MCR_JOB_ERRORS)
     whole_tracebacks()      whether MCR_TRACEBACK asks for whole tracebacks
     socket_interface()      the network interface that GLOO_SOCKET_IFNAME names
+    min_ranks()             the least ranks with which `mcr-plus run` lets a job go on (MCR_MIN_RANKS)
+    restarts()              how often it has started this rank again (MCR_RESTARTS)
     default_variable(...)   a default for a library's variable that is unset
 
 A variable that is malformed, or contradicts another, is a `LaunchError` that begins with its name.
@@ -394,3 +396,15 @@ def _integer(env: Mapping[str, str], name: str, lowest: int = 0, highest: int = 
     if not re.fullmatch(r"\d{1,10}", text, re.ASCII) or not lowest <= int(text) <= highest:
         raise LaunchError(f"{name}={text!r}: expected a whole number from {lowest} to {highest}")
     return int(text)
+
+
+def min_ranks(environ: Mapping[str, str] | None = None) -> int | None:
+    """The least number of ranks with which the job goes on; None if a lost rank ends it."""
+    text = (os.environ if environ is None else environ).get("MCR_MIN_RANKS", "")
+    return int(text) if text.isdecimal() else None
+
+
+def restarts(environ: Mapping[str, str] | None = None) -> int:
+    """How often this rank has been started again after a failure, while the other ranks went on."""
+    text = (os.environ if environ is None else environ).get("MCR_RESTARTS", "")
+    return int(text) if text.isdecimal() else 0

@@ -45,8 +45,6 @@ class LaunchEnvironment:
     `master_addr` and `master_port` are None unless the launcher gave a rendezvous; with `agent_store`
     torchrun's agent already listens there. `launcher` is the source of the numbers: under
     `mcr-plus run` that is "mcr-plus" for its elastic agent, but the MPI for its mpiexec.
-    `min_ranks` is the smallest number of ranks with which the job goes on when others fail, None if it ends
-    with the first that fails; `restarts` is how often this rank has been started again.
     """
 
     rank: int = 0
@@ -57,8 +55,6 @@ class LaunchEnvironment:
     master_addr: str | None = None
     master_port: int | None = None
     agent_store: bool = False
-    min_ranks: int | None = None
-    restarts: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,8 +96,6 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
         env.get("MASTER_ADDR"),
         _integer(env, "MASTER_PORT", highest=65535),
         agent_has_store(env),
-        None if launcher == "single" else _min_ranks(env, size),
-        0 if launcher == "single" else _integer(env, "MCR_RESTARTS") or 0,
     )
 
 
@@ -109,13 +103,6 @@ def agent_has_store(environ: Mapping[str, str] | None = None) -> bool:
     """Whether the job's store is in torchrun's agent, and not in the process of rank 0."""
     env = os.environ if environ is None else environ
     return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _min_ranks(env: Mapping[str, str], size: int) -> int | None:
-    number = _integer(env, "MCR_MIN_RANKS", lowest=1)
-    if number is not None and number > size:
-        raise LaunchError(f"MCR_MIN_RANKS={number}: expected at most the number of ranks, {size}")
-    return number
 
 
 def _present(environ: Mapping[str, str] | None) -> dict[str, str]:
@@ -169,6 +156,22 @@ def config_file() -> str | None:
 def job_secret() -> bytes:
     """Return the text of MCR_SECRET, the key with which ranks sign their entries in the store."""
     return os.environ.get("MCR_SECRET", "").encode()
+
+
+def min_ranks(environ: Mapping[str, str] | None = None) -> int | None:
+    """Return the least number of ranks with which the job goes on; None if a lost rank ends it.
+
+    Raises `LaunchError` for a number above that of the ranks.
+    """
+    least = _integer(_present(environ), "MCR_MIN_RANKS", lowest=1)
+    if least is not None and least > (size := launch_environment(environ).world_size):
+        raise LaunchError(f"MCR_MIN_RANKS={least}: expected at most the number of ranks, {size}")
+    return least
+
+
+def restarts(environ: Mapping[str, str] | None = None) -> int:
+    """Return how often this rank has been started again after a failure, while the other ranks went on."""
+    return _integer(_present(environ), "MCR_RESTARTS") or 0
 
 
 def masquerade_name() -> str | None:
@@ -396,15 +399,3 @@ def _integer(env: Mapping[str, str], name: str, lowest: int = 0, highest: int = 
     if not re.fullmatch(r"\d{1,10}", text, re.ASCII) or not lowest <= int(text) <= highest:
         raise LaunchError(f"{name}={text!r}: expected a whole number from {lowest} to {highest}")
     return int(text)
-
-
-def min_ranks(environ: Mapping[str, str] | None = None) -> int | None:
-    """The least number of ranks with which the job goes on; None if a lost rank ends it."""
-    text = (os.environ if environ is None else environ).get("MCR_MIN_RANKS", "")
-    return int(text) if text.isdecimal() else None
-
-
-def restarts(environ: Mapping[str, str] | None = None) -> int:
-    """How often this rank has been started again after a failure, while the other ranks went on."""
-    text = (os.environ if environ is None else environ).get("MCR_RESTARTS", "")
-    return int(text) if text.isdecimal() else 0

@@ -25,7 +25,9 @@ from mcr_plus.config.schema import Config
 from mcr_plus.core.environment import (
     LaunchEnvironment,
     launch_environment,
+    min_ranks,
     on_one_host,
+    restarts,
     socket_interface,
     torch_environment,
 )
@@ -1088,11 +1090,6 @@ def test_detection_of_jobs_on_one_host(
             LaunchEnvironment(3, 8, 1, 2, "mcr-plus", "node0", 29400, True),
         ),
         ({"MCR_LAUNCHER": "mcr-plus"}, LaunchEnvironment()),
-        (
-            {"RANK": "1", "WORLD_SIZE": "3", "MCR_MIN_RANKS": "3", "MCR_RESTARTS": "2"},
-            LaunchEnvironment(1, 3, 1, 3, "env", min_ranks=3, restarts=2),
-        ),
-        ({"MCR_MIN_RANKS": "3", "MCR_RESTARTS": "2"}, LaunchEnvironment()),  # of a job around
         ({"RANK": "", "WORLD_SIZE": " "}, LaunchEnvironment()),
     ],
 )
@@ -1123,14 +1120,23 @@ def test_launchers(environ: dict[str, str], expected: LaunchEnvironment) -> None
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2(3)"}, "SLURM_STEP_TASKS_PER_NODE='2(3)'"),
         (SRUN | {"SLURM_NODEID": "5"}, "SLURM_NODEID=5"),
         ({"MCR_LAUNCHER": "other"}, "MCR_LAUNCHER='other'"),
-        (TORCHRUN | {"MCR_MIN_RANKS": "9"}, "MCR_MIN_RANKS=9: expected at most the number of ranks, 8"),
-        (TORCHRUN | {"MCR_MIN_RANKS": "0"}, "MCR_MIN_RANKS='0': expected a whole number from 1"),
-        (TORCHRUN | {"MCR_RESTARTS": "-1"}, "MCR_RESTARTS='-1': expected a whole number"),
     ],
 )
 def test_launch_environments_that_contradict_themselves(environ: dict[str, str], what: str) -> None:
     with pytest.raises(LaunchError, match=re.escape(what)):
         launch_environment(environ)
+
+
+def test_ranks_that_are_started_again() -> None:
+    assert (min_ranks(TORCHRUN), restarts(TORCHRUN)) == (None, 0)
+    told = TORCHRUN | {"MCR_MIN_RANKS": "8", "MCR_RESTARTS": "2"}
+    assert (min_ranks(told), restarts(told)) == (8, 2)
+    with pytest.raises(LaunchError, match="MCR_MIN_RANKS=9: expected at most the number of ranks, 8"):
+        min_ranks(TORCHRUN | {"MCR_MIN_RANKS": "9"})
+    with pytest.raises(LaunchError, match="MCR_MIN_RANKS='0': expected a whole number from 1"):
+        min_ranks(TORCHRUN | {"MCR_MIN_RANKS": "0"})
+    with pytest.raises(LaunchError, match="MCR_RESTARTS='-1': expected a whole number"):
+        restarts({"MCR_RESTARTS": "-1"})
 
 
 def test_variables_set_for_torch_under_mpi() -> None:

@@ -25,6 +25,7 @@ from mcr_plus.runtime import reconfigure as reconfiguring
 from mcr_plus.runtime.init import current, member_of
 from mcr_plus.runtime.regroup import Regrouping, join_job, leave_epoch
 from mcr_plus.runtime.runtime import Runtime
+from mcr_plus.training.carried import Carried, put_into, taken_from
 from mcr_plus.training.transfer import broadcast_state
 from mcr_plus.training.wrap import broadcast_tensors, follow
 
@@ -46,7 +47,8 @@ def shrink(
     A rank that lives is waited for, so all must call this: after a `PeerLost`, each does. Communicators,
     handles and persistent operations of the old world raise `Revoked` from then on. Models and optimizers
     that were wrapped for all ranks are hooked into the new world; their parameters are not touched, and a
-    pass that failed is to be repeated from the forward pass on. Nothing in flight is waited for.
+    pass that failed is to be repeated from the forward pass on. Residuals of codecs are kept. Nothing in
+    flight is waited for.
 
     The job's store must not have been lost: under `mcr-plus run` and torchrun it is the launcher's. Ranks
     that are cut off from most others raise instead of going on, so that a job never goes on twice.
@@ -80,7 +82,9 @@ def shrink(
     runtime = current()
     seconds = _seconds(timeout)
     proposal = Proposal(named=tuple(dead or ()), least=min_ranks, problem=_problem(runtime, dead, min_ranks))
+    carried = taken_from(runtime)
     new, changes = leave_epoch(proposal, seconds, "shrink")
+    put_into(new, carried, is_new=False)
     follow(new.communicator)
     if old is runtime.communicator or group is None:
         return new.communicator
@@ -291,7 +295,7 @@ class _Loop:
 
     def steps(self) -> Iterator[Step]:
         """See `elastic`."""
-        while self._steps is None or self._done < self._steps:
+        while not self._ended():
             step = Step(self._done)
             yield step
             if not step._entered:
@@ -307,13 +311,20 @@ class _Loop:
                     regroups = True
             if regroups:
                 self._regroup()
-        self._end()
 
-    def _end(self) -> None:
-        """Take nobody in any more, once all ranks have completed the last step."""
-        runtime = current()
-        if runtime.roster is not None and runtime.world.rank == 0:
-            runtime.roster.end()
+    def _ended(self) -> bool:
+        """Whether all ranks have completed the last step; then nobody is taken in any more."""
+        while self._steps is not None and self._done >= self._steps:
+            runtime = current()
+            try:
+                runtime.communicator.barrier(tag=_TAG)
+            except PeerLost:  # ranks that have not completed it need this one
+                self._regroup()
+                continue
+            if runtime.roster is not None and runtime.world.rank == 0:
+                runtime.roster.end()
+            return True
+        return False
 
     def _newcomers_wait(self) -> bool:
         """Whether processes wait to be taken in, as rank 0 has seen one step ago; the same on all ranks."""
@@ -347,10 +358,8 @@ class _Loop:
             _log.warning("elastic: the job has ended before this process could join it")
             self._steps = 0
             return
-        comm = joined.communicator
         try:
-            follow(comm)
-            self._receive(comm)
+            self._begin(joined, {}, is_new=True)
         except PeerLost:
             self._regroup()
 
@@ -362,18 +371,23 @@ class _Loop:
         began = time.monotonic()
         while True:
             self._asking = None
+            carried = taken_from(current())
             runtime, changes = leave_epoch(self._proposal(), self._timeout, "elastic")
             for param in self._model.parameters():
                 param.grad = None  # of a pass that has failed, or of a bucket that is gone
-            comm = runtime.communicator
             try:
-                follow(comm)
-                self._receive(comm)
+                self._begin(runtime, carried, is_new=self._done < 0)
             except PeerLost:
                 continue
-            if comm.rank == 0:
-                _log.warning("%s", _line(changes, self._done, comm.size, time.monotonic() - began))
+            if runtime.world.rank == 0:
+                _log.warning("%s", _line(changes, self._done, runtime.world.size, time.monotonic() - began))
             return
+
+    def _begin(self, runtime: Runtime, carried: Carried, *, is_new: bool) -> None:
+        """Begin in a new world, with the model hooked into it and the state of the foremost rank."""
+        put_into(runtime, carried, is_new=is_new)
+        follow(runtime.communicator)
+        self._receive(runtime.communicator)
 
     def _receive(self, comm: Communicator) -> None:
         """Give all ranks the state of one that has completed the most steps."""

@@ -88,6 +88,7 @@ class Runtime:
         groups: those that are open, in the order in which they were opened.
         idle_channels: of groups that were closed here, those that all ranks must close together.
         restored: group → stage → entries of a loaded state, see `Stage.load_state`.
+        unmerged: group, stage and name of entries in `restored` that differ between ranks, see `carried`.
         tagged: models by the tags of their operations. Two models that share one would share codec state.
         attached: objects of layers above that live as long as the job, by a name of theirs.
         roster: the members of the job; None in a single process that nobody has taken in.
@@ -133,6 +134,7 @@ class Runtime:
         self.idle_channels = IdleChannels()
         self.torch_ranks: tuple[int, ...] | None = None
         self.restored: dict[str, dict[str, dict[str, Any]]] = {}
+        self.unmerged: set[tuple[str, str, str]] = set()
         self.tagged: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self.attached: dict[str, Any] = {}
         self.watcher: Watcher | None = None

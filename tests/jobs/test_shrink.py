@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import shrink_jobs as jobs
+import torch
 from ranks import run_ranks
 
 
@@ -102,6 +104,23 @@ def test_all_survivors_have_the_same_verdict(tmp_path: Path, backend: str, seed:
             if sequence <= done:
                 expected = 3.0 * int(number) + 0 + 1 + 2
                 assert value["results"][number] == [expected], (number, sequence, done)
+
+
+def test_residuals_of_codecs_are_kept() -> None:
+    values = survivors(jobs.with_residuals, 3, [1])
+    first, second = (np.array(value["own"]) for value in values)
+    assert np.abs(first).sum() > 1
+    assert not np.array_equal(first, second)
+    for value in values:
+        np.testing.assert_allclose(value["merged"], (first + second) / 2, rtol=1e-5, atol=1e-6)
+    # What the next operation has not sent, it has kept: nothing is lost.
+    inputs = []
+    for rank in (0, 2):
+        generator = torch.Generator().manual_seed(rank)
+        inputs.append([torch.randn(5000, generator=generator) for _ in range(4)][-1].double().numpy())
+    mean = (inputs[0] + inputs[1] + first + second) / 2
+    kept = sum(np.array(value["kept"]) for value in values) / 2
+    np.testing.assert_allclose(np.array(values[0]["sent"]) + kept, mean, rtol=1e-4, atol=1e-5)
 
 
 def test_nothing_is_left_of_many_epochs() -> None:

@@ -243,6 +243,45 @@ def verdict(folder: str, backend: str, seed: int) -> dict[str, Any]:
     return {"done": done, "numbers": numbers, "results": results, "size": new.size, "victim": victim}
 
 
+def with_residuals() -> dict[str, Any]:
+    """The residuals of error feedback before and after a shrink."""
+    torch.set_num_threads(1)
+    compress = {"codec": "topk", "ratio": 0.1, "error_feedback": True}
+    stages = [{"compress": compress}, {"select": {}}, {"dispatch": {"timeout": "30s"}}]
+    comm = mcr.init({"version": 1, "pipeline": stages}, backends=["gloo"])
+    rank = comm.rank
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        comm.all_reduce(torch.randn(5000, generator=generator), "AVG", tag="a")
+    ((own,),) = [
+        [each.tensor.clone() for each in value]
+        for (stage, _), value in comm.pipeline.state().items()
+        if stage == "compress"
+    ]
+    comm.barrier()
+    if rank == 1:
+        _die()
+    with suppress(mcr.PeerLost):
+        while True:
+            comm.barrier()
+    new = mcr.shrink()
+    entries = mcr.state_dict()["codecs"]["world"]
+    ((after,),) = [list(tensors.values()) for tensors in entries.values()]
+    x = torch.randn(5000, generator=generator)
+    new.all_reduce(x, "AVG", tag="a")
+    later = new.pipeline.state()
+    ((kept,),) = [
+        [each.tensor for each in value] for (stage, _), value in later.items() if stage == "compress"
+    ]
+    mcr.finalize()
+    return {
+        "own": own.double().tolist(),
+        "merged": after.double().tolist(),
+        "sent": x.double().tolist(),
+        "kept": kept.double().tolist(),
+    }
+
+
 def many_times(count: int) -> dict[str, Any]:
     """File descriptors and threads before and after many epochs."""
     _begin(None)

@@ -158,6 +158,22 @@ def job_secret() -> bytes:
     return os.environ.get("MCR_SECRET", "").encode()
 
 
+def min_ranks(environ: Mapping[str, str] | None = None) -> int | None:
+    """Return the least number of ranks with which the job goes on; None if a lost rank ends it.
+
+    Raises `LaunchError` for a number above that of the ranks.
+    """
+    least = _integer(_present(environ), "MCR_MIN_RANKS", lowest=1)
+    if least is not None and least > (size := launch_environment(environ).world_size):
+        raise LaunchError(f"MCR_MIN_RANKS={least}: expected at most the number of ranks, {size}")
+    return least
+
+
+def restarts(environ: Mapping[str, str] | None = None) -> int:
+    """Return how often this rank has been started again after a failure, while the other ranks went on."""
+    return _integer(_present(environ), "MCR_RESTARTS") or 0
+
+
 def masquerade_name() -> str | None:
     """Return the name that MCR_MASQUERADE wants the torch backend to go by too, None if it is unset.
 
@@ -383,15 +399,3 @@ def _integer(env: Mapping[str, str], name: str, lowest: int = 0, highest: int = 
     if not re.fullmatch(r"\d{1,10}", text, re.ASCII) or not lowest <= int(text) <= highest:
         raise LaunchError(f"{name}={text!r}: expected a whole number from {lowest} to {highest}")
     return int(text)
-
-
-def min_ranks(environ: Mapping[str, str] | None = None) -> int | None:
-    """The least number of ranks with which the job goes on; None if a lost rank ends it."""
-    text = (os.environ if environ is None else environ).get("MCR_MIN_RANKS", "")
-    return int(text) if text.isdecimal() else None
-
-
-def restarts(environ: Mapping[str, str] | None = None) -> int:
-    """How often this rank has been started again after a failure, while the other ranks went on."""
-    text = (os.environ if environ is None else environ).get("MCR_RESTARTS", "")
-    return int(text) if text.isdecimal() else 0

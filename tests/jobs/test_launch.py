@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import os
 import re
 import shutil
@@ -59,15 +58,20 @@ class Run:
 
     def wait_until_up(self, ranks: int) -> dict[int, int]:
         """Rank → pid, once all ranks have met."""
+        found = self.wait_for(r"up rank=(\d+) pid=(\d+)\n", ranks)
+        pids = {int(rank): int(pid) for rank, pid in found}
+        self.segments = segments(pids.values())
+        return pids
+
+    def wait_for(self, pattern: str, count: int = 1) -> list[Any]:
+        """What has been printed of a pattern, once it is there so many times."""
         deadline = time.monotonic() + START_LIMIT_S
         while time.monotonic() < deadline and self.process.poll() is None:
-            found = re.findall(r"up rank=(\d+) pid=(\d+)\n", self.text())
-            if len(found) == ranks:
-                pids = {int(rank): int(pid) for rank, pid in found}
-                self.segments = segments(pids.values())
-                return pids
+            found = re.findall(pattern, self.text())
+            if len(found) >= count:
+                return found
             time.sleep(0.02)
-        raise AssertionError(f"ranks did not start:\n{self.text()}")
+        raise AssertionError(f"{pattern!r} was not printed {count} times:\n{self.text()}")
 
     def wait(self, limit: float = START_LIMIT_S) -> int:
         return self.process.wait(limit)
@@ -260,7 +264,7 @@ def reported(rank: int, text: str | None, place: str = "a.py:3, in <module>") ->
         "source": "f()",
         "traceback": [*TRACEBACK, "E: x"],
     }
-    state.note_report(json.dumps(report).encode())
+    state.note_report(report)
     return state
 
 

@@ -329,7 +329,7 @@ def test_steps_without_gradients_are_simulated_as_they_are() -> None:
     [
         ("nick=1Gbit/s", "nick"),
         ("nic", "NAME=VALUE"),
-        ("nic=100", "unit"),
+        ("nic=100", "nic is unknown"),
         ("compute=fast", "factor"),
         ("compute=-1", "factor"),
         ("compress=int9", "int9"),

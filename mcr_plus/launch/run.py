@@ -147,8 +147,9 @@ def _message(alike: Sequence[RankState], outcome: Outcome, *, then: bool = False
     """
     example, several = alike[0], len(alike) > 1
     ranks = _ranks(state.rank for state in alike)
-    ending = "then failed" if then else "failed" if several else example.ending()
-    head = f"mcr-plus: {ranks} of {len(outcome.states)} {ending}"
+    head = f"mcr-plus: {ranks} of {len(outcome.states)} {'then ' * then}failed"
+    if not then and not several:
+        head += f": it {example.ending()}"
     words = [f"  {line}" for line in (example.exception() if then else example.last_words())]
     if not words:
         return [f"{head}, without a word"]

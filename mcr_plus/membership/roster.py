@@ -8,6 +8,7 @@ the first epoch had for itself:
     epoch<n>/leaving                         some member has begun to leave the epoch
     epoch<n>/attempt<a>/proposal/<rank>      what a member brings to the decision
     epoch<n>/attempt<a>/decision             leads to epoch n+1, or is refused, and attempt a+1 follows
+    members                                  of epoch 0, where newcomers may come
     ended                                    nobody is taken in any more
     newcomer/<k>                             a process that waits to be taken in; `newcomers` counts them
 
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mcr_plus.core.deadline import Deadline
 from mcr_plus.errors import LaunchError
+from mcr_plus.liveness.proc import state_of
 from mcr_plus.membership.rules import Decision, Process, Proposal, decide, members_after
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 _FIRST_NAP: Final = 0.001
 _LONGEST_NAP: Final = 0.02
+_LOOK_EVERY: Final = 0.5  # seconds between two looks of a newcomer at the ranks' processes
 
 
 @dataclass
@@ -108,6 +111,10 @@ class Roster:
             nap = min(1.5 * nap, _LONGEST_NAP)
         return _read(self.root.get(key))
 
+    def announce(self) -> None:
+        """Publish the members, for newcomers."""
+        self.root.set("members", json.dumps(self.members))
+
     def end(self) -> None:
         """Take nobody in any more: processes that wait go away."""
         self.root.set("ended", "")
@@ -153,6 +160,12 @@ def _difference(ours: Mapping[str, str], theirs: Mapping[str, Any]) -> str | Non
     return None
 
 
+def _has_died(process: Process, own: Process) -> bool:
+    """Whether a process has died, as far as that shows here."""
+    same = process.place == own.place and bool(own.started)
+    return same and state_of(process.pid, process.started) == "dead"
+
+
 def _read(text: bytes) -> tuple[Decision, tuple[Process, ...]]:
     decision, members = json.loads(text)
     return Decision.read(decision), tuple(Process(*member) for member in members)
@@ -164,9 +177,10 @@ def join(
     """Wait until the members of a job take this process in.
 
     Returns the number of the first epoch in which it is a member, and its members; None if the job has ended.
-    Raises `LaunchError` if they refuse it, or do not take it in within `timeout` seconds.
+    Raises `LaunchError` if they refuse it, are all lost, or do not take it in within `timeout` seconds.
     """
-    deadline, nap = Deadline(timeout), _FIRST_NAP
+    deadline, looks, nap = Deadline(timeout), Deadline(_LOOK_EVERY), _FIRST_NAP
+    members: tuple[Process, ...] = ()
     try:
         number = root.add("newcomers", 1) - 1
         asked = {"process": newcomer, "passport": dict(passport)}
@@ -182,6 +196,15 @@ def join(
                 continue
             if root.check(["ended"]):
                 return None
+            if looks.passed():
+                looks = Deadline(_LOOK_EVERY)
+                if epoch == 0 and root.check(["members"]):
+                    members = tuple(Process(*member) for member in json.loads(root.get("members")))
+                if members and all(_has_died(member, newcomer) for member in members):
+                    raise LaunchError(
+                        "all ranks of the job have died, and what they had computed is lost with them; start "
+                        "the job again, from a checkpoint if there is one"
+                    )
             refused = f"newcomer/{number}/refused"
             if root.check([refused]):
                 raise LaunchError(f"the job has not taken this process in: {root.get(refused).decode()}")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from weakref import WeakValueDictionary
 
 from mcr_plus.communicator.open_group import OpenGroup, release_unused
-from mcr_plus.core.environment import quota_cores
+from mcr_plus.core.environment import min_ranks, quota_cores
 from mcr_plus.core.group import Group
 from mcr_plus.dispatch.board.base import Failure
 from mcr_plus.dispatch.closing import abandon, drain, forget
@@ -119,6 +119,8 @@ class Runtime:
         self.roster = world.roster
         if self.roster is None and world.store is not None:
             self.roster = Roster(world.store, 0, self._peers.processes, world.rank)
+            if world.rank == 0 and min_ranks() is not None:
+                self.roster.announce()
         here = world.hosts.count(world.hosts[world.rank])
         self.engine = Engine(
             self._peers,

@@ -222,7 +222,7 @@ def elastic(
     rank that had not completed the last step gets the state of one that has. A process that `mcr-plus run
     --min-ranks` has started again is alone in its job until its loop begins; the others take it in between
     two steps, and it gets model, optimizer and `state` from them. What happened is one line on stderr of
-    rank 0.
+    the first rank that has gone on.
 
     The ranks may change between two steps: read `mcr.get_rank()` and `mcr.get_world_size()` in each, so that
     the step's data is divided among the ranks that there are.
@@ -379,7 +379,8 @@ class _Loop:
                 self._begin(runtime, carried, is_new=self._done < 0)
             except PeerLost:
                 continue
-            if runtime.world.rank == 0:
+            first = next(rank for rank, before in enumerate(changes.former) if before is not None)
+            if runtime.world.rank == first:
                 _log.warning("%s", _line(changes, self._done, runtime.world.size, time.monotonic() - began))
             return
 

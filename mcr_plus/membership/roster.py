@@ -11,6 +11,7 @@ the first epoch had for itself:
     members                                  of epoch 0, where newcomers may come
     ended                                    nobody is taken in any more
     newcomer/<k>                             a process that waits to be taken in; `newcomers` counts them
+    newcomer/<k>/joined, .../refused         whether it has been
 
 The store must outlive the ranks that are lost: that of `mcr-plus run` or of torchrun's agent does.
 """
@@ -140,11 +141,18 @@ class Roster:
                 break
             self._read += 1
             asked = json.loads(self.root.get(key))
+            if self.root.check(
+                [f"{key}/joined"]
+            ):  # before this process, which has read nothing yet, was here
+                continue
             if (problem := _difference(self.passport, asked["passport"])) is not None:
                 self.root.set(f"newcomer/{number}/refused", problem)
             else:
                 self._waiting[number] = Process(*asked["process"])
-        return list(self._waiting.values())
+        own = self.members[self.rank]
+        return [
+            each for each in self._waiting.values() if each not in self.members and not _has_died(each, own)
+        ]
 
     def following(self, members: tuple[Process, ...], rank: int) -> Roster:
         """The roster of the next epoch. `rank`: of this process in it."""
@@ -191,6 +199,7 @@ def join(
             if root.check([key]):
                 decision, members = _read(root.get(key))
                 if newcomer in decision.join:
+                    root.set(f"newcomer/{number}/joined", "")
                     return epoch + 1, members
                 epoch, attempt = (epoch, attempt + 1) if decision.refusal else (epoch + 1, 0)
                 continue

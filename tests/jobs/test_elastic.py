@@ -136,8 +136,8 @@ def _wrong_uses() -> dict[str, str]:
     model, optimizer = program.model_and_optimizer()
     mcr.wrap(model, optimizer)
     skipped = torch.nn.Linear(2, 2)
-    skipped.weight.mcr_skip = True  # type: ignore[assignment]
-    errors = {}
+    skipped.weight.mcr_skip = True  # type: ignore[attr-defined]
+    errors: dict[str, str] = {}
 
     def note(name: str, *arguments: Any, **options: Any) -> None:
         try:
@@ -164,9 +164,12 @@ def test_calls_that_make_no_sense_are_refused() -> None:
             "least": "InvalidArgument: min_ranks: expected a number of ranks from 1 to 2, got 3",
             "model": "InvalidArgument: model: expected a torch.nn.Module, got str",
             "optimizer": "InvalidArgument: optimizer: expected a torch.optim.Optimizer, got Sequential",
-            "state": "InvalidArgument: state 0: expected an object with state_dict and load_state_dict, got int",
+            "state": "InvalidArgument: state 0: expected an object with state_dict and load_state_dict, "
+            "got int",
             "steps": "InvalidArgument: steps: expected a number of steps or None, got -1",
-            "skip": "InvalidArgument: model: 'weight' is not replicated, so it is lost with a rank; elastic needs replicas",
+            "skip": "InvalidArgument: model: 'weight' is not replicated, so it is lost with a rank; elastic "
+            "needs replicas",
             "with": "NotInitialized: elastic: use each step in a `with` block, so that losses are caught",
-            "timeout": "InvalidArgument: timeout: expected a duration such as 300s or a number of seconds, got 'never'",
+            "timeout": "InvalidArgument: timeout: expected a duration such as 300s or a number of seconds, "
+            "got 'never'",
         }

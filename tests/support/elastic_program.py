@@ -1,9 +1,10 @@
 """Trains a small model in an elastic loop, and loses ranks where it is told to.
 
-    mcr-plus run -n 3 --min-ranks 2 --restart-failed 2 elastic_program.py '{"steps": 30, "deaths": [[1, 5, 0]]}'
+    mcr-plus run -n 3 --min-ranks 2 --restart-failed 2 elastic_program.py FOLDER PLAN
 
-A death is of a launcher's rank, in a step, after so many restarts; `where`: before the backward pass or after
-the optimizer's step. Each rank writes what it has at the end to FOLDER/end.RANK. See tests/jobs/test_elastic.py.
+A plan such as {"steps": 30, "deaths": [[1, 5, 0, "backward"]]} has the steps, and deaths: of a launcher's
+rank, in a step, after so many restarts of the rank, and where in the step. Each rank writes what it has at the
+end to FOLDER/end.RANK. See tests/jobs/test_elastic.py.
 """
 
 from __future__ import annotations
@@ -88,11 +89,7 @@ def main(folder: str, text: str) -> None:
         "rank": mcr.get_rank(),
         "size": mcr.get_world_size(),
         "values": torch.cat([each.detach().flatten() for each in model.parameters()]).tolist(),
-        "moments": [
-            optimizer.state[each]["exp_avg_sq"].sum().item()
-            for each in model.parameters()
-            if each in optimizer.state
-        ],
+        "moments": [state["exp_avg_sq"].sum().item() for state in optimizer.state.values()],
         "sampler": sampler.seen,
         "seen": seen,
     }

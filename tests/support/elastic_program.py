@@ -3,7 +3,7 @@
     mcr-plus run -n 3 --min-ranks 2 --restart-failed 2 elastic_program.py FOLDER PLAN
 
 A plan such as {"steps": 30, "deaths": [[1, 5, 0, "backward"]]} has the steps, and deaths: of a launcher's
-rank, in a step, after so many restarts of the rank, and where in the step. Each rank writes what it has at the
+rank, in a step, after so many restarts of the rank, and where in it. Each rank writes what it has at the
 end to FOLDER/end.RANK. See tests/jobs/test_elastic.py.
 """
 

@@ -114,7 +114,8 @@ def decide(
 
     A member that has not proposed is waited for as long as nobody has found it lost. Of members that have
     proposed, the dead are left out, and where some do not reach each other, those that most others reach go
-    on. They must be more than half of the members that may still run, or `least`.
+    on. They must be more than half of the members that may still run, or `least`. A minority waits for those
+    that may run and have not proposed: one member that hears nobody must not stop a majority.
     """
     if (wrong := _wrong_argument(proposals, seen)) is not None:
         return wrong
@@ -132,6 +133,8 @@ def decide(
         running = [rank for rank in range(size) if lost.get(rank) not in _STOPS_ELSEWHERE or rank in stay]
         if 2 * len(stay) <= len(running):
             apart = [rank for rank in running if rank not in stay]
+            if not expired and any(rank not in proposals for rank in apart):
+                return None
             text = (
                 f"{len(stay)} of {len(running)} ranks that may be running are within reach, no majority; "
                 f"{phrase_ranks(apart)} may have gone on without them (min_ranks={len(stay)} would allow it)"

@@ -21,7 +21,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mcr_plus.core.deadline import Deadline
 from mcr_plus.errors import LaunchError
@@ -36,6 +36,20 @@ _LONGEST_NAP: Final = 0.02
 _LOOK_EVERY: Final = 0.5  # seconds between two looks of a newcomer at the ranks' processes
 
 
+class Settlement(NamedTuple):
+    """What the members of an epoch have decided.
+
+    Attributes:
+        decision: as `decide` has made it.
+        members: of the next epoch, by rank; none where it is refused.
+        taken: numbers of the requests of all newcomers that have ever been taken in.
+    """
+
+    decision: Decision
+    members: tuple[Process, ...]
+    taken: tuple[int, ...]
+
+
 @dataclass
 class Roster:
     """The members of one epoch, as one of them has them.
@@ -46,6 +60,7 @@ class Roster:
         members: their processes, by rank.
         rank: of this process.
         passport: of a newcomer, what must be equal (version, configuration).
+        taken: numbers of the requests of newcomers that have been taken in before this epoch.
         attempt: number of the next attempt to leave the epoch; equal on members that have called as often.
     """
 
@@ -54,8 +69,9 @@ class Roster:
     members: tuple[Process, ...]
     rank: int
     passport: Mapping[str, str] = field(default_factory=dict)
+    taken: tuple[int, ...] = ()
     attempt: int = 0
-    _read: int = 0  # newcomers whose requests have been read
+    _refused: set[int] = field(default_factory=set)
     _waiting: dict[int, Process] = field(default_factory=dict)
 
     @property
@@ -68,14 +84,13 @@ class Roster:
         proposal: Proposal,
         seen: Callable[[], Mapping[int, str]],
         timeout: float,
-    ) -> tuple[Decision, tuple[Process, ...]]:
+    ) -> Settlement:
         """Decide with the other members who goes on; collective over those that are not lost.
 
         `seen`: returns the states of lost members as this process sees them now. After `timeout` seconds the
         attempt is refused on all members that have called this.
 
-        Returns the decision and the members of the next epoch, in the order of their ranks; none where it is
-        refused. Raises `LaunchError` if the store does not answer.
+        Raises `LaunchError` if the store does not answer.
         """
         place = f"{self.place}/attempt{self.attempt}"
         self.attempt += 1
@@ -90,7 +105,7 @@ class Roster:
 
     def _settle(
         self, place: str, proposal: Proposal, seen: Callable[[], Mapping[int, str]], deadline: Deadline
-    ) -> tuple[Decision, tuple[Process, ...]]:
+    ) -> Settlement:
         self.root.set(f"{self.place}/leaving", "")
         self.root.set(f"{place}/proposal/{self.rank}", json.dumps(proposal.plain()))
         proposals = {self.rank: proposal}
@@ -105,7 +120,9 @@ class Roster:
                 found = decide(len(self.members), proposals, lost, newcomers, expired=expired)
                 if found is not None:
                     members = members_after(self.members, found)
-                    self.root.compare_set(key, "", json.dumps([found.plain(), members]))
+                    joined = [number for number, each in self._waiting.items() if each in found.join]
+                    taken = sorted({*self.taken, *joined})
+                    self.root.compare_set(key, "", json.dumps([found.plain(), members, taken]))
                     break
             time.sleep(nap)
             nap = min(1.5 * nap, _LONGEST_NAP)
@@ -132,24 +149,33 @@ class Roster:
 
     def newcomers(self) -> Sequence[Process]:
         """Processes that wait to be taken in, and may be; others are told why not."""
-        total = self.root.add("newcomers", 0)
-        while self._read < total:
-            number = self._read
+        for number in range(self.root.add("newcomers", 0)):
+            if number in self.taken or number in self._refused or number in self._waiting:
+                continue
             key = f"newcomer/{number}"
-            if not self.root.check([key]):  # counted, and not written yet
-                break
-            self._read += 1
+            if not self.root.check([key]):  # counted, and not written yet, or never if the process has died
+                continue
             asked = json.loads(self.root.get(key))
             if (problem := _difference(self.passport, asked["passport"])) is not None:
+                self._refused.add(number)
                 self.root.set(f"newcomer/{number}/refused", problem)
             else:
                 self._waiting[number] = Process(*asked["process"])
         return list(self._waiting.values())
 
-    def following(self, members: tuple[Process, ...], rank: int) -> Roster:
+    def following(self, settled: Settlement, rank: int) -> Roster:
         """The roster of the next epoch. `rank`: of this process in it."""
-        waiting = {number: each for number, each in self._waiting.items() if each not in members}
-        return Roster(self.root, self.epoch + 1, members, rank, self.passport, 0, self._read, waiting)
+        waiting = {number: each for number, each in self._waiting.items() if number not in settled.taken}
+        return Roster(
+            self.root,
+            self.epoch + 1,
+            settled.members,
+            rank,
+            self.passport,
+            settled.taken,
+            _refused=self._refused,
+            _waiting=waiting,
+        )
 
 
 def _difference(ours: Mapping[str, str], theirs: Mapping[str, Any]) -> str | None:
@@ -166,17 +192,18 @@ def _has_died(process: Process, own: Process) -> bool:
     return same and state_of(process.pid, process.started) == "dead"
 
 
-def _read(text: bytes) -> tuple[Decision, tuple[Process, ...]]:
-    decision, members = json.loads(text)
-    return Decision.read(decision), tuple(Process(*member) for member in members)
+def _read(text: bytes) -> Settlement:
+    decision, members, taken = json.loads(text)
+    return Settlement(Decision.read(decision), tuple(Process(*each) for each in members), tuple(taken))
 
 
 def join(
     root: Store, newcomer: Process, passport: Mapping[str, str], timeout: float
-) -> tuple[int, tuple[Process, ...]] | None:
+) -> tuple[int, Settlement] | None:
     """Wait until the members of a job take this process in.
 
-    Returns the number of the first epoch in which it is a member, and its members; None if the job has ended.
+    Returns the number of the first epoch in which it is a member, and how it became one; None if the job has
+    ended.
     Raises `LaunchError` if they refuse it, are all lost, or do not take it in within `timeout` seconds.
     """
     deadline, looks, nap = Deadline(timeout), Deadline(_LOOK_EVERY), _FIRST_NAP
@@ -189,10 +216,11 @@ def join(
         while True:
             key = f"epoch{epoch}/attempt{attempt}/decision"
             if root.check([key]):
-                decision, members = _read(root.get(key))
-                if newcomer in decision.join:
-                    return epoch + 1, members
-                epoch, attempt = (epoch, attempt + 1) if decision.refusal else (epoch + 1, 0)
+                settled = _read(root.get(key))
+                if number in settled.taken:
+                    return epoch + 1, settled
+                epoch, attempt = (epoch, attempt + 1) if settled.decision.refusal else (epoch + 1, 0)
+                members = settled.members or members  # none after a refusal
                 continue
             if root.check(["ended"]):
                 return None

@@ -136,7 +136,8 @@ def _go_on(
     while True:
         lost = dict(seen())
         _release_waiting(runtime, lost, what)
-        decision, members = roster.settle(replace(proposal, lost=lost), seen, timeout)
+        settled = roster.settle(replace(proposal, lost=lost), seen, timeout)
+        decision, members = settled.decision, settled.members
         if decision.refusal is not None:
             raise _REFUSED.get(decision.refusal, BackendError)(f"{what}: {decision.text}")
         changes.take(decision, members)
@@ -146,7 +147,7 @@ def _go_on(
             close_world(runtime, text, decision)
             raise Revoked(f"{what}: {text}")
         close_world(runtime, f"epoch {changes.epoch} has begun, with {len(members)} ranks", decision)
-        roster = roster.following(members, members.index(roster.members[roster.rank]))
+        roster = roster.following(settled, members.index(roster.members[roster.rank]))
         if roster.epoch % _COLLECT_EVERY == 0:
             gc.collect()
         watch = Watch(roster, runtime.loaded)
@@ -176,8 +177,9 @@ def join_job(passport: Mapping[str, str], proposal: Proposal, timeout: float, wh
     joined = join(root, mine, passport, timeout)
     if joined is None:
         return None
-    epoch, members = joined
-    roster = Roster(root, epoch, members, members.index(mine), passport)
+    epoch, settled = joined
+    members = settled.members
+    roster = Roster(root, epoch, members, members.index(mine), passport, settled.taken)
     close_world(alone, "this process has joined a job", Decision())
     watch = Watch(roster, alone.loaded)
     try:

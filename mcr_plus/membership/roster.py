@@ -61,7 +61,7 @@ class Roster:
         rank: of this process.
         passport: of a newcomer, what must be equal (version, configuration).
         taken: numbers of the requests of newcomers that have been taken in before this epoch.
-        attempt: number of the next attempt to leave the epoch; equal on members that have called as often.
+        attempt: number of the next attempt to leave the epoch, which has no decision that this member knows.
     """
 
     root: Store
@@ -90,18 +90,20 @@ class Roster:
         `seen`: returns the states of lost members as this process sees them now. After `timeout` seconds the
         attempt is refused on all members that have called this.
 
-        Raises `LaunchError` if the store does not answer.
+        Raises `LaunchError` if the store does not answer. The next call belongs to the same attempt then:
+        others may have decided it.
         """
         place = f"{self.place}/attempt{self.attempt}"
-        self.attempt += 1
         try:
-            return self._settle(place, proposal, seen, Deadline(timeout))
+            settled = self._settle(place, proposal, seen, Deadline(timeout))
         except LaunchError:
             raise
         except RuntimeError as error:
             raise LaunchError(
                 f"the job's store does not answer, so that ranks cannot agree on who goes on: {error}"
             ) from error
+        self.attempt += 1
+        return settled
 
     def _settle(
         self, place: str, proposal: Proposal, seen: Callable[[], Mapping[int, str]], deadline: Deadline

@@ -6,6 +6,7 @@ the decision, and whoever is a member of the next epoch goes on there. A decisio
 the first epoch had for itself:
 
     epoch<n>/leaving                         some member has begun to leave the epoch
+    epoch<n>/outcome                         whether the members have made the world of the epoch
     epoch<n>/attempt<a>/proposal/<rank>      what a member brings to the decision
     epoch<n>/attempt<a>/decision             leads to epoch n+1, or is refused, and attempt a+1 follows
     members                                  of epoch 0, where newcomers may come
@@ -142,6 +143,21 @@ class Roster:
     def is_being_left(self) -> bool:
         """Whether a member has begun to leave this epoch."""
         return self.root.check([f"{self.place}/leaving"])
+
+    def conclude(self, *, made: bool) -> bool:
+        """Whether the members have made the world of this epoch: the same on all of them.
+
+        `made`: this one has, and knows that all others have theirs; otherwise it goes no further. Who says so
+        first is right. Raises `LaunchError` if the store does not answer.
+        """
+        key = f"{self.place}/outcome"
+        try:
+            self.root.compare_set(key, "", "made" if made else "left")
+            return self.root.get(key) == b"made"
+        except LaunchError:
+            raise
+        except RuntimeError as error:
+            raise LaunchError(f"the job's store does not answer: {error}") from error
 
     def _read_proposals(self, place: str, proposals: dict[int, Proposal]) -> None:
         for rank in range(len(self.members)):

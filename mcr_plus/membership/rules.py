@@ -14,6 +14,8 @@ from mcr_plus.errors import phrase_ranks
 Refusal = Literal["absent", "living", "minority", "few", "argument"]
 _STOPS_ELSEWHERE: Final = ("dead", "stopped")
 """States in which a rank cannot go on with others on the other side of a partition."""
+_CERTAINTY: Final = ("named", "silent", "stopped", "dead")
+"""What is said of a lost rank; what somebody has seen of its process counts more than silence."""
 
 
 class Process(NamedTuple):
@@ -172,15 +174,12 @@ def _wrong_argument(proposals: Mapping[int, Proposal], seen: Mapping[int, str]) 
 
 
 def _lost(proposals: Mapping[int, Proposal], seen: Mapping[int, str]) -> dict[int, str]:
-    """The state of each member that cannot be waited for; a death counts more than other findings."""
+    """The state of each member that cannot be waited for, as the member that knows most has it."""
     lost: dict[int, str] = {}
-    for proposal in proposals.values():
-        for rank in proposal.named:
-            lost.setdefault(rank, "named")
-    for found in (*(proposal.lost for proposal in proposals.values()), seen):
+    named = (dict.fromkeys(proposal.named, "named") for proposal in proposals.values())
+    for found in (*named, *(proposal.lost for proposal in proposals.values()), seen):
         for rank, state in found.items():
-            if rank not in lost or lost[rank] == "named" or state == "dead":
-                lost[rank] = state
+            lost[rank] = max(lost.get(rank, "named"), state, key=_CERTAINTY.index)
     return lost
 
 

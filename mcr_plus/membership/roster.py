@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mcr_plus.core.deadline import Deadline
@@ -110,15 +110,19 @@ class Roster:
         self, place: str, proposal: Proposal, seen: Callable[[], Mapping[int, str]], deadline: Deadline
     ) -> Settlement:
         self.root.set(f"{self.place}/leaving", "")
-        self.root.set(f"{place}/proposal/{self.rank}", json.dumps(proposal.plain()))
-        proposals = {self.rank: proposal}
+        self._propose(place, proposal)
         key, nap = f"{place}/decision", _FIRST_NAP
         while not self.root.check([key]):
             lost = dict(seen())
+            # Whoever decides may be on another host, which is not told of this one's processes now.
+            dead = {rank: state for rank, state in lost.items() if state == "dead"}
+            if not dead.items() <= proposal.lost.items():
+                proposal = replace(proposal, lost={**proposal.lost, **dead})
+                self._propose(place, proposal)
             expired = deadline.passed()
             # One member decides, so that not all read everything; the next one does if it is lost.
             if expired or all(rank in lost or rank in proposal.named for rank in range(self.rank)):
-                self._read_proposals(place, proposals)
+                proposals = self._proposals(place)
                 newcomers = list(self.newcomers())
                 found = decide(len(self.members), proposals, lost, newcomers, expired=expired)
                 if found is not None:
@@ -159,11 +163,17 @@ class Roster:
         except RuntimeError as error:
             raise LaunchError(f"the job's store does not answer: {error}") from error
 
-    def _read_proposals(self, place: str, proposals: dict[int, Proposal]) -> None:
-        for rank in range(len(self.members)):
-            key = f"{place}/proposal/{rank}"
-            if rank not in proposals and self.root.check([key]):
-                proposals[rank] = Proposal.read(json.loads(self.root.get(key)))
+    def _propose(self, place: str, proposal: Proposal) -> None:
+        self.root.set(f"{place}/proposal/{self.rank}", json.dumps(proposal.plain()))
+
+    def _proposals(self, place: str) -> dict[int, Proposal]:
+        """Those that members have made by now."""
+        keys = {rank: f"{place}/proposal/{rank}" for rank in range(len(self.members))}
+        return {
+            rank: Proposal.read(json.loads(self.root.get(key)))
+            for rank, key in keys.items()
+            if self.root.check([key])
+        }
 
     def newcomers(self) -> Sequence[Process]:
         """Processes that wait to be taken in, and may be; others are told why not."""

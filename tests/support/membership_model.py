@@ -32,6 +32,8 @@ Each rule of the design can be switched off. What they are in the code:
     knows_taken       the decisions say who has been taken in. Off: a rank knows what it has read itself.
     minority_waits    `decide` refuses a minority once all that may run have proposed, or the time is over.
                       Off: at once.
+    tells_later       a rank that sees a death after its proposal adds it, as others may not see it. Off: it
+                      keeps it to itself.
     believes_error    a build that has ended for a loss is left, also if the rank runs when it is looked at
                       again. Off: the call raises.
 """
@@ -150,6 +152,8 @@ class Model(Access):
             yield from self._reads_decision(state, who, attempt)
             return
         mine = rank.members.index(who)
+        if self.setup.hosts and self.rules.tells_later:
+            yield from self._adds(state, who, attempt)
         news = rank.got != attempt.bids
         for look, lies in self._looks(state, who):
             lost = dict(look)
@@ -168,6 +172,19 @@ class Model(Access):
                 after = state._replace(failures=state.failures - 1, lies=state.lies - lies)
                 after = self._with(after, who, phase="left", look=look, attempt=number, got=())
                 yield Move(f"gets no answer from the store, and calls again, {seen(look)}", after, False)
+
+    def _adds(self, state: State, who: int, attempt: Attempt) -> Iterator[Move]:
+        """A rank writes its proposal again, with deaths that it has seen since."""
+        rank = state.ranks[who]
+        mine = rank.members.index(who)
+        bid = attempt.bids[mine]
+        assert bid is not None
+        for look, _ in self._looks(state, who):
+            found = {**dict(bid.lost), **{other: life for other, life in look if life == "dead"}}
+            more = bid._replace(lost=tuple(sorted(found.items())))
+            if more != bid:
+                after = self._note(state, who, bids=(*attempt.bids[:mine], more, *attempt.bids[mine + 1 :]))
+                yield Move(f"adds to its proposal, {seen(look)}", after)
 
     def expiry(self, state: State, who: int) -> Move | None:
         """The deadline of a call passes."""
@@ -210,7 +227,7 @@ class Model(Access):
     def _from_read(self, state: State, who: int) -> Iterator[Move]:
         rank = state.ranks[who]
         if rank.at < len(rank.members):
-            bid = rank.got[rank.at] or self._attempt(state, who).bids[rank.at]
+            bid = self._attempt(state, who).bids[rank.at]
             got = (*rank.got[: rank.at], bid, *rank.got[rank.at + 1 :])
             yield Move(f"reads proposal {rank.at}", self._with(state, who, at=rank.at + 1, got=got))
             return
@@ -398,7 +415,7 @@ class Model(Access):
             if rank.phase == "gone":
                 continue
             ranks = state.ranks
-            if state.crashes:
+            if state.crashes and self.is_observed(state, who):
                 after = state._replace(
                     ranks=(*ranks[:who], _DEAD, *ranks[who + 1 :]), crashes=state.crashes - 1
                 )

@@ -28,6 +28,7 @@ class Rules:
     requests_stay: bool = True
     knows_taken: bool = True
     minority_waits: bool = True
+    tells_later: bool = True
     believes_error: bool = True
 
 
@@ -45,6 +46,8 @@ class Setup:
         lies: looks that find a running rank silent, at most; by `liar` alone, if that is not None.
         newcomer: whether a process asks to be taken in. It gets the lowest rank.
         sides: side of a partition on which each rank is, for good. Each side has a store of its own.
+        hosts: of each rank. From a build to the next world, ranks see what happens on their own host alone,
+            where one of them lives.
         least: min_ranks of all calls.
         calls: how often a rank calls again after a refusal.
         done: operation up to which each rank has completed all in the first epoch; 0 where it is left out.
@@ -62,6 +65,7 @@ class Setup:
     liar: int | None = None
     newcomer: bool = False
     sides: tuple[int, ...] = ()
+    hosts: tuple[int, ...] = ()
     least: int | None = None
     calls: int = 0
     done: tuple[int, ...] = ()
@@ -217,6 +221,20 @@ class Access:
         attempts = (*attempts[: rank.attempt], changed, *attempts[rank.attempt + 1 :])
         return self._write(state, who, attempts=attempts)
 
+    def sees(self, rank: Rank, who: int, member: int) -> bool:
+        """Whether a rank is told of another one's process."""
+        hosts = self.setup.hosts
+        return not hosts or rank.epoch == 0 or rank.phase == "world" or hosts[who] == hosts[member]
+
+    def is_observed(self, state: State, who: int) -> bool:
+        """Whether another rank of the same host can tell others of this one's death."""
+        hosts = self.setup.hosts
+        return not hosts or any(
+            rank.life == "runs" and rank.phase != "gone" and hosts[other] == hosts[who]
+            for other, rank in enumerate(state.ranks)
+            if other != who
+        )
+
     # -- what a rank sees ------------------------------------------------------------------------------
 
     def _looks(self, state: State, who: int) -> Iterator[tuple[Look, int]]:
@@ -226,7 +244,8 @@ class Access:
         each: list[tuple[str, ...]] = []
         for member in members:
             other = state.ranks[member]
-            if member == who:
+            away = other.life != "runs" or other.phase == "gone"
+            if member == who or (away and not self.sees(state.ranks[who], who, member)):
                 each.append(("",))
             elif self.sides[member] != self.sides[who]:
                 each.append(("silent",))

@@ -42,6 +42,10 @@ FINE: Final[dict[str, tuple[Setup, int]]] = {
     "a newcomer, deadlines at any moment": (Setup(2, crashes=1, newcomer=True, early=True), 1_000),
     "a newcomer takes the place of one of three": (Setup(3, crashes=1, newcomer=True), 8_000),
     "a newcomer is stopped, or a rank": (Setup(2, stops=1, newcomer=True), 1_000),
+    "a newcomer on another host, one of two dies": (
+        Setup(2, crashes=1, newcomer=True, hosts=(1, 1, 0)),
+        500,
+    ),
     "a partition of three, with a store on each side": (Setup(3, crashes=1, sides=(0, 0, 1)), 500),
     "a partition of four into halves": (Setup(4, sides=(0, 0, 1, 1)), 40),
 }
@@ -53,6 +57,9 @@ LONG: Final[dict[str, Setup]] = {
     "one of four dies, one is silent": Setup(4, crashes=1, lies=1),
     "one of four dies, one is stopped": Setup(4, crashes=1, stops=1),
     "two die, of three ranks and a newcomer": Setup(3, crashes=2, newcomer=True),
+    "two die, of three ranks, and a newcomer on another host": Setup(
+        3, crashes=2, newcomer=True, hosts=(1, 1, 1, 0)
+    ),
     "one dies, one is stopped, of two ranks and a newcomer": Setup(2, crashes=1, stops=1, newcomer=True),
     "one of three dies, one is stopped, one is silent": Setup(3, crashes=1, stops=1, lies=1),
     "a partition of four, of which two die": Setup(4, crashes=2, sides=(0, 0, 0, 1)),
@@ -143,6 +150,12 @@ KNOWN: Final[dict[str, tuple[Setup, str, tuple[str, ...]]]] = {
         Setup(3, lies=2, liar=0),
         "a majority that could go on is refused",
         ("refused, minority",),
+    ),
+    # The newcomer has the lowest rank and decides; it is not told of what dies on the other host.
+    "tells_later": (
+        Setup(3, crashes=2, newcomer=True, hosts=(1, 1, 1, 0)),
+        "waited for until the deadline",
+        ("1 dies", "2 dies", "refused, absent"),
     ),
     # What has ended the build is over, so that the rank takes its own error for one of another kind.
     "believes_error": (Setup(3, crashes=1, stops=1), "although that is over", ("is stopped",)),

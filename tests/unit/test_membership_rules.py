@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mcr_plus.membership.rules import Decision, Process, Proposal, decide, members_after
 
-STATES = ("dead", "stopped", "silent")
+STATES: tuple[str, ...] = ("dead", "stopped", "silent")
 
 
 def process(number: int, pid: int = 0) -> Process:

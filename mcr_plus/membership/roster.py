@@ -6,12 +6,13 @@ the decision, and whoever is a member of the next epoch goes on there. A decisio
 the first epoch had for itself:
 
     epoch<n>/leaving                         some member has begun to leave the epoch
+    epoch<n>/outcome                         whether the members have made the world of the epoch
     epoch<n>/attempt<a>/proposal/<rank>      what a member brings to the decision
     epoch<n>/attempt<a>/decision             leads to epoch n+1, or is refused, and attempt a+1 follows
     members                                  of epoch 0, where newcomers may come
     ended                                    nobody is taken in any more
     newcomer/<k>                             a process that waits to be taken in; `newcomers` counts them
-    newcomer/<k>/joined, .../refused         whether it has been
+    newcomer/<k>/refused                     why it is not
 
 The store must outlive the ranks that are lost: that of `mcr-plus run` or of torchrun's agent does.
 """
@@ -21,8 +22,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mcr_plus.core.deadline import Deadline
 from mcr_plus.errors import LaunchError
@@ -37,6 +38,20 @@ _LONGEST_NAP: Final = 0.02
 _LOOK_EVERY: Final = 0.5  # seconds between two looks of a newcomer at the ranks' processes
 
 
+class Settlement(NamedTuple):
+    """What the members of an epoch have decided.
+
+    Attributes:
+        decision: as `decide` has made it.
+        members: of the next epoch, by rank; none where it is refused.
+        taken: numbers of the requests of all newcomers that have ever been taken in.
+    """
+
+    decision: Decision
+    members: tuple[Process, ...]
+    taken: tuple[int, ...]
+
+
 @dataclass
 class Roster:
     """The members of one epoch, as one of them has them.
@@ -47,7 +62,8 @@ class Roster:
         members: their processes, by rank.
         rank: of this process.
         passport: of a newcomer, what must be equal (version, configuration).
-        attempt: number of the next attempt to leave the epoch; equal on members that have called as often.
+        taken: numbers of the requests of newcomers that have been taken in before this epoch.
+        attempt: number of the next attempt to leave the epoch, which has no decision that this member knows.
     """
 
     root: Store
@@ -55,8 +71,9 @@ class Roster:
     members: tuple[Process, ...]
     rank: int
     passport: Mapping[str, str] = field(default_factory=dict)
+    taken: tuple[int, ...] = ()
     attempt: int = 0
-    _read: int = 0  # newcomers whose requests have been read
+    _refused: set[int] = field(default_factory=set)
     _waiting: dict[int, Process] = field(default_factory=dict)
 
     @property
@@ -69,44 +86,51 @@ class Roster:
         proposal: Proposal,
         seen: Callable[[], Mapping[int, str]],
         timeout: float,
-    ) -> tuple[Decision, tuple[Process, ...]]:
+    ) -> Settlement:
         """Decide with the other members who goes on; collective over those that are not lost.
 
         `seen`: returns the states of lost members as this process sees them now. After `timeout` seconds the
         attempt is refused on all members that have called this.
 
-        Returns the decision and the members of the next epoch, in the order of their ranks; none where it is
-        refused. Raises `LaunchError` if the store does not answer.
+        Raises `LaunchError` if the store does not answer. The next call belongs to the same attempt then:
+        others may have decided it.
         """
         place = f"{self.place}/attempt{self.attempt}"
-        self.attempt += 1
         try:
-            return self._settle(place, proposal, seen, Deadline(timeout))
+            settled = self._settle(place, proposal, seen, Deadline(timeout))
         except LaunchError:
             raise
         except RuntimeError as error:
             raise LaunchError(
                 f"the job's store does not answer, so that ranks cannot agree on who goes on: {error}"
             ) from error
+        self.attempt += 1
+        return settled
 
     def _settle(
         self, place: str, proposal: Proposal, seen: Callable[[], Mapping[int, str]], deadline: Deadline
-    ) -> tuple[Decision, tuple[Process, ...]]:
+    ) -> Settlement:
         self.root.set(f"{self.place}/leaving", "")
-        self.root.set(f"{place}/proposal/{self.rank}", json.dumps(proposal.plain()))
-        proposals = {self.rank: proposal}
+        self._propose(place, proposal)
         key, nap = f"{place}/decision", _FIRST_NAP
         while not self.root.check([key]):
             lost = dict(seen())
+            # Whoever decides may be on another host, which is not told of this one's processes now.
+            dead = {rank: state for rank, state in lost.items() if state == "dead"}
+            if not dead.items() <= proposal.lost.items():
+                proposal = replace(proposal, lost={**proposal.lost, **dead})
+                self._propose(place, proposal)
             expired = deadline.passed()
             # One member decides, so that not all read everything; the next one does if it is lost.
             if expired or all(rank in lost or rank in proposal.named for rank in range(self.rank)):
-                self._read_proposals(place, proposals)
+                proposals = self._proposals(place)
                 newcomers = list(self.newcomers())
                 found = decide(len(self.members), proposals, lost, newcomers, expired=expired)
                 if found is not None:
                     members = members_after(self.members, found)
-                    self.root.compare_set(key, "", json.dumps([found.plain(), members]))
+                    joined = [number for number, each in self._waiting.items() if each in found.join]
+                    taken = sorted({*self.taken, *joined})
+                    self.root.compare_set(key, "", json.dumps([found.plain(), members, taken]))
                     break
             time.sleep(nap)
             nap = min(1.5 * nap, _LONGEST_NAP)
@@ -125,39 +149,63 @@ class Roster:
         """Whether a member has begun to leave this epoch."""
         return self.root.check([f"{self.place}/leaving"])
 
-    def _read_proposals(self, place: str, proposals: dict[int, Proposal]) -> None:
-        for rank in range(len(self.members)):
-            key = f"{place}/proposal/{rank}"
-            if rank not in proposals and self.root.check([key]):
-                proposals[rank] = Proposal.read(json.loads(self.root.get(key)))
+    def conclude(self, *, made: bool) -> bool:
+        """Whether the members have made the world of this epoch: the same on all of them.
+
+        `made`: this one has, and knows that all others have theirs; otherwise it goes no further. Who says so
+        first is right. Raises `LaunchError` if the store does not answer.
+        """
+        key = f"{self.place}/outcome"
+        try:
+            self.root.compare_set(key, "", "made" if made else "left")
+            return self.root.get(key) == b"made"
+        except LaunchError:
+            raise
+        except RuntimeError as error:
+            raise LaunchError(f"the job's store does not answer: {error}") from error
+
+    def _propose(self, place: str, proposal: Proposal) -> None:
+        self.root.set(f"{place}/proposal/{self.rank}", json.dumps(proposal.plain()))
+
+    def _proposals(self, place: str) -> dict[int, Proposal]:
+        """Those that members have made by now."""
+        keys = {rank: f"{place}/proposal/{rank}" for rank in range(len(self.members))}
+        return {
+            rank: Proposal.read(json.loads(self.root.get(key)))
+            for rank, key in keys.items()
+            if self.root.check([key])
+        }
 
     def newcomers(self) -> Sequence[Process]:
         """Processes that wait to be taken in, and may be; others are told why not."""
-        total = self.root.add("newcomers", 0)
-        while self._read < total:
-            number = self._read
-            key = f"newcomer/{number}"
-            if not self.root.check([key]):  # counted, and not written yet
-                break
-            self._read += 1
-            asked = json.loads(self.root.get(key))
-            if self.root.check(
-                [f"{key}/joined"]
-            ):  # before this process, which has read nothing yet, was here
+        for number in range(self.root.add("newcomers", 0)):
+            if number in self.taken or number in self._refused or number in self._waiting:
                 continue
+            key = f"newcomer/{number}"
+            if not self.root.check([key]):  # counted, and not written yet, or never if the process has died
+                continue
+            asked = json.loads(self.root.get(key))
             if (problem := _difference(self.passport, asked["passport"])) is not None:
+                self._refused.add(number)
                 self.root.set(f"newcomer/{number}/refused", problem)
             else:
                 self._waiting[number] = Process(*asked["process"])
         own = self.members[self.rank]
-        return [
-            each for each in self._waiting.values() if each not in self.members and not _has_died(each, own)
-        ]
+        return [each for each in self._waiting.values() if not _has_died(each, own)]
 
-    def following(self, members: tuple[Process, ...], rank: int) -> Roster:
+    def following(self, settled: Settlement, rank: int) -> Roster:
         """The roster of the next epoch. `rank`: of this process in it."""
-        waiting = {number: each for number, each in self._waiting.items() if each not in members}
-        return Roster(self.root, self.epoch + 1, members, rank, self.passport, 0, self._read, waiting)
+        waiting = {number: each for number, each in self._waiting.items() if number not in settled.taken}
+        return Roster(
+            self.root,
+            self.epoch + 1,
+            settled.members,
+            rank,
+            self.passport,
+            settled.taken,
+            _refused=self._refused,
+            _waiting=waiting,
+        )
 
 
 def _difference(ours: Mapping[str, str], theirs: Mapping[str, Any]) -> str | None:
@@ -174,17 +222,18 @@ def _has_died(process: Process, own: Process) -> bool:
     return same and state_of(process.pid, process.started) == "dead"
 
 
-def _read(text: bytes) -> tuple[Decision, tuple[Process, ...]]:
-    decision, members = json.loads(text)
-    return Decision.read(decision), tuple(Process(*member) for member in members)
+def _read(text: bytes) -> Settlement:
+    decision, members, taken = json.loads(text)
+    return Settlement(Decision.read(decision), tuple(Process(*each) for each in members), tuple(taken))
 
 
 def join(
     root: Store, newcomer: Process, passport: Mapping[str, str], timeout: float
-) -> tuple[int, tuple[Process, ...]] | None:
+) -> tuple[int, Settlement] | None:
     """Wait until the members of a job take this process in.
 
-    Returns the number of the first epoch in which it is a member, and its members; None if the job has ended.
+    Returns the number of the first epoch in which it is a member, and how it became one; None if the job has
+    ended.
     Raises `LaunchError` if they refuse it, are all lost, or do not take it in within `timeout` seconds.
     """
     deadline, looks, nap = Deadline(timeout), Deadline(_LOOK_EVERY), _FIRST_NAP
@@ -197,11 +246,11 @@ def join(
         while True:
             key = f"epoch{epoch}/attempt{attempt}/decision"
             if root.check([key]):
-                decision, members = _read(root.get(key))
-                if newcomer in decision.join:
-                    root.set(f"newcomer/{number}/joined", "")
-                    return epoch + 1, members
-                epoch, attempt = (epoch, attempt + 1) if decision.refusal else (epoch + 1, 0)
+                settled = _read(root.get(key))
+                if number in settled.taken:
+                    return epoch + 1, settled
+                epoch, attempt = (epoch, attempt + 1) if settled.decision.refusal else (epoch + 1, 0)
+                members = settled.members or members  # none after a refusal
                 continue
             if root.check(["ended"]):
                 return None

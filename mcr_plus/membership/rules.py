@@ -14,6 +14,8 @@ from mcr_plus.errors import phrase_ranks
 Refusal = Literal["absent", "living", "minority", "few", "argument"]
 _STOPS_ELSEWHERE: Final = ("dead", "stopped")
 """States in which a rank cannot go on with others on the other side of a partition."""
+_CERTAINTY: Final = ("named", "silent", "stopped", "dead")
+"""What is said of a lost rank; what somebody has seen of its process counts more than silence."""
 
 
 class Process(NamedTuple):
@@ -114,7 +116,8 @@ def decide(
 
     A member that has not proposed is waited for as long as nobody has found it lost. Of members that have
     proposed, the dead are left out, and where some do not reach each other, those that most others reach go
-    on. They must be more than half of the members that may still run, or `least`.
+    on. They must be more than half of the members that may still run, or `least`. A minority waits for those
+    that may run and have not proposed: one member that hears nobody must not stop a majority.
     """
     if (wrong := _wrong_argument(proposals, seen)) is not None:
         return wrong
@@ -132,6 +135,8 @@ def decide(
         running = [rank for rank in range(size) if lost.get(rank) not in _STOPS_ELSEWHERE or rank in stay]
         if 2 * len(stay) <= len(running):
             apart = [rank for rank in running if rank not in stay]
+            if not expired and any(rank not in proposals for rank in apart):
+                return None
             text = (
                 f"{len(stay)} of {len(running)} ranks that may be running are within reach, no majority; "
                 f"{phrase_ranks(apart)} may have gone on without them (min_ranks={len(stay)} would allow it)"
@@ -169,15 +174,12 @@ def _wrong_argument(proposals: Mapping[int, Proposal], seen: Mapping[int, str]) 
 
 
 def _lost(proposals: Mapping[int, Proposal], seen: Mapping[int, str]) -> dict[int, str]:
-    """The state of each member that cannot be waited for; a death counts more than other findings."""
+    """The state of each member that cannot be waited for, as the member that knows most has it."""
     lost: dict[int, str] = {}
-    for proposal in proposals.values():
-        for rank in proposal.named:
-            lost.setdefault(rank, "named")
-    for found in (*(proposal.lost for proposal in proposals.values()), seen):
+    named = (dict.fromkeys(proposal.named, "named") for proposal in proposals.values())
+    for found in (*named, *(proposal.lost for proposal in proposals.values()), seen):
         for rank, state in found.items():
-            if rank not in lost or lost[rank] == "named" or state == "dead":
-                lost[rank] = state
+            lost[rank] = max(lost.get(rank, "named"), state, key=_CERTAINTY.index)
     return lost
 
 

@@ -32,7 +32,7 @@ from mcr_plus.errors import (
 from mcr_plus.membership.roster import Roster, join
 from mcr_plus.membership.rules import Decision, Process, Proposal
 from mcr_plus.rendezvous.processes import Peers, own_process
-from mcr_plus.rendezvous.store import join_store, part_of
+from mcr_plus.rendezvous.store import exchange, join_store, part_of
 from mcr_plus.rendezvous.watched_store import WatchedStore
 from mcr_plus.runtime import init
 
@@ -136,7 +136,8 @@ def _go_on(
     while True:
         lost = dict(seen())
         _release_waiting(runtime, lost, what)
-        decision, members = roster.settle(replace(proposal, lost=lost), seen, timeout)
+        settled = roster.settle(replace(proposal, lost=lost), seen, timeout)
+        decision, members = settled.decision, settled.members
         if decision.refusal is not None:
             raise _REFUSED.get(decision.refusal, BackendError)(f"{what}: {decision.text}")
         changes.take(decision, members)
@@ -146,14 +147,14 @@ def _go_on(
             close_world(runtime, text, decision)
             raise Revoked(f"{what}: {text}")
         close_world(runtime, f"epoch {changes.epoch} has begun, with {len(members)} ranks", decision)
-        roster = roster.following(members, members.index(roster.members[roster.rank]))
+        roster = roster.following(settled, members.index(roster.members[roster.rank]))
         if roster.epoch % _COLLECT_EVERY == 0:
             gc.collect()
         watch = Watch(roster, runtime.loaded)
         try:
             return begin_epoch(runtime, watch)
         except McrError as error:
-            if not (watch.lost() or roster.is_being_left):
+            if not (isinstance(error, PeerLost) or watch.lost() or roster.is_being_left):
                 runtime.closed_because = f"{what} has failed ({error})"
                 raise
         seen, proposal = watch.lost, replace(proposal, named=(), done={})
@@ -176,14 +177,15 @@ def join_job(passport: Mapping[str, str], proposal: Proposal, timeout: float, wh
     joined = join(root, mine, passport, timeout)
     if joined is None:
         return None
-    epoch, members = joined
-    roster = Roster(root, epoch, members, members.index(mine), passport)
+    epoch, settled = joined
+    members = settled.members
+    roster = Roster(root, epoch, members, members.index(mine), passport, settled.taken)
     close_world(alone, "this process has joined a job", Decision())
     watch = Watch(roster, alone.loaded)
     try:
         return begin_epoch(alone, watch)
-    except McrError:
-        if not (watch.lost() or roster.is_being_left):
+    except McrError as error:
+        if not (isinstance(error, PeerLost) or watch.lost() or roster.is_being_left):
             raise
     changes = Regrouping(epoch, members, tuple(None for _ in members))
     return _go_on(alone, roster, watch.lost, proposal, timeout, what, changes)
@@ -212,17 +214,37 @@ class Watch:
             text = f"{phrase_ranks(list(lost))} of epoch {self.roster.epoch}: {seen}"
             return PeerLost(text, list(lost), seen=seen)
         if self.roster.is_being_left:
-            text = f"a rank of epoch {self.roster.epoch} has seen the loss of another one"
-            return PeerLost(text, seen="reported by another rank")
+            return PeerLost(self.given_up, seen="reported by another rank")
         return None
+
+    @property
+    def given_up(self) -> str:
+        """What another member has done."""
+        return f"a rank of epoch {self.roster.epoch} has seen the loss of another one"
 
 
 def begin_epoch(before: Runtime, watch: Watch) -> Runtime:
-    """Make the world of an epoch, by the configuration of the one before; collective over its members."""
+    """Make the world of an epoch, by the configuration of the one before; collective over its members.
+
+    Either all members that live return it, also where one of them is lost by then, or none does: a rank that
+    went no further would not be told of by the boards of a world that others have.
+    """
     roster, limit = watch.roster, before.world.timeout
     store = WatchedStore(part_of(roster.root, roster.place), limit, watch.error)
-    world = init.world_of(store, roster.rank, len(roster.members), limit)
-    return init.begin(before.loaded, replace(world, roster=roster), before.timeout)
+    new, failure = None, None
+    try:
+        world = init.world_of(store, roster.rank, len(roster.members), limit)
+        new = init.begin(before.loaded, replace(world, roster=roster), before.timeout)
+        exchange(store, roster.rank, len(roster.members), "made", "", limit)
+    except McrError as error:
+        failure = error
+    if roster.conclude(made=failure is None) and new is not None:
+        return new
+    if failure is None:
+        failure = PeerLost(watch.given_up, seen="reported by another rank")
+    if new is not None:
+        close_world(new, f"epoch {roster.epoch} has not begun: {failure}", Decision())
+    raise failure
 
 
 def _release_waiting(runtime: Runtime, lost: Mapping[int, str], what: str) -> None:

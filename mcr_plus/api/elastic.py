@@ -356,7 +356,7 @@ class _Loop:
         joined = join_job(self._passport, self._proposal(), self._timeout, "elastic")
         if joined is None:
             _log.warning("elastic: the job has ended before this process could join it")
-            self._steps = 0
+            self._steps = self._done = 0
             return
         try:
             self._begin(joined, {}, is_new=True)

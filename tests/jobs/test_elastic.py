@@ -60,26 +60,39 @@ def check(ends: dict[int, dict[str, Any]], steps: int) -> None:
         assert end["sampler"] == steps, slot
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "step"])
-@pytest.mark.parametrize("victim", [0, 2])
+long = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    ("victim", "where"),
+    [
+        (0, "step"),
+        pytest.param(0, "forward", marks=long),
+        pytest.param(0, "backward", marks=long),
+        pytest.param(2, "forward", marks=long),
+        pytest.param(2, "backward", marks=long),
+        pytest.param(2, "step", marks=long),
+    ],
+)
 def test_ranks_that_die_in_a_step_come_back(tmp_path: Path, victim: int, where: str) -> None:
-    plan = {"steps": 60, "deaths": [[victim, 8, 0, where]], "nap": 0.2}
+    plan = {"steps": 50, "deaths": [[victim, 8, 0, where]], "nap": 0.2}
     status, text, ends = run(tmp_path, 3, plan)
     assert status == 0, text
     assert sorted(ends) == [0, 1, 2]
     assert [end["rank"] for _, end in sorted(ends.items())] == [0, 1, 2], (
         "a newcomer has its predecessor's rank"
     )
-    check(ends, 60)
+    check(ends, 50)
     assert f"rank {victim} was killed by SIGKILL; started again (1 of 4)" in text
     assert f"elastic: rank {victim} was lost (dead); 2 ranks go on with step" in text
     assert f"elastic: rank {victim} joined; 3 ranks go on with step" in text
     sizes = [size for _, size in ends[1]["seen"]]
     assert sorted(set(sizes)) == [2, 3]
     numbers = [number for number, _ in ends[1]["seen"]]
-    assert numbers == list(range(60)), "each step once"
+    assert numbers == list(range(50)), "each step once"
 
 
+@long
 def test_two_deaths_at_once_leave_too_few_until_one_comes_back(tmp_path: Path) -> None:
     plan = {
         "steps": 25,
@@ -101,6 +114,7 @@ def test_the_job_goes_on_with_fewer_ranks_when_no_restarts_are_left(tmp_path: Pa
     assert ends[2]["rank"] == 1
 
 
+@long
 @pytest.mark.parametrize(
     ("what", "difference"),
     [
@@ -123,6 +137,7 @@ def test_a_newcomer_that_differs_is_refused_and_disturbs_nobody(
     assert {size for _, size in ends[0]["seen"][10:]} == {2}
 
 
+@long
 def test_a_bug_that_ends_all_ranks_ends_the_job(tmp_path: Path) -> None:
     deaths = [[rank, 5, 0, "forward"] for rank in range(2)]
     status, text, _ = run(tmp_path, 2, {"steps": 20, "deaths": deaths}, least=1, restarts=1)

@@ -88,7 +88,7 @@ def test_a_second_death_meanwhile(when: str) -> None:
     assert max(value["seconds"] for value in values) < 10
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2, 3))])
 @pytest.mark.parametrize("backend", ["gloo", "msccl"])
 def test_all_survivors_have_the_same_verdict(tmp_path: Path, backend: str, seed: int) -> None:
     results = run_ranks(
@@ -123,6 +123,7 @@ def test_residuals_of_codecs_are_kept() -> None:
     np.testing.assert_allclose(np.array(values[0]["sent"]) + kept, mean, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_nothing_is_left_of_many_epochs() -> None:
     values = survivors(jobs.many_times, 3, [], args=[100], timeout=120)
     for value in values:

@@ -55,11 +55,20 @@ def resolve_options(config: Config, signature: Signature) -> CompressOptions | N
 
 def refusal(codec: Codec, options: CompressOptions, signature: Signature) -> str | None:
     """The reason why an operation cannot be compressed; None if it can."""
+    reason = refusal_of_any_shape(codec, options, signature)
+    if reason is not None or signature.kind in VECTOR:
+        return reason
+    return codec.refusal(signature.parts or (signature.shape,))
+
+
+def refusal_of_any_shape(codec: Codec, options: CompressOptions, signature: Signature) -> str | None:
+    """The reason why operations like this one, of any shape, cannot be compressed; None if they can."""
     traits, kind = codec.traits, signature.kind
     if kind not in ENCODED:
         return f"{kind} has no compressed form"
     if signature.dtype not in traits.dtypes:
-        return f"codec {codec.name} takes {', '.join(map(dtype_name, traits.dtypes))}"
+        known = ", ".join(map(dtype_name, traits.dtypes))
+        return f"codec {codec.name} takes {known}, not {dtype_name(signature.dtype)}"
     if traits.kinds is not None and kind not in traits.kinds:
         return f"codec {codec.name} is for {', '.join(sorted(traits.kinds))}"
     if signature.is_p2p and not traits.fixed_rate:
@@ -72,7 +81,7 @@ def refusal(codec: Codec, options: CompressOptions, signature: Signature) -> str
             return f"{feedback} is for {', '.join(_FED_BACK[feedback])}"
         if signature.key is None and signature.tag is None:
             return f"{feedback} needs the tensor's identity from call to call; expected tag="
-    return None if kind in VECTOR else codec.refusal(signature.parts or (signature.shape,))
+    return None
 
 
 def is_stateful(codec: Codec, options: CompressOptions) -> bool:

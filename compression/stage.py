@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
 from hashlib import blake2b
@@ -16,7 +17,13 @@ from mcr_plus.compression.ef21 import Ef21
 from mcr_plus.compression.error_feedback import ErrorFeedback, MomentumCorrection
 from mcr_plus.compression.never_slower import never_slower
 from mcr_plus.compression.options import LOCAL, CompressOptions, codec_of
-from mcr_plus.compression.policy import is_stateful, largest_alignment, options_from_call, refusal
+from mcr_plus.compression.policy import (
+    is_stateful,
+    largest_alignment,
+    options_from_call,
+    refusal,
+    refusal_of_any_shape,
+)
 from mcr_plus.compression.schemes import payload_bytes, scheme_of, wire_bytes
 from mcr_plus.compression.state import CompressorState
 from mcr_plus.config.options import plain_options
@@ -30,12 +37,14 @@ from mcr_plus.pipeline.buffers import Pool
 from mcr_plus.pipeline.stage import Context, Issue, Next, Stage
 from mcr_plus.pipeline.treatment import NO_CODEC, Treatment
 
+_log = logging.getLogger("mcr_plus")
+
 
 class CompressStage(Stage):
     """Chooses a codec by, in this order: the call's `compress=`, a rule, the stage's own option.
 
     A codec asked for by the call that cannot take the operation is an error; one that comes from the
-    configuration leaves such operations as they are, with a note.
+    configuration leaves such operations as they are, with a note, and with a warning if a rule names it.
     """
 
     Options = CompressOptions
@@ -46,6 +55,7 @@ class CompressStage(Stage):
         self._group = context.group
         self._one_clock = len({context.world.hosts[rank] for rank in context.group.ranks}) == 1
         self._explains = context.runtime is None
+        self._warns_of = None if self._explains or context.group.rank else context.place
         self._restored: MutableMapping[str, Any] = {}  # of an earlier job, until an operation asks for it
         self._pool = Pool()
         self._instances: dict[str, CodecInstance] = {}
@@ -95,11 +105,27 @@ class CompressStage(Stage):
         if reason is not None and asked:
             shown = thawed(compress) if isinstance(compress, tuple) else compress
             raise Unsupported(f"compress={shown!r} on {plain.describe()}: {reason}")
+        if reason is not None:
+            self._warn_of_rule(codec, options, plain)
         reason = reason or _useless(codec, options, signature, asked=asked)
         if reason is not None:
             next.note(f"codec {codec.name} not used: {reason}")
             return next(plain)
         return self._compressed(codec, options, signature.replace(compress=None), next)
+
+    def _warn_of_rule(self, codec: Codec, options: CompressOptions, signature: Signature) -> None:
+        """Log once that the rule's codec cannot take an operation that the rule matches.
+
+        Shapes that a codec cannot take are no mistake in a rule: those for `powersgd` match biases, too.
+        """
+        reason = refusal_of_any_shape(codec, options, signature) or _named(signature)
+        if self._warns_of is not None and reason is not None:
+            _log.warning(
+                "%s: codec %s is not used for %s: %s (reported once; `mcr-plus explain` shows what the rule "
+                "does to other operations)",
+                self._warns_of, codec.name, signature.describe(), reason,
+            )  # fmt: skip
+            self._warns_of = None
 
     def treatment(self, signature: Signature, rest: Callable[[Signature], Treatment]) -> Treatment:
         """See `Stage.treatment`; the alignment is that of every codec that the operation may get."""

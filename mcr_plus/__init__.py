@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         send,
     )
     from mcr_plus.api.compiling import compile  # noqa: A004 - the name is the same as torch's
+    from mcr_plus.api.elastic import elastic, reconfigure, reconfigure_handle, shrink
     from mcr_plus.api.explain import explain
     from mcr_plus.api.planning import capture, plan_report
     from mcr_plus.api.state import load_state_dict, state_dict
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
         OrderMismatch,
         PeerLost,
         ResultMismatch,
+        Revoked,
         Unsupported,
     )
     from mcr_plus.layout.layout import Layout
@@ -117,6 +119,7 @@ __all__ = [
     "PeerLost",
     "Redistribution",
     "ResultMismatch",
+    "Revoked",
     "Unsupported",
     "Work",
     "all_gather",
@@ -136,6 +139,7 @@ __all__ = [
     "capture",
     "compile",
     "ddp_hook",
+    "elastic",
     "explain",
     "finalize",
     "flush",
@@ -154,6 +158,8 @@ __all__ = [
     "no_sync",
     "persistent",
     "plan_report",
+    "reconfigure",
+    "reconfigure_handle",
     "record",
     "recv",
     "redistribute",
@@ -167,6 +173,7 @@ __all__ = [
     "scatter",
     "scatter_v",
     "send",
+    "shrink",
     "state_dict",
     "world",
     "wrap",
@@ -175,7 +182,7 @@ __all__ = [
 _HOMES = (
     "errors", "core.kinds", "core.work", "api.collectives", "communicator.communicator", "runtime.init",
     "api.explain", "api.planning", "api.compiling", "training.wrap", "training.ddp", "training.fsdp",
-    "api.state", "layout.layout", "layout.redistribute", "layout.state",
+    "api.state", "api.elastic", "layout.layout", "layout.redistribute", "layout.state",
 )  # fmt: skip
 
 

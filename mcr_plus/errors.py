@@ -8,7 +8,8 @@ McrError
 │   └── InvalidArgument   also a ValueError: an argument that no backend could take
 ├── BackendError       the library failed: its own message, op, sequence, backend
 │   ├── BackendUnavailable
-│   └── PeerLost           ranks have died, are stopped or out of reach: names them
+│   ├── PeerLost           ranks have died, are stopped or out of reach: names them
+│   └── Revoked            belongs to a world that has been replaced, without the lost ranks or with new ones
 ├── CommTimeout        names op, sequence, group, backend, missing ranks
 ├── OrderMismatch      ranks issued different ops: names both
 ├── ResultMismatch     ranks hold different results of an operation
@@ -84,6 +85,13 @@ class PeerLost(BackendError):
         return PeerLost(text, self.ranks, self.operation, self.group, self.seen)
 
 
+class Revoked(BackendError):
+    """A communicator, handle or model hook of a world that another one has replaced; see `mcr.shrink`.
+
+    Also what a rank raises that the others have declared lost, and have gone on without.
+    """
+
+
 class CommTimeout(McrError):
     """An operation passed its deadline; the message names the ranks that have not arrived.
 
@@ -121,6 +129,11 @@ class LaunchError(McrError):
 def following(error: BaseException, text: str) -> BackendError:
     """The error, with this text, of what cannot run because of `error`: a loss of peers stays one."""
     return error.again(text) if isinstance(error, PeerLost) else BackendError(text)
+
+
+def phrase_ranks(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0, 2, 5`."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def unknown(what: str, value: object, known: Sequence[str]) -> str:

@@ -3,6 +3,8 @@
     mcr-plus run -n 2 examples/gpt/train.py                      Python's documentation, pipeline.yaml
     mcr-plus run -n 2 examples/gpt/train.py --tensor-parallel    every layer spread over the ranks
     mcr-plus run -n 2 examples/gpt/train.py --compare            the same job on each library
+    mcr-plus run -n 3 --min-ranks 2 --restart-failed 5 examples/gpt/train.py --elastic
+                                                                 kill ranks: the others go on, they come back
 
 `../common` has what the examples share, the layers that are spread over ranks too (`tensor_parallel.py`).
 """
@@ -15,10 +17,12 @@ from typing import Annotated
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "common"))  # what the examples share
 
+import elastic
 import options
 import tensor_parallel
 import typer
 from comparing import ROUNDS
+from corpus import read_corpus
 from transformer import LanguageModel, Shape, read_shape
 
 HERE = Path(__file__).parent
@@ -27,6 +31,9 @@ HERE = Path(__file__).parent
 def main(
     tensor_parallel_: Annotated[
         bool, typer.Option("--tensor-parallel", help="spread every layer over the ranks")
+    ] = False,
+    elastic_: Annotated[
+        bool, typer.Option("--elastic", help="go on when ranks are lost, and take them in again")
     ] = False,
     data: options.Data = None,
     model: options.Model = None,
@@ -49,7 +56,16 @@ def main(
     describe: options.Describe = None,
 ) -> None:
     """Train a transformer over several ranks; say how well it learned and where the time went."""
+    if elastic_:
+        others = {"--tensor-parallel": tensor_parallel_, "--compare": compare, "--comms": comms != "mix"}
+        for option in [name for name, is_given in others.items() if is_given]:
+            raise typer.BadParameter("does not go with --elastic", param_hint=option)
     given = {"layers": layers, "hidden": hidden, "heads": heads, "sequence": sequence}
+    if elastic_:
+        shape = read_shape(Shape, model, given)
+        corpus = read_corpus(data, shape.sequence, seed)
+        elastic.train(shape, corpus, config, batch, steps, lr, seed)
+        return
     options.start(
         lambda: read_shape(Shape, model, given),
         tensor_parallel.build if tensor_parallel_ else lambda shape, seed, _: LanguageModel(shape, seed),

@@ -90,6 +90,15 @@ class Row:
         return getattr(self, name)
 
 
+class Summary(list[Row]):
+    """The rows of `Log.summary`; prints as a table."""
+
+    def __str__(self) -> str:
+        from mcr_plus.api.record_table import summary_text  # it imports this module
+
+        return summary_text(self)
+
+
 def size_class(nbytes: int) -> int:
     """The smallest power of two that is at least `nbytes`; 0 for none."""
     return 0 if nbytes == 0 else 1 << (nbytes - 1).bit_length()
@@ -164,10 +173,11 @@ class Log:
             )
         )
 
-    def summary(self) -> list[Row]:
+    def summary(self) -> Summary:
         """One row per kind, backend, size class, ranks and codec, sorted; failed operations are left out.
 
-        Bandwidths are bytes over the summed time of the row, busbw by the formulas of nccl-tests.
+        A list that prints as a table. Bandwidths are bytes over the summed time of the row, busbw by the
+        formulas of nccl-tests.
         """
         groups: dict[_Key, list[Record]] = defaultdict(list)
         for record in self.records:
@@ -175,7 +185,7 @@ class Log:
                 size = size_class(record.bytes)
                 key = (record.kind, record.backend, size, record.ranks, record.codec or "")
                 groups[key].append(record)
-        return [_row(key, records) for key, records in sorted(groups.items())]
+        return Summary(_row(key, records) for key, records in sorted(groups.items()))
 
     def save(self, path: str | Path) -> None:
         """Write a trace that Perfetto and chrome://tracing read: one row per group and backend.

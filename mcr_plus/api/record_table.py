@@ -1,4 +1,4 @@
-"""A readable summary of recorded operations by kind, tag and backend."""
+"""Recorded operations as text: a log by kind, tag and backend, and the rows of its summary."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from mcr_plus.api.record import Record
+from mcr_plus.api.record import Record, Row
 from mcr_plus.core.kinds import bus_factor
 from mcr_plus.core.units import about
 
@@ -44,6 +44,11 @@ def communication(records: Sequence[Record], seconds: float) -> list[Communicati
 
 _HEADINGS = ("op", "tag", "backend", "count", "bytes", "p50 µs", "in flight", "waited")
 _NAMES = 3  # leading columns that hold names; the others hold numbers
+_MEANINGS = (
+    "size: operations of at most so many bytes, and more than half; data: bytes of all; wire: as encoded",
+    "p50, p95: half of the operations, and 95 % of them, took at most this long until they were complete",
+    "alg GB/s: bytes by time; bus GB/s: that by a factor for each op, comparable with the speed of a link",
+)
 
 
 def _cells(row: CommunicationRow) -> tuple[str, ...]:
@@ -53,18 +58,43 @@ def _cells(row: CommunicationRow) -> tuple[str, ...]:
 
 
 def table_text(title: str, rows: Sequence[CommunicationRow]) -> str:
-    """The rows as text in columns, names aligned to the left and numbers to the right."""
-    table = [_HEADINGS, *map(_cells, rows)]
-    widths = [max(len(line[column]) for line in table) for column in range(len(_HEADINGS))]
-    lines = []
-    for line in table:
-        sized = list(zip(line, widths, strict=True))
-        names = [cell.ljust(width) for cell, width in sized[:_NAMES]]
-        numbers = [cell.rjust(width) for cell, width in sized[_NAMES:]]
-        lines.append("  ".join([*names, *numbers]).rstrip())
+    """The rows as text in columns."""
     waited = sum(row.waited for row in rows)
     caption = (
         "in flight: from issue until completion was noticed, overlapped work included",
         f"waited: exposed communication, {waited:.1%} of the time in all; the rest is computing",
     )
-    return "\n".join([title, "", *lines, "", *caption])
+    return "\n".join([title, "", *_aligned([_HEADINGS, *map(_cells, rows)], _NAMES), "", *caption])
+
+
+def summary_text(rows: Sequence[Row]) -> str:
+    """The rows of a summary as text in columns; those of codecs and ranks are there if they differ."""
+    if not rows:
+        return "no operations were recorded, or all of them failed"
+    coded = any(row.codec is not None for row in rows)
+    groups = len({row.ranks for row in rows}) > 1
+    headings = ["op", "backend", *["codec"] * coded, *["ranks"] * groups, "size", "count", "data"]
+    headings += [*["wire"] * coded, "p50 µs", "p95 µs", "alg GB/s", "bus GB/s"]
+    table = [headings]
+    for row in rows:
+        cells = [row.kind, row.backend, *[row.codec or "-"] * coded, *[f"{row.ranks}"] * groups]
+        cells += [about(row.size_class), f"{row.count:,}", about(row.bytes), *[about(row.wire_bytes)] * coded]
+        cells += [f"{row.p50_us:,.0f}", f"{row.p95_us:,.0f}"]
+        table.append([*cells, *map(_speed, (row.algbw_GBps, row.busbw_GBps))])
+    title = "Operations" if groups else f"Operations of {rows[0].ranks} ranks"
+    return "\n".join([title, "", *_aligned(table, 3 if coded else 2), "", *_MEANINGS])
+
+
+def _speed(found: float) -> str:
+    return "< 0.001" if 0 < found < 1e-3 else f"{found:.3g}"
+
+
+def _aligned(table: Sequence[Sequence[str]], names: int) -> list[str]:
+    """The lines of a table: the first `names` columns to the left, the others, which hold numbers, right."""
+    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
+    lines = []
+    for line in table:
+        sized = list(zip(line, widths, strict=True))
+        cells = [cell.ljust(width) for cell, width in sized[:names]]
+        lines.append("  ".join([*cells, *(cell.rjust(width) for cell, width in sized[names:])]).rstrip())
+    return lines

@@ -55,12 +55,27 @@ def state_dict() -> dict[str, Any]:
     for comm in runtime.communicators:
         for (stage, entry), value in sorted(comm.pipeline.state().items()) if comm.rank >= 0 else ():
             mine.setdefault(stage, {}).setdefault(comm.name, {})[entry] = _merged(comm, value)
+    _merge_carried(runtime, mine)
     everything: dict[str, dict[str, Any]] = {stage: {} for stage in _KEYS}
     for theirs in runtime.communicator.all_gather_object(mine) if _differ(runtime) else [mine]:
         for stage, groups in theirs.items():
             everything.setdefault(stage, {}).update(groups)  # equal on all members of a group
     known = {key: everything.pop(stage) for stage, key in _KEYS.items()}
     return {"version": _VERSION, **known, "stages": everything}
+
+
+def _merge_carried(runtime: Runtime, mine: dict[str, dict[str, dict[str, Any]]]) -> None:
+    """Merge entries that come from the world before this one, of which each rank has kept its own.
+
+    All ranks have the same ones. Those that operations have used since are merged already, which this leaves
+    as they are.
+    """
+    for comm in runtime.communicators:
+        for group, stage, entry in sorted(runtime.unmerged):
+            value = mine.get(stage, {}).get(group, {}).get(entry, ())
+            if group == comm.name and comm.rank >= 0 and holds_tensors(value):
+                own = [StateTensor(name, "own", tensor) for name, tensor in sorted(dict(value).items())]
+                mine[stage][group][entry] = _merged(comm, own)
 
 
 def _differ(runtime: Runtime) -> bool:

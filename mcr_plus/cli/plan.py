@@ -54,17 +54,15 @@ def plan(
         captured = replace(captured, by_caller=_by_caller(pipeline))
     try:
         costs = _costs(captured, pipeline, topology, measured_on)
-        if costs.guessed:
-            warning = (
-                f"{topology}: assumed to describe the measured links, too; --measured-on describes others"
-            )
-            typer.echo(warning, err=True)
         codec, notes = _codec(captured, pipeline)
         captured = replace(captured, notes=(*captured.notes, *notes))
         advice = advise(captured, costs, ranks=ranks, what_ifs=what_if or (), codec=codec)
     except InvalidArgument as error:
         hint = "" if topology is not None else " (--topology describes a larger cluster)"
         raise typer.BadParameter(f"{error}{hint}") from None
+    if costs.guessed:
+        warning = f"{topology}: assumed to describe the measured links, too; --measured-on describes others"
+        typer.echo(warning, err=True)
     document = _document(captured, advice)
     if output is not None:
         _write_plan(output, pipeline, captured, advice)

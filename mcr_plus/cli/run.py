@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from mcr_plus.launch import Via, launch, mpi_usable
+from mcr_plus.launch import Supervised, Via, launch, mpi_usable
 
 
 class ViaChoice(str, Enum):
@@ -29,11 +29,30 @@ def run(
         Path | None, typer.Option("--config", help="Pipeline YAML, passed to the ranks.")
     ] = None,
     via: Annotated[ViaChoice, typer.Option(help="Launcher of the ranks.")] = ViaChoice.auto,
+    min_ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--min-ranks",
+            help="Go on without failed ranks while so many are left, instead of ending all; without MPI.",
+        ),
+    ] = None,
+    restart_failed: Annotated[
+        int | None,
+        typer.Option(
+            "--restart-failed",
+            help="With --min-ranks: start failed ranks again, so many times in the whole job.",
+        ),
+    ] = None,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as in python -m.")] = False,
     tag_output: Annotated[bool, typer.Option("--tag-output", help=r"Begin each line with \[rank].")] = False,
 ) -> None:
     """Run SCRIPT on -n ranks of this host; options after SCRIPT are passed to it."""
-    launcher = choose_via(via, _configured_backends(config))
+    backends = _configured_backends(config)
+    launcher: Via
+    if min_ranks is None and restart_failed is None:
+        launcher = choose_via(via, backends)
+    else:
+        launcher = _supervised(ranks, min_ranks, restart_failed, via, backends)
     command = program(script, module=module) + (args or [])
     raise typer.Exit(launch(command, ranks, via=launcher, config=config, tag_output=tag_output))
 
@@ -44,6 +63,36 @@ def choose_via(via: ViaChoice, backends: tuple[str, ...] | None) -> Via:
         uses_mpi = backends is None or "mpi" in backends
         return "mpi" if uses_mpi and mpi_usable() else "torch"
     return "mpi" if via is ViaChoice.mpi else "torch"
+
+
+def _supervised(
+    ranks: int,
+    min_ranks: int | None,
+    restart_failed: int | None,
+    via: ViaChoice,
+    backends: tuple[str, ...] | None,
+) -> Supervised:
+    """Check the options about failed ranks against the others; raises usage errors."""
+    if min_ranks is None:
+        raise typer.BadParameter(
+            f"{restart_failed}: needs --min-ranks, with how many ranks the job goes on: 1 to {ranks}",
+            param_hint="--restart-failed",
+        )
+    if not 1 <= min_ranks <= ranks:
+        raise typer.BadParameter(f"{min_ranks}: expected 1 to {ranks} (-n)", param_hint="--min-ranks")
+    if restart_failed is not None and restart_failed < 0:
+        raise typer.BadParameter(f"{restart_failed}: expected 0 or more", param_hint="--restart-failed")
+    reason = "MPI ends all ranks when one dies, so that --min-ranks starts them without MPI"
+    if via is ViaChoice.mpi:
+        raise typer.BadParameter(
+            f"mpi: {reason}; with --min-ranks, choose auto or torch, or leave --via out", param_hint="--via"
+        )
+    if backends is not None and "mpi" in backends:
+        others = ", ".join(name for name in backends if name != "mpi") or "msccl, gloo"
+        raise typer.BadParameter(
+            f"backends: mpi: {reason}; leave it out: backends: [{others}]", param_hint="--config"
+        )
+    return Supervised(min_ranks, restart_failed or 0)
 
 
 def program(script: str, *, module: bool = False) -> list[str]:

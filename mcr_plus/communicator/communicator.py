@@ -203,6 +203,16 @@ class Communicator(Operations):
         return self.state.closed
 
     @property
+    def done(self) -> int | None:
+        """After `mcr.shrink`: which operations of this group are done, by the ranks that have gone on.
+
+        All up to this number (`Work.info.sequence`) are complete on all of them, with results that may be
+        used; none above it is. All of them get the same number. None before, and for groups of which a rank
+        knows nothing. Sends and receives have no number.
+        """
+        return self.state.agreed
+
+    @property
     def issued(self) -> int:
         """The number of operations that this rank has issued in the group."""
         return self.state.sequence

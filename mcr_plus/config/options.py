@@ -168,7 +168,9 @@ def validate(
         problems: dict[Keys, str] = {}  # a union has one error per member: the first counts
         for detail in (*strange, *others):
             at: Keys = tuple(detail["loc"])
-            problems.setdefault((*keys, *at), _explain(dict(detail), _known(model, at) or known))
+            # In place of a mapping, the keys of that mapping are known, and elsewhere those beside the entry.
+            inside = (*at, "") if detail["type"] in _NO_MAPPING else at
+            problems.setdefault((*keys, *at), _explain(dict(detail), _known(model, inside) or known))
         raise document.errors(problems.items()) from None
 
 
@@ -193,7 +195,7 @@ def _explain(error: Mapping[str, Any], known: tuple[str, ...]) -> str:
         return unknown("value", value, re.findall(r"'([^']*)'", context["expected"]))
     if error["type"] == "value_error":
         return str(context["error"])
-    if error["type"] in ("model_type", "model_attributes_type"):
+    if error["type"] in _NO_MAPPING:
         return f"expected a mapping of options, got {short(value)}; known: {', '.join(known)}"
     if error["type"] == "missing":
         return "missing; expected a value"
@@ -202,6 +204,7 @@ def _explain(error: Mapping[str, Any], known: tuple[str, ...]) -> str:
     return f"{error['msg'].replace('Input should be', 'expected')}, got {short(value)}"
 
 
+_NO_MAPPING = ("model_type", "model_attributes_type")
 _WHOLE = "a whole number"
 
 

@@ -10,6 +10,8 @@
     error_channel()         the pipe on which `mcr-plus run` reads uncaught exceptions (MCR_JOB_ERRORS)
     whole_tracebacks()      whether MCR_TRACEBACK asks for whole tracebacks
     socket_interface()      the network interface that GLOO_SOCKET_IFNAME names
+    min_ranks()             the least ranks with which `mcr-plus run` lets a job go on (MCR_MIN_RANKS)
+    restarts()              how often it has started this rank again (MCR_RESTARTS)
     default_variable(...)   a default for a library's variable that is unset
 
 A variable that is malformed, or contradicts another, is a `LaunchError` that begins with its name.
@@ -154,6 +156,22 @@ def config_file() -> str | None:
 def job_secret() -> bytes:
     """Return the text of MCR_SECRET, the key with which ranks sign their entries in the store."""
     return os.environ.get("MCR_SECRET", "").encode()
+
+
+def min_ranks(environ: Mapping[str, str] | None = None) -> int | None:
+    """Return the least number of ranks with which the job goes on; None if a lost rank ends it.
+
+    Raises `LaunchError` for a number above that of the ranks.
+    """
+    least = _integer(_present(environ), "MCR_MIN_RANKS", lowest=1)
+    if least is not None and least > (size := launch_environment(environ).world_size):
+        raise LaunchError(f"MCR_MIN_RANKS={least}: expected at most the number of ranks, {size}")
+    return least
+
+
+def restarts(environ: Mapping[str, str] | None = None) -> int:
+    """Return how often this rank has been started again after a failure, while the other ranks went on."""
+    return _integer(_present(environ), "MCR_RESTARTS") or 0
 
 
 def masquerade_name() -> str | None:

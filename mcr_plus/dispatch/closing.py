@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
-from mcr_plus.errors import BackendError, McrError, NotInitialized
+from mcr_plus.errors import BackendError, McrError, NotInitialized, Revoked
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +53,12 @@ def forget(engine: Engine, state: GroupState) -> bool:
 
     Libraries may still write to their tensors, so they are kept until the end of the process.
     """
-    error = BackendError(f"group '{state.group.name}' was left with operations in flight")
+    name = state.group.name
+    error = (
+        Revoked(f"not complete when the world of group '{name}' was replaced: {state.revoked}")
+        if state.revoked
+        else BackendError(f"group '{name}' was left with operations in flight")
+    )
     with engine.lock:
         blocked = [channel for channel in engine.blocked if channel.pending[0].operation.state is state]
         deferred = [work for channel in blocked for work in channel.pending]
@@ -69,6 +74,25 @@ def forget(engine: Engine, state: GroupState) -> bool:
         engine.in_flight = deque(work for work in engine.in_flight if work.operation.state is not state)
         engine.unordered = [work for work in engine.unordered if work.operation.state is not state]
     return bool(left)
+
+
+def completed(engine: Engine, state: GroupState) -> int:
+    """Number of the last operation of a group of which all up to it have completed well here.
+
+    Sends and receives have no number. Operations in flight are polled a last time.
+    """
+    with engine.lock:
+        engine.progress()
+        deferred = (work for channel in engine.blocked for work in channel.pending)
+        numbers = [
+            work.sequence
+            for work in (*engine.in_flight, *deferred)
+            if work.operation.state is state
+            and work.sequence
+            and not (engine.try_poll(work) and work.error is None)
+        ]
+        failed = [state.failed_at] if state.failed_at else []
+        return min([state.sequence, *(number - 1 for number in (*numbers, *failed))])
 
 
 def abandon(engine: Engine) -> None:

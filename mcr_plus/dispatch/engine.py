@@ -421,7 +421,7 @@ class Engine:
         first = min([work.sequence, *(other.sequence for other in unstarted)])
         relayed = error.passed_on if isinstance(error, McrError) else ""
         state.board.mark_failed(Failure(first, relayed or f"{type(error).__name__}: {error}"))
-        state.fail(error)
+        state.fail(error, first)
         text = f"not started: another operation has failed: {error}"
         for other in unstarted:
             other.fail(OrderMismatch(text) if isinstance(error, OrderMismatch) else following(error, text))
@@ -464,7 +464,7 @@ class Engine:
                     (other.message, other.message.inputs, other.message.outputs, other.poll)
                 )
                 other.fail(BackendError(f"{other.operation.name(other.sequence)}: {reason}"))
-                other.operation.state.fail(other.error or error)
+                other.operation.state.fail(other.error or error, other.sequence)
                 other.operation.state.board.mark_failed(Failure(other.sequence, f"BackendError: {reason}"))
 
     def refuse_if_off(self, operation: Operation) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from mcr_plus.errors import NotInitialized, OrderMismatch, following
+from mcr_plus.errors import NotInitialized, OrderMismatch, Revoked, following
 
 if TYPE_CHECKING:
     from mcr_plus.backends.base import Backend, Channel
@@ -43,7 +43,11 @@ class GroupState:
         remedy: text of errors about a failed group: how a program goes on.
         owner: identity of the thread that may issue; 0 if every issue has to go through `check_thread`.
         fast_path_thread: `owner` while its synchronous operations may skip lock and handle; 0 otherwise.
+        agreed: once its world has been replaced, the number of the last operation of which all up to it are
+            complete on all ranks that have gone on; None before.
+        failed_at: the lowest number of an operation that has failed here, 0 if none has.
         failure_raised: whether the program has been given `failure`.
+        revoked: why the world of the group has been replaced; empty unless it has.
         unfinished: libraries that may still work on operations that failed here.
         blocked_channels: number of channels with deferred operations.
         when_stuck: called during a long wait, which may depend on a bucket that is held back here.
@@ -52,9 +56,11 @@ class GroupState:
     __slots__ = (
         "_shared",
         "_thread",
+        "agreed",
         "blocked_channels",
         "board",
         "closed",
+        "failed_at",
         "failure",
         "failure_raised",
         "fast_path_thread",
@@ -62,6 +68,7 @@ class GroupState:
         "owner",
         "recorded",
         "remedy",
+        "revoked",
         "sequence",
         "unfinished",
         "when_stuck",
@@ -73,9 +80,12 @@ class GroupState:
         self.remedy = remedy
         self.sequence = 0
         self.failure: BaseException | None = None
+        self.agreed: int | None = None
+        self.failed_at = 0
         self.failure_raised = False
         self.unfinished: set[str | None] = set()
         self.closed = False
+        self.revoked = ""
         self.recorded = False
         self.blocked_channels = 0
         self.when_stuck: list[Callable[[], None]] = []
@@ -100,10 +110,13 @@ class GroupState:
 
         Raises:
             NotInitialized: the group is closed, or belongs to the parent of a forked process.
+            Revoked: its world has been replaced.
             BackendError: an earlier operation of the group failed; `PeerLost` if because of lost ranks.
             OrderMismatch: another thread uses this group, so the order of operations is not defined.
         """
         name = self.group.name
+        if self.revoked:
+            raise Revoked(f"group '{name}' is of a world that has been replaced: {self.revoked}")
         if self.closed:
             raise NotInitialized(f"group '{name}' is closed: finalize, close or reset has been called")
         if isinstance(self.failure, OrderMismatch) and not self.failure_raised:
@@ -141,8 +154,13 @@ class GroupState:
         self.owner = threading.get_ident()
         self.refresh()
 
-    def fail(self, error: BaseException) -> None:
-        """Refuse further operations: numbering or data of this group can no longer be trusted."""
+    def fail(self, error: BaseException, sequence: int) -> None:
+        """Refuse further operations: numbering or data of this group can no longer be trusted.
+
+        `sequence`: of the operation that has failed, 0 for one without a number.
+        """
+        if sequence:
+            self.failed_at = min(self.failed_at or sequence, sequence)
         if self.failure is None:
             self.failure = error
             self.owner = self.fast_path_thread = 0  # no thread has this identity

@@ -1,16 +1,13 @@
 """Start ranks through torchrun's elastic agent: `python -m mcr_plus.launch.agent RANKS FOLDER COMMAND…`.
 
 The agent is a separate process, so that `mcr-plus run` monitors it like mpiexec. It serves one host and never
-restarts ranks. The rendezvous store listens on 127.0.0.1 only: torch's TCPStore binds every interface,
-whatever host it is given, unless it gets a listening socket.
+restarts ranks.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import sys
-from datetime import timedelta
 from typing import cast
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
@@ -18,29 +15,11 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from mcr_plus.core.c10d import PrefixStore, TCPStore, on_socket
+from mcr_plus.core.c10d import PrefixStore
+from mcr_plus.core.environment import LOOPBACK
+from mcr_plus.launch.store import loopback_store
 
-_HOST = "127.0.0.1"
-_STORE_TIMEOUT = timedelta(minutes=5)
 _MONITOR_INTERVAL_S = 0.05
-
-
-def loopback_store(timeout: timedelta = _STORE_TIMEOUT) -> TCPStore:
-    """A TCPStore server whose socket is bound to loopback, on a free port."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind((_HOST, 0))
-    listener.listen()
-    port = listener.getsockname()[1]
-    return TCPStore(
-        _HOST,
-        port,
-        None,
-        is_master=True,
-        timeout=timeout,
-        wait_for_workers=False,
-        multi_tenant=True,
-        **on_socket(listener),
-    )
 
 
 class LoopbackRendezvous(RendezvousHandler):
@@ -61,7 +40,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return the store; the only agent is rank 0 of 1."""
-        address = RendezvousStoreInfo(_HOST, self._store.port)
+        address = RendezvousStoreInfo(LOOPBACK, self._store.port)
         return RendezvousInfo(PrefixStore("mcr_plus.agent", self._store), 0, 1, address)
 
     def is_closed(self) -> bool:

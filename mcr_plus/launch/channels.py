@@ -31,7 +31,7 @@ _RUNNER_FRAMES = re.compile(r'  File "(?:<frozen runpy>|.*[/\\](?:runpy|mpi4py[/
 
 @dataclass(slots=True)
 class RankState:
-    """State of one rank, as reported through its pipes."""
+    """State of one process of a rank, as reported through its pipes."""
 
     rank: int
     pid: int | None = None
@@ -68,6 +68,13 @@ class RankState:
         if self.end >= 0:
             return f"exited with status {self.end}"
         return f"was killed by {signal_name(-self.end)}"
+
+    def headline(self) -> str:
+        """What happened, in one line: an exception that was reported with its place, else the `ending`."""
+        if self.report is None:
+            return self.ending()
+        place = self.report["place"]
+        return f"ended with {self.report['error']}{'' if place is None else f' ({place})'}"
 
     def last_words(self) -> list[str]:
         """The exception or traceback that ended the rank, or else its last lines on stderr.
@@ -116,9 +123,8 @@ class RankState:
             return str(self.report["text"]).splitlines()
         return _without_runner(self.report["traceback"])
 
-    def note_report(self, line: bytes) -> None:
+    def note_report(self, report: Mapping[str, Any]) -> None:
         """Store the uncaught exception that the rank has reported."""
-        report: dict[str, Any] = json.loads(line)
         self.report, self.raised = report, report["time"]
 
     def is_slow_to_end(self) -> bool:
@@ -174,6 +180,7 @@ class Channels:
         """
         self.states = [RankState(rank) for rank in range(ranks)]
         self._sink = sink
+        self._early: dict[int, Mapping[str, Any]] = {}  # reports of processes whose start is still to be read
         self._selector = selectors.DefaultSelector()
         self._open(folder / "status", 0, "status")
         for rank in range(ranks):
@@ -196,17 +203,17 @@ class Channels:
         """Forward everything that is left, incomplete last lines included."""
         while self.pump(0):
             pass
-        for key in list(self._selector.get_map().values()):
-            channel: Channel = key.data
-            if channel.partial and channel.purpose in ("out", "err"):
-                self._line(channel.rank, channel.purpose, channel.partial + b"\n")
-                channel.partial = b""
+        for channel in self._channels():
+            self._complete(channel)
 
     def close(self) -> None:
         """Close the pipes; their files are removed with the job's folder."""
-        for key in list(self._selector.get_map().values()):
-            os.close(key.fd)
+        for channel in self._channels():
+            os.close(channel.descriptor)
         self._selector.close()
+
+    def _channels(self) -> list[Channel]:
+        return [key.data for key in self._selector.get_map().values()]
 
     def _open(self, path: Path, rank: int, purpose: Purpose) -> None:
         os.mkfifo(path, 0o600)
@@ -219,9 +226,27 @@ class Channels:
             if channel.purpose == "status":
                 self._status(line)
             elif channel.purpose == "error":
-                self.states[channel.rank].note_report(line)
+                self._report(channel.rank, line)
             else:
                 self._line(channel.rank, channel.purpose, line)
+
+    def _complete(self, channel: Channel) -> None:
+        """Forward an incomplete last line; an incomplete report is dropped."""
+        if channel.partial and channel.purpose in ("out", "err"):
+            self._line(channel.rank, channel.purpose, channel.partial + b"\n")
+        channel.partial = b""
+
+    def _report(self, rank: int, line: bytes) -> None:
+        """Store the report of an uncaught exception with the process that raised it."""
+        try:
+            report: dict[str, Any] = json.loads(line)
+        except ValueError:
+            return  # of a process that was killed while it wrote
+        state = self.states[rank]
+        if report["pid"] == state.pid:
+            state.note_report(report)
+        else:
+            self._early[report["pid"]] = report
 
     def _show(self, state: RankState) -> None:
         """Print the traceback of a report, as the rank would have done without `merge_errors`."""
@@ -238,9 +263,28 @@ class Channels:
     def _status(self, line: bytes) -> None:
         report = json.loads(line)
         state = self.states[report["rank"]]
-        state.pid, state.code = report["pid"], report["code"]
-        if state.code is not None:
-            state.ended = report["time"]
+        if "verdict" in report:
+            self._note_verdict(state, report)
+        elif report["code"] is None:
+            state.pid = report["pid"]
+            if (early := self._early.pop(report["pid"], None)) is not None:
+                state.note_report(early)
+        else:
+            state.code, state.ended = report["code"], report["time"]
+
+    def _note_verdict(self, state: RankState, verdict: Mapping[str, Any]) -> None:
+        """Show what the supervisor does about a failed rank; one that is started again gets a new state."""
+        for channel in self._channels():
+            if channel.rank == state.rank and channel.purpose != "status":
+                # What the process has written, at least: a pipe holds no more than is read at once.
+                self._pass_on(channel)
+                self._complete(channel)
+        if state.code is None:  # the wrapper was killed together with the rank
+            state.code, state.ended = verdict["code"], verdict["time"]
+        line = f"mcr-plus: rank {state.rank} {state.headline()}; {verdict['verdict']}\n"
+        self._sink(state.rank, "err", line.encode())
+        if verdict["again"]:
+            self.states[state.rank] = RankState(state.rank)
 
 
 def _summary(dump: Sequence[str]) -> list[str]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import secrets
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from mcr_plus.core.environment import LOOPBACK
@@ -29,7 +31,21 @@ _LOOPBACK_ON_GPU = {"UCX_TLS": "self,sm,cuda"}
 _OF_ANOTHER_JOB = re.compile(
     r"(RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE|NAME)|GROUP_WORLD_SIZE|MASTER_(ADDR|PORT)|MPI_LOCAL\w+)$"
     r"|OMPI_COMM_|OMPI_UNIVERSE|PMIX_|PMI_|PMI2_|PRTE_(?!MCA_)|TORCHELASTIC_|HYDRA_|MCR_JOB|MCR_LAUNCHER"
+    r"|MCR_MIN_RANKS$|MCR_RESTARTS$"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Supervised:
+    """A way to start ranks: failed ones are started again, and the job goes on without those that are not.
+
+    Attributes:
+        min_ranks: the smallest number of ranks with which it goes on.
+        restarts: how many starts there are beyond the first ones, in the whole job.
+    """
+
+    min_ranks: int
+    restarts: int = 0
 
 
 def cores() -> int:
@@ -49,6 +65,13 @@ def torch_command(scratch: Scratch, command: Sequence[str], ranks: int) -> list[
     return [*agent, *_wrapped(command)]
 
 
+def supervisor_command(scratch: Scratch, command: Sequence[str], ranks: int, how: Supervised) -> list[str]:
+    """The command that starts `ranks` ranks of `command` under our own supervisor."""
+    numbers = map(str, (ranks, how.min_ranks, how.restarts))
+    supervisor = [sys.executable, "-m", "mcr_plus.launch.supervisor", *numbers, str(scratch.root)]
+    return [*supervisor, *_wrapped(command)]
+
+
 def environment(
     base: Mapping[str, str],
     scratch: Scratch,
@@ -57,6 +80,7 @@ def environment(
     config: Path | None,
     terminal: str | None,
     port: int | None = None,
+    supervised: Supervised | None = None,
 ) -> dict[str, str]:
     """The environment of a job: `base`, defaults for variables missing there, and the settings of the job.
 
@@ -69,7 +93,12 @@ def environment(
         **(_LOOPBACK_ON_GPU if Path("/dev/nvidiactl").exists() else {}),
     }
     inherited = {name: value for name, value in base.items() if not _OF_ANOTHER_JOB.match(name)}
-    return {**defaults, **inherited, **_job_settings(scratch, config, terminal, port)}
+    settings = _job_settings(scratch, config, terminal, port)
+    if supervised is not None:
+        # Of the job and not of rank 0, which would otherwise offer one: that process may be replaced.
+        secret = inherited.get("MCR_SECRET") or secrets.token_hex(32)
+        settings |= {"MCR_MIN_RANKS": str(supervised.min_ranks), "MCR_SECRET": secret}
+    return {**defaults, **inherited, **settings}
 
 
 def _job_settings(

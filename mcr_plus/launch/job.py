@@ -19,10 +19,11 @@ from mcr_plus.core.deadline import Deadline
 from mcr_plus.errors import LaunchError
 from mcr_plus.launch import commands, loopback, scratch
 from mcr_plus.launch.channels import Channels, RankState, Sink
+from mcr_plus.launch.commands import Supervised
 from mcr_plus.launch.flavour import mpi_flavour
 from mcr_plus.rendezvous.shared_memory import MPICH_RANK, lacking_shared_memory
 
-Via = Literal["mpi", "torch"]
+Via = Literal["mpi", "torch"] | Supervised
 
 _POLL_S = 0.02
 _EXPOSED_POLL_S = 0.002
@@ -38,10 +39,11 @@ class Outcome:
     """Result of a job."""
 
     states: tuple[RankState, ...]
-    status: int  # exit status of mpiexec or the elastic agent
+    status: int  # exit status of mpiexec, the elastic agent or the supervisor
     interrupted: int | None  # the signal that stopped the job, if any
     timed_out: bool
-    log: tuple[str, ...]  # last lines printed by mpiexec or the agent itself
+    log: tuple[str, ...]  # last lines printed by that program itself
+    supervised: bool = False
 
     @property
     def culprit(self) -> RankState | None:
@@ -59,9 +61,13 @@ class Outcome:
 
     @property
     def worked(self) -> bool:
-        """Every rank ended with 0, and the job was neither stopped nor timed out."""
+        """Every rank ended with 0, and the job was neither stopped nor timed out.
+
+        Of a supervised job, enough ranks.
+        """
         all_zero = all(state.code == 0 for state in self.states)
-        return all_zero and self.interrupted is None and not self.timed_out
+        worked = self.status == 0 if self.supervised else all_zero
+        return worked and self.interrupted is None and not self.timed_out
 
 
 def run_job(
@@ -78,6 +84,8 @@ def run_job(
 ) -> Outcome:
     """Run `ranks` ranks of `command` on this host until all have ended or one has failed.
 
+    With `via=Supervised(…)` the job goes on without ranks that have failed, or with new processes for them.
+
     `sink` is called with every line of output, its rank and its stream, in this thread. No process, file or
     shared memory of the job is left behind. `env` replaces the environment that the job inherits. With
     `merge_errors`, ranks that import mcr_plus report an uncaught exception (`RankState.report`) instead of
@@ -88,17 +96,20 @@ def run_job(
         inherited = os.environ if env is None else env
         if via == "mpi" and ranks > 1:
             _check_shared_memory(folders.shm, inherited, ranks)
+        supervised = via if isinstance(via, Supervised) else None
         settings = commands.environment(
-            inherited, folders, ranks, config=config, terminal=terminal, port=port
+            inherited, folders, ranks, config=config, terminal=terminal, port=port, supervised=supervised
         )
         channels = Channels(folders.root, ranks, sink, merge_errors=merge_errors)
         try:
-            return _Job(words, settings, channels, folders, timeout).run()
+            return _Job(words, settings, channels, folders, timeout, supervised is not None).run()
         finally:
             channels.close()
 
 
 def _driver_command(command: Sequence[str], ranks: int, via: Via, folders: scratch.Scratch) -> list[str]:
+    if isinstance(via, Supervised):
+        return commands.supervisor_command(folders, command, ranks, via)
     if via == "torch":
         return commands.torch_command(folders, command, ranks)
     launcher = mpi_flavour()
@@ -138,9 +149,11 @@ class _Job:
         channels: Channels,
         folders: scratch.Scratch,
         timeout: float | None,
+        supervised: bool,
     ) -> None:
         self._words, self._env, self._channels, self._folders = words, env, channels, folders
         self._deadline = Deadline(timeout)
+        self._supervised = supervised  # failed ranks are the supervisor's business
         self._interrupted: int | None = None
         self._timed_out = False
         self._log_path = folders.root / "launcher.log"
@@ -155,7 +168,12 @@ class _Job:
         self._channels.drain()
         self._complete(driver.returncode)
         return Outcome(
-            tuple(self._channels.states), driver.returncode, self._interrupted, self._timed_out, self._log()
+            tuple(self._channels.states),
+            driver.returncode,
+            self._interrupted,
+            self._timed_out,
+            self._log(),
+            self._supervised,
         )
 
     def _complete(self, status: int) -> None:
@@ -197,7 +215,7 @@ class _Job:
     def _must_end(self) -> bool:
         if self._deadline.passed():
             self._timed_out = True
-        failed = any(state.failed for state in self._channels.states)
+        failed = not self._supervised and any(state.failed for state in self._channels.states)
         return failed or self._timed_out or self._interrupted is not None
 
     def _end(self, driver: subprocess.Popen[bytes]) -> None:

@@ -12,6 +12,7 @@ from typing import IO, Any, BinaryIO
 from mcr_plus.core.environment import whole_tracebacks
 from mcr_plus.errors import LaunchError
 from mcr_plus.launch.channels import RankState, Stream, signal_name
+from mcr_plus.launch.commands import Supervised
 from mcr_plus.launch.job import Outcome, Via, run_job
 
 _FAILED = 1
@@ -31,7 +32,8 @@ def launch(
     Returns 0 if every rank ended with 0, 128 + the signal number after Ctrl-C or SIGTERM, 141 if its output
     was closed (`mcr-plus run … | head`), and otherwise 1. The errors of the ranks are then printed at the
     end of stderr, that of the rank that failed first before the others. An exception that several ranks
-    raised is printed once; with MCR_TRACEBACK=1, each rank prints its own traceback in full.
+    raised is printed once; with MCR_TRACEBACK=1, each rank prints its own traceback in full. With
+    `via=Supervised(…)`, 0 means that enough ranks ended with 0, and each failure gets a line when it happens.
     """
     if ranks < 1:
         raise LaunchError(f"ranks: expected at least 1, got {ranks}")
@@ -109,14 +111,19 @@ def explanation(outcome: Outcome, via: Via) -> list[str]:
     """The message about a failed job, in lines; the rank that failed first comes first."""
     if outcome.interrupted is not None:
         return [f"mcr-plus: stopped by {signal_name(outcome.interrupted)}; all ranks ended"]
-    if outcome.culprit is not None:
+    # A supervisor that was killed took ranks along that had not failed, whatever others did before.
+    killed = outcome.supervised and outcome.status < 0
+    if outcome.culprit is not None and not killed:
         first, *others = _failures(outcome, outcome.culprit)
         return [
             *_message(first, outcome),
             *(line for alike in others for line in _message(alike, outcome, then=True)),
         ]
     silent = ", ".join(str(state.rank) for state in outcome.states if state.code is None)
-    program = "mpiexec" if via == "mpi" else "the elastic agent"
+    if isinstance(via, Supervised):
+        program = "the supervisor"
+    else:
+        program = "mpiexec" if via == "mpi" else "the elastic agent"
     head = f"mcr-plus: {program} ended with status {outcome.status} before rank {silent} did"
     return [f"{head}; its last lines:", *(f"  {line}" for line in outcome.log)]
 
@@ -140,8 +147,9 @@ def _message(alike: Sequence[RankState], outcome: Outcome, *, then: bool = False
     """
     example, several = alike[0], len(alike) > 1
     ranks = _ranks(state.rank for state in alike)
-    ending = "then failed" if then else "failed" if several else example.ending()
-    head = f"mcr-plus: {ranks} of {len(outcome.states)} {ending}"
+    head = f"mcr-plus: {ranks} of {len(outcome.states)} {'then ' * then}failed"
+    if not then and not several:
+        head += f": it {example.ending()}"
     words = [f"  {line}" for line in (example.exception() if then else example.last_words())]
     if not words:
         return [f"{head}, without a word"]

@@ -33,12 +33,14 @@ def report_to(channel: str) -> None:
     if default is not sys.__excepthook__:
         return
 
+    rank = os.getpid()
+
     def report(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(value, Exception):  # Ctrl-C
+        if not isinstance(value, Exception) or os.getpid() != rank:  # Ctrl-C; a forked process
             default(kind, value, trace)
             return
         try:
-            line = json.dumps(description(value, trace)).encode() + b"\n"
+            line = json.dumps({"pid": rank, **description(value, trace)}).encode() + b"\n"
             with open(os.open(channel, os.O_WRONLY | os.O_CLOEXEC), "wb") as pipe:
                 pipe.write(line)
         except Exception:  # a failure of the report must not hide the exception
@@ -50,11 +52,13 @@ def report_to(channel: str) -> None:
 def description(error: Exception, trace: TracebackType | None) -> dict[str, Any]:
     """Return the report about an exception; JSON-serializable.
 
-    `text`: the message of an error of ours, else None. `place`, `source`: file and line of the user's program
-    that raised it, and the text of the line, None if unknown. `traceback`: the lines of the whole traceback.
+    `error`: the kind and the first line of the message. `text`: the whole message of an error of ours, else
+    None. `place`, `source`: file and line of the user's program that raised it, and the text of the line,
+    None if unknown. `traceback`: the lines of the whole traceback.
     """
     lines = "".join(traceback.format_exception(type(error), error, trace)).splitlines()
-    report: dict[str, Any] = {"time": time.monotonic(), "traceback": lines, "text": None}
+    head = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
+    report: dict[str, Any] = {"time": time.monotonic(), "traceback": lines, "error": head, "text": None}
     if isinstance(error, McrError):
         report["text"] = "\n".join([f"{type(error).__name__}: {error}", *_notes(error), *_cause(error)])
     frame = _frame_of_user(traceback.extract_tb(trace))

@@ -92,9 +92,10 @@ class Layout:
         Raises:
             InvalidArgument: `dim` is not a dimension of the tensor, or `sizes` do not sum to its size.
         """
+        shape = _shape(shape)
         if sizes is None:
             return cls.mesh(shape, ranks, [f"S{_dim(dim, shape)}"])
-        shape, members = _shape(shape), _mesh(ranks).ravel()
+        members = _mesh(ranks).ravel()
         dim = _dim(dim, shape)
         widths = as_ints([_whole(size, f"sizes[{index}]") for index, size in enumerate(sizes)])
         if len(widths) != len(members) or int(widths.sum()) != shape[dim]:
@@ -551,6 +552,8 @@ def _strides(extents: Ints) -> Ints:
 
 
 def _shape(shape: Sequence[int]) -> tuple[int, ...]:
+    if isinstance(shape, int):
+        raise InvalidArgument(f"shape: expected the size of each dimension, such as ({shape},), got {shape}")
     return tuple(_whole(size, f"shape[{dim}]") for dim, size in enumerate(shape))
 
 
@@ -607,6 +610,12 @@ def _pair(bound: Any, where: str) -> tuple[int, int]:
 
 def _mesh(ranks: Any) -> Ints:
     mesh = np.asarray(ranks)
+    if mesh.ndim == 0 and mesh.dtype.kind in "iu":
+        # Neither reading is the obvious one: a count in other libraries, a rank in NumPy.
+        raise InvalidArgument(
+            f"ranks: expected a sequence of ranks, got {short(ranks)}; pass range({mesh}) if it is a number "
+            f"of ranks, [{mesh}] if it is a rank"
+        )
     if mesh.size == 0 or mesh.dtype.kind not in "iu":
         raise InvalidArgument(f"ranks: expected an array of ranks, got {short(ranks)}")
     found, times = np.unique(mesh, return_counts=True)
@@ -614,4 +623,4 @@ def _mesh(ranks: Any) -> Ints:
         raise InvalidArgument(f"ranks: rank {int(found[times > 1][0])} appears twice in {short(ranks)}")
     if int(found[0]) < 0:
         raise InvalidArgument(f"ranks: {int(found[0])} is not a rank")
-    return np.atleast_1d(mesh).astype(np.int64)
+    return mesh.astype(np.int64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -13,9 +12,10 @@ from numpy.typing import NDArray
 
 from mcr_plus.communicator.costs import expected_us
 from mcr_plus.core.units import about
-from mcr_plus.errors import BackendError, InvalidArgument, McrError, Unsupported
+from mcr_plus.errors import BackendError, InvalidArgument, Unsupported
 from mcr_plus.layout import proof
 from mcr_plus.layout.addends import to_itself
+from mcr_plus.layout.agreement import agree_on_specs
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.messages import Part
 from mcr_plus.layout.native import Native, Room, keeps_bits
@@ -130,17 +130,18 @@ def make_plan(
     room: Room | None = None,
     lossy: bool = False,
     options: str = "",
+    among: Sequence[Spec] | None = None,
 ) -> Plan:
     """Choose a program for each tensor, agree with the other ranks of the group, and prove this rank's parts.
 
     Collective. `wrong`: the error in this rank's arguments, if any; then, or if the specs or `options` differ
     between ranks, all ranks raise. `room`: the budget of native collectives, from which those chosen are
     subtracted; None: no limit of bytes. `lossy`: a codec is requested; only programs that leave replicas with
-    the same bits are allowed.
+    the same bits are allowed. `among`: all tensors of the call, if `specs` are those of one dtype.
     """
     for spec in specs:
         wrong = wrong or _refused(comm, spec)
-    digest = _agree_on_specs(comm, specs, options, wrong)
+    digest = agree_on_specs(comm, specs, options, wrong, specs if among is None else among)
     specs = [Spec(spec.name, *to_itself(spec.source, spec.target), spec.dtype) for spec in specs]
     nodes = nodes_of(comm)
     rank = comm.ranks[comm.rank]
@@ -339,82 +340,6 @@ def no_reduction(source: Layout, dtype: torch.dtype) -> str | None:
     if source.op in ("MAX", "MIN") and dtype.is_complex:
         return f"{source.op} of {dtype}"
     return None
-
-
-# -- agreement ------------------------------------------------------------------------------------
-
-
-def _agree_on_specs(comm: Communicator, specs: Sequence[Spec], options: str, wrong: str | None) -> int:
-    """Return the digest of specs and options.
-
-    Raises `InvalidArgument` on all ranks if they differ between ranks, or if any rank passes `wrong`.
-    """
-    words = [
-        _number(spec.name.encode()) ^ _number(spec.source.digest) ^ (_number(spec.target.digest) << 1)
-        for spec in specs
-    ]
-    words = [word ^ hash_of_dtype(spec.dtype) for word, spec in zip(words, specs, strict=True)]
-    digest = _number(options.encode())
-    for word in words:
-        digest = (digest * 1_000_003 + word) & ((1 << 62) - 1)
-    facts = [digest, -digest, len(specs), -len(specs), int(wrong is not None)]
-    most = torch.tensor(facts)
-    comm.all_reduce(most, "MAX", compress=False, tag=_TAG)
-    if most.tolist() == [digest, -digest, len(specs), -len(specs), 0]:
-        return digest
-    mine: Any = (
-        wrong
-        if wrong is not None
-        else [
-            [options],
-            *((spec.name, str(spec.source), str(spec.target), str(spec.dtype)) for spec in specs),
-        ]
-    )
-    said = comm.all_gather_object(mine, tag=_TAG)
-    raise _difference(comm, said)
-
-
-def _difference(comm: Communicator, said: Sequence[Any]) -> McrError:
-    errors = {
-        rank: text for rank, text in zip(comm.ranks, said, strict=True) if isinstance(text, str) and text
-    }
-    if errors:
-        first = next(iter(errors.values()))
-        where = [rank for rank, text in errors.items() if text == first]
-        return InvalidArgument(f"{first} (on rank{'s' * (len(where) > 1)} {', '.join(map(str, where))})")
-    one, known = comm.ranks[0], said[0]
-    for rank, specs in zip(comm.ranks, said, strict=True):
-        names, others = ({each[0]: each for each in part[1:]} for part in (known, specs))
-        for here, there, has, lacks in ((names, others, one, rank), (others, names, rank, one)):
-            for name in here.keys() - there.keys():
-                return InvalidArgument(
-                    f"rank {has} passes {_words(here[name])}; rank {lacks} passes no '{name}' of that "
-                    "dtype: it has another dtype there, or no layouts"
-                )
-        kinds = ["options", *["layouts or dtypes"] * len(specs)]
-        for what, here, first in zip(kinds, specs, known, strict=False):
-            if here != first:
-                return InvalidArgument(
-                    f"ranks pass different {what}: rank {one} {_words(first)}; rank {rank} {_words(here)}"
-                )
-    return InvalidArgument("ranks pass layouts with equal names but different boxes")
-
-
-def _words(said: Sequence[str]) -> str:
-    """Return a readable form of the options of a call, or of a tensor: its name, layouts and dtype."""
-    if len(said) == 1:
-        return said[0]
-    name, source, target, dtype = said
-    return f"{name + ': ' if name else ''}{source} -> {target}, {dtype.removeprefix('torch.')}"
-
-
-def hash_of_dtype(dtype: torch.dtype) -> int:
-    """Return a hash of a dtype, equal on all ranks."""
-    return _number(str(dtype).encode())
-
-
-def _number(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")
 
 
 def _agree_on_loads(

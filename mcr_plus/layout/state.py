@@ -15,6 +15,7 @@ from mcr_plus.core.kinds import DTYPES, dtype_name
 from mcr_plus.core.units import about, parse_size
 from mcr_plus.core.work import JointWork, Work
 from mcr_plus.errors import InvalidArgument, McrError, NotInitialized, Unsupported, short
+from mcr_plus.layout.agreement import agree_on_dtypes
 from mcr_plus.layout.buffers import Chain, Pool
 from mcr_plus.layout.collective import Collective
 from mcr_plus.layout.layout import Layout
@@ -318,19 +319,19 @@ class Redistribution:
         """Return the dtype of each tensor, also on ranks that do not hold it; collective if `_asks`."""
         if not self._asks:  # all ranks have a part in every source
             return tuple(x.dtype for x, _ in given.values() if x is not None)
-        codes = []
-        for pair in given.values():
-            known = [each for each in pair if each is not None]
-            codes.append(DTYPES.index(known[0].dtype) if known else -1)
+        held = {
+            name: next(each.dtype for each in pair if each is not None)
+            for name, pair in given.items()
+            if any(each is not None for each in pair)
+        }
+        codes = [DTYPES.index(held[name]) if name in held else -1 for name in self._specs]
         most = torch.tensor([*codes, *(-code if code >= 0 else -len(DTYPES) for code in codes)])
         self._comm.all_reduce(most, "MAX", compress=False, tag=TAG)
         found = most.tolist()
         largest, smallest = found[: len(codes)], [-code for code in found[len(codes) :]]
         dtypes = tuple(DTYPES[max(code, 0)] for code in largest)
-        for name, low, high in zip(self._specs, smallest, largest, strict=True):
-            if 0 <= high != low:
-                wrong = f"{prefix(name)}ranks pass tensors of different dtypes"
-                make_plan(self._comm, self._specs_of(dtypes, dtypes[0]), wrong, options=self._said)
+        if any(0 <= high != low for low, high in zip(smallest, largest, strict=True)):
+            agree_on_dtypes(self._comm, held)  # finds the difference, and raises
         return dtypes  # if no rank holds a tensor, its ranks are outside the group: `make_plan` raises
 
     @property
@@ -341,18 +342,22 @@ class Redistribution:
             compress = dict(sorted(compress.items(), key=str))
         return f"memory={self._memory}, tag={self._options.get('tag')!r}, compress={compress!r}"
 
-    def _specs_of(self, dtypes: _Dtypes, dtype: torch.dtype) -> list[Spec]:
-        """Return the specs of the tensors of one dtype."""
-        named = zip(self._specs.items(), dtypes, strict=True)
-        return [Spec(name, *pair, dtype) for (name, pair), each in named if each == dtype]
-
     def _bind(self, dtypes: _Dtypes, wrong: str | None = None) -> None:
         """Make a plan for the tensors of each dtype, and the objects that run it."""
         lossy = self._options.get("compress") not in (None, False)
         room, memory = Room(self._comm, self._for_native()), self._memory
+        among = [
+            Spec(name, *pair, dtype) for (name, pair), dtype in zip(self._specs.items(), dtypes, strict=True)
+        ]
         plans = [
             make_plan(
-                self._comm, self._specs_of(dtypes, dtype), wrong, room=room, lossy=lossy, options=self._said
+                self._comm,
+                [spec for spec in among if spec.dtype == dtype],
+                wrong,
+                room=room,
+                lossy=lossy,
+                options=self._said,
+                among=among,
             )
             for dtype in dict.fromkeys(dtypes)
         ]

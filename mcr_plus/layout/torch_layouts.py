@@ -44,15 +44,33 @@ _known: WeakKeyDictionary[DeviceMesh, dict[Any, Layout]] = WeakKeyDictionary()
 def layout_of(tensor: DTensor, mesh: DeviceMesh | None = None) -> Layout:
     """See `Layout.of`."""
     if not isinstance(tensor, DTensor):
+        raise InvalidArgument(_not_a_dtensor(tensor))
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise InvalidArgument(
-            f"expected a DTensor, got {type(tensor).__name__}; parameters of an FSDP model are whole after a "
-            "forward pass without a backward pass: call model.reshard() first"
+            f"mesh: expected a DeviceMesh, got {short(mesh)}; pass the mesh of which {tensor.device_mesh} is "
+            "a part, as init_device_mesh returned it"
         )
     if mesh is None or mesh == tensor.device_mesh:
         return layout_of_spec(tensor._spec)
-    if not isinstance(mesh, DeviceMesh):
-        raise InvalidArgument(f"mesh: expected a DeviceMesh, got {type(mesh).__name__}")
     return _layout_in(mesh, tensor._spec)
+
+
+def _not_a_dtensor(value: Any) -> str:
+    """Return the error about a value that has no placements, with what to pass instead."""
+    if isinstance(value, torch.nn.Module):
+        return (
+            f"expected a DTensor, got a module ({type(value).__name__}); pass its parameters: "
+            "{name: Layout.of(p) for name, p in module.named_parameters()}"
+        )
+    if not isinstance(value, torch.Tensor):
+        return f"expected a DTensor, got {short(value)}; pass a parameter of the model"
+    shape = tuple(value.shape)
+    return (
+        f"expected a DTensor, got a {type(value).__name__} of shape {shape}, which has no mesh: nothing says "
+        f"what other ranks hold. Where each of them holds all of it, pass Layout.replicated({shape}, ranks); "
+        "where it is a slice, Layout.sharded(shape of the whole, ranks, dim). Parameters of an FSDP2 model "
+        "are plain between a forward pass and its backward pass: call model.reshard() first"
+    )
 
 
 def _layout_in(mesh: DeviceMesh, spec: Any) -> Layout:
@@ -74,14 +92,18 @@ def _axes_of(part: DeviceMesh, mesh: DeviceMesh) -> tuple[int, ...]:
     """Return the dimensions of `mesh` that `part` spans; in the others it has this rank's coordinates."""
     here = mesh.get_coordinate()
     if here is None:
-        raise InvalidArgument(f"mesh: rank {dist.get_rank()} is not in {mesh}")
+        raise InvalidArgument(
+            f"mesh: rank {dist.get_rank()} is not in {mesh}; make the layout on a rank of the mesh, and send "
+            "it by mcr.broadcast_object"
+        )
     for axes in itertools.permutations(range(mesh.ndim), part.ndim):
         others = [axis for axis in range(mesh.ndim) if axis not in axes]
         along = mesh.mesh.permute([*others, *axes])[tuple(here[axis] for axis in others)]
         if along.shape == part.mesh.shape and bool((along == part.mesh).all()):
             return axes
     raise InvalidArgument(
-        f"mesh: {part}, the mesh of the tensor, is not a part of {mesh} along its dimensions"
+        f"mesh: {part}, the mesh of the tensor, is not a part of {mesh} along its dimensions; pass the mesh "
+        "from which it was taken (mesh['dp']), or no mesh"
     )
 
 
@@ -189,7 +211,7 @@ def _word(placement: Placement) -> str:
         return _REDUCTIONS[placement.reduce_op]
     raise Unsupported(
         f"placement {placement!r} of a DTensor; known: Replicate, Shard, and Partial with "
-        f"{', '.join(_REDUCTIONS)}"
+        f"{', '.join(_REDUCTIONS)}; tensor.redistribute(placements=…) gives it one of these"
     )
 
 

@@ -148,7 +148,8 @@ class Pipeline:
         if stage is None:
             factory: Any = registry.get("stages", name)
             options = self._context.config.options(name, rule)
-            stage = self._stages[key] = complete(factory(options, self._context))
+            context = replace(self._context, place=key[1])
+            stage = self._stages[key] = complete(factory(options, context))
             if self._context.runtime is not None:
                 stage.load_state(self._context.runtime.restored.setdefault(name, {}))
         return stage

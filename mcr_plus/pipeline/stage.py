@@ -52,6 +52,7 @@ class Context:
 
     `backends` are those of the job, in fallback order. `runtime` is for dispatch, None while explaining.
     `parts`: the pipelines of the groups that were opened for the hierarchical stage, by their purpose.
+    `place`: the rule whose options the stage has, as `file:line: rules[i]`; None with those of the pipeline.
     """
 
     config: Config
@@ -60,6 +61,7 @@ class Context:
     backends: Mapping[str, type[Backend]]
     runtime: GroupRuntime | None = None
     parts: Mapping[str, Pipeline] = field(default_factory=dict)
+    place: str | None = None
 
 
 class Stage(ABC):

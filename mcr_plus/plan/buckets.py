@@ -115,7 +115,11 @@ def _part(unit: Unit, costs: Costs, captured: int, world: int, codec: str | None
     to = costs.topology.placement(members(unit.group, captured, world))
     curves = _curves(costs, to, sum(nbytes), codec)
     if not curves:
-        raise Unsupported("no library has a known cost for the all_reduces of gradients on these ranks")
+        raise Unsupported(
+            "no library has a known cost for the all_reduces of gradients on these ranks; expected one of: a "
+            "tuning table with all_reduce (--config), links with rates (--topology), a step captured under "
+            "`fuse: {plan: auto}`"
+        )
     libraries = list(curves)
     priced = prices(nbytes, 1, [each.cost for each in curves.values()], OVERHEAD)
     found = search(times, unit.until, priced, seconds=seconds)

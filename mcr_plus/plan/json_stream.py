@@ -24,6 +24,7 @@ from mcr_plus.errors import ConfigError, short
 
 _CHUNK: Final = 1 << 20  # bytes
 _LARGEST: Final = 1 << 26  # largest number of characters of a value
+_EXPECTED: Final = "a step that `step.save` wrote, or a trace of torch's profiler"
 _SPACE: Final = " \t\n\r"
 _OF_NUMBERS: Final = "0123456789.eE+-"
 _HALF: Final = re.compile("[\ud800-\udfff]")
@@ -123,13 +124,13 @@ def members(path: Path, lists: Collection[str]) -> Iterator[tuple[str, Any, int]
 
 
 def _members(reader: _Reader, lists: Collection[str]) -> Iterator[tuple[str, Any, int]]:
-    first = reader.peek()
+    first = reader.first()
     if first == "[":
         name = next(iter(lists))
         yield from ((name, value, place) for value, place in reader.elements())
         return
     if first != "{":
-        raise reader.error("not a JSON object")
+        raise reader.error(f"not a JSON object; expected {_EXPECTED}")
     reader.skip()
     while reader.peek() != "}":
         key, _ = reader.value()
@@ -212,6 +213,13 @@ class _Reader:
                 self._at += 1
             if not self._more():
                 raise self.error("truncated: the file ends within a JSON value")
+
+    def first(self) -> str:
+        """Return the first character of the document; raises `ConfigError` if there is none."""
+        while not self._text.strip(_SPACE):
+            if not self._more():
+                raise self.error(f"an empty file; expected {_EXPECTED}")
+        return self.peek()
 
     def skip(self) -> None:
         """Consume one character."""

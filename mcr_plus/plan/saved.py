@@ -80,10 +80,15 @@ class SavedPlan(BaseModel):
         try:
             return cls.model_validate_json(content)
         except ValidationError as error:
+            from mcr_plus.plan.step_file import line_of  # imported where a file is wrong
+
             first = error.errors(include_url=False)[0]
-            at = path_text(tuple(first["loc"]))
+            line = line_of(content.decode(errors="replace"), first["loc"])
+            where = f"{place}:{line}" if place == str(path) else f"{place}: {path.name}:{line}"
+            what = f"{path_text(first['loc'])}: {first['msg'][:1].lower()}{first['msg'][1:]}"
+            got = "" if first["type"] in ("missing", "json_invalid") else f", got {short(first['input'])}"
             raise ConfigError(
-                f"{place}: {path.name}: {at}: {first['msg']}, got {short(first['input'])}"
+                f"{where}: {what}{got}; expected a plan that `mcr-plus plan -o` wrote"
             ) from None
 
     def save(self, path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mcr_plus.config.document import Keys, path_text, read_bytes
+from mcr_plus.core.kinds import Kind
 from mcr_plus.errors import ConfigError, short
 from mcr_plus.plan.step import (
     MOST_BYTES,
@@ -46,7 +47,7 @@ def read(path: Path) -> Step:
     try:
         return _Step.model_validate_json(content).built()
     except ValidationError as error:
-        problems = [_problem(each) for each in error.errors(include_url=False)[:8]]
+        problems = _problems(error)
     except _Wrong as error:
         problems = [(error.keys, str(error))]
     raise ConfigError(
@@ -66,7 +67,8 @@ class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-_Seconds = Annotated[float, Field(ge=0)]
+_Seconds = Annotated[float, Field(ge=0, le=1e13)]  # as traces have them; sums must stay finite
+_Share = Annotated[float, Field(ge=0)]
 _Bytes = Annotated[int, Field(ge=0, le=MOST_BYTES)]
 _Rank = Annotated[int, Field(ge=0, lt=MOST_RANKS)]
 _Count = Annotated[int, Field(ge=1, le=MOST_RANKS)]
@@ -82,7 +84,7 @@ class _Ready(_Model):
     event: Literal["ready"]
     param: str
     nbytes: _Bytes
-    like: str
+    like: str = Field(pattern=r"\S")
 
 
 class _Need(_Model):
@@ -93,7 +95,7 @@ class _Need(_Model):
 class _Issue(_Model):
     event: Literal["issue"]
     id: int
-    kind: str
+    kind: Kind
     nbytes: _Bytes
     group: tuple[_Rank, ...] = Field(min_length=1)
     tag: str | None = None
@@ -136,9 +138,9 @@ class _Role(_Model):
 
 class _Probed(_Model):
     kind: str
-    sizes: tuple[_Seconds, ...] = Field(min_length=1)
+    sizes: tuple[Annotated[float, Field(ge=0, le=MOST_BYTES)], ...] = Field(min_length=1)
     seconds: tuple[_Seconds, ...]
-    shares: tuple[_Seconds, ...]
+    shares: tuple[_Share, ...]
 
     def built(self, keys: Keys) -> Probed:
         if any(not low < high for low, high in pairwise(self.sizes)):
@@ -158,7 +160,7 @@ class _Step(_Model):
     nodes: _Count
     model: str
     seconds: _Seconds
-    spread: _Seconds
+    spread: _Share
     by_caller: bool
     notes: tuple[str, ...] = ()
     measured: dict[str, _Probed] = {}
@@ -175,6 +177,8 @@ class _Step(_Model):
                         f"rank {rank} {what}; expected each of the {self.ranks} ranks once",
                     )
                 seen[rank] = index
+        if not any(model.event != "compute" for role in self.roles for model in role.events):
+            raise _Wrong(("roles",), "no event but computing; expected gradients or operations")
         missing = next((rank for rank in range(self.ranks) if rank not in seen), None)
         if missing is not None:
             raise _Wrong(("roles",), f"rank {missing} is in no role; expected each of {self.ranks} ranks")
@@ -207,11 +211,29 @@ def _decoded(content: bytes, place: str) -> tuple[str, Any]:
         ) from None
 
 
-def _problem(error: Any) -> tuple[Keys, str]:
-    """Return key and text of one of pydantic's errors; the key omits the tags of unions."""
-    keys = [key for at, key in enumerate(error["loc"]) if not (at and key in _EVENTS)]
-    got = "" if error["type"] == "missing" else f"{short(error['input'])}: "
-    return tuple(keys), f"{got}{error['msg'][:1].lower()}{error['msg'][1:]}"
+def _problems(error: ValidationError) -> list[tuple[Keys, str]]:
+    """Return keys and texts of pydantic's first errors; those of missing fields of an object are one."""
+    found: list[tuple[Keys, str]] = []
+    missing: dict[Keys, list[str]] = {}
+    for each in error.errors(include_url=False)[:8]:
+        # Keys without the tags of unions.
+        keys = tuple(key for at, key in enumerate(each["loc"]) if not (at and key in _EVENTS))
+        if each["type"] == "missing":
+            missing.setdefault(keys[:-1], []).append(str(keys[-1]))
+        else:
+            text = f"{short(each['input'])}: {each['msg'][:1].lower()}{each['msg'][1:]}"
+            found.append((keys, text))
+    for keys, names in missing.items():
+        place = (*keys, names[0]) if len(names) == 1 else keys
+        fields = "field" if len(names) == 1 else f"fields {', '.join(names)}"
+        found.append((place, f"missing {fields}; expected what `step.save` wrote"))
+    # A list whose elements are wrong is reported as too short, too.
+    within = [keys for keys, _ in found]
+    return [
+        (keys, text)
+        for keys, text in found
+        if not any(other != keys and other[: len(keys)] == keys for other in within if keys)
+    ]
 
 
 def line_of(text: str, keys: Keys) -> int:

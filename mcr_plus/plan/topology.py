@@ -147,21 +147,20 @@ class Topology(_Part):
             name, equals, value = (part.strip() for part in change.partition("="))
             keys = _KEYS.get(name)
             if not equals or not value:
-                raise ConfigError(f"{change}: expected NAME=VALUE, such as nic=100Gbit/s")
+                raise ConfigError(f"{change or repr(change)}: expected NAME=VALUE, such as nic=100Gbit/s")
             if keys is None:
                 raise ConfigError(f"{change}: {unknown('name', name, sorted(_KEYS))}")
-            is_known = keys[0] != "links" or getattr(found.links, keys[1]) is not None
+            if keys[0] == "links" and getattr(found.links, keys[1]) is None:
+                raise ConfigError(
+                    f"{change}: this cluster's {keys[1]} is unknown, so the effect of a change is, too; "
+                    f"expected links.{keys[1]} in its description (cluster.yaml, --topology)"
+                )
             data = _copied(found._source)
             where = data
             for key in keys[:-1]:
                 where = where.setdefault(key, {})
             where[keys[-1]] = int(value) if value.isascii() and value.isdigit() else value
             found = Topology._of(dict_document(data, change))
-            if not is_known:
-                raise ConfigError(
-                    f"{change}: this cluster's {keys[1]} is unknown, so the effect of a change is, too; "
-                    f"expected links.{keys[1]} in its description (cluster.yaml, --topology)"
-                )
         return found
 
     @property

@@ -16,10 +16,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from mcr_plus.errors import LaunchError
 from mcr_plus.liveness.findings import Findings
+from mcr_plus.membership.rules import Process
 from mcr_plus.rendezvous.memory import made, mapped
 from mcr_plus.rendezvous.network import host_address
 from mcr_plus.rendezvous.store import exchange
@@ -31,14 +32,6 @@ _STARTS_WITHIN: Final = 30.0  # seconds
 _ROOT: Final = str(Path(__file__).resolve().parents[2])
 _MAIN: Final = "import sys; sys.path.insert(0, sys.argv[1]); from mcr_plus.liveness.agent import main; main()"
 _log = logging.getLogger("mcr_plus")
-
-
-class Process(NamedTuple):
-    """The process of a rank; `place` is equal for ranks that see each other in /proc."""
-
-    pid: int
-    started: str
-    place: str
 
 
 def open_findings(

@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from mcr_plus.core.environment import agent_has_store
 from mcr_plus.liveness.proc import read_stat, state_of
 from mcr_plus.liveness.protocol import Finding, silence
-from mcr_plus.rendezvous.heartbeats import Process, open_findings
+from mcr_plus.membership.rules import Process
+from mcr_plus.rendezvous.heartbeats import open_findings
 from mcr_plus.rendezvous.store import exchange
 from mcr_plus.rendezvous.store_release import StoreRelease
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mcr_plus.core.c10d import Store
     from mcr_plus.liveness.findings import Findings
 
@@ -39,6 +42,7 @@ class Peers:
 
     Attributes:
         patience: seconds after an error of a library in which the loss of a peer shows.
+        processes: of all ranks; empty in a job of one.
     """
 
     def __init__(
@@ -51,9 +55,11 @@ class Peers:
         stop_grace: float = math.inf,
         heartbeat: float | None = None,
         secret: bytes = b"",
+        processes: Sequence[Process] = (),
     ) -> None:
         """`stop_grace`: seconds after which a stopped process is lost. `secret`: signs heartbeats.
 
+        `processes`: of all ranks, where they are known; otherwise the ranks exchange theirs.
         `heartbeat`: seconds after which a host without a sign of life is lost, 0 for as few as the number of
         hosts allows, None for no heartbeats.
         """
@@ -62,21 +68,20 @@ class Peers:
         self._rank = rank
         self._stop_grace = stop_grace
         self._stopped: dict[int, tuple[float, float]] = {}  # rank → first and last look that found it so
-        self._processes: list[Process] = []
+        self.processes = tuple(processes)
         self._findings: Findings | None = None
         self._last: dict[int, Finding] = {}  # after the end
         self._release: StoreRelease | None = None
         if store is None:
             return
-        own = read_stat(os.getpid())
-        mine = json.dumps([os.getpid(), own[1] if own else "", _namespace()])
-        for host, text in zip(hosts, exchange(store, rank, len(hosts), "peers", mine, timeout), strict=True):
-            pid, started, namespace = json.loads(text)
-            self._processes.append(Process(pid, started, f"{host} {namespace}"))
+        if not processes:
+            mine = json.dumps(own_process(hosts[rank], rank))
+            texts = exchange(store, rank, len(hosts), "peers", mine, timeout)
+            self.processes = tuple(Process(*json.loads(text)) for text in texts)
         if heartbeat is not None:
-            self._findings = open_findings(store, rank, self._processes, secret, heartbeat, timeout)
+            self._findings = open_findings(store, rank, self.processes, secret, heartbeat, timeout)
         if self._findings is not None:
-            places = len({process.place for process in self._processes})
+            places = len({process.place for process in self.processes})
             self.patience = _FINDING_SHOWS + min(heartbeat or silence(places), _LONGEST_PATIENCE)
             if rank != 0:  # which has the store, or shares the host of the agent that has it
                 self._release = StoreRelease(store, self._store_is_lost)
@@ -94,30 +99,29 @@ class Peers:
             self._release.close()
         findings, self._release, self._findings = self._findings, None, None
         if findings is not None:
-            self._last = {rank: findings.of(rank) for rank in range(len(self._processes))}
+            self._last = {rank: findings.of(rank) for rank in range(len(self.processes))}
             findings.leave(self._rank)
             findings.close()
 
     def _visible(self, rank: int) -> bool:
         """Whether a rank's process is in the same /proc."""
-        own, process = self._processes[self._rank], self._processes[rank]
-        return process.place == own.place and bool(own.started)
+        return is_visible(self.processes[self._rank], self.processes[rank])
 
     def beside(self) -> list[int]:
         """Process ids of the other ranks on this host, as far as they are visible here."""
         return [
             process.pid
-            for rank, process in enumerate(self._processes)
+            for rank, process in enumerate(self.processes)
             if rank != self._rank and self._visible(rank)
         ]
 
     def status(self, rank: int) -> Status:
         """State of the process of global rank `rank`, `unknown` if neither /proc nor an agent shows it."""
-        if not self._processes:
+        if not self.processes:
             return "unknown"
         if self._visible(rank):
-            pid, started, _ = self._processes[rank]
-            return state_of(pid, started)
+            process = self.processes[rank]
+            return state_of(process.pid, process.started)
         return self._finding(rank).state
 
     def _finding(self, rank: int) -> Finding:
@@ -147,6 +151,17 @@ class Peers:
         since = since if now - last <= _LOOKS_WITHIN else now
         self._stopped[rank] = since, now
         return Loss("stopped", "stopped") if now - since >= self._stop_grace else None
+
+
+def own_process(host: str, number: int) -> Process:
+    """This process, as other ranks are told of it. `host`: the name of its host; `number`: see `Process`."""
+    own = read_stat(os.getpid())
+    return Process(os.getpid(), own[1] if own else "", f"{host} {_namespace()}", number)
+
+
+def is_visible(own: Process, process: Process) -> bool:
+    """Whether a process is in the same /proc as `own`, that of the caller."""
+    return process.place == own.place and bool(own.started)
 
 
 def _namespace() -> str:

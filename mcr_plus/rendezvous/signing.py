@@ -69,6 +69,14 @@ class SignedStore(WrappedStore):
         """Write a value."""
         put(self._store, key, seal(self._secret, key, value.encode() if isinstance(value, str) else value))
 
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        """Write a value unless the key has one; `expected_value` must be empty. Returns what it has then."""
+        if expected_value:
+            raise ValueError("compare_set: signed values can only be written where there is none")
+        sealed: Any = seal(self._secret, key, desired_value.encode())
+        self._store.compare_set(key, "", sealed)
+        return self.get(key)
+
     def get(self, key: str) -> bytes:
         """Wait for a value; raises `LaunchError` if no rank of this job has signed it."""
         value = unseal(self._secret, key, self._store.get(key))

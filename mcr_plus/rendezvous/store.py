@@ -14,12 +14,21 @@ from torch.distributed import DistError
 
 from mcr_plus.core.c10d import PrefixStore, Store, TCPStore, on_socket
 from mcr_plus.core.deadline import Deadline
-from mcr_plus.core.environment import LOOPBACK, LaunchEnvironment, job_secret, on_one_host
-from mcr_plus.errors import BackendUnavailable, LaunchError
+from mcr_plus.core.environment import (
+    LOOPBACK,
+    LaunchEnvironment,
+    job_secret,
+    min_ranks,
+    on_one_host,
+    socket_interface,
+)
+from mcr_plus.errors import BackendUnavailable, LaunchError, PeerLost
 from mcr_plus.rendezvous.mpi_library import load_mpi
 from mcr_plus.rendezvous.network import host_address
 from mcr_plus.rendezvous.signing import Offer, SignedStore, address_of, read_offer, unsigned
+from mcr_plus.rendezvous.watched_store import WatchedStore
 
+_NAME_OF_JOB: Final = "job"  # the key with the name of the part of a job that takes newcomers in
 _SLACK: Final = 10.0  # seconds that rank 0's verdict may take to arrive
 _LONGEST_NAP: Final = 0.02
 _REASONS: Final = 3  # at most, in a message
@@ -28,6 +37,7 @@ _HAS_ITS_OWN: Final = "MCR_SECRET is set there, and not on all ranks"
 _log = logging.getLogger("mcr_plus")
 _warned = False  # the warning about unsigned values is logged once in a process
 _stores: dict[tuple[str, int], Store] = {}  # stores of this process that listen or are connected
+_own_servers: list[TCPStore] = []  # see `own_server`
 _by_mpi: list[tuple[Store, bytes]] = []  # the store whose address was sent through MPI, with its secret
 
 
@@ -41,7 +51,39 @@ def open_store(environment: LaunchEnvironment, timeout: float) -> Store:
         LaunchError: the ranks could not connect within `timeout` seconds.
     """
     store, secret = _connect(environment, timeout)
-    return signed_part(store, environment.rank, environment.world_size, timeout, secret)
+    part, name = _signed_part(store, environment.rank, environment.world_size, timeout, secret)
+    if environment.rank == 0 and min_ranks() is not None:
+        store.set(_NAME_OF_JOB, name)
+    return part
+
+
+def job_announced(environment: LaunchEnvironment, timeout: float) -> bool:
+    """Whether ranks have begun a job with the launcher's store, which this process has not been part of."""
+    store, _ = _connect(environment, timeout)
+    return store.check([_NAME_OF_JOB])
+
+
+def join_store(environment: LaunchEnvironment, timeout: float) -> Store:
+    """The part of the launcher's store that the ranks of the job have, for a process that wants to join them.
+
+    Only after `job_announced`. Raises `LaunchError` if there is no store.
+    """
+    store, _ = _connect(environment, timeout)
+    name = store.get(_NAME_OF_JOB).decode()
+    part, secret = PrefixStore(name, store), job_secret()
+    return SignedStore(part, secret, name) if secret else part
+
+
+def part_of(store: Store, name: str) -> Store:
+    """A part of a job's store, signed as it is, and not watched."""
+    store = store.unwatched if isinstance(store, WatchedStore) else store
+    return store.part(name) if isinstance(store, SignedStore) else PrefixStore(name, store)
+
+
+def secret_of(store: Store) -> bytes:
+    """The secret of the ranks that share a store; empty if its values are not signed."""
+    store = store.unwatched if isinstance(store, WatchedStore) else store
+    return store.secret if isinstance(store, SignedStore) else b""
 
 
 def open_plain_store(environment: LaunchEnvironment, timeout: float) -> Store:
@@ -72,13 +114,20 @@ def signed_part(store: Store, rank: int, size: int, timeout: float, secret: byte
     Raises `LaunchError` as `unused_part` does, if ranks do not have the same secret, and if ranks that
     share a host cannot read that of rank 0.
     """
+    return _signed_part(store, rank, size, timeout, secret)[0]
+
+
+def _signed_part(
+    store: Store, rank: int, size: int, timeout: float, secret: bytes = b""
+) -> tuple[Store, str]:
+    """See `signed_part`; with the name of the part."""
     name = _unused_name(store, rank, size, timeout)
     part = PrefixStore(name, store)
     problem, own = "", secret or job_secret()
     if not own:
         own, problem = _offered_secret(part, name, rank, size, timeout)
         if not problem:
-            return SignedStore(part, own, name) if own else part
+            return (SignedStore(part, own, name) if own else part), name
     elif not secret:  # so that ranks without it do not wait
         part.set(f"reads/{rank}" if rank else "offer", _HAS_ITS_OWN if rank else "")
     signed = SignedStore(part, own or b"unknown", name)
@@ -92,7 +141,7 @@ def signed_part(store: Store, rank: int, size: int, timeout: float, secret: byte
             f"messages between ranks cannot be signed ({problem}); set MCR_SECRET to the same random "
             "text on all ranks"
         )
-    return signed
+    return signed, name
 
 
 def _offered_secret(part: Store, name: str, rank: int, size: int, timeout: float) -> tuple[bytes, str]:
@@ -251,6 +300,9 @@ def exchange(store: Store, rank: int, size: int, what: str, value: str, timeout:
         keys = [f"{what}/{peer}" for peer in range(size)]
         try:
             store.wait(keys, timedelta(seconds=timeout))
+        except PeerLost as error:
+            store.set(f"{what}/all", json.dumps({"lost": [str(error), error.ranks, error.seen]}))
+            raise
         except RuntimeError:
             missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
             store.set(f"{what}/all", json.dumps({"missing": missing}))
@@ -264,12 +316,15 @@ def exchange(store: Store, rank: int, size: int, what: str, value: str, timeout:
     try:
         store.wait([f"{what}/all"], timedelta(seconds=timeout + _SLACK))
         result = json.loads(store.get(f"{what}/all"))
-    except LaunchError:
+    except (LaunchError, PeerLost):
         raise
     except RuntimeError as error:
         raise LaunchError(f"rank 0 did not answer within {timeout:g} s ({what}): {error}") from error
     if "missing" in result:
         raise LaunchError(f"ranks {result['missing']} did not call {call} within {timeout:g} s")
+    if "lost" in result:
+        text, ranks, seen = result["lost"]
+        raise PeerLost(text, ranks, seen=seen)
     if "problem" in result:
         raise LaunchError(result["problem"])
     values = result["values"]
@@ -323,6 +378,23 @@ def _through_address(environment: LaunchEnvironment, limit: timedelta) -> Store:
         **options,
     )
     return store
+
+
+def own_server(timeout: float) -> tuple[str, int]:
+    """Host and port of a store that this process serves, for others to meet it in; started at the first call.
+
+    On loopback, unless GLOO_SOCKET_IFNAME names an interface on which other hosts reach it.
+    """
+    if not _own_servers:
+        address = host_address() if socket_interface() else LOOPBACK
+        listener = _listen(address, 0)
+        port = listener.getsockname()[1]
+        limit = timedelta(seconds=timeout)
+        _own_servers.append(
+            TCPStore(address, port, None, True, limit, wait_for_workers=False, **on_socket(listener))
+        )
+    server = _own_servers[0]
+    return server.host, server.port
 
 
 def _listen(address: str, port: int) -> socket.socket:

@@ -9,9 +9,14 @@ from typing import TYPE_CHECKING
 from mcr_plus.core.environment import usable_cores
 from mcr_plus.core.group import Group
 from mcr_plus.rendezvous.group_store import GroupStore
+from mcr_plus.rendezvous.watched_store import WatchedStore
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from mcr_plus.core.c10d import Store
+    from mcr_plus.errors import PeerLost
+    from mcr_plus.membership.roster import Roster
     from mcr_plus.rendezvous.bells import Bells
 
 
@@ -24,7 +29,8 @@ class World:
     rank 0 (`Open MPI 5.0.11`), where it is known. `cores`: number of cores for all ranks of this host
     together, since launchers bind each to its own. `secret`: shared by the ranks only, empty if there is
     none. `bells`: wake up sleeping ranks of this host; compiled code that moves something for a peer rings
-    them itself. `stores`: see `store_of`.
+    them itself. `stores`: see `store_of`. `roster`: of a world that has replaced another one.
+    `lost`: the error if one of some ranks is lost by now, where that is known.
     """
 
     rank: int
@@ -37,15 +43,22 @@ class World:
     secret: bytes = field(default=b"", repr=False)
     bells: Bells | None = None
     stores: dict[str, GroupStore] = field(default_factory=dict, repr=False)
+    roster: Roster | None = field(default=None, repr=False)
+    lost: Callable[[Sequence[int]], PeerLost | None] | None = field(default=None, repr=False)
 
     def store_of(self, group: Group) -> GroupStore:
         """The store for data that ranks of `group` exchange; its keys are removed when all have left it.
 
-        Only for members of groups of several ranks, which have a store.
+        Only for members of groups of several ranks, which have a store. A wait for a value ends when a rank
+        of the group is lost.
         """
         assert self.store is not None
         if group.name not in self.stores:
-            self.stores[group.name] = GroupStore(self.store, group)
+            store, lost = self.store, self.lost
+            if lost is not None:
+                store = store.unwatched if isinstance(store, WatchedStore) else store
+                store = WatchedStore(store, self.timeout, lambda: lost(group.ranks))
+            self.stores[group.name] = GroupStore(store, group)
         return self.stores[group.name]
 
     @property

@@ -17,13 +17,26 @@ from mcr_plus.backends import preferred_backends
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.config import reader as configuration
 from mcr_plus.config.schema import Config
-from mcr_plus.core.c10d import HashStore, PrefixStore, Store
-from mcr_plus.core.environment import LaunchEnvironment, host_name, launch_environment, usable_cores
-from mcr_plus.errors import ConfigError, InvalidArgument, McrError, NotInitialized
+from mcr_plus.core.c10d import HashStore, Store
+from mcr_plus.core.environment import (
+    LaunchEnvironment,
+    host_name,
+    launch_environment,
+    min_ranks,
+    restarts,
+    usable_cores,
+)
+from mcr_plus.errors import ConfigError, InvalidArgument, McrError, NotInitialized, PeerLost
 from mcr_plus.hierarchy.nodes import check_nodes
 from mcr_plus.rendezvous.exit_barrier import shutdown_barrier
-from mcr_plus.rendezvous.signing import SignedStore
-from mcr_plus.rendezvous.store import exchange, open_plain_store, open_store
+from mcr_plus.rendezvous.store import (
+    exchange,
+    job_announced,
+    open_plain_store,
+    open_store,
+    part_of,
+    secret_of,
+)
 from mcr_plus.rendezvous.world import World
 from mcr_plus.runtime.checks import (
     check_descriptors,
@@ -82,13 +95,17 @@ def init(
         loaded = readable(partial(_load, config, backends, seconds))
         limit = seconds if isinstance(seconds, (int, float)) and seconds > 0 else 300.0
         try:
-            world = _find_ranks(launch_environment(), limit)
+            environment = launch_environment()
+            if restarts() and min_ranks() is not None and job_announced(environment, limit):
+                world = World(0, 1, (host_name(),), limit)  # until `mcr.elastic` joins the others
+            else:
+                world = _find_ranks(environment, limit)
         except McrError:
             if isinstance(loaded, ConfigError):  # nearer to the cause
                 raise loaded.with_traceback(None) from None
             raise
         try:
-            return _begin(loaded, world, seconds).communicator
+            return begin(loaded, world, seconds).communicator
         except ConfigError as error:  # its text names the file and the line; our frames add nothing
             raise error.with_traceback(None) from None
 
@@ -121,8 +138,8 @@ def join(loaded: Config | ConfigError, store: Store, rank: int, size: int, timeo
     """
     with _lock:
         alone = World(0, 1, (host_name(),), timeout)
-        world = alone if size == 1 else _world_of(store, rank, size, timeout)
-        return _begin(loaded, world, timeout, native=False)
+        world = alone if size == 1 else world_of(store, rank, size, timeout)
+        return begin(loaded, world, timeout, native=False)
 
 
 def rendezvous(timeout: float) -> tuple[Store, int, int]:
@@ -134,9 +151,10 @@ def rendezvous(timeout: float) -> tuple[Store, int, int]:
     return store, environment.rank, environment.world_size
 
 
-def _begin(
+def begin(
     loaded: Config | ConfigError, world: World, timeout: float | None, *, native: bool = True
 ) -> Runtime:
+    """Make the runtime of a world; collective over its ranks. Raises as `init` does."""
     job.install_hooks()
     try:
         loaded = compare_configs(loaded, world, timeout)
@@ -148,6 +166,8 @@ def _begin(
         check_tables(config, world)
         check_nodes(config, world.size)
         runtime = Runtime(config, world, chosen, loaded, timeout, native=native)
+    except PeerLost:  # nobody is waited for
+        raise
     except McrError:
         job.all_ended = shutdown_barrier(world, "refused")  # so that every rank can read the reason
         raise
@@ -159,16 +179,16 @@ def _find_ranks(environment: LaunchEnvironment, timeout: float) -> World:
     if environment.world_size == 1:
         return World(0, 1, (host_name(),), timeout)
     store = open_store(environment, timeout)
-    return _world_of(store, environment.rank, environment.world_size, timeout)
+    return world_of(store, environment.rank, environment.world_size, timeout)
 
 
-def _world_of(store: Store, rank: int, size: int, timeout: float) -> World:
+def world_of(store: Store, rank: int, size: int, timeout: float) -> World:
+    """The world of ranks that share a part of a store; collective over them."""
     mine = json.dumps([host_name(), sum(1 << core for core in usable_cores())])
     places = [json.loads(text) for text in exchange(store, rank, size, "hosts", mine, timeout)]
     hosts = tuple(host for host, _ in places)
     here = reduce(operator.or_, (mask for host, mask in places if host == hosts[rank]))
-    secret = store.secret if isinstance(store, SignedStore) else b""
-    return World(rank, size, hosts, timeout, store, cores=here.bit_count(), secret=secret)
+    return World(rank, size, hosts, timeout, store, cores=here.bit_count(), secret=secret_of(store))
 
 
 def finalize() -> None:
@@ -225,7 +245,7 @@ def reset() -> Communicator:
     runtime.close(clean=False)
     try:
         with _lock:
-            return _begin(runtime.loaded, _fresh_world(runtime), runtime.timeout).communicator
+            return begin(runtime.loaded, _fresh_world(runtime), runtime.timeout).communicator
     except McrError as error:
         runtime.closed_because = f"reset has failed ({error})"
         raise type(error)(
@@ -246,8 +266,7 @@ def _fresh_world(runtime: Runtime) -> World:
         )
         for group in list(world.stores):
             runtime.leave_store(group)
-        part = store.part(name) if isinstance(store, SignedStore) else PrefixStore(name, store)
-        world = _world_of(part, world.rank, world.size, world.timeout)
+        world = world_of(part_of(store, name), world.rank, world.size, world.timeout)
     for state in runtime.engine.states:  # all ranks have left
         state.board.close()
     return world

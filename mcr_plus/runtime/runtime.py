@@ -14,16 +14,25 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from weakref import WeakValueDictionary
 
 from mcr_plus.communicator.open_group import OpenGroup, release_unused
-from mcr_plus.core.environment import quota_cores
+from mcr_plus.core.environment import min_ranks, quota_cores
 from mcr_plus.core.group import Group
 from mcr_plus.dispatch.board.base import Failure
 from mcr_plus.dispatch.closing import abandon, drain, forget
 from mcr_plus.dispatch.engine import Engine
 from mcr_plus.dispatch.options import DispatchOptions
 from mcr_plus.dispatch.progress_thread import ProgressThread
-from mcr_plus.errors import BackendError, BackendUnavailable, InvalidArgument, McrError, OrderMismatch
+from mcr_plus.errors import (
+    BackendError,
+    BackendUnavailable,
+    InvalidArgument,
+    McrError,
+    OrderMismatch,
+    PeerLost,
+    phrase_ranks,
+)
 from mcr_plus.kernels import compiling
 from mcr_plus.liveness.protocol import silence
+from mcr_plus.membership.roster import Roster
 from mcr_plus.pipeline.pipeline import finish
 from mcr_plus.pipeline.state import holds_tensors
 from mcr_plus.rendezvous.bells import open_bells
@@ -61,6 +70,7 @@ def _peers(world: World, options: DispatchOptions) -> Peers:
         stop_grace=math.inf if options.stopped == "wait" else options.stopped,
         heartbeat=beats[options.heartbeat] if isinstance(options.heartbeat, str) else options.heartbeat,
         secret=world.secret,
+        processes=world.roster.members if world.roster is not None else (),
     )
 
 
@@ -78,8 +88,10 @@ class Runtime:
         groups: those that are open, in the order in which they were opened.
         idle_channels: of groups that were closed here, those that all ranks must close together.
         restored: group → stage → entries of a loaded state, see `Stage.load_state`.
+        unmerged: group, stage and name of entries in `restored` that differ between ranks, see `carried`.
         tagged: models by the tags of their operations. Two models that share one would share codec state.
         attached: objects of layers above that live as long as the job, by a name of theirs.
+        roster: the members of the job; None in a single process that nobody has taken in.
         watcher: the receiver of the program's operations, see `watch`.
     """
 
@@ -103,7 +115,12 @@ class Runtime:
         self.closed_because = "finalize has been called"
         self._peers = _peers(world, options)
         bells = open_bells(world.store, world.rank, world.hosts, world.timeout)
-        self.world = world = replace(world, bells=bells)
+        self.world = world = replace(world, bells=bells, lost=self._lost_among)
+        self.roster = world.roster
+        if self.roster is None and world.store is not None:
+            self.roster = Roster(world.store, 0, self._peers.processes, world.rank)
+            if world.rank == 0 and min_ranks() is not None:
+                self.roster.announce()
         here = world.hosts.count(world.hosts[world.rank])
         self.engine = Engine(
             self._peers,
@@ -119,6 +136,7 @@ class Runtime:
         self.idle_channels = IdleChannels()
         self.torch_ranks: tuple[int, ...] | None = None
         self.restored: dict[str, dict[str, dict[str, Any]]] = {}
+        self.unmerged: set[tuple[str, str, str]] = set()
         self.tagged: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self.attached: dict[str, Any] = {}
         self.watcher: Watcher | None = None
@@ -134,6 +152,24 @@ class Runtime:
             self._abort_start()
             raise
         compiling.watchers.append(self.engine.compiles)
+
+    def lost_ranks(self) -> dict[int, str]:
+        """The state of each rank of the job that is lost, as far as this process can see."""
+        found = {rank: self._peers.lost(rank) for rank in range(self.world.size) if rank != self.world.rank}
+        return {rank: loss.status for rank, loss in found.items() if loss is not None}
+
+    def is_running(self, rank: int) -> bool:
+        """Whether the process of a rank is seen to run."""
+        return self._peers.status(rank) == "running"
+
+    def _lost_among(self, ranks: Sequence[int]) -> PeerLost | None:
+        """The error of a wait for one of these ranks, if any is lost."""
+        found = {rank: self._peers.lost(rank) for rank in ranks if rank != self.world.rank}
+        lost = {rank: loss.seen for rank, loss in found.items() if loss is not None}
+        if not lost:
+            return None
+        seen = "; ".join(dict.fromkeys(lost.values()))
+        return PeerLost(f"{phrase_ranks(list(lost))} of the job: {seen}", list(lost), seen=seen)
 
     def _abort_start(self) -> None:
         """Close libraries and groups of a job that cannot begin."""

@@ -35,6 +35,7 @@ class _Wrapped(_Inert):
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, comm: Communicator) -> None:
         self.model = weakref.ref(model)
+        self.optimizer = weakref.ref(optimizer)
         self.comm = comm
         self.named = _trainable(model)
         self.frozen = [
@@ -100,10 +101,28 @@ class _Wrapped(_Inert):
                 )
 
     def detach(self) -> None:
-        self.reducer.recover()  # peers may wait in a pass that failed on this rank
+        if not self.comm.closed:
+            self.reducer.recover()  # peers may wait in a pass that failed on this rank
         self.reducer.detach()
         for handle in self.handles:
             handle.remove()
+
+
+class _Averaged:
+    """The gradients of a `DistributedOptimizer`."""
+
+    def __init__(self, named: list[tuple[str, torch.nn.Parameter]], comm: Communicator) -> None:
+        self.named = named
+        self.group = comm.name
+        self.average(comm)
+
+    def average(self, comm: Communicator) -> None:
+        """Average them over this group from now on."""
+        self.comm = comm
+        self.reducer = Reducer(self.named, comm)
+
+
+_optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Averaged] = weakref.WeakKeyDictionary()
 
 
 def wrap(
@@ -173,6 +192,23 @@ def use_compiled(model: torch.nn.Module, call: CompiledCall) -> None:
         wrapped.use(call)
 
 
+def follow(comm: Communicator) -> None:
+    """Wrap the models of worlds that have ended anew, for `comm`, all ranks of the job; collective over them.
+
+    Nothing is broadcast. Models that were wrapped for another group than all ranks stay as they are: their
+    passes raise `Revoked` until the program wraps them for a new group.
+    """
+    for model, wrapped in list(_wrapped.items()):
+        optimizer = wrapped.optimizer()
+        if optimizer is not None and wrapped.comm.closed and wrapped.comm.name == comm.name:
+            wrapped.detach()
+            _wrapped[model] = _Wrapped(model, optimizer, comm)
+    for before in list(_optimizers.values()):
+        if before.comm.closed and before.group == comm.name:
+            before.reducer.detach()
+            before.average(comm)
+
+
 @contextmanager
 def no_sync(model: torch.nn.Module) -> Iterator[None]:
     """Accumulate gradients locally in this block; the next backward pass outside averages the sum.
@@ -231,8 +267,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         if param.requires_grad and not _skipped(param)
     ]
     _compare(comm, named)
-    reducer = Reducer(named, comm)
-    optimizer.register_step_pre_hook(lambda *_: reducer.recover())
+    _optimizers[optimizer] = averaged = _Averaged(named, comm)
+    optimizer.register_step_pre_hook(lambda *_: averaged.reducer.recover())
     return optimizer
 
 

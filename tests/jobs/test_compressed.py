@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from typing import Any
+
 import pytest
+import torch
 from compressed import every_codec
 from ranks import run_ranks
+
+import mcr_plus as mcr
 
 
 @pytest.mark.parametrize(("ranks", "backends"), [(2, ["mpi", "gloo"]), (3, ["mpi"]), (4, ["gloo"])])
@@ -20,3 +26,36 @@ def test_every_codec_on_every_operation(ranks: int, backends: list[str]) -> None
         if name.endswith("int32"):
             assert len(kinds) == 19, name
     assert refused["int8_block float32"] == ["maximum"]
+
+
+def rules_of_codecs(rules: list[dict[str, Any]]) -> list[str]:
+    """Runs on ranks: warnings of a job in which rules name codecs for operations of several dtypes."""
+    torch.set_num_threads(1)
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mcr_plus").addHandler(handler)
+    stages: list[dict[str, Any]] = [{"compress": {"codec": "bf16"}}, {"select": {}}, {"dispatch": {}}]
+    config = {"version": 1, "backends": ["gloo"], "pipeline": stages, "rules": rules}
+    with mcr.init(config) as comm:
+        for _ in range(2):
+            for numel in (1000, 2000):
+                mcr.all_reduce(torch.ones(numel, dtype=torch.int64), tag="counts")
+            mcr.all_reduce(torch.ones(1000, dtype=torch.int32), tag="counts")
+            mcr.all_reduce(torch.ones(1000), tag="counts")
+            mcr.all_reduce(torch.ones(1000), tag="vectors")  # no matrix
+            mcr.all_reduce(torch.ones(1000, dtype=torch.int64), tag="other")  # the stage's own codec
+        comm.all_gather_object("text")
+    return [line for line in lines if "is not used" in line]  # kernels may be compiled, which is logged, too
+
+
+def test_a_rules_codec_that_cannot_take_an_operation_is_logged_once() -> None:
+    rules = [
+        {"match": {"tag": "counts"}, "compress": {"codec": "int8_block"}},
+        {"match": {"tag": "vectors"}, "compress": {"codec": "powersgd"}},
+    ]
+    first, other = run_ranks(rules_of_codecs, 2, args=[rules], via="torch")
+    (line,) = first.value
+    assert line.startswith("<dict>: rules[0]: codec int8_block is not used for all_reduce SUM int64[1000]")
+    assert "codec int8_block takes float32, float16, bfloat16, float64, not int64" in line
+    assert other.value == []

@@ -340,7 +340,7 @@ def test_kill_9_in_the_middle_leaves_nothing(start: Start, folder: Path, tmp_pat
     assert [entry for entry in listening if not is_loopback(entry.address)] == []
     os.kill(pids[VICTIM], signal.SIGKILL)
     assert run.wait(END_LIMIT_S) == 1
-    assert f"rank {VICTIM} of 3 was killed by SIGKILL" in run.text()
+    assert f"rank {VICTIM} of 3 failed: it was killed by SIGKILL" in run.text()
     assert gone(pids)
     assert scratch.processes_of(job) == []
     assert leftovers(folder, run) == []
@@ -375,4 +375,4 @@ def test_launcher_names_the_rank_that_left_first(start: Start, tmp_path: Path, v
     assert run.wait() == 1
     assert "rank 1 has" in run.text()
     told = [line for line in run.text().splitlines() if line.startswith("mcr-plus:")]
-    assert told[0] == "mcr-plus: rank 1 of 3 exited with status 3, without a word"
+    assert told[0] == "mcr-plus: rank 1 of 3 failed: it exited with status 3, without a word"

@@ -278,18 +278,27 @@ def test_a_plan_of_other_nodes_is_planned_anew() -> None:
 
 def test_files_that_are_no_plan_are_refused_with_their_place(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
-    good = plan_of(network(), 2, NAMES).model_dump(mode="json")
+    plan_of(network(), 2, NAMES).save(file)
+    good = file.read_text()
     for content, said in (
-        ("{", "JSON"),
-        (json.dumps(good | {"version": 2}), "version"),
-        (json.dumps(good | {"buckets": []}), "buckets"),
-        (json.dumps(good | {"more": 1}), "more"),
-        (json.dumps({**good, "buckets": [{"params": [1]}]}), "buckets[0].params[0]"),
+        ("{", ":1: document: invalid JSON"),
+        ("", ":1: document: invalid JSON"),
+        ("\xff", ":1: document: invalid JSON"),
+        ("[]", ":1: document: input should be an object, got []"),
+        (good.replace('"version": 1', '"version": 2'), ":1: version: input should be 1, got 2"),
+        (good.replace('"model"', '"more"'), ":1: model: field required"),
+        (
+            good.replace(f'"{NAMES[0]}"', "1"),
+            ":3: buckets[0].params[0]: input should be a valid string, got 1",
+        ),
     ):
-        file.write_text(content)
-        with pytest.raises(mcr.ConfigError, match=r"plan\.json") as error:
-            SavedPlan.load(file)
-        assert said in str(error.value)
+        file.write_text(content, encoding="latin-1")
+        for place in (None, "run.yaml:3: fuse.plan"):
+            with pytest.raises(mcr.ConfigError) as error:
+                SavedPlan.load(file, place)
+            start = f"{file}{said}" if place is None else f"{place}: plan.json{said}"
+            assert str(error.value).startswith(start), (str(error.value), start)
+            assert str(error.value).endswith("expected a plan that `mcr-plus plan -o` wrote")
 
 
 def resumed(late: bool) -> list[Any]:

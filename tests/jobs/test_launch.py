@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import os
 import re
 import shutil
@@ -59,15 +58,20 @@ class Run:
 
     def wait_until_up(self, ranks: int) -> dict[int, int]:
         """Rank → pid, once all ranks have met."""
+        found = self.wait_for(r"up rank=(\d+) pid=(\d+)\n", ranks)
+        pids = {int(rank): int(pid) for rank, pid in found}
+        self.segments = segments(pids.values())
+        return pids
+
+    def wait_for(self, pattern: str, count: int = 1) -> list[Any]:
+        """What has been printed of a pattern, once it is there so many times."""
         deadline = time.monotonic() + START_LIMIT_S
         while time.monotonic() < deadline and self.process.poll() is None:
-            found = re.findall(r"up rank=(\d+) pid=(\d+)\n", self.text())
-            if len(found) == ranks:
-                pids = {int(rank): int(pid) for rank, pid in found}
-                self.segments = segments(pids.values())
-                return pids
+            found = re.findall(pattern, self.text())
+            if len(found) >= count:
+                return found
             time.sleep(0.02)
-        raise AssertionError(f"ranks did not start:\n{self.text()}")
+        raise AssertionError(f"{pattern!r} was not printed {count} times:\n{self.text()}")
 
     def wait(self, limit: float = START_LIMIT_S) -> int:
         return self.process.wait(limit)
@@ -185,7 +189,7 @@ def test_failing_rank_ends_the_job_and_is_shown(
     run = start("-n", "2", "--via", via, PROGRAMS, "fail", how)
     pids = run.wait_until_up(2)
     assert run.wait(END_LIMIT_S) == 1
-    head = f"mcr-plus: rank 1 of 2 {ending}"
+    head = f"mcr-plus: rank 1 of 2 failed: it {ending}"
     _, *told = run.text().split("mcr-plus: rank")
     cause = f"mcr-plus: rank{told[0]}".splitlines()
     assert cause[0] == head
@@ -216,7 +220,7 @@ def test_the_dump_of_a_fault_is_shown_once(start: Start, tmp_path: Path, via: st
     assert dump.count("Current thread 0x") == 1
     assert dump.count('program.py", line 8 in <module>') == 1
     assert told.splitlines()[:3] == [
-        "rank 1 of 2 was killed by SIGSEGV:",
+        "rank 1 of 2 failed: it was killed by SIGSEGV:",
         "  Fatal Python error: Segmentation fault (its dump is above)",
         f'    File "{program}", line 6 in fall',
     ]
@@ -260,7 +264,7 @@ def reported(rank: int, text: str | None, place: str = "a.py:3, in <module>") ->
         "source": "f()",
         "traceback": [*TRACEBACK, "E: x"],
     }
-    state.note_report(json.dumps(report).encode())
+    state.note_report(report)
     return state
 
 
@@ -271,7 +275,7 @@ def test_a_rank_that_raised_is_not_reported_as_killed() -> None:
     raised.code = -signal.SIGTERM
     assert [raised.ending(), killed.ending()] == ["ended with an exception", "was killed by SIGTERM"]
     head, *_ = explanation(Outcome((raised,), 1, None, False, ()), "mpi")
-    assert head == "mcr-plus: rank 0 of 1 ended with an exception (MCR_TRACEBACK=1 shows more):"
+    assert head == "mcr-plus: rank 0 of 1 failed: it ended with an exception (MCR_TRACEBACK=1 shows more):"
 
 
 def test_ranks_that_failed_alike_share_a_message() -> None:
@@ -314,7 +318,7 @@ def test_the_cause_is_shown_before_its_consequences(start: Start, tmp_path: Path
     assert run.wait() == 1
     heads = [line for line in run.text().splitlines() if line.startswith("mcr-plus:")]
     expected = [
-        "mcr-plus: rank 1 of 2 exited with status 1:",
+        "mcr-plus: rank 1 of 2 failed: it exited with status 1:",
         "mcr-plus: rank 0 of 2 then failed (MCR_TRACEBACK=1 shows more):",
     ]
     launcher = mpi_flavour()
@@ -342,7 +346,8 @@ def test_kill_9_of_a_rank_from_outside(start: Start, folder: Path, via: str) -> 
     pids = run.wait_until_up(3)
     os.kill(pids[2], signal.SIGKILL)
     assert run.wait(END_LIMIT_S) == 1
-    assert run.text().splitlines()[-1] == "mcr-plus: rank 2 of 3 was killed by SIGKILL, without a word"
+    killed = "mcr-plus: rank 2 of 3 failed: it was killed by SIGKILL, without a word"
+    assert run.text().splitlines()[-1] == killed
     assert gone(pids)
     assert leftovers(folder, run) == []
 

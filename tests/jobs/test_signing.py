@@ -315,7 +315,7 @@ def without_a_store(library: str, port: int, server: int, folder: str) -> None:
 
 SERVER = """
 import sys, time
-from mcr_plus.launch.agent import loopback_store
+from mcr_plus.launch.store import loopback_store
 store = loopback_store()
 print(store.port, flush=True)
 time.sleep(600)

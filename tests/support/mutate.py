@@ -129,6 +129,8 @@ MUTATIONS = (
     Mutation("groups dropped by some", "runtime/agreement.py", "if all(dropped[rank].get(name) == members for rank in members)", "if any(dropped[rank].get(name) == members for rank in members)", "test_groups test_leaks"),
     Mutation("a table given as a configuration", "config/reader.py", '"kind" in rule and "match" not in rule', '"kind" in rule and "match" in rule', "test_config test_cli"),
     Mutation("a rank that failed", "launch/job.py", "all_zero = all(state.code == 0", "all_zero = any(state.code == 0", "test_launch"),
+    Mutation("restarts of a job", "launch/supervisor.py", "again = self._used < self._limit", "again = self._used <= self._limit", "test_launch_restarts"),
+    Mutation("report of another process", "launch/channels.py", 'if report["pid"] == state.pid:', "if True:", "test_launch_restarts"),
     # torch
     Mutation("mean of integers", "torch_backend/arguments.py", "return not (tensor.is_floating_point() or", "return (tensor.is_floating_point() or", "test_torch_backend"),
     Mutation("too few descriptors", "core/file_limit.py", "if there < need", "if there < 0", "test_groups test_leaks"),

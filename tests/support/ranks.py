@@ -205,7 +205,7 @@ def _run_ulfm(
 def _run_torch(
     command: list[str], ranks: int, folder: Path, env: dict[str, str], timeout: float, restarts: int
 ) -> tuple[Codes, bool]:
-    from mcr_plus.launch.agent import loopback_store
+    from mcr_plus.launch.store import loopback_store
 
     store = loopback_store()
     found: Codes = []

@@ -614,6 +614,7 @@ def bad_calls(number: int) -> list[Bad]:
     rows, columns = Layout.sharded(shape, ranks, 0), Layout.sharded(shape, ranks, 1)
     new = [Layout.sharded((11, 5), ranks, dim) for dim in (0, 1)]  # whose plan is not known
     whole, sums = Layout.replicated(shape, ranks), Layout.mesh(shape, ranks, ["P"])
+    some = Layout.sharded(shape, ranks[:2], 0)  # not on rank 2, if there is one
     gap = Layout.boxes(shape, {rank: [[(rank, rank + 1), (0, 4)]] for rank in ranks})
     last = number - 1
 
@@ -651,13 +652,13 @@ def bad_calls(number: int) -> list[Bad]:
             "other layouts on one rank",
             lambda r, n: call(good(r), rows, columns if r else whole),
             wrong,
-            ("different layouts or dtypes", "rank 0", "rank 1", "S1", "R @"),
+            ("different layouts", "rank 0", "rank 1", "S1", "R @"),
         ),
         (
             "another dtype on one rank",
             lambda r, n: call(good(r, rows, torch.float64 if r == last else torch.float32), rows, columns),
             wrong,
-            ("float32", "float64", f"rank {last}"),
+            ("tensors of different dtypes: float32 on rank", f"; float64 on rank {last}"),
         ),
         (
             "another dtype of one of two tensors on one rank",
@@ -665,7 +666,35 @@ def bad_calls(number: int) -> list[Bad]:
                 {"w": good(r), "v": good(r, rows, torch.float64 if r == last else torch.float32)}
             ),
             wrong,
-            ("v: S0", "float32", f"rank {last} passes no 'v' of that dtype"),
+            ("v: ranks pass tensors of different dtypes: float32 on rank", f"; float64 on rank {last}"),
+        ),
+        (
+            "another dtype of the first of three tensors, of which the others have both dtypes",
+            lambda r, n: mcr.redistribution(dict.fromkeys("wvu", (rows, columns)))(
+                {
+                    "w": good(r, rows, torch.float64 if r == last else torch.float32),
+                    "v": good(r),
+                    "u": good(r, rows, torch.float64),
+                }
+            ),
+            wrong,
+            ("w: ranks pass tensors of different dtypes: float32 on rank", f"; float64 on rank {last}"),
+        ),
+        (
+            "another dtype on one of the ranks with a part",
+            lambda r, n: mcr.redistribution({"w": (rows, columns), "v": (some, rows)})(
+                {"w": good(r), "v": good(r, some, torch.int32 if r == 0 else torch.float32)}
+            ),
+            wrong,
+            ("v: ranks pass tensors of different dtypes: int32 on rank 0; float32 on rank 1",),
+        ),
+        (
+            "no layouts for one of two tensors on one rank",
+            lambda r, n: mcr.redistribution(
+                {"w": (rows, columns)} | ({"v": (rows, columns)} if r == 0 else {})
+            )({"w": good(r), "v": good(r)}),
+            wrong,
+            ("rank 0 passes v: S0", "rank 1 passes no layouts for 'v'"),
         ),
         (
             "a target that has no layouts",

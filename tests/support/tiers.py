@@ -113,6 +113,11 @@ LONG: Final = (
     "test_launch.py::test_a_library_that_only_carries_an_address_ends_well",
     "test_launch.py::test_tasks_of_a_slurm_step_find_each_other",
     "test_launch.py::test_too_little_shared_memory_is_reported_under_mpiexec",
+    "test_launch_restarts.py::test_a_signal_ends_all_ranks[wait-SIGTERM]",
+    "test_launch_restarts.py::test_a_signal_ends_all_ranks[stubborn-SIGINT]",
+    "test_launch_restarts.py::test_kill_9_of_the_launcher_ends_ranks_and_leaves_nothing[wait]",
+    "test_launch_restarts.py::test_kill_9_of_the_supervisor_ends_ranks_and_leaves_nothing[stubborn]",
+    "test_launch_restarts.py::test_variables_of_ranks[known to the user alone]",
     # the board of a running job, written to by a stranger: one of each entry stays
     "test_signing.py::test_forged_board_entries_fail_the_operation_and_its_group[row-gloo]",
     "test_signing.py::test_forged_board_entries_fail_the_operation_and_its_group[closed-mpi]",

@@ -329,7 +329,7 @@ def test_steps_without_gradients_are_simulated_as_they_are() -> None:
     [
         ("nick=1Gbit/s", "nick"),
         ("nic", "NAME=VALUE"),
-        ("nic=100", "unit"),
+        ("nic=100", "nic is unknown"),
         ("compute=fast", "factor"),
         ("compute=-1", "factor"),
         ("compress=int9", "int9"),
@@ -444,11 +444,18 @@ def test_bad_usage_is_a_line(tmp_path: Path) -> None:
     step_of([("w", 400, 0.001)], seconds=0.001).save(tmp_path / "step.json")
     (tmp_path / "cluster.yaml").write_text("nodes: 8\nlinks:\n  nic: {rate: 10}\n")
     (tmp_path / "cut.json").write_text((tmp_path / "step.json").read_text()[:90])
+    (tmp_path / "empty.json").write_text("")
+    (tmp_path / "three.json").write_text("3")
     replace(Step.load(tmp_path / "step.json"), source="kineto").save(tmp_path / "traced.json")
     for words, said in (
         ((tmp_path / "step.json", "--ranks", 3), "--topology"),
         ((tmp_path / "step.json", "--topology", tmp_path / "cluster.yaml"), "cluster.yaml:3"),
         ((tmp_path / "none.json",), "none.json"),
+        ((tmp_path / "empty.json",), "empty.json: byte 0: an empty file; expected a step that"),
+        ((tmp_path / "three.json",), "three.json: byte 0: not a JSON object; expected a step that"),
+        ((tmp_path / "step.json", "--what-if", ""), "mcr-plus: '': expected NAME=VALUE"),
+        ((tmp_path / "step.json", "--what-if", "nic.latency=5us"), "nic.latency=5us: this cluster's nic is"),
+        ((tmp_path / "step.json", "--what-if", "uplink=1Gbit/s"), "uplink=1Gbit/s: this cluster's rack is"),
         ((tmp_path / "cut.json",), "cut.json"),
         ((tmp_path / "step.json", "--what-if", "x=1"), "x=1"),
         ((tmp_path / "step.json", "--report", tmp_path / "no" / "r.html"), "such folder"),
@@ -461,6 +468,14 @@ def test_bad_usage_is_a_line(tmp_path: Path) -> None:
         assert answer.returncode == 2, (words, answer)
         assert said in " ".join(answer.stderr.replace("│", " ").split())
         assert "Traceback" not in answer.stderr
+
+
+def test_gradients_of_unknown_cost_name_the_cure(tmp_path: Path) -> None:
+    step_of([("w", 400, 0.001)]).save(tmp_path / "step.json")
+    answer = mcr_plus("plan", tmp_path / "step.json")
+    assert answer.returncode == 1
+    (line,) = answer.stderr.splitlines()
+    assert "on these ranks; expected one of: a tuning table with all_reduce (--config)" in line
 
 
 def test_shm_is_another_name_of_msccl_in_plans() -> None:

@@ -322,6 +322,8 @@ def test_validate_compares_a_table_with_the_backends(tmp_path: Path) -> None:
         ["run", "-n", "two", PROGRAMS],
         ["run", "-n", "2", "no_such_script.py"],
         ["run", "-n", "2", "--via", "pigeon", PROGRAMS],
+        ["run", "-n", "2", "--min-ranks", "0", PROGRAMS],
+        ["run", "-n", "2", "--min-ranks", "1", "--restart-failed", "-1", PROGRAMS],
         ["validate"],
         ["explain", "all_reduce"],
         ["explain", "all_redcue", "8"],
@@ -419,6 +421,29 @@ def test_auto_launcher_is_mpi_if_configured_and_usable(monkeypatch: pytest.Monke
     assert choose_via(ViaChoice.torch, None) == "torch"
     monkeypatch.setattr("mcr_plus.cli.run.mpi_usable", lambda: False)
     assert choose_via(ViaChoice.auto, None) == "torch"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--min-ranks 0", "--min-ranks: 0: expected 1 to 2 (-n)"),
+        ("--min-ranks 3", "--min-ranks: 3: expected 1 to 2 (-n)"),
+        ("--min-ranks 1 --restart-failed -1", "--restart-failed: -1: expected 0 or more"),
+        (
+            "--restart-failed 3",
+            "3: needs --min-ranks, with how many ranks the job goes on: 1 to 2",
+        ),
+        ("--min-ranks 1 --via mpi", "--via: mpi: MPI ends all ranks when one dies"),
+        ("--min-ranks 1 --config CONFIG", "leave it out: backends: [gloo]"),
+    ],
+)
+def test_bad_options_about_failed_ranks(tmp_path: Path, words: str, told: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("version: 1\nbackends: [gloo, mpi]\n")
+    options = [str(path) if word == "CONFIG" else word for word in words.split()]
+    answer = mcr_plus_process("run", "-n", "2", *options, PROGRAMS, "arguments")
+    assert answer.returncode == 2
+    assert told in " ".join(answer.stderr.replace("│", " ").replace("'", "").split())
 
 
 def test_program_of_a_script(tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ from mcr_plus.config.schema import Config
 from mcr_plus.core.environment import (
     LaunchEnvironment,
     launch_environment,
+    min_ranks,
     on_one_host,
+    restarts,
     socket_interface,
     torch_environment,
 )
@@ -1123,6 +1125,18 @@ def test_launchers(environ: dict[str, str], expected: LaunchEnvironment) -> None
 def test_launch_environments_that_contradict_themselves(environ: dict[str, str], what: str) -> None:
     with pytest.raises(LaunchError, match=re.escape(what)):
         launch_environment(environ)
+
+
+def test_ranks_that_are_started_again() -> None:
+    assert (min_ranks(TORCHRUN), restarts(TORCHRUN)) == (None, 0)
+    told = TORCHRUN | {"MCR_MIN_RANKS": "8", "MCR_RESTARTS": "2"}
+    assert (min_ranks(told), restarts(told)) == (8, 2)
+    with pytest.raises(LaunchError, match="MCR_MIN_RANKS=9: expected at most the number of ranks, 8"):
+        min_ranks(TORCHRUN | {"MCR_MIN_RANKS": "9"})
+    with pytest.raises(LaunchError, match="MCR_MIN_RANKS='0': expected a whole number from 1"):
+        min_ranks(TORCHRUN | {"MCR_MIN_RANKS": "0"})
+    with pytest.raises(LaunchError, match="MCR_RESTARTS='-1': expected a whole number"):
+        restarts({"MCR_RESTARTS": "-1"})
 
 
 def test_variables_set_for_torch_under_mpi() -> None:

@@ -157,8 +157,38 @@ def test_partial_placements_and_their_names() -> None:
         layout_on((4, 5), ranks, [Partial("bor"), R])
     with pytest.raises(mcr.InvalidArgument, match=r"P and P\(max\) in one layout"):
         layout_on((4, 5), ranks, [Partial(), Partial("max")])
-    with pytest.raises(mcr.InvalidArgument, match="expected a DTensor, got Tensor"):
-        Layout.of(torch.ones(3))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (torch.ones(3), ("got a Tensor of shape (3,)", "Layout.replicated((3,), ranks)", "Layout.sharded(")),
+        (nn.Linear(4, 2).weight, ("got a Parameter of shape (2, 4)", "no mesh", "model.reshard()")),
+        (nn.Linear(4, 2), ("a module (Linear)", "Layout.of(p) for name, p in module.named_parameters()")),
+        ("weight", ("got 'weight'", "pass a parameter")),
+        (None, ("got None", "pass a parameter")),
+    ],
+    ids=["a tensor", "a parameter", "a module", "a name", "nothing"],
+)
+def test_errors_about_values_without_placements_name_the_cure(value: Any, says: tuple[str, ...]) -> None:
+    for mesh in (None, "dp"):
+        with pytest.raises(mcr.InvalidArgument, match="expected a DTensor, got ") as raised:
+            Layout.of(value, mesh)  # type: ignore[arg-type]
+        for each in says:
+            assert each in str(raised.value)
+
+
+def test_errors_about_meshes_name_the_cure() -> None:
+    with rank_of(0, 6):
+        mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+        tensor = placed(values(6, 5), mesh["dp"], [Shard(0)])
+        wrong: Any = "dp"
+        with pytest.raises(
+            mcr.InvalidArgument, match=r"mesh: expected a DeviceMesh, got 'dp'; pass the mesh"
+        ):
+            Layout.of(tensor, wrong)
+        with pytest.raises(mcr.InvalidArgument, match="pass the mesh from which it was taken"):
+            Layout.of(tensor, DeviceMesh("cpu", torch.tensor([0, 1])))
 
 
 def test_shard_orders() -> None:

@@ -725,3 +725,16 @@ def test_rules_for_parameters_that_a_model_lacks_are_reported(caplog: pytest.Log
 def test_operations_that_are_no_gradients(kind: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         mcr.explain(kind, 64, config=GRADIENTS, **options)
+
+
+def test_a_rules_codec_that_cannot_take_an_operation_is_explained(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "version: 1\npipeline:\n  - compress: {}\n  - select: {}\n  - dispatch: {}\n"
+        "rules:\n  - match: {tag: counts}\n    compress: {codec: int8_block}\n"
+    )
+    found = mcr.explain("all_reduce", 8 * K, dtype="int64", tag="counts", config=path)
+    (step,) = [step for step in found["steps"] if step["stage"] == "compress"]
+    assert step["decision"].startswith("codec int8_block not used: codec int8_block takes float32, ")
+    assert step["decision"].endswith(", not int64")
+    assert step["rule"] == f"{path}:7: rules[0]"

@@ -42,6 +42,7 @@ ORDER = (
     {"backends"},
     {"launch", "msccl"},
     {"rendezvous", "config"},
+    {"membership"},
     {"registry", "core", "kernels", "liveness"},
     {"errors"},
 )

@@ -13,6 +13,7 @@ from typing import Any, Final
 import layout_oracle as oracle
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from layout_mutants import found, mutants
@@ -577,6 +578,12 @@ def test_the_oracle_finds_every_mutant_that_changes_a_result() -> None:
         (lambda: Layout.mesh((4,), [[0, 1], [1, 2]], ["R", "S0"]), ("rank 1 appears twice",)),
         (lambda: Layout.replicated((4,), [0, -1]), ("-1",)),
         (lambda: Layout.replicated((4,), []), ("ranks",)),
+        (lambda: untyped.replicated((4,), 4), ("ranks", "got 4", "range(4)", "[4]")),
+        (lambda: untyped.sharded((4,), np.int64(2), 0, [2, 2]), ("ranks", "range(2)", "[2]")),
+        (lambda: untyped.mesh((4,), torch.tensor(3), ["S0"]), ("ranks", "range(3)", "[3]")),
+        (lambda: untyped.flat((4,), 0, [(0, 4)]), ("ranks", "range(0)", "[0]")),
+        (lambda: untyped.replicated(4, [0]), ("shape", "got 4", "(4,)")),
+        (lambda: untyped.sharded(4, [0, 1], 0), ("shape", "got 4", "(4,)")),
         (lambda: Layout.replicated((-4,), [0]), ("shape[0]", "-4")),
         (lambda: Layout.mesh((4,), [0, 1], ["S1"]), ("dimension 1", "[4]")),
         (lambda: Layout.mesh((4,), [0, 1], ["X"]), ("placements[0]", "'X'", "S0")),

@@ -22,7 +22,7 @@ from mcr_plus.dispatch.group_state import GroupState
 from mcr_plus.dispatch.peer_errors import FailedPeer, peer_error
 from mcr_plus.errors import following
 from mcr_plus.liveness.proc import read_stat
-from mcr_plus.rendezvous.heartbeats import Process
+from mcr_plus.membership.rules import Process
 from mcr_plus.rendezvous.processes import Loss, Peers
 
 LOST = mcr.PeerLost("rank 2 has died", [2], "all_reduce (#7)", "world", "process has died")
@@ -59,7 +59,7 @@ def test_what_cannot_run_because_of_a_loss_is_a_loss() -> None:
 
 def test_a_failed_group_raises_it_again() -> None:
     group = state()
-    group.fail(LOST)
+    group.fail(LOST, 7)
     with pytest.raises(mcr.PeerLost, match="cannot be used after it has failed") as caught:
         group.check_thread()
     assert caught.value.ranks == (2,)
@@ -141,5 +141,5 @@ def _peers(pid: int, grace: float) -> Peers:
     stats = [read_stat(each) for each in (os.getpid(), pid)]
     for each, stat in zip((os.getpid(), pid), stats, strict=True):
         assert stat is not None
-        peers._processes.append(Process(each, stat[1], "here"))
+        peers.processes += (Process(each, stat[1], "here", 0),)
     return peers

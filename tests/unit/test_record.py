@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,28 @@ def test_a_log_prints_as_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert second.split() == ["barrier", "a", "gloo", "1", "3", "MiB", "10,000", "0.5%", "0.5%"]
     assert "1.5% of the time" in caption[1]
     assert str(Log(0)).endswith("nothing was recorded")
+
+
+def test_a_summary_prints_as_a_table() -> None:
+    log = some_log()
+    title, _, *lines = str(log.summary()).splitlines()
+    assert title == "Operations of 2 ranks"
+    head, first, second = (" ".join(line.split()) for line in lines[:3])
+    assert head == "op backend size count data p50 µs p95 µs alg GB/s bus GB/s"
+    assert first == "all_reduce mpi 4 MiB 2 6 MiB 125,000 147,500 0.0252 0.0252"
+    assert second == "barrier gloo 4 MiB 1 3 MiB 10,000 10,000 0.315 0.315"
+    log.records.append(replace(log.records[0], kind="all_to_all_v", codec="int8_block", wire_bytes=1 << 20))
+    head, *rows = str(log.summary()).splitlines()[2:6]
+    assert head.split()[:3] == ["op", "backend", "codec"]
+    assert [row.split()[2] for row in rows] == ["-", "int8_block", "-"]
+    assert "1 MiB" in rows[1]
+    assert len({len(line) for line in (head, *rows)}) == 1  # columns are aligned
+    assert max(map(len, str(log.summary()).splitlines())) <= 100
+    log.records.append(replace(log.records[0], ranks=4))
+    assert str(log.summary()).splitlines()[2].split()[3] == "ranks"
+    log.records.pop()
+    assert [row.kind for row in log.summary()] == ["all_reduce", "all_to_all_v", "barrier"]  # still a list
+    assert str(Log(0).summary()) == "no operations were recorded, or all of them failed"
 
 
 def test_a_log_can_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

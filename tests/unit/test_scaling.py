@@ -147,8 +147,8 @@ def test_ranks_with_a_link_each_are_faster_than_those_that_share_one() -> None:
     [
         ("nic=100Gbit/s", "this cluster's nic is unknown.* expected links.nic .*--topology"),
         ("inside=1GB/s", "this cluster's inside is unknown.* expected links.inside .*--topology"),
-        ("nic.latency=1us", "links.nic.rate: missing"),
-        ("uplink=1Tbit/s", "links.rack.nodes: missing"),
+        ("nic.latency=1us", "this cluster's nic is unknown"),
+        ("uplink=1Tbit/s", "this cluster's rack is unknown"),
     ],
 )
 def test_a_link_of_which_nothing_is_known_cannot_be_changed(change: str, missing: str) -> None:
@@ -649,6 +649,8 @@ def test_a_cluster_is_read_with_its_units(tmp_path: Path) -> None:
             "racks of 4 nodes do not divide 6",
         ),
         ("nodes: 6\nlinks:\n  rail: {rate: 1Gbit/s}", 3, "unknown key 'rail'; known: inside, nic, rack"),
+        ("nodes: 2\nlinks: 3", 2, "links: expected a mapping of options, got 3; known: inside, nic, rack"),
+        ("nodes: 2\nlinks: {nic: 1Gbit/s}", 2, "got '1Gbit/s'; known: latency, per, rate"),
         ("nodes: 0", 1, "nodes: expected a number of at least 1"),
         ("ranks_per_node: 2", 1, "nodes: missing"),
         ("nodes: two", 1, "nodes: expected a whole number"),

@@ -207,7 +207,10 @@ def test_measurements_of_the_job_are_part_of_the_file(tmp_path: Path) -> None:
         ('"seconds": 0.1}', '"seconds": NaN}', ":13: roles[0].events[0].seconds: nan: "),
         ('"event": "need"', '"event": "want"', ":14: roles[0].events[1]: "),
         ('"nbytes": 12, "like"', '"nbytes": "12", "like"', ":15: roles[0].events[2].nbytes: '12': "),
-        ('"like": "float32 cpu"', '"kind": "float32 cpu"', ":15: roles[0].events[2].like: field required"),
+        ('"like": "float32 cpu"', '"kind": "float32 cpu"', ":15: roles[0].events[2].like: missing field; "),
+        ('"like": "float32 cpu"', '"like": " "', ":15: roles[0].events[2].like: ' ': "),
+        ('"kind": "all_reduce"', '"kind": "all_reduced"', ":16: roles[0].events[3].kind: 'all_reduced': "),
+        ('"seconds": 0.1}', '"seconds": 1e300}', ":13: roles[0].events[0].seconds: 1e+300: "),
         ('"group": [0, 2]', '"group": [0, 3]', ":16: roles[0].events[3].group: rank 3; expected"),
         ('{"event": "wait", "id": 3}', '{"event": "wait", "id": 4}', ":17: roles[0].events[4].id: 4 is not"),
         ('"ranks": [1]', '"ranks": [2]', ": roles[1].ranks: rank 2 is in roles[0] too"),
@@ -242,6 +245,27 @@ def test_files_without_a_step_are_refused(tmp_path: Path, content: bytes) -> Non
         Step.load(file)
     with pytest.raises(ConfigError, match="No such file"):
         Step.load(tmp_path / "missing.json")
+
+
+def test_a_mistake_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    for content, said in (
+        (
+            '{"version": 1}',
+            "1: document: missing fields source, ranks, nodes, model, seconds, spread, by_caller",
+        ),
+        (STEP.text().replace('"group": [0, 2]', '"group": []'), "16: roles[0].events[3].group: []: "),
+        (
+            replace(STEP, roles=(Role((0, 1, 2), (Compute("x", 1.0),)),)).text(),
+            "11: roles: no event but comp",
+        ),
+    ):
+        file.write_text(content)
+        with pytest.raises(ConfigError) as error:
+            Step.load(file)
+        (line,) = str(error.value).splitlines()
+        assert line.startswith(f"{file}:{said}"), line
+        assert "expected" in line or "should" in line
 
 
 def test_lines_are_those_of_an_indented_document() -> None:

@@ -377,7 +377,7 @@ def test_missing_and_repeated_ranks_are_named(tmp_path: Path) -> None:
         (b'{"nodes": [3]}', "3; expected a node"),
         (b'{"other": 1}', "no events; expected a trace"),
         (b"7", "not a JSON object"),
-        (b"", "truncated"),
+        (b"", "byte 0: an empty file; expected a step that"),
         (b'{"a": "\xff"}', "not UTF-8"),
         (b'{"a": ' + b"[" * 100_000, "not JSON"),
     ],

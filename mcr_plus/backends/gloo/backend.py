@@ -18,6 +18,7 @@ from mcr_plus.backends.gloo.channel import GlooChannel, gloo_reduces
 from mcr_plus.core import c10d
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Signature
+from mcr_plus.core.sockets import open_sockets, shut_down
 from mcr_plus.errors import Unsupported
 from mcr_plus.rendezvous.network import host_address
 from mcr_plus.rendezvous.world import World
@@ -49,7 +50,8 @@ class GlooBackend(Backend):
     def __init__(self, world: World) -> None:
         self._world = world
         self._timeout = timedelta(seconds=world.timeout) + _SLACK
-        self._groups: list[Any] = []
+        self._channels: list[GlooChannel] = []
+        self._connections: dict[int, str] = {}
         address = "127.0.0.1" if world.single_host else host_address()
         self._device: Any = c10d.ProcessGroupGloo.create_device(hostname=address)
 
@@ -95,11 +97,16 @@ class GlooBackend(Backend):
         if self._world.store is None:
             raise Unsupported("backend gloo needs the store of a running job")
         store = c10d.PrefixStore(f"gloo/{group.name}", self._world.store_of(group))
-        process_group = c10d.gloo_group(
-            store, group.rank, group.size, devices=[self._device], threads=2, timeout=self._timeout
-        )
-        self._groups.append(process_group)
-        return GlooChannel(process_group, group, self._timeout, self._groups)
+        before = open_sockets()
+        try:
+            process_group = c10d.gloo_group(
+                store, group.rank, group.size, devices=[self._device], threads=2, timeout=self._timeout
+            )
+        finally:
+            self._connections.update(open_sockets().items() - before.items())
+        channel = GlooChannel(process_group, group, self._timeout, self._channels)
+        self._channels.append(channel)
+        return channel
 
     def progress(self) -> None:
         """No-op: gloo has threads of its own."""
@@ -107,20 +114,28 @@ class GlooBackend(Backend):
     def close(self, clean: bool) -> None:
         """See `Backend.close`.
 
-        Destroying a group joins its threads. With a stuck operation that would block until gloo's own
-        timeout, so the groups are never destroyed then, not even at the end of the interpreter.
+        Destroying a group joins its threads, which may wait for peers until gloo's own timeout. Operations
+        fail when their connections are shut down, mostly at once; a group in which one has not is destroyed
+        when a later job of this process closes, if at all.
         """
         if not clean:
-            self.abandon()
-        self._groups.clear()
+            shut_down(self._connections)
+            for channel in self._channels:
+                channel.keep()
+            _stuck.extend(self._channels)
+        for channel in [channel for channel in _stuck if channel.is_idle]:
+            _stuck.remove(channel)
+            channel.let_go()
+        self._channels.clear()
         self._device = None  # its thread and its files go with the last group
         del self._world  # the end of the process uses this object, but not the closed world
 
     def abandon(self) -> None:
-        """Never destroy the groups: also in a forked child, which does not have their threads."""
-        for group in self._groups:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-        _stuck.extend(self._groups)
+        """Never destroy the groups: a forked child does not have their threads."""
+        for channel in self._channels:
+            channel.keep()
+        _of_parent.extend((*self._channels, *_stuck))
+        _stuck.clear()
 
     def before_exit(self) -> None:
         """Keep the end of the process from becoming an abort.
@@ -131,7 +146,7 @@ class GlooBackend(Backend):
         threads continue while C++ libraries destroy their globals, which sometimes corrupts the heap and
         makes the process spin for ever: so the process ends at once after the interpreter.
         """
-        if _stuck:
+        if _stuck or _of_parent:
             try:
                 cxx, libc = ctypes.CDLL("libstdc++.so.6"), ctypes.CDLL(None)
                 cxx._ZSt13set_terminatePFvvE(ctypes.cast(libc.pause, ctypes.c_void_p))
@@ -141,4 +156,5 @@ class GlooBackend(Backend):
                 pass  # other C and C++ libraries: an abort is possible
 
 
-_stuck: list[Any] = []
+_stuck: list[GlooChannel] = []
+_of_parent: list[GlooChannel] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final
@@ -53,8 +54,10 @@ def _opts(options: Any, **values: Any) -> Any:
 class GlooChannel(Channel):
     """The operations of a group."""
 
-    def __init__(self, process_group: Any, group: Group, timeout: timedelta, open_ones: list[Any]) -> None:
-        """`open_ones`: the backend's process groups that are not closed."""
+    def __init__(
+        self, process_group: Any, group: Group, timeout: timedelta, open_ones: list[GlooChannel]
+    ) -> None:
+        """`open_ones`: the backend's channels that are not closed."""
         # None once closed. No other object keeps gloo's group alive: the last reference destroys it.
         self._pg: Any = process_group
         self._open_ones = open_ones
@@ -65,8 +68,28 @@ class GlooChannel(Channel):
 
     def close(self) -> None:
         """See `Channel`."""
-        self._open_ones.remove(self._pg)
+        self._open_ones.remove(self)
+        self.drop()
+
+    def drop(self) -> None:
+        """Let go of gloo's group, which this destroys. Destroying waits for operations: see `is_idle`."""
         self._pg = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether gloo has ended all operations, well or with an error."""
+        ended = {work for work in self._running if isinstance(work, c10d.Work) and work.is_completed()}
+        self._running -= ended
+        return not self._running
+
+    def keep(self) -> None:
+        """Never destroy gloo's group, unless `let_go` follows, whoever else refers to it."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pg))
+
+    def let_go(self) -> None:
+        """Undo `keep`, and drop the group."""
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._pg))
+        self.drop()
 
     def release(self) -> None:
         """Close it while other ranks may still use theirs: gloo destroys a group without them.

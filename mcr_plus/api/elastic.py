@@ -1,0 +1,453 @@
+"""Jobs that go on when ranks are lost, and take ranks in: `mcr.shrink` and `mcr.elastic`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.metadata import version
+from types import TracebackType
+from typing import Any, Final, Protocol
+
+import torch
+
+from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.config import reader as configuration
+from mcr_plus.core import environment
+from mcr_plus.core.units import parse_duration
+from mcr_plus.core.work import Work
+from mcr_plus.dispatch.closing import drain
+from mcr_plus.errors import BackendError, InvalidArgument, NotInitialized, PeerLost, phrase_ranks
+from mcr_plus.membership.rules import Proposal
+from mcr_plus.runtime import reconfigure as reconfiguring
+from mcr_plus.runtime.init import current, member_of
+from mcr_plus.runtime.regroup import Regrouping, join_job, leave_epoch
+from mcr_plus.runtime.runtime import Runtime
+from mcr_plus.training.carried import Carried, put_into, taken_from
+from mcr_plus.training.transfer import broadcast_state
+from mcr_plus.training.wrap import broadcast_tensors, follow
+
+_LOOK_EVERY: Final = 0.25  # seconds between looks at the store for processes that want to join
+_TAG: Final = "elastic"
+_log = logging.getLogger("mcr_plus")
+
+
+def shrink(
+    group: Communicator | None = None,
+    *,
+    dead: Sequence[int] | None = None,
+    timeout: float | str | timedelta = "10s",
+    min_ranks: int | None = None,
+) -> Communicator:
+    """Make a world of the ranks that are left, after others were lost; collective over those that are left.
+
+    All of them get the same ranks, by the order that they had. Ranks that are lost are found by themselves.
+    A rank that lives is waited for, so all must call this: after a `PeerLost`, each does. Communicators,
+    handles and persistent operations of the old world raise `Revoked` from then on. Models and optimizers
+    that were wrapped for all ranks are hooked into the new world; their parameters are not touched, and a
+    pass that failed is to be repeated from the forward pass on. Residuals of codecs are kept. Nothing in
+    flight is waited for.
+
+    The job's store must not have been lost: under `mcr-plus run` and torchrun it is the launcher's. Ranks
+    that are cut off from most others raise instead of going on, so that a job never goes on twice.
+
+    Args:
+        group: whose survivors are returned; the same on all ranks. None is the job.
+        dead: ranks of the job that do not take part, besides those that are found lost.
+        timeout: how long ranks that live are waited for: seconds, text such as `10s`, or a timedelta.
+        min_ranks: the ranks with which the job may go on, where they need not be a majority of those that
+            may still run somewhere.
+
+    Returns the communicator of the ranks of `group` that are left; that of all is `mcr.world()`.
+
+    Raises:
+        CommTimeout: a rank that lives has not called it in time. Like the next two errors, this is raised
+            on all ranks that have called it, and all may call it again.
+        InvalidArgument: `dead` names a rank that lives, or none of the job.
+        BackendError: the ranks that are left are too few.
+        Revoked: the other ranks have declared this one lost, and have gone on.
+        LaunchError: the job's store does not answer.
+
+    Example:
+        ```python
+        try:
+            mcr.all_reduce(torch.ones(4))
+        except mcr.PeerLost:
+            comm = mcr.shrink()
+        ```
+    """
+    old = member_of(group)
+    runtime = current()
+    seconds = _seconds(timeout)
+    proposal = Proposal(named=tuple(dead or ()), least=min_ranks, problem=_problem(runtime, dead, min_ranks))
+    carried = taken_from(runtime)
+    new, changes = leave_epoch(proposal, seconds, "shrink")
+    put_into(new, carried, is_new=False)
+    follow(new.communicator)
+    if old is runtime.communicator or group is None:
+        return new.communicator
+    former = {before: rank for rank, before in enumerate(changes.former)}
+    return new.new_group([former[rank] for rank in old.ranks if rank in former])
+
+
+def _problem(runtime: Runtime, dead: Sequence[int] | None, least: int | None) -> str:
+    """Why arguments of `shrink` are wrong; empty if they are not."""
+    size = runtime.world.size
+    if least is not None and not (isinstance(least, int) and 1 <= least <= size):
+        return f"min_ranks: expected a number of ranks from 1 to {size}, got {least!r}"
+    for rank in dead or ():
+        if not (isinstance(rank, int) and 0 <= rank < size):
+            return f"dead: expected ranks from 0 to {size - 1}, got {rank!r}"
+        if rank == runtime.world.rank:
+            return f"dead: {rank} is this rank itself"
+        if runtime.is_running(rank):
+            return f"dead: rank {rank} is running"
+    return ""
+
+
+def _seconds(timeout: float | str | timedelta) -> float:
+    try:
+        return parse_duration(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
+    except ValueError as error:
+        raise InvalidArgument(f"timeout: {error}") from None
+
+
+def reconfigure_handle() -> str:
+    """A text by which `mcr.reconfigure` can make this process a rank of another world.
+
+    It is good for the world that the process has now, also if that has failed; a later world has another
+    one. Pass it to the other processes by any means. A process that is alone in its job, such as a newcomer,
+    has one too.
+
+    Raises:
+        NotInitialized: `init` has not been called.
+
+    Example:
+        ```python
+        handles = mcr.world().all_gather_object(mcr.reconfigure_handle())
+        ```
+    """
+    return reconfiguring.handle()
+
+
+def reconfigure(uuid: str, handles: Sequence[str], timeout: float | str | timedelta = "30s") -> Communicator:
+    """Make a world of these processes, which may be ranks of this world or of others; collective over them.
+
+    As c10d's `reconfigure`: the ranks are in the order of the handles. The program says who belongs to it, so
+    nothing is agreed on; `mcr.shrink` finds out. Communicators and handles of the old worlds raise `Revoked`
+    from then on, models that were wrapped for all ranks are hooked into the new world, and nobody's
+    parameters are touched: broadcast them (`mcr.broadcast_parameters`) where newcomers take part. Each
+    process keeps its own configuration, and these must be the same.
+
+    Args:
+        uuid: names the attempt; the same on all processes, and new for each attempt.
+        handles: of all processes (`mcr.reconfigure_handle`), each once; the same on all of them.
+        timeout: how long they wait for each other.
+
+    Returns the communicator of all ranks.
+
+    Raises:
+        CommTimeout: a process has not come in time. As with the next error, each process that has come
+            raises it, keeps its old world, and may try again with another `uuid`.
+        BackendError: a process has died before all had come.
+        InvalidArgument: `handles` are no handles, have a process twice, or lack this one; a handle is stale;
+            the `uuid` has been used before.
+        LaunchError: the store in which the first handle is met does not answer.
+        PeerLost: a process has been lost after all had come, and the old worlds are gone; `reconfigure`
+            without it may follow.
+
+    Example:
+        ```python
+        handles = mcr.world().all_gather_object(mcr.reconfigure_handle())
+        comm = mcr.reconfigure("turned", handles[::-1])  # the same processes, ranks in reverse order
+        ```
+    """
+    new = reconfiguring.reconfigure(uuid, handles, _seconds(timeout))
+    follow(new.communicator)
+    return new.communicator
+
+
+class Stateful(Protocol):
+    """What a newcomer gets the state of: a sampler, a scheduler, a data loader."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> object:
+        """Set the state."""
+        ...
+
+
+@dataclass
+class Step:
+    """One step of `elastic`, a context in which the program computes it.
+
+    Attributes:
+        number: of the step, from 0.
+        lost: the loss that ended the step; None if the step is complete.
+    """
+
+    number: int
+    lost: PeerLost | None = None
+    _entered: bool = False
+
+    def __enter__(self) -> Step:
+        self._entered = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if isinstance(error, PeerLost):
+            self.lost = error
+            return True
+        return False
+
+
+def elastic(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *state: Stateful,
+    steps: int | None = None,
+    min_ranks: int | None = None,
+    timeout: float | str | timedelta | None = None,
+) -> Iterator[Step]:
+    """Yield the steps of a training loop which goes on when ranks are lost, and takes ranks in.
+
+    `model` and `optimizer` have been wrapped (`mcr.wrap`). Where a rank is lost within a step, the others
+    go on without it and repeat the step. Replicas are equal between steps, so nothing is saved for this: a
+    rank that had not completed the last step gets the state of one that has. A process that `mcr-plus run
+    --min-ranks` has started again is alone in its job until its loop begins; the others take it in between
+    two steps, and it gets model, optimizer and `state` from them. What happened is one line on stderr of
+    rank 0.
+
+    The ranks may change between two steps: read `mcr.get_rank()` and `mcr.get_world_size()` in each, so that
+    the step's data is divided among the ranks that there are.
+
+    Args:
+        model: replicated on all ranks; changed in place.
+        optimizer: of the model; its state is replicated too.
+        state: anything else to give to newcomers, with `state_dict` and `load_state_dict`.
+        steps: their number; None for no end.
+        min_ranks: the ranks with which training goes on; None for those of `mcr-plus run --min-ranks`, or a
+            majority. Fewer wait for newcomers until `timeout`.
+        timeout: how long ranks wait for each other, and for newcomers where they are too few; None for the
+            timeout of the job.
+
+    Raises:
+        InvalidArgument: arguments of another type; parameters that are not replicated (`mcr_skip`, DTensor),
+            which are lost with their rank; `min_ranks` above the number of ranks.
+        NotInitialized: `init` has not been called, or a step was used without `with`.
+        BackendError: fewer ranks than `min_ranks` are left.
+        Revoked: the others have declared this rank lost, such as after a SIGSTOP.
+        LaunchError: the job has not taken this process in: it differs in its version, configuration or model.
+
+    Example:
+        ```python
+        model = torch.nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = mcr.wrap(model, optimizer)
+        for step in mcr.elastic(model, optimizer, steps=3):
+            with step:
+                optimizer.zero_grad()
+                model(torch.ones(8 // mcr.get_world_size(), 4)).sum().backward()
+                optimizer.step()
+        ```
+    """
+    loop = _Loop(model, optimizer, state, steps, min_ranks, timeout)
+    return loop.steps()
+
+
+class _Loop:
+    """The state of one `elastic`."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: Sequence[Stateful],
+        steps: int | None,
+        min_ranks: int | None,
+        timeout: float | str | timedelta | None,
+    ) -> None:
+        runtime = current()
+        _check_arguments(model, optimizer, state, steps)
+        self._model, self._optimizer, self._state = model, optimizer, state
+        self._steps = steps
+        self._least = environment.min_ranks() if min_ranks is None else min_ranks
+        self._timeout = runtime.world.timeout if timeout is None else _seconds(timeout)
+        self._passport = _passport(runtime, model, optimizer)
+        self._done = 0  # steps, of which model and optimizer have the state; -1 while they have that of none
+        self._looked = 0.0
+        self._asking: tuple[Work, torch.Tensor] | None = None
+        joins = environment.restarts() > 0 and runtime.roster is None
+        if not joins and self._least is not None and not 1 <= self._least <= runtime.world.size:
+            raise InvalidArgument(
+                f"min_ranks: expected a number of ranks from 1 to {runtime.world.size}, got {self._least}"
+            )
+        if joins:
+            self._join()
+        elif runtime.roster is not None:
+            runtime.roster.passport = self._passport
+
+    def steps(self) -> Iterator[Step]:
+        """See `elastic`."""
+        while not self._ended():
+            step = Step(self._done)
+            yield step
+            if not step._entered:
+                raise NotInitialized("elastic: use each step in a `with` block, so that losses are caught")
+            regroups = step.lost is not None
+            if not regroups:
+                self._done += 1
+                try:
+                    regroups = self._newcomers_wait()
+                    if regroups:
+                        drain(current().engine)
+                except PeerLost:
+                    regroups = True
+            if regroups:
+                self._regroup()
+
+    def _ended(self) -> bool:
+        """Whether all ranks have completed the last step; then nobody is taken in any more."""
+        while self._steps is not None and self._done >= self._steps:
+            runtime = current()
+            try:
+                runtime.communicator.barrier(tag=_TAG)
+            except PeerLost:  # ranks that have not completed it need this one
+                self._regroup()
+                continue
+            if runtime.roster is not None and runtime.world.rank == 0:
+                runtime.roster.end()
+            return True
+        return False
+
+    def _newcomers_wait(self) -> bool:
+        """Whether processes wait to be taken in, as rank 0 has seen one step ago; the same on all ranks."""
+        runtime = current()
+        if runtime.roster is None:
+            return False
+        comm, wanted = runtime.communicator, 0
+        now = time.monotonic()
+        if comm.rank == 0 and now - self._looked >= _LOOK_EVERY:
+            self._looked = now
+            wanted = int(bool(runtime.roster.newcomers()))
+        if comm.size == 1:
+            return bool(wanted)
+        agreed = False
+        if self._asking is not None:
+            work, flag = self._asking
+            work.wait()
+            agreed = bool(flag.item())
+        self._asking = None
+        if not agreed:
+            flag = torch.tensor([wanted], dtype=torch.int32)
+            if (asks := comm.broadcast(flag, 0, async_op=True, compress=False, tag=_TAG)) is not None:
+                self._asking = asks, flag
+        return agreed
+
+    def _join(self) -> None:
+        """Become a rank of the job."""
+        self._done = -1
+        joined = join_job(self._passport, self._proposal(), self._timeout, "elastic")
+        if joined is None:
+            _log.warning("elastic: the job has ended before this process could join it")
+            self._steps = 0
+            return
+        try:
+            self._begin(joined, {}, is_new=True)
+        except PeerLost:
+            self._regroup()
+
+    def _proposal(self) -> Proposal:
+        return Proposal(least=self._least, patient=True)
+
+    def _regroup(self) -> None:
+        """Go on with the ranks that are left, and those that wait to join; again if one is lost meanwhile."""
+        began = time.monotonic()
+        while True:
+            self._asking = None
+            carried = taken_from(current())
+            runtime, changes = leave_epoch(self._proposal(), self._timeout, "elastic")
+            for param in self._model.parameters():
+                param.grad = None  # of a pass that has failed, or of a bucket that is gone
+            try:
+                self._begin(runtime, carried, is_new=self._done < 0)
+            except PeerLost:
+                continue
+            if runtime.world.rank == 0:
+                _log.warning("%s", _line(changes, self._done, runtime.world.size, time.monotonic() - began))
+            return
+
+    def _begin(self, runtime: Runtime, carried: Carried, *, is_new: bool) -> None:
+        """Begin in a new world, with the model hooked into it and the state of the foremost rank."""
+        put_into(runtime, carried, is_new=is_new)
+        follow(runtime.communicator)
+        self._receive(runtime.communicator)
+
+    def _receive(self, comm: Communicator) -> None:
+        """Give all ranks the state of one that has completed the most steps."""
+        progress = comm.all_gather_object(self._done, tag=_TAG)
+        foremost = max(progress)
+        if foremost < 0:
+            raise BackendError("elastic: all ranks that had the state of the model are lost")
+        if min(progress) < foremost:
+            if self._done < foremost:
+                self._done = -1
+            self._receive_state(comm, progress.index(foremost))
+        self._done = foremost
+
+    def _receive_state(self, comm: Communicator, src: int) -> None:
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        broadcast_tensors(tensors, comm, comm.ranks[src])
+        states = [self._optimizer.state_dict(), *(each.state_dict() for each in self._state)]
+        received = broadcast_state(states, comm, src)
+        if self._done < 0:
+            for target, state in zip([self._optimizer, *self._state], received, strict=True):
+                target.load_state_dict(state)
+
+
+def _check_arguments(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: Sequence[Stateful], steps: int | None
+) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidArgument(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidArgument(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if steps is not None and (not isinstance(steps, int) or steps < 0):
+        raise InvalidArgument(f"steps: expected a number of steps or None, got {steps!r}")
+    for number, each in enumerate(state):
+        if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+            raise InvalidArgument(
+                f"state {number}: expected an object with state_dict and load_state_dict, got "
+                f"{type(each).__name__}"
+            )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if getattr(tensor, "mcr_skip", False) or hasattr(tensor, "placements"):
+            raise InvalidArgument(
+                f"model: '{name}' is not replicated, so it is lost with a rank; elastic needs replicas"
+            )
+
+
+def _passport(runtime: Runtime, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """What a newcomer must have in common with the job."""
+    shapes = ", ".join(f"{name} {list(each.shape)} {each.dtype}" for name, each in model.named_parameters())
+    return {
+        "mcr_plus": version("mcr_plus"),
+        "torch": torch.__version__,
+        "the configuration": configuration.fingerprint(runtime.config),
+        "the model": shapes,
+        "the optimizer": type(optimizer).__name__,
+    }
+
+
+def _line(changes: Regrouping, step: int, size: int, seconds: float) -> str:
+    """What has happened, in one line."""
+    lost = [f"{phrase_ranks([rank])} was lost ({why})" for rank, why in changes.lost.items()]
+    joined = [f"{phrase_ranks(changes.joined)} joined"] if changes.joined else []
+    what = ", ".join([*lost, *joined]) or "no rank was lost"
+    return f"elastic: {what}; {size} ranks go on with step {step} after {seconds:.2f} s"

@@ -1,0 +1,168 @@
+"""Start ranks, and those that fail again.
+
+    python -m mcr_plus.launch.supervisor RANKS MIN_RANKS RESTARTS FOLDER COMMAND…
+
+mpiexec ends all ranks when one fails, and torchrun's agent starts all of them again; the supervisor leaves
+the others alone. It is a separate process, so that `mcr-plus run` monitors it like these two, and serves one
+host. The job's store is in it, and lives as long as the job, whichever rank dies.
+
+Exit status: 0 if all ranks have ended with 0 except for those that the job went on without, 1 if fewer than
+MIN_RANKS were left, 128 + the signal number after SIGTERM or SIGINT.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+from mcr_plus.core.deadline import Deadline
+from mcr_plus.core.environment import LOOPBACK
+from mcr_plus.launch import scratch
+from mcr_plus.launch.store import loopback_store
+
+_POLL_S = 0.02
+_SHORTEST_LIFE_S = 1.0  # a rank that fails sooner waits for the rest of it before its next start
+_TERMINATE_S = 3.0
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One rank. Without a process and a code, it waits for its next start."""
+
+    number: int
+    process: subprocess.Popen[bytes] | None = None
+    code: int | None = None  # exit status, or minus a signal, of a rank that is not started again
+    restarts: int = 0
+    began: float = 0.0
+    due: float = 0.0  # time of the next start
+
+
+class Supervisor:
+    """The ranks of a job, on this host."""
+
+    def __init__(
+        self, ranks: int, min_ranks: int, restarts: int, folder: str, command: Sequence[str]
+    ) -> None:
+        """Open the store; `folder` has the pipe on which `mcr-plus run` reads what becomes of ranks."""
+        self._ranks = [_Rank(number) for number in range(ranks)]
+        self._min_ranks = min_ranks
+        self._limit, self._used = restarts, 0
+        self._command = command
+        self._status = os.open(f"{folder}/status", os.O_WRONLY | os.O_CLOEXEC)
+        self._store = loopback_store()
+        self._signal: int | None = None
+
+    def run(self) -> int:
+        """Start the ranks and watch them until the job ends; return the exit status."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note_signal)
+        try:
+            return self._watch()
+        finally:
+            self._end()
+
+    def _watch(self) -> int:
+        while self._signal is None:
+            for rank in self._ranks:
+                self._look_after(rank)
+            if self._left() < self._min_ranks:
+                return 1
+            if all(rank.code is not None for rank in self._ranks):
+                return 0
+            time.sleep(_POLL_S)
+        return 128 + self._signal
+
+    def _look_after(self, rank: _Rank) -> None:
+        if rank.code is not None:
+            return
+        if rank.process is None:
+            if time.monotonic() >= rank.due:
+                self._start(rank)
+        elif (code := rank.process.poll()) == 0:
+            rank.code = 0
+        elif code is not None:
+            self._judge(rank, code)
+
+    def _start(self, rank: _Rank) -> None:
+        rank.began = time.monotonic()
+        rank.process = subprocess.Popen(self._command, env=self._environment(rank))
+
+    def _judge(self, rank: _Rank, code: int) -> None:
+        """Decide what a failed rank means for the job, and report it."""
+        again = self._used < self._limit
+        if again:
+            self._used += 1
+            rank.restarts += 1
+            rank.process, rank.due = None, rank.began + _SHORTEST_LIFE_S
+            verdict = f"started again ({self._used} of {self._limit})"
+        else:
+            rank.code = code
+            left = self._left()
+            ranks = f"{left} rank{'' if left == 1 else 's'}"
+            if left >= self._min_ranks:
+                verdict = f"the job goes on with {ranks}, no restarts are left"
+            else:
+                verdict = f"the job ends: {ranks} left, at least {self._min_ranks} needed"
+        report = {"rank": rank.number, "code": code, "time": time.monotonic(), "verdict": verdict}
+        try:
+            os.write(self._status, json.dumps(report | {"again": again}).encode() + b"\n")
+        except OSError:
+            pass  # `mcr-plus run` has been killed, and SIGTERM follows
+
+    def _left(self) -> int:
+        """Number of ranks that run, are going to, or have ended with 0."""
+        return sum(not rank.code for rank in self._ranks)
+
+    def _environment(self, rank: _Rank) -> dict[str, str]:
+        """The variables of torchrun's agent, and how often this rank has been started again."""
+        number, size = str(rank.number), str(len(self._ranks))
+        return {
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+            **os.environ,
+            **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), number),
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), size),
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_NAME": "rank",
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_RUN_ID": os.environ.get(scratch.JOB_VARIABLE, "mcr_plus"),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": str(rank.restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(self._limit),
+            "MCR_RESTARTS": str(rank.restarts),
+        }
+
+    def _end(self) -> None:
+        """End the ranks that run: by SIGTERM, which they may act upon, and then by SIGKILL."""
+        running = [rank.process for rank in self._ranks if rank.process is not None]
+        for process in running:
+            process.terminate()
+        deadline = Deadline(_TERMINATE_S)
+        while any(process.poll() is None for process in running) and not deadline.passed():
+            time.sleep(_POLL_S)
+        for process in running:
+            process.kill()
+
+    def _note_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._signal = number
+
+
+def main() -> int:
+    """Run a job, and remove its folders if `mcr-plus run` has been killed and cannot."""
+    ranks, min_ranks, restarts = (int(word) for word in sys.argv[1:4])
+    try:
+        return Supervisor(ranks, min_ranks, restarts, sys.argv[4], sys.argv[5:]).run()
+    finally:
+        scratch.remove_stale()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""Who goes on after a failure: the rules, as a function of what members of an epoch have proposed.
+
+The function is pure, so that `tests/unit/test_membership_model.py` can check it with all interleavings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, NamedTuple
+
+from mcr_plus.errors import phrase_ranks
+
+Refusal = Literal["absent", "living", "minority", "few", "argument"]
+_STOPS_ELSEWHERE: Final = ("dead", "stopped")
+"""States in which a rank cannot go on with others on the other side of a partition."""
+
+
+class Process(NamedTuple):
+    """The process of a rank.
+
+    Attributes:
+        pid, started: its identity among those of its place.
+        place: equal for ranks that see each other in /proc.
+        number: the rank that its launcher has given it. Ranks of later epochs are in the order of these
+            numbers, so that a process that replaces a lost one gets its rank.
+    """
+
+    pid: int
+    started: str
+    place: str
+    number: int
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What one member of an epoch brings to the decision.
+
+    Attributes:
+        lost: member → state (`dead`, `stopped`, `silent`) as this member sees it.
+        named: members that the program has declared lost.
+        least: the ranks with which the job may go on; None for a majority of the members.
+        patient: wait for newcomers while there are fewer than `least`.
+        done: group → number of the last operation of which all up to it have completed here.
+        problem: why the arguments of this member's call are wrong; empty if they are not.
+    """
+
+    lost: Mapping[int, str] = field(default_factory=dict)
+    named: tuple[int, ...] = ()
+    least: int | None = None
+    patient: bool = False
+    done: Mapping[str, int] = field(default_factory=dict)
+    problem: str = ""
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {**vars(self), "lost": {str(rank): state for rank, state in self.lost.items()}}
+
+    @classmethod
+    def read(cls, plain: Mapping[str, Any]) -> Proposal:
+        """From JSON."""
+        lost = {int(rank): state for rank, state in plain["lost"].items()}
+        return cls(**{**plain, "lost": lost, "named": tuple(plain["named"])})
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all members of an epoch do next.
+
+    Attributes:
+        stay: members that go on; empty if the attempt is refused.
+        join: processes that are taken in.
+        lost: member → why it does not go on.
+        done: group → number of the last operation of which all up to it are complete on all that stay.
+        refusal, text: why nothing changes; None and empty unless it is refused.
+    """
+
+    stay: tuple[int, ...] = ()
+    join: tuple[Process, ...] = ()
+    lost: Mapping[int, str] = field(default_factory=dict)
+    done: Mapping[str, int] = field(default_factory=dict)
+    refusal: Refusal | None = None
+    text: str = ""
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {**vars(self), "lost": {str(rank): why for rank, why in self.lost.items()}}
+
+    @classmethod
+    def read(cls, plain: Mapping[str, Any]) -> Decision:
+        """From JSON."""
+        return cls(
+            **{
+                **plain,
+                "stay": tuple(plain["stay"]),
+                "join": tuple(Process(*process) for process in plain["join"]),
+                "lost": {int(rank): why for rank, why in plain["lost"].items()},
+            }
+        )
+
+
+def decide(
+    size: int,
+    proposals: Mapping[int, Proposal],
+    seen: Mapping[int, str],
+    newcomers: Sequence[Process] = (),
+    *,
+    expired: bool = False,
+) -> Decision | None:
+    """The decision of an epoch of `size` members; None while it has to wait for more of them.
+
+    `proposals`: of members that have made one; `seen`: states of lost members as the caller sees them.
+    `expired`: whether the time for proposals is over, after which nobody is waited for.
+
+    A member that has not proposed is waited for as long as nobody has found it lost. Of members that have
+    proposed, the dead are left out, and where some do not reach each other, those that most others reach go
+    on. They must be more than half of the members that may still run, or `least`.
+    """
+    if (wrong := _wrong_argument(proposals, seen)) is not None:
+        return wrong
+    lost = _lost(proposals, seen)
+    absent = [rank for rank in range(size) if rank not in proposals and rank not in lost]
+    if absent:
+        if not expired:
+            return None
+        verbs = "lives and has" if len(absent) == 1 else "live and have"
+        text = f"{phrase_ranks(absent)} {verbs} not called it"
+        return Decision(refusal="absent", text=text)
+    stay = _within_reach({rank: each for rank, each in proposals.items() if lost.get(rank) != "dead"})
+    least = min((each.least for each in proposals.values() if each.least is not None), default=None)
+    if least is None:
+        running = [rank for rank in range(size) if lost.get(rank) not in _STOPS_ELSEWHERE or rank in stay]
+        if 2 * len(stay) <= len(running):
+            apart = [rank for rank in running if rank not in stay]
+            text = (
+                f"{len(stay)} of {len(running)} ranks that may be running are within reach, no majority; "
+                f"{phrase_ranks(apart)} may have gone on without them (min_ranks={len(stay)} would allow it)"
+            )
+            return Decision(refusal="minority", text=text)
+    elif len(stay) + len(newcomers) < least:
+        if any(each.patient for each in proposals.values()) and not expired:
+            return None
+        text = f"{len(stay) + len(newcomers)} ranks are left, fewer than min_ranks={least}"
+        return Decision(refusal="few", text=text)
+    groups = {name for rank in stay for name in proposals[rank].done}
+    done = {
+        name: min(proposals[rank].done[name] for rank in stay if name in proposals[rank].done)
+        for name in sorted(groups)
+    }
+    left = {rank: lost.get(rank, "out of reach") for rank in range(size) if rank not in stay}
+    return Decision(tuple(sorted(stay)), tuple(newcomers), left, done)
+
+
+def members_after(members: Sequence[Process], decision: Decision) -> tuple[Process, ...]:
+    """The members of the next epoch, by rank."""
+    both = [*(members[rank] for rank in decision.stay), *decision.join]
+    return tuple(sorted(both, key=lambda process: process.number))
+
+
+def _wrong_argument(proposals: Mapping[int, Proposal], seen: Mapping[int, str]) -> Decision | None:
+    for rank, proposal in sorted(proposals.items()):
+        if proposal.problem:
+            return Decision(refusal="argument", text=f"rank {rank}: {proposal.problem}")
+        living = [named for named in proposal.named if named in proposals and seen.get(named) != "dead"]
+        if living:
+            text = f"rank {rank} has named {phrase_ranks(living)} as dead, which live"
+            return Decision(refusal="living", text=text)
+    return None
+
+
+def _lost(proposals: Mapping[int, Proposal], seen: Mapping[int, str]) -> dict[int, str]:
+    """The state of each member that cannot be waited for; a death counts more than other findings."""
+    lost: dict[int, str] = {}
+    for proposal in proposals.values():
+        for rank in proposal.named:
+            lost.setdefault(rank, "named")
+    for found in (*(proposal.lost for proposal in proposals.values()), seen):
+        for rank, state in found.items():
+            if rank not in lost or lost[rank] == "named" or state == "dead":
+                lost[rank] = state
+    return lost
+
+
+def _within_reach(proposals: Mapping[int, Proposal]) -> list[int]:
+    """The ranks that go on where some do not reach each other: first those that most others reach.
+
+    A rank that was stopped and has proposed runs again; one that is silent for another may be so for long.
+    """
+
+    def apart(one: int, other: int) -> bool:
+        return proposals[one].lost.get(other) == "silent" or proposals[other].lost.get(one) == "silent"
+
+    def others(rank: int) -> int:
+        return sum(apart(rank, other) for other in proposals)
+
+    together: list[int] = []
+    for rank in sorted(proposals, key=lambda rank: (others(rank), rank)):
+        if not any(apart(rank, other) for other in together):
+            together.append(rank)
+    return together

@@ -1,0 +1,252 @@
+"""How the ranks of a job go on after a failure, or take newcomers in: one epoch ends and the next begins.
+
+    leave_epoch()    decide with the other members who goes on, and make the world of the next epoch
+    join_job()       the same for a process that waits to be taken in
+
+See docs/failures.md for the protocol, and `mcr_plus.membership` for its rules.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
+
+from mcr_plus.core.environment import host_name, launch_environment
+from mcr_plus.dispatch.board.base import Failure
+from mcr_plus.dispatch.closing import completed
+from mcr_plus.dispatch.options import DispatchOptions
+from mcr_plus.errors import (
+    BackendError,
+    CommTimeout,
+    InvalidArgument,
+    McrError,
+    NotInitialized,
+    PeerLost,
+    Revoked,
+    phrase_ranks,
+)
+from mcr_plus.membership.roster import Roster, join
+from mcr_plus.membership.rules import Decision, Process, Proposal
+from mcr_plus.rendezvous.processes import Peers, own_process
+from mcr_plus.rendezvous.store import join_store, part_of
+from mcr_plus.rendezvous.watched_store import WatchedStore
+from mcr_plus.runtime import init
+
+if TYPE_CHECKING:
+    from mcr_plus.config.schema import Config
+    from mcr_plus.runtime.runtime import Runtime
+
+_REFUSED: Final[Mapping[str, type[McrError]]] = {
+    "absent": CommTimeout,
+    "living": InvalidArgument,
+    "argument": InvalidArgument,
+}
+# Epochs between full runs of the garbage collector. The world of an epoch is a cycle of objects with memory
+# and file descriptors, which a full run frees; it takes tenths of a second where torch is loaded.
+_COLLECT_EVERY: Final = 16
+
+
+@dataclass
+class Regrouping:
+    """What has changed with the last epoch.
+
+    Attributes:
+        epoch: its number; a job begins with epoch 0.
+        members: by rank.
+        former: by rank, the rank that each had before; None for newcomers.
+        lost: the rank that its launcher gave it → why it has not gone on (`dead`, `stopped`, `silent`, ...).
+        done: group → number of the last operation of which all up to it are complete on all that went on.
+        seconds: from the call to the new world.
+    """
+
+    epoch: int
+    members: tuple[Process, ...]
+    former: tuple[int | None, ...]
+    lost: dict[int, str] = field(default_factory=dict)
+    done: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def joined(self) -> list[int]:
+        """The newcomers, by the rank that their launcher gave them."""
+        return [
+            process.number
+            for process, before in zip(self.members, self.former, strict=True)
+            if before is None
+        ]
+
+    def take(self, decision: Decision, members: tuple[Process, ...]) -> None:
+        """Apply a decision of the members so far, after which there are these."""
+        self.epoch += 1
+        for rank, why in decision.lost.items():
+            if self.former[rank] is not None:
+                self.lost[self.members[rank].number] = why
+        former = dict(zip(self.members, self.former, strict=True))
+        self.members, self.former = members, tuple(former.get(process) for process in members)
+        for group, number in decision.done.items():
+            self.done.setdefault(group, number)
+
+
+def leave_epoch(proposal: Proposal, timeout: float, what: str) -> tuple[Runtime, Regrouping]:
+    """Decide with the other members who goes on, and make the world of the next epoch; collective over them.
+
+    `proposal`: without what is found out here, lost ranks and completed operations. `what`: the call of the
+    program, for messages. If a member is lost while the new world is made, the others decide again.
+
+    Raises:
+        NotInitialized: there is no world, or torch.distributed has made it.
+        CommTimeout: ranks that live have not called this within `timeout` seconds. As with the next two
+            errors, the old world stays as it is, and all may call this again.
+        InvalidArgument: `proposal` declares living ranks dead, or a rank has passed a wrong argument.
+        BackendError: fewer ranks are left than must be.
+        Revoked: the others have declared this rank lost.
+        LaunchError: the job's store does not answer.
+    """
+    began = time.monotonic()
+    runtime = init.current()
+    roster = runtime.roster
+    if not runtime.is_native:
+        raise NotInitialized(f"{what}: this world belongs to torch.distributed")
+    if roster is None:
+        raise NotInitialized(f"{what}: this job has one rank and no store in which others could meet it")
+    done = {state.group.name: completed(runtime.engine, state) for state in runtime.engine.states}
+    changes = Regrouping(roster.epoch, roster.members, tuple(range(len(roster.members))))
+    new = _go_on(runtime, roster, runtime.lost_ranks, replace(proposal, done=done), timeout, what, changes)
+    changes.seconds = time.monotonic() - began
+    return new, changes
+
+
+def _go_on(
+    runtime: Runtime,
+    roster: Roster,
+    seen: Callable[[], Mapping[int, str]],
+    proposal: Proposal,
+    timeout: float,
+    what: str,
+    changes: Regrouping,
+) -> Runtime:
+    """Leave epochs until the members of one have made its world; notes the decisions in `changes`.
+
+    `seen`: returns the states of the lost members of the epoch of `roster`.
+    """
+    while True:
+        lost = dict(seen())
+        _release_waiting(runtime, lost, what)
+        decision, members = roster.settle(replace(proposal, lost=lost), seen, timeout)
+        if decision.refusal is not None:
+            raise _REFUSED.get(decision.refusal, BackendError)(f"{what}: {decision.text}")
+        changes.take(decision, members)
+        if roster.rank not in decision.stay:
+            why = decision.lost[roster.rank]
+            text = f"the other ranks have gone on without this one (epoch {changes.epoch}), which was {why}"
+            close_world(runtime, text, decision)
+            raise Revoked(f"{what}: {text}")
+        close_world(runtime, f"epoch {changes.epoch} has begun, with {len(members)} ranks", decision)
+        roster = roster.following(members, members.index(roster.members[roster.rank]))
+        if roster.epoch % _COLLECT_EVERY == 0:
+            gc.collect()
+        watch = Watch(roster, runtime.loaded)
+        try:
+            return begin_epoch(runtime, watch)
+        except McrError as error:
+            if not (watch.lost() or roster.is_being_left):
+                runtime.closed_because = f"{what} has failed ({error})"
+                raise
+        seen, proposal = watch.lost, replace(proposal, named=(), done={})
+
+
+def join_job(passport: Mapping[str, str], proposal: Proposal, timeout: float, what: str) -> Runtime | None:
+    """Wait until the members of the launcher's job take this process in, and make its world with them.
+
+    The process has a world of its own, in which it is alone. `passport`: what has to be the same in the job.
+    `proposal`: see `leave_epoch`, if a member is lost while the new world is made.
+
+    Returns None if the job has ended.
+
+    Raises `LaunchError` if the members refuse it, or do not take it in within `timeout` seconds.
+    """
+    alone = init.current()
+    environment = launch_environment()
+    root = join_store(environment, alone.world.timeout)
+    mine = own_process(host_name(), environment.rank)
+    joined = join(root, mine, passport, timeout)
+    if joined is None:
+        return None
+    epoch, members = joined
+    roster = Roster(root, epoch, members, members.index(mine), passport)
+    close_world(alone, "this process has joined a job", Decision())
+    watch = Watch(roster, alone.loaded)
+    try:
+        return begin_epoch(alone, watch)
+    except McrError:
+        if not (watch.lost() or roster.is_being_left):
+            raise
+    changes = Regrouping(epoch, members, tuple(None for _ in members))
+    return _go_on(alone, roster, watch.lost, proposal, timeout, what, changes)
+
+
+class Watch:
+    """Looks at the processes of an epoch's members while its world is made: nothing else does so then."""
+
+    def __init__(self, roster: Roster, config: Config) -> None:
+        options = config.options("dispatch")
+        assert isinstance(options, DispatchOptions)
+        grace = math.inf if options.stopped == "wait" else options.stopped
+        places = tuple(process.place for process in roster.members)
+        self.roster = roster
+        self._peers = Peers(roster.rank, places, None, 0.0, stop_grace=grace, processes=roster.members)
+
+    def lost(self) -> dict[int, str]:
+        """The states of members that are lost, of those that this process sees."""
+        found = {rank: self._peers.lost(rank) for rank in range(len(self.roster.members))}
+        return {rank: loss.status for rank, loss in found.items() if loss is not None}
+
+    def error(self) -> PeerLost | None:
+        """The error of a wait for a value of the members."""
+        if lost := self.lost():
+            seen = ", ".join(dict.fromkeys(lost.values()))
+            text = f"{phrase_ranks(list(lost))} of epoch {self.roster.epoch}: {seen}"
+            return PeerLost(text, list(lost), seen=seen)
+        if self.roster.is_being_left:
+            text = f"a rank of epoch {self.roster.epoch} has seen the loss of another one"
+            return PeerLost(text, seen="reported by another rank")
+        return None
+
+
+def begin_epoch(before: Runtime, watch: Watch) -> Runtime:
+    """Make the world of an epoch, by the configuration of the one before; collective over its members."""
+    roster, limit = watch.roster, before.world.timeout
+    store = WatchedStore(part_of(roster.root, roster.place), limit, watch.error)
+    world = init.world_of(store, roster.rank, len(roster.members), limit)
+    return init.begin(before.loaded, replace(world, roster=roster), before.timeout)
+
+
+def _release_waiting(runtime: Runtime, lost: Mapping[int, str], what: str) -> None:
+    """End the waits of ranks that wait for this one: it does not come to their operations any more."""
+    if runtime.closed:
+        return
+    text = f"this rank has called {what}"
+    if lost:
+        text = PeerLost(text, list(lost), seen=", ".join(dict.fromkeys(lost.values()))).passed_on
+    for state in runtime.engine.states:
+        state.publish()
+        state.board.mark_failed(Failure(0, text))
+    runtime.engine.ring()
+
+
+def close_world(runtime: Runtime, why: str, decision: Decision) -> None:
+    """Close a world that no rank uses any more; its groups and handles raise `Revoked` from now on."""
+    if runtime.closed:
+        return
+    for state in runtime.engine.states:
+        state.revoked = why
+        state.agreed = decision.done.get(state.group.name)
+    runtime.prepare_reset()
+    runtime.close(clean=False)
+    runtime.closed_because = why
+    for state in runtime.engine.states:
+        state.board.close()

@@ -1,0 +1,57 @@
+"""Sends nested state, such as an optimizer's, from one rank to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.training.wrap import broadcast_tensors
+
+
+class _Place(NamedTuple):
+    """Where a tensor is in a state; the tensors themselves are sent by themselves."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+
+def broadcast_state(state: Any, comm: Communicator, src: int) -> Any:
+    """Return the state of rank `src` of the group: nested dicts, lists and tuples, with tensors in them.
+
+    Collective. Tensors are sent as they are, uncompressed, through the pipeline; the rest is pickled and
+    signed. On other ranks `state` is ignored, and tensors are new, on the same type of device.
+    """
+    tensors: list[torch.Tensor] = []
+    root = comm.ranks[src]
+    plain = comm.broadcast_object(_without(state, tensors) if comm.rank == src else None, root)
+    received = state if comm.rank == src else _with_new(plain, tensors)
+    broadcast_tensors(tensors, comm, root)
+    return received
+
+
+def _without(state: Any, tensors: list[torch.Tensor]) -> Any:
+    """The state with places instead of tensors, which are appended to `tensors`."""
+    if isinstance(state, torch.Tensor):
+        tensors.append(state)
+        return _Place(tuple(state.shape), state.dtype, state.device.type)
+    if isinstance(state, Mapping):
+        return {key: _without(value, tensors) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(_without(value, tensors) for value in state)
+    return state
+
+
+def _with_new(plain: Any, tensors: list[torch.Tensor]) -> Any:
+    """The opposite of `_without`, with new tensors."""
+    if isinstance(plain, _Place):
+        tensors.append(torch.empty(plain.shape, dtype=plain.dtype, device=plain.device))
+        return tensors[-1]
+    if isinstance(plain, dict):
+        return {key: _with_new(value, tensors) for key, value in plain.items()}
+    if type(plain) in (list, tuple):
+        return type(plain)(_with_new(value, tensors) for value in plain)
+    return plain

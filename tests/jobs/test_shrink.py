@@ -1,0 +1,130 @@
+"""Ranks that go on without others that were lost: `mcr.shrink` on real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import shrink_jobs as jobs
+import torch
+from ranks import run_ranks
+
+
+def survivors(target: Any, ranks: int, lost: list[int], **options: Any) -> list[dict[str, Any]]:
+    """What the ranks that were not killed have returned."""
+    results = run_ranks(
+        target, ranks, via="torch", check=False, env={"TORCHELASTIC_USE_AGENT_STORE": "True"}, **options
+    )
+    assert [each.rank for each in results if each.returncode == -9] == lost, [each.stderr for each in results]
+    values = [each.value for each in results if each.rank not in lost]
+    assert None not in values, [each.stderr for each in results]
+    return values
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3])
+@pytest.mark.parametrize("backends", [["gloo"], ["msccl", "gloo"]], ids=["gloo", "shared memory"])
+def test_survivors_go_on(backends: list[str], victim: int) -> None:
+    values = survivors(jobs.after_a_death, 4, [victim], args=[backends, victim])
+    left = [rank for rank in range(4) if rank != victim]
+    assert [each["old"] for each in values] == left
+    for rank, value in enumerate(values):
+        assert value["lost"] == [victim]
+        assert (value["rank"], value["size"], value["is_world"]) == (rank, 3, True)
+        assert value["sum"] == [sum(1.0 + 10 * each for each in left)] * 5
+        assert value["gradient"] == pytest.approx([sum(1.0 + each for each in left) / 3])
+        assert value["unchanged"]
+        assert value["errors"] == {"world": "Revoked", "group": "Revoked", "persistent": "Revoked"}
+
+
+def test_survivors_of_a_group_keep_its_order() -> None:
+    values = survivors(jobs.of_a_group, 4, [1])
+    # Ranks 0, 2, 3 of before are 0, 1, 2 now; the group had 3, 1, 0.
+    assert [value["ranks"] for value in values] == [[2, 0]] * 3
+    assert [value["rank"] for value in values] == [1, -1, 0]
+    assert [value["value"] for value in values] == [3.0, 2.0, 3.0]
+    assert [value["world"] for value in values] == [3, 3, 3]
+
+
+def test_ranks_that_do_not_call_it_are_named_and_all_may_try_again(tmp_path: Path) -> None:
+    values = survivors(jobs.on_some_ranks_only, 4, [2], args=[str(tmp_path)])
+    assert len({value["first"] for value in values}) == 1
+    assert values[0]["first"] == "shrink: rank 0 lives and has not called it"
+    assert values[0]["waited"] < 0.4, "the decision was there already"
+    assert [value["rank"] for value in values] == [0, 1, 2]
+    assert [value["sum"] for value in values] == [[3.0] * 3] * 3
+
+
+def test_wrong_arguments_are_refused_on_all_ranks_and_change_nothing() -> None:
+    for value in survivors(jobs.with_wrong_arguments, 3, []):
+        assert value["texts"] == [
+            "InvalidArgument: shrink: rank 0: dead: rank 1 is running",
+            "InvalidArgument: shrink: rank 2: dead: 2 is this rank itself",
+            "InvalidArgument: shrink: rank 1: dead: expected ranks from 0 to 2, got 7",
+            "InvalidArgument: shrink: rank 1: min_ranks: expected a number of ranks from 1 to 3, got 4",
+            "InvalidArgument: shrink: rank 0: min_ranks: expected a number of ranks from 1 to 3, got 0",
+            "InvalidArgument: timeout: expected a duration such as 300s or a number of seconds, got 'soon'",
+        ]
+        assert value["before"] == [3.0, 3.0]
+        assert (value["after"], value["size"]) == ([3.0, 3.0], 3)
+
+
+def test_a_rank_that_was_declared_lost_finds_out_when_it_runs_again(tmp_path: Path) -> None:
+    first, stopped, last = survivors(jobs.with_a_stopped_rank, 3, [], args=[str(tmp_path)])
+    assert stopped["error"] == "Revoked"
+    assert "have gone on without this one (epoch 1), which was stopped" in stopped["text"]
+    for value in (first, last):
+        assert value["error"] is None
+        assert (value["lost"], value["seen"], value["size"]) == ([1], "stopped", 2)
+        assert value["sum"] == [1.0 + 3.0] * 2
+
+
+@pytest.mark.parametrize("when", ["proposed", "decided"])
+def test_a_second_death_meanwhile(when: str) -> None:
+    values = survivors(jobs.with_a_death_meanwhile, 4, [1, 3], args=[when])
+    assert [value["rank"] for value in values] == [0, 1]
+    assert [value["sum"] for value in values] == [[1.0 + 3.0] * 2] * 2
+    assert max(value["seconds"] for value in values) < 10
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("backend", ["gloo", "msccl"])
+def test_all_survivors_have_the_same_verdict(tmp_path: Path, backend: str, seed: int) -> None:
+    results = run_ranks(
+        jobs.verdict, 3, via="torch", check=False, args=[str(tmp_path), backend, seed],
+        env={"TORCHELASTIC_USE_AGENT_STORE": "True"},
+    )  # fmt: skip
+    values = [each.value for each in results if each.returncode == 0]
+    assert len(values) == 2, [each.stderr for each in results]
+    (done,) = {value["done"] for value in values}
+    assert done is not None
+    for value in values:
+        for number, sequence in value["numbers"].items():
+            if sequence <= done:
+                expected = 3.0 * int(number) + 0 + 1 + 2
+                assert value["results"][number] == [expected], (number, sequence, done)
+
+
+def test_residuals_of_codecs_are_kept() -> None:
+    values = survivors(jobs.with_residuals, 3, [1])
+    first, second = (np.array(value["own"]) for value in values)
+    assert np.abs(first).sum() > 1
+    assert not np.array_equal(first, second)
+    for value in values:
+        np.testing.assert_allclose(value["merged"], (first + second) / 2, rtol=1e-5, atol=1e-6)
+    # What the next operation has not sent, it has kept: nothing is lost.
+    inputs = []
+    for rank in (0, 2):
+        generator = torch.Generator().manual_seed(rank)
+        inputs.append([torch.randn(5000, generator=generator) for _ in range(4)][-1].double().numpy())
+    mean = (inputs[0] + inputs[1] + first + second) / 2
+    kept = sum(np.array(value["kept"]) for value in values) / 2
+    np.testing.assert_allclose(np.array(values[0]["sent"]) + kept, mean, rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_is_left_of_many_epochs() -> None:
+    values = survivors(jobs.many_times, 3, [], args=[100], timeout=120)
+    for value in values:
+        for counts in zip(*value["seen"], strict=True):
+            assert max(counts[50:]) <= max(counts[10:50]) + 6, counts

@@ -1,0 +1,104 @@
+"""Trains a small model in an elastic loop, and loses ranks where it is told to.
+
+    mcr-plus run -n 3 --min-ranks 2 --restart-failed 2 elastic_program.py '{"steps": 30, "deaths": [[1, 5, 0]]}'
+
+A death is of a launcher's rank, in a step, after so many restarts; `where`: before the backward pass or after
+the optimizer's step. Each rank writes what it has at the end to FOLDER/end.RANK. See tests/jobs/test_elastic.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mcr_plus as mcr
+
+WINDOWS = 12  # in a step, on all ranks together
+
+
+def model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """The same on all ranks, whatever their number."""
+    torch.manual_seed(7)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)).double()
+    return model, torch.optim.Adam(model.parameters(), lr=1e-2)
+
+
+def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inputs and targets of a step, of all ranks together."""
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(WINDOWS, 6, generator=generator, dtype=torch.float64)
+    return x, x.sum(1, keepdim=True).sin()
+
+
+class Counter:
+    """A sampler, of which newcomers get the state."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen, "some": [torch.tensor([self.seen]), (1, None)]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["some"][0].item() == state["seen"]
+        self.seen = state["seen"]
+
+
+def main(folder: str, text: str) -> None:
+    """Train."""
+    torch.set_num_threads(1)
+    plan = json.loads(text)
+    slot, restarts = int(os.environ["RANK"]), int(os.environ["MCR_RESTARTS"])
+    deaths = {(step, where) for at, step, times, where in plan["deaths"] if (at, times) == (slot, restarts)}
+    mcr.init(plan.get("config", {}).get(str(restarts)), timeout=60)
+    model, optimizer = model_and_optimizer()
+    if plan.get("other_model") and restarts:
+        model = torch.nn.Linear(6, 2)
+        optimizer = torch.optim.Adam(model.parameters())
+    mcr.wrap(model, optimizer)
+    sampler, seen = Counter(), []
+
+    def maybe_die(step: int, where: str) -> None:
+        if (step, where) in deaths:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    for step in mcr.elastic(model, optimizer, sampler, steps=plan["steps"]):
+        with step:
+            rank, ranks = mcr.get_rank(), mcr.get_world_size()
+            x, y = data(step.number)
+            own = range(rank, WINDOWS, ranks)
+            optimizer.zero_grad()
+            loss = (model(x[own]) - y[own]).square().sum() * (ranks / WINDOWS)
+            maybe_die(step.number, "forward")
+            loss.backward()
+            maybe_die(step.number, "backward")
+            optimizer.step()
+            maybe_die(step.number, "step")
+            sampler.seen = step.number + 1
+            seen.append([step.number, ranks])
+            time.sleep(plan.get("nap", 0.0))
+    end = {
+        "rank": mcr.get_rank(),
+        "size": mcr.get_world_size(),
+        "values": torch.cat([each.detach().flatten() for each in model.parameters()]).tolist(),
+        "moments": [
+            optimizer.state[each]["exp_avg_sq"].sum().item()
+            for each in model.parameters()
+            if each in optimizer.state
+        ],
+        "sampler": sampler.seen,
+        "seen": seen,
+    }
+    Path(folder, f"end.{slot}").write_text(json.dumps(end))
+    mcr.finalize()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,118 @@
+"""Programs that tests start on ranks under a supervisor: `python restarting.py NAME ARGS…`.
+
+Each process says `up` with its rank, and how often that has been started again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+_PATIENCE_S = 60.0
+RANK, STARTED_AGAIN = int(os.environ["RANK"]), int(os.environ["MCR_RESTARTS"])
+
+
+def _up() -> None:
+    print(f"up rank={RANK} pid={os.getpid()}\n", end="", flush=True)  # one write: lines stay whole
+    print(f"start {RANK}.{STARTED_AGAIN} at={time.monotonic()}\n", end="", flush=True)
+
+
+def _wait_for(path: Path) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    while not path.exists():
+        assert time.monotonic() < deadline, f"nobody wrote {path}"
+        time.sleep(0.02)
+
+
+def wait(folder: str) -> None:
+    """End with 0 when there is a file `go`."""
+    _up()
+    _wait_for(Path(folder, "go"))
+
+
+def store() -> None:
+    """Find in the job's store what ranks wrote before one of them died, and wait for that one's answer."""
+    from mcr_plus.core.c10d import TCPStore
+
+    limit = timedelta(seconds=_PATIENCE_S)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    found = TCPStore(address, port, int(os.environ["WORLD_SIZE"]), False, limit, wait_for_workers=False)
+    if STARTED_AGAIN:
+        texts = [found.get(f"of/{rank}").decode() for rank in range(int(os.environ["WORLD_SIZE"]))]
+        print(f"read {texts}\n", end="", flush=True)
+        found.set("again", str(STARTED_AGAIN))
+    else:
+        found.set(f"of/{RANK}", f"{RANK} was here")
+        _up()
+    found.wait(["again"], limit)
+    assert found.get("again") == b"1"
+
+
+def fail(*numbers: str) -> None:
+    """Rank 1 exits with the next of these numbers at each of its starts; the others end with 0, later."""
+    _up()
+    if RANK == 1:
+        sys.exit(int(numbers[STARTED_AGAIN]))
+    time.sleep(0.3)
+
+
+def fail_and_wait(number: str, folder: str) -> None:
+    """Rank 1 exits with a number; the others wait as `wait` does."""
+    _up()
+    if RANK == 1:
+        sys.exit(int(number))
+    _wait_for(Path(folder, "go"))
+
+
+def leave(folder: str) -> None:
+    """Rank 0 ends with 0 at once; the others wait as `wait` does."""
+    _up()
+    if RANK != 0:
+        _wait_for(Path(folder, "go"))
+
+
+def stubborn(folder: str) -> None:
+    """As `wait`, but requests to end are ignored."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    wait(folder)
+
+
+def raises() -> None:
+    """Rank 1 raises behind an incomplete line; once it is started again it says so and ends with 0."""
+    import mcr_plus  # noqa: F401 - it reports uncaught exceptions
+
+    if RANK == 1:
+        print(f"half a line {STARTED_AGAIN}", end="", flush=True)
+        if not STARTED_AGAIN:
+            raise ValueError("the reason it failed\nand what follows")
+
+
+def raises_always() -> None:
+    """Rank 1 raises at every start, the others wait."""
+    import mcr_plus  # noqa: F401 - it reports uncaught exceptions
+
+    if RANK == 1:
+        raise ValueError(f"the reason of start {STARTED_AGAIN}")
+    time.sleep(_PATIENCE_S)
+
+
+def environment(folder: str, *names: str) -> None:
+    """Print variables and wait as `wait` does; rank 1 fails at its first start."""
+    for name in names:
+        print(f"{RANK}.{STARTED_AGAIN} {name}={os.environ[name]}\n", end="", flush=True)
+    _wait_for(Path(folder, "go"))
+    sys.exit(RANK == 1 and not STARTED_AGAIN)
+
+
+_PROGRAMS: dict[str, Callable[..., None]] = {
+    "wait": wait, "store": store, "fail": fail, "fail_and_wait": fail_and_wait, "leave": leave,
+    "stubborn": stubborn, "raises": raises, "raises_always": raises_always, "environment": environment,
+}  # fmt: skip
+
+if __name__ == "__main__":
+    _PROGRAMS[sys.argv[1]](*sys.argv[2:])

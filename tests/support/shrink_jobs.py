@@ -1,0 +1,298 @@
+"""Programs of ranks that lose some of them and go on, for tests/jobs/test_shrink.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mcr_plus as mcr
+from mcr_plus.runtime import init
+
+
+def _begin(backends: list[str] | None, **dispatch: Any) -> mcr.Communicator:
+    torch.set_num_threads(1)
+    options = {"timeout": "30s", **dispatch}
+    config = {"version": 1, "pipeline": [{"fuse": {}}, {"select": {}}, {"dispatch": options}]}
+    return mcr.init(config, backends=backends)
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _wait_for_loss(comm: mcr.Communicator) -> mcr.PeerLost:
+    try:
+        while True:
+            comm.all_reduce(torch.ones(8))
+    except mcr.PeerLost as lost:
+        return lost
+
+
+def _error(call: Callable[[], Any]) -> str:
+    """The kind and the text of the error that a call raises; empty if it raises none."""
+    try:
+        call()
+    except mcr.McrError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def after_a_death(backends: list[str] | None, victim: int) -> dict[str, Any]:
+    """What survivors have after one of four ranks has died: ranks, sums, errors of old handles, gradients."""
+    comm = _begin(backends)
+    rank = comm.rank
+    pair = mcr.new_group([0, 2, 3] if victim != 0 else [3, 2, 1])
+    persistent = mcr.persistent("all_reduce", torch.ones(16))
+    persistent()
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mcr.wrap(model, optimizer)
+    model(torch.full((1, 3), 1.0 + rank)).sum().backward()
+    weight = model.weight.detach().clone()
+    if rank == victim:
+        _die()
+    lost = _wait_for_loss(comm)
+    new = mcr.shrink()
+    x = torch.full((5,), 1.0 + 10 * rank)
+    mcr.all_reduce(x)
+    optimizer.zero_grad()
+    model(torch.full((1, 3), 1.0 + rank)).sum().backward()
+    assert model.weight.grad is not None
+    calls: dict[str, Callable[[], Any]] = {
+        "world": lambda: comm.all_reduce(x),
+        "group": lambda: pair.all_reduce(x),
+        "persistent": persistent,
+    }
+    errors = {name: _error(call).partition(":")[0] for name, call in calls.items()}
+    result = {
+        "old": rank,
+        "lost": list(lost.ranks),
+        "rank": new.rank,
+        "size": mcr.get_world_size(),
+        "is_world": new is mcr.world(),
+        "sum": x.tolist(),
+        "gradient": model.weight.grad.unique().tolist(),
+        "unchanged": bool(model.weight.detach().equal(weight)),
+        "errors": errors,
+    }
+    mcr.finalize()
+    return result
+
+
+def of_a_group() -> dict[str, Any]:
+    """The survivors of a group in another order, of which one member has died."""
+    comm = _begin(["gloo"])
+    rank = comm.rank
+    group = mcr.new_group([3, 1, 0])
+    if rank == 1:
+        _die()
+    _wait_for_loss(comm)
+    left = mcr.shrink(group)
+    x = torch.tensor([float(rank)])
+    if left.rank >= 0:
+        left.broadcast(x, left.ranks[0])
+    result = {"ranks": list(left.ranks), "rank": left.rank, "value": x.item(), "world": mcr.get_world_size()}
+    mcr.finalize()
+    return result
+
+
+def on_some_ranks_only(folder: str) -> dict[str, Any]:
+    """Rank 0 comes late: the others are refused, and so is it; then all call it again."""
+    comm = _begin(["gloo"])
+    rank = comm.rank
+    if rank == 2:
+        _die()
+    _wait_for_loss(comm)
+    if rank == 0:
+        while len(list(Path(folder).glob("refused.*"))) < 2:
+            time.sleep(0.01)
+    began, first = time.monotonic(), ""
+    try:
+        mcr.shrink(timeout="500ms")
+    except mcr.CommTimeout as error:
+        first = str(error)
+    waited = time.monotonic() - began
+    Path(folder, f"refused.{rank}").touch()
+    new = mcr.shrink()
+    x = torch.ones(3)
+    new.all_reduce(x)
+    mcr.finalize()
+    return {"first": first, "waited": waited, "sum": x.tolist(), "rank": new.rank}
+
+
+def with_wrong_arguments() -> dict[str, Any]:
+    """Arguments that are wrong on one rank are refused on all, and the old world stays as it is."""
+    comm = _begin(["gloo"])
+    rank = comm.rank
+    wrong: list[dict[str, Any]] = [
+        {"dead": [1]} if rank == 0 else {},
+        {"dead": [rank]} if rank == 2 else {},
+        {"dead": [7]} if rank == 1 else {},
+        {"min_ranks": 4} if rank == 1 else {},
+        {"min_ranks": 0} if rank == 0 else {},
+        {"timeout": "soon"},
+    ]
+    texts = [_error(partial(mcr.shrink, **arguments)) for arguments in wrong]
+    group = mcr.new_group([0, 1, 2])
+    x = torch.ones(2)
+    group.all_reduce(x)
+    new = mcr.shrink()  # nobody is lost: the same ranks
+    y = torch.ones(2)
+    new.all_reduce(y)
+    mcr.finalize()
+    return {"texts": texts, "before": x.tolist(), "after": y.tolist(), "size": new.size}
+
+
+def with_a_stopped_rank(folder: str) -> dict[str, Any]:
+    """Rank 1 is stopped, and declared lost; when it runs again it finds out, and ends."""
+    comm = _begin(["gloo"])
+    rank = comm.rank
+    Path(folder, f"pid.{rank}").write_text(str(os.getpid()))
+    comm.barrier()
+    if rank == 1:
+        try:
+            _wait_for_loss(comm)
+            mcr.shrink()
+        except mcr.McrError as error:
+            return {"error": type(error).__name__, "text": str(error)}
+        return {"error": None}
+    if rank == 0:
+        os.kill(int(Path(folder, "pid.1").read_text()), signal.SIGSTOP)
+    lost = _wait_for_loss(comm)
+    new = mcr.shrink()
+    if new.rank == 0:
+        os.kill(int(Path(folder, "pid.1").read_text()), signal.SIGCONT)
+    x = torch.full((2,), 1.0 + rank)
+    new.all_reduce(x)
+    mcr.finalize()
+    return {"error": None, "lost": list(lost.ranks), "seen": lost.seen, "sum": x.tolist(), "size": new.size}
+
+
+def with_a_death_meanwhile(when: str) -> dict[str, Any]:
+    """Rank 3 dies first; rank 1 dies while the others make the world without rank 3."""
+    comm = _begin(["gloo"])
+    rank = comm.rank
+    if rank == 3:
+        _die()
+    _wait_for_loss(comm)
+    if rank == 1:
+        if when == "proposed":
+            roster = init.current().roster
+            assert roster is not None
+            roster.root = _DiesAfter(roster.root, "proposal")  # type: ignore[assignment]
+        else:
+            init.begin = lambda *_, **__: _die()  # type: ignore[assignment]
+    began = time.monotonic()
+    new = mcr.shrink()
+    x = torch.full((2,), 1.0 + rank)
+    new.all_reduce(x)
+    seconds = time.monotonic() - began
+    mcr.finalize()
+    return {"rank": new.rank, "sum": x.tolist(), "seconds": seconds}
+
+
+class _DiesAfter:
+    """A store whose process dies once it has written a key with a word in it."""
+
+    def __init__(self, store: Any, word: str) -> None:
+        self._store, self._word = store, word
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+        if self._word in key:
+            _die()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def verdict(folder: str, backend: str, seed: int) -> dict[str, Any]:
+    """Which operations are done, by the survivors of a death at a random moment, and their results."""
+    comm = _begin([backend])
+    rank = comm.rank
+    generator = torch.Generator().manual_seed(seed)
+    dies_at = int(torch.randint(3, 40, (), generator=generator))
+    victim = int(torch.randint(comm.size, (), generator=generator))
+    pending: list[tuple[int, torch.Tensor, Any]] = []
+    results: dict[int, list[float]] = {}
+    with suppress(mcr.PeerLost):
+        for number in range(200):
+            x = torch.full((64,), float(number + rank))
+            work = comm.all_reduce(x, async_op=True)
+            if rank == victim and number == dies_at:
+                _die()
+            pending.append((number, x, work))
+            if len(pending) > 4:
+                pending.pop(0)[2].wait()
+    before = comm
+    new = mcr.shrink()
+    numbers = {}
+    for number, x, work in pending:
+        numbers[number] = work.info.sequence
+        results[number] = x.unique().tolist()
+    done = before.done
+    mcr.finalize()
+    return {"done": done, "numbers": numbers, "results": results, "size": new.size, "victim": victim}
+
+
+def with_residuals() -> dict[str, Any]:
+    """The residuals of error feedback before and after a shrink."""
+    torch.set_num_threads(1)
+    compress = {"codec": "topk", "ratio": 0.1, "error_feedback": True}
+    stages = [{"compress": compress}, {"select": {}}, {"dispatch": {"timeout": "30s"}}]
+    comm = mcr.init({"version": 1, "pipeline": stages}, backends=["gloo"])
+    rank = comm.rank
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        comm.all_reduce(torch.randn(5000, generator=generator), "AVG", tag="a")
+    ((own,),) = [
+        [each.tensor.clone() for each in value]
+        for (stage, _), value in comm.pipeline.state().items()
+        if stage == "compress"
+    ]
+    comm.barrier()
+    if rank == 1:
+        _die()
+    with suppress(mcr.PeerLost):
+        while True:
+            comm.barrier()
+    new = mcr.shrink()
+    entries = mcr.state_dict()["codecs"]["world"]
+    ((after,),) = [list(tensors.values()) for tensors in entries.values()]
+    x = torch.randn(5000, generator=generator)
+    new.all_reduce(x, "AVG", tag="a")
+    later = new.pipeline.state()
+    ((kept,),) = [
+        [each.tensor for each in value] for (stage, _), value in later.items() if stage == "compress"
+    ]
+    mcr.finalize()
+    return {
+        "own": own.double().tolist(),
+        "merged": after.double().tolist(),
+        "sent": x.double().tolist(),
+        "kept": kept.double().tolist(),
+    }
+
+
+def many_times(count: int) -> dict[str, Any]:
+    """File descriptors and threads before and after many epochs."""
+    _begin(None)
+    seen = []
+    for number in range(count):
+        x = torch.ones(100)
+        work = mcr.world().all_reduce(x, async_op=True)
+        assert work is not None
+        if number % 2:
+            work.wait()  # in half of them the operation is left
+        mcr.shrink()
+        seen.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    mcr.finalize()
+    return {"seen": seen}

@@ -1,14 +1,14 @@
-"""Steps of three examples, foretold under five plans of buckets and measured, between two hosts.
+"""Steps of three examples, foretold under six plans of buckets and measured, between two hosts.
 
     python benchmarks/bench_foretold.py --rates 1gbit,none --rounds 5
 
 Two network namespaces joined by a link, one rank on each, train the models of examples/gpt, moe and dlrm on
 random data, on MPI, with progress by the program or by a thread. A job captures a step and measures what
-all_reduces cost (as `fuse: {plan: auto}` does), then takes its steps under five plans in turns: buckets of
-1, 4 and 25 MiB, every gradient alone, and the searched ones. From the captured step and the costs, all plans
-are foretold: with the costs as measured, and with two factors, of the times and of the shares of the core,
-fitted to the measured steps of two plans (25 MiB, each alone) and judged by the other three. The report goes
-to benchmarks/results/foretold_<hardware>_<yyyymm>.md.
+all_reduces cost (as `fuse: {plan: auto}` does), then takes its steps under six plans in turns: buckets of
+1, 4 and 25 MiB, every gradient alone, those of `fuse: {plan: exact}` (at the same costs), and the searched
+ones. From the captured step and the costs, all plans are foretold: with the costs as measured, and with two
+factors, of the times and of the shares of the core, fitted to the measured steps of two plans (25 MiB, each
+alone) and judged by the other four. The report goes to benchmarks/results/foretold_<hardware>_<yyyymm>.md.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ import numpy as np
 import torch
 import typer
 from harness import HARDWARE, ROOT, Dated, Hardware, Rounds
+from numpy.typing import NDArray
 from two_hosts import TwoHosts, need_two_hosts
 
 import mcr_plus as mcr
+from mcr_plus.fusion.bucket import Entry
 from mcr_plus.plan.advise import advise
-from mcr_plus.plan.buckets import buckets_of, units_of
+from mcr_plus.plan.buckets import Unit, buckets_of, units_of
 from mcr_plus.plan.costs import OVERHEAD
 from mcr_plus.plan.network import simulate
 from mcr_plus.plan.probe import probe
@@ -43,6 +45,7 @@ from mcr_plus.plan.step import Step
 from mcr_plus.plan.topology import Topology
 from mcr_plus.tables.cost import Curve, placed
 from mcr_plus.training import reducer
+from mcr_plus.training.bucket_plan import earliest
 
 sys.path.insert(0, str(ROOT / "examples" / "common"))
 sys.path.insert(0, str(ROOT / "examples" / "moe"))
@@ -63,7 +66,7 @@ WINDOWS: Final = 4  # of a rank
 ROWS: Final = 1024  # of a rank
 TIMES: Final = np.linspace(0.6, 1.6, 21)  # factors that are tried
 SHARES: Final = np.linspace(0.0, 2.0, 21)
-
+ALIGNMENT: Final = 64  # bytes, of gradients in a bucket
 APART: Final = 0.03  # of plans whose order counts
 
 Train = Callable[[], None]
@@ -157,12 +160,26 @@ def costs_of(step: Step, curves: Mapping[str, Any], times: float = 1.0, shares: 
     return Costs([known, *from_step(step)], Topology.of({"nodes": 2, "ranks_per_node": 1}))
 
 
+def exact(unit: Unit, costs: Costs) -> list[Bucket]:
+    """The buckets of `fuse: {plan: exact}`, with these costs in place of a table's."""
+    entries = [Entry(at, size, None, unit.ready[name]) for at, (name, size) in enumerate(unit.sizes.items())]
+
+    def cost(nbytes: NDArray[np.int64]) -> NDArray[np.float64]:
+        seconds = [costs.of("all_reduce", int(each), unit.group, LIBRARY).seconds for each in nbytes]
+        return np.array(seconds) + OVERHEAD
+
+    names = list(unit.sizes)
+    found = earliest(entries, {None: cost}, ALIGNMENT)
+    return [Bucket(tuple(names[member] for member in bucket.members), LIBRARY) for bucket in found]
+
+
 def plans_of(step: Step, costs: Costs) -> dict[str, list[Bucket]]:
-    """Five plans by name."""
+    """Six plans by name."""
     (unit,) = units_of(step)  # without experts and tables, whose gradients are not averaged
     sizes = unit.sizes
     found = {f"{limit} MiB": buckets_of(sizes, limit << 20, LIBRARY) for limit in (1, 4, 25)}
     found["each alone"] = [Bucket((name,), LIBRARY) for name in sizes]
+    found["exact"] = exact(unit, costs)
     found["searched"] = list(advise(step, costs).plan.buckets or ())
     return found
 
@@ -315,10 +332,10 @@ def main(
         "error",
     ]
     summary = (
-        f"Costs as measured: {_percent(plain)}. Fitted on two plans, the other three: {_percent(fit)}; rank "
+        f"Costs as measured: {_percent(plain)}. Fitted on two plans, the other four: {_percent(fit)}; rank "
         f"correlation (Kendall's tau) of the {len(orders)} pairs of plans that are more than "
         f"{100 * APART:.0f} % apart: {mean(orders or [0]):.2f}. "
-        f"The searched plan took at most {max(ratios):.2f} times as long as the best of the five, "
+        f"The searched plan took at most {max(ratios):.2f} times as long as the best of the six, "
         f"{mean(ratios):.2f} on average."
     )
     text = harness.page(

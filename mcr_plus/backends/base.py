@@ -196,6 +196,8 @@ class Backend(ABC):
         keeps_apart: operations of different signatures are never matched with each other in the library, in
             whatever order ranks issue them. If it is false, ranks compare every operation before it starts,
             and not only the first of a signature; not so on a stream.
+        shares_connections: messages of all groups between two ranks share connections, which send them in
+            the order in which they were posted.
         has_algorithms: whether configurations may name algorithms of it.
         preference: its places among the backends, see `Preference`.
     """
@@ -206,6 +208,7 @@ class Backend(ABC):
     host_driven: ClassVar[bool] = False
     rings: ClassVar[bool] = False
     keeps_apart: ClassVar[bool] = False
+    shares_connections: ClassVar[bool] = False
     has_algorithms: ClassVar[bool] = True
     preference: ClassVar[Preference] = Preference()
 

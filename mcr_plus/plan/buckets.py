@@ -138,9 +138,10 @@ def _part(unit: Unit, costs: Costs, captured: int, world: int, codec: str | None
     ends = [unit.until, times[-1] + min(float(each.cost.times(last)[0]) for each in curves.values())]
     if not grouped:
         work = prices(nbytes, 1, [each.work for each in curves.values()], OVERHEAD)
-        ends.append(float(rest(np.array(times), work)[2][0]))
-        if sum(float(np.max(each.cost.shares)) for each in curves.values()) <= 1.0:
-            ends.append(unit.until + float(rest(np.array(times), priced)[1][0]))
+        # Shares of operations in flight together that exceed a core are not lost in full.
+        is_lost = sum(float(np.max(each.cost.shares)) for each in curves.values()) <= 1.0
+        weights = None if is_lost else np.ones(1)
+        ends.append(rest(np.array(times), unit.until, work.seconds, priced.lost, weights).bound)
     exact = found.exact and len(libraries) == 1 and not grouped
     return _Part(buckets, libraries, found.gap, exact, (max(ends) + after) / above)
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcr_plus.kernels.cpu import compiled
-from mcr_plus.plan.search import Floats, Found, Prices, bound, checked_times, front, rest
+from mcr_plus.plan.search import Floats, Found, Prices, checked_times, front, least_end, rest
 
 _LABELS: Final = 64  # per state
 _FEW: Final = 4
@@ -69,12 +69,12 @@ def search_cuts(
     if any(not low < high for low, high in zip([0, *positions], [*positions, count], strict=True)):
         raise ValueError(f"positions: expected ascending ones from 1 to {count - 1}, got {list(positions)}")
     ends = np.array([*positions, count], np.int64)
-    after, loss, late = rest(times, prices)
+    to_come = rest(times, compute, prices.seconds, prices.lost)
     step, buckets, cuts, least = np.inf, list[tuple[int, int, int]](), tuple[int, ...](), 0.0
     for most in sorted({min(_FEW, labels), labels}):
         free, delay, came, dropped = _labels(
-            times, compute, prices.seconds, prices.shares, prices.overhead, ends,
-            np.array([*costs, 0.0]), after, loss, late, step * (1 + _ROUNDING), most,
+            times, prices.seconds, prices.shares, prices.overhead, ends,
+            np.array([*costs, 0.0]), *to_come, step * (1 + _ROUNDING), most,
         )  # fmt: skip
         last = np.maximum(free[count, -1], compute + delay[count, -1])
         if last.min() < step:
@@ -83,7 +83,7 @@ def search_cuts(
         least = max(least, min(step, dropped))
         if least >= step * (1 - _ROUNDING):
             break
-    lowest = bound(times, compute, prices)
+    lowest = to_come.bound
     exact = least >= step * (1 - _ROUNDING)
     return FoundCuts(buckets, step, lowest, exact, max(least, lowest), cuts)
 
@@ -110,7 +110,7 @@ def _traced(
 
 @compiled
 def _labels(  # type: ignore[no-untyped-def]
-    ready, compute, seconds, shares, overhead, ends, costs, after, loss, late, upper, most
+    ready, seconds, shares, overhead, ends, costs, weights, after, late, upper, most
 ):
     """Return the labels (F, D) for each gradient as the last one sent, and each part that may contain it.
 
@@ -148,7 +148,7 @@ def _labels(  # type: ignore[no-untyped-def]
                             behind = delay[i, before, label] + cut
                             end = max(free[i, before, label], until + behind) + time
                             behind += lost
-                            least = max(end + after[j], compute + behind + loss[j], late[j] + behind)
+                            least = least_end(end, behind, weights, after, late, j)
                             if least <= upper:
                                 frees[found], delays[found], leasts[found] = end, behind, least
                                 origins[found, 0], origins[found, 1] = i, before

@@ -47,9 +47,10 @@ class Queues(NamedTuple):
     """The concatenated operations of queues; queue q has the operations `begins[q]` to `begins[q + 1]`.
 
     `seconds`: the duration when alone; `share`: of a core meanwhile; `busy[:, class]`: the used fraction of
-    links; `flow`: bytes per second of a message. The members of queue q, from `members[q]` on: `rank`, and
-    the rank's `slot` for the queue. `by_caller`: operations begin only when the program of each rank issues,
-    waits or has a gradient ready.
+    links; `flow`: bytes per second of a message; `turn`: seconds of a message. The members of queue q, from
+    `members[q]` on: `rank`, and the rank's `slot` for the queue. `by_caller`: operations begin only when the
+    program of each rank issues, waits or has a gradient ready. `connection`: equal for queues whose messages
+    follow one another on the same connections, those of issued operations that wait in the queue included.
     """
 
     begins: Ints
@@ -57,10 +58,12 @@ class Queues(NamedTuple):
     share: Floats
     busy: Floats
     flow: Floats
+    turn: Floats
     members: Ints
     rank: Ints
     slot: Ints
     by_caller: NDArray[np.bool_]
+    connection: Ints
 
 
 class Shares(NamedTuple):
@@ -110,7 +113,10 @@ def prepare() -> None:
     ends = np.array([0, 1], np.int64)
     programs = Programs(ends, one, np.zeros(1), one, one)
     by_caller = np.zeros(1, np.bool_)
-    queues = Queues(ends, np.zeros(1), np.zeros(1), np.zeros((1, 3)), np.zeros(1), ends, one, one, by_caller)
+    nothing = np.zeros(1)
+    queues = Queues(
+        ends, nothing, nothing, np.zeros((1, 3)), nothing, nothing, ends, one, one, by_caller, one
+    )
     shares = Shares(np.zeros(2, np.int64), none, none, none, np.zeros(0), one, none)
     run(programs, one, np.zeros((1, 1), np.int64), queues, shares)
 
@@ -209,6 +215,43 @@ def fill(begins, link, need, flow, links, speed):  # type: ignore[no-untyped-def
 
 
 @compiled
+def _issued_turns(queues, issued, head, q):  # type: ignore[no-untyped-def]
+    """Return the seconds of one message of each operation in flight: those that all members have issued."""
+    until = len(queues.seconds)
+    for m in range(queues.members[q], queues.members[q + 1]):
+        until = min(until, issued[queues.rank[m], queues.slot[m]])
+    seconds = 0.0
+    for operation in range(queues.begins[q] + head[q], queues.begins[q] + until):
+        seconds += queues.turn[operation]
+    return seconds
+
+
+@compiled
+def _share_connections(  # type: ignore[no-untyped-def]
+    queues, found, running, issued, head, flow, turns, most
+):
+    """Change the `flow` of the running queues `found` so that equal levels mean equal rates of connections.
+
+    A connection sends messages in the order in which they were posted, and every operation in flight has one
+    message there. So operations advance in proportion to the seconds of their messages (round robin of
+    messages). `turns`, `most`: by connection, all 0 before and after.
+    """
+    own = np.zeros(len(found))
+    for i in range(len(found)):
+        of = queues.connection[found[i]]
+        own[i] = _issued_turns(queues, issued, head, found[i]) if running[found[i]] else 0.0
+        turns[of] += own[i]
+        most[of] = max(most[of], flow[i])
+    for i in range(len(found)):
+        of = queues.connection[found[i]]
+        if 0.0 < own[i] < turns[of]:
+            flow[i] = most[of] * turns[of] / own[i]
+    for i in range(len(found)):
+        of = queues.connection[found[i]]
+        turns[of] = most[of] = 0.0
+
+
+@compiled
 def _run(programs, of_rank, queue_of, queues, shares):  # type: ignore[no-untyped-def] # noqa: C901
     # One function: numba counts references to every array argument, and these parts share about forty.
     ranks, slots = queue_of.shape
@@ -240,6 +283,9 @@ def _run(programs, of_rank, queue_of, queues, shares):  # type: ignore[no-untype
 
     todo, more = np.arange(ranks)[::-1].copy(), ranks
     begin, beginning = np.zeros(count, np.int64), 0
+    grown, growing = np.zeros(count, np.int64), 0  # running queues with a further operation
+    has_grown = np.zeros(count, np.bool_)
+    turns, most = np.zeros(count), np.zeros(count)  # by connection
     dirty, changed = np.zeros(ranks, np.int64), 0
     is_dirty = np.zeros(ranks, np.bool_)
     found, stamp = np.zeros(count, np.int64), np.zeros(count, np.int64)
@@ -274,6 +320,11 @@ def _run(programs, of_rank, queue_of, queues, shares):  # type: ignore[no-untype
                 elif code == ISSUE:
                     issued[r, programs.slot[event]] += 1
                     polls = True
+                    q = queue_of[r, programs.slot[event]]
+                    if running[q] and not has_grown[q]:
+                        has_grown[q] = True
+                        grown[growing] = q
+                        growing += 1
                 elif code == WAIT:
                     polls = True
                     if head[queue_of[r, programs.slot[event]]] <= programs.number[event]:
@@ -314,6 +365,14 @@ def _run(programs, of_rank, queue_of, queues, shares):  # type: ignore[no-untype
             found[reached] = ended
             reached += 1
         ended = -1
+        for i in range(growing):
+            q = grown[i]
+            has_grown[q] = False
+            if running[q] and stamp[q] != turn:
+                stamp[q] = turn
+                found[reached] = q
+                reached += 1
+        growing = 0
         if reached > 0:
             close = 0
             i = 0
@@ -353,6 +412,7 @@ def _run(programs, of_rank, queue_of, queues, shares):  # type: ignore[no-untype
                                 need[entries] = used
                                 entries += 1
                     bounds[i + 1] = entries
+                _share_connections(queues, found[:reached], running, issued, head, flow, turns, most)
                 fill(bounds, which, need, flow, close, speeds)
             else:
                 speeds = np.ones(reached)

@@ -14,6 +14,9 @@ The model:
 - An operation alone takes the time in `Costs`, and uses a fraction of the rate of each of its links.
   Operations on an overloaded link are slowed down so that their messages have equal rates. If a link's rate
   is unknown, an operation is assumed to use all of it, as do operations of the same ranks by other libraries.
+- MPI sends all messages between two ranks over one connection, in the order in which they were posted, and
+  every issued operation has one message there. So an operation waits for a message of each operation that
+  its ranks have in flight: it gets the part of the rate that its message has of the messages in flight.
 
 Additional ranks are copies of the captured ranks (data parallelism): groups of all captured ranks, and groups
 that carry gradients, extend over all copies; other groups exist once per copy. The bytes of operations stay
@@ -245,6 +248,7 @@ class _Job:
                         tuple(use.cost for use in uses),
                         tuple(tuple(use.busy.items()) for use in uses),
                         self._by_caller(library),
+                        shares_connections(library),
                     ),
                     len(alike),
                 )
@@ -314,11 +318,22 @@ class _Job:
             np.array([use.cost.share for use in uses], np.float64),
             np.array(busy, np.float64).reshape(len(uses), len(CLASSES)),
             np.array([use.flow for use in uses], np.float64),
+            np.array([use.turn for use in uses], np.float64),
             bounds_of([len(each) for each, _ in members]),
             np.concatenate([np.zeros(0, np.int64), *(each for each, _ in members)]),
             np.concatenate([np.zeros(0, np.int64), *(each for _, each in members)]),
             np.array([self._by_caller(self.library[number]) for number in queues], np.bool_),
+            self._connections(queues),
         )
+
+    def _connections(self, queues: Ints) -> Ints:
+        """Number the connections of queues, shared by those of the same ranks if a library shares them."""
+        alike: dict[object, int] = {}
+        keys = [
+            tuple(self.groups[at]) if shares_connections(self.library[at]) else int(at)
+            for at in queues.tolist()
+        ]
+        return np.array([alike.setdefault(key, len(alike)) for key in keys], np.int64)
 
     def _by_caller(self, library: str) -> bool:
         """Return whether the program drives a library's operations; those of gloo and NCCL need no polls."""
@@ -366,6 +381,13 @@ def is_polled(library: str) -> bool:
     """Return whether a library's operations advance only while they are polled; True for an unknown one."""
     name = library.partition(":")[0]
     return name not in registry.names("backends") or backend_class(name).host_driven
+
+
+@cache
+def shares_connections(library: str) -> bool:
+    """Return whether all groups of a library share connections between ranks; True for an unknown one."""
+    name = library.partition(":")[0]
+    return name not in registry.names("backends") or backend_class(name).shares_connections
 
 
 def _known(kind: str) -> str:

@@ -1,4 +1,9 @@
-"""Measures the cost of all_reduces of buckets within the job: alone, and during computation."""
+"""Measures the cost of all_reduces of buckets within the job: without and during computation.
+
+A step sends its buckets closely behind each other. So small operations are measured in trains, several in
+flight together, and the time of each is that of the train by their number: buffers and the burst of a traffic
+shaper take a few hundred KiB faster than the link goes on, which only the first operation gains from.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +31,9 @@ _FACTOR: Final = 8
 _SECONDS: Final = 2.0  # time limit of all measurements together
 _MOST: Final = 9  # largest number of repetitions of a size
 _FIRST: Final = 2  # operations before a measurement
-_PARTS: Final = 4.2  # duration of a measurement in operations: alone, computation, and both together
+_PARTS: Final = 4.2  # duration of a measurement in trains: alone, computation, and both together
+_TRAIN: Final = 2 << 20  # bytes of a train
+_LONGEST: Final = 8  # largest number of operations in a train
 _EDGE: Final = 160  # of the square matrices multiplied meanwhile: about a tenth of a millisecond
 
 
@@ -67,12 +74,14 @@ def probe(
             except Unsupported:
                 break
             work.wait()
-            whole = _slowest(comm, [_alone(start)])[0]
+            whole = _slowest(comm, [_time_of([start])])[0]
             left = seconds - of_library.spent()
             if left < parts * whole:
                 break
-            repeats = int(min(left / (len(sizes) - at) / (_PARTS * whole), _MOST))
-            points[size] = _measured(comm, start, max(1, repeats))
+            fitting = left / (len(sizes) - at) / (_PARTS * whole)  # measurements of single operations
+            length = int(max(1, min(_TRAIN / size, _LONGEST, fitting)))
+            train = [start, *(partial(send, values.clone(), library) for _ in range(length - 1))]
+            points[size] = _measured(comm, train, max(1, int(min(fitting / length, _MOST))))
         if points:
             found[library] = Curve.through(points)
     return found
@@ -98,15 +107,18 @@ class _Clock:
         return _slowest(self._comm, [perf_counter() - self._began])[0]
 
 
-def _alone(start: Callable[[], Work]) -> float:
+def _time_of(train: Sequence[Callable[[], Work]], meanwhile: Callable[[], object] = lambda: None) -> float:
     began = perf_counter()
-    start().wait()
+    works = [start() for start in train]
+    meanwhile()
+    for work in works:
+        work.wait()
     return perf_counter() - began
 
 
-def _measured(comm: Communicator, start: Callable[[], Work], repeats: int) -> tuple[float, float]:
-    """Return the seconds of an operation, and its share of the core."""
-    whole = _slowest(comm, [median(_alone(start) for _ in range(repeats))])[0]
+def _measured(comm: Communicator, train: Sequence[Callable[[], Work]], repeats: int) -> tuple[float, float]:
+    """Return the seconds of an operation in a train, and its share of the core."""
+    whole = _slowest(comm, [median(_time_of(train) for _ in range(repeats))])[0]
     left, right = torch.ones(_EDGE, _EDGE), torch.ones(_EDGE, _EDGE)
 
     def compute(pieces: int) -> float:
@@ -120,17 +132,10 @@ def _measured(comm: Communicator, start: Callable[[], Work], repeats: int) -> tu
     piece = compute(8) / 8
     pieces = int(_slowest(comm, [max(1.0, 1.2 * whole / piece)])[0])
 
-    def beside() -> float:
-        began = perf_counter()
-        work = start()
-        compute(pieces)
-        work.wait()
-        return perf_counter() - began
-
     busy = median(compute(pieces) for _ in range(repeats))
-    both = median(beside() for _ in range(repeats))
+    both = median(_time_of(train, lambda: compute(pieces)) for _ in range(repeats))
     (lost,) = _slowest(comm, [both - busy])
-    return whole, min(max(lost / whole, 0.0), 1.0)
+    return whole / len(train), min(max(lost / whole, 0.0), 1.0)
 
 
 def _slowest(comm: Communicator, values: Sequence[float]) -> list[float]:

@@ -109,6 +109,7 @@ class Builder:
         self._groups = {param: each.group for each in carrying for param in each.gradients}
         self._everyone = tuple(range(world))
         self._sizes = sizes
+        self._averaged = sent
         self._buckets = _buckets(role, plan, sent & sizes.keys())
         self._replaced = {each.id for each in carrying} if plan.buckets is not None else set[int]()
         self._ready: set[str] = set()
@@ -135,7 +136,8 @@ class Builder:
 
     def _on_ready(self, event: Ready) -> None:
         self._ready.add(event.param)
-        self.program.add(POLL)
+        if event.param in self._averaged:  # the hooks of others (`mcr_skip`) do not poll
+            self.program.add(POLL)
         while len(self._sent) < len(self._buckets):
             if not self._ready.issuperset(self._buckets[len(self._sent)].params):
                 break

@@ -70,12 +70,14 @@ class Use(NamedTuple):
     """A cost, and the use of links by an operation that runs alone.
 
     `busy`: the used fraction (0 to 1) of the rate of the busiest link, by class; 1 for the widest class if
-    its rate is unknown. `flow`: bytes per second of one message on the most used class.
+    its rate is unknown. `flow`: bytes per second of one message on the most used class. `turn`: seconds of
+    one message, the operation's seconds by its number of rounds.
     """
 
     cost: Cost
     busy: Mapping[LinkClass, float]
     flow: float
+    turn: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -345,8 +347,8 @@ class Costs:
         if to.ranks < 2:
             return Use(Cost(0.0, 0.0, "measured", "measured"), {}, 0.0)
         if codec is not None and codec != "none":
-            cost, busy, flow = self.use(kind, self._wire_bytes(codec, nbytes), to, library)
-            return Use(cost._replace(how="assumed"), busy, flow)  # encoding takes time, too
+            use = self.use(kind, self._wire_bytes(codec, nbytes), to, library)
+            return use._replace(cost=use.cost._replace(how="assumed"))  # encoding takes time, too
         cost, rounds = self._cost(kind, nbytes, to, library)
         if self.guessed and any((self.measured_on or self.topology).rate(link) for link in crossed(to)):
             cost = cost._replace(how="assumed")
@@ -547,7 +549,7 @@ def _used(cost: Cost, rounds: Rounds, medium: Medium, to: Placement, nbytes: int
         if to.widest not in medium.rates:
             busy[to.widest] = 1.0
             flow = flow or max(nbytes, 1) / cost.seconds
-    return Use(cost, busy, flow)
+    return Use(cost, busy, flow, cost.seconds / max(sum(each.times for each in rounds), 1))
 
 
 def _far(at: Placement, to: Placement) -> tuple[float, ...]:

@@ -20,10 +20,10 @@ one operation's share; `simulate` computes the exact timeline.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,14 @@ _LABELS: Final = 1024  # kept for each gradient; `Found.exact` is True if they s
 _BEAMS: Final = (8, 64, 512)  # smaller numbers tried first: their results exclude most labels
 _SECONDS: Final = 2.0
 _ROUNDING: Final = 1e-9  # bounds and labels add the same numbers in a different order
+_WEIGHINGS: Final = 16  # attempts to find the best weight of communication, an interval of 0.05 %
+_BESIDE: Final = (
+    0.0,
+    0.02,
+    0.1,
+    0.3,
+    1.0,
+)  # further weights, as parts of the way from the best one to 0 and 1
 _NONE: Final = -1
 
 
@@ -50,6 +58,13 @@ class Prices:
     seconds: Floats
     shares: Floats
     overhead: float = 0.0
+
+    @property
+    def lost(self) -> Floats:
+        """Seconds of computation that each bucket costs; infinite for impossible ones."""
+        known = np.isfinite(self.seconds)
+        lost = np.where(known, self.seconds, 0.0) * self.shares + self.overhead
+        return np.where(known, lost, np.inf)
 
 
 @dataclass(frozen=True)
@@ -96,14 +111,13 @@ def search(
     count = len(times)
     if not count:
         return Found([], compute, compute, True, compute)
-    after, loss, late = rest(times, prices)
-    step, buckets, least, lowest = np.inf, list[tuple[int, int, int]](), 0.0, bound(times, compute, prices)
+    to_come = rest(times, compute, prices.seconds, prices.lost)
+    step, buckets, least = np.inf, list[tuple[int, int, int]](), 0.0
     began = perf_counter()
     for most, longer in beams(labels):
         before = perf_counter()
         free, delay, came, dropped = _labels(
-            times, compute, prices.seconds, prices.shares, prices.overhead,
-            after, loss, late, step * (1 + _ROUNDING), most,
+            times, prices.seconds, prices.shares, prices.overhead, *to_come, step * (1 + _ROUNDING), most,
         )  # fmt: skip
         ends = np.maximum(free[count], compute + delay[count])
         if ends.min() < step:
@@ -112,6 +126,7 @@ def search(
         now = perf_counter()
         if least >= step * (1 - _ROUNDING) or now - began + longer * (now - before) > seconds:
             break
+    lowest = to_come.bound
     return Found(buckets, step, lowest, least >= step * (1 - _ROUNDING), max(least, lowest))
 
 
@@ -148,27 +163,65 @@ def prepare() -> None:
     search(np.zeros(1), 0.0, Prices(seconds, np.zeros_like(seconds)))
 
 
-def bound(ready: Floats, compute: float, prices: Prices) -> float:
-    """Return a lower bound in seconds over all plans of this model.
+class Rest(NamedTuple):
+    """Lower bounds of the step after the first j gradients have been sent, with the labels (F, D).
 
-    It is the maximum of two terms: the computation plus the least delay of sending all gradients; and, for
-    each gradient, its ready time plus the least time of sending it and all later ones.
+    For each of `weights`: weight · F + (1 - weight) · D + `after[weight, j]`; and D + `late[j]`.
     """
-    _, loss, late = rest(ready, prices)
-    return float(max(compute + loss[0], late[0]))
+
+    weights: Floats
+    after: Floats
+    late: Floats
+
+    @property
+    def bound(self) -> float:
+        """The lower bound of the step in seconds before any gradient has been sent."""
+        return float(max(self.after[:, 0].max(), self.late[0]))
 
 
-def rest(ready: Floats, prices: Prices) -> tuple[Floats, Floats, Floats]:
-    """Return, for every gradient, three lower bounds for it and all later ones.
+def rest(ready: Floats, compute: float, seconds: Floats, lost: Floats, weights: Floats | None = None) -> Rest:
+    """Return lower bounds of the step for what is still to be sent.
 
-    These are the seconds of sending them, the resulting delay of computation, and their earliest end.
+    A step ends after its communication, and after its computation with all delays. So it takes at least the
+    weighted mean of the two for any weight, and that is least if every bucket has the least weighted mean of
+    its seconds and of the delay it causes. Weights 1 and 0, either bound alone, do not count that the fastest
+    library may delay computation most.
+
+    Args:
+        seconds, lost: of buckets, as `Prices.seconds` and `Prices.lost`. weights: of communication, 0 to 1;
+            None: that of the highest bound of the whole step, and others beside it.
     """
-    known = np.isfinite(prices.seconds)
-    lost = np.where(known, np.where(known, prices.seconds, 0.0) * prices.shares + prices.overhead, np.inf)
-    times = prices.seconds.min(axis=0)
-    # The bucket of a gradient may begin with an earlier one.
-    ends = np.append(ready + _cheapest(np.minimum.accumulate(times, axis=0))[:-1], 0.0)
-    return _cheapest(times), _cheapest(lost.min(axis=0)), np.maximum.accumulate(ends[::-1])[::-1]
+    known = np.isfinite(seconds)
+    time, delay = (np.where(known, each, 0.0) for each in (seconds, lost))
+
+    def of(weight: float) -> tuple[Floats, Floats]:
+        price = np.where(known, weight * time + (1 - weight) * delay, np.inf).min(axis=0)
+        idle = (1 - weight) * compute
+        # The bucket of a gradient may begin with an earlier one.
+        ends = idle + weight * ready + _cheapest(np.minimum.accumulate(price, axis=0))[:-1]
+        return idle + _cheapest(price), np.maximum.accumulate(np.append(ends, 0.0)[::-1])[::-1]
+
+    if weights is None:
+        best = _highest(lambda weight: max(each[0] for each in of(weight)))
+        weights = np.unique([best + part * (end - best) for end in (0.0, 1.0) for part in _BESIDE])
+    after, late = zip(*map(of, weights), strict=True)
+    return Rest(weights, np.array(after), np.max(late, axis=0))
+
+
+def _highest(value: Callable[[float], float]) -> float:
+    """Return the place from 0 to 1 of a function's only maximum, by golden-section search (Kiefer 1953)."""
+    golden = (5**0.5 - 1) / 2
+    low, high = 0.0, 1.0
+    left, right = 1 - golden, golden
+    at_left, at_right = value(left), value(right)
+    for _ in range(_WEIGHINGS - 2):
+        if at_left < at_right:
+            low, left, at_left, right = left, right, at_right, left + golden * (high - left)
+            at_right = value(right)
+        else:
+            high, right, at_right, left = right, left, at_left, right - golden * (right - low)
+            at_left = value(left)
+    return left if at_left > at_right else right
 
 
 @compiled
@@ -186,13 +239,12 @@ def _cheapest(price):  # type: ignore[no-untyped-def]
 
 @compiled
 def _labels(  # type: ignore[no-untyped-def]
-    ready, compute, seconds, shares, overhead, after, loss, late, upper, most
+    ready, seconds, shares, overhead, weights, after, late, upper, most
 ):
     """Return the labels (F, D) after each gradient, and the bucket that led to each.
 
     A bucket is (begin, label there, choice). Also returns the earliest end of any dropped label. Labels that
-    cannot end by `upper` are omitted: `after` and `loss` are lower bounds of the remaining seconds and delay,
-    `late` of the end of later gradients.
+    cannot end by `upper` are omitted. For `weights`, `after` and `late`, see `Rest`.
     """
     choices, count = len(seconds), len(ready)
     free = np.full((count + 1, most), np.inf)
@@ -216,7 +268,7 @@ def _labels(  # type: ignore[no-untyped-def]
                 for label in range(known[i]):
                     end = max(free[i, label], ready[j - 1] + delay[i, label]) + time
                     behind = delay[i, label] + lost
-                    least = max(end + after[j], compute + behind + loss[j], late[j] + behind)
+                    least = least_end(end, behind, weights, after, late, j)
                     if least <= upper:
                         frees[found], delays[found], leasts[found] = end, behind, least
                         begins[found], befores[found], taken[found] = i, label, choice
@@ -228,6 +280,15 @@ def _labels(  # type: ignore[no-untyped-def]
             came[j, label, 0], came[j, label, 1], came[j, label, 2] = begins[at], befores[at], taken[at]
         known[j] = len(kept)
     return free, delay, came, dropped
+
+
+@compiled
+def least_end(free, delay, weights, after, late, j):  # type: ignore[no-untyped-def]
+    """Return the lower bound of the step after j gradients with this label; see `Rest`."""
+    least = late[j] + delay
+    for at in range(len(weights)):
+        least = max(least, weights[at] * free + (1.0 - weights[at]) * delay + after[at, j])
+    return least
 
 
 @compiled

@@ -7,8 +7,10 @@ Passes of a job, counted from the one after the first:
     4 … 21      both plans take turns, three passes each, of which the first is not counted
     22 …        the faster plan
 
-Each rank times the whole step, from the end of a pass to the end of the next one, and the time of a step is
-that of the slowest rank. The searched plan has to be faster by a margin; otherwise the buckets are kept.
+The first of these passes is one in which no rank of the group has another trial running (`trials`); buckets
+stay by size until then. Each rank times the whole step, from the end of a pass to the end of the next one,
+and the time of a step is that of the slowest rank. The searched plan has to be faster by a margin; otherwise
+the buckets are kept.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ class Captured:
     compute: float
 
 
-@dataclass
+@dataclass(eq=False)  # a trial equals only itself, and is a key of `trials`
 class AutoPlan:
     """The choice of buckets for the passes of a job; all ranks draw the same conclusions.
 

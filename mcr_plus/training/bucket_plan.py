@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Final
+from typing import Final, cast
 
 import numpy as np
 import torch
@@ -16,6 +16,21 @@ from mcr_plus.errors import ConfigError
 from mcr_plus.fusion.bucket import Bucket, Cost, Entry, earliest_finish
 
 _OVERHEAD: Final = 50e-6  # seconds of a rank to issue an operation and wait for it
+
+
+def all_reduce_costs(comm: Communicator, entries: Sequence[Entry], tag: str) -> dict[Hashable, Cost]:
+    """Return the cost of an all_reduce for each set of gradients that may share a bucket.
+
+    For the costs and errors, see `all_reduce_cost`; an entry's `like` is its dtype, device and policy.
+    """
+    total = dict.fromkeys((entry.like for entry in entries), 0)
+    for entry in entries:
+        total[entry.like] += entry.nbytes
+    costs: dict[Hashable, Cost] = {}
+    for like, nbytes in total.items():
+        dtype, device, _ = cast("tuple[torch.dtype, torch.device, object]", like)
+        costs[like] = all_reduce_cost(comm, dtype, nbytes, device.type, tag)
+    return costs
 
 
 def all_reduce_cost(comm: Communicator, dtype: torch.dtype, nbytes: int, device: str, tag: str) -> Cost:

@@ -74,7 +74,7 @@ class Stretch(NamedTuple):
     gradients: int
 
 
-@dataclass
+@dataclass(eq=False)
 class CutPlan(AutoPlan):
     """The choice of cuts of a compiled model, and of its buckets; it replaces `AutoPlan`.
 

@@ -18,7 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch.autograd import Variable
@@ -30,11 +30,12 @@ from mcr_plus.core.kinds import AVG, MAX, SUM, ReduceOp
 from mcr_plus.core.units import format_size
 from mcr_plus.core.work import Work
 from mcr_plus.errors import McrError
-from mcr_plus.fusion.bucket import Bucket, Cost, Entry, by_size, packed
+from mcr_plus.fusion.bucket import Bucket, Entry, by_size, packed
 from mcr_plus.fusion.options import FuseOptions
-from mcr_plus.training.bucket_plan import all_reduce_cost, earliest, first_waiting
+from mcr_plus.training.bucket_plan import all_reduce_costs, earliest, first_waiting
 from mcr_plus.training.flat import Flat, Slot, flat_of, move_into_bucket
 from mcr_plus.training.policy import Choice, policy_for, warn_of_unmatched
+from mcr_plus.training.trials import trials
 
 if TYPE_CHECKING:
     from mcr_plus.plan.saved import SavedPlan
@@ -45,6 +46,7 @@ _log = logging.getLogger("mcr_plus")
 TAG: Final = "gradients"
 _MEASURED_PASS: Final = 3  # `plan: exact` uses the times of this pass; earlier ones allocate and warm up
 _WHOLE, _CAPTURED = 1, 2  # see `_outcome`
+_PARAMS: Final = 3  # index of the first parameter in `_outcome`
 _ALIGNMENT: Final = 64  # bytes: a cache line, and the widest vector register
 
 
@@ -104,11 +106,14 @@ class Reducer:
         self._flats: list[Flat] = []
         self._next = 0
         # The outcome of a pass, reduced to the maximum over ranks at its end: 1 + a rank whose pass failed (0
-        # without a failure); of rank 0, _WHOLE if all gradients became ready in it, plus _CAPTURED; and for
-        # every parameter, 1 if any rank has a gradient.
+        # without a failure); of rank 0, _WHOLE if all gradients became ready in it, plus _CAPTURED; 1 if a
+        # trial of plans must wait for another one on any rank; and for every parameter, 1 if any rank has a
+        # gradient.
         device = params[0][1].device if params else None
-        self._outcome = torch.zeros(2 + len(params), dtype=torch.int32, device=device)
-        self._costs = self._expected() if self._limits.plan == "exact" and comm.size > 1 else None
+        self._outcome = torch.zeros(_PARAMS + len(params), dtype=torch.int32, device=device)
+        exactly = self._limits.plan == "exact" and comm.size > 1
+        entries = [self._entry(slot.index) for slot in self._slots if exactly]
+        self._costs = all_reduce_costs(comm, entries, TAG) if exactly else None
         self._auto: AutoPlan | None = None
         self._began = perf_counter()
         self._computed = self._began
@@ -146,7 +151,7 @@ class Reducer:
     @property
     def all_used(self) -> bool:
         """True if every parameter had a gradient on some rank in the last pass."""
-        return bool(self._outcome[2:].all())
+        return bool(self._outcome[_PARAMS:].all())
 
     def detach(self) -> None:
         """Remove the hooks from the parameters.
@@ -158,7 +163,7 @@ class Reducer:
             hook.remove()
         for slot in self._slots:
             _reducers.pop(id(slot.param), None)
-        self._hooks, self._slots, self._task = [], [], None
+        self._hooks, self._slots, self._task, self._auto = [], [], None, None
 
     def recover(self) -> None:
         """Complete a backward pass that raised, so that the peers do not wait for it.
@@ -268,17 +273,6 @@ class Reducer:
             self.comm, self._named, entries, self._gap, self._limits, self._outcome.nbytes, self._issue
         )
 
-    def _expected(self) -> dict[Hashable, Cost]:
-        """Return the cost of an all_reduce for each set of gradients that may share a bucket."""
-        total: dict[Any, int] = {}
-        for slot in self._slots:
-            entry = self._entry(slot.index)
-            total[entry.like] = total.get(entry.like, 0) + entry.nbytes
-        return {
-            (dtype, device, policy): all_reduce_cost(self.comm, dtype, nbytes, device.type, TAG)
-            for (dtype, device, policy), nbytes in total.items()
-        }
-
     # -- one backward pass ------------------------------------------------------------------------
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
@@ -374,7 +368,8 @@ class Reducer:
         captured, kind = self._captured, 0
         if self.comm.rank == 0:
             kind = _WHOLE * (len(self._order) == sum(used)) + _CAPTURED * captured
-        self._outcome.copy_(torch.tensor([1 + self.comm.rank if failed else 0, kind, *used]))
+        waits = self._auto is not None and trials().must_wait(self._auto)
+        self._outcome.copy_(torch.tensor([1 + self.comm.rank if failed else 0, kind, waits, *used]))
         for flat in self._flats[self._next :]:
             self._send(flat)
             if captured and flat.work is not None:
@@ -406,12 +401,12 @@ class Reducer:
         if raised:
             self._began = perf_counter()
             return  # the gradients are not assigned: the program starts another pass
-        failed, kind, *used = self._outcome.tolist()
+        failed, kind, waits, *used = self._outcome.tolist()
         for slot, some in zip(self._slots, used, strict=True):
             if some:
                 slot.param.grad = slot.view
         if not failed:
-            self._replan(order, times, whole=bool(kind & _WHOLE), captured=bool(kind & _CAPTURED))
+            self._replan(order, times, bool(kind & _WHOLE), tries=not (kind & _CAPTURED or waits))
         self._began = perf_counter()
         if failed:
             raise McrError(
@@ -419,12 +414,13 @@ class Reducer:
                 "are not complete on any rank"
             )
 
-    def _replan(self, seen: list[int], times: list[float], *, whole: bool, captured: bool) -> None:
+    def _replan(self, seen: list[int], times: list[float], whole: bool, *, tries: bool) -> None:
         """Plan the buckets of later passes by the order and the times on rank 0 in this pass.
 
         `seen`: indices of parameters in the order in which their gradients became ready, at `times`
         (seconds). `whole`: all gradients of rank 0 became ready in this pass; with reentrant checkpoints,
-        some may not. `captured`: rank 0 captured the pass, so its times are not those of the plan.
+        some may not. `tries`: the pass may be part of a trial of plans: rank 0 has not captured it, so its
+        times are those of the plan, and no other trial runs.
         """
         self._whole_passes += whole
         first = not self._arranged
@@ -438,7 +434,7 @@ class Reducer:
             self._adopt(given)
             return
         if self._auto is not None and not first:
-            if not captured:
+            if tries:
                 self._take_turns(self._auto, dict(zip(seen, times, strict=True)), whole)
             return
         if self._watches_order and whole and self.comm.rank == 0:
@@ -487,6 +483,7 @@ class Reducer:
             sent = auto.after(self._began, ready, self._computed, perf_counter(), self._seen)
         else:
             sent = auto.incomplete()
+        trials().passed(auto)
         if sent is not None:
             self._arrange(*sent)
         if auto.is_final:

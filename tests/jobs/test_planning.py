@@ -383,12 +383,12 @@ class Distant:
     """Stands for a communicator over a slow link: an operation takes `latency` and its bytes at `rate`."""
 
     def __init__(self, latency: float, rate: float) -> None:
-        self.latency, self.rate = latency, rate
+        self.latency, self.rate, self.free = latency, rate, 0.0
 
     def send(self, values: torch.Tensor, library: str) -> Any:
         if library == "none":
             raise mcr.Unsupported(library)
-        ends = time.perf_counter() + self.latency + values.nbytes / self.rate
+        ends = self.free = max(self.free, time.perf_counter()) + self.latency + values.nbytes / self.rate
         return SimpleNamespace(wait=lambda: time.sleep(max(0.0, ends - time.perf_counter())))
 
     def all_reduce(self, *_: Any, **__: Any) -> None:

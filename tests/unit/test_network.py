@@ -319,6 +319,34 @@ def test_two_groups_of_a_node_share_its_link() -> None:
     )
 
 
+class InRounds(Given):
+    """All_reduces in two rounds, other operations in one, over a link that an operation alone fills."""
+
+    def use(self, kind: str, nbytes: int, to: Placement, library: str, codec: str | None = None) -> Use:
+        rounds = 2 if kind == "all_reduce" else 1
+        return super().use(kind, nbytes, to, library, codec)._replace(turn=nbytes / 1000 / rounds)
+
+
+@pytest.mark.parametrize("sent", [0, 1, 2])
+@pytest.mark.parametrize(("library", "shares"), [("mpi", True), ("gloo", False)])
+def test_an_operation_waits_for_a_message_of_each_operation_before_it(
+    sent: int, library: str, shares: bool
+) -> None:
+    """Two seconds of each all_reduce, of which a message takes one, and half a second of an all_to_all.
+
+    Another library has connections of its own, so that its messages have the same rate as this one.
+    """
+    ready: list[Event] = [Ready(f"p{index}", 2000, "") for index in range(sent)]
+    carriers = [Issue(index, "all_reduce", 2000, (0, 1), gradients=(f"p{index}",)) for index in range(sent)]
+    waits = [Wait(index) for index in range(sent)]
+    events = [*ready, Issue(9, "all_to_all", 500, (0, 1), "tokens"), Wait(9), *carriers, *waits]
+    plan = Plan([Bucket((f"p{index}",), library) for index in range(sent)])
+    found = simulate(step_of(events, events), plan, InRounds([], NO_LINKS, busy={"nic": 1.0}))
+    (exchange,) = (each for each in found.per_op if each.kind == "all_to_all")
+    assert exchange.end == pytest.approx(0.5 + sent * 1.0 if shares or not sent else 1.0)
+    assert found.step_s == pytest.approx(0.5 + sent * 2.0)  # the link is never idle
+
+
 # -- small steps of time -------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from tiers import examples
 from mcr_plus.plan.buckets import units_of
 from mcr_plus.plan.costs import Curve, prices
 from mcr_plus.plan.scaling import Costs, from_table
-from mcr_plus.plan.search import Prices, bound, search
+from mcr_plus.plan.search import Prices, rest, search
 from mcr_plus.plan.simulate import simulate
 from mcr_plus.plan.step import Compute, Issue, Ready, Role, Step, Wait
 from mcr_plus.plan.topology import Topology
@@ -69,7 +69,7 @@ def test_no_plan_ends_before_the_one_that_is_found(seed: int) -> None:
         assert found.step == pytest.approx(best, rel=1e-12)
         assert end_of(found.buckets, ready, compute, of) == pytest.approx(found.step, rel=1e-12)
         assert found.exact
-        assert bound(np.array(ready), compute, of) <= best * (1 + 1e-12)
+        assert rest(np.array(ready), compute, of.seconds, of.lost).bound <= best * (1 + 1e-12)
 
 
 def test_search_that_drops_labels_has_a_gap_and_ends_within_it() -> None:
@@ -183,7 +183,7 @@ def test_the_course_of_a_plan_is_between_the_bound_and_the_model(seed: int) -> N
         ready = sorted(draw.random() for _ in range(count))
         compute = ready[-1] + draw.random() / 5
         of = some_prices(draw, count, 2)
-        least = bound(np.array(ready), compute, of)
+        least = rest(np.array(ready), compute, of.seconds, of.lost).bound
         for plan in every_plan(count, 2):
             parts = [(of.seconds[choice, i, j], of.shares[choice, i, j]) for i, j, choice in plan]
             if not all(np.isfinite(time) for time, _ in parts):

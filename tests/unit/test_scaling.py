@@ -350,18 +350,19 @@ class Clocked:
         return self.now
 
     def send(self, values: torch.Tensor, library: str) -> Any:
-        self._ends, self._share = (
-            self.now + self.latency + values.nbytes / self.rate,
-            self.share(values.nbytes),
-        )
-        return SimpleNamespace(wait=self._wait)
+        self._ends = ends = max(self._ends, self.now) + self.seconds(values.nbytes)
+        self._share = self.share(values.nbytes)
+        return SimpleNamespace(wait=lambda: self._wait(ends))
+
+    def seconds(self, nbytes: int) -> float:
+        return self.latency + nbytes / self.rate
 
     @staticmethod
     def share(nbytes: int) -> float:
         return 0.1 + 0.02 * math.log2(nbytes / 4096)
 
-    def _wait(self) -> None:
-        self.now = max(self.now, self._ends)
+    def _wait(self, ends: float) -> None:
+        self.now = max(self.now, ends)
 
     def progress(self) -> None:
         self.now += self.PIECE / (1 - (self._share if self.now < self._ends else 0.0))
@@ -383,6 +384,31 @@ def test_the_probe_has_no_shares_that_it_did_not_measure(
     assert found.seconds.tolist() == pytest.approx((1e-3 + found.sizes / comm.rate).tolist())
     assert len(found.sizes) >= 2
     assert comm.now < 2.2
+
+
+class Bursting(Clocked):
+    """A link that sends up to `BURST` bytes at once, as much as it has not sent before: a token bucket."""
+
+    BURST = 1 << 18
+
+    def seconds(self, nbytes: int) -> float:
+        begins = max(self._ends, self.now)
+        tokens = min(self.BURST, self._tokens + (begins - self._seen) * self.rate)
+        taken = self.latency + max(0.0, nbytes - tokens) / self.rate
+        self._tokens, self._seen = max(tokens - nbytes, 0.0), begins + taken
+        return taken
+
+    _tokens, _seen = float(BURST), 0.0
+
+
+def test_the_probe_measures_what_a_link_sustains(monkeypatch: pytest.MonkeyPatch) -> None:
+    comm: Any = Bursting(119e6, latency=1e-5)
+    monkeypatch.setattr(probing, "perf_counter", comm.clock)
+    monkeypatch.setattr(probing, "_EDGE", 1)
+    found = probing.probe(comm, torch.float32, torch.device("cpu"), 4 << 20, ["mpi"], comm.send)["mpi"]
+    size = 1 << 18
+    assert size <= comm.BURST  # alone, it would take no more than the latency
+    assert found.times(np.array([size]))[0] == pytest.approx(size / comm.rate, rel=0.2)
 
 
 def test_the_probe_sees_how_times_grow_with_size_on_distant_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,7 @@ class MpiBackend(Backend):
     has_algorithms = False
     host_driven = True
     keeps_apart = True
+    shares_connections = True
     spins = 400
     preference = Preference(cpu=2, between_hosts=2, cuda=2)
     off = ""  # the reason why MPI is unusable in this process

@@ -18,6 +18,16 @@ MEMBERS = tuple(Process(100 + number, "1", "host", number) for number in range(3
 NEWCOMER = Process(200, "1", "host", 2)
 
 
+@pytest.fixture(autouse=True)
+def dead(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """The processes of these tests, which are made up, run; but for those in the set."""
+    pids: set[int] = set()
+    monkeypatch.setattr(
+        "mcr_plus.membership.roster.state_of", lambda pid, _: "dead" if pid in pids else "running"
+    )
+    return pids
+
+
 def roster(store: Any, rank: int, members: tuple[Process, ...] = MEMBERS) -> Roster:
     return Roster(store, 0, members, rank)
 
@@ -67,6 +77,16 @@ def test_a_newcomer_is_taken_in_once_whoever_decides_next() -> None:
     one, other = together({each.rank: lambda each=each: settle(each, {0: "dead"}) for each in second})
     assert one == other
     assert one.members == (MEMBERS[1], NEWCOMER)
+
+
+def test_a_newcomer_that_has_died_is_not_taken_in(dead: set[int]) -> None:
+    store = HashStore()
+    store.add("newcomers", 1)
+    ask(store, 0, NEWCOMER)
+    member = roster(store, 0)
+    assert member.newcomers() == [NEWCOMER]
+    dead.add(NEWCOMER.pid)
+    assert member.newcomers() == []
 
 
 def test_a_process_that_died_before_its_request_was_written_holds_up_nobody() -> None:

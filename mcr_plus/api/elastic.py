@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
@@ -188,10 +189,12 @@ class Step:
     Attributes:
         number: of the step, from 0.
         lost: the loss that ended the step; None if the step is complete.
+        failed: another error has ended it.
     """
 
     number: int
     lost: PeerLost | None = None
+    failed: bool = False
     _entered: bool = False
 
     def __enter__(self) -> Step:
@@ -202,8 +205,10 @@ class Step:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         if isinstance(error, PeerLost):
-            self.lost = error
+            # Without its traceback, whose frames would keep the old world alive.
+            self.lost = error.again(str(error))
             return True
+        self.failed = error is not None
         return False
 
 
@@ -297,7 +302,12 @@ class _Loop:
         """See `elastic`."""
         while not self._ended():
             step = Step(self._done)
-            yield step
+            try:
+                yield step
+            except GeneratorExit:  # the program has left the loop
+                if not step.failed:
+                    self._end()
+                raise
             if not step._entered:
                 raise NotInitialized("elastic: use each step in a `with` block, so that losses are caught")
             regroups = step.lost is not None
@@ -321,10 +331,16 @@ class _Loop:
             except PeerLost:  # ranks that have not completed it need this one
                 self._regroup()
                 continue
-            if runtime.roster is not None and runtime.world.rank == 0:
-                runtime.roster.end()
+            self._end()
             return True
         return False
+
+    def _end(self) -> None:
+        """Take nobody in any more."""
+        runtime = current()
+        if runtime.roster is not None and runtime.world.rank == 0:
+            with suppress(RuntimeError):  # of a store that does not answer
+                runtime.roster.end()
 
     def _newcomers_wait(self) -> bool:
         """Whether processes wait to be taken in, as rank 0 has seen one step ago; the same on all ranks."""

@@ -8,7 +8,6 @@ See docs/failures.md for the protocol, and `mcr_plus.membership` for its rules.
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -45,9 +44,6 @@ _REFUSED: Final[Mapping[str, type[McrError]]] = {
     "living": InvalidArgument,
     "argument": InvalidArgument,
 }
-# Epochs between full runs of the garbage collector. The world of an epoch is a cycle of objects with memory
-# and file descriptors, which a full run frees; it takes tenths of a second where torch is loaded.
-_COLLECT_EVERY: Final = 16
 
 
 @dataclass
@@ -148,8 +144,6 @@ def _go_on(
             raise Revoked(f"{what}: {text}")
         close_world(runtime, f"epoch {changes.epoch} has begun, with {len(members)} ranks", decision)
         roster = roster.following(settled, members.index(roster.members[roster.rank]))
-        if roster.epoch % _COLLECT_EVERY == 0:
-            gc.collect()
         watch = Watch(roster, runtime.loaded)
         try:
             return begin_epoch(runtime, watch)

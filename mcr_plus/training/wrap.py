@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -196,7 +197,8 @@ def follow(comm: Communicator) -> None:
     """Wrap the models of worlds that have ended anew, for `comm`, all ranks of the job; collective over them.
 
     Nothing is broadcast. Models that were wrapped for another group than all ranks stay as they are: their
-    passes raise `Revoked` until the program wraps them for a new group.
+    passes raise `Revoked` until the program wraps them for a new group. What is left of the old worlds is
+    freed: each is a cycle of objects with buckets, memory and file descriptors.
     """
     for model, wrapped in list(_wrapped.items()):
         optimizer = wrapped.optimizer()
@@ -207,6 +209,7 @@ def follow(comm: Communicator) -> None:
         if before.comm.closed and before.group == comm.name:
             before.reducer.detach()
             before.average(comm)
+    gc.collect()
 
 
 @contextmanager

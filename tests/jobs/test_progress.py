@@ -188,7 +188,7 @@ def test_running_poll_loop_stops_when_its_library_is_disabled(when: int) -> None
 def issued(engine: Engine, number: int, after: IssuedWork | None) -> IssuedWork:
     """An operation of a group of its own, deferred if it follows another one."""
     group: Any = SimpleNamespace(
-        board=Noted(), publish=lambda: None, fail=lambda error: None, unfinished=set()
+        board=Noted(), publish=lambda: None, fail=lambda error, sequence: None, unfinished=set()
     )
     channel: Any = SimpleNamespace(pending=deque())
     operation: Any = SimpleNamespace(

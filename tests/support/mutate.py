@@ -101,7 +101,7 @@ MUTATIONS = (
     Mutation("verifier's sums", "msccl/verifier.py", "if value == Sum(expected):", "if True:", "test_msccl_verifier"),
     Mutation("layout in place", "msccl/postconditions.py", "return Layout(inputs, outputs, scratch, 0, rank * part, whole)", "return Layout(inputs, outputs, scratch, 0, 0, whole)", "test_msccl_verifier test_msccl_generators test_shm_interpreter"),
     # plan
-    Mutation("bound of gradients that are joined", "plan/search.py", "_cheapest(np.minimum.accumulate(times, axis=0))", "_cheapest(times)", "test_plan test_advise"),
+    Mutation("bound of gradients that are joined", "plan/search.py", "_cheapest(np.minimum.accumulate(price, axis=0))", "_cheapest(price)", "test_plan test_advise"),
     Mutation("waits for other operations", "plan/buckets.py", "elif isinstance(each, Wait) and each.id in carrying:", "elif isinstance(each, Wait):", "test_plan test_advise"),
     Mutation("gradients of two dtypes", "plan/buckets.py", "(likes[name], tuple(sorted(of_role.items())))", '("", tuple(sorted(of_role.items())))', "test_advise test_planning"),
     Mutation("ends of a message", "plan/programs.py", '"send" if event.kind == "recv" else event.kind', "event.kind", "test_network test_advise"),

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import TYPE_CHECKING, Final
 
 from mcr_plus.core.environment import host_name, launch_environment
@@ -45,9 +46,10 @@ _REFUSED: Final[Mapping[str, type[McrError]]] = {
     "living": InvalidArgument,
     "argument": InvalidArgument,
 }
-# Epochs between full runs of the garbage collector. The world of an epoch is a cycle of objects with memory
-# and file descriptors, which a full run frees; it takes tenths of a second where torch is loaded.
+# Worlds between full runs of the garbage collector. A world is a cycle of objects with memory and file
+# descriptors, which a full run frees; it takes tenths of a second where torch is loaded.
 _COLLECT_EVERY: Final = 16
+_worlds = count(1)  # that this process has made after its first
 
 
 @dataclass
@@ -91,14 +93,17 @@ class Regrouping:
             self.done.setdefault(group, number)
 
 
-def leave_epoch(proposal: Proposal, timeout: float, what: str) -> tuple[Runtime, Regrouping]:
+def leave_epoch(
+    runtime: Runtime, proposal: Proposal, timeout: float, what: str
+) -> tuple[Runtime, Regrouping]:
     """Decide with the other members who goes on, and make the world of the next epoch; collective over them.
 
-    `proposal`: without what is found out here, lost ranks and completed operations. `what`: the call of the
-    program, for messages. If a member is lost while the new world is made, the others decide again.
+    `runtime`: that of this process. `proposal`: without what is found out here, lost ranks and completed
+    operations. `what`: the call of the program, for messages. If a member is lost while the new world is
+    made, the others decide again.
 
     Raises:
-        NotInitialized: there is no world, or torch.distributed has made it.
+        NotInitialized: the job has one rank, and no store.
         CommTimeout: ranks that live have not called this within `timeout` seconds. As with the next two
             errors, the old world stays as it is, and all may call this again.
         InvalidArgument: `proposal` declares living ranks dead, or a rank has passed a wrong argument.
@@ -107,10 +112,7 @@ def leave_epoch(proposal: Proposal, timeout: float, what: str) -> tuple[Runtime,
         LaunchError: the job's store does not answer.
     """
     began = time.monotonic()
-    runtime = init.current()
     roster = runtime.roster
-    if not runtime.is_native:
-        raise NotInitialized(f"{what}: this world belongs to torch.distributed")
     if roster is None:
         raise NotInitialized(f"{what}: this job has one rank and no store in which others could meet it")
     done = {state.group.name: completed(runtime.engine, state) for state in runtime.engine.states}
@@ -135,7 +137,7 @@ def _go_on(
     """
     while True:
         lost = dict(seen())
-        _release_waiting(runtime, lost, what)
+        release_waiting(runtime, lost, what)
         settled = roster.settle(replace(proposal, lost=lost), seen, timeout)
         decision, members = settled.decision, settled.members
         if decision.refusal is not None:
@@ -148,8 +150,6 @@ def _go_on(
             raise Revoked(f"{what}: {text}")
         close_world(runtime, f"epoch {changes.epoch} has begun, with {len(members)} ranks", decision)
         roster = roster.following(settled, members.index(roster.members[roster.rank]))
-        if roster.epoch % _COLLECT_EVERY == 0:
-            gc.collect()
         watch = Watch(roster, runtime.loaded)
         try:
             return begin_epoch(runtime, watch)
@@ -230,11 +230,15 @@ def begin_epoch(before: Runtime, watch: Watch) -> Runtime:
     went no further would not be told of by the boards of a world that others have.
     """
     roster, limit = watch.roster, before.world.timeout
+    if next(_worlds) % _COLLECT_EVERY == 0:
+        gc.collect()
     store = WatchedStore(part_of(roster.root, roster.place), limit, watch.error)
     new, failure = None, None
     try:
         world = init.world_of(store, roster.rank, len(roster.members), limit)
-        new = init.begin(before.loaded, replace(world, roster=roster), before.timeout)
+        new = init.begin(
+            before.loaded, replace(world, roster=roster), before.timeout, native=before.is_native
+        )
         exchange(store, roster.rank, len(roster.members), "made", "", limit)
     except McrError as error:
         failure = error
@@ -247,7 +251,7 @@ def begin_epoch(before: Runtime, watch: Watch) -> Runtime:
     raise failure
 
 
-def _release_waiting(runtime: Runtime, lost: Mapping[int, str], what: str) -> None:
+def release_waiting(runtime: Runtime, lost: Mapping[int, str], what: str) -> None:
     """End the waits of ranks that wait for this one: it does not come to their operations any more."""
     if runtime.closed:
         return
@@ -269,6 +273,6 @@ def close_world(runtime: Runtime, why: str, decision: Decision) -> None:
         state.agreed = decision.done.get(state.group.name)
     runtime.prepare_reset()
     runtime.close(clean=False)
-    runtime.closed_because = why
+    runtime.closed_because, runtime.superseded = why, True
     for state in runtime.engine.states:
         state.board.close()

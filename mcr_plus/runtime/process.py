@@ -32,6 +32,7 @@ class Job:
         disabled: the names of those that some rank no longer calls.
         leave_dropped: leaves the groups of torch.distributed that the program has dropped; set by the
             torch backend.
+        changed: hooks models of worlds that have ended into the one of this communicator; set by training.
     """
 
     def __init__(self) -> None:
@@ -42,6 +43,7 @@ class Job:
         self.backends: dict[int, Backend] = {}
         self.disabled: set[str] = set()
         self.leave_dropped: Callable[[], None] = lambda: None
+        self.changed: Callable[[Communicator], None] = lambda _: None
         self._has_hooks = False
 
     def begin(self, runtime: Runtime) -> None:

@@ -13,6 +13,7 @@ import torch
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.runtime.init import member_of
+from mcr_plus.runtime.process import job
 from mcr_plus.training.compiled import CompiledCall
 from mcr_plus.training.reducer import Reducer
 
@@ -207,6 +208,9 @@ def follow(comm: Communicator) -> None:
         if before.comm.closed and before.group == comm.name:
             before.reducer.detach()
             before.average(comm)
+
+
+job.changed = follow
 
 
 @contextmanager

@@ -66,6 +66,9 @@ def shrunk(folder: str, how: str, dies: bool, backend: str = "mcr") -> dict[str,
     group = _begin(backend)
     rank = dist.get_rank()
     inner: Any = dist.new_group([0, 1, 2])
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mcr.wrap(model, optimizer)
     _sum(1.0)
     if rank == 1 and dies:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -88,6 +91,8 @@ def shrunk(folder: str, how: str, dies: bool, backend: str = "mcr") -> dict[str,
         new = mcr.shrink_group([1], group, 1)
     assert new is dist.group.WORLD
     pair: Any = dist.new_group([1, 0])
+    model(torch.full((1, 1), 1.0 + rank)).sum().backward()
+    assert model.weight.grad is not None
     result = {
         "seen": seen.partition(":")[0],
         "error": error,
@@ -97,6 +102,7 @@ def shrunk(folder: str, how: str, dies: bool, backend: str = "mcr") -> dict[str,
         "world": mcr.get_world_size(),
         "sum": _sum(1.0 + rank),
         "gradient": _gradient(1.0 + rank),
+        "wrapped": model.weight.grad.item(),
         "pair": _sum(1.0, pair),
         "old": [_error(lambda: group.communicator), _error(lambda: inner.communicator)],
     }

@@ -11,6 +11,7 @@ import binascii
 import contextlib
 import hashlib
 import json
+import logging
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,13 +40,14 @@ from mcr_plus.errors import (
 from mcr_plus.membership.roster import Roster
 from mcr_plus.membership.rules import Decision, Process
 from mcr_plus.rendezvous.processes import own_process
-from mcr_plus.rendezvous.signing import SignedStore
+from mcr_plus.rendezvous.signing import Offer, SignedStore, read_offer
 from mcr_plus.rendezvous.store import own_server
 from mcr_plus.runtime import init
 from mcr_plus.runtime.process import job
 from mcr_plus.runtime.regroup import Watch, begin_epoch, close_world, release_waiting
 from mcr_plus.runtime.runtime import Runtime
 
+_log = logging.getLogger("mcr_plus")
 _FORM: Final = "mcr1:"
 _GO: Final = "go"
 _ERRORS: Final[Mapping[str, type[McrError]]] = {
@@ -130,24 +132,49 @@ def reconfigure(runtime: Runtime, uuid: str, texts: Sequence[str], timeout: floa
         raise InvalidArgument("handles: that of this process is not in them")
     rank = places[0]
     members = tuple(each.process._replace(number=number) for number, each in enumerate(handles))
-    store = _meet(handles[0], uuid, timeout)
-    watch = Watch(Roster(store, 0, members, rank), runtime.loaded)
+    part, name = _meet(handles[0], uuid, timeout), f"reconfigure/{uuid}"
+    secret = job_secret()
+    store = SignedStore(part, secret, name) if secret else part
+    offer = Offer() if rank == 0 and not secret and len({each.place for each in members}) == 1 else None
     stale = handles[rank].token != _own(runtime).token
     coming = _Coming(
         handles=hashlib.sha256("\n".join(texts).encode()).hexdigest(),
         problem=f"handles[{rank}] is stale: its process has another world now" if stale else "",
         passport=_passport(runtime),
+        offer="" if offer is None else offer.place,
     )
-    _gather(store, coming, watch, timeout)
-    release_waiting(runtime, {}, "reconfigure")
-    close_world(runtime, f"the program has made another one of {len(handles)} processes", Decision())
+    try:
+        place = _gather(store, coming, Watch(Roster(store, 0, members, rank), runtime.loaded), timeout)
+        if place:
+            store = _signed(part, place, name)
+        elif rank == 0 and not secret:
+            _log.warning("reconfigure: values in the job's store are not signed; set MCR_SECRET on all ranks")
+        release_waiting(runtime, {}, "reconfigure")
+        close_world(runtime, f"the program has made another one of {len(handles)} processes", Decision())
+        return _begin(runtime, Watch(Roster(store, 0, members, rank), runtime.loaded))
+    finally:
+        if offer is not None:
+            offer.close()
+
+
+def _signed(part: Store, place: str, name: str) -> Store:
+    """The part of a store with values that are signed by the secret in this place."""
+    try:
+        return SignedStore(part, read_offer(place), name)
+    except LaunchError:
+        part.set("epoch0/leaving", "")  # so that the others do not wait for this process
+        raise
+
+
+def _begin(runtime: Runtime, watch: Watch) -> Runtime:
+    """Make the world; raises `PeerLost` if a process is lost meanwhile."""
     try:
         return begin_epoch(runtime, watch)
     except McrError as error:
         # A library may raise an error of its own before the death behind it shows.
         loss = _soon(watch)
         with contextlib.suppress(RuntimeError):  # so that ranks that do not see it learn it as well
-            store.set(f"{watch.roster.place}/leaving", "")
+            watch.roster.root.set(f"{watch.roster.place}/leaving", "")
         if loss is None or isinstance(error, PeerLost):
             raise
         raise loss from error
@@ -170,17 +197,23 @@ def _meet(first: Handle, uuid: str, timeout: float) -> Store:
         )
     except RuntimeError as error:
         raise LaunchError(f"reconfigure: no store at {host}:{port}, where all meet: {error}") from error
-    name = f"reconfigure/{uuid}"
-    part, secret = PrefixStore(name, server), job_secret()
-    return SignedStore(part, secret, name) if secret else part
+    return PrefixStore(f"reconfigure/{uuid}", server)
 
 
 class _Coming(NamedTuple):
-    """What a process brings to an attempt: a digest of its handles, its problem, and what must be equal."""
+    """What a process brings to an attempt.
+
+    Attributes:
+        handles: a digest of them.
+        problem: why it cannot come; empty if it can.
+        passport: what must be equal.
+        offer: on rank 0, the place of the secret with which values are signed; empty for none.
+    """
 
     handles: str
     problem: str
     passport: dict[str, str]
+    offer: str
 
 
 def _passport(runtime: Runtime) -> dict[str, str]:
@@ -191,8 +224,11 @@ def _passport(runtime: Runtime) -> dict[str, str]:
     }
 
 
-def _gather(store: Store, mine: _Coming, watch: Watch, timeout: float) -> None:
-    """Wait until all processes have come; raises on all that have if one does not, or cannot."""
+def _gather(store: Store, mine: _Coming, watch: Watch, timeout: float) -> str:
+    """Wait until all processes have come; raises on all that have if one does not, or cannot.
+
+    Returns what rank 0 offers.
+    """
     rank, verdict = watch.roster.rank, "decision"
     keys = [f"come/{each}" for each in range(len(watch.roster.members))]
     first = store.compare_set("handles", "", mine.handles)
@@ -208,6 +244,7 @@ def _gather(store: Store, mine: _Coming, watch: Watch, timeout: float) -> None:
     kind, text = json.loads(store.get(verdict))
     if kind != _GO:
         raise _ERRORS[kind](f"reconfigure: {text}")
+    return _Coming(*json.loads(store.get(keys[0]))).offer
 
 
 def _verdict(store: Store, keys: list[str], watch: Watch, timeout: float) -> list[str]:

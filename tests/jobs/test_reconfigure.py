@@ -28,6 +28,7 @@ def test_ranks_are_in_the_order_of_the_handles(tmp_path: Path, agent: bool) -> N
     for value in values(jobs.in_reversed_order, args=[str(tmp_path)], agent=agent):
         rank = 2 - value["before"]
         assert (value["rank"], value["is_world"], value["sum"]) == (rank, True, 111.0)
+        assert value["signed"]
         assert value["ring"] == [(rank - 1) % 3] * 2
         assert value["root"] == [0.0, 0.0]
         assert value["gradient"] == [[2.0, 2.0]]

@@ -116,6 +116,7 @@ def in_reversed_order(folder: str) -> dict[str, Any]:
         "rank": new.rank,
         "is_world": new is mcr.world(),
         "sum": _sum(10.0**new.rank),
+        "signed": bool(init.current().world.secret),
         "ring": ring.tolist(),
         "root": root.tolist(),
         "gradient": model.weight.grad.tolist(),

@@ -26,8 +26,8 @@ from mcr_plus.runtime.init import current, member_of
 from mcr_plus.runtime.regroup import Regrouping, join_job, leave_epoch
 from mcr_plus.runtime.runtime import Runtime
 from mcr_plus.training.carried import Carried, put_into, taken_from
-from mcr_plus.training.transfer import broadcast_state
-from mcr_plus.training.wrap import broadcast_tensors, follow
+from mcr_plus.training.transfer import broadcast_state, broadcast_tensors
+from mcr_plus.training.wrap import changing, follow
 
 _LOOK_EVERY: Final = 0.25  # seconds between looks at the store for processes that want to join
 _TAG: Final = "elastic"
@@ -147,9 +147,9 @@ def reconfigure(
 
     As c10d's `reconfigure`: the ranks are in the order of the handles. The program says who belongs to it, so
     nothing is agreed on; `mcr.shrink` finds out. Communicators and handles of the old worlds raise `Revoked`
-    from then on, models that were wrapped for all ranks are hooked into the new world, and nobody's
-    parameters are touched: broadcast them (`mcr.broadcast_parameters`) where newcomers take part. Each
-    process keeps its own configuration, and these must be the same.
+    from then on, models that were wrapped for all ranks are hooked into the new world, codecs keep what they
+    have not sent yet, and nobody's parameters are touched: broadcast them (`mcr.broadcast_parameters`) where
+    newcomers take part. Each process keeps its own configuration, and these must be the same.
 
     Args:
         uuid: names the attempt; the same on all processes, and new for each attempt.
@@ -183,8 +183,9 @@ def reconfigure(
             "reconfigure: this world belongs to torch.distributed; use `reconfigure` of its first group"
         )
     texts = sorted(handles) if isinstance(handles, (set, frozenset)) else list(handles)
+    go_on = changing(runtime)
     new = reconfiguring.reconfigure(runtime, uuid, texts, _seconds(timeout))
-    follow(new.communicator)
+    go_on(new)
     return new.communicator
 
 

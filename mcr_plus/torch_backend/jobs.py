@@ -59,7 +59,6 @@ class TorchJob:
         """Use the job that has taken the place of this one; its world is torch's first group."""
         self.enter(running, tuple(range(running.world.size)), joined=self.joined)
         self.groups.add(running.communicator)
-        job.changed(running.communicator)
 
     def open(self, running: Runtime, ranks: Sequence[int], name: str, config: Config) -> Communicator:
         """Open a group of the job; collective over its ranks. `ranks`: of the job."""

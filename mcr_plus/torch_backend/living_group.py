@@ -215,8 +215,10 @@ class LivingGroup(ProcessGroup):
             ranks = [communicator.ranks[rank] for rank in stay]
             return self._with(torch_job.open(runtime, ranks, self._name, communicator.opened.config))
         proposal = Proposal(named=tuple(excluded), least=len(stay))
+        go_on = job.changing(runtime)
         new, _ = leave_epoch(runtime, proposal, runtime.world.timeout, "shrink")
         torch_job.go_on(new)
+        go_on(new)
         return self._with(new.communicator)
 
     def _with(self, communicator: Communicator) -> LivingGroup:
@@ -252,10 +254,12 @@ class LivingGroup(ProcessGroup):
         seconds = runtime.world.timeout
         if timeout is not None and timeout > timedelta(0):
             seconds = timeout.total_seconds()
+        go_on = job.changing(runtime)
         new = reconfiguring.reconfigure(runtime, f"torch {opts.uuid}", texts, seconds)
         self.detach()
         torch_job.go_on(new)
         self._enter(new.communicator)
+        go_on(new)
         return DONE
 
     def _world(self) -> Runtime:

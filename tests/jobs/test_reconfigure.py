@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import reconfigure_jobs as jobs
 from ranks import run_ranks
@@ -33,6 +34,16 @@ def test_ranks_are_in_the_order_of_the_handles(tmp_path: Path, agent: bool) -> N
         assert value["root"] == [0.0, 0.0]
         assert value["gradient"] == [[2.0, 2.0]]
         assert value["errors"] == ["Revoked", "Revoked"]
+
+
+@pytest.mark.parametrize("how", ["mcr", "torch"])
+def test_codecs_keep_what_they_have_not_sent(tmp_path: Path, how: str) -> None:
+    found = values(jobs.with_residuals, args=[str(tmp_path), how])
+    own = np.array([value["own"] for value in found])
+    assert own.shape == (3, 1, 500)
+    assert np.abs(own).sum() > 1
+    for value in found:  # a saved state has their mean
+        np.testing.assert_allclose(value["kept"], own.mean(0), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("left_out", [0, 1, 2])

@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import mcr_plus as mcr
 from mcr_plus.runtime import init, reconfigure
@@ -124,6 +125,37 @@ def in_reversed_order(folder: str) -> dict[str, Any]:
     }
     mcr.finalize()
     return result
+
+
+def with_residuals(folder: str, how: str) -> dict[str, Any]:
+    """The residuals of error feedback before, and what there is of them in a world in reversed order."""
+    meeting = Meeting(folder)
+    compress = {"codec": "topk", "ratio": 0.1, "error_feedback": True}
+    config = {"version": 1, "pipeline": [{"compress": compress}, {"select": {}}, {"dispatch": {}}]}
+    torch.set_num_threads(1)
+    group: Any = None
+    if how == "mcr":
+        comm = _begin(config, backends=["gloo"])
+    else:
+        dist.init_process_group("mcr", pg_options=config | {"backends": ["gloo"]})
+        group = dist.group.WORLD
+        mcr.wrap(model := torch.nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=0.1))
+        comm = group.communicator
+    generator = torch.Generator().manual_seed(comm.rank)
+    comm.all_reduce(torch.randn(500, generator=generator), "AVG", tag="a")
+    state = comm.pipeline.state()
+    own = [
+        each.tensor.tolist() for (stage, _), value in state.items() if stage == "compress" for each in value
+    ]
+    handles = meeting.handles("first")[::-1]
+    if how == "mcr":
+        mcr.reconfigure("turned", handles)
+    else:
+        group.reconfigure(SimpleNamespace(uuid=1, handles=handles))
+    entries = mcr.state_dict()["codecs"]["world"]
+    kept = [each.tolist() for tensors in entries.values() for each in tensors.values()]
+    mcr.finalize() if how == "mcr" else dist.destroy_process_group()
+    return {"own": own, "kept": kept}
 
 
 def without_one(folder: str, left_out: int) -> dict[str, Any]:

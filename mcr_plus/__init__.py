@@ -87,6 +87,7 @@ if TYPE_CHECKING:
         reset,
         world,
     )
+    from mcr_plus.torch_backend.shrinking import shrink_group
     from mcr_plus.training.ddp import DDPState, ddp_hook
     from mcr_plus.training.fsdp import fsdp
     from mcr_plus.training.wrap import DistributedOptimizer, broadcast_parameters, no_sync, wrap
@@ -174,6 +175,7 @@ __all__ = [
     "scatter_v",
     "send",
     "shrink",
+    "shrink_group",
     "state_dict",
     "world",
     "wrap",
@@ -183,6 +185,7 @@ _HOMES = (
     "errors", "core.kinds", "core.work", "api.collectives", "communicator.communicator", "runtime.init",
     "api.explain", "api.planning", "api.compiling", "training.wrap", "training.ddp", "training.fsdp",
     "api.state", "api.elastic", "layout.layout", "layout.redistribute", "layout.state",
+    "torch_backend.shrinking",
 )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,8 +27,8 @@ from mcr_plus.runtime.init import current, member_of
 from mcr_plus.runtime.regroup import Regrouping, join_job, leave_epoch
 from mcr_plus.runtime.runtime import Runtime
 from mcr_plus.training.carried import Carried, put_into, taken_from
-from mcr_plus.training.transfer import broadcast_state
-from mcr_plus.training.wrap import broadcast_tensors, follow
+from mcr_plus.training.transfer import broadcast_state, broadcast_tensors
+from mcr_plus.training.wrap import changing, follow
 
 _LOOK_EVERY: Final = 0.25  # seconds between looks at the store for processes that want to join
 _TAG: Final = "elastic"
@@ -80,17 +80,25 @@ def shrink(
         ```
     """
     old = member_of(group)
-    runtime = current()
+    runtime = _own_world("shrink", "mcr.shrink_group")
     seconds = _seconds(timeout)
     proposal = Proposal(named=tuple(dead or ()), least=min_ranks, problem=_problem(runtime, dead, min_ranks))
     carried = taken_from(runtime)
-    new, changes = leave_epoch(proposal, seconds, "shrink")
+    new, changes = leave_epoch(runtime, proposal, seconds, "shrink")
     put_into(new, carried, is_new=False)
     follow(new.communicator)
     if old is runtime.communicator or group is None:
         return new.communicator
     former = {before: rank for rank, before in enumerate(changes.former)}
     return new.new_group([former[rank] for rank in old.ranks if rank in former])
+
+
+def _own_world(what: str, instead: str) -> Runtime:
+    """The present runtime; raises `NotInitialized` if torch.distributed has made it."""
+    runtime = current()
+    if not runtime.is_native:
+        raise NotInitialized(f"{what}: this world belongs to torch.distributed; use {instead}")
+    return runtime
 
 
 def _problem(runtime: Runtime, dead: Sequence[int] | None, least: int | None) -> str:
@@ -130,31 +138,36 @@ def reconfigure_handle() -> str:
         handles = mcr.world().all_gather_object(mcr.reconfigure_handle())
         ```
     """
-    return reconfiguring.handle()
+    return reconfiguring.handle(reconfiguring.latest())
 
 
-def reconfigure(uuid: str, handles: Sequence[str], timeout: float | str | timedelta = "30s") -> Communicator:
+def reconfigure(
+    uuid: str, handles: Collection[str], timeout: float | str | timedelta = "30s"
+) -> Communicator:
     """Make a world of these processes, which may be ranks of this world or of others; collective over them.
 
     As c10d's `reconfigure`: the ranks are in the order of the handles. The program says who belongs to it, so
     nothing is agreed on; `mcr.shrink` finds out. Communicators and handles of the old worlds raise `Revoked`
-    from then on, models that were wrapped for all ranks are hooked into the new world, and nobody's
-    parameters are touched: broadcast them (`mcr.broadcast_parameters`) where newcomers take part. Each
-    process keeps its own configuration, and these must be the same.
+    from then on, models that were wrapped for all ranks are hooked into the new world, codecs keep what they
+    have not sent yet, and nobody's parameters are touched: broadcast them (`mcr.broadcast_parameters`) where
+    newcomers take part. Each process keeps its own configuration, and these must be the same.
 
     Args:
         uuid: names the attempt; the same on all processes, and new for each attempt.
-        handles: of all processes (`mcr.reconfigure_handle`), each once; the same on all of them.
+        handles: of all processes (`mcr.reconfigure_handle`), each once; the same on all of them. In a set,
+            the ranks are in an order of ours.
         timeout: how long they wait for each other.
 
     Returns the communicator of all ranks.
 
     Raises:
-        CommTimeout: a process has not come in time. As with the next error, each process that has come
-            raises it, keeps its old world, and may try again with another `uuid`.
+        CommTimeout: a process has not come in time. As with the next four errors, each process that has come
+            keeps its old world, and may try again with another `uuid`.
         BackendError: a process has died before all had come.
-        InvalidArgument: `handles` are no handles, have a process twice, or lack this one; a handle is stale;
-            the `uuid` has been used before.
+        ConfigError: a process has another configuration, or another version of mcr_plus or torch.
+        InvalidArgument: `handles` are no handles, have a process twice, or lack this one; they differ between
+            processes; a handle is stale; the `uuid` has been used before.
+        NotInitialized: `init` has not been called, or torch.distributed has made the world.
         LaunchError: the store in which the first handle is met does not answer.
         PeerLost: a process has been lost after all had come, and the old worlds are gone; `reconfigure`
             without it may follow.
@@ -162,11 +175,18 @@ def reconfigure(uuid: str, handles: Sequence[str], timeout: float | str | timede
     Example:
         ```python
         handles = mcr.world().all_gather_object(mcr.reconfigure_handle())
-        comm = mcr.reconfigure("turned", handles[::-1])  # the same processes, ranks in reverse order
+        comm = mcr.reconfigure("again", handles)  # `handles[::-1]` would reverse the ranks
         ```
     """
-    new = reconfiguring.reconfigure(uuid, handles, _seconds(timeout))
-    follow(new.communicator)
+    runtime = reconfiguring.latest()
+    if not runtime.is_native:
+        raise NotInitialized(
+            "reconfigure: this world belongs to torch.distributed; use `reconfigure` of its first group"
+        )
+    texts = sorted(handles) if isinstance(handles, (set, frozenset)) else list(handles)
+    go_on = changing(runtime)
+    new = reconfiguring.reconfigure(runtime, uuid, texts, _seconds(timeout))
+    go_on(new)
     return new.communicator
 
 
@@ -388,7 +408,7 @@ class _Loop:
         while True:
             self._asking = None
             carried = taken_from(current())
-            runtime, changes = leave_epoch(self._proposal(), self._timeout, "elastic")
+            runtime, changes = leave_epoch(current(), self._proposal(), self._timeout, "elastic")
             for param in self._model.parameters():
                 param.grad = None  # of a pass that has failed, or of a bucket that is gone
             try:

@@ -50,6 +50,10 @@ class DispatchStage(Stage):
             issue = runtime.operations[signature] = self._bind(signature, runtime)
         return issue
 
+    def set_timeout(self, seconds: float) -> None:
+        """Set the deadline of operations that are bound from now on."""
+        self._options = self._options.model_copy(update={"timeout": seconds})
+
     def treatment(self, signature: Signature, rest: Callable[[Signature], Treatment]) -> Treatment:
         """See `Stage.treatment`."""
         return replace(rest(signature), compared=self._options.check == "every")

@@ -380,13 +380,13 @@ def _through_address(environment: LaunchEnvironment, limit: timedelta) -> Store:
     return store
 
 
-def own_server(timeout: float) -> tuple[str, int]:
+def own_server(timeout: float, *, everywhere: bool = False) -> tuple[str, int]:
     """Host and port of a store that this process serves, for others to meet it in; started at the first call.
 
-    On loopback, unless GLOO_SOCKET_IFNAME names an interface on which other hosts reach it.
+    On loopback, unless other hosts must reach it: `everywhere`, or GLOO_SOCKET_IFNAME names an interface.
     """
     if not _own_servers:
-        address = host_address() if socket_interface() else LOOPBACK
+        address = host_address() if everywhere or socket_interface() else LOOPBACK
         listener = _listen(address, 0)
         port = listener.getsockname()[1]
         limit = timedelta(seconds=timeout)

@@ -8,21 +8,28 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import hashlib
 import json
+import logging
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final
+from importlib.metadata import version
+from typing import Final, NamedTuple
 
-from torch.distributed import DistError
+import torch
 
+from mcr_plus.config.reader import fingerprint
 from mcr_plus.core.c10d import PrefixStore, Store, TCPStore
-from mcr_plus.core.environment import host_name, job_secret, launch_environment
+from mcr_plus.core.deadline import Deadline
+from mcr_plus.core.environment import agent_has_store, host_name, job_secret, launch_environment
 from mcr_plus.errors import (
     BackendError,
     CommTimeout,
+    ConfigError,
     InvalidArgument,
     LaunchError,
     McrError,
@@ -33,16 +40,28 @@ from mcr_plus.errors import (
 from mcr_plus.membership.roster import Roster
 from mcr_plus.membership.rules import Decision, Process
 from mcr_plus.rendezvous.processes import own_process
-from mcr_plus.rendezvous.signing import SignedStore
+from mcr_plus.rendezvous.signing import Offer, SignedStore, read_offer
 from mcr_plus.rendezvous.store import own_server
-from mcr_plus.rendezvous.store_release import server_of
-from mcr_plus.rendezvous.watched_store import WatchedStore
 from mcr_plus.runtime import init
-from mcr_plus.runtime.regroup import Watch, begin_epoch, close_world
+from mcr_plus.runtime.process import job
+from mcr_plus.runtime.regroup import Watch, begin_epoch, close_world, release_waiting
 from mcr_plus.runtime.runtime import Runtime
 
+_log = logging.getLogger("mcr_plus")
 _FORM: Final = "mcr1:"
 _GO: Final = "go"
+_ERRORS: Final[Mapping[str, type[McrError]]] = {
+    "argument": InvalidArgument,
+    "absent": CommTimeout,
+    "lost": BackendError,
+    "differs": ConfigError,
+}
+_USED: Final = "uuid: already used; each attempt needs a new one"
+_DIFFERENT: Final = "handles: processes have passed different ones with this uuid"
+_FIRST_NAP: Final = 0.0005  # seconds between looks at the store
+_NAP: Final = 0.02
+_LOOKS_AFTER: Final = 0.1  # seconds between looks at the processes
+_LOSS_SHOWS: Final = 0.3  # seconds after an error of a library in which the death behind it shows
 
 
 @dataclass(frozen=True)
@@ -73,30 +92,35 @@ class Handle:
             ) from None
 
 
-def handle() -> str:
-    """The handle of this process in the world that it has."""
-    runtime = init.current()
+def latest() -> Runtime:
+    """The runtime of this process whose place another world may take: the present one, or the last one if it
+    has ended by a change of its members. Raises `NotInitialized` if there is none.
+    """
+    runtime = job.runtime
+    return runtime if runtime is not None and runtime.superseded else init.current()
+
+
+def handle(runtime: Runtime) -> str:
+    """The handle of this process in its world `runtime`."""
     return _own(runtime).text()
 
 
 def _own(runtime: Runtime) -> Handle:
-    token = runtime.attached.setdefault("handle", secrets.token_hex(8))
+    token = runtime.attached.setdefault("handle", secrets.token_hex(16))
     return Handle(own_process(host_name(), 0), token, _address(runtime))
 
 
 def _address(runtime: Runtime) -> tuple[str, int]:
-    """The store in which this process can be met: that of its job, of its launcher, or one of its own."""
-    if runtime.roster is not None:
-        return server_of(runtime.roster.root)
-    environment = launch_environment()
-    if environment.agent_store and environment.master_addr and environment.master_port:
-        return environment.master_addr, environment.master_port
-    return own_server(runtime.world.timeout)
+    """The store in which this process can be met: one that outlives all ranks, or one of its own."""
+    if agent_has_store():
+        environment = launch_environment()
+        if environment.master_addr and environment.master_port:
+            return environment.master_addr, environment.master_port
+    return own_server(runtime.world.timeout, everywhere=not runtime.world.single_host)
 
 
-def reconfigure(uuid: str, texts: Sequence[str], timeout: float) -> Runtime:
-    """See `mcr.reconfigure`."""
-    runtime = init.current()
+def reconfigure(runtime: Runtime, uuid: str, texts: Sequence[str], timeout: float) -> Runtime:
+    """See `mcr.reconfigure`. `runtime`: whose place the new world takes."""
     if not isinstance(uuid, str) or not uuid:
         raise InvalidArgument(f"uuid: expected a text that is new for each attempt, got {uuid!r}")
     handles = [Handle.read(text, f"handles[{index}]") for index, text in enumerate(texts)]
@@ -107,58 +131,151 @@ def reconfigure(uuid: str, texts: Sequence[str], timeout: float) -> Runtime:
     if not places:
         raise InvalidArgument("handles: that of this process is not in them")
     rank = places[0]
-    stale = handles[rank] != _own(runtime)
     members = tuple(each.process._replace(number=number) for number, each in enumerate(handles))
-    store = _meet(handles[0].address, uuid, timeout)
-    roster = Roster(store, 0, members, rank)
-    watch = Watch(roster, runtime.loaded)
-    problem = f"handles[{rank}] is stale: its process has another world now" if stale else ""
-    digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()
-    _gather(store, rank, [problem, digest], watch, timeout)
-    close_world(runtime, f"the program has made another one of {len(handles)} processes", Decision())
-    return begin_epoch(runtime, watch)
+    part, name = _meet(handles[0], uuid, timeout), f"reconfigure/{uuid}"
+    secret = job_secret()
+    store = SignedStore(part, secret, name) if secret else part
+    offer = Offer() if rank == 0 and not secret and len({each.place for each in members}) == 1 else None
+    stale = handles[rank].token != _own(runtime).token
+    coming = _Coming(
+        handles=hashlib.sha256("\n".join(texts).encode()).hexdigest(),
+        problem=f"handles[{rank}] is stale: its process has another world now" if stale else "",
+        passport=_passport(runtime),
+        offer="" if offer is None else offer.place,
+    )
+    try:
+        place = _gather(store, coming, Watch(Roster(store, 0, members, rank), runtime.loaded), timeout)
+        if place:
+            store = _signed(part, place, name)
+        elif rank == 0 and not secret:
+            _log.warning("reconfigure: values in the job's store are not signed; set MCR_SECRET on all ranks")
+        release_waiting(runtime, {}, "reconfigure")
+        close_world(runtime, f"the program has made another one of {len(handles)} processes", Decision())
+        return _begin(runtime, Watch(Roster(store, 0, members, rank), runtime.loaded))
+    finally:
+        if offer is not None:
+            offer.close()
 
 
-def _meet(address: tuple[str, int], uuid: str, timeout: float) -> Store:
-    """The part of the store at `address` for one attempt."""
-    host, port = address
+def _signed(part: Store, place: str, name: str) -> Store:
+    """The part of a store with values that are signed by the secret in this place."""
+    try:
+        return SignedStore(part, read_offer(place), name)
+    except LaunchError:
+        part.set("epoch0/leaving", "")  # so that the others do not wait for this process
+        raise
+
+
+def _begin(runtime: Runtime, watch: Watch) -> Runtime:
+    """Make the world; raises `PeerLost` if a process is lost meanwhile."""
+    try:
+        return begin_epoch(runtime, watch)
+    except McrError as error:
+        # A library may raise an error of its own before the death behind it shows.
+        loss = _soon(watch)
+        with contextlib.suppress(RuntimeError):  # so that ranks that do not see it learn it as well
+            watch.roster.root.set(f"{watch.roster.place}/leaving", "")
+        if loss is None or isinstance(error, PeerLost):
+            raise
+        raise loss from error
+
+
+def _soon(watch: Watch) -> PeerLost | None:
+    """The loss that shows within a short time."""
+    deadline = Deadline(_LOSS_SHOWS)
+    while (loss := watch.error()) is None and not deadline.passed():
+        time.sleep(_NAP)
+    return loss
+
+
+def _meet(first: Handle, uuid: str, timeout: float) -> Store:
+    """The part, for one attempt, of the store that the first handle names."""
+    host, port = first.address
     try:
         server = TCPStore(
             host, port, None, False, timedelta(seconds=timeout), wait_for_workers=False, multi_tenant=True
         )
     except RuntimeError as error:
         raise LaunchError(f"reconfigure: no store at {host}:{port}, where all meet: {error}") from error
-    name = f"reconfigure/{uuid}"
-    part, secret = PrefixStore(name, server), job_secret()
-    return SignedStore(part, secret, name) if secret else part
+    return PrefixStore(f"reconfigure/{uuid}", server)
 
 
-def _gather(store: Store, rank: int, mine: list[str], watch: Watch, timeout: float) -> None:
+class _Coming(NamedTuple):
+    """What a process brings to an attempt.
+
+    Attributes:
+        handles: a digest of them.
+        problem: why it cannot come; empty if it can.
+        passport: what must be equal.
+        offer: on rank 0, the place of the secret with which values are signed; empty for none.
+    """
+
+    handles: str
+    problem: str
+    passport: dict[str, str]
+    offer: str
+
+
+def _passport(runtime: Runtime) -> dict[str, str]:
+    return {
+        "mcr_plus": version("mcr_plus"),
+        "torch": torch.__version__,
+        "the configuration's digest": fingerprint(runtime.config)[:16],
+    }
+
+
+def _gather(store: Store, mine: _Coming, watch: Watch, timeout: float) -> str:
     """Wait until all processes have come; raises on all that have if one does not, or cannot.
 
-    `mine`: why this process cannot, empty if it can; and a digest of the handles that it has been given.
+    Returns what rank 0 offers.
     """
+    rank, verdict = watch.roster.rank, "decision"
     keys = [f"come/{each}" for each in range(len(watch.roster.members))]
+    first = store.compare_set("handles", "", mine.handles)
+    if first.decode() != mine.handles:
+        store.compare_set(verdict, "", json.dumps(["argument", _DIFFERENT]))
+        is_other = json.loads(store.get(verdict))[1] != _DIFFERENT
+        raise InvalidArgument(f"reconfigure: {_USED if is_other else _DIFFERENT}")
     if store.check([keys[rank]]):
-        raise InvalidArgument("uuid: it was used before; each attempt needs a new one")
+        raise InvalidArgument(f"reconfigure: {_USED}")
     store.set(keys[rank], json.dumps(mine))
-    verdict = "decision"
-    try:
-        WatchedStore(store, timeout, watch.error).wait(keys, timedelta(seconds=timeout))
-        problems, digests = zip(*(json.loads(store.get(key)) for key in keys), strict=True)
-        found = [_GO, ""]
-        if len(set(digests)) > 1:
-            found = ["argument", "handles: processes have passed different ones"]
-        if any(problems):
-            found = ["argument", next(filter(None, problems))]
-    except PeerLost as error:
-        found = ["lost", str(error)]
-    except DistError:
-        absent = [each for each, key in enumerate(keys) if not store.check([key])]
-        found = ["absent", f"handles of {phrase_ranks(absent)} have not come within {timeout:g} s"]
-    store.compare_set(verdict, "", json.dumps(found))
+    if not store.check([verdict]):
+        store.compare_set(verdict, "", json.dumps(_verdict(store, keys, watch, timeout)))
     kind, text = json.loads(store.get(verdict))
-    errors: dict[str, type[McrError]]
-    errors = {"argument": InvalidArgument, "absent": CommTimeout, "lost": BackendError}
     if kind != _GO:
-        raise errors[kind](f"reconfigure: {text}")
+        raise _ERRORS[kind](f"reconfigure: {text}")
+    return _Coming(*json.loads(store.get(keys[0]))).offer
+
+
+def _verdict(store: Store, keys: list[str], watch: Watch, timeout: float) -> list[str]:
+    """What becomes of an attempt, as this process sees it: a kind, and a text."""
+    deadline, looks, nap = Deadline(timeout), Deadline(_LOOKS_AFTER), _FIRST_NAP
+    while not store.check(keys):
+        if store.check(["decision"]):
+            decided: list[str] = json.loads(store.get("decision"))
+            return decided
+        if looks.passed():
+            looks = Deadline(_LOOKS_AFTER)
+            lost = {rank: state for rank, state in watch.lost().items() if not store.check([keys[rank]])}
+            if lost:
+                return ["lost", f"{phrase_ranks(list(lost))} of those in handles: {_all(lost.values())}"]
+        if deadline.passed():
+            absent = [each for each, key in enumerate(keys) if not store.check([key])]
+            return ["absent", f"{phrase_ranks(absent)} of those in handles: not come within {timeout:g} s"]
+        time.sleep(nap)
+        nap = min(1.5 * nap, _NAP)
+    come = [_Coming(*json.loads(store.get(key))) for key in keys]
+    for rank, each in enumerate(come):
+        if each.problem:
+            return ["argument", each.problem]
+        for name, value in come[0].passport.items():
+            if each.passport.get(name) != value:
+                other = each.passport.get(name)
+                return ["differs", f"{name} is {other!r} on rank {rank} and {value!r} on rank 0"]
+    if lost := watch.lost():
+        return ["lost", f"{phrase_ranks(list(lost))} of those in handles: {_all(lost.values())}"]
+    return [_GO, ""]
+
+
+def _all(states: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(states))

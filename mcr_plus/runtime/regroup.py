@@ -87,14 +87,17 @@ class Regrouping:
             self.done.setdefault(group, number)
 
 
-def leave_epoch(proposal: Proposal, timeout: float, what: str) -> tuple[Runtime, Regrouping]:
+def leave_epoch(
+    runtime: Runtime, proposal: Proposal, timeout: float, what: str
+) -> tuple[Runtime, Regrouping]:
     """Decide with the other members who goes on, and make the world of the next epoch; collective over them.
 
-    `proposal`: without what is found out here, lost ranks and completed operations. `what`: the call of the
-    program, for messages. If a member is lost while the new world is made, the others decide again.
+    `runtime`: that of this process. `proposal`: without what is found out here, lost ranks and completed
+    operations. `what`: the call of the program, for messages. If a member is lost while the new world is
+    made, the others decide again.
 
     Raises:
-        NotInitialized: there is no world, or torch.distributed has made it.
+        NotInitialized: the job has one rank, and no store.
         CommTimeout: ranks that live have not called this within `timeout` seconds. As with the next two
             errors, the old world stays as it is, and all may call this again.
         InvalidArgument: `proposal` declares living ranks dead, or a rank has passed a wrong argument.
@@ -103,10 +106,7 @@ def leave_epoch(proposal: Proposal, timeout: float, what: str) -> tuple[Runtime,
         LaunchError: the job's store does not answer.
     """
     began = time.monotonic()
-    runtime = init.current()
     roster = runtime.roster
-    if not runtime.is_native:
-        raise NotInitialized(f"{what}: this world belongs to torch.distributed")
     if roster is None:
         raise NotInitialized(f"{what}: this job has one rank and no store in which others could meet it")
     done = {state.group.name: completed(runtime.engine, state) for state in runtime.engine.states}
@@ -131,7 +131,7 @@ def _go_on(
     """
     while True:
         lost = dict(seen())
-        _release_waiting(runtime, lost, what)
+        release_waiting(runtime, lost, what)
         settled = roster.settle(replace(proposal, lost=lost), seen, timeout)
         decision, members = settled.decision, settled.members
         if decision.refusal is not None:
@@ -228,7 +228,9 @@ def begin_epoch(before: Runtime, watch: Watch) -> Runtime:
     new, failure = None, None
     try:
         world = init.world_of(store, roster.rank, len(roster.members), limit)
-        new = init.begin(before.loaded, replace(world, roster=roster), before.timeout)
+        new = init.begin(
+            before.loaded, replace(world, roster=roster), before.timeout, native=before.is_native
+        )
         exchange(store, roster.rank, len(roster.members), "made", "", limit)
     except McrError as error:
         failure = error
@@ -241,7 +243,7 @@ def begin_epoch(before: Runtime, watch: Watch) -> Runtime:
     raise failure
 
 
-def _release_waiting(runtime: Runtime, lost: Mapping[int, str], what: str) -> None:
+def release_waiting(runtime: Runtime, lost: Mapping[int, str], what: str) -> None:
     """End the waits of ranks that wait for this one: it does not come to their operations any more."""
     if runtime.closed:
         return
@@ -263,6 +265,6 @@ def close_world(runtime: Runtime, why: str, decision: Decision) -> None:
         state.agreed = decision.done.get(state.group.name)
     runtime.prepare_reset()
     runtime.close(clean=False)
-    runtime.closed_because = why
+    runtime.closed_because, runtime.superseded = why, True
     for state in runtime.engine.states:
         state.board.close()

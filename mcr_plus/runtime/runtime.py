@@ -33,6 +33,7 @@ from mcr_plus.errors import (
 from mcr_plus.kernels import compiling
 from mcr_plus.liveness.protocol import silence
 from mcr_plus.membership.roster import Roster
+from mcr_plus.pipeline.dispatch import DispatchStage
 from mcr_plus.pipeline.pipeline import finish
 from mcr_plus.pipeline.state import holds_tensors
 from mcr_plus.rendezvous.bells import open_bells
@@ -83,6 +84,7 @@ class Runtime:
         timeout: the program's own, in seconds.
         is_native: whether `init` has made it, and not torch.distributed.
         closed: whether the job has ended here; `closed_because` says how, for messages.
+        superseded: whether it has ended by a change of its members, which another `reconfigure` may follow.
         communicator: of all ranks.
         torch_ranks: of each rank its number in torch.distributed, if it is not the same.
         groups: those that are open, in the order in which they were opened.
@@ -113,6 +115,7 @@ class Runtime:
         self.is_native = native
         self.closed = False
         self.closed_because = "finalize has been called"
+        self.superseded = False
         self._peers = _peers(world, options)
         bells = open_bells(world.store, world.rank, world.hosts, world.timeout)
         self.world = world = replace(world, bells=bells, lost=self._lost_among)
@@ -207,6 +210,16 @@ class Runtime:
         self.watcher = watcher
         for opened in self.groups:
             opened.plans.clear()
+
+    def set_timeout(self, opened: OpenGroup, seconds: float) -> None:
+        """Set the deadline of a group's operations, those in flight included."""
+        for group in opened.all:
+            for stage in group.pipeline.stages:
+                if isinstance(stage, DispatchStage):
+                    stage.set_timeout(seconds)
+            for operation in list(self.engine.bound):
+                if operation.state is group.state:
+                    operation.timeout = seconds
 
     # -- groups -----------------------------------------------------------------------------------
 

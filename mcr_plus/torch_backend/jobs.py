@@ -18,7 +18,7 @@ from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.config import reader as configuration
 from mcr_plus.config.options import Scope, options_marked
 from mcr_plus.config.schema import Config
-from mcr_plus.core.c10d import PrefixStore, Store
+from mcr_plus.core.c10d import HashStore, PrefixStore, Store
 from mcr_plus.dispatch.board.base import Failure
 from mcr_plus.dispatch.board.shared import SharedBoard
 from mcr_plus.dispatch.options import DispatchOptions
@@ -47,12 +47,26 @@ class TorchJob:
         self.groups = set[Communicator]()
         self.joined = False
         self.dropped = deque[Communicator]()
+        self.prepared: Communicator | None = None  # that of the group that torch makes next
 
     def enter(self, running: Runtime, ranks: tuple[int, ...], *, joined: bool) -> None:
         """Start to use a job. `joined`: torch's first group has joined it, so it ends with the last one."""
         self.runtime, self.ranks, self.joined = running, ranks, joined
         running.torch_ranks = None if ranks == tuple(range(len(ranks))) else ranks
         self.names, self.groups = Counter(), set()
+
+    def go_on(self, running: Runtime) -> None:
+        """Use the job that has taken the place of this one; its world is torch's first group."""
+        self.enter(running, tuple(range(running.world.size)), joined=self.joined)
+        self.groups.add(running.communicator)
+
+    def open(self, running: Runtime, ranks: Sequence[int], name: str, config: Config) -> Communicator:
+        """Open a group of the job; collective over its ranks. `ranks`: of the job."""
+        self.names[name] += 1
+        unique = f"torch/{name}/{self.names[name]}"  # torch may use a name again
+        communicator = running.open_group(unique, tuple(ranks), config)
+        self.groups.add(communicator)
+        return communicator
 
     def drop(self, communicator: Communicator, running: Runtime | None) -> None:
         """Mark a group of the job `running` as garbage-collected.
@@ -108,6 +122,9 @@ def communicator_of(
 ) -> Communicator:
     """Open the communicator of one of torch's groups, in the running job or in a new one."""
     torch_job.leave_dropped()
+    if (prepared := torch_job.prepared) is not None:
+        torch_job.prepared = None
+        return prepared
     seconds = (timeout or dist.default_pg_timeout).total_seconds()
     members = tuple(ranks) or tuple(range(size))
     # The store may be older than this group, and serve groups of other ranks.
@@ -121,16 +138,38 @@ def communicator_of(
         torch_job.enter(running, members, joined=True)
         communicator = running.communicator
     else:
-        torch_job.names[name] += 1
-        unique = f"torch/{name}/{torch_job.names[name]}"  # torch may use a name again
         config = running.loaded.with_timeout(seconds)
         if options is not None:
             hosts = tuple(running.world.hosts[job_rank] for job_rank in job_ranks)
             world = World(rank, size, hosts, seconds, group_store, running.world.libraries)
             config = _checked(options, running, world).with_timeout(seconds)
-        communicator = running.open_group(unique, job_ranks, config)
+        return torch_job.open(running, job_ranks, name, config)
     torch_job.groups.add(communicator)
     return communicator
+
+
+def alone(timeout: timedelta | None, options: object) -> Communicator:
+    """Begin a job of this process alone, for torch's first group, which is to be reconfigured.
+
+    Raises `Unsupported` if the process has a job.
+    """
+    return begin(HashStore(), 0, 1, timeout or dist.default_pg_timeout, options)
+
+
+def begin(store: Store, rank: int, size: int, timeout: timedelta, options: object) -> Communicator:
+    """Begin a job for torch's first group; collective over its ranks. `store`: a new one.
+
+    Raises `Unsupported` if the process has a job.
+    """
+    torch_job.leave_dropped()
+    if job.runtime is not None and not job.runtime.closed:
+        raise Unsupported("this process has joined a job of mcr_plus, and a process has one")
+    seconds = timeout.total_seconds()
+    part = store if size == 1 else signed_part(PrefixStore("mcr_plus", store), rank, size, seconds)
+    running = join(readable(partial(_load, options)), part, rank, size, seconds)
+    torch_job.enter(running, tuple(range(size)), joined=True)
+    torch_job.groups.add(running.communicator)
+    return running.communicator
 
 
 def _ranks_in_job(

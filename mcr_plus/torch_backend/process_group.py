@@ -20,10 +20,8 @@ Long because a process group has one method for each operation.
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
@@ -45,7 +43,7 @@ from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.c10d import TORCH, ProcessGroup, Store
 from mcr_plus.core.kinds import MESSAGES, ReduceOp
 from mcr_plus.core.work import JointWork, Work
-from mcr_plus.errors import CommTimeout, McrError, NotInitialized, Unsupported
+from mcr_plus.errors import CommTimeout, Unsupported
 from mcr_plus.runtime.process import job
 from mcr_plus.torch_backend.arguments import (
     NAME,
@@ -60,8 +58,10 @@ from mcr_plus.torch_backend.arguments import (
     scale,
     scaled,
 )
-from mcr_plus.torch_backend.jobs import communicator_of, torch_job
-from mcr_plus.torch_backend.work import DONE, Membership, TorchWork, joint, untraced
+from mcr_plus.torch_backend.jobs import alone, begin, communicator_of, torch_job
+from mcr_plus.torch_backend.living_group import LivingGroup
+from mcr_plus.torch_backend.shrinking import let_torch_shrink
+from mcr_plus.torch_backend.work import DONE, TorchWork, joint, untraced
 
 Options = str | Path | Mapping[str, Any]
 """Type of `pg_options`: the path of a pipeline's YAML file, or a mapping of the same form."""
@@ -69,11 +69,9 @@ Options = str | Path | Mapping[str, Any]
 _RETAINED_WORKS: Final = 8  # DDP starts at most four while it uses the first
 _ROOT_DEVICES: Final = ("cpu", "cuda")
 
-_log = logging.getLogger("mcr_plus")
-
 
 @untraced
-class McrProcessGroup(ProcessGroup):
+class McrProcessGroup(LivingGroup):
     """A process group whose operations run through a communicator's pipeline.
 
     Methods are those of `torch.distributed.ProcessGroup`, arguments in torch's order: lists of one tensor,
@@ -82,43 +80,30 @@ class McrProcessGroup(ProcessGroup):
     sent.
 
     Any thread may issue operations, one at a time, in an order that is the same on all ranks.
-
-    A group is left as by `abort` when it and all of its handles have been garbage-collected.
     """
 
-    _membership: Membership
-    _finalizer: weakref.finalize[..., object] | None = None
-
     def __init__(self, store: Store, rank: int, size: int, open_group: Callable[[], Communicator]) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # the stubs have another signature
-        self._store = store
-        self._open_group = open_group
+        super().__init__(store, rank, size, open_group)
         self._lock = threading.RLock()
         # Separate, because a collective of another thread may wait for a message.
         self._messages_lock = threading.RLock()
-        self._owner = 0
-        self._destroyed = False
-        self._communicator: Communicator | None = None
         self._batch: list[dist.Work] | None = None
         self._scalar_works = deque[dist.Work](maxlen=_RETAINED_WORKS)
         self._keywords: MutableMapping[torch.Tensor, Mapping[str, Any]] | None = None
-        self._name = self._desc = ""
+        self._desc = ""
 
-    @property
-    def communicator(self) -> Communicator:
-        """The group's `mcr_plus.Communicator`, whose calls take codecs, tags and backends."""
-        if self._destroyed:
-            raise NotInitialized(f"process group '{self._name}' has been destroyed")
-        if self._communicator is None:
-            self._communicator = self._open_group()
-            self._membership = Membership(self._communicator)
-            self._finalizer = weakref.finalize(
-                self._membership, torch_job.drop, self._communicator, torch_job.runtime
-            )
-            self._finalizer.atexit = False
-        return self._communicator
+    @staticmethod
+    def begin(store: Store, rank: int, size: int, timeout: timedelta, config: object) -> McrProcessGroup:
+        """A group outside of torch's registry, for whose ranks a new job begins; collective over them.
 
-    # -- properties and life cycle ----------------------------------------------------------------
+        `store`: a new one, which all of them reach. Raises `Unsupported` if this process has a job, and
+        otherwise as `create` does.
+        """
+        group = McrProcessGroup(store, rank, size, lambda: begin(store, rank, size, timeout, config))
+        assert group.communicator
+        return group
+
+    # -- properties -------------------------------------------------------------------------------
 
     def name(self) -> str:
         """The backend's name."""
@@ -170,34 +155,6 @@ class McrProcessGroup(ProcessGroup):
     def get_group_store(self) -> Store:
         """The store that torch gave to the group."""
         return self._store
-
-    def shutdown(self) -> None:
-        """Wait for operations in flight, then leave the group, and the job with the last one."""
-        communicator = self._detach()
-        if communicator is not None:
-            try:
-                torch_job.leave(communicator)
-            except McrError as error:  # not raised, because torch would not remove the group then
-                _log.error("an operation that was never waited for has failed: %s", error)
-
-    def abort(self) -> None:
-        """Leave the group, and the job with the last one, without waiting for operations or peers."""
-        communicator = self._detach()
-        if communicator is not None:
-            torch_job.leave(communicator, clean=False)
-
-    def _detach(self) -> Communicator | None:
-        """Mark this group as destroyed, so that later calls raise; returns its communicator."""
-        communicator, self._communicator, self._owner, self._destroyed = self._communicator, None, 0, True
-        if self._finalizer is not None:
-            self._finalizer.detach()
-        return communicator
-
-    def _set_default_timeout(self, timeout: timedelta) -> None:
-        raise Unsupported(
-            f"timeout {timeout}: operations keep the deadline with which they were bound; pass timeout= to "
-            "init_process_group or new_group"
-        )
 
     def all_reduces_with(self, tensor: torch.Tensor, **keywords: Any) -> None:
         """Set keywords of `Communicator.all_reduce` for later all_reduces of `tensor`, this very object.
@@ -607,17 +564,24 @@ class _AsGloo(McrProcessGroup):
         timeout: timedelta | None = None,
         enable_reconfigure: bool = False,
     ) -> None:
-        if enable_reconfigure:
-            raise Unsupported("enable_reconfigure: not supported by mcr_plus")
         # Torch sets these after the constructor and before it uses the group.
         options = SimpleNamespace(global_ranks_in_group=[], group_name="", _timeout=timeout)
         self.options: Any = options
 
         def open_group() -> Communicator:  # no reference to self: the cycle would delay its collection
+            if enable_reconfigure:
+                return alone(timeout, None)
             ranks, name = options.global_ranks_in_group, options.group_name
             return communicator_of(store, rank, size, timeout, ranks, name, None)
 
         super().__init__(store, rank, size, open_group)
+
+    @classmethod
+    def over(cls, store: Store, communicator: Communicator) -> _AsGloo:
+        """See `LivingGroup.over`."""
+        group = cls(store, communicator.rank, communicator.size)
+        group._open_group = lambda: communicator
+        return group
 
     def name(self) -> str:
         """The name `gloo`."""
@@ -643,9 +607,13 @@ def create(options: Any, pg_options: object = None) -> McrProcessGroup:
     """
     store, rank, size = options.store, options.group_rank, options.group_size
     ranks, name, timeout = options.global_ranks_in_group, options.group_id, options.timeout
-    group = McrProcessGroup(
-        store, rank, size, lambda: communicator_of(store, rank, size, timeout, ranks, name, pg_options)
-    )
+
+    def open_group() -> Communicator:
+        if getattr(options, "enable_reconfigure", False):  # from torch 2.14 on
+            return alone(timeout, pg_options)
+        return communicator_of(store, rank, size, timeout, ranks, name, pg_options)
+
+    group = McrProcessGroup(store, rank, size, open_group)
     assert group.communicator  # opens it now, on all ranks, and not at the first use
     return group
 
@@ -676,3 +644,4 @@ def _end_as_torch_does(function: str, method: str) -> None:
 _end_as_torch_does("_shutdown_backend", "shutdown")
 _end_as_torch_does("_abort_backend", "abort")
 job.leave_dropped = torch_job.leave_dropped
+let_torch_shrink()

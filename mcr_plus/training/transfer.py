@@ -1,14 +1,16 @@
-"""Sends nested state, such as an optimizer's, from one rank to the others."""
+"""Sends tensors, and nested state such as an optimizer's, from one rank to the others."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from mcr_plus.communicator.communicator import Communicator
-from mcr_plus.training.wrap import broadcast_tensors
+
+_PIECE: Final = 64 << 20  # bytes of one broadcast, which copies its tensors into a flat tensor
 
 
 class _Place(NamedTuple):
@@ -17,6 +19,26 @@ class _Place(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: str
+
+
+def broadcast_tensors(tensors: Sequence[torch.Tensor], comm: Communicator, src: int | None = None) -> None:
+    """Broadcast tensors, uncompressed, from rank `src` of the job (None: the group's first rank)."""
+    if comm.size == 1:
+        return
+    alike: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
+    for tensor in tensors:
+        pieces = alike.setdefault((tensor.dtype, tensor.device), [[]])
+        if sum(piece.nbytes for piece in pieces[-1]) >= _PIECE:
+            pieces.append([])
+        pieces[-1].append(tensor.detach())
+    root = comm.ranks[0] if src is None else src
+    for batch in chain.from_iterable(alike.values()):
+        flat = torch.cat([tensor.reshape(-1) for tensor in batch])
+        comm.broadcast(flat, root, compress=False)  # codecs are for gradients, not for parameters
+        offset = 0
+        for tensor in batch:
+            tensor.copy_(flat[offset : offset + tensor.numel()].view(tensor.shape))
+            offset += tensor.numel()
 
 
 def broadcast_state(state: Any, comm: Communicator, src: int) -> Any:

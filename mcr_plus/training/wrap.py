@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.runtime.init import member_of
+from mcr_plus.runtime.process import job
+from mcr_plus.runtime.runtime import Runtime
+from mcr_plus.training.carried import put_into, taken_from
 from mcr_plus.training.compiled import CompiledCall
 from mcr_plus.training.reducer import Reducer
+from mcr_plus.training.transfer import broadcast_tensors
 
-_PIECE: Final = 64 << 20  # bytes of one broadcast, which copies its tensors into a flat tensor
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -212,6 +214,20 @@ def follow(comm: Communicator) -> None:
     gc.collect()
 
 
+def changing(before: Runtime) -> Callable[[Runtime], None]:
+    """See `Job.changing`."""
+    carried = {} if before.closed else taken_from(before)
+
+    def go_on(new: Runtime) -> None:
+        put_into(new, carried, is_new=not carried)
+        follow(new.communicator)
+
+    return go_on
+
+
+job.changing = changing
+
+
 @contextmanager
 def no_sync(model: torch.nn.Module) -> Iterator[None]:
     """Accumulate gradients locally in this block; the next backward pass outside averages the sum.
@@ -308,26 +324,6 @@ def broadcast_parameters(
     broadcast_tensors(
         [tensor for _, tensor in items if isinstance(tensor, torch.Tensor)], member_of(group), root_rank
     )
-
-
-def broadcast_tensors(tensors: Sequence[torch.Tensor], comm: Communicator, src: int | None = None) -> None:
-    """Broadcast tensors, uncompressed, from rank `src` of the job (None: the group's first rank)."""
-    if comm.size == 1:
-        return
-    alike: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
-    for tensor in tensors:
-        pieces = alike.setdefault((tensor.dtype, tensor.device), [[]])
-        if sum(piece.nbytes for piece in pieces[-1]) >= _PIECE:
-            pieces.append([])
-        pieces[-1].append(tensor.detach())
-    root = comm.ranks[0] if src is None else src
-    for batch in chain.from_iterable(alike.values()):
-        flat = torch.cat([tensor.reshape(-1) for tensor in batch])
-        comm.broadcast(flat, root, compress=False)  # codecs are for gradients, not for parameters
-        offset = 0
-        for tensor in batch:
-            tensor.copy_(flat[offset : offset + tensor.numel()].view(tensor.shape))
-            offset += tensor.numel()
 
 
 def _trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:

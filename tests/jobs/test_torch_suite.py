@@ -10,7 +10,8 @@ from typing import Final
 
 import pytest
 
-SUITE: Final = Path(__file__).parents[1] / "torch_suite" / "suite.py"
+SUITES: Final = Path(__file__).parents[1] / "torch_suite"
+SUITE: Final = SUITES / "suite.py"
 PART: Final = (
     "test_all_gather*", "test_all_reduce_sum*", "test_all_to_all*", "test_broadcast*", "test_gather*",
     "test_scatter*", "test_reduce_sum*", "test_send_recv*", "test_isend*", "test_barrier_timeout*",
@@ -26,3 +27,13 @@ def test_torchs_own(gate: str) -> None:
     failed = [f"{each['test']}: {each['why'][-1500:]}" for each in told if each["outcome"] == "fail"]
     assert not failed, "\n".join(failed)
     assert sum(each["outcome"] == "pass" for each in told) > 20, run.stderr[-2000:]
+
+
+def test_c10ds_tests_of_fault_tolerance() -> None:
+    command = [sys.executable, str(SUITES / "fault_tolerance_suite.py"), "mcr"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    told = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"test"')]
+    if [each["test"] for each in told] == ["all"]:
+        pytest.skip(told[0]["why"])
+    assert run.returncode == 0, "\n".join(f"{each['test']}: {each['why'][-1500:]}" for each in told)
+    assert sum(each["outcome"] == "pass" for each in told) > 10, run.stderr[-2000:]

@@ -507,8 +507,15 @@ def timeouts_of_groups() -> None:
             group: Any = dist.new_group([0, 1], timeout=timedelta(seconds=3))
             found: list[Any] = [each.communicator.config.options("dispatch") for each in (world, group)]
             assert [options.timeout for options in found] == expected, found
-            with pytest.raises(mcr.Unsupported, match="pass timeout="):
-                group._set_default_timeout(timedelta(seconds=2))
+            group.allreduce([torch.ones(2)]).wait()
+            group.set_timeout(timedelta(seconds=0.5))
+            if dist.get_rank() == 0:
+                with pytest.raises(mcr.CommTimeout, match=r"timeout is 0\.5 s"):
+                    group.allreduce([torch.ones(2)]).wait()
+            else:
+                time.sleep(1.5)
+            with pytest.raises(mcr.InvalidArgument, match="positive"):
+                world.set_timeout(timedelta(0))
 
 
 # -- the pipeline ---------------------------------------------------------------------------------------

@@ -19,13 +19,14 @@ AT_THE_ROOT = {
     "interfaces",
     "registry",
     "spatial",
-}  # autograd, dtensor, interfaces and spatial only forward
+    "torchft",
+}  # autograd, dtensor, interfaces, spatial and torchft only forward
 
 # From the top to the bottom. Folders of one row do not import each other.
 ORDER = (
     {"cli"},
     {"tuning"},
-    {"__init__", "autograd", "dtensor", "interfaces", "spatial"},
+    {"__init__", "autograd", "dtensor", "interfaces", "spatial", "torchft"},
     {"horovod"},
     {"api"},
     {"training"},

@@ -1,0 +1,279 @@
+"""The life of a process group: its end, its errors, and other ranks in its place, with the meaning of c10d.
+
+The first group of the backend is the job's world. When that is shrunk or reconfigured, another job takes its
+place, and the groups inside the old one raise `Revoked`. Other groups can be shrunk, but not reconfigured: a
+process has one job.
+"""
+
+# pyright: reportIncompatibleMethodOverride=false, reportIncompatibleVariableOverride=false
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d as bindings
+
+from mcr_plus.core.c10d import ProcessGroup, Store
+from mcr_plus.errors import (
+    BackendError,
+    CommTimeout,
+    InvalidArgument,
+    McrError,
+    NotInitialized,
+    PeerLost,
+    Revoked,
+    Unsupported,
+)
+from mcr_plus.membership.rules import Proposal
+from mcr_plus.runtime import reconfigure as reconfiguring
+from mcr_plus.runtime.process import job
+from mcr_plus.runtime.regroup import leave_epoch
+from mcr_plus.torch_backend.jobs import torch_job
+from mcr_plus.torch_backend.work import DONE, Membership, untraced
+
+if TYPE_CHECKING:
+    from mcr_plus.communicator.communicator import Communicator
+    from mcr_plus.runtime.runtime import Runtime
+
+SHRINK_DEFAULT: Final = 0
+SHRINK_ABORT: Final = 1
+_log = logging.getLogger("mcr_plus")
+
+
+@untraced
+class LivingGroup(ProcessGroup):
+    """What `McrProcessGroup` has besides its operations.
+
+    A group is left as by `abort` when it and all of its handles have been garbage-collected.
+    """
+
+    _membership: Membership
+    _finalizer: weakref.finalize[..., object] | None = None
+
+    def __init__(self, store: Store, rank: int, size: int, open_group: Callable[[], Communicator]) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the stubs have another signature
+        self._store = store
+        self._rank, self._size = rank, size
+        self._open_group = open_group
+        self._owner = 0
+        self._destroyed = False
+        self._communicator: Communicator | None = None
+        self._runtime: Runtime | None = None  # of the communicator, also after the end of that
+        self._failure: BaseException | None = None  # of the last communicator
+        self._name = ""
+
+    @property
+    def communicator(self) -> Communicator:
+        """The group's `mcr_plus.Communicator`, whose calls take codecs, tags and backends."""
+        if self._destroyed:
+            raise NotInitialized(f"process group '{self._name}' has been destroyed")
+        if self._communicator is None:
+            self._enter(self._open_group())
+        assert self._communicator is not None
+        return self._communicator
+
+    def _enter(self, communicator: Communicator) -> None:
+        """Use a communicator of torch's job from now on."""
+        self._communicator, self._runtime = communicator, torch_job.runtime
+        self._rank, self._size = communicator.rank, communicator.size
+        self._destroyed, self._failure, self._owner = False, None, 0
+        self._membership = Membership(communicator)
+        self._finalizer = weakref.finalize(self._membership, torch_job.drop, communicator, torch_job.runtime)
+        self._finalizer.atexit = False
+
+    def detach(self) -> Communicator | None:
+        """Mark this group as destroyed, so that later calls raise; returns its communicator."""
+        communicator, self._communicator, self._owner, self._destroyed = self._communicator, None, 0, True
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        if communicator is not None:
+            self._failure = communicator.state.failure
+        return communicator
+
+    def getRank(self) -> int:  # noqa: N802 - torch's name; its C++ code calls this
+        """This process's rank in the group; another one after `reconfigure`."""
+        return self._rank
+
+    def getSize(self) -> int:  # noqa: N802 - torch's name; its C++ code calls this
+        """Number of ranks in the group; another one after `reconfigure`."""
+        return self._size
+
+    rank, size = getRank, getSize
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Wait for operations in flight, then leave the group, and the job with the last one."""
+        communicator = self.detach()
+        if communicator is not None:
+            try:
+                torch_job.leave(communicator)
+            except McrError as error:  # not raised, because torch would not remove the group then
+                _log.error("an operation that was never waited for has failed: %s", error)
+
+    def abort(self) -> None:
+        """Leave the group, and the job with the last one, without waiting for operations or peers.
+
+        `reconfigure` may follow, if this is the first group.
+        """
+        communicator = self.detach()
+        if communicator is not None:
+            torch_job.leave(communicator, clean=False)
+
+    def get_error(self) -> Any:
+        """Why the group is of no use any more, as `ErrorType`: SUCCESS while it is, and after `abort`.
+
+        TIMEOUT for a deadline that has passed, REMOTE_ERROR for a lost rank, and COMM_ERROR for anything
+        else. Raises `Unsupported` where torch has no `ErrorType` (before 2.7).
+        """
+        kinds = getattr(bindings, "ErrorType", None)
+        if kinds is None:
+            raise Unsupported("get_error: this version of torch has no ErrorType")
+        error = self.failure
+        if error is None:
+            return kinds.SUCCESS
+        if isinstance(error, CommTimeout):
+            return kinds.TIMEOUT
+        return kinds.REMOTE_ERROR if isinstance(error, (PeerLost, Revoked)) else kinds.COMM_ERROR
+
+    @property
+    def place(self) -> str:
+        """A name of the job that is new with each change of its ranks, and the same on all of them."""
+        assert self._runtime is not None
+        roster = self._runtime.roster
+        return roster.place if roster is not None else ""
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error because of which the group cannot be used; None while it can, and after `abort`."""
+        return self._failure if self._communicator is None else self._communicator.state.failure
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the deadline of operations, those in flight included, and of the next `reconfigure`.
+
+        Raises `InvalidArgument` if it is not positive.
+        """
+        seconds = timeout.total_seconds()
+        if seconds <= 0:
+            raise InvalidArgument(f"timeout: expected a positive one, got {timeout}")
+        communicator = self.communicator
+        assert self._runtime is not None
+        self._runtime.set_timeout(communicator.opened, seconds)
+
+    _set_default_timeout = set_timeout
+
+    # -- other ranks ------------------------------------------------------------------------------
+
+    supports_shrinking = supports_reconfigure = True
+
+    def shrink(
+        self,
+        ranks_to_exclude: Sequence[int],
+        shrink_flags: int = SHRINK_DEFAULT,
+        opts_override: object = None,
+    ) -> LivingGroup:
+        """Make a group without some ranks, dead or alive; collective over the others.
+
+        The others keep their order. This group is of no use afterwards; the caller destroys it.
+
+        Args:
+            ranks_to_exclude: ranks of this group, which do not call this.
+            shrink_flags: SHRINK_DEFAULT waits for operations in flight before, unless the group has failed;
+                SHRINK_ABORT does not.
+            opts_override: None; the new group has the pipeline of this one.
+
+        Raises:
+            Unsupported: `opts_override` is something else.
+            InvalidArgument: `ranks_to_exclude` are no ranks of the group, are all of them, or have called it.
+            CommTimeout: a rank that is not excluded has not called it in time. As with the next error, the
+                group stays as it is, and all may call it again.
+            BackendError: another rank has been lost as well.
+            Revoked: the others have excluded this rank.
+            LaunchError: the job's store does not answer.
+        """
+        excluded = sorted(set(ranks_to_exclude))
+        if not excluded or excluded[0] < 0 or excluded[-1] >= self._size or len(excluded) >= self._size:
+            raise InvalidArgument(
+                f"ranks_to_exclude: expected some of the ranks 0 to {self._size - 1}, got "
+                f"{list(ranks_to_exclude)}"
+            )
+        if self._rank in excluded:
+            raise InvalidArgument(f"ranks_to_exclude: {self._rank} is this rank itself")
+        if opts_override is not None:
+            raise Unsupported("opts_override: a shrunk group keeps its pipeline; new_group takes another one")
+        communicator, runtime = self.communicator, self._runtime
+        assert runtime is not None
+        if shrink_flags == SHRINK_DEFAULT:
+            runtime.wait_in_flight(communicator.opened)
+        stay = [rank for rank in range(self._size) if rank not in excluded]
+        if communicator is not runtime.communicator:
+            ranks = [communicator.ranks[rank] for rank in stay]
+            return self._with(torch_job.open(runtime, ranks, self._name, communicator.opened.config))
+        proposal = Proposal(named=tuple(excluded), least=len(stay))
+        go_on = job.changing(runtime)
+        new, _ = leave_epoch(runtime, proposal, runtime.world.timeout, "shrink")
+        torch_job.go_on(new)
+        go_on(new)
+        return self._with(new.communicator)
+
+    def _with(self, communicator: Communicator) -> LivingGroup:
+        group = self.over(self._store, communicator)
+        group._enter(communicator)
+        return group
+
+    @classmethod
+    def over(cls, store: Store, communicator: Communicator) -> LivingGroup:
+        """A group of this class with a communicator that is open already."""
+        return cls(store, communicator.rank, communicator.size, lambda: communicator)
+
+    def get_reconfigure_handle(self) -> str:
+        """A text by which `reconfigure` finds this process, until that has succeeded; also after `abort`.
+
+        Raises `Unsupported` for a group that is not the first one.
+        """
+        return reconfiguring.handle(self._world())
+
+    def reconfigure(self, opts: Any) -> dist.Work:
+        """Make a world of the processes that `opts.handles` name, in place of this group's; collective.
+
+        `opts`: torch's `ReconfigureOptions` (from 2.14 on), or anything with `uuid`, new for each attempt,
+        `handles`, and perhaps `timeout`. Handles in a list are in the order of the ranks; those in a set are
+        ordered by the group. Rank and size of the group change; `hints` have no meaning here.
+
+        Returns a handle that is complete. Raises `Unsupported` for a group that is not the first one, and
+        otherwise as `mcr_plus.reconfigure` does.
+        """
+        runtime = self._world()
+        handles, timeout = opts.handles, getattr(opts, "timeout", None)
+        texts = sorted(handles) if isinstance(handles, (set, frozenset)) else list(handles)
+        seconds = runtime.world.timeout
+        if timeout is not None and timeout > timedelta(0):
+            seconds = timeout.total_seconds()
+        go_on = job.changing(runtime)
+        new = reconfiguring.reconfigure(runtime, f"torch {opts.uuid}", texts, seconds)
+        self.detach()
+        torch_job.go_on(new)
+        self._enter(new.communicator)
+        go_on(new)
+        return DONE
+
+    def _world(self) -> Runtime:
+        """The job, whose world this group is; opens the group if it is not yet."""
+        if self._communicator is None and not self._destroyed:
+            assert self.communicator
+        runtime = self._runtime
+        if runtime is None:
+            raise NotInitialized(f"process group '{self._name}' has been destroyed before its first use")
+        if self._communicator is not None and self._communicator is not runtime.communicator:
+            raise Unsupported(
+                f"process group '{self._name}' is a part of a job; only the first group of mcr can be "
+                "reconfigured, and takes the job with it"
+            )
+        if not (runtime.closed or runtime is job.runtime):
+            raise BackendError(f"process group '{self._name}' is of a job that has ended")
+        return runtime

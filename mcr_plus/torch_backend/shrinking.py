@@ -1,0 +1,97 @@
+"""`torch.distributed.shrink_group` for groups of the backend `mcr`: torch's own refuses groups in Python."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from mcr_plus.core.c10d import PrefixStore, ProcessGroup
+from mcr_plus.errors import InvalidArgument
+from mcr_plus.torch_backend.jobs import torch_job
+from mcr_plus.torch_backend.living_group import SHRINK_ABORT, SHRINK_DEFAULT, LivingGroup
+
+
+def shrink_group(
+    ranks_to_exclude: list[int],
+    group: ProcessGroup | None = None,
+    shrink_flags: int = SHRINK_DEFAULT,
+    pg_options: object = None,
+) -> ProcessGroup:
+    """Make a process group without some ranks, dead or alive; collective over the others.
+
+    As `torch.distributed.shrink_group` (torch 2.9), which calls this for groups of the backend `mcr`. The
+    others keep their order, and `group` is destroyed. If it is the default group, so are all others, and the
+    new one is the default group.
+
+    Args:
+        ranks_to_exclude: ranks of `group`; they do not call this.
+        group: a process group of the backend `mcr`, None for the default group.
+        shrink_flags: 0 (`SHRINK_DEFAULT`) waits for operations in flight before, unless the group has
+            failed; 1 (`SHRINK_ABORT`) does not.
+        pg_options: None; the new group has the pipeline of `group`.
+
+    Raises:
+        TypeError: `ranks_to_exclude` is no list of ranks, or `group` is of another backend.
+        InvalidArgument: a rank is not in the group, is there twice, is this rank itself, or has called this;
+            nobody would be left, or nobody is excluded; the flags are unknown.
+        Unsupported: `pg_options` are given.
+        CommTimeout: a rank that is not excluded has not called this in time. As with the next error, the
+            group stays as it is, and all may call this again.
+        BackendError: another rank has been lost as well.
+        Revoked: the others have excluded this rank.
+        LaunchError: torch's store does not answer.
+
+    Example:
+        ```python
+        try:
+            dist.all_reduce(x)
+        except mcr.PeerLost as lost:
+            group = mcr.shrink_group(list(lost.ranks))
+        ```
+    """
+    target = distributed_c10d._get_default_group() if group is None else group
+    if not isinstance(ranks_to_exclude, list) or not all(isinstance(rank, int) for rank in ranks_to_exclude):
+        raise TypeError(f"ranks_to_exclude: expected a list of ranks, got {ranks_to_exclude!r}")
+    if not isinstance(target, LivingGroup):
+        raise TypeError(f"group: expected a process group of the backend mcr, got {target!r}")
+    if len(set(ranks_to_exclude)) < len(ranks_to_exclude):
+        raise InvalidArgument(f"ranks_to_exclude: a rank is there twice in {ranks_to_exclude}")
+    if shrink_flags not in (SHRINK_DEFAULT, SHRINK_ABORT):
+        raise InvalidArgument(f"shrink_flags: expected 0 or 1, got {shrink_flags!r}")
+    return _registered(target, ranks_to_exclude, target.shrink(ranks_to_exclude, shrink_flags, pg_options))
+
+
+def _registered(old: LivingGroup, excluded: list[int], new: LivingGroup) -> ProcessGroup:
+    """Let torch know of a group that takes the place of another one."""
+    backend, store = dist.get_backend(old), old.get_group_store()
+    is_default = old is dist.group.WORLD
+    ranks = [
+        rank for rank in dist.get_process_group_ranks(old) if dist.get_group_rank(old, rank) not in excluded
+    ]
+    torch_job.prepared = new.detach()
+    if not is_default:
+        dist.destroy_process_group(old)
+        part: Any = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+        return cast("ProcessGroup", part)
+    dist.destroy_process_group()
+    place = PrefixStore(f"mcr_plus/{new.place}", store)
+    dist.init_process_group(backend, store=place, rank=new.rank(), world_size=new.size())
+    group: ProcessGroup = distributed_c10d._get_default_group()
+    return group
+
+
+def let_torch_shrink() -> None:
+    """Let `torch.distributed.shrink_group` shrink groups of this backend, too (torch 2.9 on)."""
+    usual = getattr(distributed_c10d, "_finalize_shrunk_group", None)
+    if usual is None:
+        return
+
+    def finalize(info: Any, excluded: set[int], new: Any) -> ProcessGroup:
+        if isinstance(new, LivingGroup):
+            return _registered(info["process_group"], sorted(excluded), new)
+        group: ProcessGroup = usual(info, excluded, new)
+        return group
+
+    distributed_c10d._finalize_shrunk_group = finalize  # type: ignore[assignment]

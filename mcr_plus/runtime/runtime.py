@@ -311,9 +311,14 @@ class Runtime:
         """Close a group here, or the job if it is the group of all its ranks, unless that is closed already.
 
         Other ranks may still use the group. With `clean`, everything in flight is waited for and its first
-        error raised; without, as at the end of a `with` block after an exception, nothing is waited for.
+        error raised; without, as at the end of a `with` block after an exception, nothing is waited for. If
+        another world has replaced that of all ranks, it is the other one that is closed.
         """
         if self.closed or communicator.closed:
+            successor = job.runtime
+            is_replaced = communicator is self.communicator and communicator.opened.state.revoked
+            if is_replaced and successor is not None and not successor.closed:
+                successor.leave(successor.communicator, clean)
             return
         if communicator is self.communicator:
             self.close(clean)

@@ -51,8 +51,9 @@ if TYPE_CHECKING:
         send,
     )
     from mcr_plus.api.compiling import compile  # noqa: A004 - the name is the same as torch's
-    from mcr_plus.api.elastic import elastic, reconfigure, reconfigure_handle, shrink
+    from mcr_plus.api.elastic import elastic
     from mcr_plus.api.explain import explain
+    from mcr_plus.api.other_ranks import reconfigure, reconfigure_handle, shrink
     from mcr_plus.api.planning import capture, plan_report
     from mcr_plus.api.state import load_state_dict, state_dict
     from mcr_plus.communicator.communicator import Communicator, P2POp
@@ -184,7 +185,7 @@ __all__ = [
 _HOMES = (
     "errors", "core.kinds", "core.work", "api.collectives", "communicator.communicator", "runtime.init",
     "api.explain", "api.planning", "api.compiling", "training.wrap", "training.ddp", "training.fsdp",
-    "api.state", "api.elastic", "layout.layout", "layout.redistribute", "layout.state",
+    "api.state", "api.elastic", "api.other_ranks", "layout.layout", "layout.redistribute", "layout.state",
     "torch_backend.shrinking",
 )  # fmt: skip
 

@@ -1,10 +1,11 @@
-"""Jobs that go on when ranks are lost, and take ranks in: `mcr.shrink` and `mcr.elastic`."""
+"""A training loop that goes on when ranks are lost, and takes ranks in: `mcr.elastic`."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,180 +15,31 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from mcr_plus.api.other_ranks import seconds_of
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.config import reader as configuration
 from mcr_plus.core import environment
-from mcr_plus.core.units import parse_duration
 from mcr_plus.core.work import Work
 from mcr_plus.dispatch.closing import drain
-from mcr_plus.errors import BackendError, InvalidArgument, NotInitialized, PeerLost, phrase_ranks
+from mcr_plus.errors import (
+    BackendError,
+    InvalidArgument,
+    NotInitialized,
+    PeerLost,
+    Revoked,
+    phrase_ranks,
+)
 from mcr_plus.membership.rules import Proposal
-from mcr_plus.runtime import reconfigure as reconfiguring
-from mcr_plus.runtime.init import current, member_of
-from mcr_plus.runtime.regroup import Regrouping, join_job, leave_epoch
+from mcr_plus.runtime.init import current
+from mcr_plus.runtime.regroup import join_job, leave_epoch
 from mcr_plus.runtime.runtime import Runtime
 from mcr_plus.training.carried import Carried, put_into, taken_from
 from mcr_plus.training.transfer import broadcast_state, broadcast_tensors
-from mcr_plus.training.wrap import changing, follow
+from mcr_plus.training.wrap import follow
 
 _LOOK_EVERY: Final = 0.25  # seconds between looks at the store for processes that want to join
 _TAG: Final = "elastic"
 _log = logging.getLogger("mcr_plus")
-
-
-def shrink(
-    group: Communicator | None = None,
-    *,
-    dead: Sequence[int] | None = None,
-    timeout: float | str | timedelta = "10s",
-    min_ranks: int | None = None,
-) -> Communicator:
-    """Make a world of the ranks that are left, after others were lost; collective over those that are left.
-
-    All of them get the same ranks, by the order that they had. Ranks that are lost are found by themselves.
-    A rank that lives is waited for, so all must call this: after a `PeerLost`, each does. Communicators,
-    handles and persistent operations of the old world raise `Revoked` from then on. Models and optimizers
-    that were wrapped for all ranks are hooked into the new world; their parameters are not touched, and a
-    pass that failed is to be repeated from the forward pass on. Residuals of codecs are kept. Nothing in
-    flight is waited for.
-
-    The job's store must not have been lost: under `mcr-plus run` and torchrun it is the launcher's. Ranks
-    that are cut off from most others raise instead of going on, so that a job never goes on twice.
-
-    Args:
-        group: whose survivors are returned; the same on all ranks. None is the job.
-        dead: ranks of the job that do not take part, besides those that are found lost.
-        timeout: how long ranks that live are waited for: seconds, text such as `10s`, or a timedelta.
-        min_ranks: the ranks with which the job may go on, where they need not be a majority of those that
-            may still run somewhere.
-
-    Returns the communicator of the ranks of `group` that are left; that of all is `mcr.world()`.
-
-    Raises:
-        CommTimeout: a rank that lives has not called it in time. Like the next two errors, this is raised
-            on all ranks that have called it, and all may call it again.
-        InvalidArgument: `dead` names a rank that lives, or none of the job.
-        BackendError: the ranks that are left are too few.
-        Revoked: the other ranks have declared this one lost, and have gone on.
-        LaunchError: the job's store does not answer.
-
-    Example:
-        ```python
-        try:
-            mcr.all_reduce(torch.ones(4))
-        except mcr.PeerLost:
-            comm = mcr.shrink()
-        ```
-    """
-    old = member_of(group)
-    runtime = _own_world("shrink", "mcr.shrink_group")
-    seconds = _seconds(timeout)
-    proposal = Proposal(named=tuple(dead or ()), least=min_ranks, problem=_problem(runtime, dead, min_ranks))
-    carried = taken_from(runtime)
-    new, changes = leave_epoch(runtime, proposal, seconds, "shrink")
-    put_into(new, carried, is_new=False)
-    follow(new.communicator)
-    if old is runtime.communicator or group is None:
-        return new.communicator
-    former = {before: rank for rank, before in enumerate(changes.former)}
-    return new.new_group([former[rank] for rank in old.ranks if rank in former])
-
-
-def _own_world(what: str, instead: str) -> Runtime:
-    """The present runtime; raises `NotInitialized` if torch.distributed has made it."""
-    runtime = current()
-    if not runtime.is_native:
-        raise NotInitialized(f"{what}: this world belongs to torch.distributed; use {instead}")
-    return runtime
-
-
-def _problem(runtime: Runtime, dead: Sequence[int] | None, least: int | None) -> str:
-    """Why arguments of `shrink` are wrong; empty if they are not."""
-    size = runtime.world.size
-    if least is not None and not (isinstance(least, int) and 1 <= least <= size):
-        return f"min_ranks: expected a number of ranks from 1 to {size}, got {least!r}"
-    for rank in dead or ():
-        if not (isinstance(rank, int) and 0 <= rank < size):
-            return f"dead: expected ranks from 0 to {size - 1}, got {rank!r}"
-        if rank == runtime.world.rank:
-            return f"dead: {rank} is this rank itself"
-        if runtime.is_running(rank):
-            return f"dead: rank {rank} is running"
-    return ""
-
-
-def _seconds(timeout: float | str | timedelta) -> float:
-    try:
-        return parse_duration(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
-    except ValueError as error:
-        raise InvalidArgument(f"timeout: {error}") from None
-
-
-def reconfigure_handle() -> str:
-    """A text by which `mcr.reconfigure` can make this process a rank of another world.
-
-    It is good for the world that the process has now, also if that has failed; a later world has another
-    one. Pass it to the other processes by any means. A process that is alone in its job, such as a newcomer,
-    has one too.
-
-    Raises:
-        NotInitialized: `init` has not been called.
-
-    Example:
-        ```python
-        handles = mcr.world().all_gather_object(mcr.reconfigure_handle())
-        ```
-    """
-    return reconfiguring.handle(reconfiguring.latest())
-
-
-def reconfigure(
-    uuid: str, handles: Collection[str], timeout: float | str | timedelta = "30s"
-) -> Communicator:
-    """Make a world of these processes, which may be ranks of this world or of others; collective over them.
-
-    As c10d's `reconfigure`: the ranks are in the order of the handles. The program says who belongs to it, so
-    nothing is agreed on; `mcr.shrink` finds out. Communicators and handles of the old worlds raise `Revoked`
-    from then on, models that were wrapped for all ranks are hooked into the new world, codecs keep what they
-    have not sent yet, and nobody's parameters are touched: broadcast them (`mcr.broadcast_parameters`) where
-    newcomers take part. Each process keeps its own configuration, and these must be the same.
-
-    Args:
-        uuid: names the attempt; the same on all processes, and new for each attempt.
-        handles: of all processes (`mcr.reconfigure_handle`), each once; the same on all of them. In a set,
-            the ranks are in an order of ours.
-        timeout: how long they wait for each other.
-
-    Returns the communicator of all ranks.
-
-    Raises:
-        CommTimeout: a process has not come in time. As with the next four errors, each process that has come
-            keeps its old world, and may try again with another `uuid`.
-        BackendError: a process has died before all had come.
-        ConfigError: a process has another configuration, or another version of mcr_plus or torch.
-        InvalidArgument: `handles` are no handles, have a process twice, or lack this one; they differ between
-            processes; a handle is stale; the `uuid` has been used before.
-        NotInitialized: `init` has not been called, or torch.distributed has made the world.
-        LaunchError: the store in which the first handle is met does not answer.
-        PeerLost: a process has been lost after all had come, and the old worlds are gone; `reconfigure`
-            without it may follow.
-
-    Example:
-        ```python
-        handles = mcr.world().all_gather_object(mcr.reconfigure_handle())
-        comm = mcr.reconfigure("again", handles)  # `handles[::-1]` would reverse the ranks
-        ```
-    """
-    runtime = reconfiguring.latest()
-    if not runtime.is_native:
-        raise NotInitialized(
-            "reconfigure: this world belongs to torch.distributed; use `reconfigure` of its first group"
-        )
-    texts = sorted(handles) if isinstance(handles, (set, frozenset)) else list(handles)
-    go_on = changing(runtime)
-    new = reconfiguring.reconfigure(runtime, uuid, texts, _seconds(timeout))
-    go_on(new)
-    return new.communicator
 
 
 class Stateful(Protocol):
@@ -215,6 +67,7 @@ class Step:
     number: int
     lost: PeerLost | None = None
     failed: bool = False
+    _is_loss: Callable[[BaseException], bool] = lambda error: isinstance(error, PeerLost)
     _entered: bool = False
 
     def __enter__(self) -> Step:
@@ -224,9 +77,9 @@ class Step:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if isinstance(error, PeerLost):
-            # Without its traceback, whose frames would keep the old world alive.
-            self.lost = error.again(str(error))
+        if error is not None and self._is_loss(error):
+            # A new one: the frames of its traceback would keep the old world alive.
+            self.lost = error.again(str(error)) if isinstance(error, PeerLost) else PeerLost(str(error))
             return True
         self.failed = error is not None
         return False
@@ -250,7 +103,9 @@ def elastic(
     the first rank that has gone on.
 
     The ranks may change between two steps: read `mcr.get_rank()` and `mcr.get_world_size()` in each, so that
-    the step's data is divided among the ranks that there are.
+    the step's data is divided among the ranks that there are. Groups, communicators and persistent operations
+    of before are revoked then, and gradients are dropped, so accumulate them within one step. A sampler that
+    counts calls is a step ahead after a repeated one: derive the data from the number of the step.
 
     Args:
         model: replicated on all ranks; changed in place.
@@ -269,6 +124,7 @@ def elastic(
         BackendError: fewer ranks than `min_ranks` are left.
         Revoked: the others have declared this rank lost, such as after a SIGSTOP.
         LaunchError: the job has not taken this process in: it differs in its version, configuration or model.
+        SystemExit: this process was started again, and the others have completed the last step meanwhile.
 
     Example:
         ```python
@@ -303,12 +159,15 @@ class _Loop:
         self._model, self._optimizer, self._state = model, optimizer, state
         self._steps = steps
         self._least = environment.min_ranks() if min_ranks is None else min_ranks
-        self._timeout = runtime.world.timeout if timeout is None else _seconds(timeout)
+        self._timeout = runtime.world.timeout if timeout is None else seconds_of(timeout)
         self._passport = _passport(runtime, model, optimizer)
         self._done = 0  # steps, of which model and optimizer have the state; -1 while they have that of none
         self._looked = 0.0
         self._asking: tuple[Work, torch.Tensor] | None = None
-        joins = environment.restarts() > 0 and runtime.roster is None
+        self._applied = False  # whether the optimizer has made its step in the current one
+        optimizer.register_step_post_hook(self._note_applied)
+        several = environment.launch_environment().world_size > 1
+        joins = several and environment.restarts() > 0 and runtime.roster is None
         if not joins and self._least is not None and not 1 <= self._least <= runtime.world.size:
             raise InvalidArgument(
                 f"min_ranks: expected a number of ranks from 1 to {runtime.world.size}, got {self._least}"
@@ -321,7 +180,8 @@ class _Loop:
     def steps(self) -> Iterator[Step]:
         """See `elastic`."""
         while not self._ended():
-            step = Step(self._done)
+            step = Step(self._done, _is_loss=self._is_loss)
+            self._applied = False
             try:
                 yield step
             except GeneratorExit:  # the program has left the loop
@@ -331,8 +191,10 @@ class _Loop:
             if not step._entered:
                 raise NotInitialized("elastic: use each step in a `with` block, so that losses are caught")
             regroups = step.lost is not None
-            if not regroups:
+            # A rank that has lost another one after its optimizer's step does not repeat the step.
+            if not regroups or self._applied:
                 self._done += 1
+            if not regroups:
                 try:
                     regroups = self._newcomers_wait()
                     if regroups:
@@ -341,6 +203,16 @@ class _Loop:
                     regroups = True
             if regroups:
                 self._regroup()
+
+    def _note_applied(self, *_: object) -> None:
+        self._applied = True
+
+    @staticmethod
+    def _is_loss(error: BaseException) -> bool:
+        """Whether ranks have been lost, or have left the job by an exception of their program."""
+        return isinstance(error, PeerLost) or (
+            isinstance(error, BackendError) and not isinstance(error, Revoked) and current().has_leavers()
+        )
 
     def _ended(self) -> bool:
         """Whether all ranks have completed the last step; then nobody is taken in any more."""
@@ -391,9 +263,8 @@ class _Loop:
         self._done = -1
         joined = join_job(self._passport, self._proposal(), self._timeout, "elastic")
         if joined is None:
-            _log.warning("elastic: the job has ended before this process could join it")
-            self._steps = self._done = 0
-            return
+            _log.warning("elastic: the job has ended before this process could join it, so it ends too")
+            raise SystemExit(0)
         try:
             self._begin(joined, {}, is_new=True)
         except PeerLost:
@@ -404,11 +275,12 @@ class _Loop:
 
     def _regroup(self) -> None:
         """Go on with the ranks that are left, and those that wait to join; again if one is lost meanwhile."""
-        began = time.monotonic()
+        began, lost = time.monotonic(), dict[int, str]()
         while True:
             self._asking = None
             carried = taken_from(current())
             runtime, changes = leave_epoch(current(), self._proposal(), self._timeout, "elastic")
+            lost.update(changes.lost)
             for param in self._model.parameters():
                 param.grad = None  # of a pass that has failed, or of a bucket that is gone
             try:
@@ -417,7 +289,12 @@ class _Loop:
                 continue
             first = next(rank for rank, before in enumerate(changes.former) if before is not None)
             if runtime.world.rank == first:
-                _log.warning("%s", _line(changes, self._done, runtime.world.size, time.monotonic() - began))
+                seconds = time.monotonic() - began
+                line = _line(lost, changes.joined, self._done, runtime.world.size, seconds)
+                _log.warning(
+                    "%s",
+                    line,
+                )
             return
 
     def _begin(self, runtime: Runtime, carried: Carried, *, is_new: bool) -> None:
@@ -473,18 +350,19 @@ def _check_arguments(
 def _passport(runtime: Runtime, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """What a newcomer must have in common with the job."""
     shapes = ", ".join(f"{name} {list(each.shape)} {each.dtype}" for name, each in model.named_parameters())
+    digest = hashlib.sha256(shapes.encode()).hexdigest()[:12]
+    count = sum(1 for _ in model.parameters())
     return {
         "mcr_plus": version("mcr_plus"),
         "torch": torch.__version__,
         "the configuration": configuration.fingerprint(runtime.config),
-        "the model": shapes,
+        "the model": f"{type(model).__name__} with {count} parameters (digest of their shapes: {digest})",
         "the optimizer": type(optimizer).__name__,
     }
 
 
-def _line(changes: Regrouping, step: int, size: int, seconds: float) -> str:
+def _line(lost: Mapping[int, str], joined: Sequence[int], step: int, size: int, seconds: float) -> str:
     """What has happened, in one line."""
-    lost = [f"{phrase_ranks([rank])} was lost ({why})" for rank, why in changes.lost.items()]
-    joined = [f"{phrase_ranks(changes.joined)} joined"] if changes.joined else []
-    what = ", ".join([*lost, *joined]) or "no rank was lost"
+    losses = [f"{phrase_ranks([rank])} was lost ({why})" for rank, why in lost.items()]
+    what = ", ".join([*losses, *([f"{phrase_ranks(joined)} joined"] if joined else [])]) or "no rank was lost"
     return f"elastic: {what}; {size} ranks go on with step {step} after {seconds:.2f} s"

@@ -276,6 +276,9 @@ class Backend(ABC):
     def progress(self) -> None:
         """Let the library advance everything in flight."""
 
+    def disconnect(self) -> None:
+        """End the connections, before an unclean `close`: no rank uses this world any more."""
+
     @abstractmethod
     def close(self, clean: bool) -> None:
         """Close the library. If `clean` is False, operations may be stuck, and nothing may block."""

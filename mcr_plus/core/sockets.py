@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 Sockets = Mapping[int, str]
 """File descriptor → the kernel's name of the socket, which is never used again for another one."""
@@ -21,6 +21,20 @@ def open_sockets() -> dict[int, str]:
                 if target.startswith("socket:"):
                     found[int(name)] = target
     return found
+
+
+def of_peers(sockets: Iterable[tuple[int, str]], address: str) -> dict[int, str]:
+    """Those that are TCP connections whose own end has this address."""
+    return {descriptor: name for descriptor, name in sockets if _is_peers(descriptor, address)}
+
+
+def _is_peers(descriptor: int, address: str) -> bool:
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            is_tcp = connection.family == socket.AF_INET and connection.type == socket.SOCK_STREAM
+            return is_tcp and connection.getsockname()[0] == address and bool(connection.getpeername())
+    except OSError:  # no connection
+        return False
 
 
 def shut_down(sockets: Sockets) -> None:

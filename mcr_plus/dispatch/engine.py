@@ -418,10 +418,11 @@ class Engine:
         pending = work.operation.backend_channel.pending
         unstarted = [other for other in pending if other is not work and not other.is_done]
         # Deferred operations before it do not start any more either, and peers wait for them.
-        first = min([work.sequence, *(other.sequence for other in unstarted)])
+        others = [other.sequence for other in unstarted]
+        first = min([work.sequence, *others])
         relayed = error.passed_on if isinstance(error, McrError) else ""
         state.board.mark_failed(Failure(first, relayed or f"{type(error).__name__}: {error}"))
-        state.fail(error, first)
+        state.fail(error, min((number for number in (work.sequence, *others) if number), default=0))
         text = f"not started: another operation has failed: {error}"
         for other in unstarted:
             other.fail(OrderMismatch(text) if isinstance(error, OrderMismatch) else following(error, text))

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _FIRST_NAP: Final = 0.001
 _LONGEST_NAP: Final = 0.02
+_MOST_NEWCOMERS: Final = 100_000  # the counter in the store is not signed
 _LOOK_EVERY: Final = 0.5  # seconds between two looks of a newcomer at the ranks' processes
 
 
@@ -124,7 +125,7 @@ class Roster:
             # One member decides, so that not all read everything; the next one does if it is lost.
             if expired or all(rank in lost or rank in proposal.named for rank in range(self.rank)):
                 proposals = self._proposals(place)
-                newcomers = list(self.newcomers())
+                newcomers = list(self.newcomers()) if proposal.patient else []
                 found = decide(len(self.members), proposals, lost, newcomers, expired=expired)
                 if found is not None:
                     members = members_after(self.members, found)
@@ -178,18 +179,23 @@ class Roster:
 
     def newcomers(self) -> Sequence[Process]:
         """Processes that wait to be taken in, and may be; others are told why not."""
-        for number in range(self.root.add("newcomers", 0)):
+        for number in range(min(self.root.add("newcomers", 0), _MOST_NEWCOMERS)):
             if number in self.taken or number in self._refused or number in self._waiting:
                 continue
             key = f"newcomer/{number}"
             if not self.root.check([key]):  # counted, and not written yet, or never if the process has died
                 continue
-            asked = json.loads(self.root.get(key))
+            try:
+                asked = json.loads(self.root.get(key))
+                process = Process(*asked["process"])
+            except (LaunchError, ValueError, TypeError, KeyError):  # of another program
+                self._refused.add(number)
+                continue
             if (problem := _difference(self.passport, asked["passport"])) is not None:
                 self._refused.add(number)
                 self.root.set(f"newcomer/{number}/refused", problem)
             else:
-                self._waiting[number] = Process(*asked["process"])
+                self._waiting[number] = process
         own = self.members[self.rank]
         return [each for each in self._waiting.values() if not _has_died(each, own)]
 

@@ -42,7 +42,7 @@ class Proposal:
         lost: member → state (`dead`, `stopped`, `silent`) as this member sees it.
         named: members that the program has declared lost.
         least: the ranks with which the job may go on; None for a majority of the members.
-        patient: wait for newcomers while there are fewer than `least`.
+        patient: take newcomers in, and wait for them while there are fewer than `least`.
         done: group → number of the last operation of which all up to it have completed here.
         problem: why the arguments of this member's call are wrong; empty if they are not.
     """

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mcr_plus.config.document import Keys, path_text, read_bytes
-from mcr_plus.core.kinds import Kind
+from mcr_plus.core.kinds import KINDS
 from mcr_plus.errors import ConfigError, short
 from mcr_plus.plan.step import (
     MOST_BYTES,
@@ -95,7 +95,7 @@ class _Need(_Model):
 class _Issue(_Model):
     event: Literal["issue"]
     id: int
-    kind: Kind
+    kind: str
     nbytes: _Bytes
     group: tuple[_Rank, ...] = Field(min_length=1)
     tag: str | None = None
@@ -118,6 +118,11 @@ class _Role(_Model):
     ranks: tuple[_Rank, ...] = Field(min_length=1)
     events: tuple[Annotated[_Compute | _Ready | _Need | _Issue | _Wait, Field(discriminator="event")], ...]
 
+    @property
+    def unknown(self) -> set[str]:
+        """Kinds of operations that there are not; they become barriers."""
+        return {each.kind for each in self.events if isinstance(each, _Issue) and each.kind not in KINDS}
+
     def built(self, ranks: int, keys: Keys) -> Role:
         events: list[Event] = []
         issued: set[int] = set()
@@ -132,6 +137,8 @@ class _Role(_Model):
             elif isinstance(model, _Wait) and model.id not in issued:
                 raise _Wrong((*place, "id"), f"{model.id} is not issued before; expected an issue's id")
             fields = model.model_dump(exclude={"event"})
+            if isinstance(model, _Issue) and model.kind in self.unknown:
+                fields |= {"kind": "barrier", "nbytes": 0}
             events.append(_EVENTS[model.event](**fields))
         return Role(self.ranks, tuple(events))
 
@@ -177,15 +184,17 @@ class _Step(_Model):
                         f"rank {rank} {what}; expected each of the {self.ranks} ranks once",
                     )
                 seen[rank] = index
-        if not any(model.event != "compute" for role in self.roles for model in role.events):
-            raise _Wrong(("roles",), "no event but computing; expected gradients or operations")
+        if not any(role.events for role in self.roles):
+            raise _Wrong(("roles",), "no event; expected computing, gradients or operations")
         missing = next((rank for rank in range(self.ranks) if rank not in seen), None)
         if missing is not None:
             raise _Wrong(("roles",), f"rank {missing} is in no role; expected each of {self.ranks} ranks")
         roles = tuple(role.built(self.ranks, ("roles", index)) for index, role in enumerate(self.roles))
+        unknown = sorted(set().union(*(role.unknown for role in self.roles)))
+        notes = [f"an unknown operation, {short(kind)}, counts as a barrier" for kind in unknown]
         return Step(
             self.ranks, self.nodes, self.model, self.seconds, self.spread, roles, self.source, self.by_caller,
-            self.notes,
+            (*self.notes, *notes),
             {name: each.built(("measured", name)) for name, each in self.measured.items()},
         )  # fmt: skip
 

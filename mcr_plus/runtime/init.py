@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import operator
 import secrets
 import threading
@@ -52,6 +53,7 @@ from mcr_plus.selection.checks import use_algorithms
 Source = str | Path | Mapping[str, Any] | None
 """The forms in which a configuration may be given, see `config.load`."""
 _lock = threading.Lock()
+_log = logging.getLogger("mcr_plus")
 
 
 def init(
@@ -97,7 +99,11 @@ def init(
         try:
             environment = launch_environment()
             if restarts() and min_ranks() is not None and job_announced(environment, limit):
-                world = World(0, 1, (host_name(),), limit)  # until `mcr.elastic` joins the others
+                world = World(0, 1, (host_name(),), limit)
+                _log.warning(
+                    "rank %d was started again: it is alone until mcr.elastic joins the other ranks",
+                    environment.rank,
+                )
             else:
                 world = _find_ranks(environment, limit)
         except McrError:

@@ -109,7 +109,8 @@ def leave_epoch(
     roster = runtime.roster
     if roster is None:
         raise NotInitialized(f"{what}: this job has one rank and no store in which others could meet it")
-    done = {state.group.name: completed(runtime.engine, state) for state in runtime.engine.states}
+    states = [state for state in runtime.engine.states if state.group.rank >= 0]
+    done = {state.group.name: completed(runtime.engine, state) for state in states}
     changes = Regrouping(roster.epoch, roster.members, tuple(range(len(roster.members))))
     new = _go_on(runtime, roster, runtime.lost_ranks, replace(proposal, done=done), timeout, what, changes)
     changes.seconds = time.monotonic() - began
@@ -131,7 +132,8 @@ def _go_on(
     """
     while True:
         lost = dict(seen())
-        release_waiting(runtime, lost, what)
+        if lost or runtime.engine.failed:
+            release_waiting(runtime, lost, what)
         settled = roster.settle(replace(proposal, lost=lost), seen, timeout)
         decision, members = settled.decision, settled.members
         if decision.refusal is not None:
@@ -250,6 +252,9 @@ def release_waiting(runtime: Runtime, lost: Mapping[int, str], what: str) -> Non
     text = f"this rank has called {what}"
     if lost:
         text = PeerLost(text, list(lost), seen=", ".join(dict.fromkeys(lost.values()))).passed_on
+    else:  # what another rank has told this one
+        failures = (state.failure for state in runtime.engine.states)
+        text = next((each.passed_on for each in failures if isinstance(each, PeerLost)), text)
     for state in runtime.engine.states:
         state.publish()
         state.board.mark_failed(Failure(0, text))
@@ -264,6 +269,8 @@ def close_world(runtime: Runtime, why: str, decision: Decision) -> None:
         state.revoked = why
         state.agreed = decision.done.get(state.group.name)
     runtime.prepare_reset()
+    for backend in runtime.engine.backends:
+        backend.disconnect()
     runtime.close(clean=False)
     runtime.closed_because, runtime.superseded = why, True
     for state in runtime.engine.states:

@@ -165,6 +165,13 @@ class Runtime:
         """Whether the process of a rank is seen to run."""
         return self._peers.status(rank) == "running"
 
+    def has_leavers(self) -> bool:
+        """Whether a rank has left the job, in good order or after an exception of its program."""
+        board = self.communicator.opened.state.board
+        peers = [rank for rank in range(self.world.size) if rank != self.world.rank]
+        failures = [board.failure(rank) for rank in peers]
+        return any(map(board.is_closed, peers)) or any(each and not each.sequence for each in failures)
+
     def _lost_among(self, ranks: Sequence[int]) -> PeerLost | None:
         """The error of a wait for one of these ranks, if any is lost."""
         found = {rank: self._peers.lost(rank) for rank in ranks if rank != self.world.rank}

@@ -19,14 +19,15 @@ Carried = dict[Key, dict[str, torch.Tensor]]
 def taken_from(runtime: Runtime) -> Carried:
     """Return what this rank has of the state between calls, such as its residuals; local.
 
-    Without the parts of values that a rank sums for the others, which have other borders in another world.
+    Of operations whose state is nothing but residuals of each rank. Others begin anew: what ranks share
+    (estimates of a sum, counters) still contains the lost ranks, or differs where a failed pass has changed
+    it on some ranks, and parts that a rank sums for the others have other borders in another world.
     """
     carried: Carried = {}
-    for group, stages in runtime.restored.items():
-        for stage, entries in stages.items():
-            for name, value in entries.items():
-                if holds_tensors(value):
-                    carried[group, stage, name] = dict(value)
+    for group, stage, name in runtime.unmerged:
+        value = runtime.restored.get(group, {}).get(stage, {}).get(name)
+        if holds_tensors(value):
+            carried[group, stage, name] = dict(value or {})
     for opened in runtime.groups:
         for (stage, name), value in opened.pipeline.state().items() if opened.group.rank >= 0 else ():
             tensors = _own(value)
@@ -38,7 +39,9 @@ def taken_from(runtime: Runtime) -> Carried:
 def _own(value: Any) -> dict[str, torch.Tensor] | None:
     if not isinstance(value, list) or not all(isinstance(each, StateTensor) for each in value):
         return None
-    return {each.name: each.tensor.detach().clone() for each in value if each.role != "shard"} or None
+    if any(each.role != "own" for each in value):
+        return None
+    return {each.name: each.tensor.detach().clone() for each in value} or None
 
 
 def put_into(runtime: Runtime, carried: Carried, *, is_new: bool) -> None:

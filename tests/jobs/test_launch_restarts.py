@@ -99,7 +99,7 @@ def test_too_few_ranks_end_the_job(start: Start, folder: Path, tmp_path: Path) -
     assert run.wait() == 1
     assert told(run) == [
         "mcr-plus: rank 1 exited with status 7; the job ends: 1 rank left, at least 2 needed",
-        "mcr-plus: rank 1 of 2 exited with status 7, without a word",
+        "mcr-plus: rank 1 of 2 failed: it exited with status 7, without a word",
     ]
     assert leftovers(folder, run) == []
 
@@ -189,7 +189,7 @@ def test_the_summary_is_of_the_last_process(start: Start) -> None:
     again, ends, head = told(run)
     assert "ValueError: the reason of start 0 (" in again
     assert "ValueError: the reason of start 1 (" in ends
-    assert head == "mcr-plus: rank 1 of 2 exited with status 1:"
+    assert head == "mcr-plus: rank 1 of 2 failed: it exited with status 1:"
     *_, summary = run.text().partition(head)
     assert summary.splitlines()[-1] == "  ValueError: the reason of start 1"
     assert run.text().count("Traceback") == 1

@@ -33,7 +33,7 @@ def roster(store: Any, rank: int, members: tuple[Process, ...] = MEMBERS) -> Ros
 
 
 def settle(member: Roster, lost: Mapping[int, str], timeout: float = 5.0) -> Settlement:
-    return member.settle(Proposal(dict(lost)), lambda: lost, timeout)
+    return member.settle(Proposal(dict(lost), patient=True), lambda: lost, timeout)
 
 
 def together(calls: Mapping[int, Any]) -> list[Any]:

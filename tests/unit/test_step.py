@@ -209,7 +209,6 @@ def test_measurements_of_the_job_are_part_of_the_file(tmp_path: Path) -> None:
         ('"nbytes": 12, "like"', '"nbytes": "12", "like"', ":15: roles[0].events[2].nbytes: '12': "),
         ('"like": "float32 cpu"', '"kind": "float32 cpu"', ":15: roles[0].events[2].like: missing field; "),
         ('"like": "float32 cpu"', '"like": " "', ":15: roles[0].events[2].like: ' ': "),
-        ('"kind": "all_reduce"', '"kind": "all_reduced"', ":16: roles[0].events[3].kind: 'all_reduced': "),
         ('"seconds": 0.1}', '"seconds": 1e300}', ":13: roles[0].events[0].seconds: 1e+300: "),
         ('"group": [0, 2]', '"group": [0, 3]', ":16: roles[0].events[3].group: rank 3; expected"),
         ('{"event": "wait", "id": 3}', '{"event": "wait", "id": 4}', ":17: roles[0].events[4].id: 4 is not"),
@@ -256,8 +255,8 @@ def test_a_mistake_is_one_line(tmp_path: Path) -> None:
         ),
         (STEP.text().replace('"group": [0, 2]', '"group": []'), "16: roles[0].events[3].group: []: "),
         (
-            replace(STEP, roles=(Role((0, 1, 2), (Compute("x", 1.0),)),)).text(),
-            "11: roles: no event but comp",
+            replace(STEP, roles=(Role((0, 1, 2), ()),)).text(),
+            "11: roles: no event; expected",
         ),
     ):
         file.write_text(content)
@@ -266,6 +265,15 @@ def test_a_mistake_is_one_line(tmp_path: Path) -> None:
         (line,) = str(error.value).splitlines()
         assert line.startswith(f"{file}:{said}"), line
         assert "expected" in line or "should" in line
+
+
+def test_an_unknown_operation_is_a_barrier_and_named(tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    file.write_text(STEP.text().replace('"kind": "all_reduce"', '"kind": "all_reduced"', 1))
+    step = Step.load(file)
+    assert step.notes[-1] == "an unknown operation, 'all_reduced', counts as a barrier"
+    issues = [each for role in step.roles for each in role.events if isinstance(each, Issue)]
+    assert any((each.kind, each.nbytes) == ("barrier", 0) for each in issues)
 
 
 def test_lines_are_those_of_an_indented_document() -> None:

@@ -18,7 +18,7 @@ from mcr_plus.backends.gloo.channel import GlooChannel, gloo_reduces
 from mcr_plus.core import c10d
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Signature
-from mcr_plus.core.sockets import open_sockets, shut_down
+from mcr_plus.core.sockets import of_peers, open_sockets, shut_down
 from mcr_plus.errors import Unsupported
 from mcr_plus.rendezvous.network import host_address
 from mcr_plus.rendezvous.world import World
@@ -52,8 +52,9 @@ class GlooBackend(Backend):
         self._timeout = timedelta(seconds=world.timeout) + _SLACK
         self._channels: list[GlooChannel] = []
         self._connections: dict[int, str] = {}
-        address = "127.0.0.1" if world.single_host else host_address()
-        self._device: Any = c10d.ProcessGroupGloo.create_device(hostname=address)
+        self._address = "127.0.0.1" if world.single_host else host_address()
+        self._device: Any = c10d.ProcessGroupGloo.create_device(hostname=self._address)
+        self._disconnected = False
 
     @classmethod
     def library_version(cls) -> str:
@@ -103,7 +104,8 @@ class GlooBackend(Backend):
                 store, group.rank, group.size, devices=[self._device], threads=2, timeout=self._timeout
             )
         finally:
-            self._connections.update(open_sockets().items() - before.items())
+            # Another thread of the program may have opened some, to other hosts or ports.
+            self._connections.update(of_peers(open_sockets().items() - before.items(), self._address))
         channel = GlooChannel(process_group, group, self._timeout, self._channels)
         self._channels.append(channel)
         return channel
@@ -111,18 +113,24 @@ class GlooBackend(Backend):
     def progress(self) -> None:
         """No-op: gloo has threads of its own."""
 
+    def disconnect(self) -> None:
+        """See `Backend.disconnect`."""
+        shut_down(self._connections)
+        self._disconnected = True
+
     def close(self, clean: bool) -> None:
         """See `Backend.close`.
 
-        Destroying a group joins its threads, which may wait for peers until gloo's own timeout. Operations
-        fail when their connections are shut down, mostly at once; a group in which one has not is destroyed
-        when a later job of this process closes, if at all.
+        Destroying a group joins its threads. With a stuck operation that would block until gloo's own
+        timeout, so the groups are not destroyed then. After `disconnect` such operations fail, mostly at
+        once; a group in which one has not is destroyed when a later job of this process closes, if at all.
         """
-        if not clean:
-            shut_down(self._connections)
+        if not clean and self._disconnected:
             for channel in self._channels:
                 channel.keep()
             _stuck.extend(self._channels)
+        elif not clean:
+            self.abandon()
         for channel in [channel for channel in _stuck if channel.is_idle]:
             _stuck.remove(channel)
             channel.let_go()
@@ -131,11 +139,10 @@ class GlooBackend(Backend):
         del self._world  # the end of the process uses this object, but not the closed world
 
     def abandon(self) -> None:
-        """Never destroy the groups: a forked child does not have their threads."""
+        """Never destroy the groups: also in a forked child, which does not have their threads."""
         for channel in self._channels:
             channel.keep()
-        _of_parent.extend((*self._channels, *_stuck))
-        _stuck.clear()
+        _never.extend(self._channels)
 
     def before_exit(self) -> None:
         """Keep the end of the process from becoming an abort.
@@ -146,7 +153,7 @@ class GlooBackend(Backend):
         threads continue while C++ libraries destroy their globals, which sometimes corrupts the heap and
         makes the process spin for ever: so the process ends at once after the interpreter.
         """
-        if _stuck or _of_parent:
+        if _stuck or _never:
             try:
                 cxx, libc = ctypes.CDLL("libstdc++.so.6"), ctypes.CDLL(None)
                 cxx._ZSt13set_terminatePFvvE(ctypes.cast(libc.pause, ctypes.c_void_p))
@@ -157,4 +164,4 @@ class GlooBackend(Backend):
 
 
 _stuck: list[GlooChannel] = []
-_of_parent: list[GlooChannel] = []
+_never: list[GlooChannel] = []

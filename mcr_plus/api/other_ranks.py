@@ -1,0 +1,185 @@
+"""Worlds of other ranks: `mcr.shrink` and `mcr.reconfigure`."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Collection, Sequence
+from datetime import timedelta
+from typing import Final
+
+from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.core.units import parse_duration
+from mcr_plus.errors import (
+    InvalidArgument,
+    NotInitialized,
+)
+from mcr_plus.membership.rules import Proposal
+from mcr_plus.runtime import reconfigure as reconfiguring
+from mcr_plus.runtime.init import current, member_of
+from mcr_plus.runtime.regroup import leave_epoch
+from mcr_plus.runtime.runtime import Runtime
+from mcr_plus.training.carried import put_into, taken_from
+from mcr_plus.training.wrap import changing, follow
+
+_LOOK_EVERY: Final = 0.25  # seconds between looks at the store for processes that want to join
+_TAG: Final = "elastic"
+_log = logging.getLogger("mcr_plus")
+
+
+def shrink(
+    group: Communicator | None = None,
+    *,
+    dead: Sequence[int] | None = None,
+    timeout: float | str | timedelta = "10s",
+    min_ranks: int | None = None,
+) -> Communicator:
+    """Make a world of the ranks that are left, after others were lost; collective over those that are left.
+
+    All of them get the same ranks, by the order that they had. Ranks that are lost are found by themselves.
+    A rank that lives is waited for, so all must call this: after a `PeerLost`, each does. Communicators,
+    handles and persistent operations of the old world raise `Revoked` from then on. Models and optimizers
+    that were wrapped for all ranks are hooked into the new world; their parameters are not touched, and a
+    pass that failed is to be repeated from the forward pass on. Residuals of codecs are kept. Nothing in
+    flight is waited for.
+
+    The job's store must not have been lost: under `mcr-plus run` and torchrun it is the launcher's. Ranks
+    that are cut off from most others raise instead of going on, so that a job never goes on twice.
+
+    Args:
+        group: whose survivors are returned; the same on all ranks. None is the job.
+        dead: ranks of the job that do not take part, besides those that are found lost.
+        timeout: how long ranks that live are waited for: seconds, text such as `10s`, or a timedelta.
+        min_ranks: the ranks with which the job may go on, where they need not be a majority of those that
+            may still run somewhere.
+
+    Returns the communicator of the ranks of `group` that are left; that of all is `mcr.world()`.
+
+    Raises:
+        CommTimeout: a rank that lives has not called it in time. Like the next two errors, this is raised
+            on all ranks that have called it, and all may call it again.
+        InvalidArgument: `dead` names a rank that lives, or none of the job.
+        BackendError: the ranks that are left are too few.
+        Revoked: the other ranks have declared this one lost, and have gone on.
+        LaunchError: the job's store does not answer.
+
+    Example:
+        ```python
+        try:
+            mcr.all_reduce(torch.ones(4))
+        except mcr.PeerLost:
+            comm = mcr.shrink()
+        ```
+    """
+    old = member_of(group)
+    runtime = _own_world("shrink", "mcr.shrink_group")
+    seconds = seconds_of(timeout)
+    problem = _problem(runtime, dead, min_ranks)
+    named = () if problem else tuple(map(operator.index, dead or ()))
+    proposal = Proposal(named=named, least=None if problem else min_ranks, problem=problem)
+    carried = taken_from(runtime)
+    new, changes = leave_epoch(runtime, proposal, seconds, "shrink")
+    put_into(new, carried, is_new=False)
+    follow(new.communicator)
+    if old is runtime.communicator or group is None:
+        return new.communicator
+    former = {before: rank for rank, before in enumerate(changes.former)}
+    return new.new_group([former[rank] for rank in old.ranks if rank in former])
+
+
+def _own_world(what: str, instead: str) -> Runtime:
+    """The present runtime; raises `NotInitialized` if torch.distributed has made it."""
+    runtime = current()
+    if not runtime.is_native:
+        raise NotInitialized(f"{what}: this world belongs to torch.distributed; use {instead}")
+    return runtime
+
+
+def _problem(runtime: Runtime, dead: Sequence[int] | None, least: int | None) -> str:
+    """Why arguments of `shrink` are wrong; empty if they are not."""
+    size = runtime.world.size
+    if least is not None and not (isinstance(least, int) and 1 <= least <= size):
+        return f"min_ranks: expected a number of ranks from 1 to {size}, got {least!r}"
+    for rank in dead or ():
+        if not (hasattr(rank, "__index__") and 0 <= rank < size):
+            return f"dead: expected ranks from 0 to {size - 1}, got {rank!r}"
+        if rank == runtime.world.rank:
+            return f"dead: {rank} is this rank itself"
+        if runtime.is_running(rank):
+            return f"dead: rank {rank} is running"
+    return ""
+
+
+def seconds_of(timeout: float | str | timedelta) -> float:
+    """A timeout of a program in seconds; raises `InvalidArgument`."""
+    try:
+        return parse_duration(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
+    except ValueError as error:
+        raise InvalidArgument(f"timeout: {error}") from None
+
+
+def reconfigure_handle() -> str:
+    """A text by which `mcr.reconfigure` can make this process a rank of another world.
+
+    It is good for the world that the process has now, also if that has failed; a later world has another
+    one. Pass it to the other processes by any means. A process that is alone in its job, such as a newcomer,
+    has one too.
+
+    Raises:
+        NotInitialized: `init` has not been called.
+
+    Example:
+        ```python
+        handles = mcr.world().all_gather_object(mcr.reconfigure_handle())
+        ```
+    """
+    return reconfiguring.handle(reconfiguring.latest())
+
+
+def reconfigure(
+    uuid: str, handles: Collection[str], timeout: float | str | timedelta = "30s"
+) -> Communicator:
+    """Make a world of these processes, which may be ranks of this world or of others; collective over them.
+
+    As c10d's `reconfigure`: the ranks are in the order of the handles. The program says who belongs to it, so
+    nothing is agreed on; `mcr.shrink` finds out. Communicators and handles of the old worlds raise `Revoked`
+    from then on, models that were wrapped for all ranks are hooked into the new world, codecs keep what they
+    have not sent yet, and nobody's parameters are touched: broadcast them (`mcr.broadcast_parameters`) where
+    newcomers take part. Each process keeps its own configuration, and these must be the same.
+
+    Args:
+        uuid: names the attempt; the same on all processes, and new for each attempt.
+        handles: of all processes (`mcr.reconfigure_handle`), each once; the same on all of them. In a set,
+            the ranks are in an order of ours.
+        timeout: how long they wait for each other.
+
+    Returns the communicator of all ranks.
+
+    Raises:
+        CommTimeout: a process has not come in time. As with the next four errors, each process that has come
+            keeps its old world, and may try again with another `uuid`.
+        BackendError: a process has died before all had come.
+        ConfigError: a process has another configuration, or another version of mcr_plus or torch.
+        InvalidArgument: `handles` are no handles, have a process twice, or lack this one; they differ between
+            processes; a handle is stale; the `uuid` has been used before.
+        NotInitialized: `init` has not been called, or torch.distributed has made the world.
+        LaunchError: the store in which the first handle is met does not answer.
+        PeerLost: a process has been lost after all had come, and the old worlds are gone; `reconfigure`
+            without it may follow.
+
+    Example:
+        ```python
+        handles = mcr.world().all_gather_object(mcr.reconfigure_handle())
+        comm = mcr.reconfigure("again", handles)  # `handles[::-1]` would reverse the ranks
+        ```
+    """
+    runtime = reconfiguring.latest()
+    if not runtime.is_native:
+        raise NotInitialized(
+            "reconfigure: this world belongs to torch.distributed; use `reconfigure` of its first group"
+        )
+    texts = sorted(handles) if isinstance(handles, (set, frozenset)) else list(handles)
+    go_on = changing(runtime)
+    new = reconfiguring.reconfigure(runtime, uuid, texts, seconds_of(timeout))
+    go_on(new)
+    return new.communicator

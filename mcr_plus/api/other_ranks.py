@@ -40,8 +40,9 @@ def shrink(
     A rank that lives is waited for, so all must call this: after a `PeerLost`, each does. Communicators,
     handles and persistent operations of the old world raise `Revoked` from then on. Models and optimizers
     that were wrapped for all ranks are hooked into the new world; their parameters are not touched, and a
-    pass that failed is to be repeated from the forward pass on. Residuals of codecs are kept. Nothing in
-    flight is waited for.
+    pass that failed is to be repeated from the forward pass on. Residuals of error feedback are kept, other
+    state of codecs begins anew. Nothing in flight is waited for, and tensors of what had not ended must not
+    be used again.
 
     The job's store must not have been lost: under `mcr-plus run` and torchrun it is the launcher's. Ranks
     that are cut off from most others raise instead of going on, so that a job never goes on twice.

@@ -207,8 +207,8 @@ class Communicator(Operations):
         """After `mcr.shrink`: which operations of this group are done, by the ranks that have gone on.
 
         All up to this number (`Work.info.sequence`) are complete on all of them, with results that may be
-        used; none above it is. All of them get the same number. None before, and for groups of which a rank
-        knows nothing. Sends and receives have no number.
+        used; those above it count as not done. All of them get the same number. None before. Sends, receives
+        and operations that the stage `hierarchical` decomposes have no verdict.
         """
         return self.state.agreed
 

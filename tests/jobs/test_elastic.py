@@ -92,6 +92,24 @@ def test_ranks_that_die_in_a_step_come_back(tmp_path: Path, victim: int, where: 
     assert numbers == list(range(50)), "each step once"
 
 
+def test_a_step_that_the_optimizer_has_made_is_not_repeated(tmp_path: Path) -> None:
+    plan = {"steps": 20, "deaths": [[1, 5, 0, "step"]], "logs": True}
+    status, text, ends = run(tmp_path, 3, plan, restarts=0)
+    assert status == 0, text
+    assert "go on with step 6" in text, "the others lose rank 1 after their own optimizer's step"
+    check(ends, 20)
+
+
+@long
+def test_an_exception_of_one_rank_ends_no_other(tmp_path: Path) -> None:
+    plan = {"steps": 50, "deaths": [[1, 5, 0, "raise"]], "logs": True, "nap": 0.2}
+    status, text, ends = run(tmp_path, 3, plan, restarts=1)
+    assert status == 0, text
+    assert "rank 1 ended with ValueError: a bug of one rank" in text
+    assert sorted(ends) == [0, 1, 2]
+    check(ends, 50)
+
+
 @long
 def test_two_deaths_at_once_leave_too_few_until_one_comes_back(tmp_path: Path) -> None:
     plan = {

@@ -82,6 +82,10 @@ def main(folder: str, text: str) -> None:
             maybe_die(step.number, "backward")
             optimizer.step()
             maybe_die(step.number, "step")
+            if (step.number, "raise") in deaths:
+                raise ValueError("a bug of one rank")
+            if plan.get("logs"):
+                mcr.all_reduce(loss.detach())
             sampler.seen = step.number + 1
             seen.append([step.number, ranks])
             time.sleep(plan.get("nap", 0.0))

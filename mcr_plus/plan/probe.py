@@ -76,7 +76,7 @@ def probe(
             work.wait()
             whole = _slowest(comm, [_time_of([start])])[0]
             left = seconds - of_library.spent()
-            if left < parts * whole:
+            if points and left < parts * whole:  # one size at least, however late it is
                 break
             fitting = left / (len(sizes) - at) / (_PARTS * whole)  # measurements of single operations
             length = int(max(1, min(_TRAIN / size, _LONGEST, fitting)))

@@ -132,7 +132,7 @@ def _go_on(
     """
     while True:
         lost = dict(seen())
-        if lost or runtime.engine.failed:
+        if lost or runtime.engine.failed or proposal.named:
             release_waiting(runtime, lost, what)
         settled = roster.settle(replace(proposal, lost=lost), seen, timeout)
         decision, members = settled.decision, settled.members

@@ -574,7 +574,7 @@ def _be_killed(folder: str, me: int, ranks: int) -> None:
     data, target = torch.ones(2000), torch.empty(2000)
     while True:
         polls = [box.send(data, (me + 1) % ranks), box.receive(target, None)]
-        deadline = time.monotonic() + 0.25
+        deadline = time.monotonic() + 0.8
         while not all_done(polls):
             if time.monotonic() > deadline:
                 Path(folder, f"survived.{me}").touch()

@@ -199,7 +199,9 @@ class _Loop:
                     regroups = self._newcomers_wait()
                     if regroups:
                         drain(current().engine)
-                except PeerLost:
+                except BackendError as error:
+                    if not self._is_loss(error):
+                        raise
                     regroups = True
             if regroups:
                 self._regroup()
@@ -220,7 +222,9 @@ class _Loop:
             runtime = current()
             try:
                 runtime.communicator.barrier(tag=_TAG)
-            except PeerLost:  # ranks that have not completed it need this one
+            except BackendError as error:  # ranks that have not completed it need this one
+                if not self._is_loss(error):
+                    raise
                 self._regroup()
                 continue
             self._end()
@@ -291,10 +295,7 @@ class _Loop:
             if runtime.world.rank == first:
                 seconds = time.monotonic() - began
                 line = _line(lost, changes.joined, self._done, runtime.world.size, seconds)
-                _log.warning(
-                    "%s",
-                    line,
-                )
+                _log.warning("%s", line)
             return
 
     def _begin(self, runtime: Runtime, carried: Carried, *, is_new: bool) -> None:

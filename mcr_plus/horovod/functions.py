@@ -12,6 +12,7 @@ from mcr_plus.errors import BackendError, InvalidArgument
 from mcr_plus.horovod.request import HorovodInternalError
 from mcr_plus.horovod.starting import gather_async, send_async, synchronize
 from mcr_plus.horovod.world import ProcessSet, global_process_set, negotiator_of
+from mcr_plus.training.transfer import outline, rebuilt
 
 
 def broadcast_parameters(
@@ -89,13 +90,13 @@ def broadcast_optimizer_state(
     if not state["state"] and not isinstance(optimizer, torch.optim.SparseAdam):
         _fill_gradients(optimizer, _sparse_of(model))
     tensors: list[torch.Tensor] = []
-    outline = broadcast_object(_outline(state, tensors), root_rank)
+    plain = broadcast_object(outline(state, tensors), root_rank)
     if comm.ranks[comm.rank] == root_rank:
         if tensors:
             broadcast_parameters(tensors, root_rank)
         return
     received: list[torch.Tensor] = []
-    state = _rebuilt(outline, received)
+    state = rebuilt(plain, received)
     if received:
         broadcast_parameters(received, root_rank)
     optimizer.load_state_dict(state)
@@ -112,34 +113,3 @@ def _fill_gradients(optimizer: torch.optim.Optimizer, sparse: set[int]) -> None:
         for param in group["params"]:
             if param.requires_grad and param.grad is None and id(param) not in sparse:
                 param.grad = torch.zeros_like(param)
-
-
-class _Placeholder:
-    """Shape, dtype and device of a tensor in a state."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape, self.dtype, self.device = tuple(tensor.shape), tensor.dtype, tensor.device.type
-
-
-def _outline(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return the state with placeholders for its tensors, which are appended to `tensors`."""
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return _Placeholder(value)
-    if isinstance(value, dict):
-        return {key: _outline(item, tensors) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_outline(item, tensors) for item in value)
-    return value
-
-
-def _rebuilt(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return the state with new tensors for its placeholders; they are appended to `tensors`."""
-    if isinstance(value, _Placeholder):
-        tensors.append(torch.empty(value.shape, dtype=value.dtype, device=value.device))
-        return tensors[-1]
-    if isinstance(value, dict):
-        return {key: _rebuilt(item, tensors) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_rebuilt(item, tensors) for item in value)
-    return value

@@ -49,31 +49,31 @@ def broadcast_state(state: Any, comm: Communicator, src: int) -> Any:
     """
     tensors: list[torch.Tensor] = []
     root = comm.ranks[src]
-    plain = comm.broadcast_object(_without(state, tensors) if comm.rank == src else None, root)
-    received = state if comm.rank == src else _with_new(plain, tensors)
+    plain = comm.broadcast_object(outline(state, tensors) if comm.rank == src else None, root)
+    received = state if comm.rank == src else rebuilt(plain, tensors)
     broadcast_tensors(tensors, comm, root)
     return received
 
 
-def _without(state: Any, tensors: list[torch.Tensor]) -> Any:
+def outline(state: Any, tensors: list[torch.Tensor]) -> Any:
     """The state with places instead of tensors, which are appended to `tensors`."""
     if isinstance(state, torch.Tensor):
         tensors.append(state)
         return _Place(tuple(state.shape), state.dtype, state.device.type)
     if isinstance(state, Mapping):
-        return {key: _without(value, tensors) for key, value in state.items()}
+        return {key: outline(value, tensors) for key, value in state.items()}
     if type(state) in (list, tuple):
-        return type(state)(_without(value, tensors) for value in state)
+        return type(state)(outline(value, tensors) for value in state)
     return state
 
 
-def _with_new(plain: Any, tensors: list[torch.Tensor]) -> Any:
-    """The opposite of `_without`, with new tensors."""
+def rebuilt(plain: Any, tensors: list[torch.Tensor]) -> Any:
+    """The opposite of `outline`, with new tensors."""
     if isinstance(plain, _Place):
         tensors.append(torch.empty(plain.shape, dtype=plain.dtype, device=plain.device))
         return tensors[-1]
     if isinstance(plain, dict):
-        return {key: _with_new(value, tensors) for key, value in plain.items()}
+        return {key: rebuilt(value, tensors) for key, value in plain.items()}
     if type(plain) in (list, tuple):
-        return type(plain)(_with_new(value, tensors) for value in plain)
+        return type(plain)(rebuilt(value, tensors) for value in plain)
     return plain

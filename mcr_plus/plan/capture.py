@@ -25,6 +25,7 @@ from mcr_plus.dispatch.board.base import Failure
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.pipeline.stage import Issue as BoundIssue
 from mcr_plus.plan import MEASURED
+from mcr_plus.plan.costs import OVERHEAD
 from mcr_plus.plan.step import Issue, Mark, Need, RankStep, Ready, Step, Wait, model_hash
 from mcr_plus.runtime.init import current
 
@@ -319,7 +320,8 @@ class Capture:
                 operation = operations[each.number]
                 seconds = None if operation.end is None else self._between(operation.begin, operation.end)
                 event = _event(operation, each.number)
-                marks.append(Mark(event, each.computed, begin, end, seconds, keys[each.number]))
+                issued = max(begin, end - OVERHEAD)  # before it, the program has copied into buckets
+                marks.append(Mark(event, each.computed, issued, end, seconds, keys[each.number]))
         return RankStep(self._between(began, ended), tuple(marks), last)
 
     def _between(self, begin: Any, end: Any) -> float:

@@ -4,7 +4,8 @@
     step.roles[0].events        # [Compute("layers.3", 0.012), Ready("layers.3.weight", …), Issue(…), Wait(…)]
 
 The events of a rank are in the order of its program: a `Compute` is the time between two others. Ranks with
-the same events form one role, with the times of its slowest rank. `Step.save` writes JSON of version 1.
+the same events form one role, with the times of the rank that the others wait for. `Step.save` writes JSON of
+version 1.
 A step has at most 1,048,576 ranks, and an operation at most 1 PiB.
 """
 
@@ -20,6 +21,7 @@ from statistics import median
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mcr_plus.config.document import write_text
 from mcr_plus.core.kinds import VECTOR
@@ -33,7 +35,7 @@ Source = Literal["hooks", "kineto", "et"]
 
 
 class Compute(NamedTuple):
-    """Seconds of computation between two other events; the median over the captured steps."""
+    """Seconds of computation between two other events, typical of the captured steps."""
 
     name: str
     seconds: float
@@ -197,9 +199,9 @@ class Step:
         """Merge several records of a step from all ranks of a job into one.
 
         Operations of different ranks are matched by `Mark.key`. The duration of an operation in a step is its
-        minimum over ranks, since earlier ranks have waited for the last one; operations and computation get
-        the medians over steps. Only steps with the most frequent sequence of events are used, without the
-        first ones while these take more than three times the median, since they compile.
+        minimum over ranks, since earlier ranks have waited for the last one; operations get the medians over
+        steps, and computation see `_computing`. Only steps with the most frequent sequence of events are
+        used, without the first ones while these take more than three times the median, since they compile.
 
         Raises:
             InvalidArgument: ranks have different numbers of steps, or fewer than `least`; no step has a
@@ -231,12 +233,11 @@ class Step:
             )
         seconds = _shortest(usual)
         numbers = {key: number for number, key in enumerate(seconds)}
-        by_rank = {rank: _events(chosen, seconds, numbers) for rank, chosen in usual.items()}
         spread = (max(longest[warm:]) - min(longest[warm:])) / middle
         slowest = max(median(each.seconds for _, each in chosen) for chosen in usual.values())
         return cls(
             ranks=len(per_rank), nodes=nodes, model=model, seconds=slowest, spread=spread,
-            roles=_roles(by_rank), source=source, by_caller=by_caller, notes=tuple(notes),
+            roles=_roles(usual, seconds, numbers), source=source, by_caller=by_caller, notes=tuple(notes),
         )  # fmt: skip
 
 
@@ -248,6 +249,7 @@ def model_hash(params: Iterable[tuple[str, Sequence[int], str]]) -> str:
 
 # -- merging ------------------------------------------------------------------------------------------------
 
+Floats = NDArray[np.float64]
 Chosen = list[tuple[int, RankStep]]
 """Steps with the same sequence of events, and their numbers."""
 
@@ -290,13 +292,10 @@ def _shortest(usual: Mapping[int, Chosen]) -> dict[str, float | None]:
 
 
 def _events(
-    chosen: Chosen, seconds: Mapping[str, float | None], numbers: Mapping[str, int]
+    chosen: Chosen, seconds: Mapping[str, float | None], numbers: Mapping[str, int], computing: Floats
 ) -> tuple[Event, ...]:
-    """Return the events of a rank, with the medians of its times."""
+    """Return the events of a rank. `computing`: seconds before each mark, and after the last one."""
     steps = [step for _, step in chosen]
-    times = [[0.0, *(at for mark in step.marks for at in mark[2:4]), step.seconds] for step in steps]
-    ordered = np.maximum.accumulate(np.array(times), axis=1)  # overlaps are counted once
-    computing = np.median(ordered[:, 1::2] - ordered[:, 0::2], axis=0)
     events: list[Event] = []
     keys: dict[int, str] = {}
     for index, (mark, spent) in enumerate(zip(steps[0].marks, computing.tolist(), strict=False)):
@@ -319,23 +318,76 @@ def _events(
 
 def _alike(event: Event) -> Event:
     """Return the event without fields that may differ between ranks of one role."""
-    if isinstance(event, Compute):
-        return Compute("", 0.0)
     return event._replace(nbytes=0) if isinstance(event, Issue) and event.kind in VECTOR else event
 
 
-def _computing(events: Iterable[Event]) -> float:
-    return sum(event.seconds for event in events if isinstance(event, Compute))
-
-
-def _roles(by_rank: Mapping[int, tuple[Event, ...]]) -> tuple[Role, ...]:
-    """Return roles of ranks with equal events; times are those of the rank with the longest computation."""
+def _roles(
+    usual: Mapping[int, Chosen], seconds: Mapping[str, float | None], numbers: Mapping[str, int]
+) -> tuple[Role, ...]:
+    """Return roles of ranks with equal events."""
     alike: dict[tuple[Event, ...], list[int]] = {}
-    for rank, events in by_rank.items():
-        same = tuple(_alike(event) for event in events if not isinstance(event, Compute))
+    for rank, chosen in usual.items():
+        idle = np.zeros(len(chosen[0][1].marks) + 1)
+        same = tuple(_alike(event) for event in _events(chosen, seconds, numbers, idle))
         alike.setdefault(same, []).append(rank)
-    slowest = [max(ranks, key=lambda rank: _computing(by_rank[rank])) for ranks in alike.values()]
-    return tuple(Role(tuple(ranks), by_rank[one]) for ranks, one in zip(alike.values(), slowest, strict=True))
+    roles = []
+    for ranks in alike.values():
+        spent = {rank: _spent(usual[rank]) for rank in ranks}
+        slowest = max(ranks, key=lambda rank: float(np.median(spent[rank].sum(axis=1))))
+        computing = _computing({rank: usual[rank] for rank in ranks}, spent, slowest)
+        roles.append(Role(tuple(ranks), _events(usual[slowest], seconds, numbers, computing)))
+    return tuple(roles)
+
+
+def _spent(chosen: Chosen) -> Floats:
+    """Return the seconds of computation before each mark and after the last one: [steps, marks + 1]."""
+    times = [[0.0, *(at for mark in step.marks for at in mark[2:4]), step.seconds] for _, step in chosen]
+    ordered = np.maximum.accumulate(np.array(times), axis=1)  # overlaps are counted once
+    spent: Floats = ordered[:, 1::2] - ordered[:, 0::2]
+    return spent
+
+
+def _computing(usual: Mapping[int, Chosen], spent: Mapping[int, Floats], slowest: int) -> Floats:
+    """Return the seconds of computation of a role: before each mark, and after the last one.
+
+    Where all ranks of the role wait for an operation of all of them, they continue with the last one. So each
+    part of a step between two such waits is that of its slowest rank in that step. Times are medians over the
+    steps, scaled so that parts and steps add up to their own medians: medians of skewed times alone add up to
+    less. `slowest`: the rank to use if no step has the usual events on all ranks.
+    """
+    kept = set.intersection(*({number for number, _ in chosen} for chosen in usual.values()))
+    starts = [0, *(index + 1 for index in _meetings(usual[slowest][0][1], frozenset(usual)))]
+    everywhere = np.stack(
+        [spent[rank][[number in kept for number, _ in chosen]] for rank, chosen in usual.items()]
+        if kept
+        else [spent[slowest]]
+    )  # [ranks, steps, marks + 1]
+    lengths = np.diff([*starts, everywhere.shape[2]])
+    parts = np.add.reduceat(everywhere, starts, axis=2)
+    last = np.repeat(parts.argmax(axis=0), lengths, axis=1)
+    path = np.take_along_axis(everywhere, last[None], axis=0)[0]
+    typical = np.median(path, axis=0)
+    whole = np.repeat(_adding_up(parts.max(axis=0)), lengths)
+    known = np.repeat(np.add.reduceat(typical, starts), lengths)
+    computing: Floats = np.where(known > 0, typical * whole / np.where(known > 0, known, 1.0), typical)
+    return computing
+
+
+def _meetings(step: RankStep, ranks: frozenset[int]) -> list[int]:
+    """Return the indices of the marks at which the program waits for an operation of all these ranks."""
+    issued = {mark.event.id: mark.event for mark in step.marks if isinstance(mark.event, Issue)}
+    return [
+        index
+        for index, mark in enumerate(step.marks)
+        if isinstance(mark.event, Wait) and ranks <= set(issued[mark.event.id].group)
+    ]
+
+
+def _adding_up(times: Floats) -> Floats:
+    """Return the medians over rows, scaled so that their sum is the median of the rows' sums."""
+    middle: Floats = np.median(times, axis=0)
+    whole = float(middle.sum())
+    return middle * (float(np.median(times.sum(axis=1))) / whole) if whole else middle
 
 
 def _plain(event: Event) -> dict[str, Any]:

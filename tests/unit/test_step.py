@@ -74,6 +74,35 @@ def test_skew_is_taken_for_waiting_and_not_for_communication(seed: int, late: fl
     assert kinds == [Compute, Need, Compute, Ready, Issue, Wait, Compute]
 
 
+def test_ranks_that_are_slow_in_turns_make_a_step_as_slow_as_it_was() -> None:
+    """Ranks wait for each other twice in a step; in each part another one is slow, and parts are skewed."""
+    chance = random.Random(5)
+    parts = 3
+    spent = [[[chance.lognormvariate(0, 1) for _ in range(parts)] for _ in range(2)] for _ in range(9)]
+
+    def rank(me: int) -> list[RankStep]:
+        steps = []
+        for of_ranks in spent:
+            now, marks = 0.0, []
+            for part in range(parts - 1):
+                issued = now + of_ranks[me][part]
+                now += max(each[part] for each in of_ranks)
+                key = f"world#{part}"
+                marks.append(
+                    Mark(Issue(part, "all_to_all", 4, (0, 1)), "w", issued, issued, now - issued, key)
+                )
+                marks.append(Mark(Wait(part), "w", issued, now))
+            now += of_ranks[me][-1]
+            marks.append(Mark(Ready("w", 4, "float32 cpu"), "w", now, now))
+            steps.append(RankStep(now, tuple(marks)))
+        return steps
+
+    step = Step.merged({0: rank(0), 1: rank(1)}, nodes=1, model="m")
+    computed = sum(each.seconds for each in step.roles[0].events if isinstance(each, Compute))
+    longest = sorted(sum(max(each[part] for each in of) for part in range(parts)) for of in spent)
+    assert computed == pytest.approx(longest[4], rel=1e-9)
+
+
 def test_steps_usual_on_some_ranks_only_give_no_times_of_operations() -> None:
     """Rank 0 waits a second for rank 1, half of whose steps have another sequence of events."""
 

@@ -86,8 +86,15 @@ class Gate(Protocol):
     one has to pass, and ranks compare it. Both may change while an operation passes.
     """
 
-    every: bool
-    again: bool
+    @property
+    def every(self) -> bool:
+        """See the class."""
+        ...
+
+    @property
+    def again(self) -> bool:
+        """See the class."""
+        ...
 
     def __call__(self, message: Message) -> Poll | None:
         """Begin."""
@@ -173,6 +180,21 @@ class Channel(ABC):
     def give_up(self) -> None:
         """Free reserved resources: the channel may never be closed."""
 
+    def silent_failure(self) -> str:
+        """Return the reason why operations in flight cannot end although the library reports no error, or ''.
+
+        Called every tenth of a second while operations are in flight, if there is failover.
+        """
+        return ""
+
+    def stop_operations(self) -> bool:
+        """End what is in flight: return True once the library reads and writes no tensor any more.
+
+        Called repeatedly until it returns True; no operation is started or polled from the first call on, on
+        any rank. The default is for libraries that do nothing unless they are called, see `stops_as_whole`.
+        """
+        return True
+
     def gate(self, signature: Signature, digest: int) -> Gate | None:  # noqa: ARG002
         """Return the collective step before operations of a signature; None without one."""
         return None
@@ -198,6 +220,8 @@ class Backend(ABC):
             and not only the first of a signature; not so on a stream.
         shares_connections: messages of all groups between two ranks share connections, which send them in
             the order in which they were posted.
+        stops_as_whole: any call of the library may advance operations of all groups, and none can be ended:
+            after a failure it is not called again in this process.
         has_algorithms: whether configurations may name algorithms of it.
         preference: its places among the backends, see `Preference`.
     """
@@ -209,6 +233,7 @@ class Backend(ABC):
     rings: ClassVar[bool] = False
     keeps_apart: ClassVar[bool] = False
     shares_connections: ClassVar[bool] = False
+    stops_as_whole: ClassVar[bool] = False
     has_algorithms: ClassVar[bool] = True
     preference: ClassVar[Preference] = Preference()
 
@@ -342,7 +367,7 @@ class _Completed(Channel):
         self._channel = channel
         self.closes_alone = hasattr(channel, "release")
         self.outlives_library = hasattr(channel, "give_up")
-        for name in ("release", "give_up", "gate", "bind_persistent"):
+        for name in ("release", "give_up", "gate", "bind_persistent", "silent_failure", "stop_operations"):
             if hasattr(channel, name):
                 setattr(self, name, getattr(channel, name))
 

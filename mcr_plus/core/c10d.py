@@ -91,6 +91,10 @@ class WrappedStore(Store):
         """Add to a counter; returns its new value."""
         return self._store.add(key, value)
 
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        """Write a value where there is the expected one, or none for ''; returns what is there then."""
+        return self._store.compare_set(key, expected_value, desired_value)
+
     def check(self, keys: list[str]) -> bool:
         """Whether all of these keys are there."""
         return self._store.check(keys)

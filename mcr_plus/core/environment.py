@@ -10,6 +10,7 @@
     error_channel()         the pipe on which `mcr-plus run` reads uncaught exceptions (MCR_JOB_ERRORS)
     whole_tracebacks()      whether MCR_TRACEBACK asks for whole tracebacks
     socket_interface()      the network interface that GLOO_SOCKET_IFNAME names
+    meeting_interface()     the one that MCR_SOCKET_IFNAME names, for the job's store and heartbeats
     min_ranks()             the least ranks with which `mcr-plus run` lets a job go on (MCR_MIN_RANKS)
     restarts()              how often it has started this rank again (MCR_RESTARTS)
     default_variable(...)   a default for a library's variable that is unset
@@ -267,6 +268,11 @@ def socket_interface(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the network interface that GLOO_SOCKET_IFNAME names, the first of several; None if unset."""
     names = (os.environ if environ is None else environ).get("GLOO_SOCKET_IFNAME", "")
     return names.split(",")[0].strip() or None
+
+
+def meeting_interface() -> str | None:
+    """Return the interface on which ranks meet: that of MCR_SOCKET_IFNAME, else `socket_interface`."""
+    return os.environ.get("MCR_SOCKET_IFNAME", "").strip() or socket_interface()
 
 
 def default_variable(name: str, value: str) -> None:

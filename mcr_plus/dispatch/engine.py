@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 from mcr_plus.dispatch.board.base import Failure
 from mcr_plus.dispatch.desync import compare_signatures, explain_difference, find_mismatch
-from mcr_plus.dispatch.issue import refusing
+from mcr_plus.dispatch.disabling import switch_off_after, why_off
 from mcr_plus.dispatch.progress_thread import ProgressThread
 from mcr_plus.dispatch.streams import CallerStream
 from mcr_plus.dispatch.waiting import Pause, Waiting, WaitPolicy
@@ -22,6 +22,7 @@ from mcr_plus.errors import BackendError, McrError, OperationsDiffer, OrderMisma
 
 if TYPE_CHECKING:
     from mcr_plus.backends.base import Backend, StreamPoll
+    from mcr_plus.dispatch.failover.channel import FailoverChannel
     from mcr_plus.dispatch.group_state import BackendChannel, GroupState
     from mcr_plus.dispatch.operation import Operation
     from mcr_plus.dispatch.work import IssuedWork
@@ -41,6 +42,7 @@ class Engine:
         blocked: channels with deferred operations.
         unordered: deferred sends and receives, which no other operation waits behind.
         off: backends that are not called any more in this process, with the reason.
+        failovers: libraries that another one may replace, by group.
         failed: whether any operation has failed.
     """
 
@@ -63,6 +65,7 @@ class Engine:
         self.backends: list[Backend] = []
         self.bound: WeakSet[Operation] = WeakSet()
         self.off: dict[str, str] = {}
+        self.failovers: list[FailoverChannel] = []
         self.failed = False
         self._failing_dependents = False
         self.watchdog = Watchdog(peers)
@@ -246,7 +249,7 @@ class Engine:
         poll = work.poll
         if poll is None or work.is_done:
             return work.is_done
-        if self.off and (reason := self.off.get(work.operation.signature.backend or "")) is not None:
+        if self.off and (reason := why_off(self, work.operation)) is not None:
             self.fail(work, BackendError(f"{work.operation.name(work.sequence)}: {reason}"))
             return True
         try:
@@ -262,6 +265,8 @@ class Engine:
         """Advance everything that needs the host: deferred operations and the libraries themselves."""
         for backend in self.backends:
             backend.progress()
+        for failover in self.failovers:
+            failover.tick()
         if self.blocked:
             for channel in list(self.blocked):
                 self._start_ready(channel)
@@ -407,7 +412,7 @@ class Engine:
             if isinstance(error, OperationsDiffer):
                 self.post(work)
                 error = explain_difference(work, error, self.watchdog)
-            self._switch_off(work, error)
+            switch_off_after(self, work, error)
             if isinstance(error, Exception) and not isinstance(error, McrError):
                 error = self.watchdog.library_error(work, error)
             work.fail(error)
@@ -443,40 +448,6 @@ class Engine:
                 any_failed = bool(failed)
         finally:
             self._failing_dependents = False
-
-    def _switch_off(self, work: IssuedWork, error: BaseException) -> None:
-        """After an error that leaves a library unusable: never call it again.
-
-        Its operations in flight fail, in all groups; later ones are refused.
-        """
-        name = work.operation.signature.backend
-        backend = next((known for known in self.backends if known.name == name), None)
-        reason = "" if backend is None else backend.breaks(error)
-        if backend is None or not reason:
-            return
-        self.backends.remove(backend)
-        self.off[backend.name] = reason
-        for operation in self.bound:
-            self.refuse_if_off(operation)
-        deferred = [pending for channel in self.blocked for pending in channel.pending]
-        for other in (*self.in_flight, *self.unordered, *deferred):
-            if other is not work and not other.is_done and other.operation.signature.backend == name:
-                self.peers.keep.append(
-                    (other.message, other.message.inputs, other.message.outputs, other.poll)
-                )
-                other.fail(BackendError(f"{other.operation.name(other.sequence)}: {reason}"))
-                other.operation.state.fail(other.error or error, other.sequence)
-                other.operation.state.board.mark_failed(Failure(other.sequence, f"BackendError: {reason}"))
-
-    def refuse_if_off(self, operation: Operation) -> None:
-        """Make an operation fail at once, without a comparison, if its library is switched off."""
-        reason = self.off.get(operation.signature.backend or "")
-        if reason is not None:
-            operation.start = refusing(reason)
-            operation.stop_polling()
-            operation.gate = None
-            operation.compare_every = operation.compared = False
-            operation.deferred = True  # the fast path has its own reference to the start
 
 
 def _stream(work: IssuedWork) -> StreamPoll:

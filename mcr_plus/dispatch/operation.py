@@ -5,10 +5,12 @@ from __future__ import annotations
 from copy import copy
 from threading import get_ident
 from time import perf_counter
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from mcr_plus.core.work import Work
 from mcr_plus.dispatch.board.base import pad
+from mcr_plus.dispatch.disabling import refuse_if_off
+from mcr_plus.dispatch.failover.channel import FailoverChannel
 from mcr_plus.dispatch.issue import Issue
 from mcr_plus.dispatch.waiting import FIRST_POLLS, GLANCE, SHORT_NAPS
 from mcr_plus.dispatch.work import IssuedWork
@@ -16,11 +18,14 @@ from mcr_plus.dispatch.work import IssuedWork
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mcr_plus.backends.base import Channel, Gate, Persistent, Poll, Start
+    from mcr_plus.backends.base import Backend, Channel, Gate, Persistent, Poll, Start
     from mcr_plus.core.message import Message, Signature
     from mcr_plus.dispatch.engine import Engine
     from mcr_plus.dispatch.group_state import BackendChannel, GroupState
     from mcr_plus.dispatch.waiting import Waiting
+
+
+_BURST: Final = 16
 
 
 class Operation:
@@ -34,6 +39,7 @@ class Operation:
         polled: the library moves only while it is polled. `rings`: it wakes peers itself when it has.
         channel: where the library's own persistent requests come from; None if no library is involved.
         deferred: whether the next issue is queued, to be compared or to pass the library's gate.
+        has_failover: another library takes over where this one fails.
         compared: whether the next issue compares signatures with the peers before it starts.
         gate: the library's requirement before it is handed the operation; None if it has none.
     """
@@ -62,7 +68,12 @@ class Operation:
         self.state = state
         self.backend_channel = backend_channel
         self.on_stream = on_stream
-        self.inline = not (signature.async_op or on_stream or signature.is_p2p)
+        self.has_failover = False
+        if isinstance(channel, FailoverChannel) and not signature.is_p2p:
+            self.has_failover = True
+            self.backend = channel.library if channel.moved else signature.choice
+        # With failover, whoever makes progress may find that the library has failed.
+        self.inline = not (signature.async_op or on_stream or signature.is_p2p or self.has_failover)
         # Lists, which `stop_polling` empties under a loop of another thread.
         self.spins = [None] * spins
         self.first = [None] * min(spins, GLANCE if rings else FIRST_POLLS)
@@ -78,13 +89,20 @@ class Operation:
         self.gate = _gate_of(channel, signature, self.digest)
         self.deferred = self.compared = state.group.size > 1 and not signature.is_p2p
         engine.bound.add(self)
-        engine.refuse_if_off(self)
+        refuse_if_off(engine, self)
 
     def update_checks(self) -> None:
         """Set the requirements of the next issue, once an operation may start."""
         gate = self.gate
         self.compared = self.compare_every or (gate is not None and gate.again)
         self.deferred = self.compared or (gate is not None and gate.every)
+
+    def runs_on(self, backend: Backend) -> None:
+        """Take note of another library, which may have to be polled more often, or less."""
+        self.backend = backend.name
+        self.burst = burst_of(backend)
+        self.glance = self.burst[: len(self.first) or 1]
+        self.polled, self.rings = backend.host_driven, backend.rings
 
     def stop_polling(self) -> None:
         """End the loops that poll at full speed, in any thread: the library is not to be called again."""
@@ -309,6 +327,11 @@ class Operation:
             return work
 
         return issue
+
+
+def burst_of(backend: Backend) -> range:
+    """Polls in a row in a longer wait, of libraries that need them: large operations take many."""
+    return range(_BURST if backend.host_driven else 1)
 
 
 def _gate_of(channel: Channel | None, signature: Signature, digest: int) -> Gate | None:

@@ -55,6 +55,9 @@ class DispatchOptions(StageOptions):
     `stopped`: seconds after which a rank whose process is stopped (SIGSTOP, a debugger) is lost to those that
     wait for it; with `wait` it is waited for until the deadline.
 
+    `failover`: when a library fails, the next one of `backends` takes over its collective operations, and
+    runs again what is not complete on all ranks.
+
     Each option is marked with `Scope.JOB` or `Scope.GROUP`: groups of a job cannot differ in the former.
     """
 
@@ -64,3 +67,4 @@ class DispatchOptions(StageOptions):
     progress: Annotated[Literal["caller", "thread"], Scope.JOB] = "caller"
     heartbeat: Annotated[Heartbeat, Scope.JOB] = "auto"
     stopped: Annotated[WaitOrSeconds, Scope.JOB] = 0.5
+    failover: Annotated[bool, Scope.GROUP] = False

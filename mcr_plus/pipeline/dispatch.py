@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Final, NoReturn
+from typing import NoReturn
 
 from mcr_plus.backends.base import Poll, Start, done
 from mcr_plus.core.kinds import VECTOR
 from mcr_plus.core.message import Message, Signature
+from mcr_plus.dispatch.failover.channel import FailoverChannel
 from mcr_plus.dispatch.group_runtime import GroupRuntime
 from mcr_plus.dispatch.issue import refusing
-from mcr_plus.dispatch.operation import Operation
+from mcr_plus.dispatch.operation import Operation, burst_of
 from mcr_plus.dispatch.options import DispatchOptions
 from mcr_plus.dispatch.streams import stage_through_host
 from mcr_plus.errors import Unsupported
 from mcr_plus.pipeline.stage import Context, Issue, Next, Stage
 from mcr_plus.pipeline.treatment import Treatment
-
-_BURST: Final = 16  # polls in a row in a longer wait, of libraries that need them: large operations take many
 
 
 class DispatchStage(Stage):
@@ -96,7 +95,9 @@ class DispatchStage(Stage):
         start: Start
         if empty:
             start = _nothing
-        elif (reason := runtime.engine.off.get(backend.name)) is not None:
+        elif (reason := runtime.engine.off.get(backend.name)) is not None and not (
+            isinstance(channel.channel, FailoverChannel) and not signature.is_p2p
+        ):
             start = refusing(reason)
         else:
             start = channel.channel.bind(signature)
@@ -109,7 +110,7 @@ class DispatchStage(Stage):
             channel=None if empty else channel.channel,
             on_stream=backend.on_stream and not empty,
             spins=runtime.engine.waiting.spins_for(backend.spins),
-            burst=range(_BURST if backend.host_driven else 1),
+            burst=burst_of(backend),
             timeout=self._options.timeout,
             compare_every=self._compares_every(signature),
             rings=backend.rings,

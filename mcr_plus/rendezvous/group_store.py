@@ -30,6 +30,11 @@ class GroupStore(WrappedStore):
         self._written.add(key)
         put(self._store, key, value.encode() if isinstance(value, str) else value)
 
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        """Write a value where there is the expected one, or none for ''; returns what is there then."""
+        self._written.add(key)
+        return super().compare_set(key, expected_value, desired_value)
+
     def add(self, key: str, value: int) -> int:
         """Add to a counter; returns its new value."""
         if self._group.rank == 0:

@@ -22,7 +22,7 @@ from mcr_plus.errors import LaunchError
 from mcr_plus.liveness.findings import Findings
 from mcr_plus.membership.rules import Process
 from mcr_plus.rendezvous.memory import made, mapped
-from mcr_plus.rendezvous.network import host_address
+from mcr_plus.rendezvous.network import meeting_address
 from mcr_plus.rendezvous.store import exchange
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _link() -> tuple[socket.socket | None, tuple[str, int] | None]:
     """The socket of an agent, and its address; None if this host has none that others reach."""
     link = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     try:
-        link.bind((host_address(), 0))
+        link.bind((meeting_address(), 0))
     except (OSError, LaunchError) as error:
         link.close()
         _log.warning("no heartbeats with other hosts, so their failures show late: %s", error)

@@ -7,7 +7,7 @@ import socket
 import struct
 from typing import Final
 
-from mcr_plus.core.environment import socket_interface
+from mcr_plus.core.environment import meeting_interface, socket_interface
 from mcr_plus.errors import LaunchError
 
 _SIOCGIFADDR: Final = 0x8915
@@ -27,11 +27,20 @@ def host_address() -> str:
 
     Raises `LaunchError` with the names of the interfaces if there is none.
     """
+    return _address(socket_interface(), "GLOO_SOCKET_IFNAME")
+
+
+def meeting_address() -> str:
+    """The same for the job's store and heartbeats, which `MCR_SOCKET_IFNAME` may put elsewhere."""
+    own = meeting_interface() != socket_interface()
+    return _address(meeting_interface(), "MCR_SOCKET_IFNAME" if own else "GLOO_SOCKET_IFNAME")
+
+
+def _address(chosen: str | None, variable: str) -> str:
     names = [name for _, name in socket.if_nameindex()]
-    chosen = socket_interface()
     for name in [chosen] if chosen else names:
         address = _interface_address(name)
         if address is not None and (chosen or not address.startswith("127.")):
             return address
-    expected = f"interface {chosen!r} (GLOO_SOCKET_IFNAME)" if chosen else "any interface but loopback"
+    expected = f"interface {chosen!r} ({variable})" if chosen else "any interface but loopback"
     raise LaunchError(f"no IPv4 address on {expected}; interfaces: {', '.join(names)}")

@@ -18,13 +18,13 @@ from mcr_plus.core.environment import (
     LOOPBACK,
     LaunchEnvironment,
     job_secret,
+    meeting_interface,
     min_ranks,
     on_one_host,
-    socket_interface,
 )
 from mcr_plus.errors import BackendUnavailable, LaunchError, PeerLost
 from mcr_plus.rendezvous.mpi_library import load_mpi
-from mcr_plus.rendezvous.network import host_address
+from mcr_plus.rendezvous.network import meeting_address
 from mcr_plus.rendezvous.signing import Offer, SignedStore, address_of, read_offer, unsigned
 from mcr_plus.rendezvous.watched_store import WatchedStore
 
@@ -383,10 +383,11 @@ def _through_address(environment: LaunchEnvironment, limit: timedelta) -> Store:
 def own_server(timeout: float, *, everywhere: bool = False) -> tuple[str, int]:
     """Host and port of a store that this process serves, for others to meet it in; started at the first call.
 
-    On loopback, unless other hosts must reach it: `everywhere`, or GLOO_SOCKET_IFNAME names an interface.
+    On loopback, unless other hosts must reach it: `everywhere`, or MCR_SOCKET_IFNAME or
+    GLOO_SOCKET_IFNAME names an interface.
     """
     if not _own_servers:
-        address = host_address() if everywhere or socket_interface() else LOOPBACK
+        address = meeting_address() if everywhere or meeting_interface() else LOOPBACK
         listener = _listen(address, 0)
         port = listener.getsockname()[1]
         limit = timedelta(seconds=timeout)
@@ -432,7 +433,7 @@ def _through_mpi(environment: LaunchEnvironment, limit: timedelta) -> tuple[Stor
     place = bytearray(64) + secrets.token_bytes(32)
     listener = None
     if comm.rank == 0:
-        listener = _listen(address or host_address(), 0)
+        listener = _listen(address or meeting_address(), 0)
         host, port = listener.getsockname()
         place[:64] = f"{host}:{port}".encode().ljust(64)
     comm.Bcast([place, mpi.BYTE], root=0)

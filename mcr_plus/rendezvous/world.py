@@ -61,6 +61,12 @@ class World:
             self.stores[group.name] = GroupStore(store, group)
         return self.stores[group.name]
 
+    def leave_store(self, name: str) -> None:
+        """Drop the keys of a group in the store, once its other ranks do so too."""
+        store = self.stores.pop(name, None)
+        if store is not None:
+            store.leave()
+
     @property
     def oversubscribed(self) -> bool:
         """Whether this host has more ranks than cores for them."""

@@ -12,8 +12,10 @@ from mcr_plus.communicator.open_group import OpenGroup, release_unused
 from mcr_plus.config.schema import Config
 from mcr_plus.core.group import Group
 from mcr_plus.dispatch.board.opening import open_board
+from mcr_plus.dispatch.failover.opening import open_failover
 from mcr_plus.dispatch.group_runtime import GroupRuntime
 from mcr_plus.dispatch.group_state import BackendChannel, GroupState
+from mcr_plus.dispatch.options import DispatchOptions
 from mcr_plus.errors import BackendUnavailable
 from mcr_plus.hierarchy.nodes import Part, inner_groups
 from mcr_plus.hierarchy.options import HierarchicalOptions
@@ -46,6 +48,10 @@ def open_with_parts(
         if voting:  # one library only: the n-th ballot of each rank must be for the same operation
             voting[0].ballots = board.ballots
         state = GroupState(group, board, _remedy(runtime, name))
+        options = config.options("dispatch")
+        assert isinstance(options, DispatchOptions)
+        if options.failover:
+            open_failover(world, runtime.engine, state, channels)
         restored = runtime.restored.setdefault(name, {})
         of_group = GroupRuntime(runtime.engine, state, channels, {}, restored=restored)
         classes = runtime.libraries.classes

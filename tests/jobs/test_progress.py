@@ -19,6 +19,7 @@ from mcr_plus.core.group import Group
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.dispatch.board.base import Failure, GroupBoard
 from mcr_plus.dispatch.closing import drain
+from mcr_plus.dispatch.disabling import refuse_if_off
 from mcr_plus.dispatch.engine import Engine
 from mcr_plus.dispatch.group_state import BackendChannel, GroupState
 from mcr_plus.dispatch.operation import Operation
@@ -169,7 +170,7 @@ def test_running_poll_loop_stops_when_its_library_is_disabled(when: int) -> None
         polls.append(None)
         if len(polls) == when:  # an operation of another thread has failed inside the library
             engine.off["lost"] = "not used any more"
-            engine.refuse_if_off(operation)
+            refuse_if_off(engine, operation)
         return False
 
     signature = Signature("all_reduce", torch.float32, (4,), 16, "world", 1, reduce_op="SUM", backend="lost")

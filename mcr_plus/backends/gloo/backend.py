@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 
 from mcr_plus.backends.base import NATIVE, Availability, Backend, Channel, Preference, Support
-from mcr_plus.backends.gloo.channel import GlooChannel, gloo_reduces
+from mcr_plus.backends.gloo.channel import GlooChannel, gloo_reduces, stuck
 from mcr_plus.core import c10d
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Signature
 from mcr_plus.core.sockets import of_peers, open_sockets, shut_down
+from mcr_plus.core.threads import threads
 from mcr_plus.errors import Unsupported
 from mcr_plus.rendezvous.network import host_address
 from mcr_plus.rendezvous.world import World
@@ -98,15 +99,17 @@ class GlooBackend(Backend):
         if self._world.store is None:
             raise Unsupported("backend gloo needs the store of a running job")
         store = c10d.PrefixStore(f"gloo/{group.name}", self._world.store_of(group))
-        before = open_sockets()
+        before, others = open_sockets(), threads()
         try:
             process_group = c10d.gloo_group(
                 store, group.rank, group.size, devices=[self._device], threads=2, timeout=self._timeout
             )
         finally:
             # Another thread of the program may have opened some, to other hosts or ports.
-            self._connections.update(of_peers(open_sockets().items() - before.items(), self._address))
-        channel = GlooChannel(process_group, group, self._timeout, self._channels)
+            connections = of_peers(open_sockets().items() - before.items(), self._address)
+            self._connections.update(connections)
+        workers = threads() - others  # at least; threads of the program that have begun meanwhile, too
+        channel = GlooChannel(process_group, group, self._timeout, self._channels, connections, workers)
         self._channels.append(channel)
         return channel
 
@@ -128,11 +131,11 @@ class GlooBackend(Backend):
         if not clean and self._disconnected:
             for channel in self._channels:
                 channel.keep()
-            _stuck.extend(self._channels)
+            stuck.extend(self._channels)
         elif not clean:
             self.abandon()
-        for channel in [channel for channel in _stuck if channel.is_idle]:
-            _stuck.remove(channel)
+        for channel in [channel for channel in stuck if channel.is_idle]:
+            stuck.remove(channel)
             channel.let_go()
         self._channels.clear()
         self._device = None  # its thread and its files go with the last group
@@ -153,7 +156,7 @@ class GlooBackend(Backend):
         threads continue while C++ libraries destroy their globals, which sometimes corrupts the heap and
         makes the process spin for ever: so the process ends at once after the interpreter.
         """
-        if _stuck or _never:
+        if stuck or _never:
             try:
                 cxx, libc = ctypes.CDLL("libstdc++.so.6"), ctypes.CDLL(None)
                 cxx._ZSt13set_terminatePFvvE(ctypes.cast(libc.pause, ctypes.c_void_p))
@@ -163,5 +166,4 @@ class GlooBackend(Backend):
                 pass  # other C and C++ libraries: an abort is possible
 
 
-_stuck: list[GlooChannel] = []
 _never: list[GlooChannel] = []

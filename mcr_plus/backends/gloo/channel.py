@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from datetime import timedelta
 from typing import Any, Final
 
@@ -13,9 +14,12 @@ from mcr_plus.backends.base import Channel, Poll, Start
 from mcr_plus.backends.emulation import local_reduce
 from mcr_plus.backends.gloo.messages import SLOTS, WatchedReceive, WatchedSend, bytes_of, header_of, slot_of
 from mcr_plus.core import c10d
+from mcr_plus.core.deadline import Deadline
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import REDUCING, ReduceOp
 from mcr_plus.core.message import Message, Signature
+from mcr_plus.core.sockets import Sockets, shut_down, unacknowledged
+from mcr_plus.core.threads import all_wait
 
 # Dtypes that gloo reduces; others are moved as bytes, and every rank reduces them in the same order.
 _REDUCES: Final = (
@@ -40,6 +44,10 @@ _NATIVE_OP: Final[dict[str, Any]] = {
 }
 
 
+_ASLEEP: Final = 0.03  # seconds for which threads that have nothing to do are seen to wait
+_UNACKNOWLEDGED: Final = 0.6  # seconds; TCP sends again after 0.2 and 0.6 s
+
+
 def gloo_reduces(signature: Signature) -> bool:
     """Whether gloo reduces the dtype of a signature."""
     return signature.dtype in _REDUCES
@@ -55,20 +63,37 @@ class GlooChannel(Channel):
     """The operations of a group."""
 
     def __init__(
-        self, process_group: Any, group: Group, timeout: timedelta, open_ones: list[GlooChannel]
+        self,
+        process_group: Any,
+        group: Group,
+        timeout: timedelta,
+        open_ones: list[GlooChannel],
+        connections: Sockets,
+        workers: Set[str],
     ) -> None:
-        """`open_ones`: the backend's channels that are not closed."""
+        """`open_ones`: the backend's channels that are not closed.
+
+        `connections`: to the peers. `workers`: the threads that run operations, among others.
+        """
         # None once closed. No other object keeps gloo's group alive: the last reference destroys it.
         self._pg: Any = process_group
         self._open_ones = open_ones
         self._running: set[object] = set()  # operations not known to be complete
         self._group = group
         self._timeout = timeout
+        self._connections = connections
+        self._workers = workers
+        self._stopped = False
+        self._asleep: Deadline | None = None  # since when the workers wait
         self._sent: dict[tuple[int | None, int], int] = {}  # messages so far, by peer and tag
 
     def close(self) -> None:
         """See `Channel`."""
         self._open_ones.remove(self)
+        if self._stopped and not self.is_idle:
+            self.keep()
+            stuck.append(self)
+            return
         self.drop()
 
     def drop(self) -> None:
@@ -81,6 +106,31 @@ class GlooChannel(Channel):
         ended = {work for work in self._running if isinstance(work, c10d.Work) and work.is_completed()}
         self._running -= ended
         return not self._running
+
+    def silent_failure(self) -> str:
+        """See `Channel`: gloo waits for a peer behind a link that is cut, as long as its own timeout."""
+        peer = unacknowledged(self._connections, _UNACKNOWLEDGED)
+        return f"the connection to {peer} has acknowledged nothing for {_UNACKNOWLEDGED:g} s" if peer else ""
+
+    def stop_operations(self) -> bool:
+        """See `Channel`.
+
+        Where a connection is torn, gloo may let an operation wait for a message until its timeout. Nothing
+        can arrive for it once all connections are closed; what has arrived is worked off when all threads
+        wait.
+        """
+        if not self._stopped:
+            self._stopped = True
+            with contextlib.suppress(RuntimeError, AttributeError):  # older versions of torch
+                self._pg.abort()
+            shut_down(self._connections)
+        if self.is_idle:
+            return True
+        if not all_wait(self._workers):
+            self._asleep = None
+        elif self._asleep is None:
+            self._asleep = Deadline(_ASLEEP)
+        return self._asleep is not None and self._asleep.passed()
 
     def keep(self) -> None:
         """Never destroy gloo's group, unless `let_go` follows, whoever else refers to it."""
@@ -96,7 +146,7 @@ class GlooChannel(Channel):
 
         Destroying waits for pending operations, so with any left the group stays until the job ends.
         """
-        if not self._running:
+        if not self._running or self._stopped:
             self.close()
 
     def _poll(self, work: Any, finish: Callable[[], None] | None = None) -> Poll:
@@ -339,6 +389,10 @@ class GlooChannel(Channel):
             return self._poll(self._pg.barrier(options))
 
         return start
+
+
+stuck: Final[list[GlooChannel]] = []
+"""Channels that are closed but for an operation that gloo has not ended."""
 
 
 def _divide(tensor: torch.Tensor, size: int) -> None:

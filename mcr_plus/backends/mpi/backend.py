@@ -52,6 +52,7 @@ class MpiBackend(Backend):
     has_algorithms = False
     host_driven = True
     keeps_apart = True
+    stops_as_whole = True
     shares_connections = True
     spins = 400
     preference = Preference(cpu=2, between_hosts=2, cuda=2)

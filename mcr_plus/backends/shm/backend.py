@@ -296,6 +296,11 @@ class _Channel(Channel):
             self._queue.progress()
             self._p2p.progress()
 
+    def stop_operations(self) -> bool:
+        """See `Channel`."""
+        self._queue.stop()
+        return True
+
     def end(self) -> None:
         """Stop. Pending operations keep their memory, since the process is about to end."""
         self._closed = True

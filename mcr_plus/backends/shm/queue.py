@@ -123,6 +123,12 @@ class WorkQueue:
         if self._running:
             self._advance(0)
 
+    def stop(self) -> None:
+        """End the thread and drop pending operations: nothing touches their memory from now on."""
+        self.close()
+        with self._lock:
+            self._running.clear()
+
     def close(self) -> None:
         """End the thread, even with pending operations."""
         self._closing = True

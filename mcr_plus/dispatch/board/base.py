@@ -119,6 +119,13 @@ class GroupBoard:
         """A number that changes when `rank` begins or ends to compile kernels, and is odd in between."""
         return 0
 
+    def mark_moving(self) -> None:
+        """Publish that a library has failed on this rank, see `mcr_plus.dispatch.failover`."""
+
+    def moves(self) -> int:
+        """A number that changes when any rank calls `mark_moving`."""
+        return 0
+
     def mark_failed(self, failure: Failure) -> None:
         """Publish that this rank issues nothing more in this group, and why; only the first call counts."""
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _HEADER: Final = 64
 _WORDS: Final = _HEADER // 8
+_MOVES: Final = 3  # the word of a row's header with its calls of `mark_moving`
 _BALLOTS: Final = 4  # the word of a row's header where they begin, and how many there are
 _TEXTS: Final = _HEADER + RING * 8
 _NOTES: Final = _TEXTS + RING * TEXT
@@ -57,6 +58,7 @@ class SharedBoard(GroupBoard):
         self.counter = self._view[base : base + 8].cast("Q")
         self._flags = self._view[base + 8 : base + 16].cast("Q")
         self._compiling = self._view[base + 16 : base + 24].cast("Q")
+        self._moves = self._view[base + 8 * _MOVES : base + 8 * _BALLOTS].cast("Q")
         self._ballots = self._view[base + 8 * _BALLOTS : base + _HEADER].cast("Q")
         self._words = self._view[base + _HEADER : base + _HEADER + RING * 8].cast("Q")
         self._texts = self._view[base + _TEXTS : base + _NOTES]
@@ -135,6 +137,7 @@ class SharedBoard(GroupBoard):
         fields = (
             self._flags,
             self._compiling,
+            self._moves,
             self._ballots,
             self._words,
             self._texts,
@@ -156,6 +159,12 @@ class SharedBoard(GroupBoard):
 
     def compiling(self, rank: int) -> int:  # noqa: D102
         return self._all[rank * self._row_words + 2]
+
+    def mark_moving(self) -> None:  # noqa: D102
+        self._moves[0] += 1
+
+    def moves(self) -> int:  # noqa: D102
+        return sum(self._all[_MOVES :: self._row_words])
 
     def mark_failed(self, failure: Failure) -> None:  # noqa: D102
         if not self._flags[0] & _FAILED:

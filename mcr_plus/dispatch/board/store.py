@@ -208,6 +208,16 @@ class StoreBoard(GroupBoard):
     def compiling(self, rank: int) -> int:  # noqa: D102
         return int(self._read(rank, "compiling") or 0)
 
+    def mark_moving(self) -> None:  # noqa: D102
+        self._ask(lambda store: store.add(self._moves_key, 1), 0)
+
+    def moves(self) -> int:  # noqa: D102
+        return self._ask(lambda store: store.add(self._moves_key, 0), 0)
+
+    @property
+    def _moves_key(self) -> str:
+        return f"board/{self._group.name}/moves"
+
     def mark_failed(self, failure: Failure) -> None:  # noqa: D102
         if not self._failed:
             self._failed = True

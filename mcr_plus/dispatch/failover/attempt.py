@@ -1,0 +1,158 @@
+"""An operation that may run a second time: its poll, and what is kept of its tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from mcr_plus.core.kinds import IN_PLACE, SAME_RESULT
+from mcr_plus.core.message import Message, Signature
+from mcr_plus.dispatch.failover.rules import Operation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mcr_plus.backends.base import Poll
+    from mcr_plus.dispatch.failover.channel import Binding, FailoverChannel
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Attempt:
+    """The poll of an operation of a library with failover.
+
+    Attributes:
+        number: of the operation among those of its library in its group.
+        library: that runs it.
+        poll: of the library; None while the operation waits for the second library.
+        second: the message for that library, once it is its turn.
+        gate: of that library, which it has to pass.
+        error: why it has failed for good.
+        is_done: it is complete here, and its result is the program's.
+        kept_bytes: of the tensors that it keeps alive.
+    """
+
+    __slots__ = (
+        "_channel", "_copies", "_inputs", "_outputs", "_result", "_versions", "binding", "error", "gate",
+        "is_done", "kept_bytes", "library", "message", "number", "poll", "second",
+    )  # fmt: skip
+
+    def __init__(self, channel: FailoverChannel, binding: Binding, message: Message, number: int) -> None:
+        self._channel = channel
+        self.binding = binding
+        self.message = message
+        self.number = number
+        self.library = channel.library
+        self.poll: Poll | None = None
+        self.second: Message | None = None
+        self.gate: Poll | None = None
+        self.error: Exception | None = None
+        self.is_done = False
+        self.kept_bytes = 0
+        # The message lets go of its tensors once the operation is complete.
+        self._inputs, self._outputs = message.inputs, message.outputs
+        self._copies: Tensors | None = None
+        self._result: torch.Tensor | None = None
+        self._versions: list[int | None] = []
+
+    def __call__(self) -> bool:
+        """See `Poll`; under the engine's lock."""
+        if self.poll is None:
+            self._channel.advance()
+            if self.error is not None:
+                raise self.error
+            return False
+        try:
+            if not self.poll():
+                return False
+        except Exception as error:
+            self._channel.on_error(self, error)
+            return False
+        self._channel.on_complete(self)
+        return True
+
+    def keep_inputs(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Copy the inputs if they will be overwritten; before the library has them."""
+        message = self.message
+        if message.codec is not None or _is_in_place(message):
+            self._copies = tuple(map(copied, message.inputs))
+
+    def complete(self) -> None:
+        """Note that it is complete, and what its tensors are like now."""
+        self.is_done, self.poll = True, None
+        self._versions = [_version(each) for each in (*self._inputs, *self._outputs)]
+        self.kept_bytes = sum(each.nbytes for each in (*self._inputs, *self._outputs, *(self._copies or ())))
+
+    def let_go(self) -> Tensors:
+        """Let go of the tensors; returns the copies, which are free."""
+        copies, self._copies = self._copies or (), None
+        self._inputs = self._outputs = ()
+        self._result = None
+        return copies
+
+    def record(self) -> Operation:
+        """What this rank has of it. What is there is copied now, as the program goes on."""
+        digest = self.binding.digest
+        if not self.is_done:
+            return Operation(digest, is_done=False, has_input=True, has_result=False)
+        same = [
+            before is not None and before == _version(tensor)
+            for before, tensor in zip(self._versions, (*self._inputs, *self._outputs), strict=True)
+        ]
+        tracked = self.message.codec is None  # codecs write to their buffers by compiled code
+        inputs, outputs = same[: len(self._inputs)], same[len(self._inputs) :]
+        if self.message.signature.kind in SAME_RESULT and tracked and len(outputs) == 1 and outputs[0]:
+            self._result = self._outputs[0].clone()
+        elif self._copies is None and tracked and all(inputs):
+            self._copies = tuple(each.clone() for each in self._inputs)
+        return Operation(
+            digest, is_done=True, has_input=self._copies is not None, has_result=self._result is not None
+        )
+
+    def again(self, signature: Signature) -> Message:
+        """The message to run on the second library, which `signature` names.
+
+        If the operation is complete here, its result goes to other memory.
+        """
+        inputs, outputs = self._inputs, self._outputs
+        if not self.is_done:
+            for tensor, copy in zip(inputs, self._copies or (), strict=False):
+                tensor.copy_(copy)
+            return self._message(signature, inputs, outputs)
+        copies = self._copies or ()
+        own = {id(tensor): copy for tensor, copy in zip(inputs, copies, strict=True)}
+        return self._message(
+            signature, copies, tuple(own.get(id(each), torch.empty_like(each)) for each in outputs)
+        )
+
+    def sent(self, signature: Signature, source: int, rank: int) -> Message:
+        """The message of a broadcast of the result from `source`; `rank`: of this process."""
+        (output,) = self._outputs
+        if rank == source:
+            assert self._result is not None
+            output = self._result
+        elif self.is_done:
+            output = torch.empty_like(output)
+        values = output.view(-1)
+        broadcast = signature.replace(
+            kind="broadcast", reduce_op=None, root=source, shape=tuple(values.shape), nbytes=values.nbytes,
+            parts=None, encoding=None, call=None, counts_agreed=False,
+        )  # fmt: skip
+        return Message(broadcast, (values,) if rank == source else (), (values,))
+
+    def _message(self, signature: Signature, inputs: Tensors, outputs: Tensors) -> Message:
+        return self.message.with_tensors(inputs, outputs, signature, after=None, prepare=None)
+
+
+def _is_in_place(message: Message) -> bool:
+    """Whether the input is the program's result too, or shares memory with it."""
+    if message.signature.kind in IN_PLACE:
+        return True
+    used = {each.untyped_storage().data_ptr() for each in message.outputs}
+    return any(each.untyped_storage().data_ptr() in used for each in message.inputs)
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """The number of times that torch has changed a tensor; None where torch does not count them."""
+    return None if tensor.is_inference() else tensor._version

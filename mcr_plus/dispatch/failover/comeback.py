@@ -1,0 +1,120 @@
+"""The return of a library that has failed: it is opened anew in the background, and ranks vote on it.
+
+Votes are operations of the second library, at the same operation of the program on all ranks. The first ones
+are on whether it is time to try; once it is, each rank opens the library in a thread, and further votes are
+on whether all have.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from mcr_plus.core.message import Message, Signature
+
+if TYPE_CHECKING:
+    from mcr_plus.backends.base import Channel, Poll
+    from mcr_plus.core.group import Group
+
+_FIRST_TRY: Final = 2.0  # seconds after a failure
+_LAST_TRY: Final = 60.0
+_log = logging.getLogger("mcr_plus")
+
+
+class Comeback:
+    """Attributes: `gate`: that of a vote which has not begun."""
+
+    def __init__(self, reopen: Callable[[int], Channel]) -> None:
+        self._reopen = reopen
+        self.gate: Poll | None = None
+        self._message: Message | None = None
+        self._poll: Poll | None = None
+        self._tries = 0
+        self._patience = _FIRST_TRY
+        self._next_try = 0.0
+        self._try: _Try | None = None
+
+    def after_failure(self) -> None:
+        """Begin anew: the library has failed just now."""
+        self.gate = self._message = self._poll = self._try = None
+        self._next_try = time.monotonic() + self._patience
+
+    @property
+    def is_voting(self) -> bool:
+        """A vote has begun, and its result is not known yet."""
+        return self._poll is not None
+
+    def ballot(self, group: Group, library: str) -> Message:
+        """The operation of the vote: the least of what all ranks say, 1 for yes, -1 for never."""
+        if self._message is None:
+            values = torch.tensor([self._own_vote()], dtype=torch.int32)
+            signature = Signature(
+                "all_reduce", values.dtype, (1,), values.nbytes, group.name, group.size, reduce_op="MIN",
+                tag="failover", backend=library, async_op=True,
+            )  # fmt: skip
+            self._message = Message(signature, (values,), (values,))
+        return self._message
+
+    def begin(self, poll: Poll) -> None:
+        """The vote has been started."""
+        self._poll, self.gate = poll, None
+
+    def result(self) -> int | None:
+        """What all ranks have said; None if that is not known yet."""
+        assert self._poll is not None
+        assert self._message is not None
+        if not self._poll():
+            return None
+        (values,) = self._message.outputs
+        self._poll = self._message = None
+        return int(values)
+
+    def _own_vote(self) -> int:
+        if self._try is None:
+            return int(time.monotonic() >= self._next_try)
+        if self._try.is_alive():
+            return 0
+        return -1 if self._try.channel is None else 1
+
+    def decided(self, result: int) -> Channel | None:
+        """Do what the ranks have decided; returns the new channel if all have opened it."""
+        if self._try is None:
+            if result == 1:
+                self._tries += 1
+                self._try = _Try(partial(self._reopen, self._tries))
+                self._try.start()
+            return None
+        if result == 0:
+            return None
+        tried, self._try = self._try, None
+        self._patience = min(2 * self._patience, _LAST_TRY)
+        self._next_try = time.monotonic() + self._patience
+        if result == 1:
+            return tried.channel
+        if tried.problem:
+            _log.info("failover: the library could not be opened again: %s", tried.problem)
+        if tried.channel is not None:
+            tried.channel.release()
+        return None
+
+
+class _Try(threading.Thread):
+    """Opens the library. `channel`: the new one, None before and if that has failed."""
+
+    def __init__(self, open_channel: Callable[[], Channel]) -> None:
+        super().__init__(name="mcr-failover", daemon=True)
+        self._open_channel = open_channel
+        self.channel: Channel | None = None
+        self.problem = ""
+
+    def run(self) -> None:
+        try:
+            self.channel = self._open_channel()
+        except Exception as error:  # of any library; the next vote reports it
+            self.problem = str(error)

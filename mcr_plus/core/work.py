@@ -23,7 +23,8 @@ class Info:
     between ranks, both are this rank's own (the larger of what it sends and receives); `fused` counts
     the members packed into the operation; `sequence` is its number in its group. Times are
     `time.perf_counter()` seconds, 0.0 and None unless recording was on; `t_done` is when completion was
-    noticed, since looking more often would change the program.
+    noticed, since looking more often would change the program. `instead_of`: the library that had been
+    chosen, if it has failed and `backend` has taken over (`dispatch: {failover: true}`); else empty.
     """
 
     kind: str
@@ -37,6 +38,7 @@ class Info:
     group: str
     t_issue: float = 0.0
     t_done: float | None = None
+    instead_of: str = ""
 
 
 class Work(ABC):

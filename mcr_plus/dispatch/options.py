@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Annotated, Final, Literal
 
 from pydantic import BeforeValidator, PlainSerializer
 
+from mcr_plus.config.document import Keys
 from mcr_plus.config.options import Scope, Seconds, StageOptions, duration_text
 from mcr_plus.core.units import parse_duration
 from mcr_plus.errors import short
@@ -68,3 +70,12 @@ class DispatchOptions(StageOptions):
     heartbeat: Annotated[Heartbeat, Scope.JOB] = "auto"
     stopped: Annotated[WaitOrSeconds, Scope.JOB] = 0.5
     failover: Annotated[bool, Scope.GROUP] = False
+
+    def problem(
+        self, stages: Collection[str] | None, backends: Sequence[str] | None
+    ) -> tuple[Keys, str] | None:
+        """See `StageOptions.problem`."""
+        if self.failover and backends is not None and len(backends) < 2:
+            text = f"true, but `backends` names {backends[0]} alone; expected a second one that can take over"
+            return ("failover",), text
+        return super().problem(stages, backends)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from mcr_plus.backends.base import ReceivePoll
 from mcr_plus.core.work import Info, Work
+from mcr_plus.dispatch.failover.attempt import Attempt
 
 if TYPE_CHECKING:
     from mcr_plus.backends.base import Poll
@@ -48,6 +49,7 @@ class IssuedWork(Work):
     t_wait: float = math.inf  # when a wait began
     t_done: float | None = None
     error_raised: bool = False  # by a wait
+    ran_on: str = ""  # the library that has completed it, where another one may have taken over
 
     def __init__(self, operation: Operation, message: Message, poll: Poll | None, sequence: int) -> None:
         self.operation = operation
@@ -98,9 +100,11 @@ class IssuedWork(Work):
     def info(self) -> Info:  # noqa: D102
         signature, message = self.operation.signature, self.message
         wire_bytes = signature.nbytes if signature.nbytes is not None else message.own_bytes()
+        chosen = signature.backend or ""
+        ran_on = self.ran_on or self.operation.backend.partition(":")[0]
         return Info(
             kind=signature.kind,
-            backend=self.operation.backend,
+            backend=signature.choice if ran_on == chosen else ran_on,
             codec=message.codec,
             bytes=wire_bytes if message.uncompressed_bytes is None else message.uncompressed_bytes,
             wire_bytes=wire_bytes,
@@ -110,6 +114,7 @@ class IssuedWork(Work):
             group=signature.group,
             t_issue=self.t_issue,
             t_done=self.t_done,
+            instead_of="" if ran_on == chosen else chosen,
         )
 
     def then(self, function: Callable[[], None]) -> Work:  # noqa: D102
@@ -142,6 +147,8 @@ class IssuedWork(Work):
 
     def _complete(self) -> None:
         operation = self.operation
+        if operation.has_failover and isinstance(self.poll, Attempt):
+            self.ran_on = self.poll.library
         if operation.engine.recorders:
             self.t_done = perf_counter()
             for record in operation.engine.recorders:

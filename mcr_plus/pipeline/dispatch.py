@@ -10,6 +10,7 @@ from mcr_plus.backends.base import Poll, Start, done
 from mcr_plus.core.kinds import VECTOR
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.dispatch.failover.channel import FailoverChannel
+from mcr_plus.dispatch.failover.rules import second_of
 from mcr_plus.dispatch.group_runtime import GroupRuntime
 from mcr_plus.dispatch.issue import refusing
 from mcr_plus.dispatch.operation import Operation, burst_of
@@ -40,8 +41,11 @@ class DispatchStage(Stage):
             raise Unsupported(
                 f"compress={signature.compress!r} on {signature.kind}: this pipeline has no compress stage"
             )
-        next.note(f"deadline {self._options.timeout:g} s; {self._when_compared(signature)}")
         runtime = self._runtime
+        notes = [f"deadline {self._options.timeout:g} s", self._when_compared(signature)]
+        if self._options.failover:
+            notes.append(self._taken_over(signature.backend, is_p2p=signature.is_p2p))
+        next.note("; ".join(notes))
         if runtime is None:
             return Issue(_refuse)
         issue = runtime.operations.get(signature)
@@ -64,6 +68,13 @@ class DispatchStage(Stage):
         apart = backend is not None and backend.keeps_apart
         later = f"; later {signature.backend} keeps operations that differ apart" if apart else ""
         return f"ranks compare what they issue the first time{later}"
+
+    def _taken_over(self, name: str, *, is_p2p: bool) -> str:
+        hosts = [each for each, backend in self._backends.items() if not getattr(backend, "on_stream", False)]
+        second = second_of([each for each in hosts if each != "local"], name)
+        if second is None or is_p2p:
+            return "no failover"
+        return f"{second} takes over if {name} fails"
 
     def _compares_every(self, signature: Signature) -> bool:
         """Whether every operation is compared: also where the library would pair operations that differ.

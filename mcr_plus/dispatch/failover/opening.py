@@ -8,18 +8,13 @@ from typing import TYPE_CHECKING
 
 from mcr_plus.backends.base import Channel, complete_channel
 from mcr_plus.dispatch.failover.channel import FailoverChannel
+from mcr_plus.dispatch.failover.rules import second_of
 
 if TYPE_CHECKING:
     from mcr_plus.backends.base import Backend
     from mcr_plus.dispatch.engine import Engine
     from mcr_plus.dispatch.group_state import BackendChannel, GroupState
     from mcr_plus.rendezvous.world import World
-
-
-def second_of(names: list[str], name: str) -> str | None:
-    """The library that takes over for `name`: the next one in this order, after the last one the first."""
-    others = [*names[names.index(name) + 1 :], *names[: names.index(name)]]
-    return others[0] if others else None
 
 
 def open_failover(

@@ -1,0 +1,78 @@
+"""A library that fails, and another one that takes over: real libraries on real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import failover_jobs as jobs
+import pytest
+from ranks import run_ranks
+
+import mcr_plus as mcr
+from mcr_plus.config.reader import load
+
+PAIRS = [["gloo", "mpi"], ["msccl", "gloo"], ["mpi", "msccl"], ["gloo", "msccl"]]
+
+
+def values(target: Any, ranks: int, *args: Any, **options: Any) -> list[dict[str, Any]]:
+    results = run_ranks(target, ranks, via="mpi" if "mpi" in args[0] else "torch", args=list(args), **options)
+    return [each.value for each in results]
+
+
+@pytest.mark.parametrize("backends", PAIRS, ids="->".join)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_results_are_right_whenever_a_library_breaks(backends: list[str], ranks: int) -> None:
+    found = values(jobs.random_operations, ranks, backends, 17 + ranks, 250, 0.05)
+    for each in found:
+        assert each["wrong"] == []
+        assert set(each["libraries"]) <= set(backends)
+    assert len({each["moves"] for each in found}) == 1
+    # MPI is one for all groups of a process, and does not come back.
+    assert found[0]["moves"] == 1 if backends[0] == "mpi" else found[0]["moves"] > 1
+
+
+def test_what_has_happened_is_told() -> None:
+    for each in values(jobs.that_says_what_it_did, 2, ["gloo", "mpi"]):
+        assert each["infos"] == [["gloo", "", 1], ["mpi", "gloo", 2]]
+        assert each["sum"] == [3.0] * 4
+
+
+def test_explain_names_the_library_that_takes_over() -> None:
+    told = mcr.explain("all_reduce", "1MiB", config=jobs.config("gloo", "mpi"))
+    assert "mpi takes over if gloo fails" in str(told["steps"])
+
+
+def test_operations_that_cannot_run_again_fail_on_all_ranks() -> None:
+    text = "completed an operation that others have not, and its tensors have changed since"
+    for each in values(jobs.with_changed_inputs, 2, ["msccl", "gloo"]):
+        assert "rank 0 completed" in each["error"]
+        assert text in each["error"]
+
+
+def test_a_training_step_does_not_notice() -> None:
+    for each in values(jobs.through_the_pipeline, 2, ["msccl", "gloo"]):
+        assert each["moves"] >= 2
+        assert each["disturbed"] == each["undisturbed"]
+
+
+@pytest.mark.parametrize("backends", [["gloo", "msccl"], ["msccl", "gloo"]], ids="->".join)
+def test_a_dead_rank_is_told_as_ever(backends: list[str]) -> None:
+    results = run_ranks(
+        jobs.after_a_death, 3, via="torch", args=[backends, 1], check=False,
+        env={"TORCHELASTIC_USE_AGENT_STORE": "True"},
+    )  # fmt: skip
+    for rank in (0, 2):
+        assert results[rank].value["lost"] == [1]
+        assert results[rank].value["seconds"] < 2.0
+
+
+def test_one_library_alone_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "version: 1\nbackends: [gloo]\npipeline:\n  - select: {}\n  - dispatch: {failover: true}\n"
+    )
+    with pytest.raises(
+        mcr.ConfigError, match=r"run.yaml:5.*failover.*names gloo alone; expected a second one"
+    ):
+        load(path)

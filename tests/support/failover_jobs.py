@@ -1,0 +1,238 @@
+"""Jobs whose libraries fail: what ranks run, for tests/jobs/test_failover.py."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import mcr_plus as mcr
+from mcr_plus.backends.base import Poll, Start
+from mcr_plus.core.message import Message
+from mcr_plus.core.sockets import shut_down
+from mcr_plus.dispatch.failover import channel as failover
+from mcr_plus.dispatch.failover import comeback
+from mcr_plus.runtime.init import current
+
+KINDS = ("all_reduce", "all_gather", "broadcast", "reduce_scatter", "all_to_all", "reduce", "all_to_all_v")
+
+
+def config(*backends: str, **options: Any) -> dict[str, Any]:
+    """A pipeline with failover."""
+    dispatch = {"failover": True, "timeout": "20s", **options}
+    return {"version": 1, "backends": list(backends), "pipeline": [{"select": {}}, {"dispatch": dispatch}]}
+
+
+def channel_of(name: str) -> failover.FailoverChannel:
+    """The library of the group of all ranks, with its second one."""
+    slot = current().communicator.opened.runtime.channels[name]
+    assert isinstance(slot.channel, failover.FailoverChannel)
+    return slot.channel
+
+
+def break_connections(name: str, channel: failover.FailoverChannel | None = None) -> None:
+    """What a torn connection is to gloo; an error of the library elsewhere."""
+    channel = channel or channel_of(name)
+    if name == "gloo":
+        shut_down(channel._own._connections)  # type: ignore[attr-defined]
+        return
+    with current().engine.lock:
+        channel.fail("injected")
+
+
+def values(rank: int, number: int, size: int) -> torch.Tensor:
+    """The input of a rank; sums of them are exact in any order."""
+    return torch.arange(size, dtype=torch.float64) * ((rank * 7 + number) % 5 + 1) + rank * 1000 + number
+
+
+class Operation(NamedTuple):
+    """An asynchronous operation, where its result goes to, and what that is; None if there is none here."""
+
+    work: mcr.Work
+    found: torch.Tensor
+    expected: torch.Tensor | None
+
+
+def issued(comm: mcr.Communicator, kind: str, number: int, size: int, root: int, library: str) -> Operation:
+    """Issue an operation of up to `size` elements per rank."""
+    rank, ranks = comm.rank, comm.size
+    inputs = [values(each, number, size) for each in range(ranks)]
+    longer = [values(each, number, size * ranks) for each in range(ranks)]
+    part = slice(rank * size, (rank + 1) * size)
+    mine, work = inputs[rank].clone(), None
+    expected: torch.Tensor | None = torch.stack(inputs).sum(0)
+    if kind == "all_reduce":
+        work, found = comm.all_reduce(mine, async_op=True, backend=library), mine
+    elif kind == "broadcast":
+        work, found, expected = comm.broadcast(mine, root, async_op=True, backend=library), mine, inputs[root]
+    elif kind == "reduce":
+        work, found = comm.reduce(mine, root, async_op=True, backend=library), mine
+        expected = expected if rank == root else None
+    elif kind == "all_gather":
+        found, expected = torch.empty(size * ranks, dtype=torch.float64), torch.cat(inputs)
+        work = comm.all_gather_into_tensor(found, mine, async_op=True, backend=library)
+    elif kind == "reduce_scatter":
+        found, expected = torch.empty(size, dtype=torch.float64), torch.stack(longer).sum(0)[part]
+        work = comm.reduce_scatter_tensor(found, longer[rank], async_op=True, backend=library)
+    else:
+        found, expected = (
+            torch.empty(size * ranks, dtype=torch.float64),
+            torch.cat([each[part] for each in longer]),
+        )
+        even = [size] * ranks if kind == "all_to_all_v" else None
+        work = comm.all_to_all_single(found, longer[rank], even, even, async_op=True, backend=library)
+    assert work is not None
+    return Operation(work, found, expected)
+
+
+def random_operations(backends: list[str], seed: int, operations: int, rate: float) -> dict[str, Any]:
+    """Random operations, of which several are in flight, and a library that breaks on a random rank.
+
+    As soon as an operation is complete here, the program changes its result and goes on; the inputs of
+    operations that do not work in place stay.
+    """
+    try_at_once(0.1)
+    shared, wrong, moves, was = random.Random(seed), [], 0, False
+    libraries: set[str] = set()
+    with mcr.init(config(*backends)) as comm:
+        channel, own = channel_of(backends[0]), random.Random(f"{seed} {comm.rank}")
+        pending: list[Operation] = []
+        breakers: list[threading.Thread] = []
+        for number in range(operations):
+            kind, size = shared.choice(KINDS), shared.choice([1, 7, 100, 3000, 40_000])
+            root, victim = shared.randrange(comm.size), shared.randrange(comm.size)
+            if shared.random() < rate and victim == comm.rank and not channel.moved:
+                breakers.append(threading.Timer(own.random() * 0.004, break_connections, [backends[0]]))
+                breakers[-1].start()
+            pending.append(issued(comm, kind, number, size, root, backends[0]))
+            moves += channel.moved and not was
+            was = channel.moved
+            if shared.random() < 0.3 or number == operations - 1:
+                wrong += [kind for kind in map(completed, pending) if kind]
+                libraries |= {each.work.info.backend for each in pending}
+                for each in pending if own.random() < 0.7 else ():
+                    each.found.mul_(3)
+                pending.clear()
+            if own.random() < 0.05:
+                time.sleep(own.random() * 0.01)
+        for breaker in breakers:
+            breaker.join()
+    return {"wrong": wrong, "moves": moves, "libraries": sorted(libraries)}
+
+
+def completed(operation: Operation) -> str:
+    """Wait for an operation; what it was if its result is wrong."""
+    operation.work.wait()
+    is_right = operation.expected is None or torch.equal(operation.found, operation.expected)
+    return "" if is_right else str(operation.work.info)
+
+
+def try_at_once(seconds: float) -> None:
+    """Let libraries come back so soon."""
+    vars(comeback).update(_FIRST_TRY=seconds, _LAST_TRY=seconds)
+
+
+def that_says_what_it_did(backends: list[str]) -> dict[str, Any]:
+    """The library breaks between two operations."""
+    with mcr.init(config(*backends)) as comm:
+        first = comm.all_reduce(torch.ones(4), async_op=True, backend=backends[0])
+        assert first is not None
+        first.wait()
+        if comm.rank == 1:
+            break_connections(backends[0])
+        tensor = torch.full((4,), 1.0 + comm.rank)
+        second = comm.all_reduce(tensor, async_op=True, backend=backends[0])
+        assert second is not None
+        second.wait()
+        infos = [(work.info.backend, work.info.instead_of, work.info.sequence) for work in (first, second)]
+        return {"infos": infos, "sum": tensor.tolist()}
+
+
+def never_done(start: Start) -> Start:
+    """An operation whose last message does not arrive."""
+
+    def begun(message: Message) -> Poll:
+        start(message)
+        return lambda: False
+
+    return begun
+
+
+def with_changed_inputs(backends: list[str]) -> dict[str, Any]:
+    """Rank 0 has its result and changes input and output, while another rank has not got it yet."""
+    with mcr.init(config(*backends)) as comm:
+        if comm.rank:
+            bind = channel_of(backends[0])._own.bind
+            channel_of(backends[0])._own.bind = lambda signature: never_done(bind(signature))  # type: ignore[method-assign]
+        sent = torch.full((2,), 1.0 + comm.rank)
+        received = torch.empty(2)
+        library = backends[0]
+        work = comm.all_to_all_single(received, sent, async_op=True, backend=library)
+        assert work is not None
+        if comm.rank == 0:
+            work.wait()
+            sent.zero_()
+            received.zero_()
+        comm.barrier(backend=backends[1])
+        if comm.rank == 1:
+            break_connections(backends[0])
+        with pytest.raises(mcr.BackendError) as caught:
+            (work.wait if comm.rank else comm.barrier)()
+        with pytest.raises(mcr.BackendError):
+            comm.all_to_all_single(received, sent, backend=library)
+        return {"error": str(caught.value)}
+
+
+def through_the_pipeline(backends: list[str]) -> dict[str, Any]:
+    """A wrapped model, whose buckets are fused and compressed; a library breaks whenever it is back."""
+    try_at_once(0.05)
+    stages = [
+        {"fuse": {"bucket": "1KiB", "first_bucket": "1KiB"}},
+        {"compress": {"codec": "int8_block", "error_feedback": False}},
+        {"select": {}},
+        {"dispatch": {"failover": True, "timeout": "20s"}},
+    ]
+
+    def trained(breaks: bool) -> tuple[list[float], int]:
+        with mcr.init({"version": 1, "backends": backends, "pipeline": stages}) as comm:
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.Tanh(), torch.nn.Linear(60, 10))
+            model, optimizer = mcr.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            # That of the model's own group, the last one that was opened.
+            channel = [each for each in current().engine.failovers if each.slot.backend.name == backends[0]][
+                -1
+            ]
+            random_ = torch.Generator().manual_seed(comm.rank)
+            for step in range(200):
+                if breaks and comm.rank == step % comm.size and not channel.moved:
+                    threading.Timer(0.001, break_connections, [backends[0], channel]).start()
+                optimizer.zero_grad()
+                model(torch.randn(8, 40, generator=random_)).square().mean().backward()
+                optimizer.step()
+            return [float(param.detach().double().sum()) for param in model.parameters()], channel._round
+
+    undisturbed, _ = trained(False)
+    disturbed, moves = trained(True)
+    return {"undisturbed": undisturbed, "disturbed": disturbed, "moves": moves}
+
+
+def after_a_death(backends: list[str], victim: int) -> dict[str, Any]:
+    """A rank dies: that is no failure of a library."""
+    comm = mcr.init(config(*backends))
+    tensor = torch.ones(1000)
+    comm.all_reduce(tensor, backend=backends[0])
+    if comm.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        for _ in range(1000):
+            comm.all_reduce(tensor, backend=backends[0])
+    except mcr.PeerLost as lost:
+        return {"lost": list(lost.ranks), "seconds": time.monotonic() - began}
+    return {"lost": [], "seconds": time.monotonic() - began}

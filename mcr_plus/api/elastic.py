@@ -33,9 +33,8 @@ from mcr_plus.membership.rules import Proposal
 from mcr_plus.runtime.init import current
 from mcr_plus.runtime.regroup import join_job, leave_epoch
 from mcr_plus.runtime.runtime import Runtime
-from mcr_plus.training.carried import Carried, put_into, taken_from
+from mcr_plus.training.inheritance import Inheritance, inheritance_of
 from mcr_plus.training.transfer import broadcast_state, broadcast_tensors
-from mcr_plus.training.wrap import follow
 
 _LOOK_EVERY: Final = 0.25  # seconds between looks at the store for processes that want to join
 _TAG: Final = "elastic"
@@ -165,7 +164,6 @@ class _Loop:
         self._looked = 0.0
         self._asking: tuple[Work, torch.Tensor] | None = None
         self._applied = False  # whether the optimizer has made its step in the current one
-        optimizer.register_step_post_hook(self._note_applied)
         several = environment.launch_environment().world_size > 1
         joins = several and environment.restarts() > 0 and runtime.roster is None
         if not joins and self._least is not None and not 1 <= self._least <= runtime.world.size:
@@ -178,7 +176,14 @@ class _Loop:
             runtime.roster.passport = self._passport
 
     def steps(self) -> Iterator[Step]:
-        """See `elastic`."""
+        """See `elastic`. The hook on the optimizer lives as long as this runs."""
+        hook = self._optimizer.register_step_post_hook(self._note_applied)
+        try:
+            yield from self._steps_left()
+        finally:
+            hook.remove()
+
+    def _steps_left(self) -> Iterator[Step]:
         while not self._ended():
             step = Step(self._done, _is_loss=self._is_loss)
             self._applied = False
@@ -265,12 +270,13 @@ class _Loop:
     def _join(self) -> None:
         """Become a rank of the job."""
         self._done = -1
+        inheritance = inheritance_of(current())
         joined = join_job(self._passport, self._proposal(), self._timeout, "elastic")
         if joined is None:
             _log.warning("elastic: the job has ended before this process could join it, so it ends too")
             raise SystemExit(0)
         try:
-            self._begin(joined, {}, is_new=True)
+            self._begin(joined, inheritance)
         except PeerLost:
             self._regroup()
 
@@ -282,13 +288,13 @@ class _Loop:
         began, lost = time.monotonic(), dict[int, str]()
         while True:
             self._asking = None
-            carried = taken_from(current())
+            inheritance = inheritance_of(current())
             runtime, changes = leave_epoch(current(), self._proposal(), self._timeout, "elastic")
             lost.update(changes.lost)
             for param in self._model.parameters():
                 param.grad = None  # of a pass that has failed, or of a bucket that is gone
             try:
-                self._begin(runtime, carried, is_new=self._done < 0)
+                self._begin(runtime, inheritance)
             except PeerLost:
                 continue
             first = next(rank for rank, before in enumerate(changes.former) if before is not None)
@@ -298,10 +304,10 @@ class _Loop:
                 _log.warning("%s", line)
             return
 
-    def _begin(self, runtime: Runtime, carried: Carried, *, is_new: bool) -> None:
+    def _begin(self, runtime: Runtime, inheritance: Inheritance) -> None:
         """Begin in a new world, with the model hooked into it and the state of the foremost rank."""
-        put_into(runtime, carried, is_new=is_new)
-        follow(runtime.communicator)
+        inheritance.is_new = self._done < 0
+        inheritance.give(runtime)
         self._receive(runtime.communicator)
 
     def _receive(self, comm: Communicator) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 from collections.abc import Collection, Sequence
 from datetime import timedelta
-from typing import Final
 
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.units import parse_duration
@@ -19,12 +17,7 @@ from mcr_plus.runtime import reconfigure as reconfiguring
 from mcr_plus.runtime.init import current, member_of
 from mcr_plus.runtime.regroup import leave_epoch
 from mcr_plus.runtime.runtime import Runtime
-from mcr_plus.training.carried import put_into, taken_from
-from mcr_plus.training.wrap import changing, follow
-
-_LOOK_EVERY: Final = 0.25  # seconds between looks at the store for processes that want to join
-_TAG: Final = "elastic"
-_log = logging.getLogger("mcr_plus")
+from mcr_plus.training.inheritance import changing, inheritance_of
 
 
 def shrink(
@@ -78,14 +71,10 @@ def shrink(
     problem = _problem(runtime, dead, min_ranks)
     named = () if problem else tuple(map(operator.index, dead or ()))
     proposal = Proposal(named=named, least=None if problem else min_ranks, problem=problem)
-    carried = taken_from(runtime)
-    new, changes = leave_epoch(runtime, proposal, seconds, "shrink")
-    put_into(new, carried, is_new=False)
-    follow(new.communicator)
-    if old is runtime.communicator or group is None:
-        return new.communicator
-    former = {before: rank for rank, before in enumerate(changes.former)}
-    return new.new_group([former[rank] for rank in old.ranks if rank in former])
+    inheritance = inheritance_of(runtime)
+    new, _ = leave_epoch(runtime, proposal, seconds, "shrink")
+    inheritance.give(new)
+    return old.successor()
 
 
 def _own_world(what: str, instead: str) -> Runtime:

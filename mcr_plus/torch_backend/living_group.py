@@ -35,6 +35,7 @@ from mcr_plus.runtime.process import job
 from mcr_plus.runtime.regroup import leave_epoch
 from mcr_plus.torch_backend.jobs import torch_job
 from mcr_plus.torch_backend.work import DONE, Membership, untraced
+from mcr_plus.training.inheritance import changing
 
 if TYPE_CHECKING:
     from mcr_plus.communicator.communicator import Communicator
@@ -215,7 +216,7 @@ class LivingGroup(ProcessGroup):
             ranks = [communicator.ranks[rank] for rank in stay]
             return self._with(torch_job.open(runtime, ranks, self._name, communicator.opened.config))
         proposal = Proposal(named=tuple(excluded), least=len(stay))
-        go_on = job.changing(runtime)
+        go_on = changing(runtime)
         new, _ = leave_epoch(runtime, proposal, runtime.world.timeout, "shrink")
         torch_job.go_on(new)
         go_on(new)
@@ -254,7 +255,7 @@ class LivingGroup(ProcessGroup):
         seconds = runtime.world.timeout
         if timeout is not None and timeout > timedelta(0):
             seconds = timeout.total_seconds()
-        go_on = job.changing(runtime)
+        go_on = changing(runtime)
         new = reconfiguring.reconfigure(runtime, f"torch {opts.uuid}", texts, seconds)
         self.detach()
         torch_job.go_on(new)

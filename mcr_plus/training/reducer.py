@@ -68,15 +68,18 @@ class Reducer:
     of waiting for this rank.
 
     Operations are issued in a separate group: a rank without a gradient of some parameter sends its bucket
-    late, and this must not change the order of the program's operations.
+    late, and this must not change the order of the program's operations. `branch`: the name of that group,
+    None for a new one.
     """
 
-    def __init__(self, params: Sequence[tuple[str, torch.nn.Parameter]], comm: Communicator) -> None:
+    def __init__(
+        self, params: Sequence[tuple[str, torch.nn.Parameter]], comm: Communicator, branch: str | None = None
+    ) -> None:
         self._group = comm.name
         for param in {id(param): param for _, param in params}.values():
             if (before := _reducer_of(param)) is not None:
                 before.detach()
-        self.comm = comm = comm.branch()
+        self.comm = comm = comm.branch_named(branch or comm.next_branch())
         self.syncing = True
         config = comm.config
         fuse = comm.stage_options("fuse")

@@ -35,7 +35,7 @@ def test_survivors_go_on(backends: list[str], victim: int) -> None:
         assert value["sum"] == [sum(1.0 + 10 * each for each in left)] * 5
         assert value["gradient"] == pytest.approx([sum(1.0 + each for each in left) / 3])
         assert value["unchanged"]
-        assert value["errors"] == {"world": "Revoked", "group": "Revoked", "persistent": "Revoked"}
+        assert value["errors"] == {"world": "Revoked", "group": "Revoked"}
 
 
 def test_survivors_of_a_group_keep_its_order() -> None:

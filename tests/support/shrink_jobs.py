@@ -50,8 +50,6 @@ def after_a_death(backends: list[str] | None, victim: int) -> dict[str, Any]:
     comm = _begin(backends)
     rank = comm.rank
     pair = mcr.new_group([0, 2, 3] if victim != 0 else [3, 2, 1])
-    persistent = mcr.persistent("all_reduce", torch.ones(16))
-    persistent()
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mcr.wrap(model, optimizer)
@@ -69,7 +67,6 @@ def after_a_death(backends: list[str] | None, victim: int) -> dict[str, Any]:
     calls: dict[str, Callable[[], Any]] = {
         "world": lambda: comm.all_reduce(x),
         "group": lambda: pair.all_reduce(x),
-        "persistent": persistent,
     }
     errors = {name: _error(call).partition(":")[0] for name, call in calls.items()}
     result = {

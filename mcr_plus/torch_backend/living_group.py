@@ -78,6 +78,11 @@ class LivingGroup(ProcessGroup):
         assert self._communicator is not None
         return self._communicator
 
+    @property
+    def is_destroyed(self) -> bool:
+        """Whether it has no use any more, unless `reconfigure` follows."""
+        return self._destroyed
+
     def _enter(self, communicator: Communicator) -> None:
         """Use a communicator of torch's job from now on."""
         self._communicator, self._runtime = communicator, torch_job.runtime

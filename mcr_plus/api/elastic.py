@@ -34,7 +34,7 @@ from mcr_plus.runtime.init import current
 from mcr_plus.runtime.regroup import join_job, leave_epoch
 from mcr_plus.runtime.runtime import Runtime
 from mcr_plus.training.inheritance import Inheritance, inheritance_of
-from mcr_plus.training.transfer import broadcast_state, broadcast_tensors
+from mcr_plus.training.transfer import STATE, broadcast_state, broadcast_tensors
 
 _LOOK_EVERY: Final = 0.25  # seconds between looks at the store for processes that want to join
 _TAG: Final = "elastic"
@@ -324,7 +324,7 @@ class _Loop:
 
     def _receive_state(self, comm: Communicator, src: int) -> None:
         tensors = [*self._model.parameters(), *self._model.buffers()]
-        broadcast_tensors(tensors, comm, comm.ranks[src])
+        broadcast_tensors(tensors, comm, comm.ranks[src], tag=STATE)
         states = [self._optimizer.state_dict(), *(each.state_dict() for each in self._state)]
         received = broadcast_state(states, comm, src)
         if self._done < 0:

@@ -11,7 +11,7 @@ import torch
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.errors import BackendError, InvalidArgument, Unsupported
 from mcr_plus.runtime.init import member_of
-from mcr_plus.training.transfer import broadcast_tensors
+from mcr_plus.training.transfer import STATE, broadcast_tensors
 
 _WRAPPERS: Final = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and of checkpointing
 Name = tuple[str, ...]
@@ -200,7 +200,7 @@ def _received(
             own[piece].cpu() if src == comm.rank else torch.empty(piece.shape, dtype=piece.dtype)
             for piece in pieces
         ]
-        broadcast_tensors(sent, comm, comm.ranks[src])
+        broadcast_tensors(sent, comm, comm.ranks[src], tag=STATE)
         for piece, values in zip(pieces, sent, strict=True):
             whole = full.setdefault(piece.name, torch.empty(piece.whole, dtype=piece.dtype))
             whole[piece.box] = values

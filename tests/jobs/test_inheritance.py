@@ -111,3 +111,22 @@ def test_groups_and_models_of_worlds_that_are_merged(tmp_path: Path) -> None:
 def test_elastic_leaves_no_hook_on_the_optimizer() -> None:
     for value in values(jobs.left_hooks, 2, []):
         assert len(set(value["counts"])) == 1
+
+
+@pytest.mark.parametrize("where", ["rule", "nodes"])
+@pytest.mark.parametrize(("codec", "used"), [("exp_window", "exp_window"), ("int8_block", None)])
+def test_a_state_is_sent_without_loss_whatever_the_pipeline_does(
+    codec: str, used: str | None, where: str
+) -> None:
+    found = values(jobs.transfer, 4, [], codec, where)
+    for value in found:
+        assert value["equal"]
+        assert value["right"]
+    assert {each for value in found for each in value["codecs"] if each} == ({used} if used else set())
+
+
+def test_a_state_is_not_encoded_with_loss_between_nodes_because_a_rule_is_without() -> None:
+    for value in values(jobs.transfer, 4, [], "int8_block", "both"):
+        assert value["equal"]
+        assert value["right"]
+        assert not any(value["codecs"])

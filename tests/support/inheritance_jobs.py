@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import mcr_plus as mcr
+from mcr_plus.training.transfer import broadcast_state
 
 
 def _begin(*stages: dict[str, Any], backends: list[str] | None = None) -> mcr.Communicator:
@@ -326,3 +327,37 @@ def left_hooks() -> dict[str, Any]:
     counts.append(len(optimizer._optimizer_step_post_hooks))
     mcr.finalize()
     return {"counts": counts}
+
+
+def transfer(codec: str, where: str) -> dict[str, Any]:
+    """A state with any bits, sent from rank 1 by a pipeline that encodes all broadcasts."""
+    named = {"codec": codec}
+    between = {"hierarchical": {"ranks_per_node": 2, "inter": {"compress": named}}}
+    rule = {"match": {"kind": "broadcast"}, "compress": named}
+    compress = {} if where != "both" else {"codec": "exp_window"}
+    stages = [
+        *([] if where == "rule" else [between]),
+        {"compress": compress},
+        {"select": {}},
+        {"dispatch": {}},
+    ]
+    torch.set_num_threads(1)
+    rules = [rule] if where == "rule" else []
+    comm = mcr.init({"version": 1, "pipeline": stages, "rules": rules}, backends=["gloo"])
+    generator = torch.Generator().manual_seed(comm.rank)
+    bits = torch.randint(-(2**31), 2**31, (3000,), generator=generator).to(torch.int32)
+    values = [torch.randn(70_000, generator=generator), bits.view(torch.float32), bits]
+    state = {"some": values, "step": comm.rank}
+    with mcr.record() as log:
+        received = broadcast_state(state, comm, 1)
+    own = [each.view(torch.int32) for each in received["some"]]
+    same = comm.all_gather_object([each.tolist() for each in own])
+    generator = torch.Generator().manual_seed(1)
+    expected = torch.randint(-(2**31), 2**31, (3000,), generator=generator).to(torch.int32)
+    result = {
+        "equal": all(each == same[0] for each in same),
+        "right": all(each.equal(expected) for each in own[1:]) and received["step"] == 1,
+        "codecs": sorted({record.codec or "" for record in log.records if record.tag == "state"}),
+    }
+    mcr.finalize()
+    return result

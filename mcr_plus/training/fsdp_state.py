@@ -108,7 +108,9 @@ def _had(model: object, optimizer: object, step: object, tensors: list[torch.Ten
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidArgument(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     pieces, plain = list[_Piece](), dict[Name, Any]()
-    values = [(("model", _clean(name)), value) for name, value in model.state_dict().items()]
+    values: list[tuple[Name, Any]] = [
+        (("model", _clean(name)), value) for name, value in model.state_dict().items()
+    ]
     names = {param: _clean(name) for name, param in model.named_parameters()}  # sharded again since above
     groups = None
     if optimizer is not None:
@@ -118,7 +120,8 @@ def _had(model: object, optimizer: object, step: object, tensors: list[torch.Ten
             {**group, "params": [names[param] for param in group["params"]]}
             for group in optimizer.param_groups
         ]
-        for param, state in optimizer.state.items():
+        states: Mapping[Any, dict[str, Any]] = optimizer.state
+        for param, state in states.items():
             values += [(("optimizer", names[param], key), value) for key, value in state.items()]
     for name, value in values:
         if isinstance(value, torch.Tensor):
@@ -138,7 +141,7 @@ def _piece(name: Name, value: torch.Tensor) -> tuple[_Piece, torch.Tensor]:
     if not isinstance(value, DTensor):
         return _Piece(name, whole, value.dtype, (0,) * value.dim(), whole), value.detach()
     shape, offset = compute_local_shape_and_global_offset(whole, value.device_mesh, value.placements)
-    local = value.detach().to_local()
+    local: torch.Tensor = value.to_local().detach()
     if tuple(local.shape) != tuple(shape):
         raise Unsupported(f"fsdp_state: '{name[1]}': placements {value.placements} with uneven shards")
     if 0 in shape:

@@ -36,7 +36,8 @@ def data(rank: int, step: int) -> torch.Tensor:
 
 
 def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return (model(x) - x[:, :3]).square().mean()
+    y: torch.Tensor = model(x)
+    return (y - x[:, :3]).square().mean()
 
 
 def trained_alone(steps: Sequence[Sequence[int]]) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -54,7 +55,8 @@ def _sharded(model: nn.Module, mesh: Any) -> nn.Module:
     for layer in model.children():
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
-    return mcr.fsdp(fully_shard(model, mesh=mesh))
+    fully_shard(model, mesh=mesh)
+    return mcr.fsdp(model)
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: Sequence[int]) -> None:
@@ -101,12 +103,12 @@ def lost(victims: list[int], shape: list[int], where: str) -> dict[str, Any]:
     seen = _error(lambda: _train(model, optimizer, rank, [3])).partition(":")[0]
     mcr.shrink_group(victims)
     result: dict[str, Any] = {"seen": seen, "old": _error(lambda: model(data(rank, 3)))}
+    state: dict[str, Any] | None = None
     try:
         state = mcr.fsdp_state(model, optimizer, step=3)
     except mcr.BackendError as error:
         result["error"] = str(error)
-        state = None
-    else:
+    if state is not None:
         result["state"], result["step"] = _plain(state), state["step"]
         if victims == [1]:  # what rank 2 has is on rank 0, too
             # Rank 2 alone claims to be one step ahead, so that nothing of its state can be used.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import mcr_plus as mcr
+from mcr_plus.training import inheritance
 from mcr_plus.training.transfer import broadcast_state
 
 
@@ -77,8 +78,8 @@ def persistent_operations(backend: str) -> dict[str, Any]:
     mcr.shrink()
     result: dict[str, Any] = {"errors": {}, "in flight": _error(work.wait).partition(":")[0]}
     for turn in (1.0, 2.0):
-        for each in (x, y, z, g):
-            each.fill_(turn * (1 + rank))
+        for tensor in (x, y, z, g):
+            tensor.fill_(turn * (1 + rank))
         twelve.copy_(100 * rank + torch.arange(12.0))
         for name, each in operations.items():
             if turn == 1:
@@ -89,7 +90,7 @@ def persistent_operations(backend: str) -> dict[str, Any]:
                 handle.wait()
         if inside is not None:
             inside()
-        result[turn] = {
+        result[str(turn)] = {
             "sum": x.tolist(), "from 2": y.tolist(), "to 3": z.tolist(), "exchange": wide.tolist(),
             "group": g.tolist(),
         }  # fmt: skip
@@ -160,7 +161,7 @@ def _gradient(model: torch.nn.Module, rank: int) -> list[float]:
     model(torch.full((1, 3), 10.0**rank)).sum().backward()
     (weight, _) = model.parameters()
     assert weight.grad is not None
-    return weight.grad.unique().tolist()
+    return list(weight.grad.unique().tolist())
 
 
 def models(backend: str) -> dict[str, Any]:
@@ -186,7 +187,7 @@ def models(backend: str) -> dict[str, Any]:
         gc.collect()
     _lose(comm, 1)
     mcr.shrink()
-    result = {}
+    result: dict[str, Any] = {}
     for name in ("all", "pair", "others", "optimizer"):
         if name in wrapped:
             result[name] = _gradient(wrapped[name][0], rank)
@@ -223,7 +224,10 @@ def residuals_of_groups() -> dict[str, Any]:
 
 def _residual(group: mcr.Communicator) -> list[float]:
     state = [value for (stage, _), value in group.pipeline.state().items() if stage == "compress"]
-    return state[0][0].tensor.double().tolist() if state and group.rank >= 0 else []
+    if not state or group.rank < 0:
+        return []
+    tensor: torch.Tensor = state[0][0].tensor
+    return list(tensor.double().flatten().tolist())
 
 
 def a_loss_meanwhile(when: str) -> dict[str, Any]:
@@ -238,12 +242,8 @@ def a_loss_meanwhile(when: str) -> dict[str, Any]:
     operation = mcr.persistent("all_reduce", x)
     _lose(comm, 3)
     if rank == 1:
-        from mcr_plus.training import inheritance
-
-        if when == "asked":
-            inheritance.followers_of = lambda _: _die()  # type: ignore[assignment]
-        else:
-            inheritance.put_into = lambda *_: _die()  # type: ignore[assignment]
+        place = "followers_of" if when == "asked" else "put_into"
+        setattr(inheritance, place, lambda *_: _die())
     attempts = 0
     while True:
         attempts += 1

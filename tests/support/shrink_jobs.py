@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 import mcr_plus as mcr
-from mcr_plus.runtime import init
+from mcr_plus.membership.rules import Proposal
+from mcr_plus.runtime import init, regroup
 
 
 def _begin(backends: list[str] | None, **dispatch: Any) -> mcr.Communicator:
@@ -123,6 +124,54 @@ def on_some_ranks_only(folder: str) -> dict[str, Any]:
     new.all_reduce(x)
     mcr.finalize()
     return {"first": first, "waited": waited, "sum": x.tolist(), "rank": new.rank}
+
+
+def refused_during_a_build(folder: str) -> dict[str, Any]:
+    """Rank 0 tries to leave the new world, and is refused, while rank 1 has not seen that it is complete."""
+    comm = _begin(["gloo"])
+    rank, refused = comm.rank, Path(folder, "refused")
+    if rank == 2:
+        _die()
+    _wait_for_loss(comm)
+    seen: list[str] = []
+    if rank == 1:
+        usual, watches = vars(regroup)["exchange"], list[regroup.Watch]()
+
+        class Watch(regroup.Watch):
+            def __init__(self, *arguments: Any) -> None:
+                super().__init__(*arguments)
+                watches.append(self)
+
+        def late(store: Any, own: int, size: int, what: str, *rest: Any) -> list[str]:
+            texts: list[str] = usual(store, own, size, what, *rest)
+            if what == "made":
+                while not refused.exists():
+                    time.sleep(0.01)
+                error = watches[-1].error()
+                assert error is not None
+                seen.append(str(error))
+                raise error
+            return texts
+
+        vars(regroup).update(exchange=late, Watch=Watch)
+    world, _ = regroup.leave_epoch(init.current(), Proposal(), 10, "shrink")
+    error = ""
+    if rank == 0:
+        error = _error(lambda: regroup.leave_epoch(world, Proposal(), 0.3, "shrink"))
+        refused.touch()
+    x = torch.ones(3)
+    world.communicator.all_reduce(x)
+    if rank == 1:
+        vars(regroup).update(exchange=usual)
+        error = _error(mcr.shrink)  # the attempt that rank 0 has begun
+    later = mcr.shrink()
+    y = torch.ones(3)
+    later.all_reduce(y)
+    fresh = mcr.reset()  # another build with the same number
+    z = torch.ones(3)
+    fresh.all_reduce(z)
+    mcr.finalize()
+    return {"refused": error, "seen": seen, "sums": [x.tolist(), y.tolist(), z.tolist()]}
 
 
 def with_wrong_arguments() -> dict[str, Any]:

@@ -102,8 +102,9 @@ def elastic(
     the first rank that has gone on.
 
     The ranks may change between two steps: read `mcr.get_rank()` and `mcr.get_world_size()` in each, so that
-    the step's data is divided among the ranks that there are. Groups, communicators and persistent operations
-    of before are revoked then, and gradients are dropped, so accumulate them within one step. A sampler that
+    the step's data is divided among the ranks that there are. Communicators of before are revoked then, and
+    have successors without the newcomers (`Communicator.successor`). Gradients are dropped, so accumulate
+    them within one step. A sampler that
     counts calls is a step ahead after a repeated one: derive the data from the number of the step.
 
     Args:

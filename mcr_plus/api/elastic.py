@@ -33,7 +33,7 @@ from mcr_plus.membership.rules import Proposal
 from mcr_plus.runtime.init import current
 from mcr_plus.runtime.regroup import join_job, leave_epoch
 from mcr_plus.runtime.runtime import Runtime
-from mcr_plus.training.inheritance import Inheritance, inheritance_of
+from mcr_plus.training.inheritance import Inheritance, inheriting
 from mcr_plus.training.transfer import STATE, broadcast_state, broadcast_tensors
 
 _LOOK_EVERY: Final = 0.25  # seconds between looks at the store for processes that want to join
@@ -271,14 +271,13 @@ class _Loop:
     def _join(self) -> None:
         """Become a rank of the job."""
         self._done = -1
-        inheritance = inheritance_of(current())
-        joined = join_job(self._passport, self._proposal(), self._timeout, "elastic")
-        if joined is None:
-            _log.warning("elastic: the job has ended before this process could join it, so it ends too")
-            raise SystemExit(0)
-        try:
-            self._begin(joined, inheritance)
-        except PeerLost:
+        with inheriting(current()) as inheritance:
+            joined = join_job(self._passport, self._proposal(), self._timeout, "elastic")
+            if joined is None:
+                _log.warning("elastic: the job has ended before this process could join it, so it ends too")
+                raise SystemExit(0)
+            has_begun = self._begin(joined, inheritance)
+        if not has_begun:
             self._regroup()
 
     def _proposal(self) -> Proposal:
@@ -289,14 +288,13 @@ class _Loop:
         began, lost = time.monotonic(), dict[int, str]()
         while True:
             self._asking = None
-            inheritance = inheritance_of(current())
-            runtime, changes = leave_epoch(current(), self._proposal(), self._timeout, "elastic")
-            lost.update(changes.lost)
-            for param in self._model.parameters():
-                param.grad = None  # of a pass that has failed, or of a bucket that is gone
-            try:
-                self._begin(runtime, inheritance)
-            except PeerLost:
+            with inheriting(current()) as inheritance:
+                runtime, changes = leave_epoch(current(), self._proposal(), self._timeout, "elastic")
+                lost.update(changes.lost)
+                for param in self._model.parameters():
+                    param.grad = None  # of a pass that has failed, or of a bucket that is gone
+                has_begun = self._begin(runtime, inheritance)
+            if not has_begun:
                 continue
             first = next(rank for rank, before in enumerate(changes.former) if before is not None)
             if runtime.world.rank == first:
@@ -305,11 +303,18 @@ class _Loop:
                 _log.warning("%s", line)
             return
 
-    def _begin(self, runtime: Runtime, inheritance: Inheritance) -> None:
-        """Begin in a new world, with the model hooked into it and the state of the foremost rank."""
+    def _begin(self, runtime: Runtime, inheritance: Inheritance) -> bool:
+        """Begin in a new world, with the model hooked into it and the state of the foremost rank.
+
+        Returns False if a rank has been lost meanwhile.
+        """
         inheritance.is_new = self._done < 0
-        inheritance.give(runtime)
-        self._receive(runtime.communicator)
+        try:
+            inheritance.give(runtime)
+            self._receive(runtime.communicator)
+        except PeerLost:
+            return False
+        return True
 
     def _receive(self, comm: Communicator) -> None:
         """Give all ranks the state of one that has completed the most steps."""

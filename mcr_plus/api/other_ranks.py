@@ -17,7 +17,7 @@ from mcr_plus.runtime import reconfigure as reconfiguring
 from mcr_plus.runtime.init import current, member_of
 from mcr_plus.runtime.regroup import leave_epoch
 from mcr_plus.runtime.runtime import Runtime
-from mcr_plus.training.inheritance import changing, inheritance_of
+from mcr_plus.training.inheritance import inheriting
 
 
 def shrink(
@@ -74,9 +74,9 @@ def shrink(
     problem = _problem(runtime, dead, min_ranks)
     named = () if problem else tuple(map(operator.index, dead or ()))
     proposal = Proposal(named=named, least=None if problem else min_ranks, problem=problem)
-    inheritance = inheritance_of(runtime)
-    new, _ = leave_epoch(runtime, proposal, seconds, "shrink")
-    inheritance.give(new)
+    with inheriting(runtime) as inheritance:
+        new, _ = leave_epoch(runtime, proposal, seconds, "shrink")
+        inheritance.give(new)
     return old.successor()
 
 
@@ -173,7 +173,7 @@ def reconfigure(
             "reconfigure: this world belongs to torch.distributed; use `reconfigure` of its first group"
         )
     texts = sorted(handles) if isinstance(handles, (set, frozenset)) else list(handles)
-    go_on = changing(runtime)
-    new = reconfiguring.reconfigure(runtime, uuid, texts, seconds_of(timeout))
-    go_on(new)
+    with inheriting(runtime, takes_codecs=True) as inheritance:
+        new = reconfiguring.reconfigure(runtime, uuid, texts, seconds_of(timeout))
+        inheritance.give(new)
     return new.communicator

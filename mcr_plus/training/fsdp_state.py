@@ -111,7 +111,9 @@ def _had(model: object, optimizer: object, step: object, tensors: list[torch.Ten
     values: list[tuple[Name, Any]] = [
         (("model", _clean(name)), value) for name, value in model.state_dict().items()
     ]
-    names = {param: _clean(name) for name, param in model.named_parameters()}  # sharded again since above
+    names: dict[torch.Tensor, str] = {}
+    for called, param in model.named_parameters():  # sharded again, by state_dict
+        names[param] = _clean(called)
     groups = None
     if optimizer is not None:
         if not all(param in names for group in optimizer.param_groups for param in group["params"]):

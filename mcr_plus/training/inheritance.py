@@ -10,7 +10,8 @@ import gc
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -168,15 +169,30 @@ class Inheritance:
         old.persistents.clear()
 
 
-def inheritance_of(runtime: Runtime) -> Inheritance:
-    """What is to be given to the world that takes the place of this one; local. Call it before that."""
+@contextmanager
+def inheriting(runtime: Runtime, *, takes_codecs: bool = False) -> Iterator[Inheritance]:
+    """What is to be given to the world that takes the place of this one, in the block; local.
+
+    `takes_codecs`: a rank without state of codecs, such as a new one, takes what the others have.
+    """
     kept: Inheritance | None = runtime.attached.get(_ATTACHED)
-    if kept is not None and (runtime.closed or kept.world is not runtime.communicator):
-        return kept  # no later world has got it
+    if kept is None or not (runtime.closed or kept.world is not runtime.communicator):
+        kept = runtime.attached[_ATTACHED] = _taken(runtime)
+    # Otherwise no later world has got it.
+    kept.is_new = takes_codecs and not kept.codecs
+    try:
+        yield kept
+    except BaseException:
+        if not runtime.closed and kept.world is runtime.communicator:
+            del runtime.attached[_ATTACHED]  # the world stays, and groups of it may be dropped
+        raise
+
+
+def _taken(runtime: Runtime) -> Inheritance:
     roster = runtime.roster
     members = tuple(map(_member, roster.members)) if roster is not None else (_own(),)
     made = {opened.name: opened for opened in runtime.groups if opened.follows and not opened.is_dropped}
-    taken = Inheritance(
+    return Inheritance(
         hashlib.sha256(f"{members} {roster and roster.epoch}".encode()).hexdigest()[:16],
         members,
         runtime.communicator,
@@ -184,18 +200,6 @@ def inheritance_of(runtime: Runtime) -> Inheritance:
         runtime.groups_made,
         {} if runtime.closed else taken_from(runtime),
     )
-    runtime.attached[_ATTACHED] = taken
-    return taken
-
-
-def changing(before: Runtime) -> Callable[[Runtime], None]:
-    """Return what to call in the world of processes that takes the place of this one, on all of its ranks.
-
-    Ranks without state of codecs, such as new ones, take what the others have.
-    """
-    inheritance = inheritance_of(before)
-    inheritance.is_new = not inheritance.codecs
-    return inheritance.give
 
 
 def _member(process: Sequence[object]) -> Member:

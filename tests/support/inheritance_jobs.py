@@ -183,7 +183,7 @@ def models(backend: str) -> dict[str, Any]:
             mcr.wrap(model, optimizer, group=group)
         wrapped[name] = model, optimizer
     if rank == 3:
-        del wrapped["dropped"], model, optimizer
+        del wrapped["dropped"]
         gc.collect()
     _lose(comm, 1)
     mcr.shrink()
@@ -320,7 +320,7 @@ def left_hooks() -> dict[str, Any]:
         for step in mcr.elastic(model, optimizer, steps=4):
             with step:
                 raise ValueError
-    del step
+    step = None  # type: ignore[assignment]
     gc.collect()
     counts.append(len(optimizer._optimizer_step_post_hooks))
     mcr.elastic(model, optimizer)  # never begun

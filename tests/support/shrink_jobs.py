@@ -134,8 +134,8 @@ def refused_during_a_build(folder: str) -> dict[str, Any]:
         _die()
     _wait_for_loss(comm)
     seen: list[str] = []
+    usual, watches = vars(regroup)["exchange"], list[regroup.Watch]()
     if rank == 1:
-        usual, watches = vars(regroup)["exchange"], list[regroup.Watch]()
 
         class Watch(regroup.Watch):
             def __init__(self, *arguments: Any) -> None:
@@ -153,7 +153,8 @@ def refused_during_a_build(folder: str) -> dict[str, Any]:
                 raise error
             return texts
 
-        vars(regroup).update(exchange=late, Watch=Watch)
+        setattr(regroup, "exchange", late)  # noqa: B010 - mypy takes it for a name of another module
+        regroup.Watch = Watch  # type: ignore[assignment, misc]
     world, _ = regroup.leave_epoch(init.current(), Proposal(), 10, "shrink")
     error = ""
     if rank == 0:
@@ -162,7 +163,7 @@ def refused_during_a_build(folder: str) -> dict[str, Any]:
     x = torch.ones(3)
     world.communicator.all_reduce(x)
     if rank == 1:
-        vars(regroup).update(exchange=usual)
+        setattr(regroup, "exchange", usual)  # noqa: B010
         error = _error(mcr.shrink)  # the attempt that rank 0 has begun
     later = mcr.shrink()
     y = torch.ones(3)

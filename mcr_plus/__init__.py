@@ -91,6 +91,7 @@ if TYPE_CHECKING:
     from mcr_plus.torch_backend.shrinking import shrink_group
     from mcr_plus.training.ddp import DDPState, ddp_hook
     from mcr_plus.training.fsdp import fsdp
+    from mcr_plus.training.fsdp_state import fsdp_state
     from mcr_plus.training.wrap import DistributedOptimizer, broadcast_parameters, no_sync, wrap
 
 __version__ = "0.1.0"
@@ -146,6 +147,7 @@ __all__ = [
     "finalize",
     "flush",
     "fsdp",
+    "fsdp_state",
     "gather",
     "gather_v",
     "get_backends",
@@ -185,8 +187,8 @@ __all__ = [
 _HOMES = (
     "errors", "core.kinds", "core.work", "api.collectives", "communicator.communicator", "runtime.init",
     "api.explain", "api.planning", "api.compiling", "training.wrap", "training.ddp", "training.fsdp",
-    "api.state", "api.elastic", "api.other_ranks", "layout.layout", "layout.redistribute", "layout.state",
-    "torch_backend.shrinking",
+    "training.fsdp_state", "api.state", "api.elastic", "api.other_ranks", "layout.layout",
+    "layout.redistribute", "layout.state", "torch_backend.shrinking",
 )  # fmt: skip
 
 

@@ -825,7 +825,8 @@ def persistent(kind: str, *tensors: Any, group: Communicator | None = None, **op
     """Bind an operation to its tensors once: `op()` runs it, `op.start()` returns a `Work`.
 
     The call itself and every run are collective. The tensors stay where they are, and their values are read
-    anew in each run. A `Work` must be waited for before the next run.
+    anew in each run. A `Work` must be waited for before the next run. Where a new world takes the place of
+    the old one (`mcr.shrink`), the next run binds the operation to the group's successor.
 
     Args:
         kind: "all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor",
@@ -836,7 +837,8 @@ def persistent(kind: str, *tensors: Any, group: Communicator | None = None, **op
 
     Raises:
         InvalidArgument: `kind` has no persistent form, a tensor is not contiguous, or the last run is in
-            flight.
+            flight; in a run after ranks were lost, the tensors do not fit those that are left, or the root is
+            lost.
 
     Example:
         ```python

@@ -33,9 +33,8 @@ from mcr_plus.membership.rules import Proposal
 from mcr_plus.runtime.init import current
 from mcr_plus.runtime.regroup import join_job, leave_epoch
 from mcr_plus.runtime.runtime import Runtime
-from mcr_plus.training.carried import Carried, put_into, taken_from
-from mcr_plus.training.transfer import broadcast_state, broadcast_tensors
-from mcr_plus.training.wrap import follow
+from mcr_plus.training.inheritance import Inheritance, inheriting
+from mcr_plus.training.transfer import STATE, broadcast_state, broadcast_tensors
 
 _LOOK_EVERY: Final = 0.25  # seconds between looks at the store for processes that want to join
 _TAG: Final = "elastic"
@@ -103,8 +102,9 @@ def elastic(
     the first rank that has gone on.
 
     The ranks may change between two steps: read `mcr.get_rank()` and `mcr.get_world_size()` in each, so that
-    the step's data is divided among the ranks that there are. Groups, communicators and persistent operations
-    of before are revoked then, and gradients are dropped, so accumulate them within one step. A sampler that
+    the step's data is divided among the ranks that there are. Communicators of before are revoked then, and
+    have successors without the newcomers (`Communicator.successor`). Gradients are dropped, so accumulate
+    them within one step. A sampler that
     counts calls is a step ahead after a repeated one: derive the data from the number of the step.
 
     Args:
@@ -165,7 +165,6 @@ class _Loop:
         self._looked = 0.0
         self._asking: tuple[Work, torch.Tensor] | None = None
         self._applied = False  # whether the optimizer has made its step in the current one
-        optimizer.register_step_post_hook(self._note_applied)
         several = environment.launch_environment().world_size > 1
         joins = several and environment.restarts() > 0 and runtime.roster is None
         if not joins and self._least is not None and not 1 <= self._least <= runtime.world.size:
@@ -178,7 +177,14 @@ class _Loop:
             runtime.roster.passport = self._passport
 
     def steps(self) -> Iterator[Step]:
-        """See `elastic`."""
+        """See `elastic`. The hook on the optimizer lives as long as this runs."""
+        hook = self._optimizer.register_step_post_hook(self._note_applied)
+        try:
+            yield from self._steps_left()
+        finally:
+            hook.remove()
+
+    def _steps_left(self) -> Iterator[Step]:
         while not self._ended():
             step = Step(self._done, _is_loss=self._is_loss)
             self._applied = False
@@ -265,13 +271,13 @@ class _Loop:
     def _join(self) -> None:
         """Become a rank of the job."""
         self._done = -1
-        joined = join_job(self._passport, self._proposal(), self._timeout, "elastic")
-        if joined is None:
-            _log.warning("elastic: the job has ended before this process could join it, so it ends too")
-            raise SystemExit(0)
-        try:
-            self._begin(joined, {}, is_new=True)
-        except PeerLost:
+        with inheriting(current()) as inheritance:
+            joined = join_job(self._passport, self._proposal(), self._timeout, "elastic")
+            if joined is None:
+                _log.warning("elastic: the job has ended before this process could join it, so it ends too")
+                raise SystemExit(0)
+            has_begun = self._begin(joined, inheritance)
+        if not has_begun:
             self._regroup()
 
     def _proposal(self) -> Proposal:
@@ -282,14 +288,13 @@ class _Loop:
         began, lost = time.monotonic(), dict[int, str]()
         while True:
             self._asking = None
-            carried = taken_from(current())
-            runtime, changes = leave_epoch(current(), self._proposal(), self._timeout, "elastic")
-            lost.update(changes.lost)
-            for param in self._model.parameters():
-                param.grad = None  # of a pass that has failed, or of a bucket that is gone
-            try:
-                self._begin(runtime, carried, is_new=self._done < 0)
-            except PeerLost:
+            with inheriting(current()) as inheritance:
+                runtime, changes = leave_epoch(current(), self._proposal(), self._timeout, "elastic")
+                lost.update(changes.lost)
+                for param in self._model.parameters():
+                    param.grad = None  # of a pass that has failed, or of a bucket that is gone
+                has_begun = self._begin(runtime, inheritance)
+            if not has_begun:
                 continue
             first = next(rank for rank, before in enumerate(changes.former) if before is not None)
             if runtime.world.rank == first:
@@ -298,11 +303,18 @@ class _Loop:
                 _log.warning("%s", line)
             return
 
-    def _begin(self, runtime: Runtime, carried: Carried, *, is_new: bool) -> None:
-        """Begin in a new world, with the model hooked into it and the state of the foremost rank."""
-        put_into(runtime, carried, is_new=is_new)
-        follow(runtime.communicator)
-        self._receive(runtime.communicator)
+    def _begin(self, runtime: Runtime, inheritance: Inheritance) -> bool:
+        """Begin in a new world, with the model hooked into it and the state of the foremost rank.
+
+        Returns False if a rank has been lost meanwhile.
+        """
+        inheritance.is_new = self._done < 0
+        try:
+            inheritance.give(runtime)
+            self._receive(runtime.communicator)
+        except PeerLost:
+            return False
+        return True
 
     def _receive(self, comm: Communicator) -> None:
         """Give all ranks the state of one that has completed the most steps."""
@@ -318,7 +330,7 @@ class _Loop:
 
     def _receive_state(self, comm: Communicator, src: int) -> None:
         tensors = [*self._model.parameters(), *self._model.buffers()]
-        broadcast_tensors(tensors, comm, comm.ranks[src])
+        broadcast_tensors(tensors, comm, comm.ranks[src], tag=STATE)
         states = [self._optimizer.state_dict(), *(each.state_dict() for each in self._state)]
         received = broadcast_state(states, comm, src)
         if self._done < 0:

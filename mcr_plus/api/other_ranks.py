@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 from collections.abc import Collection, Sequence
 from datetime import timedelta
-from typing import Final
 
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.units import parse_duration
@@ -19,12 +17,7 @@ from mcr_plus.runtime import reconfigure as reconfiguring
 from mcr_plus.runtime.init import current, member_of
 from mcr_plus.runtime.regroup import leave_epoch
 from mcr_plus.runtime.runtime import Runtime
-from mcr_plus.training.carried import put_into, taken_from
-from mcr_plus.training.wrap import changing, follow
-
-_LOOK_EVERY: Final = 0.25  # seconds between looks at the store for processes that want to join
-_TAG: Final = "elastic"
-_log = logging.getLogger("mcr_plus")
+from mcr_plus.training.inheritance import inheriting
 
 
 def shrink(
@@ -37,12 +30,13 @@ def shrink(
     """Make a world of the ranks that are left, after others were lost; collective over those that are left.
 
     All of them get the same ranks, by the order that they had. Ranks that are lost are found by themselves.
-    A rank that lives is waited for, so all must call this: after a `PeerLost`, each does. Communicators,
-    handles and persistent operations of the old world raise `Revoked` from then on. Models and optimizers
-    that were wrapped for all ranks are hooked into the new world; their parameters are not touched, and a
-    pass that failed is to be repeated from the forward pass on. Residuals of error feedback are kept, other
-    state of codecs begins anew. Nothing in flight is waited for, and tensors of what had not ended must not
-    be used again.
+    A rank that lives is waited for, so all must call this: after a `PeerLost`, each does. Communicators and
+    handles of the old world raise `Revoked` from then on; groups have successors
+    (`Communicator.successor`), in which persistent operations are bound again by their next call. Models and
+    optimizers are hooked into the successor of their group; their parameters are not touched, and a pass that
+    failed is to be repeated from the forward pass on. Residuals of error feedback are kept, other state of
+    codecs begins anew. Nothing in flight is waited for, and tensors of what had not ended must not be used
+    again.
 
     The job's store must not have been lost: under `mcr-plus run` and torchrun it is the launcher's. Ranks
     that are cut off from most others raise instead of going on, so that a job never goes on twice.
@@ -54,14 +48,16 @@ def shrink(
         min_ranks: the ranks with which the job may go on, where they need not be a majority of those that
             may still run somewhere.
 
-    Returns the communicator of the ranks of `group` that are left; that of all is `mcr.world()`.
+    Returns the successor of `group`, of those of its ranks that are left; that of all is `mcr.world()`.
 
     Raises:
         CommTimeout: a rank that lives has not called it in time. Like the next two errors, this is raised
             on all ranks that have called it, and all may call it again.
         InvalidArgument: `dead` names a rank that lives, or none of the job.
         BackendError: the ranks that are left are too few.
-        Revoked: the other ranks have declared this one lost, and have gone on.
+        Revoked: the other ranks have declared this one lost, and have gone on; or the new world is there, and
+            `group` has no successor in it.
+        PeerLost: a rank has been lost after the new world was made; another `shrink` carries on.
         LaunchError: the job's store does not answer.
 
     Example:
@@ -78,14 +74,10 @@ def shrink(
     problem = _problem(runtime, dead, min_ranks)
     named = () if problem else tuple(map(operator.index, dead or ()))
     proposal = Proposal(named=named, least=None if problem else min_ranks, problem=problem)
-    carried = taken_from(runtime)
-    new, changes = leave_epoch(runtime, proposal, seconds, "shrink")
-    put_into(new, carried, is_new=False)
-    follow(new.communicator)
-    if old is runtime.communicator or group is None:
-        return new.communicator
-    former = {before: rank for rank, before in enumerate(changes.former)}
-    return new.new_group([former[rank] for rank in old.ranks if rank in former])
+    with inheriting(runtime) as inheritance:
+        new, _ = leave_epoch(runtime, proposal, seconds, "shrink")
+        inheritance.give(new)
+    return old.successor()
 
 
 def _own_world(what: str, instead: str) -> Runtime:
@@ -144,9 +136,10 @@ def reconfigure(
 
     As c10d's `reconfigure`: the ranks are in the order of the handles. The program says who belongs to it, so
     nothing is agreed on; `mcr.shrink` finds out. Communicators and handles of the old worlds raise `Revoked`
-    from then on, models that were wrapped for all ranks are hooked into the new world, codecs keep what they
-    have not sent yet, and nobody's parameters are touched: broadcast them (`mcr.broadcast_parameters`) where
-    newcomers take part. Each process keeps its own configuration, and these must be the same.
+    from then on; groups, models and persistent operations go on as after `mcr.shrink`, with those of their
+    ranks that are in the new world. Codecs keep what they have not sent yet, and nobody's parameters are
+    touched: broadcast them (`mcr.broadcast_parameters`) where newcomers take part. Each process keeps its
+    own configuration, and these must be the same.
 
     Args:
         uuid: names the attempt; the same on all processes, and new for each attempt.
@@ -180,7 +173,7 @@ def reconfigure(
             "reconfigure: this world belongs to torch.distributed; use `reconfigure` of its first group"
         )
     texts = sorted(handles) if isinstance(handles, (set, frozenset)) else list(handles)
-    go_on = changing(runtime)
-    new = reconfiguring.reconfigure(runtime, uuid, texts, seconds_of(timeout))
-    go_on(new)
+    with inheriting(runtime, takes_codecs=True) as inheritance:
+        new = reconfiguring.reconfigure(runtime, uuid, texts, seconds_of(timeout))
+        inheritance.give(new)
     return new.communicator

@@ -6,24 +6,26 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 
 from mcr_plus.communicator import calls
-from mcr_plus.communicator.calls import BUILDERS, Call, CallOptions, Unpack
+from mcr_plus.communicator.calls import Call, CallOptions, Unpack
 from mcr_plus.communicator.coalesced import BlockSizes
 from mcr_plus.communicator.objects import SignedObjects
 from mcr_plus.communicator.operations import Operations
 from mcr_plus.communicator.operations import P2POp as P2POp
-from mcr_plus.communicator.persistent import PersistentOp, bind_persistent, check_persistent
+from mcr_plus.communicator.persistent import Persistent, PersistentOp
 from mcr_plus.communicator.prepared import Prepared, prepare
+from mcr_plus.communicator.succession import Succession
 from mcr_plus.config.names import stored_backend
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import REDUCE_OPS, REDUCING, ReduceOp, check_reducible
 from mcr_plus.core.message import Extras, Signature, frozen
 from mcr_plus.core.work import Work
 from mcr_plus.dispatch.group_runtime import SIGNATURES
-from mcr_plus.errors import InvalidArgument, Unsupported
+from mcr_plus.errors import InvalidArgument, Revoked, Unsupported
 from mcr_plus.fusion.coalesce import Coalescer
 from mcr_plus.pipeline.pipeline import Bound, Pipeline
 
@@ -63,11 +65,13 @@ class Communicator(Operations):
         self._chains = opened.chains
         self._messages = opened.messages
         self._plans = opened.plans
-        self._splits = 0
+        self.splits = 0  # groups that have been made of it
         self.coalescer = Coalescer(self.size)
         self.blocks = BlockSizes(self._group, self.pipeline, self.config.options("compress") is not None)
         self.objects = SignedObjects(self._group, job)
         self.attached: dict[str, Any] = {}  # objects of higher layers with the lifetime of the group, by name
+        self.persistents = WeakSet[PersistentOp]()  # those that the program has
+        self.succession = Succession()
 
     # -- identity ---------------------------------------------------------------------------------
 
@@ -136,10 +140,48 @@ class Communicator(Operations):
 
     def branch(self) -> Communicator:
         """Return another communicator of the same ranks, with its own order of operations; collective."""
+        made = self.branch_named(self.next_branch())
+        made.opened.follows = True
+        return made
+
+    def next_branch(self) -> str:
+        """The name of a new branch."""
         self._check_open()
-        self._splits += 1
+        self.splits += 1
+        return f"{self.name}/{self.splits}"
+
+    def branch_named(self, name: str) -> Communicator:
+        """`branch` with a name that no open group has; for layers above, which derive it by themselves."""
         self._runtime.agree(self, None, "branch", lambda _: [self.size] * self.size)
-        return self._runtime.open_group(f"{self.name}/{self._splits}", self.ranks, checked=True)
+        return self._runtime.open_group(name, self.ranks, checked=True)
+
+    def successor(self) -> Communicator:
+        """Return what has taken the place of this group where ranks of the job have changed; local.
+
+        `mcr.shrink`, `mcr.reconfigure` and `mcr.elastic` make a new world. In it they open each group again
+        that `mcr.new_group`, `split` or `branch` had made: with those of its ranks that have gone on, in the
+        same order and under the same name, if all of them have kept it. Newcomers are in no group but that of
+        all ranks. The group itself is returned while its world is the present one.
+
+        Raises:
+            Revoked: nothing has taken its place: none of its ranks is left, or some of them had closed or
+                dropped it; or this process has been left out.
+            NotInitialized: the group has been closed.
+
+        Example:
+            ```python
+            group = mcr.new_group([0, 1])
+            mcr.shrink()
+            group = group.successor()
+            ```
+        """
+        if not self.state.revoked:
+            self._check_open()
+            return self
+        if self.succession.successor is None:
+            why = self.succession.reason or "the ranks that are left have not gone on yet"
+            raise Revoked(f"group '{self.name}' has no successor: {why}")
+        return self.succession.successor.successor()
 
     def progress(self) -> None:
         """Advance pending operations of libraries that need the host; returns without waiting."""
@@ -249,7 +291,7 @@ class Communicator(Operations):
         Returns the new communicator, or None if `color` is None.
         """
         self._check_open()
-        self._splits += 1
+        self.splits += 1
 
         def sizes(choices: Sequence[tuple[int | None, int]]) -> list[int]:
             ranks = Counter(chosen for chosen, _ in choices if chosen is not None)
@@ -260,22 +302,20 @@ class Communicator(Operations):
             return None
         members = sorted((k, index) for index, (c, k) in enumerate(choices) if c == color)
         ranks = tuple(self.ranks[index] for _, index in members)
-        return self._runtime.open_group(f"{self.name}.{self._splits}.{color!r}", ranks, checked=True)
+        made = self._runtime.open_group(f"{self.name}.{self.splits}.{color!r}", ranks, checked=True)
+        made.opened.follows = True
+        return made
 
     def persistent(self, kind: str, *tensors: Any, **options: Any) -> PersistentOp:
         """Bind an operation to its tensors once: `op()` runs it, `op.start()` returns a `Work`.
 
         Collective, like every call of the result. `kind` is the name of an operation with fixed sizes,
         followed by its arguments. The tensors must be contiguous and must not move. The program must wait for
-        each `Work` before the next start.
+        each `Work` before the next start. After `mcr.shrink` and its like, the next call binds the operation
+        to the group's successor; it raises `InvalidArgument` if the tensors do not fit its number of ranks,
+        or the root has been lost.
         """
-        check_persistent(kind, tensors, options)
-        names = CallOptions.__annotations__
-        own = {name: options.pop(name) for name in options.keys() - names}
-        call = BUILDERS[kind](self._group, *tensors, **own)
-        known: CallOptions = options  # type: ignore[assignment]
-        now, later = (self.prepared(call, async_op, known) for async_op in (False, True))
-        return bind_persistent(now, later, self)
+        return Persistent.of(self, kind, tensors, options)
 
     # -- issuing ----------------------------------------------------------------------------------
 

@@ -50,6 +50,7 @@ class OpenGroup:
     Attributes:
         parts: the groups inside this one, for the hierarchical stage.
         inner: True if the group is such a part, which closes with its enclosing group.
+        follows: whether it is opened again in the world that takes the place of this one.
         chains: the bound pipeline of each signature.
         messages: the bound pipelines of sends and receives, which each rank binds without the others.
         plans: bound operations of all kinds, by call arguments.
@@ -60,6 +61,7 @@ class OpenGroup:
     runtime: GroupRuntime
     config: Config
     inner: bool = False
+    follows: bool = False
     parts: list[OpenGroup] = field(default_factory=list)
     chains: dict[Signature, Bound] = field(default_factory=dict)
     messages: dict[Signature, Bound] = field(default_factory=dict)

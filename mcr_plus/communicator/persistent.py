@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+import weakref
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from mcr_plus.communicator.calls import BUILDERS, CallOptions
 from mcr_plus.communicator.tensors import as_tensor, is_plain
 from mcr_plus.core.message import Message
 from mcr_plus.core.work import Work
 from mcr_plus.errors import InvalidArgument, unknown
 
 if TYPE_CHECKING:
+    from mcr_plus.communicator.calls import Call
+    from mcr_plus.communicator.communicator import Communicator
     from mcr_plus.communicator.prepared import Prepared
 
 KINDS = (
@@ -47,19 +53,92 @@ def check_persistent(kind: str, tensors: tuple[Any, ...], options: dict[str, Any
             raise InvalidArgument(f"tensors[{index}]: a persistent operation needs contiguous tensors")
 
 
-def bind_persistent(now: Prepared, later: Prepared, group: object) -> PersistentOp:
-    """Return an operation bound to its tensors, on a persistent request if its chain is one library call.
+class Persistent:
+    """What a persistent operation is bound from: its kind, arguments and options, and the group.
 
-    `now` is the synchronous call, `later` the asynchronous one; neither has been issued. The result keeps
-    `group` alive.
+    The program has a `partial`, so that a call of it costs no frame of ours. Where another world takes the
+    place of the group's, the same `partial` is bound to the group's successor.
+    """
+
+    def __init__(self, kind: str, options: dict[str, Any], ranks: int) -> None:
+        self._kind, self._options = kind, options
+        self._ranks = ranks  # for which the tensors were made
+        self._arguments: dict[str, Any] = {}
+        self._root: str | None = None  # the name of the argument
+        self._lost: int | None = None  # the root, if it has been lost
+        self._stub: Any = None
+
+    @classmethod
+    def of(
+        cls, group: Communicator, kind: str, tensors: tuple[Any, ...], options: dict[str, Any]
+    ) -> PersistentOp:
+        """See `Communicator.persistent`."""
+        check_persistent(kind, tensors, options)
+        own = {name: options.pop(name) for name in options.keys() - CallOptions.__annotations__.keys()}
+        self, builder = cls(kind, options, group.size), BUILDERS[kind]
+        operation, start = self._bound(group, builder(group.opened.group, *tensors, **own))
+        arguments = inspect.signature(builder).bind(group, *tensors, **own).arguments
+        self._arguments = {name: value for name, value in arguments.items() if name != "group"}
+        self._root = next((name for name in ("src", "dst") if name in arguments), None)
+        self._become(operation, operation, start, group)
+        group.persistents.add(operation)
+        return cast("PersistentOp", operation)
+
+    def _bound(self, group: Communicator, call: Call) -> tuple[Any, Any]:
+        options = cast("CallOptions", self._options)
+        now, later = (group.prepared(call, async_op, options) for async_op in (False, True))
+        return _bound(now, later)
+
+    def _become(self, operation: Any, run: Any, start: Any, group: object) -> None:
+        """Change a `partial` in place, by the protocol with which it is unpickled."""
+        kept = {"start": start, "group": group, "origin": self}
+        operation.__setstate__((run.func, run.args, run.keywords, kept))
+
+    def move(self, operation: Any, group: Communicator, ranks: Mapping[int, int]) -> None:
+        """Bind the operation again, for this group, when it is called next: that is collective, this is not.
+
+        `ranks`: rank in the job before → rank in the job now, of all that have gone on.
+        """
+        if self._root is not None and self._lost is None:
+            root = int(self._arguments[self._root])
+            self._lost = None if root in ranks else root
+            self._arguments[self._root] = ranks.get(root, -1)
+        alive = weakref.ref(operation)
+
+        def bound() -> Any:
+            if self._lost is not None:
+                raise InvalidArgument(
+                    f"persistent {self._kind}: its root, rank {self._lost} of an earlier world, has been "
+                    "lost; make the operation again, with another root"
+                )
+            try:
+                run, start = self._bound(group, BUILDERS[self._kind](group.opened.group, **self._arguments))
+            except InvalidArgument as error:
+                raise InvalidArgument(
+                    f"persistent {self._kind}: its tensors were made for {self._ranks} ranks and do not fit "
+                    f"the {group.size} that are left ({error}); make the operation again, with other tensors"
+                ) from error
+            operation = alive()
+            self._become(operation, run, start, group)
+            return operation
+
+        self._stub = lambda: bound()()  # kept, because it is replaced while it runs
+        self._become(operation, partial(self._stub), lambda: bound().start(), group)
+        group.persistents.add(operation)
+
+
+def _bound(now: Prepared, later: Prepared) -> tuple[Any, Any]:
+    """How an operation is run and started: on a persistent request if its chain is one library call.
+
+    `now` is the synchronous call, `later` the asynchronous one; neither has been issued.
     """
     operation = now.issue.operation
     native = None if operation is None else operation.persistent(now.message)
     issue, signature = later.issue, later.message.signature
     run: Any = partial(now.issue.run, now.message)
     if native is not None:
-        issue, run = native
-        signature = now.message.signature
+        issue, bare = native
+        run, signature = partial(bare), now.message.signature
     # Kept alive here: the library's request refers to these tensors, and a handle drops its message's.
     inputs, outputs, extras = later.message.inputs, later.message.outputs, later.message.extras
     latest: list[Work] = []
@@ -70,5 +149,4 @@ def bind_persistent(now: Prepared, later: Prepared, group: object) -> Persistent
         latest[:] = [issue.start(Message(signature, inputs, outputs, **extras))]
         return latest[0]
 
-    run.start, run.group = start, group
-    return cast("PersistentOp", run)
+    return run, start

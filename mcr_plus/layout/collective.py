@@ -168,5 +168,7 @@ def _group(comm: Communicator, native: Native) -> Communicator | None:
         for index, members in enumerate(native.groups):
             if rank in members and len(members) > 1:
                 colour, key = index, members.index(rank)
-        known[native.groups] = comm.split(colour, key)
+        made = known[native.groups] = comm.split(colour, key)
+        if made is not None:
+            made.opened.follows = False  # another world has other groups
     return known[native.groups]

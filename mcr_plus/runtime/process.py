@@ -32,8 +32,6 @@ class Job:
         disabled: the names of those that some rank no longer calls.
         leave_dropped: leaves the groups of torch.distributed that the program has dropped; set by the
             torch backend.
-        changing: called before another world takes the place of one; returns what to call in the new one, on
-            all its ranks: it gives it the state of codecs and hooks models into it. Set by training.
     """
 
     def __init__(self) -> None:
@@ -44,7 +42,6 @@ class Job:
         self.backends: dict[int, Backend] = {}
         self.disabled: set[str] = set()
         self.leave_dropped: Callable[[], None] = lambda: None
-        self.changing: Callable[[Runtime], Callable[[Runtime], None]] = lambda _: _nothing
         self._has_hooks = False
 
     def begin(self, runtime: Runtime) -> None:
@@ -97,10 +94,6 @@ class Job:
         if self.runtime is not None:
             self.runtime.abandon()
             self.runtime = None
-
-
-def _nothing(_: Runtime) -> None:
-    """Change nothing in a new world."""
 
 
 def _end_unused_mpi() -> None:

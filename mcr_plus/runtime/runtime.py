@@ -109,9 +109,7 @@ class Runtime:
     ) -> None:
         options = config.options("dispatch")
         assert isinstance(options, DispatchOptions)
-        self.config = config
-        self.loaded = loaded
-        self.timeout = timeout
+        self.config, self.loaded, self.timeout = config, loaded, timeout
         self.is_native = native
         self.closed = False
         self.closed_because = "finalize has been called"
@@ -144,7 +142,7 @@ class Runtime:
         self.attached: dict[str, Any] = {}
         self.watcher: Watcher | None = None
         self._ended: list[Stage] = []  # of groups that were closed, if they need a `finish`
-        self._count = 0  # of groups made by `new_group`
+        self.groups_made = 0  # by `new_group`
         try:
             self.libraries.open()
             self.engine.backends = list(self.libraries.backends.values())
@@ -289,8 +287,10 @@ class Runtime:
                     f"new_group: rank {self.world.rank} passed {list(chosen)}, rank {rank} passed "
                     f"{list(passed)}; all ranks of the job must create the same groups in the same order"
                 )
-        self._count += 1
-        return self.open_group(f"group{self._count}", chosen, checked=True)
+        self.groups_made += 1
+        made = self.open_group(f"group{self.groups_made}", chosen, checked=True)
+        made.opened.follows = True
+        return made
 
     def agree(
         self,

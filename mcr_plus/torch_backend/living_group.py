@@ -35,6 +35,7 @@ from mcr_plus.runtime.process import job
 from mcr_plus.runtime.regroup import leave_epoch
 from mcr_plus.torch_backend.jobs import torch_job
 from mcr_plus.torch_backend.work import DONE, Membership, untraced
+from mcr_plus.training.inheritance import inheriting
 
 if TYPE_CHECKING:
     from mcr_plus.communicator.communicator import Communicator
@@ -76,6 +77,11 @@ class LivingGroup(ProcessGroup):
             self._enter(self._open_group())
         assert self._communicator is not None
         return self._communicator
+
+    @property
+    def is_destroyed(self) -> bool:
+        """Whether it has no use any more, unless `reconfigure` follows."""
+        return self._destroyed
 
     def _enter(self, communicator: Communicator) -> None:
         """Use a communicator of torch's job from now on."""
@@ -215,10 +221,10 @@ class LivingGroup(ProcessGroup):
             ranks = [communicator.ranks[rank] for rank in stay]
             return self._with(torch_job.open(runtime, ranks, self._name, communicator.opened.config))
         proposal = Proposal(named=tuple(excluded), least=len(stay))
-        go_on = job.changing(runtime)
-        new, _ = leave_epoch(runtime, proposal, runtime.world.timeout, "shrink")
-        torch_job.go_on(new)
-        go_on(new)
+        with inheriting(runtime, takes_codecs=True) as inheritance:
+            new, _ = leave_epoch(runtime, proposal, runtime.world.timeout, "shrink")
+            torch_job.go_on(new)
+            inheritance.give(new)
         return self._with(new.communicator)
 
     def _with(self, communicator: Communicator) -> LivingGroup:
@@ -254,12 +260,12 @@ class LivingGroup(ProcessGroup):
         seconds = runtime.world.timeout
         if timeout is not None and timeout > timedelta(0):
             seconds = timeout.total_seconds()
-        go_on = job.changing(runtime)
-        new = reconfiguring.reconfigure(runtime, f"torch {opts.uuid}", texts, seconds)
-        self.detach()
-        torch_job.go_on(new)
-        self._enter(new.communicator)
-        go_on(new)
+        with inheriting(runtime, takes_codecs=True) as inheritance:
+            new = reconfiguring.reconfigure(runtime, f"torch {opts.uuid}", texts, seconds)
+            self.detach()
+            torch_job.go_on(new)
+            self._enter(new.communicator)
+            inheritance.give(new)
         return DONE
 
     def _world(self) -> Runtime:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,32 +45,42 @@ def _own(value: Any) -> dict[str, torch.Tensor] | None:
     return {each.name: each.tensor.detach().clone() for each in value} or None
 
 
-def put_into(runtime: Runtime, carried: Carried, *, is_new: bool) -> None:
+def put_into(
+    runtime: Runtime,
+    carried: Carried,
+    answers: Sequence[Sequence[Key] | None],
+    ranks: Mapping[str, Sequence[int]],
+) -> None:
     """Give a new world the state of the one before; collective over all its ranks.
 
-    Operations that some survivor has no state of begin anew, on all ranks alike. A rank that is new gets the
-    same entries, with zeros: what it has not sent yet is nothing. Call it before models are wrapped for the
-    new world.
+    Operations that some survivor of their group has no state of begin anew, on all ranks alike. A rank that
+    is new gets the same entries, with zeros: what it has not sent yet is nothing. Call it before models are
+    wrapped for the new world, and groups opened.
+
+    Args:
+        carried: see `taken_from`.
+        answers: by rank, the keys of that; None for ranks that are new.
+        ranks: group → its ranks; all of them for groups that are not in it.
     """
     comm = runtime.communicator
-    answers = comm.all_gather_object(None if is_new else sorted(carried))
-    known = [set(keys) for keys in answers if keys is not None]
-    common = set.intersection(*known) if known else set()
-    if not common:
-        return
-    if any(keys is None for keys in answers):
-        src = next(rank for rank, keys in enumerate(answers) if keys is not None)
-        state = {key: carried[key] for key in sorted(common)} if comm.rank == src else None
-        received = broadcast_state(state, comm, src)
-        if is_new:
-            carried = {
-                key: {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-                for key, tensors in received.items()
-            }
-    for group, stage, name in common:
-        kept = runtime.restored.setdefault(group, {}).setdefault(stage, {})
-        kept[name] = carried[group, stage, name]
-        runtime.unmerged.add((group, stage, name))
+    known = [None if keys is None else set(keys) for keys in answers]
+    common = set()
+    for key in set[Key]().union(*filter(None, known)):
+        having = [known[rank] for rank in ranks.get(key[0], comm.ranks)]
+        if all(keys is None or key in keys for keys in having) and any(having):
+            common.add(key)
+    if None in known and common:
+        src = next(rank for rank, keys in enumerate(known) if keys is not None)
+        shared = sorted(common & (known[src] or set()))
+        received = broadcast_state([carried[key] for key in shared] if comm.rank == src else None, comm, src)
+        if known[comm.rank] is None:
+            zeros = [{name: torch.zeros_like(each) for name, each in state.items()} for state in received]
+            carried = dict(zip(shared, zeros, strict=True))
+    for group, stage, name in common & carried.keys():
+        if comm.rank in ranks.get(group, comm.ranks):
+            kept = runtime.restored.setdefault(group, {}).setdefault(stage, {})
+            kept[name] = carried[group, stage, name]
+            runtime.unmerged.add((group, stage, name))
     for communicator in runtime.communicators:
         if communicator.rank >= 0:
             communicator.pipeline.load_state()

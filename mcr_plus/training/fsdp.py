@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mcr_plus.core.c10d import AllgatherOptions, ReduceScatterOptions
-from mcr_plus.errors import InvalidArgument, Unsupported
+from mcr_plus.errors import InvalidArgument, NotInitialized, Unsupported
 from mcr_plus.runtime.process import job
 
 if TYPE_CHECKING:
@@ -189,5 +189,10 @@ def _checked_group(group: Any) -> McrProcessGroup:
         raise Unsupported(
             f"fsdp: the model is sharded over a group of backend {group.name()}; "
             "use init_process_group('mcr')"
+        )
+    if group.is_destroyed:
+        raise NotInitialized(
+            "fsdp: the process group over which the model is sharded has been destroyed; if ranks have been "
+            "lost, mcr.fsdp_state puts the state together, for a new model over the ranks that are left"
         )
     return group

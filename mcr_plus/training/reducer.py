@@ -68,17 +68,19 @@ class Reducer:
     of waiting for this rank.
 
     Operations are issued in a separate group: a rank without a gradient of some parameter sends its bucket
-    late, and this must not change the order of the program's operations.
+    late, and this must not change the order of the program's operations. `branch`: its name, None for a new
+    one.
     """
 
-    def __init__(self, params: Sequence[tuple[str, torch.nn.Parameter]], comm: Communicator) -> None:
+    def __init__(
+        self, params: Sequence[tuple[str, torch.nn.Parameter]], comm: Communicator, branch: str | None = None
+    ) -> None:
         self._group = comm.name
         for param in {id(param): param for _, param in params}.values():
             if (before := _reducer_of(param)) is not None:
                 before.detach()
-        self.comm = comm = comm.branch()
-        self.syncing = True
-        config = comm.config
+        self.comm = comm = comm.branch_named(branch or comm.next_branch())
+        self.syncing, config = True, comm.config
         fuse = comm.stage_options("fuse")
         self._limits = fuse if isinstance(fuse, FuseOptions) else FuseOptions()
         self._alignment = largest_alignment(config, self._limits.codecs)  # in elements

@@ -8,8 +8,16 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from mcr_plus.communicator.calls import Compress
 from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.compression.options import codec_of
+from mcr_plus.compression.policy import refusal, resolve_options
+from mcr_plus.config.options import plain_options
+from mcr_plus.core.message import Signature
+from mcr_plus.hierarchy.policy import between_nodes
 
+STATE: Final = "state"
+"""The tag of what newcomers get."""
 _PIECE: Final = 64 << 20  # bytes of one broadcast, which copies its tensors into a flat tensor
 
 
@@ -21,8 +29,15 @@ class _Place(NamedTuple):
     device: str
 
 
-def broadcast_tensors(tensors: Sequence[torch.Tensor], comm: Communicator, src: int | None = None) -> None:
-    """Broadcast tensors, uncompressed, from rank `src` of the job (None: the group's first rank)."""
+def broadcast_tensors(
+    tensors: Sequence[torch.Tensor], comm: Communicator, src: int | None = None, *, tag: str | None = None
+) -> None:
+    """Broadcast tensors from rank `src` of the job (None: the group's first rank), in large pieces.
+
+    Ranks have the same bits afterwards. With a `tag`, by which rules find them, they are encoded as the
+    pipeline says if that is without loss; otherwise, and without a tag, they travel as they are: other codecs
+    are for gradients, not for parameters.
+    """
     if comm.size == 1:
         return
     alike: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
@@ -34,24 +49,45 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], comm: Communicator, src: 
     root = comm.ranks[0] if src is None else src
     for batch in chain.from_iterable(alike.values()):
         flat = torch.cat([tensor.reshape(-1) for tensor in batch])
-        comm.broadcast(flat, root, compress=False)  # codecs are for gradients, not for parameters
+        comm.broadcast(flat, root, compress=False if tag is None else _lossless(flat, comm, tag), tag=tag)
         offset = 0
         for tensor in batch:
             tensor.copy_(flat[offset : offset + tensor.numel()].view(tensor.shape))
             offset += tensor.numel()
 
 
+def _lossless(flat: torch.Tensor, comm: Communicator, tag: str) -> Compress:
+    """The codec that the pipeline has for a broadcast, if it is one without loss; the same on all ranks."""
+    signature = Signature(
+        "broadcast",
+        flat.dtype,
+        tuple(flat.shape),
+        flat.nbytes,
+        comm.name,
+        comm.size,
+        flat.device.type,
+        tag=tag,
+    )
+    options = between_nodes(comm.config, signature) or resolve_options(comm.config, signature)
+    codec = None if options is None else codec_of(options)
+    if codec is None or options is None or not codec.traits.lossless or flat.device.type != "cpu":
+        return False  # `exp_window`, the only one, has no kernel for GPUs
+    if flat.numel() < codec.traits.min_numel or refusal(codec, options, signature) is not None:
+        return False
+    return plain_options(options)
+
+
 def broadcast_state(state: Any, comm: Communicator, src: int) -> Any:
     """Return the state of rank `src` of the group: nested dicts, lists and tuples, with tensors in them.
 
-    Collective. Tensors are sent as they are, uncompressed, through the pipeline; the rest is pickled and
-    signed. On other ranks `state` is ignored, and tensors are new, on the same type of device.
+    Collective. Tensors are sent through the pipeline, without loss, with the tag `state`; the rest is pickled
+    and signed. On other ranks `state` is ignored, and tensors are new, on the same type of device.
     """
     tensors: list[torch.Tensor] = []
     root = comm.ranks[src]
     plain = comm.broadcast_object(outline(state, tensors) if comm.rank == src else None, root)
     received = state if comm.rank == src else rebuilt(plain, tensors)
-    broadcast_tensors(tensors, comm, root)
+    broadcast_tensors(tensors, comm, root, tag=STATE)
     return received
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.runtime.init import member_of
-from mcr_plus.runtime.process import job
-from mcr_plus.runtime.runtime import Runtime
-from mcr_plus.training.carried import put_into, taken_from
 from mcr_plus.training.compiled import CompiledCall
 from mcr_plus.training.reducer import Reducer
 from mcr_plus.training.transfer import broadcast_tensors
@@ -36,7 +33,13 @@ class _Inert:
 class _Wrapped(_Inert):
     """The hooks and the reducer of a wrapped model; they are not part of the model's state."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, comm: Communicator) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        comm: Communicator,
+        branch: str | None = None,
+    ) -> None:
         self.model = weakref.ref(model)
         self.optimizer = weakref.ref(optimizer)
         self.comm = comm
@@ -46,7 +49,7 @@ class _Wrapped(_Inert):
         ]
         self.count = _count(optimizer)
         self.parameters = sum(1 for _ in model.parameters())
-        self.reducer = Reducer(self.named, comm)
+        self.reducer = Reducer(self.named, comm, branch)
         self.is_compiled = False
         self.handles = [
             model.register_forward_pre_hook(self.before_forward),
@@ -116,13 +119,17 @@ class _Averaged:
 
     def __init__(self, named: list[tuple[str, torch.nn.Parameter]], comm: Communicator) -> None:
         self.named = named
-        self.group = comm.name
         self.average(comm)
 
-    def average(self, comm: Communicator) -> None:
+    def average(self, comm: Communicator, branch: str | None = None) -> None:
         """Average them over this group from now on."""
         self.comm = comm
-        self.reducer = Reducer(self.named, comm)
+        self.reducer = Reducer(self.named, comm, branch)
+
+    def move(self, comm: Communicator, branch: str) -> None:
+        """See `Follower.follow`."""
+        self.reducer.detach()
+        self.average(comm, branch)
 
 
 _optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Averaged] = weakref.WeakKeyDictionary()
@@ -195,37 +202,44 @@ def use_compiled(model: torch.nn.Module, call: CompiledCall) -> None:
         wrapped.use(call)
 
 
-def follow(comm: Communicator) -> None:
-    """Wrap the models of worlds that have ended anew, for `comm`, all ranks of the job; collective over them.
+class Follower(NamedTuple):
+    """What is hooked into the world that takes the place of its own.
 
-    Nothing is broadcast. Models that were wrapped for another group than all ranks stay as they are: their
-    passes raise `Revoked` until the program wraps them for a new group. What is left of the old worlds is
-    freed: each is a cycle of objects with buckets, memory and file descriptors.
+    Attributes:
+        what: for messages.
+        comm: the group over whose ranks its gradients are averaged.
+        branch: the name of the group in which that is done.
+        named: its parameters.
+        follow: hooks it into another group, with a branch of this name; collective over it. Nothing is
+            broadcast.
     """
+
+    what: str
+    comm: Communicator
+    branch: str
+    named: Sequence[tuple[str, torch.nn.Parameter]]
+    follow: Callable[[Communicator, str], None]
+
+
+def followers_of(groups: Sequence[Communicator]) -> list[Follower]:
+    """The models and optimizers that are wrapped for these groups; local. The result keeps them alive."""
+    found = []
     for model, wrapped in list(_wrapped.items()):
         optimizer = wrapped.optimizer()
-        if optimizer is not None and wrapped.comm.closed and wrapped.comm.name == comm.name:
-            wrapped.detach()
-            _wrapped[model] = _Wrapped(model, optimizer, comm)
-    for before in list(_optimizers.values()):
-        if before.comm.closed and before.group == comm.name:
-            before.reducer.detach()
-            before.average(comm)
-    gc.collect()
+        if optimizer is not None and wrapped.comm in groups:
+            moved = partial(_move, model, optimizer)
+            branch = wrapped.reducer.comm.name
+            found.append(Follower("a model", wrapped.comm, branch, wrapped.named, moved))
+    for averaged in list(_optimizers.values()):
+        if averaged.comm in groups:
+            branch = averaged.reducer.comm.name
+            found.append(Follower("an optimizer", averaged.comm, branch, averaged.named, averaged.move))
+    return found
 
 
-def changing(before: Runtime) -> Callable[[Runtime], None]:
-    """See `Job.changing`."""
-    carried = {} if before.closed else taken_from(before)
-
-    def go_on(new: Runtime) -> None:
-        put_into(new, carried, is_new=not carried)
-        follow(new.communicator)
-
-    return go_on
-
-
-job.changing = changing
+def _move(model: torch.nn.Module, optimizer: torch.optim.Optimizer, comm: Communicator, branch: str) -> None:
+    _wrapped[model].detach()
+    _wrapped[model] = _Wrapped(model, optimizer, comm, branch)
 
 
 @contextmanager

@@ -35,7 +35,7 @@ def test_survivors_go_on(backends: list[str], victim: int) -> None:
         assert value["sum"] == [sum(1.0 + 10 * each for each in left)] * 5
         assert value["gradient"] == pytest.approx([sum(1.0 + each for each in left) / 3])
         assert value["unchanged"]
-        assert value["errors"] == {"world": "Revoked", "group": "Revoked", "persistent": "Revoked"}
+        assert value["errors"] == {"world": "Revoked", "group": "Revoked"}
 
 
 def test_survivors_of_a_group_keep_its_order() -> None:
@@ -68,6 +68,14 @@ def test_wrong_arguments_are_refused_on_all_ranks_and_change_nothing() -> None:
         ]
         assert value["before"] == [3.0, 3.0]
         assert (value["after"], value["size"]) == ([3.0, 3.0], 3)
+
+
+def test_a_refused_attempt_does_not_end_a_build_that_others_have_not_seen_complete(tmp_path: Path) -> None:
+    first, second = survivors(jobs.refused_during_a_build, 3, [2], args=[str(tmp_path)])
+    assert first["refused"] == second["refused"] == "CommTimeout: shrink: rank 1 lives and has not called it"
+    assert second["seen"] == ["a rank of epoch 1 has seen the loss of another one"]
+    for value in (first, second):
+        assert value["sums"] == [[2.0] * 3] * 3
 
 
 def test_a_rank_that_was_declared_lost_finds_out_when_it_runs_again(tmp_path: Path) -> None:

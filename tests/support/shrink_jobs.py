@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 import mcr_plus as mcr
-from mcr_plus.runtime import init
+from mcr_plus.membership.rules import Proposal
+from mcr_plus.runtime import init, regroup
 
 
 def _begin(backends: list[str] | None, **dispatch: Any) -> mcr.Communicator:
@@ -50,8 +51,6 @@ def after_a_death(backends: list[str] | None, victim: int) -> dict[str, Any]:
     comm = _begin(backends)
     rank = comm.rank
     pair = mcr.new_group([0, 2, 3] if victim != 0 else [3, 2, 1])
-    persistent = mcr.persistent("all_reduce", torch.ones(16))
-    persistent()
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mcr.wrap(model, optimizer)
@@ -69,7 +68,6 @@ def after_a_death(backends: list[str] | None, victim: int) -> dict[str, Any]:
     calls: dict[str, Callable[[], Any]] = {
         "world": lambda: comm.all_reduce(x),
         "group": lambda: pair.all_reduce(x),
-        "persistent": persistent,
     }
     errors = {name: _error(call).partition(":")[0] for name, call in calls.items()}
     result = {
@@ -126,6 +124,55 @@ def on_some_ranks_only(folder: str) -> dict[str, Any]:
     new.all_reduce(x)
     mcr.finalize()
     return {"first": first, "waited": waited, "sum": x.tolist(), "rank": new.rank}
+
+
+def refused_during_a_build(folder: str) -> dict[str, Any]:
+    """Rank 0 tries to leave the new world, and is refused, while rank 1 has not seen that it is complete."""
+    comm = _begin(["gloo"])
+    rank, refused = comm.rank, Path(folder, "refused")
+    if rank == 2:
+        _die()
+    _wait_for_loss(comm)
+    seen: list[str] = []
+    usual, watches = vars(regroup)["exchange"], list[regroup.Watch]()
+    if rank == 1:
+
+        class Watch(regroup.Watch):
+            def __init__(self, *arguments: Any) -> None:
+                super().__init__(*arguments)
+                watches.append(self)
+
+        def late(store: Any, own: int, size: int, what: str, *rest: Any) -> list[str]:
+            texts: list[str] = usual(store, own, size, what, *rest)
+            if what == "made":
+                while not refused.exists():
+                    time.sleep(0.01)
+                error = watches[-1].error()
+                assert error is not None
+                seen.append(str(error))
+                raise error
+            return texts
+
+        setattr(regroup, "exchange", late)  # noqa: B010 - mypy takes it for a name of another module
+        regroup.Watch = Watch  # type: ignore[assignment, misc]
+    world, _ = regroup.leave_epoch(init.current(), Proposal(), 10, "shrink")
+    error = ""
+    if rank == 0:
+        error = _error(lambda: regroup.leave_epoch(world, Proposal(), 0.3, "shrink"))
+        refused.touch()
+    x = torch.ones(3)
+    world.communicator.all_reduce(x)
+    if rank == 1:
+        setattr(regroup, "exchange", usual)  # noqa: B010
+        error = _error(mcr.shrink)  # the attempt that rank 0 has begun
+    later = mcr.shrink()
+    y = torch.ones(3)
+    later.all_reduce(y)
+    fresh = mcr.reset()  # another build with the same number
+    z = torch.ones(3)
+    fresh.all_reduce(z)
+    mcr.finalize()
+    return {"refused": error, "seen": seen, "sums": [x.tolist(), y.tolist(), z.tolist()]}
 
 
 def with_wrong_arguments() -> dict[str, Any]:

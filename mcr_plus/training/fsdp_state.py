@@ -1,0 +1,224 @@
+"""`mcr.fsdp_state`: the state of a sharded model whose job has lost ranks, from the shards that are left."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.errors import BackendError, InvalidArgument, Unsupported
+from mcr_plus.runtime.init import member_of
+from mcr_plus.training.transfer import STATE, broadcast_tensors
+
+_WRAPPERS: Final = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and of checkpointing
+Name = tuple[str, ...]
+"""`model` and the tensor's name, or `optimizer`, the parameter's name and the entry's."""
+
+
+class _Piece(NamedTuple):
+    """What one rank has of a tensor: the extent of the whole, and where in it the piece begins."""
+
+    name: Name
+    whole: tuple[int, ...]
+    dtype: torch.dtype
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """The part of the whole."""
+        return tuple(slice(at, at + size) for at, size in zip(self.offset, self.shape, strict=True))
+
+
+class _Had(NamedTuple):
+    """What one rank has.
+
+    Attributes:
+        plain: values that are no tensors.
+        groups: `param_groups` of the optimizer, with the names of parameters; None without an optimizer.
+        problem: why it cannot take part; empty if it can.
+    """
+
+    step: int
+    pieces: tuple[_Piece, ...] = ()
+    plain: Mapping[Name, Any] = {}
+    groups: list[dict[str, Any]] | None = None
+    problem: str = ""
+
+
+def fsdp_state(
+    model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None = None, *, step: int = 0
+) -> dict[str, Any]:
+    """Put the state of an FSDP2 model together whose job has lost ranks, from the shards that are left.
+
+    Collective over all ranks that are left, after `mcr.shrink_group` or `reconfigure`. With hybrid sharding,
+    every shard has a copy in each replica of the model, so that nothing is lost unless all ranks with a copy
+    of a shard are. Without replicas, a shard is lost with its rank. The process groups of the old model are
+    gone in either case: build the model anew, shard it over a mesh of the ranks that are left, and load the
+    state with torch's `set_model_state_dict` and `set_optimizer_state_dict`.
+
+    Args:
+        model: sharded by `fully_shard`; its passes may have failed. None on a rank that has no part of it,
+            such as a newcomer.
+        optimizer: of the model's parameters; all ranks with a model pass it, or none.
+        step: how many steps of the optimizer this rank has completed. Where ranks differ, since a loss may
+            keep some from the last one, the latest step is taken of which all shards are left.
+
+    Returns `model` and `optimizer`, as torch's `get_model_state_dict` and `get_optimizer_state_dict` do with
+    full tensors on the CPU (`optimizer` is None without one), and `step`. All ranks get all of it.
+
+    Raises:
+        BackendError: shards have been lost with all their ranks. The message names one; load a checkpoint.
+        InvalidArgument: on all ranks, if one has passed something else, or an optimizer of other parameters.
+
+    Example:
+        ```python
+        except mcr.PeerLost as lost:
+            mcr.shrink_group(list(lost.ranks))
+            state = mcr.fsdp_state(model, optimizer, step=step)
+            model = mcr.fsdp(fully_shard(build()))  # of as many ranks as there are
+            set_model_state_dict(model, state["model"], options=StateDictOptions(full_state_dict=True))
+        ```
+    """
+    comm = member_of(None)
+    tensors: list[torch.Tensor] = []
+    try:
+        mine = _had(model, optimizer, step, tensors)
+    except InvalidArgument as error:
+        mine = _Had(-1, problem=str(error))
+    answers: list[_Had] = comm.all_gather_object(mine)
+    for rank, had in enumerate(answers):
+        if had.problem:
+            raise InvalidArgument(f"fsdp_state: rank {rank}: {had.problem}")
+    latest, sources = _sources(answers)
+    return _received(comm, answers, tensors, latest, sources)
+
+
+def _had(model: object, optimizer: object, step: object, tensors: list[torch.Tensor]) -> _Had:
+    """What this rank has; its pieces are appended to `tensors`."""
+    if model is None:
+        return _Had(-1)
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidArgument(f"model: expected a torch.nn.Module or None, got {type(model).__name__}")
+    if not isinstance(step, int) or step < 0:
+        raise InvalidArgument(f"step: expected a number, got {step!r}")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidArgument(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    pieces, plain = list[_Piece](), dict[Name, Any]()
+    values: list[tuple[Name, Any]] = [
+        (("model", _clean(name)), value) for name, value in model.state_dict().items()
+    ]
+    names: dict[torch.Tensor, str] = {}
+    for called, param in model.named_parameters():  # sharded again, by state_dict
+        names[param] = _clean(called)
+    groups = None
+    if optimizer is not None:
+        if not all(param in names for group in optimizer.param_groups for param in group["params"]):
+            raise InvalidArgument("optimizer: has parameters that the model has not")
+        groups = [
+            {**group, "params": [names[param] for param in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        states: Mapping[Any, dict[str, Any]] = optimizer.state
+        for param, state in states.items():
+            values += [(("optimizer", names[param], key), value) for key, value in state.items()]
+    for name, value in values:
+        if isinstance(value, torch.Tensor):
+            piece, local = _piece(name, value)
+            pieces.append(piece)
+            tensors.append(local)
+        else:
+            plain[name] = value
+    return _Had(step, tuple(pieces), plain, groups)
+
+
+def _piece(name: Name, value: torch.Tensor) -> tuple[_Piece, torch.Tensor]:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    whole = tuple(value.shape)
+    if not isinstance(value, DTensor):
+        return _Piece(name, whole, value.dtype, (0,) * value.dim(), whole), value.detach()
+    shape, offset = compute_local_shape_and_global_offset(whole, value.device_mesh, value.placements)
+    local: torch.Tensor = value.to_local().detach()
+    if tuple(local.shape) != tuple(shape):
+        raise Unsupported(f"fsdp_state: '{name[1]}': placements {value.placements} with uneven shards")
+    if 0 in shape:
+        offset = (0,) * len(shape)
+    return _Piece(name, whole, value.dtype, tuple(offset), tuple(shape)), local
+
+
+def _clean(name: str) -> str:
+    for each in _WRAPPERS:
+        name = name.replace(each, "")
+    return name
+
+
+def _sources(answers: Sequence[_Had]) -> tuple[int, dict[_Piece, int]]:
+    """The latest step that is complete, and each of its pieces with the first rank that has it."""
+    problem = "no rank that is left has a part of the model"
+    for step in sorted({had.step for had in answers if had.step >= 0}, reverse=True):
+        sources: dict[_Piece, int] = {}
+        for rank, had in enumerate(answers):
+            for piece in had.pieces if had.step == step else ():
+                sources.setdefault(piece, rank)
+        missing = list(_missing(sources))
+        if not missing:
+            return step, sources
+        name, count, total = missing[0]
+        problem = (
+            f"of step {step}, shards of {len(missing)} tensors were on lost ranks alone, such as "
+            f"{total - count} of the {total} elements of '{name[1]}'"
+        )
+    raise BackendError(
+        f"fsdp_state: {problem}. Only a mesh with replicas (hybrid sharding) keeps every shard on several "
+        "ranks; shard a new model over the ranks that are left, and load a checkpoint into it"
+    )
+
+
+def _missing(pieces: Mapping[_Piece, int]) -> Iterator[tuple[Name, int, int]]:
+    """Tensors of which elements are missing: the name, how many are there, and of how many."""
+    counts: dict[tuple[Name, tuple[int, ...]], int] = {}
+    for piece in pieces:  # those of one mesh are the same, or have nothing in common
+        counts[piece.name, piece.whole] = counts.get((piece.name, piece.whole), 0) + math.prod(piece.shape)
+    for (name, whole), count in counts.items():
+        if count < math.prod(whole):
+            yield name, count, math.prod(whole)
+
+
+def _received(
+    comm: Communicator,
+    answers: Sequence[_Had],
+    tensors: Sequence[torch.Tensor],
+    step: int,
+    sources: Mapping[_Piece, int],
+) -> dict[str, Any]:
+    """The full state on all ranks."""
+    own = dict(zip(answers[comm.rank].pieces, tensors, strict=True))
+    full: dict[Name, Any] = {}
+    for src in dict.fromkeys(sources.values()):
+        pieces = [piece for piece, rank in sources.items() if rank == src and 0 not in piece.shape]
+        sent = [
+            own[piece].cpu() if src == comm.rank else torch.empty(piece.shape, dtype=piece.dtype)
+            for piece in pieces
+        ]
+        broadcast_tensors(sent, comm, comm.ranks[src], tag=STATE)
+        for piece, values in zip(pieces, sent, strict=True):
+            whole = full.setdefault(piece.name, torch.empty(piece.whole, dtype=piece.dtype))
+            whole[piece.box] = values
+    first = next(had for had in answers if had.step == step)
+    for piece in sources:  # tensors without elements
+        full.setdefault(piece.name, torch.empty(piece.whole, dtype=piece.dtype))
+    full.update(first.plain)
+    state: dict[str, Any] = {"model": {}, "optimizer": None, "step": step}
+    if first.groups is not None:
+        state["optimizer"] = {"state": {}, "param_groups": first.groups}
+    for name, value in full.items():
+        if name[0] == "model":
+            state["model"][name[1]] = value
+        else:
+            state["optimizer"]["state"].setdefault(name[1], {})[name[2]] = value
+    return state

@@ -13,6 +13,7 @@ from mcr_plus.core.collector import collector_paused
 from mcr_plus.core.file_limit import descriptors_for
 from mcr_plus.core.group import Group
 from mcr_plus.dispatch.group_state import BackendChannel
+from mcr_plus.dispatch.options import DispatchOptions
 from mcr_plus.errors import BackendUnavailable, LaunchError
 from mcr_plus.rendezvous.store import exchange
 from mcr_plus.rendezvous.world import World
@@ -62,6 +63,9 @@ class Libraries:
     def descriptors(self, size: int) -> int:
         """File descriptors that a group of `size` ranks may take in each of them."""
         groups = 1 + 3 * (self._config.options("hierarchical") is not None)
+        options = self._config.options("dispatch")
+        if isinstance(options, DispatchOptions) and options.failover:
+            groups *= 2  # each library takes over for another one, by a channel of its own
         return groups * descriptors_for(self.classes, size) if size > 1 else 0
 
     def disabled_on(self, ranks: Sequence[int]) -> dict[str, str]:

@@ -118,6 +118,8 @@ class GlooBackend(Backend):
 
     def disconnect(self) -> None:
         """See `Backend.disconnect`."""
+        for channel in self._channels:
+            channel.stop_operations()
         shut_down(self._connections)
         self._disconnected = True
 

@@ -122,6 +122,8 @@ class Watchdog:
         return named
 
     def _blamed(self, work: IssuedWork) -> list[FailedPeer]:
+        for rank in _needed(work) or work.operation.state.group.peers:
+            self._peers.suspect(work.operation.state.group.ranks[rank])
         deadline, nap = Deadline(self._peers.patience), 0.002
         while not (failed := self.failed_peers_of(work)) and not deadline.passed():
             time.sleep(nap)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 Status = Literal["running", "stopped", "dead", "silent", "unknown"]
 DIED: Final = "process has died"
 _DEATH_SHOWS: Final = 0.2  # seconds after an error of a library in which the death behind it shows
-_LONGEST_PATIENCE: Final = 1.0  # seconds that an error of a library is held back for its cause, at most
-_FINDING_SHOWS: Final = 0.2  # seconds beyond the limit of silence in which other hosts' agents say so
+_FINDING_SHOWS: Final = 0.2  # seconds beyond that silence in which an error of a library is held back
+_ON_ITS_WAY: Final = 0.1  # seconds after a death in which a last beat may seem to have been sent
 _LOOKS_WITHIN: Final = 0.3  # seconds between two looks at a stopped process that count as consecutive
 
 
@@ -35,6 +35,25 @@ class Loss(NamedTuple):
 
     status: Literal["dead", "stopped", "silent"]
     seen: str
+
+
+class Sight:
+    """What the agents of a world go on seeing of its ranks while another world takes its place."""
+
+    def __init__(self, findings: Findings, processes: Sequence[Process], rank: int) -> None:
+        """`rank`: of this process, among `processes`."""
+        self._findings, self._rank = findings, rank
+        self._ranks = {process[:3]: each for each, process in enumerate(processes)}
+
+    def of(self, process: Process) -> Finding:
+        """What is known of a process; `unknown` of one that was no rank of that world."""
+        rank = self._ranks.get(process[:3])
+        return Finding("unknown") if rank is None else self._findings.of(rank)
+
+    def close(self) -> None:
+        """Need the agents no more: they end once all ranks of their host say so."""
+        self._findings.leave(self._rank)
+        self._findings.close()
 
 
 class Peers:
@@ -56,20 +75,24 @@ class Peers:
         heartbeat: float | None = None,
         secret: bytes = b"",
         processes: Sequence[Process] = (),
+        sight: Sight | None = None,
     ) -> None:
         """`stop_grace`: seconds after which a stopped process is lost. `secret`: signs heartbeats.
 
         `processes`: of all ranks, where they are known; otherwise the ranks exchange theirs.
         `heartbeat`: seconds after which a host without a sign of life is lost, 0 for as few as the number of
-        hosts allows, None for no heartbeats.
+        hosts allows, None for no heartbeats. `sight`: of an earlier world, where this one has no agents yet.
         """
         self.keep: list[Any] = []  # memory that a library may still write to
         self.patience = _DEATH_SHOWS
         self._rank = rank
         self._stop_grace = stop_grace
+        self._suspected: dict[int, float] = {}  # rank → since when; see `suspect`
+        self._enough = 0.0  # seconds of silence with which a suspicion is right
         self._stopped: dict[int, tuple[float, float]] = {}  # rank → first and last look that found it so
         self.processes = tuple(processes)
         self._findings: Findings | None = None
+        self._sight = sight
         self._last: dict[int, Finding] = {}  # after the end
         self._release: StoreRelease | None = None
         if store is None:
@@ -82,7 +105,8 @@ class Peers:
             self._findings = open_findings(store, rank, self.processes, secret, heartbeat, timeout)
         if self._findings is not None:
             places = len({process.place for process in self.processes})
-            self.patience = _FINDING_SHOWS + min(heartbeat or silence(places), _LONGEST_PATIENCE)
+            self._enough = silence(places)
+            self.patience = _FINDING_SHOWS + self._enough
             if rank != 0:  # which has the store, or shares the host of the agent that has it
                 self._release = StoreRelease(store, self._store_is_lost)
 
@@ -102,6 +126,17 @@ class Peers:
             self._last = {rank: findings.of(rank) for rank in range(len(self.processes))}
             findings.leave(self._rank)
             findings.close()
+
+    def hand_over(self) -> Sight | None:
+        """Before `close`, for another world that is going to take the place of this one: what agents see.
+
+        None in a job on one host. Until the other world stands, nothing else shows what happens on other hosts.
+        """
+        findings, self._findings = self._findings, None
+        if findings is None:
+            return None
+        self._last = {rank: findings.of(rank) for rank in range(len(self.processes))}
+        return Sight(findings, self.processes, self._rank)
 
     def _visible(self, rank: int) -> bool:
         """Whether a rank's process is in the same /proc."""
@@ -126,11 +161,22 @@ class Peers:
 
     def _finding(self, rank: int) -> Finding:
         findings = self._findings
+        if self._sight is not None:
+            return self._sight.of(self.processes[rank])
         return self._last.get(rank, Finding("unknown")) if findings is None else findings.of(rank)
 
     def is_away(self, rank: int) -> bool:
         """Whether the process of global rank `rank` answers nothing now, for all that is known here."""
         return self.status(rank) in ("dead", "stopped", "silent")
+
+    def suspect(self, rank: int) -> None:
+        """Note that a library has reported an error that the loss of this rank would explain.
+
+        Its host is then silent after the shortest time in which beats come from all hosts, as long as none
+        comes: a torn connection and no beat together say more than silence alone, for which an agent that does
+        not run is reason enough.
+        """
+        self._suspected.setdefault(rank, time.monotonic())
 
     def lost(self, rank: int) -> Loss | None:
         """Why nothing more is to be expected of global rank `rank`; None unless it is lost.
@@ -141,6 +187,12 @@ class Peers:
         status = self.status(rank)
         if status == "dead":
             return Loss("dead", DIED)
+        if status == "running" and rank in self._suspected and not self._visible(rank):
+            age = self._finding(rank).age
+            if time.monotonic() - age > self._suspected[rank] + _ON_ITS_WAY:
+                del self._suspected[rank]  # a beat has come since
+            elif age >= self._enough:
+                status = "silent"
         if status == "silent":
             return Loss("silent", f"no heartbeat for {self._finding(rank).age:.1f} s")
         if status != "stopped":

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
@@ -30,7 +31,7 @@ from mcr_plus.errors import (
 )
 from mcr_plus.membership.roster import Roster, join
 from mcr_plus.membership.rules import Decision, Process, Proposal
-from mcr_plus.rendezvous.processes import Peers, own_process
+from mcr_plus.rendezvous.processes import Peers, Sight, own_process
 from mcr_plus.rendezvous.store import exchange, join_store, part_of
 from mcr_plus.rendezvous.watched_store import WatchedStore
 from mcr_plus.runtime import init
@@ -130,6 +131,21 @@ def _go_on(
 
     `seen`: returns the states of the lost members of the epoch of `roster`.
     """
+    with ExitStack() as ending:
+        return _next_worlds(runtime, roster, seen, proposal, timeout, what, changes, ending)
+
+
+def _next_worlds(
+    runtime: Runtime,
+    roster: Roster,
+    seen: Callable[[], Mapping[int, str]],
+    proposal: Proposal,
+    timeout: float,
+    what: str,
+    changes: Regrouping,
+    ending: ExitStack,
+) -> Runtime:
+    sight: Sight | None = None
     while True:
         lost = dict(seen())
         if lost or runtime.engine.failed or proposal.named:
@@ -138,6 +154,8 @@ def _go_on(
         decision, members = settled.decision, settled.members
         if decision.refusal is not None:
             raise _REFUSED.get(decision.refusal, BackendError)(f"{what}: {decision.text}")
+        if sight is None and (sight := runtime.hand_over()) is not None:
+            ending.callback(sight.close)
         changes.take(decision, members)
         if roster.rank not in decision.stay:
             why = decision.lost[roster.rank]
@@ -146,7 +164,7 @@ def _go_on(
             raise Revoked(f"{what}: {text}")
         close_world(runtime, f"epoch {changes.epoch} has begun, with {len(members)} ranks", decision)
         roster = roster.following(settled, members.index(roster.members[roster.rank]))
-        watch = Watch(roster, runtime.loaded)
+        watch = Watch(roster, runtime.loaded, sight)
         try:
             return begin_epoch(runtime, watch)
         except McrError as error:
@@ -188,15 +206,20 @@ def join_job(passport: Mapping[str, str], proposal: Proposal, timeout: float, wh
 
 
 class Watch:
-    """Looks at the processes of an epoch's members while its world is made: nothing else does so then."""
+    """Looks at the processes of an epoch's members while its world is made: nothing else does so then.
 
-    def __init__(self, roster: Roster, config: Config) -> None:
+    `sight`: what the agents of the world before see, of members on other hosts.
+    """
+
+    def __init__(self, roster: Roster, config: Config, sight: Sight | None = None) -> None:
         options = config.options("dispatch")
         assert isinstance(options, DispatchOptions)
         grace = math.inf if options.stopped == "wait" else options.stopped
         places = tuple(process.place for process in roster.members)
         self.roster = roster
-        self._peers = Peers(roster.rank, places, None, 0.0, stop_grace=grace, processes=roster.members)
+        self._peers = Peers(
+            roster.rank, places, None, 0.0, stop_grace=grace, processes=roster.members, sight=sight
+        )
 
     def lost(self) -> dict[int, str]:
         """The states of members that are lost, of those that this process sees."""
@@ -212,6 +235,10 @@ class Watch:
         if self.roster.is_being_left:
             return PeerLost(self.given_up, seen="reported by another rank")
         return None
+
+    def is_away(self, rank: int) -> bool:
+        """Whether the process of a member answers nothing now, and its connections are open."""
+        return (loss := self._peers.lost(rank)) is not None and loss.status != "dead"
 
     @property
     def given_up(self) -> str:

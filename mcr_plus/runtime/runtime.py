@@ -38,7 +38,7 @@ from mcr_plus.pipeline.pipeline import finish
 from mcr_plus.pipeline.state import holds_tensors
 from mcr_plus.rendezvous.bells import open_bells
 from mcr_plus.rendezvous.exit_barrier import SHORT, abort_barrier, linger_for, shutdown_barrier
-from mcr_plus.rendezvous.processes import Peers
+from mcr_plus.rendezvous.processes import Peers, Sight
 from mcr_plus.rendezvous.store import exchange
 from mcr_plus.runtime.agreement import agree_before_opening
 from mcr_plus.runtime.groups import IdleChannels
@@ -160,6 +160,10 @@ class Runtime:
         """The state of each rank of the job that is lost, as far as this process can see."""
         found = {rank: self._peers.lost(rank) for rank in range(self.world.size) if rank != self.world.rank}
         return {rank: loss.status for rank, loss in found.items() if loss is not None}
+
+    def hand_over(self) -> Sight | None:
+        """Before this world is closed for another one: what agents see of its ranks; see `Peers.hand_over`."""
+        return self._peers.hand_over()
 
     def is_running(self, rank: int) -> bool:
         """Whether the process of a rank is seen to run."""

@@ -8,7 +8,6 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from mcr_plus.core.environment import agent_has_store
 from mcr_plus.liveness.proc import read_stat, state_of
 from mcr_plus.liveness.protocol import Finding, silence
 from mcr_plus.membership.rules import Process
@@ -76,12 +75,14 @@ class Peers:
         secret: bytes = b"",
         processes: Sequence[Process] = (),
         sight: Sight | None = None,
+        rank_0_serves: bool = True,
     ) -> None:
         """`stop_grace`: seconds after which a stopped process is lost. `secret`: signs heartbeats.
 
         `processes`: of all ranks, where they are known; otherwise the ranks exchange theirs.
         `heartbeat`: seconds after which a host without a sign of life is lost, 0 for as few as the number of
         hosts allows, None for no heartbeats. `sight`: of an earlier world, where this one has no agents yet.
+        `rank_0_serves`: whether the store is in the process of rank 0.
         """
         self.keep: list[Any] = []  # memory that a library may still write to
         self.patience = _DEATH_SHOWS
@@ -93,6 +94,7 @@ class Peers:
         self.processes = tuple(processes)
         self._findings: Findings | None = None
         self._sight = sight
+        self._rank_0_serves = rank_0_serves
         self._last: dict[int, Finding] = {}  # after the end
         self._release: StoreRelease | None = None
         if store is None:
@@ -115,7 +117,7 @@ class Peers:
         loss = self.lost(0)
         if loss is None or loss.status == "dead":
             return False
-        return loss.status == "silent" or not agent_has_store()
+        return loss.status == "silent" or self._rank_0_serves
 
     def close(self) -> None:
         """Leave in good order: this rank's end is no death. Ranks of other hosts stay what they are then."""
@@ -130,7 +132,7 @@ class Peers:
     def hand_over(self) -> Sight | None:
         """Before `close`, for another world that is going to take the place of this one: what agents see.
 
-        None in a job on one host. Until the other world stands, nothing else shows what happens on other hosts.
+        None in a job on one host. Until the other world stands, nothing else shows other hosts.
         """
         findings, self._findings = self._findings, None
         if findings is None:
@@ -173,10 +175,17 @@ class Peers:
         """Note that a library has reported an error that the loss of this rank would explain.
 
         Its host is then silent after the shortest time in which beats come from all hosts, as long as none
-        comes: a torn connection and no beat together say more than silence alone, for which an agent that does
-        not run is reason enough.
+        comes: a torn connection and no beat together say more than silence alone, for which an agent that
+        does not run is reason enough.
         """
         self._suspected.setdefault(rank, time.monotonic())
+
+    def is_cut_off(self, place: str) -> bool:
+        """Whether a host is silent; `place` as in `Process`."""
+        return any(
+            process.place == place and (loss := self.lost(rank)) is not None and loss.status == "silent"
+            for rank, process in enumerate(self.processes)
+        )
 
     def lost(self, rank: int) -> Loss | None:
         """Why nothing more is to be expected of global rank `rank`; None unless it is lost.

@@ -2,10 +2,11 @@
 
     python surviving.py FOLDER OPTIONS    as a rank; with the variables of a launcher
 
-`OPTIONS`, in JSON: `heartbeat` of `dispatch`, `library`, `min_ranks` of `mcr.shrink`, and `waits`: the ranks
-that stand still, for good, where they would make the next world. A rank issues all_reduces; at a loss it calls
-`mcr.shrink` and writes what it has then, until a file says that it is enough. Times are those of the monotonic
-clock, which all processes of a machine share. Used by tests and by `benchmarks/bench_survive.py`.
+`OPTIONS`, in JSON: `heartbeat` of `dispatch`, `library`, `min_ranks` and `timeout` of `mcr.shrink`, and
+`waits`: the ranks that stand still, for good, where they would make the next world. A rank issues
+all_reduces; at a loss it calls `mcr.shrink` and writes what it has then, until a file says that it is enough.
+Times are those of the monotonic clock, which all processes of a machine share. Used by tests and by
+`benchmarks/bench_survive.py`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def rank(folder: str, text: str) -> None:
         init.begin = lambda *_, **__: _stand_still(Path(folder, f"building.{slot}"))  # type: ignore[assignment]
     comm.all_reduce(torch.ones(4))
     written(Path(folder, f"up.{slot}"), {"pid": os.getpid()})
-    ends, epoch, lost = time.monotonic() + _LIMIT, 0, []
+    ends, epoch = time.monotonic() + _LIMIT, 0
+    lost: list[int] = []
     told: dict[str, Any] = {"error": None, "text": ""}
     try:
         while time.monotonic() < ends:
@@ -55,7 +57,7 @@ def rank(folder: str, text: str) -> None:
                 comm.all_reduce(x)
             except mcr.PeerLost as error:
                 raised, lost = time.monotonic(), [*lost, *error.ranks]
-                comm = mcr.shrink(min_ranks=options["min_ranks"])
+                comm = mcr.shrink(min_ranks=options["min_ranks"], timeout=options["timeout"])
                 epoch += 1
                 x = torch.full((1000,), 1.0 + slot)
                 comm.all_reduce(x)
@@ -103,7 +105,9 @@ class Job:
             os.kill(int(pid), signal.SIGKILL)
         return time.monotonic()
 
-    def gone_on(self, ranks: Sequence[int], epoch: int = 1, within: float = 30.0) -> dict[int, dict[str, Any]]:
+    def gone_on(
+        self, ranks: Sequence[int], epoch: int = 1, within: float = 30.0
+    ) -> dict[int, dict[str, Any]]:
         """What ranks have after their n-th shrink; checks that the sum is of all of them."""
         found = read(self.folder, f"epoch{epoch}", ranks, within)
         for number, (each, said) in enumerate(sorted(found.items())):
@@ -123,7 +127,13 @@ class Job:
 
 
 def _words(folder: Path, options: Mapping[str, Any]) -> list[str]:
-    defaults = {"heartbeat": "2s", "library": "gloo", "min_ranks": None, "waits": []}
+    defaults: dict[str, Any] = {
+        "heartbeat": "2s",
+        "library": "gloo",
+        "min_ranks": None,
+        "timeout": 10,
+        "waits": [],
+    }
     return [sys.executable, __file__, str(folder), json.dumps({**defaults, **options})]
 
 

@@ -145,6 +145,9 @@ class KeptStore(Store):
         Called for the members of an epoch: on a host where none is, nobody takes part in it.
         """
         self._is_cut_off = is_cut_off
+        for keeper in self._keepers:
+            if keeper.place not in places:
+                keeper.close()
         self._keepers = [keeper for keeper in self._keepers if keeper.place in places]
 
     def part(self, name: str) -> KeptStore:
@@ -157,6 +160,11 @@ class KeptStore(Store):
             if keeper.place == self._own[2] and not keeper.ended:
                 with contextlib.suppress(_OutOfReachError):
                     keeper.ask(LEAVE, b"", json.dumps(self._own[:2]).encode(), lambda: False)
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections to the keepers; the next request opens new ones."""
+        for keeper in self._keepers:
             keeper.close()
 
     def _answers(self, kind: int, key: str, value: bytes = b"") -> Iterator[bytes | None]:

@@ -58,10 +58,16 @@ def rank(folder: str, text: str) -> None:
             except mcr.PeerLost as error:
                 raised, lost = time.monotonic(), [*lost, *error.ranks]
                 comm = mcr.shrink(min_ranks=options["min_ranks"], timeout=options["timeout"])
-                epoch += 1
+                shrunk, epoch = time.monotonic(), epoch + 1
                 x = torch.full((1000,), 1.0 + slot)
                 comm.all_reduce(x)
-                said = {"raised": raised, "at": time.monotonic(), "seen": error.seen, "lost": lost}
+                said = {
+                    "raised": raised,
+                    "shrunk": shrunk,
+                    "at": time.monotonic(),
+                    "seen": error.seen,
+                    "lost": lost,
+                }
                 said |= {"rank": comm.rank, "sum": x.unique().tolist(), "size": comm.size}
                 written(Path(folder, f"epoch{epoch}.{slot}"), said)
                 continue

@@ -73,8 +73,8 @@ LONG: Final[dict[str, Setup]] = {
     "two of three ranks die, and two of three keepers": Setup(
         3, crashes=2, keepers=3, keepers_die=2, early=True
     ),
-    "one of four dies, one of two keepers, one is silent": Setup(
-        4, crashes=1, lies=1, keepers=2, keepers_die=1
+    "one of three dies, one of two keepers, one is silent": Setup(
+        3, crashes=1, lies=1, keepers=2, keepers_die=1
     ),
     "a partition of four, of which two die": Setup(4, crashes=2, sides=(0, 0, 0, 1)),
 }

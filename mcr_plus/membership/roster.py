@@ -199,6 +199,8 @@ class Roster:
 
     def newcomers(self) -> Sequence[Process]:
         """Processes that wait to be taken in, and may be; others are told why not."""
+        if self.kept is not None:  # no launcher has a store in which a new process could ask
+            return []
         for number in range(min(self.root.add("newcomers", 0), _MOST_NEWCOMERS)):
             if number in self.taken or number in self._refused or number in self._waiting:
                 continue

@@ -60,7 +60,7 @@ class _Keeper:
 
     Attributes:
         place: of the host, as in `Process.place`.
-        ended: whether its process has ended; its values are gone then, for everybody.
+        ended: whether its process has ended, and its values with it, or does not answer for long.
     """
 
     def __init__(self, place: str, address: tuple[str, int], token: bytes) -> None:
@@ -119,7 +119,8 @@ class _Keeper:
         assert self._link is not None
         poll.register(self._link, event)
         while not poll.poll(_LOOK_EVERY):
-            if is_away() or deadline.passed():
+            self.ended |= deadline.passed()  # as good as ended: every further request would take as long
+            if is_away() or self.ended:
                 raise _OutOfReachError
 
     def close(self) -> None:
@@ -240,9 +241,12 @@ def open_keepers(store: Store, rank: int, processes: Sequence[Process], timeout:
         order = {"token": token.hex(), "processes": [processes[peer][:2] for peer in hosts[me]]}
         address, started = _start(order, LOOPBACK if len(hosts) == 1 else None)
     mine = json.dumps([address, token.hex()])
-    answers = [json.loads(text) for text in exchange(store, rank, len(processes), "keepers", mine, timeout)]
-    if started is not None:
-        started.wait()
+    try:
+        texts = exchange(store, rank, len(processes), "keepers", mine, timeout)
+    finally:
+        if started is not None:
+            started.wait()
+    answers = [json.loads(text) for text in texts]
     firsts = [ranks[0] for ranks in hosts[:_MOST]]
     keepers = [
         _Keeper(processes[first].place, tuple(answers[first][0]), bytes.fromhex(answers[first][1]))

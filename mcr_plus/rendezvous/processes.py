@@ -183,7 +183,10 @@ class Peers:
     def is_cut_off(self, place: str) -> bool:
         """Whether a host is silent; `place` as in `Process`."""
         return any(
-            process.place == place and (loss := self.lost(rank)) is not None and loss.status == "silent"
+            process.place == place
+            and not self._visible(rank)
+            and (loss := self.lost(rank)) is not None
+            and loss.status == "silent"
             for rank, process in enumerate(self.processes)
         )
 

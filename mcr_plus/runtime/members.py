@@ -36,11 +36,14 @@ def observed(world: World, options: DispatchOptions) -> Peers:
     )
 
 
-def first_roster(world: World, peers: Peers) -> Roster:
-    """The members of a job's first epoch, and where they agree on the next ones; collective."""
+def first_roster(world: World, peers: Peers, *, native: bool) -> Roster:
+    """The members of a job's first epoch, and where they agree on the next ones; collective.
+
+    `native`: otherwise the world is one of torch.distributed, which needs its own store to go on.
+    """
     store, members, kept = world.store, peers.processes, world.kept
     assert store is not None
-    if kept is None and ranks_keep_their_own(len({process.place for process in members})):
+    if kept is None and native and ranks_keep_their_own(len({process.place for process in members})):
         kept = open_keepers(store, world.rank, members, world.timeout)
     if kept is None:
         return Roster(store, 0, members, world.rank)

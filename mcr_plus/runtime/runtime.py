@@ -103,7 +103,7 @@ class Runtime:
         self.world = world = replace(world, bells=bells, lost=self._lost_among)
         self.roster = world.roster
         if self.roster is None and world.store is not None:
-            self.roster = first_roster(world, self._peers)
+            self.roster = first_roster(world, self._peers, native=native)
             if world.rank == 0 and min_ranks() is not None:
                 self.roster.announce()
         if self.roster is not None:

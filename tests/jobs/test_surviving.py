@@ -5,12 +5,17 @@ Hosts are network namespaces here. No launcher has a store: the first one is in 
 
 from __future__ import annotations
 
+import json
+import re
+import sys
 import time
 from pathlib import Path
 
 import pytest
+from losing import errors_in
 from racks import Racks
 from surviving import job_by_mpirun, job_on
+from test_elastic import PROGRAM, check
 from two_hosts import TwoHosts, why_not
 
 from mcr_plus.launch import mpi_flavour, mpi_usable
@@ -100,6 +105,23 @@ def test_a_host_that_is_cut_off_while_the_others_make_the_next_world(tmp_path: P
         for said in job.gone_on([rank for rank in range(3) if rank != host]).values():
             assert said["at"] - since < LIMIT_S, "the build has not waited for its deadline"
         job.end([rank for rank in range(3) if rank != host])
+
+
+@several_hosts
+def test_a_training_loop_on_two_hosts_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 dies in a backward pass, and a rank of the other host later; the oracle is one process."""
+    monkeypatch.setenv("MCR_RESTARTS", "0")
+    plan = {"steps": 30, "deaths": [[0, 5, 0, "backward"], [3, 15, 0, "forward"]], "nap": 0.05}
+    words = [sys.executable, PROGRAM, str(tmp_path), json.dumps(plan)]
+    with TwoHosts(None) as hosts, errors_in(tmp_path) as output:
+        started = list(hosts.start(words, per_host=2, **output))
+        statuses = [process.wait(60) for process in started]
+    text = (tmp_path / "errors").read_text()
+    assert statuses == [-9, 0, 0, -9], text
+    ends = {each: json.loads((tmp_path / f"end.{each}").read_text()) for each in (1, 2)}
+    check(ends, 30)
+    assert [ends[each]["rank"] for each in (1, 2)] == [0, 1]
+    assert re.search(r"elastic: rank 0 was lost \(dead\); 3 ranks go on with step [56] after", text), text
 
 
 @needs_ulfm

@@ -349,8 +349,8 @@ def main(
         kinds = [(2, "rank"), (2, "rank 0"), (2, "host"), *((4, fault) for fault in FAULTS)]
         rows = []
         for count, fault in kinds:
-            found = [on_hosts(count, fault) for _ in range(rounds)]
-            figures = [f"{value(each):.2f}" for each in zip(*found, strict=True) for value in (median, max)]
+            losses = [on_hosts(count, fault) for _ in range(rounds)]
+            figures = [f"{value(each):.2f}" for each in zip(*losses, strict=True) for value in (median, max)]
             rows.append([str(count), fault, str(rounds), *figures])
         head = ["hosts", "lost", "times", "told, s", "at most", "shrink, s", "at most"]
         parts += ["### Four ranks on several hosts, gloo", harness.markdown(head, rows)]

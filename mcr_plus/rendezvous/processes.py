@@ -16,7 +16,7 @@ from mcr_plus.rendezvous.store import exchange
 from mcr_plus.rendezvous.store_release import StoreRelease
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from mcr_plus.core.c10d import Store
     from mcr_plus.liveness.findings import Findings
@@ -107,7 +107,8 @@ class Peers:
             self._findings = open_findings(store, rank, self.processes, secret, heartbeat, timeout)
         if self._findings is not None:
             places = len({process.place for process in self.processes})
-            self._enough = silence(places)
+            # Twice what beats take, as agents on busy hosts miss some.
+            self._enough = min(2 * silence(places), heartbeat or math.inf)
             self.patience = _FINDING_SHOWS + self._enough
             if rank != 0:  # which has the store, or shares the host of the agent that has it
                 self._release = StoreRelease(store, self._store_is_lost)
@@ -167,18 +168,23 @@ class Peers:
             return self._sight.of(self.processes[rank])
         return self._last.get(rank, Finding("unknown")) if findings is None else findings.of(rank)
 
+    def _looked(self) -> float:
+        """When the agent of this host last looked; it may have been kept from running since."""
+        return 0.0 if self._findings is None else self._findings.looked
+
     def is_away(self, rank: int) -> bool:
         """Whether the process of global rank `rank` answers nothing now, for all that is known here."""
         return self.status(rank) in ("dead", "stopped", "silent")
 
-    def suspect(self, rank: int) -> None:
-        """Note that a library has reported an error that the loss of this rank would explain.
+    def suspect(self, ranks: Iterable[int]) -> None:
+        """Note that an error of a library, or what another rank has seen, speaks for the loss of these.
 
-        Its host is then silent after the shortest time in which beats come from all hosts, as long as none
+        Their host is then silent after twice the time in which beats come from all hosts, as long as none
         comes: a torn connection and no beat together say more than silence alone, for which an agent that
         does not run is reason enough.
         """
-        self._suspected.setdefault(rank, time.monotonic())
+        for rank in ranks:
+            self._suspected.setdefault(rank, time.monotonic())
 
     def is_cut_off(self, place: str) -> bool:
         """Whether a host is silent; `place` as in `Process`."""
@@ -201,7 +207,7 @@ class Peers:
             return Loss("dead", DIED)
         if status == "running" and rank in self._suspected and not self._visible(rank):
             age = self._finding(rank).age
-            if time.monotonic() - age > self._suspected[rank] + _ON_ITS_WAY:
+            if self._looked() - age > self._suspected[rank] + _ON_ITS_WAY:
                 del self._suspected[rank]  # a beat has come since
             elif age >= self._enough:
                 status = "silent"

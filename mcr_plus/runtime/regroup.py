@@ -118,6 +118,9 @@ def leave_epoch(
         raise NotInitialized(f"{what}: this job has one rank and no store in which others could meet it")
     states = [state for state in runtime.engine.states if state.group.rank >= 0]
     done = {state.group.name: completed(runtime.engine, state) for state in states}
+    for state in runtime.engine.states:
+        if isinstance(state.failure, PeerLost):  # which may be what another rank has seen
+            runtime.suspect(state.failure.ranks)
     changes = Regrouping(roster.epoch, roster.members, tuple(range(len(roster.members))))
     new = _go_on(runtime, roster, runtime.lost_ranks, replace(proposal, done=done), timeout, what, changes)
     changes.seconds = time.monotonic() - began

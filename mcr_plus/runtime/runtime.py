@@ -145,6 +145,10 @@ class Runtime:
         found = {rank: self._peers.lost(rank) for rank in range(self.world.size) if rank != self.world.rank}
         return {rank: loss.status for rank, loss in found.items() if loss is not None}
 
+    def suspect(self, ranks: Sequence[int]) -> None:
+        """Note that others have found these ranks lost; see `Peers.suspect`."""
+        self._peers.suspect(ranks)
+
     def hand_over(self) -> Sight | None:
         """Before this world is closed for another one: what its agents see; see `Peers.hand_over`."""
         return self._peers.hand_over()

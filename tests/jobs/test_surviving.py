@@ -67,6 +67,16 @@ def test_a_whole_host_of_three(tmp_path: Path, how: str, host: int) -> None:
 
 
 @several_hosts
+def test_a_host_that_tears_connections_is_not_waited_for_until_the_usual_limit(tmp_path: Path) -> None:
+    with Racks(1, 3) as hosts, job_on(hosts, tmp_path, heartbeat="auto") as job:
+        since = job.lose_host(hosts, 0)
+        for said in job.gone_on([1, 2]).values():
+            assert said["lost"] == [0]
+            assert said["at"] - since < LIMIT_S
+        job.end([1, 2])
+
+
+@several_hosts
 def test_one_host_after_another(tmp_path: Path) -> None:
     """Each time the one that has the store of the world, and the first of the keepers."""
     with Racks(1, 4) as hosts, job_on(hosts, tmp_path, min_ranks=1) as job:

@@ -24,6 +24,8 @@ LIMIT_S = 8.0  # from a loss to the new world, on two busy cores; benchmarks/ben
 REASON = why_not(mpi=False)
 several_hosts = pytest.mark.skipif(REASON is not None, reason=f"hosts: {REASON}")
 
+long = pytest.mark.long
+
 
 def _has_fault_tolerance() -> bool:
     launcher = mpi_flavour() if mpi_usable() else None
@@ -34,8 +36,10 @@ needs_ulfm = pytest.mark.skipif(not _has_fault_tolerance(), reason="needs Open M
 
 
 @several_hosts
-@pytest.mark.parametrize("victim", [0, 3])
-@pytest.mark.parametrize("how", ["kill", "stop"])
+@pytest.mark.parametrize(
+    ("how", "victim"),
+    [("kill", 0), ("stop", 3), pytest.param("kill", 3, marks=long), pytest.param("stop", 0, marks=long)],
+)
 def test_a_rank_of_two_hosts(tmp_path: Path, how: str, victim: int) -> None:
     with TwoHosts(None) as hosts, job_on(hosts, tmp_path, per_host=2) as job:
         left = [rank for rank in range(4) if rank != victim]
@@ -47,8 +51,10 @@ def test_a_rank_of_two_hosts(tmp_path: Path, how: str, victim: int) -> None:
 
 
 @several_hosts
-@pytest.mark.parametrize("host", [0, 2])
-@pytest.mark.parametrize("how", ["kill", "cut"])
+@pytest.mark.parametrize(
+    ("how", "host"),
+    [("kill", 0), ("cut", 2), pytest.param("kill", 2, marks=long), pytest.param("cut", 0, marks=long)],
+)
 def test_a_whole_host_of_three(tmp_path: Path, how: str, host: int) -> None:
     """Two hosts of three are a majority; on the one that was cut off, the rank raises."""
     with Racks(1, 3) as hosts, job_on(hosts, tmp_path, timeout=3) as job:
@@ -104,7 +110,7 @@ def test_half_of_the_hosts(tmp_path: Path, least: int | None) -> None:
 
 
 @several_hosts
-@pytest.mark.parametrize("host", [0, 2])
+@pytest.mark.parametrize("host", [0, pytest.param(2, marks=long)])
 def test_a_host_that_is_cut_off_while_the_others_make_the_next_world(tmp_path: Path, host: int) -> None:
     with Racks(1, 4) as hosts, job_on(hosts, tmp_path, waits=[host]) as job:
         job.lose("kill", [3])
@@ -135,7 +141,7 @@ def test_a_training_loop_on_two_hosts_goes_on(tmp_path: Path, monkeypatch: pytes
 
 
 @needs_ulfm
-@pytest.mark.parametrize("library", ["gloo", "msccl"])
+@pytest.mark.parametrize("library", ["gloo", pytest.param("msccl", marks=long)])
 def test_under_mpirun_rank_0_is_no_other_rank(tmp_path: Path, library: str) -> None:
     with job_by_mpirun(tmp_path, 4, library=library) as job:
         for victim in (0, 1):

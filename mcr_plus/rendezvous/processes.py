@@ -205,10 +205,11 @@ class Peers:
         status = self.status(rank)
         if status == "dead":
             return Loss("dead", DIED)
-        if status == "running" and rank in self._suspected and not self._visible(rank):
+        doubted = self._suspected.get(rank)  # another thread looks as well
+        if status == "running" and doubted is not None and not self._visible(rank):
             age = self._finding(rank).age
-            if self._looked() - age > self._suspected[rank] + _ON_ITS_WAY:
-                del self._suspected[rank]  # a beat has come since
+            if self._looked() - age > doubted + _ON_ITS_WAY:  # a beat has come in the meantime
+                self._suspected.pop(rank, None)
             elif age >= self._enough:
                 status = "silent"
         if status == "silent":

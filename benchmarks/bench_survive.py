@@ -1,13 +1,15 @@
 """Ranks that go on without lost ones: verdicts, times, and an hour of churn in short.
 
-    python benchmarks/bench_survive.py --deaths 1000 --churn 120
+    python benchmarks/bench_survive.py --deaths 1000 --churn 120 --rounds 5
 
 *Deaths*: jobs of three ranks of one host issue all_reduces of different sizes, several at a time, over shared
 memory or gloo in turns; one rank is killed (SIGKILL) at a random moment, from outside. The others catch
 `PeerLost`, call `mcr.shrink`, and report which operations are done (`Communicator.done`). Their numbers must
 be equal, and every operation called done must have the right sum on both. *Churn*: four ranks train in
 `mcr.elastic`, with parameters of 100 MB; every two seconds one is killed and started again. The sum of every
-step's all_reduce is checked. Ranks are forked from a process that has imported torch, so that jobs start in
+step's all_reduce is checked. *Hosts*: jobs of four ranks on two and four hosts (network namespaces) without a
+launcher's store lose a rank, rank 0, all processes of a host, or its link; the sum of those that go on is
+checked. Ranks of the first two parts are forked from a process that has imported torch, so that jobs start in
 tenths of a second. The report goes to benchmarks/results/survive_<hardware>_<yyyymm>.md.
 """
 
@@ -29,15 +31,23 @@ from typing import Annotated, Any, Final
 import harness
 import torch
 import typer
-from harness import HARDWARE, Dated, Hardware
+from harness import HARDWARE, ROOT, Dated, Hardware
+from racks import Racks
+from two_hosts import TwoHosts, why_not
+
+sys.path.append(str(ROOT / "tests" / "support"))
+
+import surviving
 
 import mcr_plus as mcr
 from mcr_plus.launch.store import loopback_store
+from mcr_plus.liveness.protocol import silence
 
 RANKS: Final = 3
 CHURNING: Final = 4
 SIZES: Final = (1, 1000, 100_000)  # elements
 LIBRARIES: Final = ("msccl", "gloo")
+FAULTS: Final = ("rank", "rank 0", "host", "cut")
 KILL_EVERY: Final = 2.0  # seconds
 STATE: Final = 100 << 20  # bytes of parameters, in the churn
 _LIMIT: Final = 60.0
@@ -173,6 +183,35 @@ def die_once(library: str, chance: random.Random) -> dict[str, Any]:
         }
 
 
+# --- several hosts ----------------------------------------------------------------------------------------
+
+
+def on_hosts(count: int, fault: str) -> tuple[float, float]:
+    """Seconds until the last survivor raises, and of the longest shrink."""
+    made: Any = TwoHosts(None) if count == 2 else Racks(1, count)
+    per_host = CHURNING // count
+    beats = f"{silence(count):.2f}s"  # as few seconds of silence as the number of hosts allows
+    least = per_host if count == 2 and fault == "host" else None  # half of the ranks, which are no majority
+    with tempfile.TemporaryDirectory(prefix="mcr-survive-") as name, made as hosts:
+        options = {"heartbeat": beats, "min_ranks": least}
+        with surviving.job_on(hosts, Path(name), per_host, **options) as job:
+            if fault in ("host", "cut"):
+                victims = job.on(count - 1)
+                since = time.monotonic()
+                if fault == "cut":
+                    hosts.cut(count - 1)
+                else:
+                    job.lose_host(hosts, count - 1)
+            else:
+                victims = [0 if fault == "rank 0" else CHURNING - 1]
+                since = job.lose("kill", victims)
+            left = [rank for rank in range(CHURNING) if rank not in victims]
+            said = job.gone_on(left).values()
+            job.end(left)
+        raised = max(each["raised"] for each in said) - since
+        return raised, max(each["shrunk"] - each["raised"] for each in said)
+
+
 # --- churn ------------------------------------------------------------------------------------------------
 
 
@@ -258,6 +297,7 @@ def churn(seconds: float, chance: random.Random) -> dict[str, Any]:
 def main(
     deaths: Annotated[int, typer.Option(min=0, help="Jobs that lose a rank.")] = 1000,
     churning: Annotated[float, typer.Option("--churn", min=0, help="Seconds of churn.")] = 120.0,
+    rounds: Annotated[int, typer.Option(min=0, help="Losses of each kind on several hosts.")] = 5,
     seed: int = 0,
     hardware: Hardware = HARDWARE,
     output: Dated = None,
@@ -302,6 +342,19 @@ def main(
         harness.show(["what", "measured"], rows)
         for line in (*result["errors"], *result["regroupings"][-5:]):
             print(line)
+    reason = why_not(mpi=False) if rounds else None
+    if reason is not None:
+        print(f"left out, several hosts: {reason}")
+    elif rounds:
+        kinds = [(2, "rank"), (2, "rank 0"), (2, "host"), *((4, fault) for fault in FAULTS)]
+        rows = []
+        for count, fault in kinds:
+            losses = [on_hosts(count, fault) for _ in range(rounds)]
+            figures = [f"{value(each):.2f}" for each in zip(*losses, strict=True) for value in (median, max)]
+            rows.append([str(count), fault, str(rounds), *figures])
+        head = ["hosts", "lost", "times", "told, s", "at most", "shrink, s", "at most"]
+        parts += ["### Four ranks on several hosts, gloo", harness.markdown(head, rows)]
+        harness.show(head, rows)
     note = "a time is of the slower survivor: from the kill to `PeerLost`, and of the call of `mcr.shrink`"
     text = harness.page("Ranks that go on without lost ones", harness.command(), note, *parts)
     harness.write(text, output, f"survive_{hardware}")

@@ -29,6 +29,7 @@ _STARTERS = {
     "TwoHosts",
     "job_here",
     "job_on",
+    "job_by_mpirun",
     "Racks",
     "why_not",
     "bench_beside",

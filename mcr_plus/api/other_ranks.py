@@ -38,15 +38,17 @@ def shrink(
     codecs begins anew. Nothing in flight is waited for, and tensors of what had not ended must not be used
     again.
 
-    The job's store must not have been lost: under `mcr-plus run` and torchrun it is the launcher's. Ranks
-    that are cut off from most others raise instead of going on, so that a job never goes on twice.
+    No rank or host is needed, that of rank 0 included: what ranks agree on is in the launcher, or in
+    processes beside the ranks of each host. Ranks that are cut off from most others raise instead of going
+    on, so that a job never goes on twice.
 
     Args:
         group: whose survivors are returned; the same on all ranks. None is the job.
         dead: ranks of the job that do not take part, besides those that are found lost.
         timeout: how long ranks that live are waited for: seconds, text such as `10s`, or a timedelta.
         min_ranks: the ranks with which the job may go on, where they need not be a majority of those that
-            may still run somewhere.
+            may still run somewhere. At or below half of the ranks of several hosts, both sides of a partition
+            may then go on, each for itself.
 
     Returns the successor of `group`, of those of its ranks that are left; that of all is `mcr.world()`.
 

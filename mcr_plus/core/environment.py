@@ -106,6 +106,17 @@ def agent_has_store(environ: Mapping[str, str] | None = None) -> bool:
     return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def ranks_keep_their_own(hosts: int, environ: Mapping[str, str] | None = None) -> bool:
+    """Whether ranks can outlive each other, on so many hosts, and no launcher has a store for all of them."""
+    env = os.environ if environ is None else environ
+    if agent_has_store(env):  # which is lost with its host; a launcher that starts ranks again looks there
+        return hosts > 1 and min_ranks(env) is None
+    launcher = launch_environment(env).launcher
+    if launcher == "openmpi":
+        return env.get("OMPI_MCA_mpi_ft_enable") == "1"
+    return launcher != "mpich"
+
+
 def _present(environ: Mapping[str, str] | None) -> dict[str, str]:
     given = os.environ if environ is None else environ
     return {key: value.strip() for key, value in given.items() if value.strip()}

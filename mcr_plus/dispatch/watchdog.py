@@ -51,6 +51,8 @@ class Watchdog:
         """The error of an operation whose peers have failed, or cannot be seen, after `waited` seconds."""
         if waited > LONG_WAIT:
             self.note_compiling(work, time.monotonic())
+            if isinstance(work.operation.state.board.problem, BackendError):  # its store is out of reach
+                self._suspect(work)
         error = board_error(work, waited)
         if work.is_done:
             return None
@@ -122,12 +124,18 @@ class Watchdog:
         return named
 
     def _blamed(self, work: IssuedWork) -> list[FailedPeer]:
+        self._suspect(work)
         deadline, nap = Deadline(self._peers.patience), 0.002
         while not (failed := self.failed_peers_of(work)) and not deadline.passed():
             time.sleep(nap)
             nap = min(1.5 * nap, 0.03)  # between hosts every look costs requests to the store
         self.note(failed)
         return failed
+
+    def _suspect(self, work: IssuedWork) -> None:
+        """Something speaks for the loss of a peer; which one, silence will tell."""
+        group = work.operation.state.group
+        self._peers.suspect(group.ranks[rank] for rank in _needed(work) or group.peers)
 
     def note(self, failed: Sequence[FailedPeer]) -> None:
         """Remember the peers because of which an operation has failed here."""

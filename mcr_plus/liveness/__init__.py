@@ -1,1 +1,1 @@
-"""Whether the processes of a job live, on this host and on others. Nothing here imports torch or numpy."""
+"""The processes beside the ranks of a host, and what they do. Nothing here imports torch or numpy."""

@@ -39,6 +39,11 @@ class Findings:
             return Finding("unknown")
         return self.last(rank)
 
+    @property
+    def looked(self) -> float:
+        """When the agent last looked, by the monotonic clock."""
+        return self._words[0] / 1e9 if self._memory is not None else 0.0
+
     def last(self, rank: int) -> Finding:
         """What the agent has written of a rank, however long ago."""
         word = self._words[_HEADER + rank]

@@ -14,7 +14,8 @@ the first epoch had for itself:
     newcomer/<k>                             a process that waits to be taken in; `newcomers` counts them
     newcomer/<k>/refused                     why it is not
 
-The store must outlive the ranks that are lost: that of `mcr-plus run` or of torchrun's agent does.
+The store must outlive the ranks that are lost: that of `mcr-plus run` or of torchrun's agent does, and so do
+the keepers of the hosts (`mcr_plus.rendezvous.keepers`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from mcr_plus.membership.rules import Decision, Process, Proposal, decide, membe
 
 if TYPE_CHECKING:
     from mcr_plus.core.c10d import Store
+    from mcr_plus.rendezvous.keepers import KeptStore
 
 _FIRST_NAP: Final = 0.001
 _LONGEST_NAP: Final = 0.02
@@ -64,6 +66,7 @@ class Roster:
         rank: of this process.
         passport: of a newcomer, what must be equal (version, configuration).
         taken: numbers of the requests of newcomers that have been taken in before this epoch.
+        kept: the keepers in which `root` is, where it is in no store of a launcher.
         attempt: number of the next attempt to leave the epoch, which has no decision that this member knows.
     """
 
@@ -73,6 +76,7 @@ class Roster:
     rank: int
     passport: Mapping[str, str] = field(default_factory=dict)
     taken: tuple[int, ...] = ()
+    kept: KeptStore | None = None
     attempt: int = 0
     _refused: set[int] = field(default_factory=set)
     _waiting: dict[int, Process] = field(default_factory=dict)
@@ -131,10 +135,18 @@ class Roster:
                     members = members_after(self.members, found)
                     joined = [number for number, each in self._waiting.items() if each in found.join]
                     taken = sorted({*self.taken, *joined})
-                    self.root.compare_set(key, "", json.dumps([found.plain(), members, taken]))
-                    break
+                    return self._agreed(key, json.dumps([found.plain(), members, taken]))
             time.sleep(nap)
             nap = min(1.5 * nap, _LONGEST_NAP)
+        return self._agreed(key, self.root.get(key).decode())
+
+    def _agreed(self, key: str, text: str) -> Settlement:
+        """The decision: the one that is written already, or this one.
+
+        Also one that was read is written before this rank goes by it: where there are several keepers, others
+        may have read nothing yet, and the one that has it may be lost now.
+        """
+        self.root.compare_set(key, "", text)
         return _read(self.root.get(key))
 
     def announce(self) -> None:
@@ -145,10 +157,18 @@ class Roster:
         """Take nobody in any more: processes that wait go away."""
         self.root.set("ended", "")
 
+    def watch(self, is_cut_off: Callable[[str], bool]) -> None:
+        """Leave keepers out whose host (a `Process.place`) is cut off, or has no member."""
+        if self.kept is not None:
+            self.kept.watch(is_cut_off, {process.place for process in self.members})
+
     @property
     def is_being_left(self) -> bool:
-        """Whether a member has begun to leave this epoch."""
-        return self.root.check([f"{self.place}/leaving"])
+        """Whether a member has begun to leave this epoch; raises `LaunchError` without an answer."""
+        try:
+            return self.root.check([f"{self.place}/leaving"])
+        except RuntimeError as error:
+            raise LaunchError(f"the job's store does not answer: {error}") from error
 
     def conclude(self, *, made: bool) -> bool:
         """Whether the members have made the world of this epoch: the same on all of them.
@@ -179,6 +199,8 @@ class Roster:
 
     def newcomers(self) -> Sequence[Process]:
         """Processes that wait to be taken in, and may be; others are told why not."""
+        if self.kept is not None:  # no launcher has a store in which a new process could ask
+            return []
         for number in range(min(self.root.add("newcomers", 0), _MOST_NEWCOMERS)):
             if number in self.taken or number in self._refused or number in self._waiting:
                 continue
@@ -209,6 +231,7 @@ class Roster:
             rank,
             self.passport,
             settled.taken,
+            self.kept,
             _refused=self._refused,
             _waiting=waiting,
         )

@@ -47,7 +47,7 @@ def open_findings(
     None in a job in one place, and where this host has no agent, which is logged. `limit`: seconds without a
     beat after which a host is silent, 0 for as few as the number of hosts allows.
     """
-    hosts = _hosts(processes)
+    hosts = hosts_of(processes)
     if len(hosts) < 2:
         return None
     size = Findings.size(len(processes))
@@ -86,7 +86,7 @@ def open_findings(
             os.close(descriptor)
 
 
-def _hosts(processes: Sequence[Process]) -> list[list[int]]:
+def hosts_of(processes: Sequence[Process]) -> list[list[int]]:
     """The ranks of each place, in the order of their first ranks."""
     found: dict[str, list[int]] = {}
     for rank, process in enumerate(processes):

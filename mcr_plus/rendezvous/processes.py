@@ -8,7 +8,6 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from mcr_plus.core.environment import agent_has_store
 from mcr_plus.liveness.proc import read_stat, state_of
 from mcr_plus.liveness.protocol import Finding, silence
 from mcr_plus.membership.rules import Process
@@ -17,7 +16,7 @@ from mcr_plus.rendezvous.store import exchange
 from mcr_plus.rendezvous.store_release import StoreRelease
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from mcr_plus.core.c10d import Store
     from mcr_plus.liveness.findings import Findings
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
 Status = Literal["running", "stopped", "dead", "silent", "unknown"]
 DIED: Final = "process has died"
 _DEATH_SHOWS: Final = 0.2  # seconds after an error of a library in which the death behind it shows
-_LONGEST_PATIENCE: Final = 1.0  # seconds that an error of a library is held back for its cause, at most
-_FINDING_SHOWS: Final = 0.2  # seconds beyond the limit of silence in which other hosts' agents say so
+_FINDING_SHOWS: Final = 0.2  # seconds beyond that silence in which an error of a library is held back
+_ON_ITS_WAY: Final = 0.1  # seconds after a death in which a last beat may seem to have been sent
 _LOOKS_WITHIN: Final = 0.3  # seconds between two looks at a stopped process that count as consecutive
 
 
@@ -35,6 +34,25 @@ class Loss(NamedTuple):
 
     status: Literal["dead", "stopped", "silent"]
     seen: str
+
+
+class Sight:
+    """What the agents of a world go on seeing of its ranks while another world takes its place."""
+
+    def __init__(self, findings: Findings, processes: Sequence[Process], rank: int) -> None:
+        """`rank`: of this process, among `processes`."""
+        self._findings, self._rank = findings, rank
+        self._ranks = {process[:3]: each for each, process in enumerate(processes)}
+
+    def of(self, process: Process) -> Finding:
+        """What is known of a process; `unknown` of one that was no rank of that world."""
+        rank = self._ranks.get(process[:3])
+        return Finding("unknown") if rank is None else self._findings.of(rank)
+
+    def close(self) -> None:
+        """Need the agents no more: they end once all ranks of their host say so."""
+        self._findings.leave(self._rank)
+        self._findings.close()
 
 
 class Peers:
@@ -56,20 +74,27 @@ class Peers:
         heartbeat: float | None = None,
         secret: bytes = b"",
         processes: Sequence[Process] = (),
+        sight: Sight | None = None,
+        rank_0_serves: bool = True,
     ) -> None:
         """`stop_grace`: seconds after which a stopped process is lost. `secret`: signs heartbeats.
 
         `processes`: of all ranks, where they are known; otherwise the ranks exchange theirs.
         `heartbeat`: seconds after which a host without a sign of life is lost, 0 for as few as the number of
-        hosts allows, None for no heartbeats.
+        hosts allows, None for no heartbeats. `sight`: of an earlier world, where this one has no agents yet.
+        `rank_0_serves`: whether the store is in the process of rank 0.
         """
         self.keep: list[Any] = []  # memory that a library may still write to
         self.patience = _DEATH_SHOWS
         self._rank = rank
         self._stop_grace = stop_grace
+        self._suspected: dict[int, float] = {}  # rank → since when; see `suspect`
+        self._enough = 0.0  # seconds of silence with which a suspicion is right
         self._stopped: dict[int, tuple[float, float]] = {}  # rank → first and last look that found it so
         self.processes = tuple(processes)
         self._findings: Findings | None = None
+        self._sight = sight
+        self._rank_0_serves = rank_0_serves
         self._last: dict[int, Finding] = {}  # after the end
         self._release: StoreRelease | None = None
         if store is None:
@@ -82,7 +107,9 @@ class Peers:
             self._findings = open_findings(store, rank, self.processes, secret, heartbeat, timeout)
         if self._findings is not None:
             places = len({process.place for process in self.processes})
-            self.patience = _FINDING_SHOWS + min(heartbeat or silence(places), _LONGEST_PATIENCE)
+            # Twice what beats take, as agents on busy hosts miss some.
+            self._enough = min(2 * silence(places), heartbeat or math.inf)
+            self.patience = _FINDING_SHOWS + self._enough
             if rank != 0:  # which has the store, or shares the host of the agent that has it
                 self._release = StoreRelease(store, self._store_is_lost)
 
@@ -91,7 +118,7 @@ class Peers:
         loss = self.lost(0)
         if loss is None or loss.status == "dead":
             return False
-        return loss.status == "silent" or not agent_has_store()
+        return loss.status == "silent" or self._rank_0_serves
 
     def close(self) -> None:
         """Leave in good order: this rank's end is no death. Ranks of other hosts stay what they are then."""
@@ -102,6 +129,17 @@ class Peers:
             self._last = {rank: findings.of(rank) for rank in range(len(self.processes))}
             findings.leave(self._rank)
             findings.close()
+
+    def hand_over(self) -> Sight | None:
+        """Before `close`, for another world that is going to take the place of this one: what agents see.
+
+        None in a job on one host. Until the other world stands, nothing else shows other hosts.
+        """
+        findings, self._findings = self._findings, None
+        if findings is None:
+            return None
+        self._last = {rank: findings.of(rank) for rank in range(len(self.processes))}
+        return Sight(findings, self.processes, self._rank)
 
     def _visible(self, rank: int) -> bool:
         """Whether a rank's process is in the same /proc."""
@@ -126,11 +164,37 @@ class Peers:
 
     def _finding(self, rank: int) -> Finding:
         findings = self._findings
+        if self._sight is not None:
+            return self._sight.of(self.processes[rank])
         return self._last.get(rank, Finding("unknown")) if findings is None else findings.of(rank)
+
+    def _looked(self) -> float:
+        """When the agent of this host last looked; it may have been kept from running since."""
+        return 0.0 if self._findings is None else self._findings.looked
 
     def is_away(self, rank: int) -> bool:
         """Whether the process of global rank `rank` answers nothing now, for all that is known here."""
         return self.status(rank) in ("dead", "stopped", "silent")
+
+    def suspect(self, ranks: Iterable[int]) -> None:
+        """Note that an error of a library, or what another rank has seen, speaks for the loss of these.
+
+        Their host is then silent after twice the time in which beats come from all hosts, as long as none
+        comes: a torn connection and no beat together say more than silence alone, for which an agent that
+        does not run is reason enough.
+        """
+        for rank in ranks:
+            self._suspected.setdefault(rank, time.monotonic())
+
+    def is_cut_off(self, place: str) -> bool:
+        """Whether a host is silent; `place` as in `Process`."""
+        return any(
+            process.place == place
+            and not self._visible(rank)
+            and (loss := self.lost(rank)) is not None
+            and loss.status == "silent"
+            for rank, process in enumerate(self.processes)
+        )
 
     def lost(self, rank: int) -> Loss | None:
         """Why nothing more is to be expected of global rank `rank`; None unless it is lost.
@@ -141,6 +205,13 @@ class Peers:
         status = self.status(rank)
         if status == "dead":
             return Loss("dead", DIED)
+        doubted = self._suspected.get(rank)  # another thread looks as well
+        if status == "running" and doubted is not None and not self._visible(rank):
+            age = self._finding(rank).age
+            if self._looked() - age > doubted + _ON_ITS_WAY:  # a beat has come in the meantime
+                self._suspected.pop(rank, None)
+            elif age >= self._enough:
+                status = "silent"
         if status == "silent":
             return Loss("silent", f"no heartbeat for {self._finding(rank).age:.1f} s")
         if status != "stopped":

@@ -30,6 +30,7 @@ from mcr_plus.rendezvous.watched_store import WatchedStore
 
 _NAME_OF_JOB: Final = "job"  # the key with the name of the part of a job that takes newcomers in
 _SLACK: Final = 10.0  # seconds that rank 0's verdict may take to arrive
+_CONNECTS_WITHIN: Final = 30.0  # seconds
 _LONGEST_NAP: Final = 0.02
 _REASONS: Final = 3  # at most, in a message
 _LONGEST_REASON: Final = 300  # characters: any process may have written it
@@ -37,7 +38,7 @@ _HAS_ITS_OWN: Final = "MCR_SECRET is set there, and not on all ranks"
 _log = logging.getLogger("mcr_plus")
 _warned = False  # the warning about unsigned values is logged once in a process
 _stores: dict[tuple[str, int], Store] = {}  # stores of this process that listen or are connected
-_own_servers: list[TCPStore] = []  # see `own_server`
+_own_servers: dict[str, TCPStore] = {}  # by address; see `own_server`
 _by_mpi: list[tuple[Store, bytes]] = []  # the store whose address was sent through MPI, with its secret
 
 
@@ -386,16 +387,36 @@ def own_server(timeout: float, *, everywhere: bool = False) -> tuple[str, int]:
     On loopback, unless other hosts must reach it: `everywhere`, or MCR_SOCKET_IFNAME or
     GLOO_SOCKET_IFNAME names an interface.
     """
-    if not _own_servers:
-        address = meeting_address() if everywhere or meeting_interface() else LOOPBACK
+    address = meeting_address() if everywhere or meeting_interface() else LOOPBACK
+    if address not in _own_servers:
         listener = _listen(address, 0)
         port = listener.getsockname()[1]
         limit = timedelta(seconds=timeout)
-        _own_servers.append(
-            TCPStore(address, port, None, True, limit, wait_for_workers=False, **on_socket(listener))
-        )
-    server = _own_servers[0]
-    return server.host, server.port
+        server = TCPStore(address, port, None, True, limit, wait_for_workers=False, **on_socket(listener))
+        _own_servers[address] = _stores[server.host, server.port] = server
+    return _own_servers[address].host, _own_servers[address].port
+
+
+def met_in(host: str, port: int, timeout: float) -> Store:
+    """The store that a rank has for others (`own_server`); connected once in each process.
+
+    Raises `LaunchError` if it does not answer.
+    """
+    known = _stores.get((host, port))
+    try:
+        if known is None:
+            limit = timedelta(seconds=min(timeout, _CONNECTS_WITHIN))
+            known = TCPStore(host, port, None, False, limit, wait_for_workers=False, multi_tenant=True)
+            _stores[host, port] = known
+        known.set_timeout(timedelta(seconds=timeout))
+    except RuntimeError as error:
+        raise LaunchError(f"no store at {host}:{port}, where ranks meet: {error}") from error
+    return known
+
+
+def forget_store(host: str, port: int) -> None:
+    """Connect anew at the next use: this process has shut its connections down."""
+    _stores.pop((host, port), None)
 
 
 def _listen(address: str, port: int) -> socket.socket:

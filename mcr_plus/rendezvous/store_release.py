@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from mcr_plus.rendezvous.store import forget_store
+
 if TYPE_CHECKING:
     from mcr_plus.core.c10d import Store
 
@@ -37,6 +39,7 @@ class StoreRelease:
     def _run(self) -> None:
         while not self._ending.wait(_LOOK_EVERY):
             if self._is_lost():
+                forget_store(*self._server)
                 release(*self._server)
                 return
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mcr_plus.errors import PeerLost
     from mcr_plus.membership.roster import Roster
     from mcr_plus.rendezvous.bells import Bells
+    from mcr_plus.rendezvous.keepers import KeptStore
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class World:
     together, since launchers bind each to its own. `secret`: shared by the ranks only, empty if there is
     none. `bells`: wake up sleeping ranks of this host; compiled code that moves something for a peer rings
     them itself. `stores`: see `store_of`. `roster`: of a world that has replaced another one.
+    `kept`: the keepers that the ranks have already, under a new name; None for none.
     `lost`: the error if one of some ranks is lost by now, where that is known.
     """
 
@@ -44,6 +46,7 @@ class World:
     bells: Bells | None = None
     stores: dict[str, GroupStore] = field(default_factory=dict, repr=False)
     roster: Roster | None = field(default=None, repr=False)
+    kept: KeptStore | None = field(default=None, repr=False)
     lost: Callable[[Sequence[int]], PeerLost | None] | None = field(default=None, repr=False)
 
     def store_of(self, group: Group) -> GroupStore:

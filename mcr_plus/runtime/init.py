@@ -272,7 +272,9 @@ def _fresh_world(runtime: Runtime) -> World:
         )
         for group in list(world.stores):
             runtime.leave_store(group)
+        kept = runtime.roster.kept if runtime.roster is not None else None
         world = world_of(part_of(store, name), world.rank, world.size, world.timeout)
+        world = replace(world, kept=None if kept is None else kept.part(f"members/{name}"))
     for state in runtime.engine.states:  # all ranks have left
         state.board.close()
     return world

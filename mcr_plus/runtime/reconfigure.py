@@ -143,18 +143,20 @@ def reconfigure(runtime: Runtime, uuid: str, texts: Sequence[str], timeout: floa
         passport=_passport(runtime),
         offer="" if offer is None else offer.place,
     )
-    try:
+    with contextlib.ExitStack() as ending:
+        if offer is not None:
+            ending.callback(offer.close)
         place = _gather(store, coming, Watch(Roster(store, 0, members, rank), runtime.loaded), timeout)
         if place:
             store = _signed(part, place, name)
         elif rank == 0 and not secret:
             _log.warning("reconfigure: values in the job's store are not signed; set MCR_SECRET on all ranks")
         release_waiting(runtime, {}, "reconfigure")
+        if (sight := runtime.hand_over()) is not None:
+            ending.callback(sight.close)
         close_world(runtime, f"the program has made another one of {len(handles)} processes", Decision())
-        return _begin(runtime, Watch(Roster(store, 0, members, rank), runtime.loaded))
-    finally:
-        if offer is not None:
-            offer.close()
+        runtime.leave_keepers()
+        return _begin(runtime, Watch(Roster(store, 0, members, rank), runtime.loaded, sight))
 
 
 def _signed(part: Store, place: str, name: str) -> Store:

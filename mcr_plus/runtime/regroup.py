@@ -8,12 +8,16 @@ See docs/failures.md for the protocol, and `mcr_plus.membership` for its rules.
 
 from __future__ import annotations
 
+import json
 import math
+import secrets
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
+from mcr_plus.core.c10d import PrefixStore, Store
 from mcr_plus.core.environment import host_name, launch_environment
 from mcr_plus.dispatch.board.base import Failure
 from mcr_plus.dispatch.closing import completed
@@ -22,6 +26,7 @@ from mcr_plus.errors import (
     BackendError,
     CommTimeout,
     InvalidArgument,
+    LaunchError,
     McrError,
     NotInitialized,
     PeerLost,
@@ -30,8 +35,10 @@ from mcr_plus.errors import (
 )
 from mcr_plus.membership.roster import Roster, join
 from mcr_plus.membership.rules import Decision, Process, Proposal
-from mcr_plus.rendezvous.processes import Peers, own_process
-from mcr_plus.rendezvous.store import exchange, join_store, part_of
+from mcr_plus.rendezvous.processes import Peers, Sight, own_process
+from mcr_plus.rendezvous.signing import SignedStore
+from mcr_plus.rendezvous.store import exchange, join_store, met_in, own_server, part_of, secret_of
+from mcr_plus.rendezvous.store_release import StoreRelease
 from mcr_plus.rendezvous.watched_store import WatchedStore
 from mcr_plus.runtime import init
 
@@ -111,6 +118,9 @@ def leave_epoch(
         raise NotInitialized(f"{what}: this job has one rank and no store in which others could meet it")
     states = [state for state in runtime.engine.states if state.group.rank >= 0]
     done = {state.group.name: completed(runtime.engine, state) for state in states}
+    for state in runtime.engine.states:
+        if isinstance(state.failure, PeerLost):  # which may be what another rank has seen
+            runtime.suspect(state.failure.ranks)
     changes = Regrouping(roster.epoch, roster.members, tuple(range(len(roster.members))))
     new = _go_on(runtime, roster, runtime.lost_ranks, replace(proposal, done=done), timeout, what, changes)
     changes.seconds = time.monotonic() - began
@@ -130,6 +140,21 @@ def _go_on(
 
     `seen`: returns the states of the lost members of the epoch of `roster`.
     """
+    with ExitStack() as ending:
+        return _next_worlds(runtime, roster, seen, proposal, timeout, what, changes, ending)
+
+
+def _next_worlds(
+    runtime: Runtime,
+    roster: Roster,
+    seen: Callable[[], Mapping[int, str]],
+    proposal: Proposal,
+    timeout: float,
+    what: str,
+    changes: Regrouping,
+    ending: ExitStack,
+) -> Runtime:
+    sight: Sight | None = None
     while True:
         lost = dict(seen())
         if lost or runtime.engine.failed or proposal.named:
@@ -138,19 +163,23 @@ def _go_on(
         decision, members = settled.decision, settled.members
         if decision.refusal is not None:
             raise _REFUSED.get(decision.refusal, BackendError)(f"{what}: {decision.text}")
+        if sight is None and (sight := runtime.hand_over()) is not None:
+            ending.callback(sight.close)
         changes.take(decision, members)
         if roster.rank not in decision.stay:
             why = decision.lost[roster.rank]
             text = f"the other ranks have gone on without this one (epoch {changes.epoch}), which was {why}"
             close_world(runtime, text, decision)
+            runtime.leave_keepers()
             raise Revoked(f"{what}: {text}")
         close_world(runtime, f"epoch {changes.epoch} has begun, with {len(members)} ranks", decision)
         roster = roster.following(settled, members.index(roster.members[roster.rank]))
-        watch = Watch(roster, runtime.loaded)
+        watch = Watch(roster, runtime.loaded, sight)
         try:
             return begin_epoch(runtime, watch)
         except McrError as error:
             if not (isinstance(error, PeerLost) or watch.lost() or roster.is_being_left):
+                runtime.leave_keepers()
                 runtime.closed_because = f"{what} has failed ({error})"
                 raise
         seen, proposal = watch.lost, replace(proposal, named=(), done={})
@@ -188,15 +217,20 @@ def join_job(passport: Mapping[str, str], proposal: Proposal, timeout: float, wh
 
 
 class Watch:
-    """Looks at the processes of an epoch's members while its world is made: nothing else does so then."""
+    """Looks at the processes of an epoch's members while its world is made: nothing else does so then.
 
-    def __init__(self, roster: Roster, config: Config) -> None:
+    `sight`: what the agents of the world before see, of members on other hosts.
+    """
+
+    def __init__(self, roster: Roster, config: Config, sight: Sight | None = None) -> None:
         options = config.options("dispatch")
         assert isinstance(options, DispatchOptions)
         grace = math.inf if options.stopped == "wait" else options.stopped
         places = tuple(process.place for process in roster.members)
         self.roster = roster
-        self._peers = Peers(roster.rank, places, None, 0.0, stop_grace=grace, processes=roster.members)
+        self._peers = Peers(
+            roster.rank, places, None, 0.0, stop_grace=grace, processes=roster.members, sight=sight
+        )
 
     def lost(self) -> dict[int, str]:
         """The states of members that are lost, of those that this process sees."""
@@ -213,6 +247,14 @@ class Watch:
             return PeerLost(self.given_up, seen="reported by another rank")
         return None
 
+    def is_cut_off(self, place: str) -> bool:
+        """Whether a host is silent; `place` as in `Process`."""
+        return self._peers.is_cut_off(place)
+
+    def is_away(self, rank: int) -> bool:
+        """Whether the process of a member answers nothing now, and its connections are open."""
+        return (loss := self._peers.lost(rank)) is not None and loss.status != "dead"
+
     @property
     def given_up(self) -> str:
         """What another member has done."""
@@ -226,9 +268,12 @@ def begin_epoch(before: Runtime, watch: Watch) -> Runtime:
     went no further would not be told of by the boards of a world that others have.
     """
     roster, limit = watch.roster, before.world.timeout
-    store = WatchedStore(part_of(roster.root, roster.place), limit, watch.error)
     new, failure = None, None
+    release: StoreRelease | None = None
     try:
+        store = WatchedStore(_meeting_place(roster, watch, limit), limit, watch.error)
+        if roster.rank != 0 and roster.kept is not None:
+            release = StoreRelease(store, lambda: watch.is_away(0))
         world = init.world_of(store, roster.rank, len(roster.members), limit)
         new = init.begin(
             before.loaded, replace(world, roster=roster), before.timeout, native=before.is_native
@@ -236,6 +281,11 @@ def begin_epoch(before: Runtime, watch: Watch) -> Runtime:
         exchange(store, roster.rank, len(roster.members), "made", "", limit)
     except McrError as error:
         failure = error
+    except RuntimeError as error:  # of a store that is lost
+        failure = LaunchError(f"the store of epoch {roster.epoch} does not answer: {error}")
+    finally:
+        if release is not None:
+            release.close()
     if roster.conclude(made=failure is None) and new is not None:
         return new
     if failure is None:
@@ -243,6 +293,26 @@ def begin_epoch(before: Runtime, watch: Watch) -> Runtime:
     if new is not None:
         close_world(new, f"epoch {roster.epoch} has not begun: {failure}", Decision())
     raise failure
+
+
+def _meeting_place(roster: Roster, watch: Watch, timeout: float) -> Store:
+    """The store of an epoch's world, in which its ranks exchange what they need to reach each other.
+
+    It is a part of that in which they agree, where a launcher has one; otherwise it is in the epoch's rank 0,
+    and is lost with it, as its world is.
+    """
+    if roster.kept is None:
+        return part_of(roster.root, roster.place)
+    roster.watch(watch.is_cut_off)
+    places = {process.place for process in roster.members}
+    key = f"{roster.place}/store"
+    if roster.rank == 0:
+        host, port = own_server(timeout, everywhere=len(places) > 1)
+        roster.root.set(key, json.dumps([host, port, secrets.token_hex(8)]))
+    found = WatchedStore(roster.root, timeout, watch.error).get(key)
+    host, port, name = json.loads(found)
+    part, secret = PrefixStore(name, met_in(host, port, timeout)), secret_of(roster.root)
+    return SignedStore(part, secret, name) if secret else part
 
 
 def release_waiting(runtime: Runtime, lost: Mapping[int, str], what: str) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
 from mcr_plus.communicator.open_group import OpenGroup, release_unused
@@ -31,18 +30,16 @@ from mcr_plus.errors import (
     phrase_ranks,
 )
 from mcr_plus.kernels import compiling
-from mcr_plus.liveness.protocol import silence
-from mcr_plus.membership.roster import Roster
 from mcr_plus.pipeline.dispatch import DispatchStage
 from mcr_plus.pipeline.pipeline import finish
 from mcr_plus.pipeline.state import holds_tensors
 from mcr_plus.rendezvous.bells import open_bells
 from mcr_plus.rendezvous.exit_barrier import SHORT, abort_barrier, linger_for, shutdown_barrier
-from mcr_plus.rendezvous.processes import Peers
 from mcr_plus.rendezvous.store import exchange
 from mcr_plus.runtime.agreement import agree_before_opening
 from mcr_plus.runtime.groups import IdleChannels
 from mcr_plus.runtime.libraries import Libraries
+from mcr_plus.runtime.members import first_roster, observed
 from mcr_plus.runtime.opening import open_with_parts, warn_of_missing
 from mcr_plus.runtime.process import job
 
@@ -52,27 +49,11 @@ if TYPE_CHECKING:
     from mcr_plus.communicator.watcher import Watcher
     from mcr_plus.config.schema import Config
     from mcr_plus.pipeline.stage import Stage
+    from mcr_plus.rendezvous.processes import Sight
     from mcr_plus.rendezvous.world import World
 
 _log = logging.getLogger("mcr_plus")
-_SILENT: Final = 30.0  # seconds; on overloaded hosts, agents have not run for more than two
 ValueT = TypeVar("ValueT")
-
-
-def _peers(world: World, options: DispatchOptions) -> Peers:
-    """The processes of the job's ranks, watched as the options say; collective."""
-    hosts = len(set(world.hosts))
-    beats = {"auto": max(_SILENT, silence(hosts)), "off": None}
-    return Peers(
-        world.rank,
-        world.hosts,
-        world.store,
-        world.timeout,
-        stop_grace=math.inf if options.stopped == "wait" else options.stopped,
-        heartbeat=beats[options.heartbeat] if isinstance(options.heartbeat, str) else options.heartbeat,
-        secret=world.secret,
-        processes=world.roster.members if world.roster is not None else (),
-    )
 
 
 class Runtime:
@@ -114,14 +95,17 @@ class Runtime:
         self.closed = False
         self.closed_because = "finalize has been called"
         self.superseded = False
-        self._peers = _peers(world, options)
+        self._goes_on = False  # in another world, of which the keepers are too
+        self._peers = observed(world, options)
         bells = open_bells(world.store, world.rank, world.hosts, world.timeout)
         self.world = world = replace(world, bells=bells, lost=self._lost_among)
         self.roster = world.roster
         if self.roster is None and world.store is not None:
-            self.roster = Roster(world.store, 0, self._peers.processes, world.rank)
+            self.roster = first_roster(world, self._peers, native=native)
             if world.rank == 0 and min_ranks() is not None:
                 self.roster.announce()
+        if self.roster is not None:
+            self.roster.watch(self._peers.is_cut_off)
         here = world.hosts.count(world.hosts[world.rank])
         self.engine = Engine(
             self._peers,
@@ -158,6 +142,14 @@ class Runtime:
         """The state of each rank of the job that is lost, as far as this process can see."""
         found = {rank: self._peers.lost(rank) for rank in range(self.world.size) if rank != self.world.rank}
         return {rank: loss.status for rank, loss in found.items() if loss is not None}
+
+    def suspect(self, ranks: Sequence[int]) -> None:
+        """Note that others have found these ranks lost; see `Peers.suspect`."""
+        self._peers.suspect(ranks)
+
+    def hand_over(self) -> Sight | None:
+        """Before this world is closed for another one: what its agents see; see `Peers.hand_over`."""
+        return self._peers.hand_over()
 
     def is_running(self, rank: int) -> bool:
         """Whether the process of a rank is seen to run."""
@@ -406,10 +398,17 @@ class Runtime:
             if clean:
                 state.board.close()
         self.libraries.close(clean)
+        if not self._goes_on:
+            self.leave_keepers()
         self._peers.close()
         self.engine.waiting.close()
         if error is not None:
             raise error
+
+    def leave_keepers(self) -> None:
+        """Let the keepers end once all ranks of their hosts have called this, or have ended."""
+        if self.roster is not None and self.roster.kept is not None:
+            self.roster.kept.leave()
 
     def _stop_watching(self) -> None:
         if self.engine.compiles in compiling.watchers:
@@ -469,6 +468,7 @@ class Runtime:
 
         A channel whose library may still be at an operation stays open.
         """
+        self._goes_on = True
         for opened in reversed(self.groups):
             idle = not forget(self.engine, opened.state)
             channels = {name: each.channel for name, each in opened.runtime.channels.items()}

@@ -11,6 +11,8 @@ import shrink_jobs as jobs
 import torch
 from ranks import run_ranks
 
+from mcr_plus.launch import mpi_flavour, mpi_usable
+
 
 def survivors(target: Any, ranks: int, lost: list[int], **options: Any) -> list[dict[str, Any]]:
     """What the ranks that were not killed have returned."""
@@ -136,4 +138,30 @@ def test_nothing_is_left_of_many_epochs() -> None:
     values = survivors(jobs.many_times, 3, [], args=[100], timeout=120)
     for value in values:
         for counts in zip(*value["seen"], strict=True):
+            assert max(counts[50:]) <= max(counts[10:50]) + 6, counts
+
+
+ulfm = pytest.mark.skipif(
+    not (mpi_usable() and (launcher := mpi_flavour()) is not None and launcher.flavour == "openmpi"),
+    reason="needs Open MPI",
+)
+
+
+@ulfm
+def test_one_keeper_serves_all_worlds_of_a_job_and_ends_with_it() -> None:
+    results = run_ranks(jobs.after_a_reset, 3, via="ulfm", check=False)
+    values = [each.value for each in results if each.rank != 0]
+    assert None not in values, [each.stderr for each in results]
+    for rank, value in enumerate(values):
+        assert (value["rank"], value["sum"]) == (rank, [2.0 + 3.0] * 2)
+        assert len(value["before"]) == 1
+        assert value["after"] == value["before"], "by the same keeper after a reset, a shrink and a death"
+    assert values[1]["left"] == []
+
+
+@ulfm
+@pytest.mark.long
+def test_nothing_is_left_of_many_epochs_with_a_keeper() -> None:
+    for each in run_ranks(jobs.many_times, 3, via="ulfm", args=[100], timeout=120):
+        for counts in zip(*each.value["seen"], strict=True):
             assert max(counts[50:]) <= max(counts[10:50]) + 6, counts

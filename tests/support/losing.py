@@ -226,7 +226,8 @@ def agents(folder: Path) -> dict[int, int]:
 
 def _kill(pid: int) -> None:
     with suppress(OSError):  # it has ended
-        if "losing.py" in Path(f"/proc/{pid}/cmdline").read_text():
+        line = Path(f"/proc/{pid}/cmdline").read_text()
+        if "losing.py" in line or "surviving.py" in line:
             os.kill(pid, signal.SIGKILL)
 
 

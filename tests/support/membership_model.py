@@ -8,6 +8,7 @@ calls the real `decide` and `members_after`. A rank is in one of these phases:
     settle    it has proposed, and waits for the decision or makes it
     read      it decides: it reads proposals one by one
     hold      it has come to a decision, and has not written it yet
+    pass      it writes a decision to the keepers, one by one; only where there are several
     arrive    it has read a decision, and has not begun to make the next world yet
     build     it waits for the other members of the next epoch
     count, ask, join    a newcomer has not begun, has a number, and waits to be taken in
@@ -34,6 +35,10 @@ Each rule of the design can be switched off. What they are in the code:
                       Off: at once.
     tells_later       a rank that sees a death after its proposal adds it, as others may not see it. Off: it
                       keeps it to itself.
+    passes_on         a rank writes a decision to all keepers before it goes by it, also one that it has read.
+                      Off: it writes its own to the first one, and goes by what it reads.
+    one_order         all write to the keepers in the same order. Off: every other rank in the opposite one.
+    last_counts       a rank goes by what the last keeper has answered. Off: by what the first one has.
     believes_error    a build that has ended for a loss is left, also if the rank runs when it is looked at
                       again. Off: the call raises.
 """
@@ -100,7 +105,10 @@ class Model(Access):
         if setup.newcomer:
             ranks.append(Rank("count", calls=setup.calls))
         stores = ((Epoch(),),) * (1 + max(self.sides))
-        return State(tuple(ranks), stores, "no", setup.crashes, setup.stops, setup.lies, setup.failures)
+        return State(
+            tuple(ranks), stores, "no", setup.crashes, setup.stops, setup.lies, setup.failures,
+            (True,) * setup.keepers,
+        )  # fmt: skip
 
     # -- the steps of a rank ---------------------------------------------------------------------------
 
@@ -148,8 +156,11 @@ class Model(Access):
 
     def _from_settle(self, state: State, who: int) -> Iterator[Move]:
         rank, attempt = state.ranks[who], self._attempt(state, who)
-        if attempt.decision is not None:
-            yield from self._reads_decision(state, who, attempt)
+        if (written := self._written(state, attempt)) is not None:
+            if self.setup.keepers > 1 and self.rules.passes_on:
+                yield Move("finds a decision", self._with(state, who, phase="pass", decision=written, at=0))
+            else:
+                yield from self._reads_decision(state, who, attempt, written)
             return
         mine = rank.members.index(who)
         if self.setup.hosts and self.rules.tells_later:
@@ -194,7 +205,7 @@ class Model(Access):
             return None
         if rank.phase == "ask" or rank.phase == "join":
             return Move(f"{name} waits no longer", self._ends(state, who, "not taken in"), False)
-        if rank.phase == "settle" and self._attempt(state, who).decision is None:
+        if rank.phase == "settle" and self._written(state, self._attempt(state, who)) is None:
             return Move(f"the deadline of {name} passes", self._with(state, who, expired=True), False)
         return None
 
@@ -246,6 +257,9 @@ class Model(Access):
         yield Move(f"decides: {decided(found)}", after)
 
     def _from_hold(self, state: State, who: int) -> Iterator[Move]:
+        if self.setup.keepers > 1:
+            yield from self._from_pass(state, who)
+            return
         written, mine = self._attempt(state, who).decision, state.ranks[who].decision
         state = self._with(state, who, phase="settle", decision=None)
         if written is None or not self.rules.compare_set:
@@ -253,9 +267,37 @@ class Model(Access):
         else:
             yield Move("finds a decision written", state)
 
-    def _reads_decision(self, state: State, who: int, attempt: Attempt) -> Iterator[Move]:
-        choice, rank = attempt.decision, state.ranks[who]
+    def _written(self, state: State, attempt: Attempt) -> Choice | None:
+        """The decision, as the last of the keepers has it that have one."""
+        copies = [copy for copy, runs in zip(attempt.copies, state.keepers, strict=False) if runs and copy]
+        return copies[-1] if copies else attempt.decision
+
+    def _from_pass(self, state: State, who: int) -> Iterator[Move]:
+        """Write a decision to the next keeper, and go by it after the last one."""
+        rank, attempt = state.ranks[who], self._attempt(state, who)
+        order = list(range(self.setup.keepers))
+        if not self.rules.one_order and who % 2:
+            order.reverse()
+        left = [keeper for keeper in order[rank.at :] if state.keepers[keeper]]
+        choice = rank.decision
         assert choice is not None
+        if not left:
+            state = self._with(state, who, phase="settle", decision=None, at=0)
+            yield from self._reads_decision(state, who, attempt, choice)
+            return
+        keeper = left[0]
+        copies = attempt.copies or (None,) * self.setup.keepers
+        found = copies[keeper] or choice
+        state = self._note(state, who, copies=(*copies[:keeper], found, *copies[keeper + 1 :]))
+        if not self.rules.passes_on:
+            yield Move("writes its decision", self._with(state, who, phase="settle", decision=None, at=0))
+            return
+        kept = found if self.rules.last_counts or rank.at == 0 else choice
+        after = self._with(state, who, phase="pass", decision=kept, at=order.index(keeper) + 1)
+        yield Move(f"writes to keeper {keeper}: {decided(found)}", after)
+
+    def _reads_decision(self, state: State, who: int, attempt: Attempt, choice: Choice) -> Iterator[Move]:
+        rank = state.ranks[who]
         if attempt.first not in (None, choice):
             raise ViolationError(f"rank {who} reads {decided(choice)}; another has read another decision")
         if attempt.first is None:
@@ -398,6 +440,8 @@ class Model(Access):
 
     def _stays(self, state: State, who: int) -> bool:
         rank = state.ranks[who]
+        if self.setup.keepers > 1:  # of which one may die before this rank has written to the next
+            return False
         choice = self._attempt(state, who).decision if rank.phase == "settle" else None
         return choice is not None and choice.refusal is None and rank.members.index(who) in choice.stay
 
@@ -411,6 +455,11 @@ class Model(Access):
                 yield Move(f"{move.text}; {rest.text}", rest.after, move.fair and rest.fair)
 
     def _adversary(self, state: State) -> Iterator[Move]:
+        keepers = state.keepers
+        for keeper, runs in enumerate(keepers):
+            if runs and keepers.count(False) < self.setup.keepers_die and sum(keepers) > 1:
+                after = state._replace(keepers=(*keepers[:keeper], False, *keepers[keeper + 1 :]))
+                yield Move(f"keeper {keeper} dies", after, False)
         for who, rank in enumerate(state.ranks):
             if rank.phase == "gone":
                 continue

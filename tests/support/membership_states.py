@@ -10,7 +10,9 @@ from typing import Any, Final, Literal, NamedTuple
 
 from mcr_plus.membership.rules import Decision, Process, Proposal, decide, members_after
 
-Phase = Literal["world", "left", "settle", "read", "hold", "arrive", "build", "count", "ask", "join", "gone"]
+Phase = Literal[
+    "world", "left", "settle", "read", "hold", "pass", "arrive", "build", "count", "ask", "join", "gone"
+]
 Life = Literal["runs", "stopped", "dead"]
 Look = tuple[tuple[int, str], ...]
 """Ranks that are lost, with their states, as one rank sees them."""
@@ -30,6 +32,9 @@ class Rules:
     minority_waits: bool = True
     tells_later: bool = True
     believes_error: bool = True
+    passes_on: bool = True
+    one_order: bool = True
+    last_counts: bool = True
 
 
 ALL_RULES: Final = Rules()
@@ -53,6 +58,8 @@ class Setup:
         done: operation up to which each rank has completed all in the first epoch; 0 where it is left out.
         silent_deaths: a dead rank may be found silent before it is found dead.
         early: deadlines pass at any moment.
+        keepers: processes that have the values, to which decisions are written one after the other.
+        keepers_die: of which so many die, at most; one is left.
         fine: every request to the store is a step of its own; otherwise those are one step of which other
             ranks see no more than one.
     """
@@ -71,6 +78,8 @@ class Setup:
     done: tuple[int, ...] = ()
     silent_deaths: bool = False
     early: bool = False
+    keepers: int = 1
+    keepers_die: int = 0
     fine: bool = False
 
 
@@ -94,6 +103,7 @@ class Choice(NamedTuple):
 class Attempt(NamedTuple):
     bids: tuple[Bid | None, ...] = ()
     decision: Choice | None = None
+    copies: tuple[Choice | None, ...] = ()  # of the decision, by keeper, where there are several
     first: Choice | None = None  # the decision that the first of its readers has read
 
 
@@ -120,7 +130,7 @@ class Rank(NamedTuple):
     done: int | None = None  # None: it has not made the world of its epoch
     look: Look = ()
     got: tuple[Bid | None, ...] = ()
-    at: int = 0  # the proposal to read, or the exchange of a build
+    at: int = 0  # the proposal to read, the exchange of a build, or the keepers that a decision was passed to
     expired: bool = False
     decision: Choice | None = None
     heard: bool = False  # it has read the newcomer's request
@@ -135,6 +145,7 @@ class State(NamedTuple):
     stops: int
     lies: int
     failures: int
+    keepers: tuple[bool, ...] = (True,)  # whether they run
 
 
 class Move(NamedTuple):

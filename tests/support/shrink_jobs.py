@@ -329,6 +329,38 @@ def with_residuals() -> dict[str, Any]:
     }
 
 
+def after_a_reset() -> dict[str, Any]:
+    """Rank 0 dies after `mcr.reset` and a shrink: the sum of those that are left, and the keepers."""
+    comm = _begin(["gloo"])
+    rank, before = comm.rank, _keepers()
+    comm = mcr.reset()
+    comm.all_reduce(torch.ones(3))
+    comm = mcr.shrink()
+    if rank == 0:
+        _die()
+    _wait_for_loss(comm)
+    new = mcr.shrink()
+    x = torch.full((2,), 1.0 + rank)
+    new.all_reduce(x)
+    after = _keepers()
+    mcr.finalize()
+    ends = time.monotonic() + 5
+    while rank == 2 and set(after) & set(_keepers()) and time.monotonic() < ends:
+        time.sleep(0.01)
+    return {"sum": x.tolist(), "rank": new.rank, "before": before, "after": after, "left": _keepers()}
+
+
+def _keepers() -> list[int]:
+    """The keepers of this job, by its launcher's variables, which they inherit."""
+    job, found = os.environ["PMIX_NAMESPACE"], []
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            words, variables = ((place / name).read_bytes() for name in ("cmdline", "environ"))
+            if b"mcr_plus.liveness.keeper" in words and f"PMIX_NAMESPACE={job}".encode() in variables:
+                found.append(int(place.name))
+    return sorted(found)
+
+
 def many_times(count: int) -> dict[str, Any]:
     """File descriptors and threads before and after many epochs."""
     _begin(None)

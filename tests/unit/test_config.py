@@ -27,6 +27,7 @@ from mcr_plus.core.environment import (
     launch_environment,
     min_ranks,
     on_one_host,
+    ranks_keep_their_own,
     restarts,
     socket_interface,
     torch_environment,
@@ -1029,6 +1030,29 @@ def test_detection_of_jobs_on_one_host(
 ) -> None:
     assert on_one_host(environ | one)
     assert not on_one_host(environ | many)
+
+
+FREE = {"RANK": "0", "WORLD_SIZE": "8"}
+FAULT_TOLERANT = OPENMPI | {"OMPI_MCA_mpi_ft_enable": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "hosts", "expected"),
+    [
+        (TORCHRUN, 1, False),  # its agent outlives the ranks
+        (TORCHRUN, 2, True),  # but not its host
+        (TORCHRUN | {"MCR_MIN_RANKS": "2"}, 2, False),  # where processes that are started again look
+        (OPENMPI, 2, False),  # ends all ranks with the first
+        (FAULT_TOLERANT, 1, True),
+        (HYDRA, 1, False),
+        (FREE, 1, True),
+        (SRUN, 2, True),
+    ],
+)
+def test_when_ranks_keep_what_they_agree_on_themselves(
+    environ: dict[str, str], hosts: int, expected: bool
+) -> None:
+    assert ranks_keep_their_own(hosts, environ) is expected
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,14 @@ FINE: Final[dict[str, tuple[Setup, int]]] = {
         500,
     ),
     "a partition of three, with a store on each side": (Setup(3, crashes=1, sides=(0, 0, 1)), 500),
+    "one of three dies, and one of two keepers": (
+        Setup(3, crashes=1, keepers=2, keepers_die=1, early=True),
+        2_000,
+    ),
+    "one of three dies, each calls twice, one of two keepers dies": (
+        Setup(3, crashes=1, calls=1, keepers=2, keepers_die=1),
+        1_000,
+    ),
     "a partition of four into halves": (Setup(4, sides=(0, 0, 1, 1)), 40),
 }
 
@@ -62,6 +70,12 @@ LONG: Final[dict[str, Setup]] = {
     ),
     "one dies, one is stopped, of two ranks and a newcomer": Setup(2, crashes=1, stops=1, newcomer=True),
     "one of three dies, one is stopped, one is silent": Setup(3, crashes=1, stops=1, lies=1),
+    "two of three ranks die, and two of three keepers": Setup(
+        3, crashes=2, keepers=3, keepers_die=2, early=True
+    ),
+    "one of three dies, one of two keepers, one is silent": Setup(
+        3, crashes=1, lies=1, keepers=2, keepers_die=1
+    ),
     "a partition of four, of which two die": Setup(4, crashes=2, sides=(0, 0, 0, 1)),
 }
 
@@ -156,6 +170,24 @@ KNOWN: Final[dict[str, tuple[Setup, str, tuple[str, ...]]]] = {
         Setup(3, crashes=2, newcomer=True, hosts=(1, 1, 1, 0)),
         "waited for until the deadline",
         ("1 dies", "2 dies", "refused, absent"),
+    ),
+    # A rank has gone by a decision that the others cannot read any more.
+    "passes_on": (
+        Setup(3, crashes=1, keepers=2, keepers_die=1, early=True),
+        "another has read another decision",
+        ("keeper 0 dies",),
+    ),
+    # Two ranks have written different decisions to the two keepers first.
+    "one_order": (
+        Setup(3, crashes=1, keepers=2, early=True),
+        "another has read another decision",
+        ("writes to keeper 0", "writes to keeper 1"),
+    ),
+    # The first keeper has died with one decision, and the second one got another meanwhile.
+    "last_counts": (
+        Setup(3, crashes=1, keepers=2, keepers_die=1, early=True),
+        "another has read another decision",
+        ("keeper 0 dies",),
     ),
     # What has ended the build is over, so that the rank takes its own error for one of another kind.
     "believes_error": (Setup(3, crashes=1, stops=1), "although that is over", ("is stopped",)),

@@ -1,0 +1,51 @@
+"""The members of a job as a world begins: their processes, and the place where they agree on later worlds."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+from mcr_plus.core.environment import agent_has_store, ranks_keep_their_own
+from mcr_plus.liveness.protocol import silence
+from mcr_plus.membership.roster import Roster
+from mcr_plus.rendezvous.keepers import open_keepers
+from mcr_plus.rendezvous.processes import Peers
+from mcr_plus.rendezvous.signing import SignedStore
+
+if TYPE_CHECKING:
+    from mcr_plus.dispatch.options import DispatchOptions
+    from mcr_plus.rendezvous.world import World
+
+_SILENT: Final = 30.0  # seconds; on overloaded hosts, agents have not run for more than two
+
+
+def observed(world: World, options: DispatchOptions) -> Peers:
+    """The processes of the job's ranks, watched as the options say; collective."""
+    hosts, roster = len(set(world.hosts)), world.roster
+    beats = {"auto": max(_SILENT, silence(hosts)), "off": None}
+    return Peers(
+        world.rank,
+        world.hosts,
+        world.store,
+        world.timeout,
+        stop_grace=math.inf if options.stopped == "wait" else options.stopped,
+        heartbeat=beats[options.heartbeat] if isinstance(options.heartbeat, str) else options.heartbeat,
+        secret=world.secret,
+        processes=roster.members if roster is not None else (),
+        rank_0_serves=not agent_has_store() or (roster is not None and roster.kept is not None),
+    )
+
+
+def first_roster(world: World, peers: Peers, *, native: bool) -> Roster:
+    """The members of a job's first epoch, and where they agree on the next ones; collective.
+
+    `native`: otherwise the world is one of torch.distributed, which needs its own store to go on.
+    """
+    store, members, kept = world.store, peers.processes, world.kept
+    assert store is not None
+    if kept is None and native and ranks_keep_their_own(len({process.place for process in members})):
+        kept = open_keepers(store, world.rank, members, world.timeout)
+    if kept is None:
+        return Roster(store, 0, members, world.rank)
+    root = SignedStore(kept, world.secret, "members") if world.secret else kept
+    return Roster(root, 0, members, world.rank, kept=kept)

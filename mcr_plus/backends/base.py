@@ -325,6 +325,9 @@ class Backend(ABC):
     def finalize(self) -> None:
         """Called after `before_exit` if all ranks end their processes."""
 
+    def leave_launcher(self) -> None:
+        """Called instead of `finalize` if the library must not be called any more."""
+
     def abandon(self) -> None:
         """Called in a forked child, which does not have the library's threads."""
 

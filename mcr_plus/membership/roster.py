@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from mcr_plus.core.deadline import Deadline
 from mcr_plus.errors import LaunchError
@@ -33,12 +33,27 @@ from mcr_plus.membership.rules import Decision, Process, Proposal, decide, membe
 
 if TYPE_CHECKING:
     from mcr_plus.core.c10d import Store
-    from mcr_plus.rendezvous.keepers import KeptStore
 
 _FIRST_NAP: Final = 0.001
 _LONGEST_NAP: Final = 0.02
 _MOST_NEWCOMERS: Final = 100_000  # the counter in the store is not signed
 _LOOK_EVERY: Final = 0.5  # seconds between two looks of a newcomer at the ranks' processes
+
+
+class Kept(Protocol):
+    """Keepers of the store, of which those of lost hosts are left out."""
+
+    def watch(self, is_cut_off: Callable[[str], bool], places: Collection[str]) -> None:
+        """Leave out the keeper of a host among `places` that is cut off."""
+        ...
+
+    def part(self, name: str) -> Any:
+        """A part of it with keys of its own."""
+        ...
+
+    def leave(self) -> None:
+        """Tell the keepers that this rank needs them no more."""
+        ...
 
 
 class Settlement(NamedTuple):
@@ -76,7 +91,7 @@ class Roster:
     rank: int
     passport: Mapping[str, str] = field(default_factory=dict)
     taken: tuple[int, ...] = ()
-    kept: KeptStore | None = None
+    kept: Kept | None = None
     attempt: int = 0
     _refused: set[int] = field(default_factory=set)
     _waiting: dict[int, Process] = field(default_factory=dict)

@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ class Job:
             that waits for the other ranks.
         backends: those that have a part in the end of the process, by their ids.
         disabled: the names of those that some rank no longer calls.
+        inheriting: a context around the change from a world to another one, with what the new one takes over;
+            set by training.
         leave_dropped: leaves the groups of torch.distributed that the program has dropped; set by the
             torch backend.
     """
@@ -41,6 +44,9 @@ class Job:
         self.all_ended = True
         self.backends: dict[int, Backend] = {}
         self.disabled: set[str] = set()
+        self.inheriting: Callable[..., AbstractContextManager[Any]] = lambda *_, **__: (
+            contextlib.nullcontext()
+        )
         self.leave_dropped: Callable[[], None] = lambda: None
         self._has_hooks = False
 
@@ -82,6 +88,8 @@ class Job:
             for backend in self.backends.values():
                 if backend.name not in self.disabled:
                     backend.finalize()
+                else:
+                    backend.leave_launcher()
             if (
                 all(backend.name != "mpi" for backend in self.backends.values())
                 and "mpi" not in self.disabled

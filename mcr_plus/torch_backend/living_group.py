@@ -35,7 +35,6 @@ from mcr_plus.runtime.process import job
 from mcr_plus.runtime.regroup import leave_epoch
 from mcr_plus.torch_backend.jobs import torch_job
 from mcr_plus.torch_backend.work import DONE, Membership, untraced
-from mcr_plus.training.inheritance import inheriting
 
 if TYPE_CHECKING:
     from mcr_plus.communicator.communicator import Communicator
@@ -221,7 +220,7 @@ class LivingGroup(ProcessGroup):
             ranks = [communicator.ranks[rank] for rank in stay]
             return self._with(torch_job.open(runtime, ranks, self._name, communicator.opened.config))
         proposal = Proposal(named=tuple(excluded), least=len(stay))
-        with inheriting(runtime, takes_codecs=True) as inheritance:
+        with job.inheriting(runtime, takes_codecs=True) as inheritance:
             new, _ = leave_epoch(runtime, proposal, runtime.world.timeout, "shrink")
             torch_job.go_on(new)
             inheritance.give(new)
@@ -260,7 +259,7 @@ class LivingGroup(ProcessGroup):
         seconds = runtime.world.timeout
         if timeout is not None and timeout > timedelta(0):
             seconds = timeout.total_seconds()
-        with inheriting(runtime, takes_codecs=True) as inheritance:
+        with job.inheriting(runtime, takes_codecs=True) as inheritance:
             new = reconfiguring.reconfigure(runtime, f"torch {opts.uuid}", texts, seconds)
             self.detach()
             torch_job.go_on(new)

@@ -7,6 +7,8 @@ more than a blocking call. Only buffer methods are used, never mpi4py's pickling
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib.util
 import logging
 import re
@@ -195,6 +197,13 @@ class MpiBackend(Backend):
     def finalize(self) -> None:
         """See `Backend`."""
         self.end_library()
+
+    def leave_launcher(self) -> None:
+        """See `Backend`: Open MPI's launcher ends all ranks when one exits without having called PMIx."""
+        with contextlib.suppress(OSError, AttributeError, StopIteration):
+            mapped = Path("/proc/self/maps").read_text().splitlines()
+            library = next(line.split()[-1] for line in mapped if "/libpmix" in line)
+            ctypes.CDLL(library).PMIx_Finalize(None, ctypes.c_size_t(0))
 
     @staticmethod
     def end_library() -> None:

@@ -78,11 +78,16 @@ class Attempt:
         if message.codec is not None or _is_in_place(message):
             self._copies = tuple(map(copied, message.inputs))
 
+    @property
+    def tensors(self) -> Tensors:
+        """Its inputs and outputs."""
+        return (*self._inputs, *self._outputs)
+
     def complete(self) -> None:
         """Note that it is complete, and what its tensors are like now."""
         self.is_done, self.poll = True, None
-        self._versions = [_version(each) for each in (*self._inputs, *self._outputs)]
-        self.kept_bytes = sum(each.nbytes for each in (*self._inputs, *self._outputs, *(self._copies or ())))
+        self._versions = [_version(each) for each in self.tensors]
+        self.kept_bytes = sum(each.nbytes for each in (*self.tensors, *(self._copies or ())))
 
     def let_go(self) -> Tensors:
         """Let go of the tensors; returns the copies, which are free."""
@@ -98,7 +103,7 @@ class Attempt:
             return Operation(digest, is_done=False, has_input=True, has_result=False)
         same = [
             before is not None and before == _version(tensor)
-            for before, tensor in zip(self._versions, (*self._inputs, *self._outputs), strict=True)
+            for before, tensor in zip(self._versions, self.tensors, strict=True)
         ]
         tracked = self.message.codec is None  # codecs write to their buffers by compiled code
         inputs, outputs = same[: len(self._inputs)], same[len(self._inputs) :]

@@ -140,18 +140,16 @@ class Communicator(Operations):
 
     def branch(self) -> Communicator:
         """Return another communicator of the same ranks, with its own order of operations; collective."""
-        made = self.branch_named(self.next_branch())
+        made = self.branch_named(None)
         made.opened.follows = True
         return made
 
-    def next_branch(self) -> str:
-        """The name of a new branch."""
+    def branch_named(self, name: str | None) -> Communicator:
+        """`branch` with a name that no open group has, for layers above; None for the next one."""
         self._check_open()
-        self.splits += 1
-        return f"{self.name}/{self.splits}"
-
-    def branch_named(self, name: str) -> Communicator:
-        """`branch` with a name that no open group has; for layers above, which derive it by themselves."""
+        if name is None:
+            self.splits += 1
+            name = f"{self.name}/{self.splits}"
         self._runtime.agree(self, None, "branch", lambda _: [self.size] * self.size)
         return self._runtime.open_group(name, self.ranks, checked=True)
 
@@ -190,18 +188,13 @@ class Communicator(Operations):
             engine.progress()
 
     @property
-    def libraries(self) -> list[str]:
-        """The names of the backends of this group, in fallback order."""
-        return self.pipeline.libraries
-
-    @property
     def polled_by_caller(self) -> list[str]:
         """The names of this group's backends that make progress only during calls of the program."""
         engine = self._runtime.engine
         if engine.progress_thread is not None:
             return []
         polled = {backend.name for backend in engine.backends if backend.host_driven}
-        return [name for name in self.libraries if name in polled]
+        return [name for name in self.pipeline.libraries if name in polled]
 
     @property
     def watcher(self) -> Watcher | None:
@@ -253,11 +246,6 @@ class Communicator(Operations):
         and operations that the stage `hierarchical` decomposes have no verdict.
         """
         return self.state.agreed
-
-    @property
-    def issued(self) -> int:
-        """The number of operations that this rank has issued in the group."""
-        return self.state.sequence
 
     # -- objects ----------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +30,6 @@ class Job:
             that waits for the other ranks.
         backends: those that have a part in the end of the process, by their ids.
         disabled: the names of those that some rank no longer calls.
-        inheriting: a context around the change from a world to another one, with what the new one takes over;
-            set by training.
         leave_dropped: leaves the groups of torch.distributed that the program has dropped; set by the
             torch backend.
     """
@@ -44,9 +41,6 @@ class Job:
         self.all_ended = True
         self.backends: dict[int, Backend] = {}
         self.disabled: set[str] = set()
-        self.inheriting: Callable[..., AbstractContextManager[Any]] = lambda *_, **__: (
-            contextlib.nullcontext()
-        )
         self.leave_dropped: Callable[[], None] = lambda: None
         self._has_hooks = False
 

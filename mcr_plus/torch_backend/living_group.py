@@ -13,6 +13,7 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
@@ -43,6 +44,12 @@ if TYPE_CHECKING:
 SHRINK_DEFAULT: Final = 0
 SHRINK_ABORT: Final = 1
 _log = logging.getLogger("mcr_plus")
+
+
+def _inheriting() -> Callable[..., Any]:
+    """That of training, which stands above: loaded when a world changes, as models may have to follow."""
+    inheriting: Callable[..., Any] = import_module("mcr_plus.training.inheritance").inheriting
+    return inheriting
 
 
 @untraced
@@ -220,7 +227,7 @@ class LivingGroup(ProcessGroup):
             ranks = [communicator.ranks[rank] for rank in stay]
             return self._with(torch_job.open(runtime, ranks, self._name, communicator.opened.config))
         proposal = Proposal(named=tuple(excluded), least=len(stay))
-        with job.inheriting(runtime, takes_codecs=True) as inheritance:
+        with _inheriting()(runtime, takes_codecs=True) as inheritance:
             new, _ = leave_epoch(runtime, proposal, runtime.world.timeout, "shrink")
             torch_job.go_on(new)
             inheritance.give(new)
@@ -259,7 +266,7 @@ class LivingGroup(ProcessGroup):
         seconds = runtime.world.timeout
         if timeout is not None and timeout > timedelta(0):
             seconds = timeout.total_seconds()
-        with job.inheriting(runtime, takes_codecs=True) as inheritance:
+        with _inheriting()(runtime, takes_codecs=True) as inheritance:
             new = reconfiguring.reconfigure(runtime, f"torch {opts.uuid}", texts, seconds)
             self.detach()
             torch_job.go_on(new)

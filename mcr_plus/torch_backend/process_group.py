@@ -150,7 +150,7 @@ class McrProcessGroup(LivingGroup):
         """Does nothing: the runtime numbers the operations."""
 
     def _get_sequence_number_for_group(self) -> int:
-        return self.communicator.issued
+        return self.communicator.state.sequence
 
     def get_group_store(self) -> Store:
         """The store that torch gave to the group."""

@@ -361,7 +361,7 @@ def _measured(
     A stage `hierarchical` leaves operations alone whose library is named, so there the pipeline's own choice
     is measured as well.
     """
-    libraries: list[str | None] = [*comm.libraries] if policy.backend is None else [policy.backend]
+    libraries: list[str | None] = [*comm.pipeline.libraries] if policy.backend is None else [policy.backend]
     if policy.backend is None and comm.stage_options("hierarchical") is not None:
         libraries.append(None)
     curves: dict[Choice, Curve] = {}

@@ -123,7 +123,7 @@ def _job(comm: Communicator, named: Named) -> _Job:
         ranks=comm.size,
         nodes=len(on_host),
         ranks_per_node=max(on_host.values()),
-        libraries=comm.libraries,
+        libraries=comm.pipeline.libraries,
         tables=digests(comm.config),
     )
 

@@ -21,7 +21,6 @@ from mcr_plus.communicator.succession import succeed
 from mcr_plus.core.environment import host_name
 from mcr_plus.errors import phrase_ranks
 from mcr_plus.rendezvous.processes import own_process
-from mcr_plus.runtime.process import job
 from mcr_plus.runtime.runtime import Runtime
 from mcr_plus.training.carried import Carried, Key, put_into, taken_from
 from mcr_plus.training.wrap import Follower, followers_of
@@ -281,6 +280,3 @@ def _models(answers: Sequence[_Had], chosen: Sequence[_Chosen]) -> list[tuple[di
             names = {origin: branches[key] for origin, branches in of_world.items()}
             found.append((names, branch, "world"))
     return found
-
-
-job.inheriting = inheriting

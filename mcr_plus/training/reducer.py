@@ -79,7 +79,7 @@ class Reducer:
         for param in {id(param): param for _, param in params}.values():
             if (before := _reducer_of(param)) is not None:
                 before.detach()
-        self.comm = comm = comm.branch_named(branch or comm.next_branch())
+        self.comm = comm = comm.branch_named(branch)
         self.syncing, config = True, comm.config
         fuse = comm.stage_options("fuse")
         self._limits = fuse if isinstance(fuse, FuseOptions) else FuseOptions()

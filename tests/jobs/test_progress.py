@@ -195,6 +195,7 @@ def issued(engine: Engine, number: int, after: IssuedWork | None) -> IssuedWork:
     operation: Any = SimpleNamespace(
         engine=engine, state=group, backend_channel=channel, inline=True, backend="gloo",
         signature=SimpleNamespace(backend="gloo", is_p2p=False),
+        has_failover=False,
     )  # fmt: skip
     work = IssuedWork(operation, SimpleNamespace(after=after, inputs=(), outputs=()), None, number)  # type: ignore[arg-type]
     if after is not None:

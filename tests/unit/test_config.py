@@ -325,8 +325,8 @@ def test_near_misses_get_a_hint(text: str, hint: str) -> None:
         ),
         (
             {"dispatch": {"colour": 1}},
-            "dispatch.colour: unknown key 'colour'; known: check, heartbeat, progress, stopped, timeout, "
-            "wait",
+            "dispatch.colour: unknown key 'colour'; known: check, failover, heartbeat, progress, stopped, "
+            "timeout, wait",
         ),
     ],
 )
@@ -897,6 +897,7 @@ def test_dump_has_the_contents_of_the_file() -> None:
                     "progress": "caller",
                     "heartbeat": "auto",
                     "stopped": 0.5,
+                    "failover": False,
                 }
             },
         ],

@@ -199,7 +199,14 @@ class MpiBackend(Backend):
         self.end_library()
 
     def leave_launcher(self) -> None:
-        """See `Backend`: Open MPI's launcher ends all ranks when one exits without having called PMIx."""
+        """See `Backend`: Open MPI's launcher ends all ranks when one exits without having called PMIx.
+
+        If the program has loaded MPI before us, mpi4py ends it, which needs PMIx.
+        """
+        import mpi4py
+
+        if mpi4py.rc.finalize is not False:
+            return
         with contextlib.suppress(OSError, AttributeError, StopIteration):
             mapped = Path("/proc/self/maps").read_text().splitlines()
             library = next(line.split()[-1] for line in mapped if "/libpmix" in line)

@@ -79,6 +79,11 @@ class Attempt:
             self._copies = tuple(map(copied, message.inputs))
 
     @property
+    def held(self) -> tuple[object, ...]:
+        """What the library works on."""
+        return self.message, self.tensors, self.poll
+
+    @property
     def tensors(self) -> Tensors:
         """Its inputs and outputs."""
         return (*self._inputs, *self._outputs)

@@ -239,6 +239,8 @@ class FailoverChannel(Channel):
             self._broken = True
             reason = f"{self._first.name} is not used any more in this process, after a failure: {self.why}"
             switch_off(self._engine, self._first, reason)
+            # Other programs in this process may call it.
+            self._engine.peers.keep += [each.held for each in self._running_here()]
         for attempt in self._running_here():
             attempt.poll = None
         self._engine.ring()

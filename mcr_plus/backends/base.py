@@ -325,6 +325,10 @@ class Backend(ABC):
     def finalize(self) -> None:
         """Called after `before_exit` if all ranks end their processes."""
 
+    @classmethod
+    def switched_off(cls, reason: str) -> None:
+        """Called once the library is not to be called any more in this process."""
+
     def leave_launcher(self) -> None:
         """Called instead of `finalize` if the library must not be called any more."""
 

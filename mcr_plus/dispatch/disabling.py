@@ -39,9 +39,9 @@ def switch_off(engine: Engine, backend: Backend, reason: str, work: IssuedWork |
         return
     engine.backends.remove(backend)
     engine.off[backend.name] = reason
+    backend.switched_off(reason)
     for failover in engine.failovers:
-        if failover.library == backend.name:
-            failover.fail(reason, broken=reason)
+        failover.on_library_off(backend, reason)
     for operation in engine.bound:
         refuse_if_off(engine, operation)
     deferred = [pending for channel in engine.blocked for pending in channel.pending]

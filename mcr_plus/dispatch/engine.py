@@ -42,6 +42,7 @@ class Engine:
         blocked: channels with deferred operations.
         unordered: deferred sends and receives, which no other operation waits behind.
         off: backends that are not called any more in this process, with the reason.
+        writes: address of a storage → number of the last operation with failover that writes there.
         failovers: libraries that another one may replace, by group.
         failed: whether any operation has failed.
     """
@@ -65,6 +66,7 @@ class Engine:
         self.backends: list[Backend] = []
         self.bound: WeakSet[Operation] = WeakSet()
         self.off: dict[str, str] = {}
+        self.writes: dict[int, int] = {}
         self.failovers: list[FailoverChannel] = []
         self.failed = False
         self._failing_dependents = False

@@ -146,6 +146,11 @@ class GroupState:
             "(mcr.new_group), or hand this one over with comm.take_over() when the other thread is done"
         )
 
+    def is_its_thread(self) -> bool:
+        """Whether the caller is the group's thread, or one for which that waits (autograd's)."""
+        caller = threading.current_thread()
+        return threading.get_ident() == self.owner or isinstance(caller, threading._DummyThread)
+
     def take_over(self) -> None:
         """Make the calling thread the group's thread; raises as `check_thread` does if none may issue."""
         if self.closed or self.failure is not None or self.owner == _NOBODY:

@@ -35,13 +35,14 @@ def shutdown_barrier(
     has_failed: Callable[[int], bool] = lambda _: False,
     notes: Collection[str] = (),
     then: Callable[[], None] = lambda: None,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> bool:
     """Wait up to `patience` seconds until all ranks have called this; returns whether they have.
 
     With `peers`, ranks that have died or are stopped are not waited for; neither are those that have
     failed, nor any once a rank has called `abort_barrier`. `notes` are keys that are set in the store
     before peers see the arrival of this rank, and `then` is called if all ranks have arrived, while the
-    store still answers.
+    store still answers; `meanwhile` again and again during the wait.
     """
     store, deadline = world.store, Deadline(patience)
     if store is None or world.size == 1:
@@ -59,6 +60,7 @@ def shutdown_barrier(
             if deadline.passed() or any(map(will_not_come, others)) or store.check([_CRASHED]):
                 return store.check(keys)  # a rank that has exited without an error has set its key before
             nap = min(2 * nap, _LONGEST_NAP)
+            meanwhile()
             time.sleep(nap)
         return not is_away(0)
 

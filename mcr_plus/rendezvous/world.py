@@ -30,7 +30,8 @@ class World:
     rank 0 (`Open MPI 5.0.11`), where it is known. `cores`: number of cores for all ranks of this host
     together, since launchers bind each to its own. `secret`: shared by the ranks only, empty if there is
     none. `bells`: wake up sleeping ranks of this host; compiled code that moves something for a peer rings
-    them itself. `stores`: see `store_of`. `roster`: of a world that has replaced another one.
+    them itself. `stores`: see `store_of`. `opening`: names in it that are no groups of the
+    program. `roster`: of a world that has replaced another one.
     `kept`: the keepers that the ranks have already, under a new name; None for none.
     `lost`: the error if one of some ranks is lost by now, where that is known.
     """
@@ -45,6 +46,7 @@ class World:
     secret: bytes = field(default=b"", repr=False)
     bells: Bells | None = None
     stores: dict[str, GroupStore] = field(default_factory=dict, repr=False)
+    opening: set[str] = field(default_factory=set, repr=False)
     roster: Roster | None = field(default=None, repr=False)
     kept: KeptStore | None = field(default=None, repr=False)
     lost: Callable[[Sequence[int]], PeerLost | None] | None = field(default=None, repr=False)

@@ -63,10 +63,14 @@ class Libraries:
     def descriptors(self, size: int) -> int:
         """File descriptors that a group of `size` ranks may take in each of them."""
         groups = 1 + 3 * (self._config.options("hierarchical") is not None)
-        options = self._config.options("dispatch")
-        if isinstance(options, DispatchOptions) and options.failover:
+        if self._has_failover:
             groups *= 2  # each library takes over for another one, by a channel of its own
         return groups * descriptors_for(self.classes, size) if size > 1 else 0
+
+    @property
+    def _has_failover(self) -> bool:
+        options = self._config.options("dispatch")
+        return isinstance(options, DispatchOptions) and options.failover
 
     def disabled_on(self, ranks: Sequence[int]) -> dict[str, str]:
         """The libraries that one of these ranks no longer calls, and why; the same on all of them."""
@@ -90,7 +94,7 @@ class Libraries:
         channels: dict[str, BackendChannel] = {}
         dropped = {name: reason for name, reason in self.disabled_on(group.ranks).items() if name in names}
         for name, reason in dropped.items():
-            if self._config.backends is not None or len(names) == len(dropped):
+            if (self._config.backends is not None and not self._has_failover) or len(names) == len(dropped):
                 raise BackendUnavailable(f"backend {name}: {reason}")
         with ExitStack() as undo:
             undo.callback(release_unused, channels)

@@ -257,7 +257,7 @@ class Runtime:
         except RuntimeError as error:  # of torch's store, or of a library that uses it
             raise BackendError(f"group '{name}' cannot be opened over the job's store: {error}") from error
         finally:
-            for failed in world.stores.keys() - {opened.name for opened in self.groups}:
+            for failed in set(world.stores) - {opened.name for opened in self.groups} - world.opening:
                 self.leave_store(failed)
 
     def new_group(self, ranks: Sequence[int]) -> Communicator:
@@ -460,8 +460,15 @@ class Runtime:
             has_failed=has_failed,
             notes=[f"off/{name}" for name in job.disabled],
             then=read_disabled,
+            meanwhile=self._help_others,
         )
         return job.all_ended
+
+    def _help_others(self) -> None:
+        """Take part in what other ranks settle, while this one has ended."""
+        with self.engine.lock:
+            for failover in list(self.engine.failovers):
+                failover.tick()
 
     def prepare_reset(self) -> None:
         """Close the channels that no peer waits for and keep those that all ranks must close together.

@@ -101,7 +101,7 @@ def random_operations(backends: list[str], seed: int, operations: int, rate: flo
     try_at_once(0.1)
     if "mpi" in backends:  # mpi4py would call it at the end of the process, which may crash
         vars(mpi4py.rc).update(finalize=False)
-    shared, wrong, moves, was = random.Random(seed), [], 0, False
+    shared, wrong = random.Random(seed), []
     libraries: set[str] = set()
     with mcr.init(config(*backends)) as comm:
         channel, own = channel_of(backends[0]), random.Random(f"{seed} {comm.rank}")
@@ -114,8 +114,6 @@ def random_operations(backends: list[str], seed: int, operations: int, rate: flo
                 breakers.append(threading.Timer(own.random() * 0.004, break_connections, [backends[0]]))
                 breakers[-1].start()
             pending.append(issued(comm, kind, number, size, root, backends[0]))
-            moves += channel.moved and not was
-            was = channel.moved
             if shared.random() < 0.3 or number == operations - 1:
                 wrong += [kind for kind in map(completed, pending) if kind]
                 libraries |= {each.work.info.backend for each in pending}
@@ -126,7 +124,7 @@ def random_operations(backends: list[str], seed: int, operations: int, rate: flo
                 time.sleep(own.random() * 0.01)
         for breaker in breakers:
             breaker.join()
-    return {"wrong": wrong, "moves": moves, "libraries": sorted(libraries)}
+    return {"wrong": wrong, "moves": channel._round, "libraries": sorted(libraries)}
 
 
 def completed(operation: Operation) -> str:
@@ -190,6 +188,32 @@ def with_changed_inputs(backends: list[str]) -> dict[str, Any]:
         with pytest.raises(mcr.BackendError):
             comm.all_to_all_single(received, sent, backend=library)
         return {"error": str(caught.value)}
+
+
+def with_one_tensor(backends: list[str], changes: str) -> dict[str, Any]:
+    """Rank 0 has its result and uses the tensor again, while another rank has not got it yet."""
+    with mcr.init(config(*backends)) as comm:
+        channel, library = channel_of(backends[0]), backends[0]
+        tensor, other = torch.full((1000,), 1.0 + comm.rank), torch.full((1000,), 777.0)
+        if comm.rank:
+            bind = channel._own.bind
+            channel._own.bind = lambda signature: never_done(bind(signature))  # type: ignore[method-assign]
+        first = comm.all_reduce(tensor, async_op=True, backend=library)
+        assert first is not None
+        if comm.rank == 0:
+            first.wait()
+            if changes == "data":
+                tensor.data.mul_(100)
+        if changes == "broadcast":
+            comm.broadcast(other if comm.rank else tensor, 1, backend=backends[1])
+        comm.barrier(backend=backends[1])
+        if comm.rank == 1:
+            break_connections(library)
+        last = torch.ones(3)
+        comm.all_reduce(last, backend=library)
+        if comm.rank:
+            first.wait()
+        return {"found": tensor[:2].tolist(), "last": last.tolist()}
 
 
 def through_the_pipeline(backends: list[str]) -> dict[str, Any]:

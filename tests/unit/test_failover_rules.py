@@ -57,7 +57,9 @@ def test_every_pair_of_records() -> None:
                 for rank, record in enumerate(pair)
                 if (each := record.operations.get(number)) is not None and each.is_done and each.has_result
             ]
-            if done and not sources and not all(each is not None and each.has_input for each in done):
+            is_lost = any(each is None for each in own)
+            has_inputs = all(each is not None and each.has_input for each in done)
+            if done and (is_lost or not (sources or has_inputs)):
                 impossible = True
             elif not verdict.refusal:
                 assert verdict.sources.get(number) == (sources[0] if sources else None), (pair, verdict)
@@ -73,7 +75,7 @@ def test_a_refusal_names_the_ranks() -> None:
     gone = Operation(1, is_done=True, has_input=False, has_result=False)
     records = [Record(1, {0: OPEN}), Record(1, {0: gone}), Record(2, {1: OPEN})]
     assert decide(records).refusal == (
-        "ranks 1, 2 completed an operation that others have not, and its tensors have changed since"
+        "rank 2 completed an operation that others have not, and its tensors have changed since"
     )
 
 

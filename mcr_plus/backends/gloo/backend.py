@@ -100,6 +100,8 @@ class GlooBackend(Backend):
             raise Unsupported("backend gloo needs the store of a running job")
         store = c10d.PrefixStore(f"gloo/{group.name}", self._world.store_of(group))
         before, others = open_sockets(), threads()
+        token = object()
+        _opening.append(token)
         try:
             process_group = c10d.gloo_group(
                 store, group.rank, group.size, devices=[self._device], threads=2, timeout=self._timeout
@@ -108,6 +110,7 @@ class GlooBackend(Backend):
             # Another thread of the program may have opened some, to other hosts or ports.
             connections = of_peers(open_sockets().items() - before.items(), self._address)
             self._connections.update(connections)
+            _opening.remove(token)
         workers = threads() - others  # at least; threads of the program that have begun meanwhile, too
         channel = GlooChannel(process_group, group, self._timeout, self._channels, connections, workers)
         self._channels.append(channel)
@@ -158,7 +161,7 @@ class GlooBackend(Backend):
         threads continue while C++ libraries destroy their globals, which sometimes corrupts the heap and
         makes the process spin for ever: so the process ends at once after the interpreter.
         """
-        if stuck or _never:
+        if stuck or _never or _opening:
             try:
                 cxx, libc = ctypes.CDLL("libstdc++.so.6"), ctypes.CDLL(None)
                 cxx._ZSt13set_terminatePFvvE(ctypes.cast(libc.pause, ctypes.c_void_p))
@@ -169,3 +172,4 @@ class GlooBackend(Backend):
 
 
 _never: list[GlooChannel] = []
+_opening: list[object] = []  # in threads that may be inside gloo when the process ends

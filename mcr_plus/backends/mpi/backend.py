@@ -198,6 +198,11 @@ class MpiBackend(Backend):
         """See `Backend`."""
         self.end_library()
 
+    @classmethod
+    def switched_off(cls, reason: str) -> None:
+        """See `Backend`."""
+        cls.off = cls.off or reason
+
     def leave_launcher(self) -> None:
         """See `Backend`: Open MPI's launcher ends all ranks when one exits without having called PMIx.
 

@@ -9,6 +9,7 @@ import torch
 from mcr_plus.core.kinds import IN_PLACE, SAME_RESULT
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.dispatch.failover.rules import Operation
+from mcr_plus.dispatch.failover.state import TensorState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +35,7 @@ class Attempt:
     """
 
     __slots__ = (
-        "_channel", "_copies", "_inputs", "_outputs", "_result", "_versions", "binding", "error", "gate",
+        "_channel", "_copies", "_inputs", "_outputs", "_result", "_states", "binding", "error", "gate",
         "is_done", "kept_bytes", "library", "message", "number", "poll", "second",
     )  # fmt: skip
 
@@ -54,7 +55,7 @@ class Attempt:
         self._inputs, self._outputs = message.inputs, message.outputs
         self._copies: Tensors | None = None
         self._result: torch.Tensor | None = None
-        self._versions: list[int | None] = []
+        self._states: list[TensorState] = []
 
     def __call__(self) -> bool:
         """See `Poll`; under the engine's lock."""
@@ -91,8 +92,11 @@ class Attempt:
     def complete(self) -> None:
         """Note that it is complete, and what its tensors are like now."""
         self.is_done, self.poll = True, None
-        self._versions = [_version(each) for each in self.tensors]
         self.kept_bytes = sum(each.nbytes for each in (*self.tensors, *(self._copies or ())))
+
+    def note_state(self, writes: dict[int, int]) -> None:
+        """Note what its tensors are like, now that it is complete."""
+        self._states = [TensorState.of(each, writes) for each in self.tensors]
 
     def let_go(self) -> Tensors:
         """Let go of the tensors; returns the copies, which are free."""
@@ -101,14 +105,13 @@ class Attempt:
         self._result = None
         return copies
 
-    def record(self) -> Operation:
+    def record(self, writes: dict[int, int]) -> Operation:
         """What this rank has of it. What is there is copied now, as the program goes on."""
         digest = self.binding.digest
         if not self.is_done:
             return Operation(digest, is_done=False, has_input=True, has_result=False)
         same = [
-            before is not None and before == _version(tensor)
-            for before, tensor in zip(self._versions, self.tensors, strict=True)
+            state.is_that_of(tensor, writes) for state, tensor in zip(self._states, self.tensors, strict=True)
         ]
         tracked = self.message.codec is None  # codecs write to their buffers by compiled code
         inputs, outputs = same[: len(self._inputs)], same[len(self._inputs) :]
@@ -161,8 +164,3 @@ def _is_in_place(message: Message) -> bool:
         return True
     used = {each.untyped_storage().data_ptr() for each in message.outputs}
     return any(each.untyped_storage().data_ptr() in used for each in message.inputs)
-
-
-def _version(tensor: torch.Tensor) -> int | None:
-    """The number of times that torch has changed a tensor; None where torch does not count them."""
-    return None if tensor.is_inference() else tensor._version

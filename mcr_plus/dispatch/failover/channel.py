@@ -18,6 +18,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from mcr_plus.backends.base import Channel, Gate, Persistent, Poll, Start
@@ -29,6 +30,7 @@ from mcr_plus.dispatch.failover.gate import FirstGate
 from mcr_plus.dispatch.failover.kept import Kept
 from mcr_plus.dispatch.failover.rules import Operation, Record, Verdict, decide
 from mcr_plus.dispatch.failover.second import SecondLibrary
+from mcr_plus.dispatch.failover.state import note_writes
 from mcr_plus.errors import BackendError, McrError, PeerLost
 
 if TYPE_CHECKING:
@@ -100,7 +102,7 @@ class FailoverChannel(Channel):
         self._sources: dict[int, int] = {}
         self._voted = -1  # the number before which the last vote was taken
         self._comeback = Comeback(reopen)
-        self._moves = self._board.moves()
+        self._moves = 0
         self._next_look = self._next_doubt = self._next_ask = 0.0
 
     # -- as a Channel -------------------------------------------------------------------------------
@@ -116,15 +118,21 @@ class FailoverChannel(Channel):
 
     def bind(self, signature: Signature) -> Start:
         """See `Channel`. Sends and receives stay on the library, and fail with it."""
-        start = self._own.bind(signature)
+        start, writes = self._own.bind(signature), self._engine.writes
         if signature.is_p2p:
-            return start
+
+            def message_begins(message: Message) -> Poll:
+                note_writes(writes, message.outputs)
+                return start(message)
+
+            return message_begins
         binding = Binding(signature, start)
         binding.generation = self._generation
 
         def begin(message: Message) -> Poll:
             if self._refused is not None:
                 raise self._refused
+            note_writes(writes, message.outputs)
             attempt = Attempt(self, binding, message, self._count)
             self._open[self._count] = attempt
             self._count += 1
@@ -169,6 +177,7 @@ class FailoverChannel(Channel):
     def _end(self) -> None:
         if self in self._engine.failovers:
             self._engine.failovers.remove(self)
+        self._comeback.give_up()
         self._kept.clear()
         self._open.clear()
         self._queue.clear()
@@ -195,6 +204,7 @@ class FailoverChannel(Channel):
         if attempt.library != self._first.name:
             attempt.let_go()
             return
+        attempt.note_state(self._engine.writes)
         self._kept.add(attempt)
 
     def on_error(self, attempt: Attempt, error: Exception) -> None:
@@ -213,13 +223,20 @@ class FailoverChannel(Channel):
         """The library itself runs operations."""
         return self._stage == "works" and not self.moved and self._refused is None
 
+    def on_library_off(self, backend: Backend, reason: str) -> None:
+        """A library is not called any more in this process."""
+        if backend is self._first:
+            self.fail(reason, broken=reason)
+        elif backend is self._second.backend and self.moved:
+            self._refuse(f"it has failed too: {reason}")
+
     def fail(self, why: str, broken: str = "") -> None:
         """The library has failed on this rank. `broken`: why it is not called any more in this process."""
-        if broken and not self._broken:
-            self._broken = True
-            switch_off(self._engine, self._first, broken)
         if not self.stands:
             return
+        if broken:
+            self._broken = True
+            switch_off(self._engine, self._first, broken)
         self.why = f"rank {self._group.rank}: {why}"
         try:
             self._store.compare_set(self._key("begun"), "", self.why)
@@ -267,12 +284,14 @@ class FailoverChannel(Channel):
         moves = self._board.moves()
         if moves != self._moves:
             try:
-                if self._store.check([self._key("begun")]):
-                    self.why = self._store.get(self._key("begun")).decode()
-                    self._stop()
-                self._moves = moves
+                begun = self._store.check([self._key("begun")])
+                self.why = self._store.get(self._key("begun")).decode() if begun else self.why
             except (RuntimeError, McrError) as error:
                 self._refuse(f"the job's store does not answer: {error}")
+                return
+            self._moves = moves
+            if begun:
+                self._stop()
 
     def advance(self) -> None:
         """Go on with a failure that is being settled, or with operations of the second library."""
@@ -294,25 +313,32 @@ class FailoverChannel(Channel):
     def _settle(self) -> None:
         keys = [self._key(rank) for rank in range(self._group.size)]
         if self._stage == "stopping":
-            if not self._own.stop_operations():
+            # Not while the program changes its tensors in another thread: torch counts a change at its end.
+            if not self._state.is_its_thread() or not self._own.stop_operations():
                 return
-            known = {each.number: each.record() for each in (*self._kept, *self._running_here())}
-            text = json.dumps([self._count, self._broken, known])
+            known = {
+                each.number: each.record(self._engine.writes) for each in (*self._kept, *self._running_here())
+            }
+            off = self._engine.off.get(self._second.backend.name, "")
+            text = json.dumps([self._count, self._broken, off, known])
             self._store.set(keys[self._group.rank], text)
             self._stage = "settling"
         if not self._store.check(keys):
             return
-        texts: list[tuple[int, bool, dict[str, Any]]] = [json.loads(self._store.get(key)) for key in keys]
+        texts: list[tuple[int, bool, str, dict[str, Any]]]
+        texts = [json.loads(self._store.get(key)) for key in keys]
         records = [
             Record(count, {int(number): Operation(*each) for number, each in known.items()})
-            for count, _, known in texts
+            for count, _, _, known in texts
         ]
-        self._broken = any(broken for _, broken, _ in texts)
+        self._broken = any(broken for _, broken, _, _ in texts)
         self.why = self._store.get(self._key("begun")).decode()
         self._stage = "works"
         self._round += 1
         self._moves = self._board.moves()
-        self._apply(decide(records))
+        off = next((off for _, _, off, _ in texts if off), "")
+        verdict = decide(records)
+        self._apply(replace(verdict, refusal=off) if off else verdict)
 
     def _apply(self, verdict: Verdict) -> None:
         if verdict.refusal:
@@ -346,8 +372,8 @@ class FailoverChannel(Channel):
         self._stage = "works"
         self._queue.clear()
         for attempt in self._open.values():
-            if attempt.poll is None:
-                attempt.error = self._refused
+            if attempt.poll is None or attempt.library != self._first.name:
+                attempt.poll, attempt.error = None, self._refused
 
     def _use(self, backend: Backend) -> None:
         """Let the engine wait for operations as this library needs it."""
@@ -361,34 +387,30 @@ class FailoverChannel(Channel):
 
     def _start_queued(self) -> None:
         """Start operations in order, as far as gates and votes let them."""
-        queue = self._queue
-        while queue:
-            attempt = queue[0]
-            if not self.moved:
-                queue.popleft()
-                self._begin(attempt)
-                if not self.stands:
-                    return
-                continue
-            if attempt.number % _VOTE_EVERY == 0 and self._voted != attempt.number and not self._broken:
-                if not self._vote():
-                    return
-                self._voted = attempt.number
-                continue
-            try:
-                if not self._second.start(attempt, self._sources):
-                    return
-            except Exception as error:
-                attempt.error = error
-                if attempt.is_done:
-                    self._refuse(f"it has failed too: {error}")
-                    return
-            queue.popleft()
-        if self._second.is_busy:
-            try:
+        try:
+            while self._queue and self._start_next():
+                pass
+            if self._second.is_busy:
                 self._second.advance()
-            except Exception as error:
-                self._refuse(f"it has failed too: {error}")
+        except Exception as error:
+            self._refuse(f"it has failed too: {error}")
+
+    def _start_next(self) -> bool:
+        """Start the first operation that waits; returns whether the next one may follow."""
+        attempt = self._queue[0]
+        if not self.moved:
+            self._queue.popleft()
+            self._begin(attempt)
+            return self.stands
+        if attempt.number % _VOTE_EVERY == 0 and self._voted != attempt.number and not self._broken:
+            if self._vote():
+                self._voted = attempt.number
+                return True
+            return False
+        if not self._second.start(attempt, self._sources):
+            return False
+        self._queue.popleft()
+        return True
 
     # -- the return of the library ------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _FIRST_TRY: Final = 2.0  # seconds after a failure
 _LAST_TRY: Final = 60.0
+_PATIENCE: Final = 0.2  # seconds that a thread which opens the library is waited for
 _log = logging.getLogger("mcr_plus")
 
 
@@ -39,6 +40,7 @@ class Comeback:
         self._patience = _FIRST_TRY
         self._next_try = 0.0
         self._try: _Try | None = None
+        self._given_up: list[_Try] = []  # and still opening
 
     def after_failure(self) -> None:
         """Begin anew: the library has failed just now."""
@@ -77,7 +79,8 @@ class Comeback:
 
     def _own_vote(self) -> int:
         if self._try is None:
-            return int(time.monotonic() >= self._next_try)
+            is_time = time.monotonic() >= self._next_try
+            return int(is_time and not any(each.is_alive() for each in self._given_up))
         if self._try.is_alive():
             return 0
         return -1 if self._try.channel is None else 1
@@ -99,9 +102,19 @@ class Comeback:
             return tried.channel
         if tried.problem:
             _log.info("failover: the library could not be opened again: %s", tried.problem)
-        if tried.channel is not None:
-            tried.channel.release()
+        self._drop(tried)
         return None
+
+    def give_up(self) -> None:
+        """Release what has been opened, or is opened: the group is closed."""
+        if self._try is not None:
+            self._drop(self._try)
+            self._try = None
+
+    def _drop(self, tried: _Try) -> None:
+        self._given_up = [each for each in self._given_up if each.is_alive()]
+        if tried.drop():
+            self._given_up.append(tried)
 
 
 class _Try(threading.Thread):
@@ -112,9 +125,24 @@ class _Try(threading.Thread):
         self._open_channel = open_channel
         self.channel: Channel | None = None
         self.problem = ""
+        self._lock = threading.Lock()
+        self._is_dropped = False
+
+    def drop(self) -> bool:
+        """Release the channel, now or once it is open; returns whether it is still being opened."""
+        with self._lock:
+            self._is_dropped = True
+            if self.channel is not None:
+                self.channel.release()
+        self.join(_PATIENCE)
+        return self.is_alive()
 
     def run(self) -> None:
         try:
-            self.channel = self._open_channel()
+            channel = self._open_channel()
+            with self._lock:
+                self.channel = channel
+                if self._is_dropped:
+                    channel.release()
         except Exception as error:  # of any library; the next vote reports it
             self.problem = str(error)

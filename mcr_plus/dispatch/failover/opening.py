@@ -32,10 +32,12 @@ def open_failover(
 
     def opened(backend: Backend, purpose: str) -> Channel:
         of_purpose = replace(group, name=f"{group.name}/{purpose}")
+        world.opening.add(of_purpose.name)
         try:
             return complete_channel(backend.open(of_purpose))
         finally:
             world.leave_store(of_purpose.name)
+            world.opening.discard(of_purpose.name)
 
     store = world.store_of(group)
     for name, slot in slots.items():

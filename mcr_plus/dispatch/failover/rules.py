@@ -75,11 +75,16 @@ def decide(records: Sequence[Record]) -> Verdict:
             return Verdict(first, refusal="ranks have issued different operations")
         if not any(each is None or each.is_done for each in own.values()):
             continue
-        source = min((rank for rank, each in known.items() if each.is_done and each.has_result), default=None)
+        lost = [rank for rank, each in own.items() if each is None]
+        source = (
+            None
+            if lost
+            else min((rank for rank, each in known.items() if each.is_done and each.has_result), default=None)
+        )
         if source is not None:
             sources[number] = source
             continue
-        gone = [rank for rank, each in own.items() if each is None or not each.has_input]
+        gone = lost or [rank for rank, each in known.items() if not each.has_input]
         if gone:
             return Verdict(
                 first,

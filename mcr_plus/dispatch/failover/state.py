@@ -1,0 +1,52 @@
+"""Whether tensors are as they were, as far as that can be seen without a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import count
+from typing import Final, NamedTuple
+
+import torch
+
+_SAMPLED: Final = 64  # elements of a tensor
+_MOST: Final = 4096  # storages whose last write is known
+_numbers = count(1)
+
+
+def note_writes(writes: dict[int, int], tensors: Iterable[torch.Tensor]) -> None:
+    """Note that an operation writes to these tensors: libraries do so without torch."""
+    number = next(_numbers)
+    if len(writes) > _MOST:
+        writes.clear()  # what is not known counts as written
+    for tensor in tensors:
+        writes[tensor.untyped_storage().data_ptr()] = number
+
+
+class TensorState(NamedTuple):
+    """A tensor at a moment.
+
+    `version`: the changes that torch has counted, None where it does not count them. `written`: the last
+    operation that writes there. `sample`: some elements, for changes that neither shows, such as by
+    `tensor.data` or numpy.
+    """
+
+    version: int | None
+    written: int | None
+    sample: torch.Tensor
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, writes: dict[int, int]) -> TensorState:
+        """The state now."""
+        values = tensor.detach().view(-1)
+        step = max(1, values.numel() // _SAMPLED)
+        return cls(
+            None if tensor.is_inference() else tensor._version,
+            writes.get(tensor.untyped_storage().data_ptr(), 0),
+            values[::step].clone().view(torch.uint8),
+        )
+
+    def is_that_of(self, tensor: torch.Tensor, writes: dict[int, int]) -> bool:
+        """Whether the tensor has not changed since."""
+        now = TensorState.of(tensor, writes)
+        is_counted = self.version is not None and self.version == now.version
+        return is_counted and self.written == now.written and torch.equal(self.sample, now.sample)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from mcr_plus.core.environment import usable_cores
 from mcr_plus.core.group import Group
+from mcr_plus.errors import PeerLost
 from mcr_plus.rendezvous.group_store import GroupStore
 from mcr_plus.rendezvous.watched_store import WatchedStore
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mcr_plus.core.c10d import Store
-    from mcr_plus.errors import PeerLost
     from mcr_plus.membership.roster import Roster
     from mcr_plus.rendezvous.bells import Bells
     from mcr_plus.rendezvous.keepers import KeptStore
@@ -57,14 +57,24 @@ class World:
         Only for members of groups of several ranks, which have a store. A wait for a value ends when a rank
         of the group is lost.
         """
-        assert self.store is not None
         if group.name not in self.stores:
-            store, lost = self.store, self.lost
-            if lost is not None:
-                store = store.unwatched if isinstance(store, WatchedStore) else store
-                store = WatchedStore(store, self.timeout, lambda: lost(group.ranks))
-            self.stores[group.name] = GroupStore(store, group)
+            self.watch_store(group)
         return self.stores[group.name]
+
+    def watch_store(self, group: Group, is_given_up: Callable[[], bool] = lambda: False) -> None:
+        """Make the store for a group, in which waits also end once `is_given_up` is true."""
+        assert self.store is not None
+        store, lost = self.store, self.lost
+
+        def error() -> PeerLost | None:
+            if is_given_up():
+                return PeerLost(f"group '{group.name}' is not opened any more", [], seen="given up")
+            return None if lost is None else lost(group.ranks)
+
+        if lost is not None:
+            store = store.unwatched if isinstance(store, WatchedStore) else store
+            store = WatchedStore(store, self.timeout, error)
+        self.stores[group.name] = GroupStore(store, group)
 
     def leave_store(self, name: str) -> None:
         """Drop the keys of a group in the store, once its other ranks do so too."""

@@ -25,7 +25,7 @@ from mcr_plus.backends.base import Channel, Gate, Persistent, Poll, Start
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.dispatch.disabling import switch_off
 from mcr_plus.dispatch.failover.attempt import Attempt
-from mcr_plus.dispatch.failover.comeback import Comeback
+from mcr_plus.dispatch.failover.comeback import Comeback, Reopen
 from mcr_plus.dispatch.failover.gate import FirstGate
 from mcr_plus.dispatch.failover.kept import Kept
 from mcr_plus.dispatch.failover.rules import Operation, Record, Verdict, decide
@@ -73,12 +73,9 @@ class FailoverChannel(Channel):
         state: GroupState,
         store: Store,
         engine: Engine,
-        reopen: Callable[[int], Channel],
+        reopen: Reopen,
     ) -> None:
-        """`spare`: the channel of the second library.
-
-        `reopen`: opens a new channel of the library for the n-th time; collective, and in a thread.
-        """
+        """`spare`: the channel of the second library. `reopen`: collective, and called in a thread."""
         self.slot = slot
         self._first, self._own = slot.backend, slot.channel
         self._state, self._board, self._store, self._engine = state, state.board, store, engine

@@ -24,14 +24,18 @@ if TYPE_CHECKING:
 
 _FIRST_TRY: Final = 2.0  # seconds after a failure
 _LAST_TRY: Final = 60.0
-_PATIENCE: Final = 0.2  # seconds that a thread which opens the library is waited for
+_PATIENCE: Final = 1.0  # seconds that a thread which opens the library is waited for
 _log = logging.getLogger("mcr_plus")
+
+
+Reopen = Callable[[int, Callable[[], bool]], "Channel"]
+"""Opens a new channel of the library for the n-th time; ends with an error once the function is true."""
 
 
 class Comeback:
     """Attributes: `gate`: that of a vote which has not begun."""
 
-    def __init__(self, reopen: Callable[[int], Channel]) -> None:
+    def __init__(self, reopen: Reopen) -> None:
         self._reopen = reopen
         self.gate: Poll | None = None
         self._message: Message | None = None
@@ -120,7 +124,7 @@ class Comeback:
 class _Try(threading.Thread):
     """Opens the library. `channel`: the new one, None before and if that has failed."""
 
-    def __init__(self, open_channel: Callable[[], Channel]) -> None:
+    def __init__(self, open_channel: Callable[[Callable[[], bool]], Channel]) -> None:
         super().__init__(name="mcr-failover", daemon=True)
         self._open_channel = open_channel
         self.channel: Channel | None = None
@@ -139,7 +143,7 @@ class _Try(threading.Thread):
 
     def run(self) -> None:
         try:
-            channel = self._open_channel()
+            channel = self._open_channel(lambda: self._is_dropped)
             with self._lock:
                 self.channel = channel
                 if self._is_dropped:

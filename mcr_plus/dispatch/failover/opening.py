@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -30,8 +30,9 @@ def open_failover(
     if len(names) < 2 or group.size < 2:
         return
 
-    def opened(backend: Backend, purpose: str) -> Channel:
+    def opened(backend: Backend, purpose: str, is_given_up: Callable[[], bool] = lambda: False) -> Channel:
         of_purpose = replace(group, name=f"{group.name}/{purpose}")
+        world.watch_store(of_purpose, is_given_up)
         world.opening.add(of_purpose.name)
         try:
             return complete_channel(backend.open(of_purpose))
@@ -45,8 +46,8 @@ def open_failover(
         spare = opened(second, f"for-{name}")
         own = slot.backend
 
-        def reopen(number: int, own: Backend = own) -> Channel:
-            return opened(own, f"{own.name}-again{number}")
+        def reopen(number: int, is_given_up: Callable[[], bool], own: Backend = own) -> Channel:
+            return opened(own, f"{own.name}-again{number}", is_given_up)
 
         slot.channel = FailoverChannel(slot, second, spare, state, store, engine, reopen)
         engine.failovers.append(slot.channel)

@@ -34,6 +34,8 @@ _STORED: Final = 256  # operations in a row, which is written whole
 # operations in flight together do not take each other's.
 _TEXT_SETS: Final = 256
 _TEXT_PLACES: Final = 4
+_RARER: Final = 0.1  # of a wait so far, between two requests
+_RAREST: Final = 0.005  # seconds
 _FEW: Final = 8  # ranks up to which the rows themselves are compared, and no votes counted
 _Answer = TypeVar("_Answer")
 
@@ -62,6 +64,7 @@ class StoreBoard(GroupBoard):
         # answers for all operations that the peer had posted by then.
         self._read_rows: dict[int, memoryview] = {}
         self._next_question = 0.0
+        self._asked, self._asked_since = -1, 0.0  # the last operation that was asked for, and since when
         # Reading the rows is a request per peer to a server that all ranks share.
         self.first_check = 0.02
         self.check_every = max(0.05, 0.0005 * group.size)
@@ -157,14 +160,14 @@ class StoreBoard(GroupBoard):
     def all_match(self, sequence: int, digest: int) -> bool:
         """See `GroupBoard.all_match`; limited in rate, and a single request if there are many ranks."""
         if self._group.size > _FEW:
-            if not self._may_ask():
+            if not self._may_ask(sequence):
                 return False
             votes = self._ask(lambda store: store.add(self._votes(sequence, digest), 0), 0)
             return votes == self._group.size
         word, slot, rows = slot_word(sequence, digest), 1 + sequence % _STORED, self._read_rows
         peers = (rank for rank in range(self._group.size) if rank != self._group.rank)
         missing = [rank for rank in peers if rank not in rows or rows[rank][slot] != word]
-        if missing and not self._may_ask():
+        if missing and not self._may_ask(sequence):
             return False
         for rank in missing:
             row = self._row_of(rank)
@@ -175,12 +178,19 @@ class StoreBoard(GroupBoard):
                 return False
         return True
 
-    def _may_ask(self) -> bool:
-        """Whether the next request to the store is due; if so, also sets the time of the one after it."""
+    def _may_ask(self, sequence: int) -> bool:
+        """Whether the next request to the store is due; if so, also sets the time of the one after it.
+
+        The longer ranks have been waited for, the rarer are requests: the wait takes a tenth longer at most,
+        and a rank that waits takes little of the core that others compute on.
+        """
         now = time.monotonic()
         if now < self._next_question:
             return False
-        self._next_question = now + 10e-6 * self._group.size
+        if sequence > self._asked:
+            self._asked, self._asked_since = sequence, now
+        waited = now - self._asked_since
+        self._next_question = now + max(10e-6 * self._group.size, min(_RARER * waited, _RAREST))
         return True
 
     def read(self, rank: int, sequence: int) -> PeerStatus:  # noqa: D102

@@ -80,7 +80,8 @@ def _sum(rank: int, number: int, size: int) -> float:
 def failing(backends: list[str], failures: int, seed: int) -> dict[str, Any] | None:
     """Operations until the library has failed so often."""
     torch.set_num_threads(1)
-    vars(comeback).update(_FIRST_TRY=0.02, _LAST_TRY=0.02)
+    for name in ("_FIRST_TRY", "_LAST_TRY"):
+        setattr(comeback, name, 0.02)
     shared, wrong, slow = random.Random(seed), 0, []
     with mcr.init(_config(backends)) as comm:
         channel, own = _channel(backends[0]), random.Random(f"{seed} {comm.rank}")
@@ -281,7 +282,8 @@ def main(
     if rows:
         head = ["library", "failures", "operations", "wrong", "wait then, ms: median", "99 %", "largest"]
         parts += ["### Failures at random moments, three ranks", harness.markdown(head, rows)]
-    if cuts and (reason := why_not()) is None:
+    reason = why_not() if cuts else None
+    if cuts and reason is None:
         found = with_cuts(cuts)
         gaps = ", ".join(f"{1e3 * gap:.0f}" for gap in found["gaps"])
         parts += [

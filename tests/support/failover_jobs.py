@@ -136,7 +136,8 @@ def completed(operation: Operation) -> str:
 
 def try_at_once(seconds: float) -> None:
     """Let libraries come back so soon."""
-    vars(comeback).update(_FIRST_TRY=seconds, _LAST_TRY=seconds)
+    for name in ("_FIRST_TRY", "_LAST_TRY"):
+        setattr(comeback, name, seconds)
 
 
 def that_says_what_it_did(backends: list[str]) -> dict[str, Any]:

@@ -52,7 +52,8 @@ class Attempt:
         self.is_done = False
         self.kept_bytes = 0
         # The message lets go of its tensors once the operation is complete.
-        self._inputs, self._outputs = message.inputs, message.outputs
+        self._inputs: Tensors = message.inputs
+        self._outputs: Tensors = message.outputs
         self._copies: Tensors | None = None
         self._result: torch.Tensor | None = None
         self._states: list[TensorState] = []
@@ -101,7 +102,7 @@ class Attempt:
     def let_go(self) -> Tensors:
         """Let go of the tensors; returns the copies, which are free."""
         copies, self._copies = self._copies or (), None
-        self._inputs = self._outputs = ()
+        self._inputs, self._outputs = (), ()
         self._result = None
         return copies
 
@@ -141,7 +142,7 @@ class Attempt:
 
     def sent(self, signature: Signature, source: int, rank: int) -> Message:
         """The message of a broadcast of the result from `source`; `rank`: of this process."""
-        (output,) = self._outputs
+        output = self._outputs[0]
         if rank == source:
             assert self._result is not None
             output = self._result

@@ -17,7 +17,6 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -83,7 +82,6 @@ class FailoverChannel(Channel):
         self._second = SecondLibrary(second, spare, state.group.rank)
         self.closes_alone = self._own.closes_alone and spare.closes_alone
         self.outlives_library = self._own.outlives_library or spare.outlives_library
-        self.takes_ballots = self._own.takes_ballots
         self.library = self._first.name
         self.moved = False
         self.why = ""
@@ -103,15 +101,6 @@ class FailoverChannel(Channel):
         self._next_look = self._next_doubt = self._next_ask = 0.0
 
     # -- as a Channel -------------------------------------------------------------------------------
-
-    @property
-    def ballots(self) -> Callable[[int], Poll] | None:
-        """See `Channel`."""
-        return self._own.ballots
-
-    @ballots.setter
-    def ballots(self, cast: Callable[[int], Poll] | None) -> None:
-        self._own.ballots = cast
 
     def bind(self, signature: Signature) -> Start:
         """See `Channel`. Sends and receives stay on the library, and fail with it."""

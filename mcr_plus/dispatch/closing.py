@@ -95,6 +95,13 @@ def completed(engine: Engine, state: GroupState) -> int:
         return min([state.sequence, *(number - 1 for number in (*numbers, *failed))])
 
 
+def help_others(engine: Engine) -> None:
+    """Take part in what other ranks settle about a library that has failed, where this one has ended."""
+    with engine.lock:
+        for failover in list(engine.failovers):
+            failover.tick()
+
+
 def abandon(engine: Engine) -> None:
     """In a forked child: the operations in flight are the parent's; here they fail."""
     engine.lock = threading.RLock()  # a thread of the parent may have held it

@@ -16,7 +16,7 @@ from mcr_plus.communicator.open_group import OpenGroup, release_unused
 from mcr_plus.core.environment import min_ranks, quota_cores
 from mcr_plus.core.group import Group
 from mcr_plus.dispatch.board.base import Failure
-from mcr_plus.dispatch.closing import abandon, drain, forget
+from mcr_plus.dispatch.closing import abandon, drain, forget, help_others
 from mcr_plus.dispatch.engine import Engine
 from mcr_plus.dispatch.options import DispatchOptions
 from mcr_plus.dispatch.progress_thread import ProgressThread
@@ -460,15 +460,9 @@ class Runtime:
             has_failed=has_failed,
             notes=[f"off/{name}" for name in job.disabled],
             then=read_disabled,
-            meanwhile=self._help_others,
+            meanwhile=partial(help_others, self.engine),
         )
         return job.all_ended
-
-    def _help_others(self) -> None:
-        """Take part in what other ranks settle, while this one has ended."""
-        with self.engine.lock:
-            for failover in list(self.engine.failovers):
-                failover.tick()
 
     def prepare_reset(self) -> None:
         """Close the channels that no peer waits for and keep those that all ranks must close together.

@@ -24,12 +24,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcr_plus.config.document import write_text
-from mcr_plus.core.kinds import VECTOR
+from mcr_plus.core.kinds import KINDS, MESSAGES, ROOTED, VECTOR
 from mcr_plus.errors import InvalidArgument
 
 VERSION: Final = 1
 MOST_RANKS: Final = 1 << 20  # files declare the number, and arrays of this length must fit into memory
 MOST_BYTES: Final = 1 << 50  # of an operation: sums must fit into 64 bits
+_OF_ALL: Final = frozenset(KINDS).difference(ROOTED, MESSAGES)
 _WARM: Final = 3.0  # first steps that exceed this multiple of the median are taken to compile
 Source = Literal["hooks", "kineto", "et"]
 
@@ -350,36 +351,46 @@ def _spent(chosen: Chosen) -> Floats:
 def _computing(usual: Mapping[int, Chosen], spent: Mapping[int, Floats], slowest: int) -> Floats:
     """Return the seconds of computation of a role: before each mark, and after the last one.
 
-    Where all ranks of the role wait for an operation of all of them, they continue with the last one. So each
-    part of a step between two such waits is that of its slowest rank in that step. Times are medians over the
-    steps, scaled so that parts and steps add up to their own medians: medians of skewed times alone add up to
-    less. `slowest`: the rank to use if no step has the usual events on all ranks.
+    Where all ranks of the role issue an operation and wait for it at once, they continue with the last one.
+    So each part of a step between two such operations is that of its slowest rank in that step; all parts
+    together take no longer than the step. Times are medians over the steps, scaled so that parts and steps
+    add up to their own medians: medians of skewed times alone add up to less. `slowest`: the rank to use if
+    no step has the usual events on all ranks.
     """
     kept = set.intersection(*({number for number, _ in chosen} for chosen in usual.values()))
+    ranks = list(usual) if kept else [slowest]
+    rows = {rank: [not kept or number in kept for number, _ in usual[rank]] for rank in ranks}
+    everywhere = np.stack([spent[rank][rows[rank]] for rank in ranks])  # [ranks, steps, marks + 1]
+    took = {rank: np.array([step.seconds for _, step in usual[rank]]) for rank in ranks}
+    longest = np.stack([took[rank][rows[rank]] for rank in ranks]).max(axis=0)
     starts = [0, *(index + 1 for index in _meetings(usual[slowest][0][1], frozenset(usual)))]
-    everywhere = np.stack(
-        [spent[rank][[number in kept for number, _ in chosen]] for rank, chosen in usual.items()]
-        if kept
-        else [spent[slowest]]
-    )  # [ranks, steps, marks + 1]
     lengths = np.diff([*starts, everywhere.shape[2]])
     parts = np.add.reduceat(everywhere, starts, axis=2)
     last = np.repeat(parts.argmax(axis=0), lengths, axis=1)
     path = np.take_along_axis(everywhere, last[None], axis=0)[0]
+    path = path * np.minimum(1.0, longest / np.maximum(path.sum(axis=1), 1e-300))[:, None]
+    whole = _adding_up(np.add.reduceat(path, starts, axis=1))
     typical = np.median(path, axis=0)
-    whole = np.repeat(_adding_up(parts.max(axis=0)), lengths)
-    known = np.repeat(np.add.reduceat(typical, starts), lengths)
-    computing: Floats = np.where(known > 0, typical * whole / np.where(known > 0, known, 1.0), typical)
+    known = np.add.reduceat(typical, starts)
+    typical = np.where(np.repeat(known > 0, lengths), typical, path.mean(axis=0))
+    known = np.add.reduceat(typical, starts)
+    computing: Floats = typical * np.repeat(whole / np.where(known > 0, known, 1.0), lengths)
     return computing
 
 
 def _meetings(step: RankStep, ranks: frozenset[int]) -> list[int]:
-    """Return the indices of the marks at which the program waits for an operation of all these ranks."""
-    issued = {mark.event.id: mark.event for mark in step.marks if isinstance(mark.event, Issue)}
+    """Return the indices of the marks at which the program waits for all of these ranks.
+
+    It does so if it waits right after the issue of an operation in which each rank needs all others.
+    """
     return [
         index
-        for index, mark in enumerate(step.marks)
-        if isinstance(mark.event, Wait) and ranks <= set(issued[mark.event.id].group)
+        for index, (issued, mark) in enumerate(zip(step.marks, step.marks[1:], strict=False), start=1)
+        if isinstance(mark.event, Wait)
+        and isinstance(issued.event, Issue)
+        and issued.event.id == mark.event.id
+        and issued.event.kind in _OF_ALL
+        and ranks <= set(issued.event.group)
     ]
 
 

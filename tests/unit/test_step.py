@@ -103,6 +103,57 @@ def test_ranks_that_are_slow_in_turns_make_a_step_as_slow_as_it_was() -> None:
     assert computed == pytest.approx(longest[4], rel=1e-9)
 
 
+def of_two(marks: Any, seconds: float) -> Step:
+    """The step of two ranks with these marks, five times."""
+    ready = Mark(Ready("w", 4, "float32 cpu"), "w", seconds, seconds)
+    steps = {rank: [RankStep(seconds, (*marks(rank), ready))] * 5 for rank in range(2)}
+    return Step.merged(steps, nodes=1, model="m")
+
+
+def computed_in(step: Step) -> float:
+    return sum(each.seconds for each in step.roles[0].events if isinstance(each, Compute))
+
+
+def test_ranks_that_compute_beside_each_other_are_not_counted_twice() -> None:
+    """Rank 0 computes 10 s before the wait and 1 s after it, rank 1 the reverse."""
+
+    def asynchronous(rank: int) -> list[Mark]:
+        first = 1.0 if rank else 10.0
+        issue = Mark(Issue(0, "all_reduce", 4, (0, 1)), "w", 0.0, 0.0, 0.1, "world#1")
+        return [issue, Mark(Wait(0), "w", first, first)]
+
+    def from_a_root(rank: int) -> list[Mark]:
+        first = 10.0 if rank else 1.0
+        issue = Mark(Issue(0, "broadcast", 4, (0, 1)), "w", first, first, 0.1, "world#1")
+        return [issue, Mark(Wait(0), "w", first, first)]
+
+    for marks in (asynchronous, from_a_root):
+        assert computed_in(of_two(marks, 11.0)) == pytest.approx(11.0)
+
+
+def test_a_step_computes_no_longer_than_it_takes() -> None:
+    """Rank 0 is late after the last wait, and rank 1 before the first one of the next step."""
+
+    def marks(rank: int) -> list[Mark]:
+        first = 6.0 if rank else 1.0
+        issue = Mark(Issue(0, "all_reduce", 4, (0, 1)), "w", first, first, 0.1, "world#1")
+        return [issue, Mark(Wait(0), "w", first, first)]
+
+    assert computed_in(of_two(marks, 11.0)) == pytest.approx(11.0)
+
+
+def test_parts_whose_medians_are_all_zero_are_not_lost() -> None:
+    """Nine seconds per step, in another one of three places each time."""
+
+    def step(number: int) -> RankStep:
+        times = [9.0 if number % 3 <= place else 0.0 for place in range(3)]
+        marks = [Mark(Need(f"m{place}"), "w", at, at) for place, at in enumerate(times)]
+        return RankStep(9.0, (*marks, Mark(Ready("w", 4, "float32 cpu"), "w", 9.0, 9.0)))
+
+    merged = Step.merged({0: [step(number) for number in range(9)]}, nodes=1, model="m")
+    assert computed_in(merged) == pytest.approx(9.0)
+
+
 def test_steps_usual_on_some_ranks_only_give_no_times_of_operations() -> None:
     """Rank 0 waits a second for rank 1, half of whose steps have another sequence of events."""
 

@@ -190,6 +190,11 @@ class _Step(_Model):
         if missing is not None:
             raise _Wrong(("roles",), f"rank {missing} is in no role; expected each of {self.ranks} ranks")
         roles = tuple(role.built(self.ranks, ("roles", index)) for index, role in enumerate(self.roles))
+        events = [event for role in roles for event in role.events]
+        if any(isinstance(each, Issue) and each.gradients for each in events) and not any(
+            isinstance(each, Ready) for each in events
+        ):
+            raise _Wrong(("roles",), "no gradient is ready; expected those that operations carry")
         unknown = sorted(set().union(*(role.unknown for role in self.roles)))
         notes = [f"an unknown operation, {short(kind)}, counts as a barrier" for kind in unknown]
         return Step(

@@ -27,6 +27,7 @@ import mcr_plus as mcr
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.config.reader import dump, load
 from mcr_plus.config.schema import TableRef
+from mcr_plus.core.environment import launch_environment
 from mcr_plus.core.kinds import KINDS, MAX, MESSAGES, PLAIN, Kind, dtype_name
 from mcr_plus.core.work import Work
 from mcr_plus.errors import ConfigError, InvalidArgument
@@ -271,11 +272,11 @@ def _spin(seconds: float) -> None:
 # -- the job ------------------------------------------------------------------------------------------------
 
 
-def pipeline_of(step: Step, path: str | None, folder: Path) -> Any:
+def pipeline_of(step: Step, path: str | None, folder: Path, ranks: int) -> Any:
     """Return the configuration of the replay, with a plan of buckets converted to the replay's parameters.
 
     Raises:
-        ConfigError: the plan is for another model.
+        ConfigError: the plan is for another model, or not for `ranks` ranks.
     """
     if path is None:
         return {"version": 1}
@@ -286,6 +287,9 @@ def pipeline_of(step: Step, path: str | None, folder: Path) -> Any:
             plan = SavedPlan.load(ref.resolve(), ref.place)
             if plan.model != step.model:
                 what = f"the plan is for model {plan.model}, and the step is of {step.model}"
+                raise ConfigError(f"{ref.place}: {ref.text}: {what}")
+            if plan.ranks != ranks:
+                what = f"the plan is for {plan.ranks} ranks, and the replay has {ranks}"
                 raise ConfigError(f"{ref.place}: {ref.text}: {what}")
             own = folder / "plan.json"
             plan.model_copy(update={"model": _own_model(step)}).save(own)
@@ -312,7 +316,7 @@ def run(request: Request) -> None:
     torch.set_num_threads(1)
     step = Step.load(request.step)
     with tempfile.TemporaryDirectory(prefix="mcr-replay-") as folder:
-        config = pipeline_of(step, request.config, Path(folder))
+        config = pipeline_of(step, request.config, Path(folder), launch_environment().world_size)
         with mcr.init(config) as comm:
             answer = _measured(step, comm, request)
             if comm.rank == 0:

@@ -142,6 +142,16 @@ def test_a_step_computes_no_longer_than_it_takes() -> None:
     assert computed_in(of_two(marks, 11.0)) == pytest.approx(11.0)
 
 
+def test_a_file_whose_gradients_are_never_ready_is_refused(tmp_path: Path) -> None:
+    events = (Compute("w", 1.0), Issue(0, "all_reduce", 4, (0, 1), gradients=("w",)), Wait(0))
+    path = tmp_path / "step.json"
+    Step(2, 1, "m", 1.0, 0.0, (Role((0, 1), events),)).save(path)
+    with pytest.raises(
+        ConfigError, match=r"step\.json.*no gradient is ready; expected those that operations carry"
+    ):
+        Step.load(path)
+
+
 def test_parts_whose_medians_are_all_zero_are_not_lost() -> None:
     """Nine seconds per step, in another one of three places each time."""
 

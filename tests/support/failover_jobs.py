@@ -44,7 +44,7 @@ def break_connections(name: str, channel: failover.FailoverChannel | None = None
         shut_down(channel._own._connections)  # type: ignore[attr-defined]
         return
     with current().engine.lock:
-        channel.fail("injected")
+        channel.fail("injected", "injected" if name == "mpi" else "")
 
 
 def values(rank: int, number: int, size: int) -> torch.Tensor:

@@ -223,6 +223,8 @@ class FailoverChannel(Channel):
         if broken:
             self._broken = True
             switch_off(self._engine, self._first, broken)
+            if not self.stands:  # this channel has been told on the way
+                return
         self.why = f"rank {self._group.rank}: {why}"
         try:
             self._store.compare_set(self._key("begun"), "", self.why)

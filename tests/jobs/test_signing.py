@@ -338,13 +338,16 @@ def test_operations_that_need_the_store_fail_soon_after_its_owner_dies(library: 
         if library == "mpi":  # known operations do without it
             assert found["known"]["error"] is None
         for name in ("known", "group", "new", "alone", "reset"):
+            if name == "alone" and found.get(name, {}).get("error") == "PeerLost":
+                continue  # rank 1 has stopped its heartbeat in `reset`: found before the store is
             if name in found and found[name]["error"] is not None:
                 assert found[name]["error"] in ("BackendError", "LaunchError"), found[name]
                 assert "store" in found[name]["text"], found[name]
                 assert found[name]["seconds"] < 15, found[name]
         assert found["new"]["error"] == "BackendError"
         assert found["reset"]["error"] == "LaunchError"
-    assert results[0]["alone"]["error"] == "BackendError"
+    assert results[0]["alone"]["error"] in ("BackendError", "PeerLost")
+    assert results[0]["alone"]["seconds"] < 15
 
 
 class _Forging(Store):

@@ -159,10 +159,22 @@ def job_by_mpirun(folder: Path, size: int, **options: Any) -> Iterator[Job]:
     assert launcher is not None
     words = [launcher.path, "--with-ft", "ulfm", "--allow-run-as-root", "--oversubscribe"]
     words += ["--bind-to", "none", "--mca", "mpi_yield_when_idle", "1", "-n", str(size)]
-    with errors_in(folder) as output:
-        started = [subprocess.Popen([*words, *_words(folder, options)], **output)]
+    for _ in range(3):
+        with errors_in(folder) as output:
+            started = [subprocess.Popen([*words, *_words(folder, options)], **output)]
+        if not _launcher_failed(started[0], folder):
+            break
     with ended(started, folder):
         yield Job(folder, size, size)
+
+
+def _launcher_failed(launcher: subprocess.Popen[bytes], folder: Path) -> bool:
+    """Whether Open MPI's launcher ends before it has started a rank: once in about a thousand starts."""
+    while launcher.poll() is None:
+        if Path(folder, "up.0").exists():
+            return False
+        time.sleep(0.01)
+    return "PMIx server's listener thread failed to start" in Path(folder, "errors").read_text()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
 
 The step is captured on two hosts, and all_reduces of gloo are measured there; on two in two racks, how much
 longer a message takes between racks. From these the step is foretold (mcr_plus/plan/network) under five plans
-of buckets on two and four hosts in a rack and on two racks of two, whose uplinks have the rate of a host.
+of buckets on two, four and eight hosts in a rack and on two racks of two and of four, whose uplinks have the
+rate of a host.
 Then it is replayed there under the same plans, computing replaced by sleeping, so that two cores are enough
 for all ranks. The report goes to benchmarks/results/replay_<hardware>_<yyyymm>.md.
 """
@@ -45,7 +46,13 @@ from corpus import VOCABULARY
 from transformer import LanguageModel, Shape
 
 APART: Final = Setting("2 racks of 1", 2, 1)
-SETTINGS: Final = (TWO, Setting("4 hosts", 1, 4), Setting("2 racks of 2", 2, 2))
+SETTINGS: Final = (
+    TWO,
+    Setting("4 hosts", 1, 4),
+    Setting("2 racks of 2", 2, 2),
+    Setting("8 hosts", 1, 8),
+    Setting("2 racks of 4", 2, 4),
+)
 LIBRARY: Final = "gloo"
 BATCH: Final = 4  # windows of a rank
 STEPS: Final = 8

@@ -40,7 +40,7 @@ def plan(
 ) -> None:
     """Search the best buckets of a captured step; predict its time, its bound and the gain of changes."""
     from mcr_plus.config.reader import load
-    from mcr_plus.errors import InvalidArgument
+    from mcr_plus.errors import InvalidArgument, McrError
     from mcr_plus.plan.advise import advise
     from mcr_plus.plan.traces import load_step
 
@@ -57,7 +57,10 @@ def plan(
         codec, notes = _codec(captured, pipeline)
         captured = replace(captured, notes=(*captured.notes, *notes))
         advice = advise(captured, costs, ranks=ranks, what_ifs=what_if or (), codec=codec)
-    except InvalidArgument as error:
+    except McrError as error:
+        _print_notes(captured)  # an operation that is not known, for instance, may be why
+        if not isinstance(error, InvalidArgument):
+            raise
         hint = "" if topology is not None else " (--topology describes a larger cluster)"
         raise typer.BadParameter(f"{error}{hint}") from None
     if costs.guessed:
@@ -75,8 +78,7 @@ def plan(
         print_json(document)
         return
     _print(advice)
-    for text in captured.notes:
-        typer.echo(f"note: {text}", err=True)
+    _print_notes(captured)
     for path, what in ((output, "the plan"), (report, "the report")):
         if path is not None:
             print_written(path, what)
@@ -182,6 +184,7 @@ def _document(step: Step, advice: Advice) -> dict[str, Any]:
         "captured_ms": 1e3 * step.seconds,
         "captured_ranks": step.ranks,
         "gap": advice.gap,
+        "gap_of": "bound" if advice.to_bound else "search",
         "exact": advice.exact,
         "buckets": [list(bucket.params) for bucket in advice.plan.buckets or ()],
         "libraries": [bucket.library for bucket in advice.plan.buckets or ()],
@@ -268,6 +271,11 @@ def _moved(pipeline: Config, folder: Path) -> Config:
         rules=tuple(replace(rule, overrides=tuple(map(changed, rule.overrides))) for rule in pipeline.rules),
         algorithms=tuple(map(moved, pipeline.algorithms)),
     )
+
+
+def _print_notes(step: Step) -> None:
+    for text in step.notes:
+        typer.echo(f"note: {text}", err=True)
 
 
 def _print(advice: Advice) -> None:

@@ -66,7 +66,7 @@ class Advice:
 
     `bound`: lower bound in seconds over all buckets; `timeline.bound` is the lower bound for those of `plan`.
     `gap`: upper bound of the relative distance of `plan` to the best buckets: by the search if there is one
-    channel, else by `bound`. `exact`: the buckets are the best ones. `others`: the step under other plans, by
+    channel, else the distance to `bound` (`to_bound`), which no buckets may reach. `exact`: the buckets are the best ones. `others`: the step under other plans, by
     name. `scaling`: the step on other numbers of ranks. `what_ifs`: the largest gain first. `skipped`:
     changes that could not be simulated, with the reasons.
     """
@@ -75,6 +75,7 @@ class Advice:
     timeline: Timeline
     bound: float
     gap: float
+    to_bound: bool
     exact: bool
     others: dict[str, Timeline]
     scaling: tuple[Scaled, ...]
@@ -137,6 +138,7 @@ def advise(
         timeline=timeline,
         bound=bound,
         gap=timeline.step_s / bound - 1 if found.gap is None and bound else found.gap or 0.0,
+        to_bound=found.gap is None,
         exact=found.exact,
         others=others,
         scaling=scaling,

@@ -82,11 +82,13 @@ def summary(advice: Advice) -> str:
         text += f", and {_ms(timeline.bound)} ms for these, set by {timeline.bound_by}"
     text += "."
     if advice.plan.buckets:
-        text += (
-            " These buckets are the best ones."
-            if advice.exact
-            else f" These buckets are at most {100 * advice.gap:.1f} % above the best ones."
-        )
+        above = f"{100 * advice.gap:.1f} % above"
+        if advice.exact:
+            text += " These buckets are the best ones."
+        elif advice.to_bound:
+            text += f" These buckets are {above} the lower bound, and at most that above the best ones."
+        else:
+            text += f" These buckets are at most {above} the best ones."
     best = next((each for each in advice.what_ifs if each.gain > 0), None)
     if best is not None:
         text += f" The change with the largest gain: {best.change} ({_ms(best.gain)} ms less)."

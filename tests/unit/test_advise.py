@@ -437,7 +437,16 @@ def test_facts_of_links_and_the_gap_are_reported(tmp_path: Path) -> None:
     named = mcr_plus(*words, "--measured-on", tmp_path / "cluster.yaml")
     assert named.stderr == ""
     assert "above the best ones" in named.stdout or "are the best ones" in named.stdout
+    assert json.loads(guessed.stdout)["gap_of"] == "search"
     assert "assumed (times scaled)" in named.stdout
+
+
+def test_notes_are_printed_though_the_plan_fails(tmp_path: Path) -> None:
+    step = step_of([("w", 1 << 20, 2e-3)], seconds=0.05)
+    replace(step, notes=("an unknown operation, 'all_reduced', counts as a barrier",)).save(tmp_path / "step.json")
+    answer = mcr_plus("plan", tmp_path / "step.json", "--ranks", 64)
+    assert answer.returncode == 2
+    assert "note: an unknown operation, 'all_reduced'" in answer.stderr
 
 
 def test_bad_usage_is_a_line(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import time
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +16,7 @@ from mcr_plus.launch import MpiLauncher, mpi_flavour
 if TYPE_CHECKING:
     from mcr_plus.backends import OperationRow
     from mcr_plus.backends.base import Availability
+    from mcr_plus.dispatch.failover.notices import Notice
 
 
 def doctor(
@@ -23,27 +25,36 @@ def doctor(
 ) -> None:
     """Show the version of each backend, or the reason why it is unavailable and an installation hint."""
     from mcr_plus.backends import availability, operations_table
+    from mcr_plus.dispatch.failover import notices
 
     launcher, backends = mpi_flavour(), availability()
     operations = operations_table() if ops else []
+    off = notices.running()
     if as_json:
-        print_json(_document(launcher, backends, operations if ops else None))
+        print_json(_document(launcher, backends, off, operations if ops else None))
         return
     print_table("versions", ("component", "version"), [(name, text) for name, text in _versions().items()])
     print_table("launchers", ("mcr-plus run --via", "started by"), _launchers(launcher))
     rows = [_backend_row(name, found) for name, found in backends.items()]
     print_table("backends", ("name", "available", "version", "note"), rows)
+    if off:
+        columns = ("library", "group", "rank", "process", "goes over", "since", "why")
+        print_table("off in running jobs, after a failure", columns, [_off_row(each) for each in off])
     if ops:
         _print_operations(operations)
 
 
 def _document(
-    launcher: MpiLauncher | None, backends: dict[str, Availability], operations: list[OperationRow] | None
+    launcher: MpiLauncher | None,
+    backends: dict[str, Availability],
+    off: list[Notice],
+    operations: list[OperationRow] | None,
 ) -> dict[str, Any]:
     document: dict[str, Any] = {
         "versions": _versions(),
         "mpi_launcher": None if launcher is None else asdict(launcher),
         "backends": [{"name": name, **asdict(found)} for name, found in backends.items()],
+        "off": [asdict(each) for each in off],
     }
     if operations is not None:
         document["operations"] = [asdict(row) for row in operations]
@@ -70,6 +81,12 @@ def _launchers(launcher: MpiLauncher | None) -> list[tuple[str, str]]:
 def _backend_row(name: str, found: Availability) -> tuple[str, str, str, str]:
     note = "" if found.available else "; ".join(filter(None, (found.reason, found.remedy)))
     return name, "yes" if found.available else "no", found.version or "-", note
+
+
+def _off_row(notice: Notice) -> tuple[str, ...]:
+    since = time.strftime("%H:%M:%S", time.localtime(notice.since))
+    rank, pid = str(notice.rank), str(notice.pid)
+    return notice.library, notice.group, rank, pid, notice.takes_over, since, notice.reason
 
 
 def _print_operations(rows: list[OperationRow]) -> None:

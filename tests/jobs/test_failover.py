@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from ranks import run_ranks
 
 import mcr_plus as mcr
 from mcr_plus.config.reader import load
+from mcr_plus.dispatch.failover import notices
 
 PAIRS = [["gloo", "mpi"], ["msccl", "gloo"], ["mpi", "msccl"], ["gloo", "msccl"]]
 
@@ -32,9 +36,29 @@ def test_all_results_are_right_whenever_a_library_breaks(backends: list[str], ra
 
 
 def test_what_has_happened_is_told() -> None:
-    for each in values(jobs.that_says_what_it_did, 2, ["gloo", "mpi"]):
+    for rank, each in enumerate(values(jobs.that_says_what_it_did, 2, ["gloo", "mpi"])):
         assert each["infos"] == [["gloo", "", 1], ["mpi", "gloo", 2]]
         assert each["sum"] == [3.0] * 4
+        (off,) = each["off"]
+        assert (off["library"], off["takes_over"], off["rank"]) == ("gloo", "mpi", rank)
+        assert "off in running jobs, after a failure" in each["table"]
+        assert each["left"] == 0
+
+
+def test_notices_of_processes_that_are_gone_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    gone = tmp_path / f"mcr-off-{os.getuid()}-1"
+    gone.write_text(json.dumps({"pid": 1, "started": "never", "off": []}))
+    (tmp_path / f"mcr-off-{os.getuid()}-2").write_text("no JSON")
+    owner = object()
+    notices.put(owner, 3, "world", "gloo", "mpi", "a torn connection")
+    (found,) = notices.running()
+    assert (found.rank, found.reason) == (3, "a torn connection")
+    assert not gone.exists()
+    notices.remove(owner)
+    assert notices.running() == []
 
 
 def test_explain_names_the_library_that_takes_over() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -12,13 +13,15 @@ from typing import Any, NamedTuple
 import mpi4py
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import mcr_plus as mcr
 from mcr_plus.backends.base import Poll, Start
+from mcr_plus.cli.main import app
 from mcr_plus.core.message import Message
 from mcr_plus.core.sockets import shut_down
 from mcr_plus.dispatch.failover import channel as failover
-from mcr_plus.dispatch.failover import comeback
+from mcr_plus.dispatch.failover import comeback, notices
 from mcr_plus.runtime.init import current
 
 KINDS = ("all_reduce", "all_gather", "broadcast", "reduce_scatter", "all_to_all", "reduce", "all_to_all_v")
@@ -153,7 +156,15 @@ def that_says_what_it_did(backends: list[str]) -> dict[str, Any]:
         assert second is not None
         second.wait()
         infos = [(work.info.backend, work.info.instead_of, work.info.sequence) for work in (first, second)]
-        return {"infos": infos, "sum": tensor.tolist()}
+        said = [each for each in json.loads(doctor("--json"))["off"] if each["pid"] == os.getpid()]
+        table = doctor()
+    left = [each for each in notices.running() if each.pid == os.getpid()]
+    return {"infos": infos, "sum": tensor.tolist(), "off": said, "left": len(left), "table": table}
+
+
+def doctor(*words: str) -> str:
+    """What `mcr-plus doctor` prints, in this process."""
+    return CliRunner().invoke(app, ["doctor", *words], env={"COLUMNS": "300"}).stdout
 
 
 def never_done(start: Start) -> Start:

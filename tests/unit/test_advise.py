@@ -443,7 +443,9 @@ def test_facts_of_links_and_the_gap_are_reported(tmp_path: Path) -> None:
 
 def test_notes_are_printed_though_the_plan_fails(tmp_path: Path) -> None:
     step = step_of([("w", 1 << 20, 2e-3)], seconds=0.05)
-    replace(step, notes=("an unknown operation, 'all_reduced', counts as a barrier",)).save(tmp_path / "step.json")
+    replace(step, notes=("an unknown operation, 'all_reduced', counts as a barrier",)).save(
+        tmp_path / "step.json"
+    )
     answer = mcr_plus("plan", tmp_path / "step.json", "--ranks", 64)
     assert answer.returncode == 2
     assert "note: an unknown operation, 'all_reduced'" in answer.stderr

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from mcr_plus.backends.base import Channel, Gate, Persistent, Poll, Start
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.dispatch.disabling import switch_off
+from mcr_plus.dispatch.failover import notices
 from mcr_plus.dispatch.failover.attempt import Attempt
 from mcr_plus.dispatch.failover.comeback import Comeback, Reopen
 from mcr_plus.dispatch.failover.gate import FirstGate
@@ -163,6 +164,7 @@ class FailoverChannel(Channel):
     def _end(self) -> None:
         if self in self._engine.failovers:
             self._engine.failovers.remove(self)
+        notices.remove(self)
         self._comeback.give_up()
         self._kept.clear()
         self._open.clear()
@@ -346,10 +348,12 @@ class FailoverChannel(Channel):
         self._kept.clear()
         self._use(self._second.backend)
         self._comeback.after_failure()
+        group, over = self._group, self._second.backend.name
+        notices.put(self, group.ranks[group.rank], group.name, self._first.name, over, self.why)
         if self._group.rank == 0:
             _log.warning(
                 "group '%s': %s has failed (%s); its operations go over %s now, %d of them again",
-                self._group.name, self._first.name, self.why, self._second.backend.name, len(repeated),
+                group.name, self._first.name, self.why, over, len(repeated),
             )  # fmt: skip
 
     def _refuse(self, reason: str) -> None:
@@ -427,6 +431,7 @@ class FailoverChannel(Channel):
         self.moved = False
         self._generation += 1
         self._use(self._first)
+        notices.remove(self)
         former.release()
         if self._group.rank == 0:
             _log.warning(

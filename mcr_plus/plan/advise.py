@@ -67,8 +67,9 @@ class Advice:
     `bound`: lower bound in seconds over all buckets; `timeline.bound` is the lower bound for those of `plan`.
     `gap`: upper bound of the relative distance of `plan` to the best buckets: by the search if there is one
     channel, else the distance to `bound` (`to_bound`), which no buckets may reach. `exact`: the buckets are
-    the best ones. `others`: the step under other plans, by name. `scaling`: the step on other numbers of ranks. `what_ifs`: the largest gain first. `skipped`:
-    changes that could not be simulated, with the reasons.
+    the best ones. `others`: the step under other plans, by name. `scaling`: the step on other numbers of
+    ranks. `what_ifs`: the largest gain first. `skipped`: changes that could not be simulated, with the
+    reasons.
     """
 
     plan: Plan

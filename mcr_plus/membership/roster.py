@@ -83,6 +83,7 @@ class Roster:
         taken: numbers of the requests of newcomers that have been taken in before this epoch.
         kept: the keepers in which `root` is, where it is in no store of a launcher.
         attempt: number of the next attempt to leave the epoch, which has no decision that this member knows.
+        is_remnant: the members are those of the epoch before, but for some whose processes have died.
     """
 
     root: Store
@@ -93,6 +94,7 @@ class Roster:
     taken: tuple[int, ...] = ()
     kept: Kept | None = None
     attempt: int = 0
+    is_remnant: bool = False
     _refused: set[int] = field(default_factory=set)
     _waiting: dict[int, Process] = field(default_factory=dict)
 
@@ -247,6 +249,7 @@ class Roster:
             self.passport,
             settled.taken,
             self.kept,
+            is_remnant=set(settled.decision.lost.values()) <= {"dead"} and not settled.decision.join,
             _refused=self._refused,
             _waiting=waiting,
         )

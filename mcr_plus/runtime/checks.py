@@ -151,16 +151,19 @@ def _drop_foreign_backends(
 ) -> dict[str, type[Backend]]:
     """Without backends that this job's launcher does not serve, such as MPI under torchrun.
 
-    With `strict`, one of those raises `BackendUnavailable`.
+    With `strict`, one of those raises `BackendUnavailable`, but where the world has replaced another one: the
+    ranks that are left go on with the libraries that are.
     """
-    kept = dict(classes)
+    kept, epoch = dict(classes), 0 if world.roster is None else world.roster.epoch
     for name, kind in classes.items():
         verdicts = _gather(world, f"unavailable/{name}", kind.unavailable_in(world))
         refusal = next((verdict for verdict in verdicts if verdict), "")
-        if refusal and strict:
+        if refusal and strict and epoch == 0:
             raise BackendUnavailable(f"backend {name} was asked for, but {refusal}")
         if refusal:
             del kept[name]
+            if strict and world.rank == 0:
+                _log.warning("epoch %d goes on without %s: %s", epoch, name, refusal)
     return kept
 
 

@@ -109,6 +109,16 @@ def test_half_of_the_hosts(tmp_path: Path, least: int | None) -> None:
             job.end([2, 3])
 
 
+@needs_ulfm
+@long
+def test_mpi_is_left_out_where_a_rank_is_lost_that_lives(tmp_path: Path) -> None:
+    with job_by_mpirun(tmp_path, 3, library="mpi gloo") as job:
+        job.lose("stop", [1])
+        job.gone_on([0, 2])
+        job.end([0, 2])
+        assert "epoch 1 goes on without mpi: MPI serves the ranks" in Path(tmp_path, "errors").read_text()
+
+
 @several_hosts
 @pytest.mark.parametrize("host", [0, pytest.param(2, marks=long)])
 def test_a_host_that_is_cut_off_while_the_others_make_the_next_world(tmp_path: Path, host: int) -> None:
@@ -141,7 +151,7 @@ def test_a_training_loop_on_two_hosts_goes_on(tmp_path: Path, monkeypatch: pytes
 
 
 @needs_ulfm
-@pytest.mark.parametrize("library", ["gloo", pytest.param("msccl", marks=long)])
+@pytest.mark.parametrize("library", ["gloo", "mpi", pytest.param("msccl", marks=long)])
 def test_under_mpirun_rank_0_is_no_other_rank(tmp_path: Path, library: str) -> None:
     with job_by_mpirun(tmp_path, 4, library=library) as job:
         for victim in (0, 1):

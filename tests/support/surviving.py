@@ -39,11 +39,13 @@ def rank(folder: str, text: str) -> None:
     os.environ[_MARK] = folder  # by which `agents` knows them
     dispatch = {"timeout": "30s", "heartbeat": options["heartbeat"]}
     config = {"version": 1, "pipeline": [{"select": {}}, {"dispatch": dispatch}]}
-    comm = mcr.init(config, backends=[options["library"]])
+    comm = mcr.init(config, backends=options["library"].split())
     slot = comm.rank
     if slot in options["waits"]:
         init.begin = lambda *_, **__: _stand_still(Path(folder, f"building.{slot}"))  # type: ignore[assignment]
-    comm.all_reduce(torch.ones(4))
+    for _ in range(3):
+        for size, op in ((4, "SUM"), (1000, "SUM"), (1, "MAX")):
+            comm.all_reduce(torch.ones(size), op)
     written(Path(folder, f"up.{slot}"), {"pid": os.getpid()})
     ends, epoch = time.monotonic() + _LIMIT, 0
     lost: list[int] = []
@@ -61,6 +63,11 @@ def rank(folder: str, text: str) -> None:
                 shrunk, epoch = time.monotonic(), epoch + 1
                 x = torch.full((1000,), 1.0 + slot)
                 comm.all_reduce(x)
+                # Later operations make no communicator of MPI: Open MPI may crash if a rank is lost then.
+                for _ in range(3):
+                    comm.all_reduce(stop, "MAX")
+                    comm.all_reduce(torch.ones(1000))
+                comm.barrier()
                 said = {
                     "raised": raised,
                     "shrunk": shrunk,

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from mcr_plus.backends.base import NATIVE, Availability, Backend, Channel, Preference, Support
+from mcr_plus.backends.mpi import shrinking
 from mcr_plus.backends.mpi.channel import MpiChannel
 from mcr_plus.backends.mpi.contexts import Contexts
 from mcr_plus.backends.mpi.datatypes import HALVES, SATURATED
@@ -47,7 +48,7 @@ def _library_found() -> bool:
 
 
 class MpiBackend(Backend):
-    """MPI over the communicator of all ranks that the launcher started."""
+    """MPI over the communicator of all ranks that the launcher started, or of those that are left of them."""
 
     name = "mpi"
     on_stream = False
@@ -62,8 +63,7 @@ class MpiBackend(Backend):
 
     def __init__(self, world: World) -> None:  # noqa: ARG002 - a Backend
         self._mpi = load_mpi()
-        comm = self._mpi.COMM_WORLD
-        self._comm = comm
+        self._comm = shrinking.everyone()
         self._probe, self._own_probe = _probes()
         self._busy: set[MatchingQueue] = set()  # queues with waiting receives
 
@@ -97,9 +97,12 @@ class MpiBackend(Backend):
         if "mpi4py.MPI" not in sys.modules and not started_by_mpi():
             return f"no MPI launcher started this job; {remedy}"
         try:
-            comm = load_mpi().COMM_WORLD
+            comm = shrinking.everyone()
         except BackendUnavailable as error:
             return str(error)
+        if world.roster is not None and world.roster.epoch > 0:
+            reason, cls.off = shrinking.follow(world, world.roster)
+            return reason or cls.off
         if (comm.size, comm.rank) == (world.size, world.rank):
             return ""
         return (

@@ -34,9 +34,11 @@ class Contexts:
 
     Attributes:
         unreserved: communicators of this process that no group has reserved.
+        in_the_making: communicators of this process that have been begun and are not made yet.
     """
 
     unreserved: ClassVar[int] = _OF_A_PROCESS
+    in_the_making: ClassVar[int] = 0
 
     def __init__(self, mpi: Any, comm: Any, group: Group, room: int) -> None:
         """`comm`: communicator of the group, for votes. `room`: the limit, the same on all ranks."""
@@ -89,6 +91,7 @@ class Contexts:
             context, request = self._comm.Idup()
         except mpi.Exception as error:  # peers wait for this rank, so no vote is possible
             raise BackendError(f"MPI makes no communicator for the operation: {error}") from error
+        Contexts.in_the_making += 1
         had = array("i", (1,))
         ballot: Poll | None = None
 
@@ -100,6 +103,8 @@ class Contexts:
                         return False
                 except mpi.Exception as error:  # no communicators left
                     had[0], problem = 0, str(error)
+                else:
+                    Contexts.in_the_making -= 1
                 started: Poll = self._comm.Iallreduce(mpi.IN_PLACE, [had, mpi.INT], mpi.MIN).Test
                 ballot = started
             if not ballot():

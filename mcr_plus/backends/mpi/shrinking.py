@@ -1,0 +1,91 @@
+"""MPI after the loss of ranks: the communicator of those that are left, by Open MPI's ULFM.
+
+`MPI_Comm_shrink` makes it (Bland, Bouteiller, Herault, Bosilca and Dongarra, "Post-failure recovery of MPI
+communication capability", 2013). The call ends only once all processes of the communicator that live have made
+it, so it is made where all that are missing have died, in a thread that is waited for only so long. Open MPI's `MPI_Comm_ishrink` fails while collectives of dead ranks are pending (seen with 5.0.11).
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, Final
+
+from mcr_plus.backends.mpi.contexts import Contexts
+from mcr_plus.rendezvous.mpi_library import load_mpi
+from mcr_plus.rendezvous.store import exchange
+
+if TYPE_CHECKING:
+    from mcr_plus.membership.roster import Roster
+    from mcr_plus.rendezvous.world import World
+
+_PATIENCE: Final = 3.0  # seconds; with a dead rank it takes a tenth of one
+
+
+class _Remnant:
+    """The communicator of the members of an epoch; None for the one of all processes of the launcher."""
+
+    comm: Any = None
+    epoch = 0
+
+
+def everyone() -> Any:
+    """The communicator of all ranks of the world; raises `BackendUnavailable` if MPI cannot be loaded."""
+    return load_mpi().COMM_WORLD if _Remnant.comm is None else _Remnant.comm
+
+
+def follow(world: World, roster: Roster) -> tuple[str, str]:
+    """Have the communicator of an epoch's members; collective over them.
+
+    Returns why there is none, and why MPI is unusable from now on; empty texts if it is not.
+    """
+    before = everyone()
+    if not roster.is_remnant or roster.epoch - _Remnant.epoch not in (0, 1):
+        return "MPI serves the ranks that are left only where all others have died, and none has joined", ""
+    if (before.size, before.rank) == (world.size, world.rank):
+        _Remnant.epoch = roster.epoch
+        return "", ""
+    assert world.store is not None
+    hindrances = exchange(world.store, world.rank, world.size, "mpi/shrink", _hindrance(), world.timeout)
+    if reason := next(filter(None, hindrances), ""):
+        return reason, ""
+    shrinking = _Shrinking(before)
+    shrinking.start()
+    shrinking.join(_PATIENCE)
+    if shrinking.is_alive():
+        return "", f"MPI has made no communicator of the ranks that are left within {_PATIENCE:g} s"
+    if shrinking.comm is None:
+        return f"MPI has made no communicator of the ranks that are left: {shrinking.problem}", ""
+    if (shrinking.comm.size, shrinking.comm.rank) != (world.size, world.rank):
+        return f"MPI sees {shrinking.comm.size} ranks that are left, the job {world.size}", ""
+    _Remnant.comm, _Remnant.epoch = shrinking.comm, roster.epoch
+    return "", ""
+
+
+def _hindrance() -> str:
+    """Why this process may not shrink its communicator; empty if it may."""
+    mpi = load_mpi()
+    if not hasattr(mpi.Comm, "Shrink") or mpi.Query_thread() < mpi.THREAD_SERIALIZED:
+        return "this MPI library goes on with no communicator of which a rank was lost"
+    if Contexts.in_the_making:  # Open MPI 5.0.11 crashes when it learns of the next death
+        return "a rank has died while MPI was making a communicator"
+    return ""
+
+
+class _Shrinking(threading.Thread):
+    """`comm`: the new communicator, None before and if that has failed."""
+
+    def __init__(self, before: Any) -> None:
+        super().__init__(name="mcr-shrink-mpi", daemon=True)
+        self._before = before
+        self.comm: Any = None
+        self.problem = ""
+
+    def run(self) -> None:
+        mpi = load_mpi()
+        try:
+            self._before.Set_errhandler(mpi.ERRORS_RETURN)
+            comm = self._before.Shrink()
+            comm.Set_errhandler(mpi.ERRORS_RETURN)
+            self.comm = comm
+        except (mpi.Exception, NotImplementedError) as error:
+            self.problem = str(error)

@@ -1,8 +1,9 @@
 """MPI after the loss of ranks: the communicator of those that are left, by Open MPI's ULFM.
 
 `MPI_Comm_shrink` makes it (Bland, Bouteiller, Herault, Bosilca and Dongarra, "Post-failure recovery of MPI
-communication capability", 2013). The call ends only once all processes of the communicator that live have made
-it, so it is made where all that are missing have died, in a thread that is waited for only so long. Open MPI's `MPI_Comm_ishrink` fails while collectives of dead ranks are pending (seen with 5.0.11).
+communication capability", 2013). The call ends only once all processes of the communicator that live have
+made it, so it is made where all that are missing have died, in a thread that is waited for only so long. Open
+MPI's `MPI_Comm_ishrink` fails while collectives of dead ranks are pending (seen with 5.0.11).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 import elastic_program as program
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import nursery, run_ranks
 
 import mcr_plus as mcr
 
@@ -27,7 +27,16 @@ def run(
     """Status and output of the launcher, and what each of its ranks had at the end."""
     words = ["run", "-n", str(ranks), "--min-ranks", str(least), "--restart-failed", str(restarts)]
     done = subprocess.run(
-        [sys.executable, "-m", "mcr_plus.cli.main", *words, PROGRAM, str(folder), json.dumps(plan)],
+        [
+            sys.executable,
+            "-m",
+            "mcr_plus.cli.main",
+            *words,
+            nursery().python,
+            PROGRAM,
+            str(folder),
+            json.dumps(plan),
+        ],
         capture_output=True,
         text=True,
         timeout=limit,

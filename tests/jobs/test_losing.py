@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from losing import WAYS, Job, job_here, job_on
 from racks import Racks
+from ranks import nursery
 from two_hosts import TwoHosts, why_not
 
 from mcr_plus.launch import mpi_flavour, mpi_usable
@@ -49,7 +50,7 @@ def check(job: Job, survivors: list[int], lost: list[int], since: float, seen: s
 @pytest.mark.parametrize("how", SEEN)
 @pytest.mark.parametrize("library", ["gloo", "msccl", mpi])
 def test_one_host(tmp_path: Path, library: str, how: str, way: str) -> None:
-    with job_here(tmp_path, 3, library, way) as job:
+    with job_here(tmp_path, 3, library, way, python=nursery().python) as job:
         since = job.lose(how, 2)
         check(job, [0, 1], [2], since, SEEN[how])
 
@@ -128,7 +129,7 @@ def test_a_rank_that_computes_for_long_is_not_lost(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stopped", ["wait", "3s"])
 def test_stopped_ranks_are_waited_for_if_the_configuration_says_so(tmp_path: Path, stopped: str) -> None:
-    with job_here(tmp_path, 2, "gloo", "wait", stopped=stopped) as job:
+    with job_here(tmp_path, 2, "gloo", "wait", stopped=stopped, python=nursery().python) as job:
         job.lose("stop", 1)
         time.sleep(1.5)
         assert not list(tmp_path.glob("told.*"))

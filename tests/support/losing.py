@@ -155,9 +155,11 @@ class Job:
 
 
 @contextmanager
-def job_here(folder: Path, size: int, library: str, way: str, *, stopped: str = "0.5s") -> Iterator[Job]:
+def job_here(
+    folder: Path, size: int, library: str, way: str, *, stopped: str = "0.5s", python: str = sys.executable
+) -> Iterator[Job]:
     """A job on this host; ranks on MPI are started by Open MPI with its fault tolerance."""
-    words = [sys.executable, __file__, str(folder), library, way, stopped, "auto"]
+    words = [python, __file__, str(folder), library, way, stopped, "auto"]
     if library == "mpi":
         launcher = mpi_flavour()
         assert launcher is not None

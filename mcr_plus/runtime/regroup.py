@@ -140,49 +140,38 @@ def _go_on(
 
     `seen`: returns the states of the lost members of the epoch of `roster`.
     """
-    with ExitStack() as ending:
-        return _next_worlds(runtime, roster, seen, proposal, timeout, what, changes, ending)
-
-
-def _next_worlds(
-    runtime: Runtime,
-    roster: Roster,
-    seen: Callable[[], Mapping[int, str]],
-    proposal: Proposal,
-    timeout: float,
-    what: str,
-    changes: Regrouping,
-    ending: ExitStack,
-) -> Runtime:
     sight: Sight | None = None
-    while True:
-        lost = dict(seen())
-        if lost or runtime.engine.failed or proposal.named:
-            release_waiting(runtime, lost, what)
-        settled = roster.settle(replace(proposal, lost=lost), seen, timeout)
-        decision, members = settled.decision, settled.members
-        if decision.refusal is not None:
-            raise _REFUSED.get(decision.refusal, BackendError)(f"{what}: {decision.text}")
-        if sight is None and (sight := runtime.hand_over()) is not None:
-            ending.callback(sight.close)
-        changes.take(decision, members)
-        if roster.rank not in decision.stay:
-            why = decision.lost[roster.rank]
-            text = f"the other ranks have gone on without this one (epoch {changes.epoch}), which was {why}"
-            close_world(runtime, text, decision)
-            runtime.leave_keepers()
-            raise Revoked(f"{what}: {text}")
-        close_world(runtime, f"epoch {changes.epoch} has begun, with {len(members)} ranks", decision)
-        roster = roster.following(settled, members.index(roster.members[roster.rank]))
-        watch = Watch(roster, runtime.loaded, sight)
-        try:
-            return begin_epoch(runtime, watch)
-        except McrError as error:
-            if not (isinstance(error, PeerLost) or watch.lost() or roster.is_being_left):
+    with ExitStack() as ending:
+        while True:
+            lost = dict(seen())
+            if lost or runtime.engine.failed or proposal.named:
+                release_waiting(runtime, lost, what)
+            settled = roster.settle(replace(proposal, lost=lost), seen, timeout)
+            decision, members = settled.decision, settled.members
+            if decision.refusal is not None:
+                raise _REFUSED.get(decision.refusal, BackendError)(f"{what}: {decision.text}")
+            if sight is None and (sight := runtime.hand_over()) is not None:
+                ending.callback(sight.close)
+            changes.take(decision, members)
+            if roster.rank not in decision.stay:
+                why = decision.lost[roster.rank]
+                text = (
+                    f"the other ranks have gone on without this one (epoch {changes.epoch}), which was {why}"
+                )
+                close_world(runtime, text, decision)
                 runtime.leave_keepers()
-                runtime.closed_because = f"{what} has failed ({error})"
-                raise
-        seen, proposal = watch.lost, replace(proposal, named=(), done={})
+                raise Revoked(f"{what}: {text}")
+            close_world(runtime, f"epoch {changes.epoch} has begun, with {len(members)} ranks", decision)
+            roster = roster.following(settled, members.index(roster.members[roster.rank]))
+            watch = Watch(roster, runtime.loaded, sight)
+            try:
+                return begin_epoch(runtime, watch)
+            except McrError as error:
+                if not (isinstance(error, PeerLost) or watch.lost() or roster.is_being_left):
+                    runtime.leave_keepers()
+                    runtime.closed_because = f"{what} has failed ({error})"
+                    raise
+            seen, proposal = watch.lost, replace(proposal, named=(), done={})
 
 
 def join_job(passport: Mapping[str, str], proposal: Proposal, timeout: float, what: str) -> Runtime | None:

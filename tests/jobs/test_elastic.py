@@ -25,23 +25,10 @@ def run(
     folder: Path, ranks: int, plan: dict[str, Any], *, least: int = 2, restarts: int = 4, limit: float = 150
 ) -> tuple[int, str, dict[int, dict[str, Any]]]:
     """Status and output of the launcher, and what each of its ranks had at the end."""
-    words = ["run", "-n", str(ranks), "--min-ranks", str(least), "--restart-failed", str(restarts)]
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "mcr_plus.cli.main",
-            *words,
-            nursery().python,
-            PROGRAM,
-            str(folder),
-            json.dumps(plan),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=limit,
-        check=False,
-    )
+    options = ["-n", str(ranks), "--min-ranks", str(least), "--restart-failed", str(restarts)]
+    program = [nursery().python, PROGRAM, str(folder), json.dumps(plan)]
+    command = [sys.executable, "-m", "mcr_plus.cli.main", "run", *options, *program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     ends = {
         int(path.name.removeprefix("end.")): json.loads(path.read_text()) for path in folder.glob("end.*")
     }

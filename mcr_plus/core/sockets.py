@@ -9,10 +9,11 @@ import struct
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-# Of `struct tcp_info` in Linux's include/uapi/linux/tcp.h: tcpi_backoff, tcpi_unacked and tcpi_last_ack_recv
-# (milliseconds since the last acknowledgement). A peer that is slow or stopped acknowledges, or answers
-# probes of its closed window, which count as acknowledgements.
-_INFO: Final = struct.Struct("=4xB3x16xI28xI")
+# Of `struct tcp_info` in Linux's include/uapi/linux/tcp.h: tcpi_probes (without an answer), tcpi_backoff,
+# tcpi_unacked, tcpi_last_ack_recv (milliseconds since the last acknowledgement) and tcpi_notsent_bytes. A peer
+# that is slow or stopped acknowledges, or answers probes of its closed window, which count as acknowledgements.
+_INFO: Final = struct.Struct("=3xBB3x16xI28xI84xI")
+_PROBES: Final = 2  # without an answer, of an idle connection; one may be on its way
 
 Sockets = Mapping[int, str]
 """File descriptor → the kernel's name of the socket, which is never used again for another one."""
@@ -53,15 +54,31 @@ def shut_down(sockets: Sockets) -> None:
                     connection.shutdown(socket.SHUT_RDWR)
 
 
-def unacknowledged(sockets: Sockets, seconds: float) -> str:
-    """A peer that has not acknowledged for so long what it was sent, and sent again; empty if all have."""
+def unacknowledged(sockets: Sockets, seconds: float, *, probes: bool = False) -> str:
+    """A peer that has not acknowledged for so long what it was sent, and sent again; empty if all have.
+
+    With `probes`, also one that does not answer when nothing is sent: connections are probed from now on, by
+    the kernel, once a second while they are idle.
+    """
     for descriptor, name in sockets.items():
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{descriptor}") != name:
                 continue
             with socket.socket(fileno=os.dup(descriptor)) as connection:
+                if connection.type != socket.SOCK_STREAM or connection.family == socket.AF_UNIX:
+                    continue
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
-                backoff, unacked, since = _INFO.unpack(info)
-                if backoff and unacked and since >= 1e3 * seconds:
+                probed, backoff, unacked, since, unsent = _INFO.unpack(info.ljust(_INFO.size, b"\0"))
+                is_late = backoff and (unacked or unsent) and since >= 1e3 * seconds
+                if is_late or (probes and probed >= _PROBES and since >= 1e3 * seconds):
                     return str(connection.getpeername()[0])
+                if probes and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE):
+                    _probe(connection)
     return ""
+
+
+def _probe(connection: socket.socket) -> None:
+    """Have the kernel probe a connection once a second while it is idle, and never give it up because of that."""
+    for option, value in ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 127)):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -51,7 +51,8 @@ class Watchdog:
         """The error of an operation whose peers have failed, or cannot be seen, after `waited` seconds."""
         if waited > LONG_WAIT:
             self.note_compiling(work, time.monotonic())
-            if isinstance(work.operation.state.board.problem, BackendError):  # its store is out of reach
+            is_out_of_reach = isinstance(work.operation.state.board.problem, BackendError)  # the store
+            if is_out_of_reach or self._peers.has_silent_connection():
                 self._suspect(work)
         error = board_error(work, waited)
         if work.is_done:
@@ -68,6 +69,8 @@ class Watchdog:
 
     def look(self, work: IssuedWork, waited: float) -> McrError | None:
         """As `check`, but without any request to the board unless a peer is lost."""
+        if self._peers.has_silent_connection():
+            self._suspect(work)
         ranks = work.operation.state.group.ranks
         needed = _needed(work) or work.operation.state.group.peers
         return self.check(work, waited) if any(self._peers.lost(ranks[rank]) for rank in needed) else None

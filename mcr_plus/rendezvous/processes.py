@@ -8,6 +8,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
+from mcr_plus.core.sockets import open_sockets, unacknowledged
 from mcr_plus.liveness.proc import read_stat, state_of
 from mcr_plus.liveness.protocol import Finding, silence
 from mcr_plus.membership.rules import Process
@@ -26,6 +27,8 @@ DIED: Final = "process has died"
 _DEATH_SHOWS: Final = 0.2  # seconds after an error of a library in which the death behind it shows
 _FINDING_SHOWS: Final = 0.2  # seconds beyond that silence in which an error of a library is held back
 _ON_ITS_WAY: Final = 0.1  # seconds after a death in which a last beat may seem to have been sent
+_UNACKNOWLEDGED: Final = 0.6  # seconds after which a connection without an acknowledgement is silent
+_DOUBT_EVERY: Final = 0.2  # seconds between looks at connections
 _LOOKS_WITHIN: Final = 0.3  # seconds between two looks at a stopped process that count as consecutive
 
 
@@ -89,6 +92,7 @@ class Peers:
         self._rank = rank
         self._stop_grace = stop_grace
         self._suspected: dict[int, float] = {}  # rank → since when; see `suspect`
+        self._next_doubt = 0.0  # when to look at connections again
         self._enough = 0.0  # seconds of silence with which a suspicion is right
         self._stopped: dict[int, tuple[float, float]] = {}  # rank → first and last look that found it so
         self.processes = tuple(processes)
@@ -115,6 +119,8 @@ class Peers:
 
     def _store_is_lost(self) -> bool:
         """Whether a request to the store gets no answer, nor an error: dead processes have no connections."""
+        if self.has_silent_connection():  # the thread that waits for an answer cannot look
+            self.suspect([0])
         loss = self.lost(0)
         if loss is None or loss.status == "dead":
             return False
@@ -176,12 +182,23 @@ class Peers:
         """Whether the process of global rank `rank` answers nothing now, for all that is known here."""
         return self.status(rank) in ("dead", "stopped", "silent")
 
+    def has_silent_connection(self) -> bool:
+        """Whether a connection of this process to another host has acknowledged nothing for a while.
+
+        Looks every few tenths of a second, in jobs on several hosts only.
+        """
+        now = time.monotonic()
+        if self._findings is None or now < self._next_doubt:
+            return False
+        self._next_doubt = now + _DOUBT_EVERY
+        return bool(unacknowledged(open_sockets(), _UNACKNOWLEDGED, probes=True))
+
     def suspect(self, ranks: Iterable[int]) -> None:
         """Note that an error of a library, or what another rank has seen, speaks for the loss of these.
 
         Their host is then silent after twice the time in which beats come from all hosts, as long as none
-        comes: a torn connection and no beat together say more than silence alone, for which an agent that
-        does not run is reason enough.
+        comes: a torn or silent connection and no beat together say more than silence alone, for which an
+        agent that does not run is reason enough.
         """
         for rank in ranks:
             self._suspected.setdefault(rank, time.monotonic())

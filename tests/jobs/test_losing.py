@@ -69,8 +69,17 @@ def test_two_hosts(tmp_path: Path, how: str, way: str, victim: int) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_two_hosts_cut_off_from_each_other(tmp_path: Path, way: str) -> None:
     with TwoHosts(None) as hosts, job_on(hosts, tmp_path, "gloo", way, heartbeat=SILENT) as job:
-        since = time.monotonic()
         hosts.cut(1)
+        since = time.monotonic()
+        check(job, [0], [1], since, "no heartbeat")
+        check(job, [1], [0], since, "no heartbeat")
+
+
+@several_hosts
+def test_a_cut_link_is_found_by_connections_that_acknowledge_nothing(tmp_path: Path) -> None:
+    with TwoHosts(None) as hosts, job_on(hosts, tmp_path, "gloo", "wait", heartbeat="auto") as job:
+        hosts.cut(1)
+        since = time.monotonic()
         check(job, [0], [1], since, "no heartbeat")
         check(job, [1], [0], since, "no heartbeat")
 
@@ -79,8 +88,8 @@ def test_two_hosts_cut_off_from_each_other(tmp_path: Path, way: str) -> None:
 @pytest.mark.parametrize("cut", [0, 2])
 def test_three_hosts_of_which_one_is_cut_off(tmp_path: Path, cut: int) -> None:
     with Racks(1, 3) as hosts, job_on(hosts, tmp_path, "gloo", "wait", 2, SILENT) as job:
-        since = time.monotonic()
         hosts.cut(cut)
+        since = time.monotonic()
         beyond = [2 * cut, 2 * cut + 1]
         rest = [rank for rank in range(6) if rank not in beyond]
         check(job, rest, beyond, since, "no heartbeat")

@@ -131,8 +131,8 @@ def main(
     text = harness.page(
         f"FSDP2 over a link of {rate}, two hosts",
         harness.command(),
-        f"examples/gpt with its default shape, {BATCH} windows per rank, {steps} steps of {seeds} seeds; codecs "
-        "of parameters, of gradients; a time is the median step of the slower rank",
+        f"examples/gpt with its default shape, {BATCH} windows per rank, {steps} steps of {seeds} seeds; "
+        "codecs of parameters, of gradients; a time is the median step of the slower rank",
         harness.markdown(head, table),
     )
     harness.write(text, output, f"fsdp_{hardware}-two-hosts")

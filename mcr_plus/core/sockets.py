@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 # Of `struct tcp_info` in Linux's include/uapi/linux/tcp.h: tcpi_probes (without an answer), tcpi_backoff,
-# tcpi_unacked, tcpi_last_ack_recv (milliseconds since the last acknowledgement) and tcpi_notsent_bytes. A peer
-# that is slow or stopped acknowledges, or answers probes of its closed window, which count as acknowledgements.
+# tcpi_unacked, tcpi_last_ack_recv (milliseconds since the last acknowledgement) and tcpi_notsent_bytes. A
+# peer that is slow or stopped acknowledges, or answers probes of its closed window, which count as
+# acknowledgements.
 _INFO: Final = struct.Struct("=3xBB3x16xI28xI84xI")
 _PROBES: Final = 2  # without an answer, of an idle connection; one may be on its way
 
@@ -69,8 +70,8 @@ def unacknowledged(sockets: Sockets, seconds: float, *, probes: bool = False) ->
                     continue
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
                 probed, backoff, unacked, since, unsent = _INFO.unpack(info.ljust(_INFO.size, b"\0"))
-                is_late = backoff and (unacked or unsent) and since >= 1e3 * seconds
-                if is_late or (probes and probed >= _PROBES and since >= 1e3 * seconds):
+                asked = (backoff and (unacked or unsent)) or (probes and probed >= _PROBES)
+                if asked and since >= 1e3 * seconds:
                     return str(connection.getpeername()[0])
                 if probes and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE):
                     _probe(connection)
@@ -78,7 +79,7 @@ def unacknowledged(sockets: Sockets, seconds: float, *, probes: bool = False) ->
 
 
 def _probe(connection: socket.socket) -> None:
-    """Have the kernel probe a connection once a second while it is idle, and never give it up because of that."""
+    """Have the kernel probe a connection once a second while it is idle, and hold on to it for long."""
     for option, value in ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 127)):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

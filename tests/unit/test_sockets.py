@@ -12,9 +12,12 @@ from mcr_plus.core.sockets import open_sockets, unacknowledged
 @contextmanager
 def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
     """Both ends of a connection over loopback."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        with socket.create_connection(server.getsockname()) as one, server.accept()[0] as other:
-            yield one, other
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as one,
+        server.accept()[0] as other,
+    ):
+        yield one, other
 
 
 def test_connections_that_acknowledge_are_not_named() -> None:

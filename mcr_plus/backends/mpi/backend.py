@@ -90,8 +90,6 @@ class MpiBackend(Backend):
     @classmethod
     def unavailable_in(cls, world: World) -> str:
         """See `Backend`: an MPI launcher must have started the job."""
-        if cls.off:
-            return cls.off
         remedy = "start the job with mcr-plus run or mpirun, or name no mpi in `backends`"
         # Initialising MPI in a process that it did not start takes a second, for a world of one rank.
         if "mpi4py.MPI" not in sys.modules and not started_by_mpi():
@@ -101,8 +99,11 @@ class MpiBackend(Backend):
         except BackendUnavailable as error:
             return str(error)
         if world.roster is not None and world.roster.epoch > 0:
-            reason, cls.off = shrinking.follow(world, world.roster)
-            return reason or cls.off
+            reason, off = shrinking.follow(world, world.roster, cls.off)
+            cls.off = cls.off or off
+            return reason or off
+        if cls.off:
+            return cls.off
         if (comm.size, comm.rank) == (world.size, world.rank):
             return ""
         return (

@@ -8,6 +8,7 @@ MPI's `MPI_Comm_ishrink` fails while collectives of dead ranks are pending (seen
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import TYPE_CHECKING, Any, Final
 
@@ -34,21 +35,25 @@ def everyone() -> Any:
     return load_mpi().COMM_WORLD if _Remnant.comm is None else _Remnant.comm
 
 
-def follow(world: World, roster: Roster) -> tuple[str, str]:
+def follow(world: World, roster: Roster, off: str) -> tuple[str, str]:
     """Have the communicator of an epoch's members; collective over them.
 
-    Returns why there is none, and why MPI is unusable from now on; empty texts if it is not.
+    `off`: why MPI is unusable in this process already; empty if it is not. Returns why there is none, and why
+    MPI is unusable from now on; empty texts if it is not.
     """
     before = everyone()
-    if not roster.is_remnant or roster.epoch - _Remnant.epoch not in (0, 1):
+    is_known = (before.size, before.rank) == (world.size, world.rank)
+    if not roster.is_remnant:  # the same on all
         return "MPI serves the ranks that are left only where all others have died, and none has joined", ""
-    if (before.size, before.rank) == (world.size, world.rank):
-        _Remnant.epoch = roster.epoch
-        return "", ""
     assert world.store is not None
-    hindrances = exchange(world.store, world.rank, world.size, "mpi/shrink", _hindrance(), world.timeout)
+    mine = json.dumps([is_known, off or _hindrance(roster.epoch)])
+    answers = exchange(world.store, world.rank, world.size, "mpi/shrink", mine, world.timeout)
+    known, hindrances = zip(*map(json.loads, answers), strict=True)
     if reason := next(filter(None, hindrances), ""):
         return reason, ""
+    if all(known):
+        _Remnant.epoch = roster.epoch
+        return "", ""
     shrinking = _Shrinking(before)
     shrinking.start()
     shrinking.join(_PATIENCE)
@@ -62,9 +67,11 @@ def follow(world: World, roster: Roster) -> tuple[str, str]:
     return "", ""
 
 
-def _hindrance() -> str:
-    """Why this process may not shrink its communicator; empty if it may."""
+def _hindrance(epoch: int) -> str:
+    """Why this process may not shrink its communicator for this epoch; empty if it may."""
     mpi = load_mpi()
+    if epoch - _Remnant.epoch not in (0, 1):
+        return "an epoch before has gone on without MPI"
     if not hasattr(mpi.Comm, "Shrink") or mpi.Query_thread() < mpi.THREAD_SERIALIZED:
         return "this MPI library goes on with no communicator of which a rank was lost"
     if Contexts.in_the_making:  # Open MPI 5.0.11 crashes when it learns of the next death

@@ -1,6 +1,7 @@
 """Costs that are measured on two hosts and foretold for more, beside what more hosts then took.
 
     python benchmarks/bench_scaling.py --rate 100mbit --rounds 3
+    python benchmarks/bench_scaling.py --rate 25mbit --rounds 1 --largest 1MiB    more hosts than cores
 
 Hosts are network namespaces on switches (racks.py), one rank on each. all_reduce, all_gather and all_to_all
 are measured by torch's gloo, and by mcr_plus over gloo, which compares operations before they start. Times
@@ -16,17 +17,18 @@ import sys
 from collections.abc import Callable, Sequence
 from statistics import mean, median
 from time import perf_counter
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import harness
 import torch
 import torch.distributed as dist
+import typer
 from harness import HARDWARE, Call, Dated, Hardware, Json, Rate, Rounds
 from hosts import need_hosts
 from racks import Racks
 
 import mcr_plus as mcr
-from mcr_plus.core.units import format_size
+from mcr_plus.core.units import format_size, parse_size
 from mcr_plus.plan.scaling import Costs, Measured
 from mcr_plus.plan.topology import Topology
 from mcr_plus.tables.cost import Curve, placed
@@ -119,9 +121,9 @@ def topology(setting: Setting, rate: str) -> Topology:
     return Topology.of({"nodes": setting.racks * setting.hosts, "links": links})
 
 
-def turn(setting: Setting, way: str, rate: str) -> dict[str, dict[str, float]]:
+def turn(setting: Setting, way: str, rate: str, largest: int) -> dict[str, dict[str, float]]:
     """Microseconds by kind and bytes, of a job on new hosts."""
-    sizes = FITTED if setting is TWO else FORETOLD
+    sizes = [size for size in (FITTED if setting is TWO else FORETOLD) if size <= largest]
     with Racks(setting.racks, setting.hosts, rate, rate) as racks:
 
         def launch(words: Sequence[str]) -> None:
@@ -184,6 +186,7 @@ def _errors(errors: list[float]) -> list[str]:
 def main(
     rate: Rate = "100mbit",
     rounds: Rounds = 3,
+    largest: Annotated[str, typer.Option(help="Bytes up to which operations are measured.")] = "4MiB",
     hardware: Hardware = HARDWARE,
     output: Dated = None,
     figures: Json = None,
@@ -193,7 +196,7 @@ def main(
     for _ in range(rounds):
         for setting in (TWO, *SETTINGS):
             for way in WAYS:
-                times = turn(setting, way, rate)
+                times = turn(setting, way, rate, parse_size(largest))
                 found.setdefault(setting.name, {}).setdefault(way, []).append(times)
     middle = {
         setting: {

@@ -20,8 +20,9 @@ from mcr_plus.backends.shm import segment
 from mcr_plus.backends.shm.interpreter import Interpreter
 from mcr_plus.core.c10d import HashStore
 from mcr_plus.core.group import Group
-from mcr_plus.errors import BackendUnavailable, LaunchError
+from mcr_plus.errors import BackendUnavailable, LaunchError, PeerLost
 from mcr_plus.msccl.algorithm import OPERATIONS, RECEIVES, SENDS, Chunks, Program, Step, ThreadBlock
+from mcr_plus.rendezvous.watched_store import WatchedStore
 
 SHARED = Path("/dev/shm")
 
@@ -164,4 +165,14 @@ def test_memory_is_freed_with_the_store(answers: int) -> None:
     store: Any = Gone(answers)
     with pytest.raises(LaunchError, match=r"^group 'g': memory of backend msccl: the job's store does not"):
         segment.open_segment(store, Group("g", (0, 1), 0), jobs.small(2), 0.1)
+    assert not list(SHARED.glob(f"mcr-msccl-*-{os.getpid()}-*"))
+
+
+def test_a_rank_that_is_lost_is_no_late_one() -> None:
+    def lost() -> PeerLost:
+        return PeerLost("rank 1: process has died", [1], seen="process has died")
+
+    store = WatchedStore(HashStore(), 60.0, lost)
+    with pytest.raises(PeerLost):
+        segment.open_segment(store, Group("g", (0, 1), 0), jobs.small(2), 60)
     assert not list(SHARED.glob(f"mcr-msccl-*-{os.getpid()}-*"))

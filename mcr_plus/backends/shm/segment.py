@@ -125,6 +125,7 @@ def open_segment(store: Store, group: Group, shape: Shape, timeout: float, bells
     Raises:
         BackendUnavailable: a rank has failed; raised on all ranks, with the failure of that rank.
         LaunchError: ranks have not joined within `timeout` seconds, or the store does not answer.
+        PeerLost: a rank has been lost, if the waits of `store` end then (`WatchedStore`).
     """
     opening = _Opening(store, group, shape.nbytes, timeout)
     try:
@@ -196,6 +197,8 @@ class _Opening:
         """Wait for keys of ranks; raises `LaunchError`, which names the missing ranks."""
         try:
             self._store.wait(list(keys.values()), timedelta(seconds=self._timeout))
+        except McrError:  # a rank that is lost, which is no late one
+            raise
         except RuntimeError as error:
             missing = [rank for rank, key in keys.items() if not self._store.check([key])]
             if missing:

@@ -1,23 +1,43 @@
-"""Connections of this process that C++ libraries have opened, and keep to themselves."""
+"""Connections of this process that others have opened, such as C++ libraries, and keep to themselves.
+
+They are looked at through their descriptors, by the C library: a socket object of Python over a copy of one
+would change the flags that both share (`socket.setdefaulttimeout`).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
 import struct
-from collections.abc import Iterable, Mapping
-from typing import Final
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Final, NamedTuple
 
-# Of `struct tcp_info` in Linux's include/uapi/linux/tcp.h: tcpi_probes (without an answer), tcpi_backoff,
-# tcpi_unacked, tcpi_last_ack_recv (milliseconds since the last acknowledgement) and tcpi_notsent_bytes. A
-# peer that is slow or stopped acknowledges, or answers probes of its closed window, which count as
-# acknowledgements.
-_INFO: Final = struct.Struct("=3xBB3x16xI28xI84xI")
-_PROBES: Final = 2  # without an answer, of an idle connection; one may be on its way
+# Of `struct tcp_info` in Linux's include/uapi/linux/tcp.h: tcpi_probes (sent without an answer, of a closed
+# window or of an idle connection), tcpi_backoff, tcpi_unacked, and tcpi_last_ack_recv (milliseconds since the
+# last acknowledgement). The kernel of a process that is slow or stopped acknowledges, and answers probes.
+_INFO: Final = struct.Struct("=3xBB3x16xI28xI")
+_PROBES: Final = 2  # without an answer; that of one may be on its way
+_NAME_SIZE: Final = 128  # of struct sockaddr_storage
+_IDLE_S: Final = 1  # after which a connection is probed, and then again
+_KEEP_ALIVE: Final = (
+    (socket.TCP_KEEPIDLE, _IDLE_S),
+    (socket.TCP_KEEPINTVL, _IDLE_S),
+    (socket.TCP_KEEPCNT, 127),
+)
+_libc = ctypes.CDLL(None)
 
 Sockets = Mapping[int, str]
 """File descriptor → the kernel's name of the socket, which is never used again for another one."""
+
+
+class End(NamedTuple):
+    """One end of a connection; IPv4 addresses as such, also where the socket is one of IPv6."""
+
+    address: str
+    port: int
 
 
 def open_sockets() -> dict[int, str]:
@@ -32,18 +52,18 @@ def open_sockets() -> dict[int, str]:
     return found
 
 
+def peer_of(descriptor: int) -> End | None:
+    """The other end of a TCP connection; None of anything else."""
+    return _end(_libc.getpeername, descriptor) if _is_tcp(descriptor) else None
+
+
 def of_peers(sockets: Iterable[tuple[int, str]], address: str) -> dict[int, str]:
     """Those that are TCP connections whose own end has this address."""
-    return {descriptor: name for descriptor, name in sockets if _is_peers(descriptor, address)}
-
-
-def _is_peers(descriptor: int, address: str) -> bool:
-    try:
-        with socket.socket(fileno=os.dup(descriptor)) as connection:
-            is_tcp = connection.family == socket.AF_INET and connection.type == socket.SOCK_STREAM
-            return is_tcp and connection.getsockname()[0] == address and bool(connection.getpeername())
-    except OSError:  # no connection
-        return False
+    return {
+        descriptor: name
+        for descriptor, name in sockets
+        if peer_of(descriptor) and (own := _end(_libc.getsockname, descriptor)) and own.address == address
+    }
 
 
 def shut_down(sockets: Sockets) -> None:
@@ -51,35 +71,75 @@ def shut_down(sockets: Sockets) -> None:
     for descriptor, name in sockets.items():
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{descriptor}") == name:
-                with socket.socket(fileno=os.dup(descriptor)) as connection:
-                    connection.shutdown(socket.SHUT_RDWR)
+                shut(descriptor)
 
 
-def unacknowledged(sockets: Sockets, seconds: float, *, probes: bool = False) -> str:
-    """A peer that has not acknowledged for so long what it was sent, and sent again; empty if all have.
+def shut(descriptor: int) -> bool:
+    """End a connection; returns whether there was one."""
+    return bool(_libc.shutdown(descriptor, socket.SHUT_RDWR) == 0)
 
-    With `probes`, also one that does not answer when nothing is sent: connections are probed from now on, by
-    the kernel, once a second while they are idle.
+
+def unacknowledged(sockets: Sockets, seconds: float, hosts: Collection[str] | None = None) -> str:
+    """A peer whose kernel has answered nothing for so long; empty if all have, or were sent nothing.
+
+    With `hosts`, only connections to these addresses count, and the kernel probes them once a second from now
+    on while they are idle, so that one is found whose peer is to send.
     """
     for descriptor, name in sockets.items():
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{descriptor}") != name:
                 continue
-            with socket.socket(fileno=os.dup(descriptor)) as connection:
-                if connection.type != socket.SOCK_STREAM or connection.family == socket.AF_UNIX:
-                    continue
-                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
-                probed, backoff, unacked, since, unsent = _INFO.unpack(info.ljust(_INFO.size, b"\0"))
-                asked = (backoff and (unacked or unsent)) or (probes and probed >= _PROBES)
-                if asked and since >= 1e3 * seconds:
-                    return str(connection.getpeername()[0])
-                if probes and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE):
-                    _probe(connection)
+            peer = peer_of(descriptor)
+            if peer is None or (hosts is not None and peer.address not in hosts):
+                continue
+            probed, backoff, unacked, since = _INFO.unpack(
+                _option(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+            )
+            quiet = since / 1e3 - seconds
+            if quiet >= 0 and ((backoff and unacked) or probed >= _PROBES or (probed and quiet >= _IDLE_S)):
+                return peer.address
+            if hosts is not None:
+                _probe(descriptor)
     return ""
 
 
-def _probe(connection: socket.socket) -> None:
-    """Have the kernel probe a connection once a second while it is idle, and hold on to it for long."""
-    for option, value in ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 127)):
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+def _is_tcp(descriptor: int) -> bool:
+    with contextlib.suppress(OSError):
+        return _number(descriptor, socket.SOL_SOCKET, socket.SO_PROTOCOL) == socket.IPPROTO_TCP
+    return False
+
+
+def _probe(descriptor: int) -> None:
+    """Have the kernel probe an idle connection, and hold on to it for long."""
+    if not _number(descriptor, socket.SOL_SOCKET, socket.SO_KEEPALIVE):
+        for option, value in _KEEP_ALIVE:
+            _set(descriptor, socket.IPPROTO_TCP, option, value)
+        _set(descriptor, socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def _end(call: Callable[..., int], descriptor: int) -> End | None:
+    name, size = ctypes.create_string_buffer(_NAME_SIZE), ctypes.c_uint(_NAME_SIZE)
+    if call(descriptor, name, ctypes.byref(size)) != 0:
+        return None
+    family, port = struct.unpack_from("=H", name)[0], struct.unpack_from("!H", name, 2)[0]
+    if family == socket.AF_INET:
+        return End(socket.inet_ntop(family, name.raw[4:8]), port)
+    if family == socket.AF_INET6:
+        return End(socket.inet_ntop(family, name.raw[8:24]).removeprefix("::ffff:"), port)
+    return None
+
+
+def _option(descriptor: int, level: int, option: int, size: int) -> bytes:
+    """The value, with zeros where the kernel has less; raises `OSError` if there is none."""
+    value, length = ctypes.create_string_buffer(size), ctypes.c_uint(size)
+    if _libc.getsockopt(descriptor, level, option, value, ctypes.byref(length)) != 0:
+        raise OSError(f"descriptor {descriptor} has no such option")
+    return value.raw
+
+
+def _number(descriptor: int, level: int, option: int) -> int:
+    return int.from_bytes(_option(descriptor, level, option, 4), sys.byteorder)
+
+
+def _set(descriptor: int, level: int, option: int, value: int) -> None:
+    _libc.setsockopt(descriptor, level, option, struct.pack("=i", value), 4)

@@ -14,9 +14,14 @@ _FRESH: Final = 2.0  # seconds after which findings of an agent that does not ru
 
 
 class Findings:
-    """Of each rank of the job a word with its state, written by the agent, and one that it has left."""
+    """Of each rank of the job a word with its state, written by the agent, and one that it has left.
 
-    def __init__(self, memory: mmap.mmap, ranks: int) -> None:
+    Attributes:
+        addresses: at which this host meets the others.
+    """
+
+    def __init__(self, memory: mmap.mmap, ranks: int, addresses: Iterable[str] = ()) -> None:
+        self.addresses = frozenset(addresses)
         self._ranks = ranks
         self._memory: mmap.mmap | None = memory
         self._words = memoryview(memory).cast("Q")

@@ -78,7 +78,8 @@ def open_findings(
                 "socket": link.fileno(),
             }
             _start(order)
-        return Findings(memory, len(processes))
+        others = [answers[ranks[0]][1] for number, ranks in enumerate(hosts) if number != me]
+        return Findings(memory, len(processes), [each[0] for each in others if each is not None])
     finally:
         if link is not None:
             link.close()

@@ -93,6 +93,7 @@ class Peers:
         self._stop_grace = stop_grace
         self._suspected: dict[int, float] = {}  # rank → since when; see `suspect`
         self._next_doubt = 0.0  # when to look at connections again
+        self._is_silent = False  # whether one was silent then
         self._enough = 0.0  # seconds of silence with which a suspicion is right
         self._stopped: dict[int, tuple[float, float]] = {}  # rank → first and last look that found it so
         self.processes = tuple(processes)
@@ -183,15 +184,17 @@ class Peers:
         return self.status(rank) in ("dead", "stopped", "silent")
 
     def has_silent_connection(self) -> bool:
-        """Whether a connection of this process to another host has acknowledged nothing for a while.
+        """Whether a connection to another host of the job has acknowledged nothing for a while.
 
-        Looks every few tenths of a second, in jobs on several hosts only.
+        Looks every few tenths of a second, in jobs on several hosts only; between looks, as it was.
         """
-        now = time.monotonic()
-        if self._findings is None or now < self._next_doubt:
+        findings, now = self._findings, time.monotonic()
+        if findings is None:
             return False
-        self._next_doubt = now + _DOUBT_EVERY
-        return bool(unacknowledged(open_sockets(), _UNACKNOWLEDGED, probes=True))
+        if now >= self._next_doubt:
+            self._next_doubt = now + _DOUBT_EVERY
+            self._is_silent = bool(unacknowledged(open_sockets(), _UNACKNOWLEDGED, findings.addresses))
+        return self._is_silent
 
     def suspect(self, ranks: Iterable[int]) -> None:
         """Note that an error of a library, or what another rank has seen, speaks for the loss of these.

@@ -7,12 +7,12 @@ request when the store's host is cut off, or its process stopped, would learn no
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from mcr_plus.core.sockets import open_sockets, peer_of, shut
 from mcr_plus.rendezvous.store import forget_store
 
 if TYPE_CHECKING:
@@ -57,19 +57,10 @@ def release(host: str, port: int) -> int:
     """Shut down all connections of this process to a server; returns their number."""
     with contextlib.suppress(OSError):
         addresses = {info[4][0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
-        return sum(_shut(int(name), addresses, port) for name in os.listdir("/proc/self/fd"))
+        ends = ((descriptor, peer_of(descriptor)) for descriptor in open_sockets())
+        return sum(
+            shut(descriptor)
+            for descriptor, end in ends
+            if end is not None and end.address in addresses and end.port == port
+        )
     return 0
-
-
-def _shut(descriptor: int, addresses: set[Any], port: int) -> bool:
-    try:
-        if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
-            return False
-        with socket.socket(fileno=os.dup(descriptor)) as connection:
-            name = connection.getpeername()
-            if name[0].removeprefix("::ffff:") not in addresses or name[1] != port:
-                return False
-            connection.shutdown(socket.SHUT_RDWR)
-            return True
-    except (OSError, IndexError, TypeError, AttributeError):  # no connection, or one of another kind
-        return False

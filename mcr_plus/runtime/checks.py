@@ -18,6 +18,7 @@ from mcr_plus.core.file_limit import descriptors_left, lacking_descriptors
 from mcr_plus.errors import BackendError, BackendUnavailable, ConfigError
 from mcr_plus.rendezvous.store import exchange
 from mcr_plus.rendezvous.world import World
+from mcr_plus.runtime.process import job
 from mcr_plus.selection.checks import check_targets, checked_tables
 from mcr_plus.tables.fingerprint import differences, fingerprint_here, library_versions
 
@@ -162,6 +163,8 @@ def _drop_foreign_backends(
             raise BackendUnavailable(f"backend {name} was asked for, but {refusal}")
         if refusal:
             del kept[name]
+            if epoch:
+                job.disabled.add(name)  # its end would wait for ranks that are not left
             if strict and world.rank == 0:
                 _log.warning("epoch %d goes on without %s: %s", epoch, name, refusal)
     return kept

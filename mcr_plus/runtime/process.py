@@ -84,11 +84,8 @@ class Job:
                     backend.finalize()
                 else:
                     backend.leave_launcher()
-            if (
-                all(backend.name != "mpi" for backend in self.backends.values())
-                and "mpi" not in self.disabled
-            ):
-                _end_unused_mpi()
+            if all(backend.name != "mpi" for backend in self.backends.values()):
+                _end_unused_mpi(waits="mpi" not in self.disabled)
 
     def _after_fork(self) -> None:
         """Take the forked child out of the job."""
@@ -98,11 +95,11 @@ class Job:
             self.runtime = None
 
 
-def _end_unused_mpi() -> None:
-    """End MPI if it only carried the address of the job's store."""
+def _end_unused_mpi(*, waits: bool) -> None:
+    """End MPI if it only carried the address of the job's store. `waits`: for the other ranks."""
     if "mpi4py.MPI" in sys.modules:
         mpi: Any = backend_class("mpi")
-        mpi.end_library()
+        (mpi.end_library if waits else mpi.leave_unfinalized)()
 
 
 job = Job()

@@ -41,6 +41,7 @@ from mcr_plus.rendezvous.store import exchange, join_store, met_in, own_server, 
 from mcr_plus.rendezvous.store_release import StoreRelease
 from mcr_plus.rendezvous.watched_store import WatchedStore
 from mcr_plus.runtime import init
+from mcr_plus.runtime.process import job
 
 if TYPE_CHECKING:
     from mcr_plus.config.schema import Config
@@ -257,6 +258,8 @@ def begin_epoch(before: Runtime, watch: Watch) -> Runtime:
     went no further would not be told of by the boards of a world that others have.
     """
     roster, limit = watch.roster, before.world.timeout
+    if not roster.is_remnant:
+        job.disabled.add("mpi")  # whose end would wait for ranks that live and are not left
     new, failure = None, None
     release: StoreRelease | None = None
     try:

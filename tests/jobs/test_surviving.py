@@ -117,6 +117,10 @@ def test_mpi_is_left_out_where_a_rank_is_lost_that_lives(tmp_path: Path) -> None
         job.gone_on([0, 2])
         job.end([0, 2])
         assert "epoch 1 goes on without mpi: MPI serves the ranks" in Path(tmp_path, "errors").read_text()
+        ends = time.monotonic() + 20
+        while any(Path(f"/proc/{job.pids[rank]}").exists() for rank in (0, 2)):
+            assert time.monotonic() < ends, "they wait for the stopped rank at their end"
+            time.sleep(0.05)
 
 
 @several_hosts

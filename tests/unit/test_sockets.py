@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mcr_plus.core.sockets import open_sockets, unacknowledged
+from mcr_plus.core.sockets import End, of_peers, open_sockets, peer_of, shut_down, unacknowledged
+
+HERE = {"127.0.0.1"}
 
 
 @contextmanager
@@ -20,29 +24,56 @@ def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield one, other
 
 
-def test_connections_that_acknowledge_are_not_named() -> None:
-    with connected() as (one, other):
-        one.sendall(b"x" * 1000)
-        assert unacknowledged(open_sockets(), 0.0) == ""
-        # A closed window: the peer reads nothing, and its kernel answers all the same.
+def test_a_peer_that_reads_nothing_is_not_silent() -> None:
+    with connected() as (one, _):
         one.setblocking(False)
         try:
             while True:
                 one.send(b"x" * 65536)
         except BlockingIOError:
             pass
-        assert unacknowledged(open_sockets(), 0.6) == ""
-        assert other.recv(1000)
+        ends = time.monotonic() + 3  # probes of the closed window have pauses of 0.2, 0.4, 0.8, ... seconds
+        while time.monotonic() < ends:
+            assert unacknowledged(open_sockets(), 0.6, HERE) == ""
+            time.sleep(0.05)
 
 
-def test_idle_connections_are_probed_once_that_is_asked_for() -> None:
-    pair = socket.socketpair()  # of no host
-    with connected() as (one, other), pair[0], pair[1]:
-        assert unacknowledged(open_sockets(), 0.6) == ""
-        assert not one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        assert unacknowledged(open_sockets(), 0.6, probes=True) == ""
+def test_idle_connections_to_the_given_hosts_are_probed() -> None:
+    pair = socket.socketpair()  # to no host
+    with connected() as (one, other), pair[0], pair[1], socket.create_server(("127.0.0.1", 0)) as listening:
+        for hosts in (None, {"10.1.2.3"}):
+            assert unacknowledged(open_sockets(), 0.6, hosts) == ""
+            assert not one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert unacknowledged(open_sockets(), 0.6, HERE) == ""
         for each in (one, other):
             assert each.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             assert each.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 1
             assert each.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 127
-        assert not pair[0].getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert not listening.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+def test_a_look_changes_nothing_of_a_socket() -> None:
+    with connected() as (one, other):
+        before = len(os.listdir("/proc/self/fd"))
+        socket.setdefaulttimeout(5.0)
+        try:
+            assert unacknowledged(open_sockets(), 0.0) == ""
+            assert of_peers(open_sockets().items(), "127.0.0.1").keys() == {one.fileno(), other.fileno()}
+        finally:
+            socket.setdefaulttimeout(None)
+        assert os.get_blocking(one.fileno())
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_ends_of_both_families() -> None:
+    with connected() as (one, other), open(os.devnull) as file:
+        assert peer_of(one.fileno()) == End(*other.getsockname())
+        assert peer_of(file.fileno()) is None
+    with (
+        socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as server,
+        socket.create_connection(("127.0.0.1", server.getsockname()[1])) as one,
+        server.accept()[0] as other,
+    ):
+        assert peer_of(other.fileno()) == End(*one.getsockname())
+        shut_down({other.fileno(): open_sockets()[other.fileno()]})
+        assert one.recv(1) == b""

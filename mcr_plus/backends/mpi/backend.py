@@ -34,6 +34,7 @@ from mcr_plus.rendezvous.mpi_library import MISSING, REMEDY, load_mpi
 from mcr_plus.rendezvous.world import World
 
 _MAX_COUNT: Final = 2**31 - 1
+_HOW_TO_START: Final = "start the job with mcr-plus run or mpirun, or name no mpi in `backends`"
 _BREAKING: Final = ("TRUNCATE", "IN_STATUS", "INTERN", "UNKNOWN")  # classes of errors
 
 _log = logging.getLogger("mcr_plus")
@@ -90,26 +91,32 @@ class MpiBackend(Backend):
     @classmethod
     def unavailable_in(cls, world: World) -> str:
         """See `Backend`: an MPI launcher must have started the job."""
-        remedy = "start the job with mcr-plus run or mpirun, or name no mpi in `backends`"
-        # Initialising MPI in a process that it did not start takes a second, for a world of one rank.
-        if "mpi4py.MPI" not in sys.modules and not started_by_mpi():
-            return f"no MPI launcher started this job; {remedy}"
-        try:
-            comm = shrinking.everyone()
-        except BackendUnavailable as error:
-            return str(error)
+        refusal = cls.off or cls._not_started()
         if world.roster is not None and world.roster.epoch > 0:
-            reason, off = shrinking.follow(world, world.roster, cls.off)
-            cls.off = cls.off or off
-            return reason or off
-        if cls.off:
-            return cls.off
+            refusal = shrinking.follow(world, world.roster, refusal)
+            cls.off = cls.off or refusal
+            return refusal
+        if refusal:
+            return refusal
+        comm = shrinking.everyone()
         if (comm.size, comm.rank) == (world.size, world.rank):
             return ""
         return (
             f"MPI sees rank {comm.rank} of {comm.size} where the job has rank {world.rank} of {world.size}; "
-            f"{remedy}"
+            f"{_HOW_TO_START}"
         )
+
+    @staticmethod
+    def _not_started() -> str:
+        """Why there is no MPI in this process; empty if there is."""
+        # Initialising MPI in a process that it did not start takes a second, for a world of one rank.
+        if "mpi4py.MPI" not in sys.modules and not started_by_mpi():
+            return f"no MPI launcher started this job; {_HOW_TO_START}"
+        try:
+            load_mpi()
+        except BackendUnavailable as error:
+            return str(error)
+        return ""
 
     @classmethod
     def supports(cls, signature: Signature) -> Support:
@@ -208,7 +215,12 @@ class MpiBackend(Backend):
         cls.off = cls.off or reason
 
     def leave_launcher(self) -> None:
-        """See `Backend`: Open MPI's launcher ends all ranks when one exits without having called PMIx.
+        """See `Backend`."""
+        self.leave_unfinalized()
+
+    @staticmethod
+    def leave_unfinalized() -> None:
+        """Say good-bye to Open MPI's launcher, which ends all ranks when one exits without a word.
 
         If the program has loaded MPI before us, mpi4py ends it, which needs PMIx.
         """

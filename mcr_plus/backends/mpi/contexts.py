@@ -34,7 +34,7 @@ class Contexts:
 
     Attributes:
         unreserved: communicators of this process that no group has reserved.
-        in_the_making: communicators of this process that have been begun and are not made yet.
+        in_the_making: communicators of this process that have been begun and are not made.
     """
 
     unreserved: ClassVar[int] = _OF_A_PROCESS

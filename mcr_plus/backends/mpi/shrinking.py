@@ -35,36 +35,38 @@ def everyone() -> Any:
     return load_mpi().COMM_WORLD if _Remnant.comm is None else _Remnant.comm
 
 
-def follow(world: World, roster: Roster, off: str) -> tuple[str, str]:
+def follow(world: World, roster: Roster, refusal: str) -> str:
     """Have the communicator of an epoch's members; collective over them.
 
-    `off`: why MPI is unusable in this process already; empty if it is not. Returns why there is none, and why
-    MPI is unusable from now on; empty texts if it is not.
+    `refusal`: why MPI is unusable in this process already; empty if it is not. Returns why there is none.
     """
-    before = everyone()
-    is_known = (before.size, before.rank) == (world.size, world.rank)
     if not roster.is_remnant:  # the same on all
-        return "MPI serves the ranks that are left only where all others have died, and none has joined", ""
+        return "MPI serves the ranks that are left only where all others have died, and none has joined"
+    is_known = False
+    if not refusal:
+        before = everyone()
+        is_known = (before.size, before.rank) == (world.size, world.rank)
+        refusal = _hindrance(roster.epoch)
     assert world.store is not None
-    mine = json.dumps([is_known, off or _hindrance(roster.epoch)])
+    mine = json.dumps([is_known, refusal])
     answers = exchange(world.store, world.rank, world.size, "mpi/shrink", mine, world.timeout)
-    known, hindrances = zip(*map(json.loads, answers), strict=True)
-    if reason := next(filter(None, hindrances), ""):
-        return reason, ""
+    known, refusals = zip(*map(json.loads, answers), strict=True)
+    if reason := next(filter(None, refusals), ""):
+        return str(reason)
     if all(known):
         _Remnant.epoch = roster.epoch
-        return "", ""
-    shrinking = _Shrinking(before)
+        return ""
+    shrinking = _Shrinking(everyone())
     shrinking.start()
     shrinking.join(_PATIENCE)
     if shrinking.is_alive():
-        return "", f"MPI has made no communicator of the ranks that are left within {_PATIENCE:g} s"
+        return f"MPI has made no communicator of the ranks that are left within {_PATIENCE:g} s"
     if shrinking.comm is None:
-        return f"MPI has made no communicator of the ranks that are left: {shrinking.problem}", ""
+        return f"MPI has made no communicator of the ranks that are left: {shrinking.problem}"
     if (shrinking.comm.size, shrinking.comm.rank) != (world.size, world.rank):
-        return f"MPI sees {shrinking.comm.size} ranks that are left, the job {world.size}", ""
+        return f"MPI sees {shrinking.comm.size} ranks that are left, the job {world.size}"
     _Remnant.comm, _Remnant.epoch = shrinking.comm, roster.epoch
-    return "", ""
+    return ""
 
 
 def _hindrance(epoch: int) -> str:
@@ -75,7 +77,7 @@ def _hindrance(epoch: int) -> str:
     if not hasattr(mpi.Comm, "Shrink") or mpi.Query_thread() < mpi.THREAD_SERIALIZED:
         return "this MPI library goes on with no communicator of which a rank was lost"
     if Contexts.in_the_making:  # Open MPI 5.0.11 crashes when it learns of the next death
-        return "a rank has died while MPI was making a communicator"
+        return "a rank has died while MPI was making a communicator, or MPI has failed to make one"
     return ""
 
 

@@ -12,10 +12,10 @@ count.
 The threshold is 1.2303 × the mean magnitude: where the quantiser of four levels with the least squared error
 for a Gaussian has it (Max, "Quantizing for Minimum Distortion", 1960: 0.9816 σ, and the mean magnitude is
 0.7979 σ). Each level is the mean of the magnitudes that it stands for, which has the least error for given
-codes (Lloyd, "Least Squares Quantization in PCM", 1982), whatever the distribution; 0 where it stands for none.
+codes (Lloyd, "Least Squares Quantization in PCM", 1982), whatever the distribution; 0 if it stands for none.
 
 Sums are made in a fixed order, so they are the same everywhere: of the values with the numbers j, j + 32,
-j + 64 and j + 96 from first to last, then the upper half of the 32 sums is added to the lower, five times over.
+j + 64 and j + 96 from first to last, then the upper half of the sums is added to the lower, five times over.
 Magnitudes are divided by 128, lest a sum overflow. A block that holds a NaN or an infinity has levels of NaN
 and codes of 0, so all of it decodes to NaN.
 """

@@ -1,146 +1,41 @@
-"""The k values of largest magnitude of every chunk of N values, their places in few bits: torch reference, CPU.
+"""The k values of largest magnitude of every chunk of N values: torch reference, CPU kernels, launchers.
 
-Payload of n values: a record for each of the n // N whole chunks, then one for the rest, if there is one, as
-for a chunk of that length. A record is words of 32 bits, little endian, of a length that follows from the
-lengths alone, and has four parts, each filled up to whole words:
+Payloads are those of `kernels.topk_records`, with places in few bits.
 
-    levels    two bfloat16, the lower in the low half; only for values of 4 or 2 bits
-    upper     the upper bits of places, as below
-    lower     k × l bits: the l lower bits of each place
-    codes     k × 32, 16, 4 or 2 bits: the values
+Selection is that of `kernels.topk`, chunk by chunk: magnitudes are compared as the integer |bits|, so
+infinity and NaN are the largest; of equal magnitudes at the edge those of lower index are sent.
 
-Places ascend. With l lower bits, the upper part has bit (place >> l) + j set for the j-th place: the coding of
-Elias, "Efficient Storage and Retrieval by Content and Address of Static Files", 1974, and Fano, 1971, of 2 + l
-bits a place or less, within half a bit of the least. For 64 of 4096 values it takes 8 bits where a place by
-itself has 12. Where one bit for every value is shorter, `upper` is that, and there are no lower bits. What is
-shortest follows from N and k.
-
-Selection is that of `kernels.topk`, chunk by chunk: magnitudes are compared as the integer |bits|, so infinity
-and NaN are the largest; of equal magnitudes at the edge those of lower index are sent.
-
-Values of 32 and 16 bits are float32 and bfloat16. Those of 4 and 2 bits are a sign in the lowest bit and the
-number of a magnitude; the magnitudes of a chunk are on levels of its own, between those of its k values:
+Values of 32 and 16 bits are float32 and bfloat16. Those of 4 and 2 bits are a sign in the lowest bit and
+the number of a magnitude; the magnitudes of a chunk are on levels of its own, between those of its k
+values:
 
     4 bits    eight at equal distances from the smallest to the largest; the nearest is taken
     2 bits    two: the means of the magnitudes up to a threshold and above it (Lloyd 1982). The threshold is
               smallest + 1.594 × (mean - smallest): what is beyond a high threshold is nearly exponential
               there, and for exponentials the quantiser of least error has it at 1.594 of the mean
 
-Both are to nearest, so they are biased; error feedback sends the rest. Levels are bfloat16. Means are made of
-integers, units of 2^-36 of the power of two above the largest, so that their sums are exact in any order. If
-one of the k values is not finite, both levels are NaN and all k decode to NaN.
+Both are to nearest, so they are biased; error feedback sends the rest. Levels are bfloat16. Means are made
+of integers, units of 2^-36 of the power of two above the largest, so that their sums are exact in any
+order. If one of the k values is not finite, both levels are NaN and all k decode to NaN.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from mcr_plus.errors import BackendError
 from mcr_plus.kernels import cpu
 from mcr_plus.kernels.topk import FLAGS, gather_block
+from mcr_plus.kernels.topk_records import Chunking, Form, split
 
-LARGEST: Final = 1 << 16
-"""The longest chunk, whose places have 16 bits."""
 TAIL: Final = 1.594
 UNITS: Final = 36
 LARGEST_LEVEL: Final = 0x7F7F
 """The largest finite bfloat16, as bits."""
-
-Array = NDArray[Any]
-
-
-@dataclass(frozen=True)
-class Chunking:
-    """The option values that determine a payload: `chunk` values, of which `ratio` are sent in `bits` bits."""
-
-    chunk: int
-    ratio: float
-    bits: int
-
-    def sent(self, numel: int) -> int:
-        """Number of values sent of `numel`."""
-        whole, rest = divmod(numel, self.chunk)
-        return whole * self.sent_of(self.chunk) + (self.sent_of(rest) if rest else 0)
-
-    def sent_of(self, length: int) -> int:
-        """Number of values sent of one chunk."""
-        return min(length, max(1, math.ceil(self.ratio * length)))
-
-    def forms(self, numel: int) -> Iterator[tuple[Form, int]]:
-        """The forms of records, and how many have them."""
-        whole, rest = divmod(numel, self.chunk)
-        if whole:
-            yield form_of(self.chunk, self.sent_of(self.chunk), self.bits), whole
-        if rest:
-            yield form_of(rest, self.sent_of(rest), self.bits), 1
-
-
-@dataclass(frozen=True)
-class Form:
-    """What a record is made of: `sent` of `length` values in `bits` bits; parts begin at the words `upper`, …
-
-    `low`: the lower bits of a place. `spread`: 1 where the j-th place is moved by j, 0 for a bit a value.
-    """
-
-    length: int
-    sent: int
-    bits: int
-    low: int
-    spread: int
-    upper: int
-    lower: int
-    codes: int
-    words: int
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The fields in this order, for kernels."""
-        head = (self.length, self.sent, self.bits, self.low, self.spread)
-        return (*head, self.upper, self.lower, self.codes, self.words)
-
-
-@cache
-def form_of(length: int, sent: int, bits: int) -> Form:
-    """The shortest form."""
-    places = [(_words(length), 0, -1)]  # a bit for every value
-    for low in range(length.bit_length()):
-        upper = _words(sent + ((length - 1) >> low))
-        places.append((upper + _words(sent * low), upper, low))
-    total, upper, low = min(places)
-    head = 1 if bits < 16 else 0
-    upper = total if low < 0 else upper
-    at = (head, head + upper, head + total)
-    return Form(length, sent, bits, max(low, 0), int(low >= 0), *at, head + total + _words(sent * bits))
-
-
-def _words(bits: int) -> int:
-    return -(-bits // 32)
-
-
-def nbytes(numel: int, how: Chunking) -> int:
-    """Length of a payload, a multiple of 4."""
-    return 4 * sum(form.words * count for form, count in how.forms(numel))
-
-
-def split(
-    wire: torch.Tensor, values: torch.Tensor, how: Chunking
-) -> Iterator[tuple[Form, torch.Tensor, torch.Tensor]]:
-    """Each form with its records, as int32, and its values, chunks × words and chunks × length; views."""
-    at = word = 0
-    words = wire.view(torch.int32)
-    for form, count in how.forms(values.numel()):
-        end, last = at + form.length * count, word + form.words * count
-        yield form, words[word:last].view(count, form.words), values[at:end].view(count, form.length)
-        at, word = end, last
-
 
 # --- torch: what the CPU kernels are tested against, and what runs on a GPU ---------------------------------
 
@@ -233,9 +128,7 @@ def encode_reference(values: torch.Tensor, wire: torch.Tensor, how: Chunking) ->
         records[:, form.codes :] = codes
 
 
-def contents_reference(
-    records: torch.Tensor, form: Form
-) -> tuple[torch.Tensor, torch.Tensor]:
+def contents_reference(records: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
     """The places (int64) and the values (float32) of records, chunks × sent."""
     flags = _unpack(records[:, form.upper : form.lower], 32 * (form.lower - form.upper), 1)
     spread = form.spread * torch.arange(form.sent, device=records.device)
@@ -273,7 +166,7 @@ _SIGN: Final = np.uint32(31)
 _EXPONENT: Final = np.uint32(23)
 _BIAS: Final = np.int64(127)
 _BELOW: Final = np.uint32(1 << 20)
-"""A sixteenth to an eighth: about twice as many values of a Gaussian's tail reach a threshold so far below."""
+"""A sixteenth to an eighth: about twice as many of a Gaussian's tail reach a threshold so far below."""
 _TOP: Final = np.float32(7)
 
 
@@ -499,7 +392,9 @@ def _read_values(record, form, values):  # type: ignore[no-untyped-def]
             at = i * bits
             code = np.uint32(np.uint32(record[codes + (at >> 5)] >> np.uint32(at & 31)) & mask)
             level = levels[code >> _ONE]
-            values[i] = np.uint32(np.float32(level).view(np.uint32) ^ np.uint32(code << _SIGN)).view(np.float32)
+            values[i] = np.uint32(np.float32(level).view(np.uint32) ^ np.uint32(code << _SIGN)).view(
+                np.float32
+            )
 
 
 @cpu.compiled
@@ -593,6 +488,6 @@ def clear(wire: torch.Tensor, values: torch.Tensor, how: Chunking) -> None:
 def _check(wrong: list[int], form: Form) -> None:
     if any(wrong):
         raise BackendError(
-            f"a topk payload contradicts itself: {sum(wrong)} chunks do not hold the places of {form.sent} of "
-            f"{form.length} values"
+            f"a topk payload contradicts itself: {sum(wrong)} chunks do not hold the places of {form.sent} "
+            f"of {form.length} values"
         )

@@ -1,4 +1,4 @@
-"""The kernels of topk in chunks agree bit for bit; places are the largest; the quantisers keep their promises."""
+"""The kernels of topk in chunks agree bit for bit; the largest are sent; errors are within their bounds."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from tiers import examples
 
 from mcr_plus.errors import BackendError
 from mcr_plus.kernels import topk_chunks as kernel
-from mcr_plus.kernels.topk_chunks import Chunking
+from mcr_plus.kernels import topk_records
+from mcr_plus.kernels.topk_records import Chunking
 
 SIZES = (1, 7, 100, 101, 5003, 9000)
 BITS = (32, 16, 4, 2)
 
 
 def encoded(values: torch.Tensor, how: Chunking) -> torch.Tensor:
-    wire = torch.full((kernel.nbytes(values.numel(), how),), 0xA5, dtype=torch.uint8)
+    wire = torch.full((topk_records.nbytes(values.numel(), how),), 0xA5, dtype=torch.uint8)
     kernel.encode(values, wire, how)
     return wire
 
@@ -35,7 +36,7 @@ def decoded(values: torch.Tensor, how: Chunking) -> torch.Tensor:
 
 def by_reference(wire: torch.Tensor, numel: int, how: Chunking) -> torch.Tensor:
     out = torch.zeros(numel)
-    for form, records, rows in kernel.split(wire, out, how):
+    for form, records, rows in topk_records.split(wire, out, how):
         rows.scatter_(1, *kernel.contents_reference(records, form))
     return out
 
@@ -99,7 +100,7 @@ def test_a_place_takes_no_more_bits_than_it_must(length: int, ratio: float) -> N
     """Within half a bit a place of the bits that the number of choices needs, and 64 bits of filling up."""
     how = Chunking(length, ratio, 32)
     sent = how.sent_of(length)
-    form = kernel.form_of(length, sent, 32)
+    form = topk_records.form_of(length, sent, 32)
     places = 32 * (form.codes - form.upper)
     choices = math.lgamma(length + 1) - math.lgamma(sent + 1) - math.lgamma(length - sent + 1)
     assert places <= min(length + 31, sent * math.ceil(math.log2(length + 1)) + sent + 64)
@@ -108,11 +109,11 @@ def test_a_place_takes_no_more_bits_than_it_must(length: int, ratio: float) -> N
 
 def test_records_of_sparseloco() -> None:
     """64 of 4096 values in 2 bits: 128 + 384 bits of places, 128 of values, and a word of levels."""
-    form = kernel.form_of(4096, 64, 2)
+    form = topk_records.form_of(4096, 64, 2)
     assert (form.low, form.spread) == (6, 1)
     assert [form.upper, form.lower, form.codes, form.words] == [1, 5, 17, 21]
-    assert kernel.nbytes(4096 * 10, Chunking(4096, 1 / 64, 2)) == 840
-    dense = kernel.form_of(4096, 2000, 2)
+    assert topk_records.nbytes(4096 * 10, Chunking(4096, 1 / 64, 2)) == 840
+    dense = topk_records.form_of(4096, 2000, 2)
     assert (dense.low, dense.spread, dense.lower - dense.upper) == (0, 0, 128)
 
 

@@ -83,7 +83,7 @@ def encode_reference(values: torch.Tensor, wire: torch.Tensor) -> None:
     factors = torch.tensor([factor_of(count) for count in range(BLOCK + 1)])
     parts = rows.abs() / BLOCK
     sums = _folded(parts)
-    above = parts * BLOCK > (sums * factors[counts] * THRESHOLD)[:, None, None]
+    above = rows.abs() > (sums * factors[counts] * THRESHOLD)[:, None, None]
     many = above.sum((1, 2))
     means = [
         _folded(parts.where(~above, 0.0)) * factors[counts - many],
@@ -116,9 +116,11 @@ _NAN: Final = np.uint32(0x7FC0)
 _PART: Final = np.float32(1 / BLOCK)
 _WHOLE: Final = np.float32(BLOCK)
 _THRESHOLD: Final = np.float32(THRESHOLD)
-_ZERO: Final = np.float32(0)
 _NONE: Final = np.uint32(0)
 _ONE: Final = np.uint32(1)
+_TWO: Final = np.uint32(2)
+_FOUR: Final = np.uint32(4)
+_ALL: Final = np.uint32(0xFFFFFFFF)
 _HALF: Final = np.uint32(16)
 _ROUND: Final = np.uint32(0x7FFF)
 _CAP: Final = np.uint32(LARGEST_LEVEL)
@@ -143,60 +145,78 @@ def _level(total, count):  # type: ignore[no-untyped-def]
 
 
 @cpu.inlined
+def _part(magnitude):  # type: ignore[no-untyped-def]
+    return np.float32(np.uint32(magnitude).view(np.float32) * _PART)
+
+
+@cpu.inlined
 def _mean(bits, sums):  # type: ignore[no-untyped-def]
-    for j in range(LANES):
-        sums[j] = _ZERO
-    for k in range(ROWS):
-        row = bits[k * LANES : k * LANES + LANES]
-        for j in range(row.size):
-            sums[j] += np.uint32(row[j] & _MAGNITUDE).view(np.float32) * _PART
+    for j in range(sums.size):
+        first, second = _part(bits[j] & _MAGNITUDE), _part(bits[j + 32] & _MAGNITUDE)
+        third, fourth = _part(bits[j + 64] & _MAGNITUDE), _part(bits[j + 96] & _MAGNITUDE)
+        sums[j] = ((first + second) + third) + fourth
     return _fold(sums)
+
+
+@cpu.inlined
+def _above(value, edge):  # type: ignore[no-untyped-def]
+    """All bits if the magnitude is above the threshold, none otherwise."""
+    return np.uint32(_NONE - np.uint32(np.uint32(value & _MAGNITUDE) > edge))
+
+
+@cpu.inlined
+def _code(value, above):  # type: ignore[no-untyped-def]
+    return np.uint32(np.uint32(value >> _THIRTY_ONE) | np.uint32(above & _TWO))
+
+
+@cpu.inlined
+def _write_codes(bits, edge, codes, many):  # type: ignore[no-untyped-def]
+    for j in range(codes.size):
+        a, b, c, d = bits[j], bits[j + 32], bits[j + 64], bits[j + 96]
+        p, q, r, s = _above(a, edge), _above(b, edge), _above(c, edge), _above(d, edge)
+        lower = np.uint32(_code(a, p) | np.uint32(_code(b, q) << _TWO))
+        upper = np.uint32(_code(c, r) | np.uint32(_code(d, s) << _TWO))
+        codes[j] = np.uint8(np.uint32(lower | np.uint32(upper << _FOUR)))
+        many[j] = np.uint32(_NONE - np.uint32(np.uint32(p + q) + np.uint32(r + s)))
+
+
+@cpu.inlined
+def _add_parts(bits, edge, flip, sums):  # type: ignore[no-untyped-def]
+    """Sums of the magnitudes above the threshold; with `flip`, all bits, of the others."""
+    for j in range(sums.size):
+        a, b = bits[j] & _MAGNITUDE, bits[j + 32] & _MAGNITUDE
+        c, d = bits[j + 64] & _MAGNITUDE, bits[j + 96] & _MAGNITUDE
+        p, q = np.uint32(_above(a, edge) ^ flip), np.uint32(_above(b, edge) ^ flip)
+        r, s = np.uint32(_above(c, edge) ^ flip), np.uint32(_above(d, edge) ^ flip)
+        sums[j] = ((_part(a & p) + _part(b & q)) + _part(c & r)) + _part(d & s)
 
 
 @cpu.inlined
 def _encode_block(bits, count, levels, codes, work):  # type: ignore[no-untyped-def]
     """Write the levels and codes of 128 values, of which `count` are the tensor's."""
-    low, high, many, bytes_ = work
-    total = _mean(bits, low)
+    sums, many = work
+    total = _mean(bits, sums)
     if not total < _INFINITE:
         levels[0] = levels[1] = np.uint16(_NAN)
         for j in range(codes.size):
             codes[j] = 0
         return
-    threshold = np.float32(np.float32(total * np.float32(_WHOLE / np.float32(count))) * _THRESHOLD)
-    for j in range(LANES):
-        low[j] = high[j] = _ZERO
-        many[j] = bytes_[j] = np.uint32(0)
-    for k in range(ROWS):
-        row, shift = bits[k * LANES : k * LANES + LANES], np.uint32(2 * k)
-        for j in range(row.size):
-            magnitude = np.uint32(row[j] & _MAGNITUDE).view(np.float32)
-            part = np.float32(magnitude * _PART)
-            above = np.uint32(np.float32(part * _WHOLE) > threshold)
-            high[j] += part if above else _ZERO
-            low[j] += _ZERO if above else part
-            many[j] = np.uint32(many[j] + above)
-            sign = np.uint32(row[j] >> _THIRTY_ONE)
-            code = np.uint32(sign | np.uint32(above << _ONE))
-            bytes_[j] = np.uint32(bytes_[j] | np.uint32(code << shift))
-    for j in range(codes.size):
-        codes[j] = np.uint8(bytes_[j])
+    mean = np.float32(total * np.float32(_WHOLE / np.float32(count)))
+    edge = np.float32(mean * _THRESHOLD).view(np.uint32)  # as bits magnitudes are in the same order
+    _write_codes(bits, edge, codes, many)
     found = np.uint32(0)
-    for j in range(LANES):
+    for j in range(many.size):
         found = np.uint32(found + many[j])
-    levels[0] = np.uint16(_level(_fold(low), np.int64(count) - np.int64(found)))
-    levels[1] = np.uint16(_level(_fold(high), np.int64(found)))
+    _add_parts(bits, edge, _ALL, sums)
+    levels[0] = np.uint16(_level(_fold(sums), np.int64(count) - np.int64(found)))
+    _add_parts(bits, edge, _NONE, sums)
+    levels[1] = np.uint16(_level(_fold(sums), np.int64(found)))
 
 
 @cpu.inlined
 def _work():  # type: ignore[no-untyped-def]
     # Separate arrays, which LLVM knows to be separate.
-    return (
-        np.empty(LANES, np.float32),
-        np.empty(LANES, np.float32),
-        np.empty(LANES, np.uint32),
-        np.empty(LANES, np.uint32),
-    )
+    return np.empty(LANES, np.float32), np.empty(LANES, np.uint32)
 
 
 @cpu.inlined

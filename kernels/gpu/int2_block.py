@@ -51,7 +51,7 @@ def _encode(values, levels, codes, numel, threshold, cap, rows: tl.constexpr):  
         at = block[:, None] * 128 + k * 32 + lane
         x = tl.load(values + at, at < numel, 0.0)
         part = tl.abs(x) * 0.0078125
-        above = part * 128.0 > edge
+        above = tl.abs(x) > edge
         high += tl.where(above, part, 0.0)
         low += tl.where(above, 0.0, part)
         many += above.to(tl.int32)

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any
@@ -32,7 +31,7 @@ import torch
 import typer
 import yaml
 from harness import Json, program, show, write_json
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mcr_plus.compression.codec import PayloadCodec, make
 from mcr_plus.compression.error_feedback import ErrorFeedback, MomentumCorrection
@@ -181,6 +180,13 @@ def bits(way: Way) -> float:
     return codec.wire_nbytes(1 << 20) * 8 / (1 << 20)
 
 
+def read(text: str) -> Way:
+    try:
+        return Way.model_validate(yaml.safe_load(text) or {})
+    except (yaml.YAMLError, ValidationError) as error:
+        raise typer.BadParameter(f"{text}: {error}") from None
+
+
 @program
 def main(
     ways: Annotated[list[str], typer.Argument(help="YAML mappings; the first is what others differ from.")],
@@ -189,9 +195,8 @@ def main(
     figures: Json = None,
 ) -> None:
     torch.set_num_threads(1)
-    read: Callable[[str], Way] = lambda text: Way.model_validate(yaml.safe_load(text) or {})  # noqa: E731
-    runs = []
-    for text, way in [(text, read(text)) for text in ways]:
+    runs: list[dict[str, Any]] = []
+    for text, way in [(text, read(text)) for text in ways]:  # all are read before the first is run
         start = time.perf_counter()
         losses = train(way, steps, seed)
         final = mean(losses[-max(1, steps // TAIL) :])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -195,11 +196,12 @@ def test_a_payload_that_contradicts_itself_is_refused() -> None:
     for word, value in ((0, 0), (0, -1), (1, -1)):
         wire = encoded(values, how)
         wire.view(torch.int32)[word] = value
-        for use in (
+        uses: list[Callable[[torch.Tensor, torch.Tensor], None]] = [
             lambda wire, out: kernel.decode(wire, out, how),
             lambda wire, out: kernel.accumulate(wire, out, 1.0, how),
             lambda wire, out: kernel.clear(wire, out, how),
-        ):
+        ]
+        for use in uses:
             guarded = torch.full((1100,), 3.0)
             with pytest.raises(BackendError, match="1 chunks do not hold the places of 10 of 100 values"):
                 use(wire, guarded[:1000])

@@ -25,6 +25,6 @@ class Sign1(BlockCodec):
 
     def caution(self) -> str | None:  # noqa: D102
         return (
-            "under Adam or AdamW, gradients cost 16 % of loss (a small GPT); "
+            "under Adam or AdamW, gradients cost 17 % of loss (a small GPT); "
             "see docs/compression.md, Under Adam"
         )

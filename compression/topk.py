@@ -77,7 +77,7 @@ class TopK(PayloadCodec):
 
     def caution(self) -> str | None:  # noqa: D102
         return (
-            "under Adam or AdamW, gradients of every step cost 23 % of loss at ratio 0.01 and 4 % with "
+            "under Adam or AdamW, gradients of every step cost 23 % of loss at ratio 0.01 and 3 % with "
             "preset adam (a small GPT); for outer steps and SGD; see docs/compression.md, Under Adam"
         )
 

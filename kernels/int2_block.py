@@ -129,10 +129,14 @@ _THIRTY_ONE: Final = np.uint32(31)
 
 @cpu.inlined
 def _fold(sums):  # type: ignore[no-untyped-def]
-    for half in (16, 8, 4, 2, 1):
-        for j in range(half):
-            sums[j] += sums[j + half]
-    return sums[0]
+    # Each loop with a constant length: a loop over the lengths would not become vector instructions.
+    for j in range(16):
+        sums[j] += sums[j + 16]
+    for j in range(8):
+        sums[j] += sums[j + 8]
+    for j in range(4):
+        sums[j] += sums[j + 4]
+    return (sums[0] + sums[2]) + (sums[1] + sums[3])
 
 
 @cpu.inlined

@@ -93,7 +93,9 @@ METHODS: Final = {
     "fp8_block": Method({"codec": "fp8_block"}, {"codec": "fp8_block"}),
     "int4_block + EF": Method({"codec": "int4_block", "error_feedback": True}, {"codec": "int4_block"}),
     "int2_block + EF": Method({"codec": "int2_block", "error_feedback": True}),
-    "topk preset adam + EF": Method({"codec": "topk", "preset": "adam"}),
+    "topk 25 % int2 + EF": Method(
+        {"codec": "topk", "ratio": 0.25, "values": "int2", "chunk": 4096, "error_feedback": True}
+    ),
     "topk 1 % + EF": Method({"codec": "topk", "ratio": 0.01, "error_feedback": True}),
     "powersgd 4 + EF": Method({"codec": "powersgd", "rank": 4, "error_feedback": True}),
 }

@@ -53,13 +53,13 @@ def check(what: str, values: torch.Tensor, how: Chunking) -> None:
     kernel.decode(wire, out, how)
     same_bits(what, out, expected_out)
     total = torch.linspace(-1, 1, values.numel())
-    summed = torch.linspace(-1, 1, values.numel()) + expected_out * np.float32(0.3)
+    summed = torch.linspace(-1, 1, values.numel()) + expected_out * 0.3
     kernel.accumulate(wire, total, 0.3, how)
     torch.testing.assert_close(total, summed, rtol=1e-6, atol=1e-6, equal_nan=True)
     kernel.clear(wire, total, how)
-    sent = largest(values, how)
-    assert not bool(total[torch.from_numpy(sent)].any())
-    assert torch.equal(total[~torch.from_numpy(sent)], torch.linspace(-1, 1, values.numel())[~sent])
+    sent = torch.from_numpy(largest(values, how))
+    assert not bool(total[sent].any())
+    assert torch.equal(total[~sent], torch.linspace(-1, 1, values.numel())[~sent])
 
 
 def largest(values: torch.Tensor, how: Chunking) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

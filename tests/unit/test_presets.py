@@ -39,13 +39,13 @@ def test_a_preset_is_its_options() -> None:
 
 
 def test_what_stands_beside_a_preset_replaces_its_options() -> None:
-    changed = read(**ADAM, values="int4", error_feedback={"decay": 0.5}, warmup=10)
-    expected = {**TopK.presets["adam"], "values": "int4", "error_feedback": {"decay": 0.5}, "warmup": 10}
-    assert changed == read(codec="topk", **expected)
-    assert read(**ADAM, error_feedback=False).error_feedback is None
-    other = read(**ADAM, momentum_correction=True)
-    assert other.feedback == "momentum_correction"
-    assert other.error_feedback is None
+    changed = read(**ADAM, values="int2", momentum_correction={"momentum": 0.5}, audit_every=10)
+    others = {"values": "int2", "momentum_correction": {"momentum": 0.5}, "audit_every": 10}
+    assert changed == read(codec="topk", **{**TopK.presets["adam"], **others})
+    assert read(**ADAM, momentum_correction=False).feedback is None
+    other = read(**ADAM, error_feedback=True, warmup=10)
+    assert other.feedback == "error_feedback"
+    assert other.momentum_correction is None
 
 
 def test_a_preset_in_a_rule_goes_before_the_options_of_the_stage() -> None:
@@ -72,6 +72,7 @@ def test_a_preset_in_a_rule_goes_before_the_options_of_the_stage() -> None:
         ({"codec": "int8_block", "preset": "adam"}, "preset: codec 'int8_block' has no presets"),
         ({"preset": "adam"}, "preset: codec 'none' has no presets"),
         ({**ADAM, "ratio": 2}, "ratio"),
+        ({**ADAM, "warmup": 5}, "momentum_correction and warmup exclude each other"),
         ({"codec": "topk", "values": "int2"}, "values: int2 needs chunk, such as chunk: 4096"),
         ({"codec": "topk", "chunk": 10}, "chunk"),
         ({"codec": "topk", "chunk": 65537}, "chunk"),
@@ -115,7 +116,7 @@ def test_validate_prints_cautions_beside_the_pipeline(tmp_path: Path) -> None:
     )
     answer = mcr_plus("validate", str(path))
     assert answer.returncode == 0
-    assert f"note: {path}:3: pipeline[0].compress: codec topk: under Adam" in answer.stderr
-    assert "ratio: 0.25" in answer.stdout
+    assert f"note: {path}:3: pipeline[0].compress: codec topk: preset adam is for Adam" in answer.stderr
+    assert "ratio: 0.18" in answer.stdout
     assert "preset" not in answer.stdout
     assert "note" not in answer.stdout

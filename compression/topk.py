@@ -66,7 +66,7 @@ class TopK(PayloadCodec):
         },
         "outer": {"ratio": 1 / 64, "values": "int2", "chunk": 4096, "error_feedback": {"decay": 0.95}},
     }
-    """For Adam and AdamW without momentum of their own, 21 times fewer bytes; SparseLoCo's, for outer steps."""
+    """For Adam without momentum of its own, 21 times fewer bytes; SparseLoCo's, for outer steps."""
 
     def __init__(self, options: TopKOptions | None = None) -> None:
         super().__init__(options)

@@ -36,7 +36,11 @@ Row = dict[str, Any]
 
 VARIANTS: Final[dict[str, list[dict[str, Any]]]] = {
     "int_shared": [{"bits": 16}],
-    "powersgd": [{"rank": 1}],
+    "topk": [
+        *({"ratio": 1 / 64, "values": values, "chunk": 4096} for values in ("float32", "int4", "int2")),
+        {"ratio": 0.25, "values": "int2", "chunk": 4096},
+        {"ratio": 0.18, "values": "int4", "chunk": 4096},
+    ],
 }
 """Options beside the defaults that are worth rows of their own."""
 EAGER: Final = ("int8_block",)

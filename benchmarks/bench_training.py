@@ -92,6 +92,10 @@ METHODS: Final = {
     "int8_block": Method({"codec": "int8_block"}, {"codec": "int8_block"}),
     "fp8_block": Method({"codec": "fp8_block"}, {"codec": "fp8_block"}),
     "int4_block + EF": Method({"codec": "int4_block", "error_feedback": True}, {"codec": "int4_block"}),
+    "int2_block + EF": Method({"codec": "int2_block", "error_feedback": True}),
+    "topk 25 % int2 + EF": Method(
+        {"codec": "topk", "ratio": 0.25, "values": "int2", "chunk": 4096, "error_feedback": True}
+    ),
     "topk 1 % + EF": Method({"codec": "topk", "ratio": 0.01, "error_feedback": True}),
     "powersgd 4 + EF": Method({"codec": "powersgd", "rank": 4, "error_feedback": True}),
 }

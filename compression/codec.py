@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -70,6 +71,8 @@ class Codec(ABC):
     """
 
     Options: ClassVar[type[BaseModel]] = NoOptions
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
+    """Options of the codec and of the stage that `preset: NAME` stands for, by name."""
     name: ClassVar[str]
     traits: Traits
 
@@ -82,6 +85,10 @@ class Codec(ABC):
     def config(self) -> dict[str, Any]:
         """The mapping that names this codec in a configuration or a call; JSON-able, see `make`."""
         return {"codec": self.name, **self.options.model_dump(mode="json", by_alias=True)}
+
+    def caution(self) -> str | None:
+        """What is known to cost quality where gradients get this codec; None if nothing is."""
+        return None
 
     def enter(self, rank: int, key: str) -> None:  # noqa: B027 - most codecs need none of it
         """Called once before the first call, with this rank in the group and a key of the operation.

@@ -149,12 +149,27 @@ def codec_of(options: CompressOptions) -> Codec:
     return cast("Codec", factory(options.codec_options or factory.Options()))
 
 
+def _preset(written: Mapping[str, Any], codec: str, document: Document, keys: Keys) -> Mapping[str, Any]:
+    """The options that a preset of a codec stands for, but for those that what is written replaces."""
+    name, keys = written["preset"], (*keys, "preset")
+    presets: Mapping[str, Mapping[str, Any]] = {}
+    if codec != "none":
+        presets = getattr(registry.get("codecs", codec), "presets", presets)
+    if not presets:
+        raise document.error(keys, f"codec {codec!r} has no presets; expected its options")
+    if not isinstance(name, str) or name not in presets:
+        raise document.error(keys, unknown("preset", name, tuple(sorted(presets))))
+    feeds_back = any(written.get(key) for key in FEEDBACKS)
+    return {key: value for key, value in presets[name].items() if not (feeds_back and key in FEEDBACKS)}
+
+
 def checked_compression(
     written: Mapping[str, Any], document: Document, keys: Keys, base: Mapping[str, Any]
 ) -> CompressOptions:
     """Check the options of a codec and those of the stage, which stand beside each other.
 
-    `written`: what is at `keys` of `document`, over `base`. Raises `ConfigError` with every mistake.
+    `written`: what is at `keys` of `document`, over `base`; a `preset` of the codec in it stands for several
+    options, which those beside it replace. Raises `ConfigError` with every mistake.
     """
     data = {**base, **written}
     codec = data.get("codec", "none")
@@ -162,8 +177,11 @@ def checked_compression(
         raise document.error((*keys, "codec"), unknown("codec", codec, codec_names()))
     if codec != base.get("codec", codec):
         # Another codec: neither the options of the first one nor its error feedback apply to it.
-        kept = {key: base[key] for key in WRAPPERS if key in base and key not in FEEDBACKS}
-        data = {**kept, **written}
+        base = {key: base[key] for key in WRAPPERS if key in base and key not in FEEDBACKS}
+        data = {**base, **written}
+    if "preset" in written:
+        data = {**base, **_preset(written, codec, document, keys), **written}
+        del data["preset"]
     own = {key: value for key, value in data.items() if key in WRAPPERS}
     rest = {key: value for key, value in data.items() if key not in ("codec", *WRAPPERS)}
     none = codec == "none"

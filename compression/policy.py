@@ -108,6 +108,30 @@ def gradient_compression(
     return rule, options if isinstance(options, CompressOptions) else None
 
 
+def cautions(config: Config) -> list[str]:
+    """Return what is known to cost quality if gradients get the codecs that a configuration names for them.
+
+    Codecs of the steps between nodes are among them. Rules that cannot cover gradients of `mcr.wrap`, such as
+    those for the tag `outer.*`, are left out.
+    """
+    stages = [
+        (f"{spec.place}: pipeline[{at}].{spec.name}", spec.name, spec.options)
+        for at, spec in enumerate(config.pipeline)
+    ]
+    for rule in config.rules:
+        anywhere = rule.match.model_copy(update=dict.fromkeys(("param", "bytes", "dtype", "ranks")))
+        if anywhere.covers("all_reduce", None, "float32", "gradients"):
+            stages += [(rule.place, override.stage, override.options) for override in rule.overrides]
+    found = []
+    for place, name, options in stages:
+        inter = getattr(options, "inter", None) if name == "hierarchical" else None
+        used = options if inter is None else inter.compress
+        if isinstance(used, CompressOptions) and used.codec != "none":
+            caution = codec_of(used).caution()
+            found += [f"{place}: codec {used.codec}: {caution}"] if caution else []
+    return found
+
+
 def largest_alignment(config: Config, others: Sequence[str] = ()) -> int:
     """Return the values in a block of any codec that the configuration names: tensors begin with a block.
 

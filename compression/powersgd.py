@@ -88,6 +88,12 @@ class PowerSGD(Codec):
         self._layouts: dict[tuple[tuple[int, ...], ...], _Layout] = {}
         self._random: dict[tuple[int, int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
+    def caution(self) -> str | None:  # noqa: D102
+        return (
+            "under Adam or AdamW, gradients cost 7 % of loss at rank 4 and 1 % at rank 16 (a small GPT); "
+            "see docs/compression.md, Under Adam"
+        )
+
     def enter(self, rank: int, key: str) -> None:  # noqa: ARG002, D102
         self._key = key
         self._random.clear()

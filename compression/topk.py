@@ -3,46 +3,91 @@
 Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017; Lin et al., "Deep
 Gradient Compression", ICLR 2018. Training needs error feedback, which keeps unsent values for later steps.
 Sums over many ranks gather all payloads, so they pay only while ranks × ratio is small.
+
+With `chunk` the largest of every chunk are sent, as in SparseLoCo (Sarfi et al., "Communication Efficient LLM
+Pre-training with SparseLoCo", 2025: 64 of 4096, in 2 bits), and places take fewer bits; see
+`mcr_plus.kernels.topk_records`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from mcr_plus.compression.codec import CodecOptions, PayloadCodec, Traits
-from mcr_plus.kernels import topk
+from mcr_plus.kernels import topk, topk_chunks, topk_records
 
 
 class TopKOptions(CodecOptions):
     """Options of topk.
 
     Attributes:
-        ratio: of the values that are sent, rounded up; at least one is.
-        values: the dtype in which they travel. Their places take 2 bytes each, and every 65536 values 4 more.
+        ratio: of the values that are sent, rounded up; at least one is. With `chunk`, of each chunk.
+        values: how they travel: as floats, or in 4 or 2 bits with two bfloat16 levels a chunk.
+        chunk: values among which the largest are chosen; None: all of a tensor. Without it places take 2
+            bytes each, and every 65536 values 4 more; in chunks of 4096 places of 1.56 % take 1 byte each.
     """
 
     ratio: float = Field(default=0.01, ge=1e-6, le=1)
-    values: Literal["float32", "bf16"] = "float32"
+    values: Literal["float32", "bf16", "int4", "int2"] = "float32"
+    chunk: int | None = Field(default=None, ge=64, le=topk_records.LARGEST)
+
+    @model_validator(mode="after")
+    def _has_levels(self) -> TopKOptions:
+        if self.chunk is None and self.values in ("int4", "int2"):
+            raise ValueError(f"values: {self.values} needs chunk, such as chunk: 4096, for its levels")
+        return self
+
+
+_BITS: Final = {"float32": 32, "bf16": 16, "int4": 4, "int2": 2}
 
 
 class TopK(PayloadCodec):
-    """Infinities and NaN are larger than all else, so they are sent, and stay visible."""
+    """Infinities and NaN are larger than all else, so they are sent, and stay visible.
+
+    In 4 or 2 bits all that is sent of their chunk decodes to NaN.
+    """
 
     Options = TopKOptions
     options: TopKOptions
     name: ClassVar[str] = "topk"
     traits = Traits(sparse=True, needs_error_feedback=True)
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "adam": {
+            "ratio": 0.18,
+            "values": "int4",
+            "chunk": 4096,
+            "momentum_correction": {"momentum": 0.9},
+            "exempt": {"max_ndim": 1},
+        },
+        "outer": {"ratio": 1 / 64, "values": "int2", "chunk": 4096, "error_feedback": {"decay": 0.95}},
+    }
+    """For Adam without momentum of its own, 21 times fewer bytes; SparseLoCo's, for outer steps."""
 
     def __init__(self, options: TopKOptions | None = None) -> None:
         super().__init__(options)
-        self._dtype = torch.float32 if self.options.values == "float32" else torch.bfloat16
+        ratio, chunk, values = self.options.ratio, self.options.chunk, self.options.values
+        self._dtype = torch.bfloat16 if values == "bf16" else torch.float32
+        self._chunking = None if chunk is None else topk_records.Chunking(chunk, ratio, _BITS[values])
+        self._kernel: Any = topk if chunk is None else topk_chunks
+
+    def caution(self) -> str | None:  # noqa: D102
+        adam = TopKOptions(**{key: self.presets["adam"][key] for key in TopKOptions.model_fields})
+        if self.options == adam:
+            return "preset adam is for Adam or AdamW with betas=(0.0, …): the codec has the momentum"
+        return (
+            "under Adam or AdamW, gradients of every step cost 23 % of loss (a small GPT); "
+            "see docs/compression.md, Under Adam, for preset adam and outer steps"
+        )
 
     def sent(self, numel: int) -> int:
         """How many of `numel` values are sent."""
+        if self._chunking is not None:
+            return self._chunking.sent(numel)
         return min(numel, max(1, math.ceil(self.options.ratio * numel)))
 
     def clear(self, wire: torch.Tensor, values: torch.Tensor) -> None:
@@ -51,16 +96,22 @@ class TopK(PayloadCodec):
         The momentum factor masking of Deep Gradient Compression.
         """
         if values.numel():
-            topk.clear(wire, values, self.sent(values.numel()), self._dtype)
+            self._kernel.clear(wire, values, *self._arguments(values.numel()))
 
     def wire_numel(self, numel: int) -> int:  # noqa: D102
+        if self._chunking is not None:
+            return topk_records.nbytes(numel, self._chunking)
         return topk.nbytes(numel, self.sent(numel), self._dtype)
 
     def _encode(self, values: torch.Tensor, wire: torch.Tensor) -> None:
-        topk.encode(values, wire, self.sent(values.numel()), self._dtype)
+        self._kernel.encode(values, wire, *self._arguments(values.numel()))
 
     def _decode(self, wire: torch.Tensor, out: torch.Tensor) -> None:
-        topk.decode(wire, out, self.sent(out.numel()), self._dtype)
+        self._kernel.decode(wire, out, *self._arguments(out.numel()))
 
     def _accumulate(self, wire: torch.Tensor, total: torch.Tensor, scale: float) -> None:
-        topk.accumulate(wire, total, scale, self.sent(total.numel()), self._dtype)
+        self._kernel.accumulate(wire, total, scale, *self._arguments(total.numel()))
+
+    def _arguments(self, numel: int) -> tuple[Any, ...]:
+        """What the kernels take last."""
+        return (self.sent(numel), self._dtype) if self._chunking is None else (self._chunking,)

@@ -14,7 +14,10 @@ from rich.progress import Progress
 from mcr_plus.cli.output import print_json
 
 _REDUCED: Final = ("float32", "float16", "bfloat16", "float64", "int32", "int64")
-_OPTIONS: Final[dict[str, list[dict[str, Any]]]] = {"int4_block": [{}, {"hadamard": True}]}
+_OPTIONS: Final[dict[str, list[dict[str, Any]]]] = {
+    "int4_block": [{}, {"hadamard": True}],
+    "topk": [{}, {"chunk": 4096}],
+}
 """Codec options that select among kernels."""
 
 

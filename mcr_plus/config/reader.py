@@ -364,4 +364,6 @@ def _override(
             raise document.error((*keys, name), "the nodes of a job are the same for all its operations")
     options = read_options(spec.name, document, keys, plain_options(spec.options))
     _check_beside(options, document, keys, pipeline, backends)
+    if "preset" in named:  # a name for several options
+        named = tuple(sorted(plain_options(options)))
     return Override(spec.name, options, named)

@@ -173,7 +173,7 @@ def test_options_round_trip_through_yaml() -> None:
     assert isinstance(options, HierarchicalOptions)
     assert options.kinds == ("all_to_all",)
     written = dump(first)["pipeline"][0]["hierarchical"]["inter"]["compress"]
-    assert written == {"values": "float32", **inter["compress"]}
+    assert written == {"values": "float32", "chunk": None, **inter["compress"]}
     assert fingerprint(first) != fingerprint(load(config(nodes=[[0, 1], [2, 3]])))
 
 

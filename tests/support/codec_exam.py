@@ -91,6 +91,23 @@ def sign_and_mean(block: int) -> Bound:
     return bound
 
 
+def two_levels(block: int) -> Bound:
+    """A magnitude and the mean that it becomes are both below, or both above, the threshold of its block."""
+
+    def bound(values: F64) -> F64:
+        room = np.zeros(values.size)
+        for at in range(0, values.size, block):
+            part = np.abs(values[at : at + block])
+            threshold = 1.2303 * part.mean()
+            room[at : at + block] = np.where(part > threshold, part.max() - threshold, threshold)
+            near = np.abs(part - threshold) < 1e-3 * threshold  # the sum in float32 may decide otherwise
+            room[at : at + block][near] = part.max()
+            room[at : at + block] += part.max() * 2.0**-8 + 2.0**-126  # levels are bfloat16
+        return room
+
+    return bound
+
+
 def after_hadamard(relative: float) -> Bound:
     """Each of a block's 32 transformed values is off by `relative` of the largest, and all add up."""
     matrix = np.ones((1, 1))
@@ -129,11 +146,16 @@ CASES: Final = [
     ),
     Case({"codec": "int4_block"}, per_block(32, 1 / 13.8), block=32),
     Case({"codec": "int4_block", "hadamard": True}, after_hadamard(1 / 13.8), block=32),
+    Case({"codec": "int2_block"}, two_levels(128), block=128),
     Case({"codec": "exp_window"}, each(0, 0)),
     Case({"codec": "randk", "ratio": 0.3}, None, block=0),
     Case({"codec": "randk", "seed": 7, "rescale": True}, None, block=0),
     Case({"codec": "topk"}, None, block=0),
     Case({"codec": "topk", "ratio": 0.25, "values": "bf16"}, None, block=0),
+    Case({"codec": "topk", "ratio": 0.0156, "values": "int2", "chunk": 4096}, None, block=4096),
+    Case({"codec": "topk", "ratio": 0.2, "values": "int4", "chunk": 100}, None, block=100),
+    Case({"codec": "topk", "ratio": 0.3, "values": "bf16", "chunk": 256}, None, block=256),
+    Case({"codec": "topk", "ratio": 0.05, "chunk": 1000}, None, block=1000),
     Case({"codec": "int_shared"}, None),
     Case({"codec": "int_shared", "bits": 16}, None),
     Case({"codec": "powersgd"}, None),

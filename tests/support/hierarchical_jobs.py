@@ -203,6 +203,9 @@ def every_section(backends: list[str], options: dict[str, Any], every_type: bool
 
 NODES: Final[dict[str, Any]] = {"ranks_per_node": 2}
 INT8: Final[dict[str, Any]] = {"compress": {"codec": "int8_block"}}
+OUTER: Final[dict[str, Any]] = {
+    "codec": "topk", "ratio": 0.0156, "values": "int2", "chunk": 256, "error_feedback": {"decay": 0.95},
+}  # fmt: skip
 
 
 def noise(rank: int, count: int = 4099, salt: int = 0) -> torch.Tensor:
@@ -349,11 +352,20 @@ def rules() -> None:
         {"match": {"tag": "off"}, "hierarchical": {"kinds": []}},
         {"match": {"tag": "flat"}, "backend": "gloo"},
         {"match": {"tag": "int8"}, "hierarchical": {"inter": INT8}},
+        {"match": {"tag": "outer.*.last"}, "compress": {"codec": "int2_block", "error_feedback": True}},
+        {"match": {"tag": "outer.*"}, "compress": OUTER},
     ]
     with mcr.init(changed) as comm:
         with mcr.record() as log:
-            for tag in ("off", "flat", "int8", "plain"):
+            for tag in ("off", "flat", "int8", "plain", "outer", "outer.0", "outer.1", "outer.0.last"):
                 comm.all_reduce(noise(comm.rank), tag=tag)
+        by_glob = {"outer": None, "outer.0": "topk", "outer.1": "topk", "outer.0.last": "int2_block"}
+        for tag, codec in by_glob.items():  # between nodes the codec of the first glob, inside them none
+            found = {(group, each) for _, group, each in steps(log, tag)}
+            assert {each for group, each in found if "across" in group} == {codec}, (tag, found)
+            assert {each for group, each in found if "across" not in group} == {None}, (tag, found)
+        across = [r for r in log.records if r.codec == "topk"]
+        assert all(r.wire_bytes * 9 < r.bytes for r in across), across
         for tag in ("off", "flat"):
             assert {group for _, group, _ in steps(log, tag)} == {"world"}, steps(log, tag)
         assert "int8_block" in {codec for _, _, codec in steps(log, "int8")}, steps(log, "int8")

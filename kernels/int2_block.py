@@ -1,0 +1,364 @@
+"""Blocks of 128 values as 2 bits and two bfloat16 levels: torch reference, CPU kernel, GPU launcher.
+
+Payload of n values in b = ceil(n / 128) blocks, little endian:
+
+    b pairs of bfloat16, the lower and the higher level | 32 × b bytes of codes
+
+A code is the sign in its low bit, set for negative values, and in its high bit whether the magnitude is above
+the block's threshold: value = ± lower level, or ± higher level. Byte j of a block has the codes of its values
+j, j + 32, j + 64 and j + 96, from the lowest bits up. The last block is filled up with zeros, which do not
+count.
+
+The threshold is 1.2303 × the mean magnitude: where the quantiser of four levels with the least squared error
+for a Gaussian has it (Max, "Quantizing for Minimum Distortion", 1960: 0.9816 σ, and the mean magnitude is
+0.7979 σ). Each level is the mean of the magnitudes that it stands for, which has the least error for given
+codes (Lloyd, "Least Squares Quantization in PCM", 1982), whatever the distribution; 0 if it stands for none.
+
+Sums are made in a fixed order, so they are the same everywhere: of the values with the numbers j, j + 32,
+j + 64 and j + 96 from first to last, then the upper half of the sums is added to the lower, five times over.
+Magnitudes are divided by 128, lest a sum overflow. A block that holds a NaN or an infinity has levels of NaN
+and codes of 0, so all of it decodes to NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from mcr_plus.kernels import cpu
+
+BLOCK: Final = 128
+LANES: Final = 32
+ROWS: Final = BLOCK // LANES  # values of a byte
+THRESHOLD: Final = float(np.float32(0.9816 / 0.79788456))
+LARGEST_LEVEL: Final = 0x7F7F
+"""The largest finite bfloat16, as bits."""
+
+
+def blocks_of(numel: int) -> int:
+    """Number of blocks; the last may be shorter."""
+    return -(-numel // BLOCK)
+
+
+def nbytes(numel: int) -> int:
+    """Length of a payload, a multiple of 4."""
+    return blocks_of(numel) * (4 + LANES)
+
+
+def split(wire: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The levels, as bits of bfloat16 in int16, blocks × 2, and the codes of a payload, as views."""
+    blocks = blocks_of(numel)
+    return wire[: 4 * blocks].view(torch.int16).view(-1, 2), wire[4 * blocks : nbytes(numel)]
+
+
+def factor_of(count: int) -> float:
+    """The factor that makes a mean of a sum of `count` magnitudes / 128."""
+    return float(np.float32(BLOCK) / np.float32(max(count, 1)))
+
+
+# --- torch: what the others are tested against --------------------------------------------------------------
+
+
+def _folded(rows: torch.Tensor) -> torch.Tensor:
+    """Sums of blocks × 4 × 32 in the order of the docstring."""
+    sums = torch.zeros(rows.shape[0], LANES)
+    for row in range(ROWS):
+        sums = sums + rows[:, row]
+    while sums.shape[1] > 1:
+        half = sums.shape[1] // 2
+        sums = sums[:, :half] + sums[:, half:]
+    return sums[:, 0]
+
+
+def encode_reference(values: torch.Tensor, wire: torch.Tensor) -> None:
+    """`encode` in plain torch."""
+    levels, codes = split(wire, values.numel())
+    blocks = levels.shape[0]
+    rows = torch.zeros(blocks, ROWS, LANES)
+    rows.view(-1)[: values.numel()] = values
+    counts = torch.full((blocks,), BLOCK)
+    counts[-1] = values.numel() - (blocks - 1) * BLOCK
+    factors = torch.tensor([factor_of(count) for count in range(BLOCK + 1)])
+    parts = rows.abs() / BLOCK
+    sums = _folded(parts)
+    above = rows.abs() > (sums * factors[counts] * THRESHOLD)[:, None, None]
+    many = above.sum((1, 2))
+    means = [
+        _folded(parts.where(~above, 0.0)) * factors[counts - many],
+        _folded(parts.where(above, 0.0)) * factors[many],
+    ]
+    finite = sums.isfinite()
+    rounded = torch.stack(means, 1).to(torch.bfloat16).view(torch.int16).clamp(max=LARGEST_LEVEL)
+    levels.copy_(torch.where(finite[:, None], rounded, torch.tensor(0x7FC0, dtype=torch.int16)))
+    both = torch.where(finite[:, None, None], rows.signbit().to(torch.int32) | above.to(torch.int32) << 1, 0)
+    codes.copy_((both << torch.tensor([0, 2, 4, 6])[:, None]).sum(1).view(-1))
+
+
+def decode_reference(wire: torch.Tensor, out: torch.Tensor) -> None:
+    """`decode` in plain torch."""
+    levels, codes = split(wire, out.numel())
+    both = codes.view(-1, 1, LANES).to(torch.int32) >> torch.tensor([0, 2, 4, 6])[:, None]
+    lower, higher = levels.view(torch.bfloat16).to(torch.float32)[:, :, None, None].unbind(1)
+    magnitudes = torch.where((both & 2).bool(), higher, lower)
+    out.copy_(torch.where((both & 1).bool(), -magnitudes, magnitudes).view(-1)[: out.numel()])
+
+
+# --- CPU ----------------------------------------------------------------------------------------------------
+# The loops run over the 32 lanes. numba makes 64 bits of what it computes from uint32; the conversions keep
+# vectors of 32 bits.
+
+_MAGNITUDE: Final = np.uint32(0x7FFFFFFF)
+_SIGN: Final = np.uint32(0x80000000)
+_INFINITE: Final = np.float32(np.inf)
+_NAN: Final = np.uint32(0x7FC0)
+_PART: Final = np.float32(1 / BLOCK)
+_WHOLE: Final = np.float32(BLOCK)
+_THRESHOLD: Final = np.float32(THRESHOLD)
+_NONE: Final = np.uint32(0)
+_ONE: Final = np.uint32(1)
+_TWO: Final = np.uint32(2)
+_FOUR: Final = np.uint32(4)
+_ALL: Final = np.uint32(0xFFFFFFFF)
+_HALF: Final = np.uint32(16)
+_ROUND: Final = np.uint32(0x7FFF)
+_CAP: Final = np.uint32(LARGEST_LEVEL)
+_THIRTY_ONE: Final = np.uint32(31)
+
+
+@cpu.inlined
+def _fold(sums):  # type: ignore[no-untyped-def]
+    # Each loop with a constant length: a loop over the lengths would not become vector instructions.
+    for j in range(16):
+        sums[j] += sums[j + 16]
+    for j in range(8):
+        sums[j] += sums[j + 8]
+    for j in range(4):
+        sums[j] += sums[j + 4]
+    return (sums[0] + sums[2]) + (sums[1] + sums[3])
+
+
+@cpu.inlined
+def _level(total, count):  # type: ignore[no-untyped-def]
+    """Bits of the bfloat16 nearest to the mean of `count` magnitudes that sum to 128 × `total`."""
+    mean = np.float32(total * np.float32(_WHOLE / np.float32(max(count, 1))))
+    bits = mean.view(np.uint32)
+    odd = np.uint32(np.uint32(bits >> _HALF) & _ONE)
+    return min(np.uint32(np.uint32(bits + np.uint32(_ROUND + odd)) >> _HALF), _CAP)
+
+
+@cpu.inlined
+def _part(magnitude):  # type: ignore[no-untyped-def]
+    return np.float32(np.uint32(magnitude).view(np.float32) * _PART)
+
+
+@cpu.inlined
+def _mean(bits, sums):  # type: ignore[no-untyped-def]
+    for j in range(sums.size):
+        first, second = _part(bits[j] & _MAGNITUDE), _part(bits[j + 32] & _MAGNITUDE)
+        third, fourth = _part(bits[j + 64] & _MAGNITUDE), _part(bits[j + 96] & _MAGNITUDE)
+        sums[j] = ((first + second) + third) + fourth
+    return _fold(sums)
+
+
+@cpu.inlined
+def _above(value, edge):  # type: ignore[no-untyped-def]
+    """All bits if the magnitude is above the threshold, none otherwise."""
+    return np.uint32(_NONE - np.uint32(np.uint32(value & _MAGNITUDE) > edge))
+
+
+@cpu.inlined
+def _code(value, above):  # type: ignore[no-untyped-def]
+    return np.uint32(np.uint32(value >> _THIRTY_ONE) | np.uint32(above & _TWO))
+
+
+@cpu.inlined
+def _write_codes(bits, edge, codes, many):  # type: ignore[no-untyped-def]
+    for j in range(codes.size):
+        a, b, c, d = bits[j], bits[j + 32], bits[j + 64], bits[j + 96]
+        p, q, r, s = _above(a, edge), _above(b, edge), _above(c, edge), _above(d, edge)
+        lower = np.uint32(_code(a, p) | np.uint32(_code(b, q) << _TWO))
+        upper = np.uint32(_code(c, r) | np.uint32(_code(d, s) << _TWO))
+        codes[j] = np.uint8(np.uint32(lower | np.uint32(upper << _FOUR)))
+        many[j] = np.uint32(_NONE - np.uint32(np.uint32(p + q) + np.uint32(r + s)))
+
+
+@cpu.inlined
+def _add_parts(bits, edge, flip, sums):  # type: ignore[no-untyped-def]
+    """Sums of the magnitudes above the threshold; with `flip`, all bits, of the others."""
+    for j in range(sums.size):
+        a, b = bits[j] & _MAGNITUDE, bits[j + 32] & _MAGNITUDE
+        c, d = bits[j + 64] & _MAGNITUDE, bits[j + 96] & _MAGNITUDE
+        p, q = np.uint32(_above(a, edge) ^ flip), np.uint32(_above(b, edge) ^ flip)
+        r, s = np.uint32(_above(c, edge) ^ flip), np.uint32(_above(d, edge) ^ flip)
+        sums[j] = ((_part(a & p) + _part(b & q)) + _part(c & r)) + _part(d & s)
+
+
+@cpu.inlined
+def _encode_block(bits, count, levels, codes, work):  # type: ignore[no-untyped-def]
+    """Write the levels and codes of 128 values, of which `count` are the tensor's."""
+    sums, many = work
+    total = _mean(bits, sums)
+    if not total < _INFINITE:
+        levels[0] = levels[1] = np.uint16(_NAN)
+        for j in range(codes.size):
+            codes[j] = 0
+        return
+    mean = np.float32(total * np.float32(_WHOLE / np.float32(count)))
+    edge = np.float32(mean * _THRESHOLD).view(np.uint32)  # as bits magnitudes are in the same order
+    _write_codes(bits, edge, codes, many)
+    found = np.uint32(0)
+    for j in range(many.size):
+        found = np.uint32(found + many[j])
+    _add_parts(bits, edge, _ALL, sums)
+    levels[0] = np.uint16(_level(_fold(sums), np.int64(count) - np.int64(found)))
+    _add_parts(bits, edge, _NONE, sums)
+    levels[1] = np.uint16(_level(_fold(sums), np.int64(found)))
+
+
+@cpu.inlined
+def _work():  # type: ignore[no-untyped-def]
+    # Separate arrays, which LLVM knows to be separate.
+    return np.empty(LANES, np.float32), np.empty(LANES, np.uint32)
+
+
+@cpu.inlined
+def _encode_at(block, bits, levels, codes, padded, work):  # type: ignore[no-untyped-def]
+    part = bits[block * BLOCK : min((block + 1) * BLOCK, bits.size)]
+    room = codes[block * LANES : block * LANES + LANES]
+    if part.size == BLOCK:
+        _encode_block(part, BLOCK, levels[block], room, work)
+    else:
+        for i in range(BLOCK):
+            padded[i] = np.uint32(0)
+        cpu.put(part, padded)
+        _encode_block(padded, part.size, levels[block], room, work)
+
+
+@cpu.inlined
+def _value(code, lower, other):  # type: ignore[no-untyped-def]
+    """What a code stands for; the lower level as bits, and in which of them the higher one is different."""
+    above = np.uint32(_NONE - np.uint32(np.uint32(code >> _ONE) & _ONE))
+    sign = np.uint32(np.uint32(code << _THIRTY_ONE) & _SIGN)
+    return np.uint32(np.uint32(lower ^ np.uint32(other & above)) ^ sign).view(np.float32)
+
+
+@cpu.inlined
+def _unpack(bytes_, shift, lower, other, row):  # type: ignore[no-untyped-def]
+    for j in range(row.size):
+        row[j] = _value(np.uint32(np.uint32(bytes_[j]) >> shift), lower, other)
+
+
+@cpu.inlined
+def _unpack_add(bytes_, shift, lower, other, row):  # type: ignore[no-untyped-def]
+    for j in range(row.size):
+        row[j] += _value(np.uint32(np.uint32(bytes_[j]) >> shift), lower, other)
+
+
+@cpu.inlined
+def _decode_block(block, levels, codes, factor, add, out):  # type: ignore[no-untyped-def]
+    first = np.uint32(np.uint32(levels[block, 0]) << _HALF).view(np.float32)
+    second = np.uint32(np.uint32(levels[block, 1]) << _HALF).view(np.float32)
+    lower = np.float32(first * factor).view(np.uint32)
+    other = np.uint32(lower ^ np.float32(second * factor).view(np.uint32))
+    bytes_ = codes[block * LANES : block * LANES + LANES]
+    for k in range(ROWS):
+        at = min(block * BLOCK + k * LANES, out.size)
+        if add:
+            _unpack_add(bytes_, np.uint32(2 * k), lower, other, out[at : at + LANES])
+        else:
+            _unpack(bytes_, np.uint32(2 * k), lower, other, out[at : at + LANES])
+
+
+@cpu.compiled
+def _encode(bits, levels, codes, lo, hi):  # type: ignore[no-untyped-def]
+    work, padded = _work(), np.empty(BLOCK, np.uint32)
+    for block in range(lo, hi):
+        _encode_at(block, bits, levels, codes, padded, work)
+
+
+@cpu.compiled
+def _decode(levels, codes, out, lo, hi):  # type: ignore[no-untyped-def]
+    for block in range(lo, hi):
+        _decode_block(block, levels, codes, np.float32(1), False, out)
+
+
+@cpu.compiled
+def _accumulate(levels, codes, factor, total, lo, hi):  # type: ignore[no-untyped-def]
+    for block in range(lo, hi):
+        _decode_block(block, levels, codes, factor, True, total)
+
+
+@cpu.compiled
+def _reduce(all_levels, all_codes, skip, factor, total, bits, levels, codes, lo, hi):  # type: ignore[no-untyped-def]
+    work, padded = _work(), np.empty(BLOCK, np.uint32)
+    for block in range(lo, hi):
+        for row in range(all_codes.shape[0]):
+            if row != skip:
+                _decode_block(block, all_levels[row], all_codes[row], factor, True, total)
+        _encode_at(block, bits, levels, codes, padded, work)
+
+
+# --- launchers ----------------------------------------------------------------------------------------------
+
+
+def encode(values: torch.Tensor, wire: torch.Tensor) -> None:
+    """Write the payload of flat float32 `values` to `wire`."""
+    levels, codes = split(wire, values.numel())
+    if values.is_cuda:
+        _gpu().encode(values, levels, codes)
+        return
+    arrays = (values.numpy().view(np.uint32), levels.numpy().view(np.uint16), codes.numpy())
+    cpu.spread(_encode, levels.shape[0], values.nbytes, *arrays)
+
+
+def decode(wire: torch.Tensor, out: torch.Tensor) -> None:
+    """Overwrite flat float32 `out` with the values of a payload."""
+    levels, codes = split(wire, out.numel())
+    if out.is_cuda:
+        _gpu().decode(levels, codes, out, 1.0, add=False)
+        return
+    arrays = (levels.numpy().view(np.uint16), codes.numpy(), out.numpy())
+    cpu.spread(_decode, levels.shape[0], out.nbytes, *arrays)
+
+
+def accumulate(wire: torch.Tensor, total: torch.Tensor, factor: float) -> None:
+    """Add `factor` times the values of a payload to flat float32 `total`."""
+    levels, codes = split(wire, total.numel())
+    if total.is_cuda:
+        _gpu().decode(levels, codes, total, factor, add=True)
+        return
+    arrays = (levels.numpy().view(np.uint16), codes.numpy(), np.float32(factor), total.numpy())
+    cpu.spread(_accumulate, levels.shape[0], total.nbytes, *arrays)
+
+
+def reduce(wires: torch.Tensor, skip: int, total: torch.Tensor, wire: torch.Tensor, factor: float) -> None:
+    """Add `factor` × every row of `wires` but `skip` to `total` and encode it, in one pass over memory.
+
+    Args:
+        wires: ranks × at least `nbytes(total.numel())` bytes, rows at multiples of 4 bytes.
+        skip: a row that is left out, -1 for none.
+        total: flat float32; holds the sum afterwards.
+        wire: receives the payload of `total`.
+        factor: of decoded values.
+    """
+    if total.is_cuda:
+        for row in range(len(wires)):
+            if row != skip:
+                accumulate(wires[row], total, factor)
+        encode(total, wire)
+        return
+    levels, codes = split(wire, total.numel())
+    blocks, many = levels.shape[0], wires.numpy()
+    all_levels = many[:, : 4 * blocks].view(np.uint16).reshape(len(many), blocks, 2)
+    sources = (all_levels, many[:, 4 * blocks : nbytes(total.numel())], skip, np.float32(factor))
+    sums = total.numpy()
+    targets = (sums, sums.view(np.uint32), levels.numpy().view(np.uint16), codes.numpy())
+    cpu.spread(_reduce, blocks, total.nbytes, *sources, *targets)
+
+
+def _gpu() -> Any:
+    from mcr_plus.kernels.gpu import int2_block
+
+    return int2_block

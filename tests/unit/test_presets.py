@@ -1,0 +1,122 @@
+"""`preset` stands for options of a codec and of the stage; cautions are about gradients only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import mcr_plus
+
+from mcr_plus.compression.codec import Codec
+from mcr_plus.compression.options import CompressOptions
+from mcr_plus.compression.policy import cautions
+from mcr_plus.compression.topk import TopK
+from mcr_plus.config.options import stage_options
+from mcr_plus.config.reader import dump, load
+from mcr_plus.errors import ConfigError
+
+ADAM = {"codec": "topk", "preset": "adam"}
+
+
+def read(**written: Any) -> CompressOptions:
+    options = stage_options("compress", written)
+    assert isinstance(options, CompressOptions)
+    return options
+
+
+def config(compress: dict[str, Any], *rules: dict[str, Any], **hierarchical: Any) -> Any:
+    first = [{"hierarchical": hierarchical}] if hierarchical else []
+    return load(
+        {"pipeline": [*first, {"compress": compress}, {"select": {}}, {"dispatch": {}}], "rules": rules}
+    )
+
+
+def test_a_preset_is_its_options() -> None:
+    for name, options in TopK.presets.items():
+        assert read(codec="topk", preset=name) == read(codec="topk", **options)
+    assert read(**ADAM) != read(codec="topk")
+
+
+def test_what_stands_beside_a_preset_replaces_its_options() -> None:
+    changed = read(**ADAM, values="int2", momentum_correction={"momentum": 0.5}, audit_every=10)
+    others = {"values": "int2", "momentum_correction": {"momentum": 0.5}, "audit_every": 10}
+    assert changed == read(codec="topk", **{**TopK.presets["adam"], **others})
+    assert read(**ADAM, momentum_correction=False).feedback is None
+    other = read(**ADAM, error_feedback=True, warmup=10)
+    assert other.feedback == "error_feedback"
+    assert other.momentum_correction is None
+
+
+def test_a_preset_in_a_rule_goes_before_the_options_of_the_stage() -> None:
+    whole = config(
+        {"codec": "topk", "ratio": 0.5, "warmup": 7}, {"match": {"tag": "a"}, "compress": {"preset": "outer"}}
+    )
+    options = whole.options("compress", whole.rules[0])
+    assert options == read(codec="topk", **TopK.presets["outer"], warmup=7)
+    assert load(dump(whole)) == whole
+    other = config({"codec": "int8_block"}, {"match": {"tag": "x"}, "compress": ADAM})
+    assert other.options("compress", other.rules[0]) == read(**ADAM)
+    between = config({}, inter={"compress": ADAM}).options("hierarchical")
+    assert between.inter.compress == read(**ADAM)
+
+
+@pytest.mark.parametrize(
+    ("written", "error"),
+    [
+        (
+            {"codec": "topk", "preset": "adm"},
+            r"preset: unknown preset 'adm'; known: adam, outer; did you mean 'adam'",
+        ),
+        ({"codec": "topk", "preset": 3}, "unknown preset 3"),
+        ({"codec": "int8_block", "preset": "adam"}, "preset: codec 'int8_block' has no presets"),
+        ({"preset": "adam"}, "preset: codec 'none' has no presets"),
+        ({**ADAM, "ratio": 2}, "ratio"),
+        ({**ADAM, "warmup": 5}, "momentum_correction and warmup exclude each other"),
+        ({"codec": "topk", "values": "int2"}, "values: int2 needs chunk, such as chunk: 4096"),
+        ({"codec": "topk", "chunk": 10}, "chunk"),
+        ({"codec": "topk", "chunk": 65537}, "chunk"),
+        ({"codec": "topk", "values": "int3"}, "values"),
+    ],
+)
+def test_mistakes(written: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        read(**written)
+
+
+def test_every_preset_is_valid() -> None:
+    from mcr_plus import registry
+
+    for name in registry.names("codecs"):
+        codec = registry.get("codecs", name)
+        assert isinstance(codec, type)
+        assert issubclass(codec, Codec)
+        for preset in codec.presets:
+            read(codec=name, preset=preset)
+
+
+def test_cautions_are_about_gradients() -> None:
+    assert cautions(config({"codec": "int8_block"})) == []
+    (note,) = cautions(config({"codec": "topk"}))
+    assert note.startswith("<dict>: pipeline[0].compress: codec topk: under Adam or AdamW")
+    outer = {"match": {"tag": "outer.*"}, "compress": {"codec": "topk", "preset": "outer"}}
+    assert cautions(config({}, outer)) == []
+    gathers = {"match": {"kind": "all_gather"}, "compress": ADAM}
+    gradients = {"match": {"tag": "grad*", "bytes": ">=1MiB"}, "compress": {"codec": "powersgd"}}
+    (note,) = cautions(config({}, outer, gathers, gradients))
+    assert "rules[2]: codec powersgd: " in note
+    (note,) = cautions(config({}, inter={"compress": {"codec": "sign1"}}))
+    assert "codec sign1" in note
+
+
+def test_validate_prints_cautions_beside_the_pipeline(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "version: 1\npipeline:\n  - compress: {codec: topk, preset: adam}\n  - select: {}\n  - dispatch: {}\n"
+    )
+    answer = mcr_plus("validate", str(path))
+    assert answer.returncode == 0
+    assert f"note: {path}:3: pipeline[0].compress: codec topk: preset adam is for Adam" in answer.stderr
+    assert "ratio: 0.18" in answer.stdout
+    assert "preset" not in answer.stdout
+    assert "note" not in answer.stdout

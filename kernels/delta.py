@@ -1,0 +1,571 @@
+"""Changes between two versions of an array, by their bits, without loss; torch reference, CPU kernels.
+
+Both versions are flat arrays of elements of 1, 2, 4 or 8 bytes, cut into blocks of 16384. Payload, little
+endian:
+
+    header, 64 bytes | 3 uint16 for each block: changed, far, escapes | the blocks, one behind another
+
+A block lists what changed in it: for each change, the number of unchanged elements since the change before,
+in 8 bits, 255 if there are more; those larger numbers, `far` of them, in 16 bits; for each change, the step
+from the old to the new value, in 4 bits, two to a byte, the first in the lower half; then the `escapes`, new
+elements whose step is not among -7 to 8, as they are. Code 7 (a step of zero, which is no change) marks them.
+
+A step is a difference of positions in the order of floats (of units in the last place, ULP): the lowest is
+the NaN with the sign bit and all others set, and -0 lies just before +0. The order is a bijection of bits, so
+NaN payloads and signs of zero survive, and integers may be sent in it as well. A block whose list would be
+longer than its elements holds these instead, and 65535 for `changed`.
+
+An anchor has no lists and needs no old version: behind the header are all elements as they are, or a payload
+of `exp_window`. `encode` chooses it where it is shorter.
+
+The header holds a digest of the new version, of all its bits in their order, and digests of the old version
+and of itself. Up to 3 zero bytes follow, so that payloads end at a multiple of 4. There is no kernel for GPUs
+yet. Arrays begin at multiples of 8 bytes, as those that torch allocates do.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mcr_plus.errors import BackendError
+from mcr_plus.kernels import cpu, exp_window
+
+BLOCK: Final = 16384
+HEADER: Final = 64
+_FORMAT: Final = struct.Struct("<4sBBBBQQQQQQ")
+_MAGIC: Final = b"mcrd"
+_DELTA, _DENSE, _WINDOW = 0, 1, 2
+_RAW: Final = 0xFFFF
+_FAR: Final = 255
+_ESCAPE: Final = np.uint64(7)
+_MIDDLE: Final = np.uint64(7)  # added to a step to make it a code
+_LAST: Final = np.uint64(15)
+_ONE, _ZERO = np.uint64(1), np.uint64(0)
+_FOLD: Final = np.uint64(32)
+_FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd
+_SEEDS: Final = tuple(np.uint64(0x243F6A8885A308D3 * (2 * lane + 1) & (2**64 - 1)) for lane in range(8))
+_S0, _S1, _S2, _S3, _S4, _S5, _S6, _S7 = _SEEDS
+_WINDOWED: Final = {torch.float32, torch.bfloat16}
+_UNSIGNED: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_SIGNED: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a payload says of itself. `mode`: 0 for changes, else an anchor. `nbytes`: of the whole payload."""
+
+    mode: int
+    width: int
+    numel: int
+    base: int
+    target: int
+    base_digest: int
+    digest: int
+    nbytes: int
+
+    @property
+    def is_anchor(self) -> bool:
+        """Whether it can be applied whatever is held."""
+        return self.mode != _DELTA
+
+
+def blocks_of(numel: int) -> int:
+    """Number of blocks; the last may be shorter."""
+    return -(-numel // BLOCK)
+
+
+def most_nbytes(numel: int, width: int) -> int:
+    """The length in bytes that no payload of `numel` elements of `width` bytes exceeds, a multiple of 4."""
+    return HEADER + _padded(6 * blocks_of(numel) + numel * width)
+
+
+def header_of(wire: torch.Tensor) -> Header:
+    """Read the header of a payload, flat uint8.
+
+    Raises `BackendError` if it is not one, or is damaged.
+    """
+    raw = wire[:HEADER].numpy().tobytes()
+    if len(raw) < HEADER:
+        raise BackendError(f"a delta payload ends after {len(raw)} bytes, inside its header")
+    magic, mode, width, _, _, numel, base, target, base_digest, digest, nbytes = _FORMAT.unpack(
+        raw[: _FORMAT.size]
+    )
+    (own,) = struct.unpack("<Q", raw[HEADER - 8 :])
+    if magic != _MAGIC or mode > _WINDOW or width not in _UNSIGNED or own != _header_digest(raw):
+        raise BackendError(f"the header of a delta payload is damaged: {raw.hex()}")
+    return Header(mode, width, numel, base, target, base_digest, digest, nbytes)
+
+
+def _header_digest(raw: bytes) -> int:
+    value = 0
+    for (word,) in struct.iter_unpack("<Q", raw[: HEADER - 8]):
+        value = (value ^ word) * int(_FACTOR) & (2**64 - 1)
+        value ^= value >> 32
+    return value
+
+
+def _put_header(target: Array, *fields: int) -> int:
+    """Write a header, and the zeros at the end; returns the length of the payload with them."""
+    raw = _FORMAT.pack(_MAGIC, fields[0], fields[1], 0, 0, *fields[2:])
+    raw = raw.ljust(HEADER - 8, b"\0")
+    target[:HEADER] = np.frombuffer(raw + struct.pack("<Q", _header_digest(raw)), np.uint8)
+    nbytes, end = fields[-1], _padded(fields[-1])
+    target[nbytes:end] = 0
+    return end
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // 4) * 4
+
+
+# --- reference ----------------------------------------------------------------------------------------------
+
+
+def reference_digest(values: torch.Tensor) -> int:
+    """The digest of flat `values`, in plain torch and Python integers."""
+    width, numel = values.element_size(), values.numel()
+    raw = values.contiguous().view(torch.uint8) if numel else torch.empty(0, dtype=torch.uint8)
+    total, step = 0, BLOCK * width
+    for at in range(0, raw.numel(), step):
+        part = raw[at : at + step]
+        words = torch.nn.functional.pad(part, (0, -part.numel() % 64)).view(torch.int64).view(-1, 8)
+        lanes = torch.tensor([_to_signed(int(seed)) for seed in _SEEDS])
+        for row in words:
+            lanes = _mixed(lanes, row)
+        block = torch.tensor(0)
+        for lane in lanes:
+            block = _mixed(block, lane)
+        total = int(_mixed(torch.tensor(total), block))
+    shape = torch.tensor(_to_signed((numel << 4 | width) & (2**64 - 1)))
+    return int(_mixed(torch.tensor(total), shape)) & (2**64 - 1)
+
+
+def _to_signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _mixed(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    product = (left ^ right) * _to_signed(int(_FACTOR))
+    return product ^ (product >> 32 & 0xFFFFFFFF)
+
+
+def reference_encode(values: torch.Tensor, base: torch.Tensor, versions: tuple[int, int]) -> torch.Tensor:
+    """The payload of changes from flat `base` to `values`, block by block in plain torch; never an anchor."""
+    width = values.element_size()
+    full = (1 << 8 * width) - 1
+    new, old = _wide(values), _wide(base)
+    heads, bodies = [], []
+    for at in range(0, new.numel(), BLOCK):
+        here, there = new[at : at + BLOCK], old[at : at + BLOCK]
+        (where,) = torch.nonzero(here != there, as_tuple=True)
+        gaps = torch.diff(where, prepend=torch.tensor([-1])) - 1
+        codes = (_ordered(here[where], width) - _ordered(there[where], width) + 7) & full
+        beyond = (codes < 0) | (codes > 15)
+        nibbles = torch.where(beyond, 7, codes)
+        nibbles = torch.nn.functional.pad(nibbles, (0, -nibbles.numel() % 2)).view(-1, 2)
+        body = torch.cat([
+            gaps.clamp(max=_FAR).to(torch.uint8),
+            gaps[gaps >= _FAR].to(torch.int16).view(torch.uint8),
+            (nibbles[:, 0] | nibbles[:, 1] << 4).to(torch.uint8),
+            here[where][beyond].to(_SIGNED[width]).view(torch.uint8),
+        ])  # fmt: skip
+        head = (where.numel(), int((gaps >= _FAR).sum()), int(beyond.sum()))
+        if body.numel() >= here.numel() * width:
+            body, head = here.to(_SIGNED[width]).view(torch.uint8), (_RAW, 0, 0)
+        heads.append(head)
+        bodies.append(body)
+    lists = torch.tensor(heads, dtype=torch.int32).view(-1).to(torch.int16).view(torch.uint8)
+    payload = torch.cat([torch.zeros(HEADER, dtype=torch.uint8), lists, *bodies])
+    fields = (reference_digest(base), reference_digest(values), payload.numel())
+    payload = torch.nn.functional.pad(payload, (0, -payload.numel() % 4))
+    _put_header(payload.numpy(), _DELTA, width, values.numel(), *versions, *fields)
+    return payload
+
+
+def _wide(values: torch.Tensor) -> torch.Tensor:
+    """The bits as non-negative int64, except for those of 8 bytes."""
+    width = values.element_size()
+    bits = values.view(_SIGNED[width]).to(torch.int64)
+    return bits if width == 8 else bits & ((1 << 8 * width) - 1)
+
+
+def _ordered(bits: torch.Tensor, width: int) -> torch.Tensor:
+    sign = _to_signed(1 << 63) if width == 8 else 1 << (8 * width - 1)
+    full = -1 if width == 8 else (1 << 8 * width) - 1
+    return torch.where((bits & sign) != 0, bits ^ full, bits ^ sign)
+
+
+# --- CPU ----------------------------------------------------------------------------------------------------
+
+
+@cpu.inlined
+def _mix(left, right):  # type: ignore[no-untyped-def]
+    """A bijection of either argument, so that one changed word is never missed."""
+    product = (left ^ right) * _FACTOR
+    return product ^ (product >> _FOLD)
+
+
+@cpu.inlined
+def _hash(words, rest):  # type: ignore[no-untyped-def]
+    """Of a block: whole words, and the bytes that are left; eight chains, which do not wait for each other."""
+    a, b, c, d, e, f, g, h = _S0, _S1, _S2, _S3, _S4, _S5, _S6, _S7
+    whole = words.size // 8
+    for i in range(whole):
+        row = words[8 * i : 8 * i + 8]
+        a, b, c, d = _mix(a, row[0]), _mix(b, row[1]), _mix(c, row[2]), _mix(d, row[3])
+        e, f, g, h = _mix(e, row[4]), _mix(f, row[5]), _mix(g, row[6]), _mix(h, row[7])
+    if words.size % 8 or rest.size:
+        last = np.zeros(8, np.uint64)
+        for i in range(8 * whole, words.size):
+            last[i - 8 * whole] = words[i]
+        for i in range(rest.size):
+            last[words.size - 8 * whole] |= np.uint64(rest[i]) << np.uint64(8 * i)
+        a, b, c, d = _mix(a, last[0]), _mix(b, last[1]), _mix(c, last[2]), _mix(d, last[3])
+        e, f, g, h = _mix(e, last[4]), _mix(f, last[5]), _mix(g, last[6]), _mix(h, last[7])
+    return _mix(_mix(_mix(_mix(_mix(_mix(_mix(_mix(_ZERO, a), b), c), d), e), f), g), h)
+
+
+@cpu.compiled
+def _digests(raw, words, hashes, width, lo, hi):  # type: ignore[no-untyped-def]
+    """Write the hashes of blocks."""
+    for block in range(lo, hi):
+        begin = block * BLOCK * width
+        end = min(begin + BLOCK * width, raw.size)
+        hashes[block] = _hash(words[begin // 8 : end // 8], raw[end // 8 * 8 : end])
+
+
+@cpu.compiled
+def _fold(hashes, shape):  # type: ignore[no-untyped-def]
+    total = _ZERO
+    for i in range(hashes.size):
+        total = _mix(total, hashes[i])
+    return _mix(total, shape)
+
+
+@cpu.inlined
+def _order(bits, sign, top):  # type: ignore[no-untyped-def]
+    """Position in the order of floats; `sign`: the highest bit, `top`: its number."""
+    negative = _ZERO - (bits >> top)
+    return bits ^ (sign | (negative & (sign - _ONE)))
+
+
+@cpu.compiled
+def _encode(raw, words, new, old_words, old, heads, bodies, lengths, hashes, update, lo, hi):  # type: ignore[no-untyped-def]
+    """List the changes of blocks, each at its own place in `bodies`; writes them to `old` if `update`.
+
+    `raw`: the bytes of `new`, `words`: those that are whole, by 8.
+    """
+    width = new.itemsize
+    each = 8 // width
+    sign, top = _ONE << np.uint64(8 * width - 1), np.uint64(8 * width - 1)
+    full = sign | (sign - _ONE)
+    where = np.empty(BLOCK + 8, np.int32)
+    gaps, nibbles = np.empty(BLOCK, np.uint8), np.empty(BLOCK + 1, np.uint8)
+    far, escapes = np.empty(BLOCK, np.uint16), np.empty(BLOCK, new.dtype)
+    for block in range(lo, hi):
+        first = block * BLOCK
+        last = min(first + BLOCK, new.size)
+        here, there = new[first:last], old[first:last]
+        begin, end = first * width // 8, last * width // 8
+        left, right = words[begin:end], old_words[begin:end]
+        count = 0
+        for i in range(left.size):
+            if left[i] != right[i]:
+                at = i * each
+                for k in range(each):
+                    where[count] = at + k
+                    count += here[at + k] != there[at + k]
+        for i in range(left.size * each, here.size):
+            where[count] = i
+            count += here[i] != there[i]
+        before, fars, escaped = -1, 0, 0
+        for i in range(count):
+            at = where[i]
+            gap = at - before - 1
+            before = at
+            gaps[i] = min(gap, _FAR)
+            if gap >= _FAR:
+                far[fars] = gap
+                fars += 1
+            value = here[at]
+            code = _order(np.uint64(value), sign, top) - _order(np.uint64(there[at]), sign, top) + _MIDDLE
+            code &= full
+            if code > _LAST:
+                code = _ESCAPE
+                escapes[escaped] = value
+                escaped += 1
+            nibbles[i] = np.uint8(code)
+            if update:
+                there[at] = value
+        body = bodies[first * width : last * width]
+        length = count + 2 * fars + (count + 1) // 2 + escaped * width
+        hashes[block] = _hash(left, raw[end * 8 : last * width])
+        if length >= body.size:
+            cpu.put(raw[first * width : last * width], body)
+            heads[block, 0], heads[block, 1], heads[block, 2] = _RAW, 0, 0
+            lengths[block] = body.size
+            continue
+        heads[block, 0], heads[block, 1], heads[block, 2] = count, fars, escaped
+        lengths[block] = length
+        cpu.put(gaps[:count], body)
+        at = count
+        for i in range(fars):
+            body[at] = np.uint8(far[i] & np.uint16(255))
+            body[at + 1] = np.uint8(far[i] >> np.uint16(8))
+            at += 2
+        nibbles[count] = 0
+        for i in range((count + 1) // 2):
+            body[at + i] = nibbles[2 * i] | np.uint8(nibbles[2 * i + 1] << np.uint8(4))
+        at += (count + 1) // 2
+        for i in range(escaped):
+            value = np.uint64(escapes[i])
+            for k in range(width):
+                body[at] = np.uint8(value >> np.uint64(8 * k) & np.uint64(255))
+                at += 1
+
+
+@cpu.compiled
+def _compact(bodies, lengths, step):  # type: ignore[no-untyped-def]
+    """Move the lists of blocks together; returns their length."""
+    at = np.int64(0)
+    for block in range(lengths.size):
+        begin = block * step
+        if begin != at:
+            for i in range(lengths[block]):
+                bodies[at + i] = bodies[begin + i]
+        at += lengths[block]
+    return at
+
+
+@cpu.compiled
+def _apply(heads, body, starts, raw, words, out, hashes, lo, hi):  # type: ignore[no-untyped-def]
+    """Apply the lists of blocks to `out`; returns how many contradict themselves. Writes nothing outside."""
+    width = out.itemsize
+    sign, top = _ONE << np.uint64(8 * width - 1), np.uint64(8 * width - 1)
+    full = sign | (sign - _ONE)
+    wrong = 0
+    for block in range(lo, hi):
+        first = block * BLOCK
+        last = min(first + BLOCK, out.size)
+        count, fars, escaped = np.int64(heads[block, 0]), np.int64(heads[block, 1]), np.int64(heads[block, 2])
+        lists = body[starts[block] : starts[block + 1]]
+        if count == _RAW:
+            cpu.put(lists, raw[first * width : last * width])
+        else:
+            target = out[first:last]
+            far_at = count
+            nibble_at = far_at + 2 * fars
+            escape_at = nibble_at + (count + 1) // 2
+            at, is_wrong = -1, False
+            for i in range(count):
+                gap = np.int64(lists[i])
+                if gap == _FAR:
+                    if far_at + 2 > count + 2 * fars:
+                        is_wrong = True
+                        break
+                    gap = np.int64(lists[far_at]) | np.int64(lists[far_at + 1]) << 8
+                    far_at += 2
+                at += gap + 1
+                if at >= target.size:
+                    is_wrong = True
+                    break
+                code = np.uint64(lists[nibble_at + i // 2] >> np.uint8(4 * (i % 2))) & _LAST
+                if code == _ESCAPE:
+                    if escape_at + width > lists.size:
+                        is_wrong = True
+                        break
+                    value = _ZERO
+                    for k in range(width):
+                        value |= np.uint64(lists[escape_at + k]) << np.uint64(8 * k)
+                    escape_at += width
+                else:
+                    value = (_order(np.uint64(target[at]), sign, top) + code - _MIDDLE) & full
+                    # The inverse of the order: the highest bit is set where the sign was not.
+                    value ^= sign | ((value >> top) - _ONE) & (sign - _ONE)
+                target[at] = value
+            wrong += is_wrong or far_at != count + 2 * fars or escape_at != lists.size
+        end = last * width // 8
+        hashes[block] = _hash(words[first * width // 8 : end], raw[end * 8 : last * width])
+    return wrong
+
+
+# --- launchers ----------------------------------------------------------------------------------------------
+
+
+def digest(values: torch.Tensor) -> int:
+    """The 64-bit digest of all bits of flat `values`, in their order."""
+    raw, words, bits = _views(values)
+    hashes = np.empty(blocks_of(bits.size), np.uint64)
+    if hashes.size:
+        cpu.spread(_digests, hashes.size, raw.nbytes, raw, words, hashes, bits.itemsize)
+    return _folded(hashes, bits)
+
+
+def encode(
+    values: torch.Tensor,
+    base: torch.Tensor,
+    wire: torch.Tensor,
+    versions: tuple[int, int],
+    base_digest: int,
+    *,
+    update: bool = False,
+) -> int:
+    """Write the payload that turns `base` into `values` to `wire`; returns its length in bytes.
+
+    Args:
+        values: flat and contiguous, any dtype of 1, 2, 4 or 8 bytes.
+        base: of the same dtype and size; made equal to `values` if `update`.
+        wire: flat uint8, at least `most_nbytes` long.
+        versions: of `base` and of `values`.
+        base_digest: of `base`.
+        update: whether `base` is to hold `values` afterwards.
+    """
+    raw, words, new = _views(values)
+    _, old_words, old = _views(base)
+    width, blocks, target = new.itemsize, blocks_of(new.size), wire.numpy()
+    begin = HEADER + 6 * blocks
+    heads = target[HEADER:begin].view(np.uint16).reshape(blocks, 3)
+    lengths, hashes = np.empty(blocks, np.int64), np.empty(blocks, np.uint64)
+    body = target[begin : begin + raw.size]
+    found = 0
+    if blocks:
+        parts = (raw, words, new, old_words, old, heads, body, lengths, hashes, update)
+        cpu.spread(_encode, blocks, raw.nbytes, *parts)
+        found = int(_compact(body, lengths, BLOCK * width))
+    result = _folded(hashes, new)
+    if found >= raw.size // 2:
+        shorter = _anchor(values, wire, begin + found, (0, versions[1]), result)
+        if shorter is not None:
+            return shorter
+    return _put_header(target, _DELTA, width, new.size, *versions, base_digest, result, begin + found)
+
+
+def encode_anchor(values: torch.Tensor, wire: torch.Tensor, version: int) -> int:
+    """Write a payload of all `values`, which needs no base, to `wire`; else as `encode`."""
+    written = _anchor(values, wire, None, (0, version), digest(values))
+    assert written is not None
+    return written
+
+
+def _anchor(
+    values: torch.Tensor, wire: torch.Tensor, most: int | None, versions: tuple[int, int], result: int
+) -> int | None:
+    """Write an anchor if it is shorter than `most`; returns its length, else None."""
+    raw, _, bits = _views(values)
+    target, mode, body = wire.numpy(), _DENSE, raw
+    if values.dtype in _WINDOWED and bits.size >= 2 * exp_window.BLOCK:
+        window = torch.empty(exp_window.most_nbytes(bits.size, values.dtype), dtype=torch.uint8)
+        packed = window[: exp_window.encode(values, window)].numpy()
+        if packed.size < raw.size:
+            mode, body = _WINDOW, packed
+    nbytes = HEADER + body.size
+    if most is not None and nbytes >= most:
+        return None
+    target[HEADER:nbytes] = body
+    return _put_header(target, mode, bits.itemsize, bits.size, *versions, 0, result, nbytes)
+
+
+def apply(wire: torch.Tensor, out: torch.Tensor) -> Header:
+    """Turn flat `out`, which holds the base of a payload, into its target. Returns the payload's header.
+
+    Raises `BackendError` if the payload cannot be one for as many elements, or if the digest of the result
+    is not the one it names; `out` is then in an unknown state. The caller compares the base before.
+    """
+    head = header_of(wire)
+    raw, words, bits = _views(out)
+    here = (bits.itemsize, bits.size, wire.numel())
+    if (head.width, head.numel, _padded(head.nbytes)) != here or head.nbytes < HEADER:
+        raise BackendError(
+            f"a delta payload of {wire.numel()} bytes says that it has {head.nbytes}, for {head.numel} "
+            f"elements of {head.width} bytes; expected {bits.size} of {bits.itemsize}"
+        )
+    found = _apply_body(head, wire[HEADER : head.nbytes], out, raw, words, bits)
+    if found != head.digest:
+        raise BackendError(
+            f"version {head.target} of {bits.size} elements was not received as it was sent: its digest is "
+            f"{found:016x}, expected {head.digest:016x}"
+        )
+    return head
+
+
+def changed(wire: torch.Tensor) -> int:
+    """Number of changed elements that a payload lists; of what it holds whole, all elements."""
+    head = header_of(wire)
+    if head.is_anchor:
+        return head.numel
+    blocks = blocks_of(head.numel)
+    counts = np.frombuffer(wire[HEADER : HEADER + 6 * blocks].numpy().tobytes(), np.uint16)[::3]
+    counts = counts.astype(np.int64)
+    if counts.size:
+        last = head.numel - BLOCK * (blocks - 1)
+        counts = np.where(counts == _RAW, np.append(np.full(blocks - 1, BLOCK), last), counts)
+    return int(counts.sum())
+
+
+def _apply_body(
+    head: Header, body: torch.Tensor, out: torch.Tensor, raw: Array, words: Array, bits: Array
+) -> int:
+    if head.mode == _WINDOW:
+        if out.dtype not in _WINDOWED:
+            raise BackendError(f"a delta payload holds float32 or bfloat16 values, not {out.dtype}")
+        if body.data_ptr() % 4:
+            body = body.clone()
+        exp_window.decode(body, out)
+        return digest(out)
+    source = body.numpy()
+    if head.mode == _DENSE:
+        if source.size != raw.size:
+            raise BackendError(f"a delta payload has {source.size} bytes of values, expected {raw.size}")
+        raw[:] = source
+        return digest(out)
+    blocks = blocks_of(bits.size)
+    lists = source[6 * blocks :]
+    if source.size < 6 * blocks:
+        raise BackendError(f"a delta payload ends after {source.size} bytes, before its {blocks} blocks")
+    heads = np.frombuffer(source[: 6 * blocks].tobytes(), np.uint16).reshape(blocks, 3)
+    counts, far, escapes = heads.astype(np.int64).T
+    sizes = np.full(blocks, BLOCK, np.int64)
+    if blocks:
+        sizes[-1] = bits.size - BLOCK * (blocks - 1)
+    raws = counts == _RAW
+    if ((counts > sizes) & ~raws | (far > counts) | (escapes > counts)).any():
+        raise BackendError("a delta payload lists more changes than a block has elements")
+    width = bits.itemsize
+    lengths = np.where(raws, sizes * width, counts + 2 * far + (counts + 1) // 2 + escapes * width)
+    starts = np.concatenate(([0], np.cumsum(lengths)))
+    if starts[-1] != lists.size:
+        raise BackendError(
+            f"a delta payload has {lists.size} bytes of changes, its blocks say {int(starts[-1])}"
+        )
+    hashes = np.empty(blocks, np.uint64)
+    if blocks:
+        wrong = sum(cpu.spread(_apply, blocks, raw.nbytes, heads, lists, starts, raw, words, bits, hashes))
+        if wrong:
+            raise BackendError(f"a delta payload contradicts itself in {wrong} of {blocks} blocks")
+    return _folded(hashes, bits)
+
+
+def _folded(hashes: Array, bits: Array) -> int:
+    shape = np.uint64((bits.size << 4 | bits.itemsize) & (2**64 - 1))
+    return int(_fold(hashes, shape))
+
+
+def _views(values: torch.Tensor) -> tuple[Array, Array, Array]:
+    """The bytes, the whole words among them, and the elements of flat `values`."""
+    width = values.element_size()
+    if width not in _UNSIGNED:
+        raise BackendError(f"delta: elements of {width} bytes; expected 1, 2, 4 or 8")
+    if not values.numel():
+        raw: Array = np.empty(0, np.uint8)
+    else:
+        raw = values.detach().view(torch.uint8).numpy()
+    whole = raw[: raw.size // 8 * 8]
+    return raw, whole.view(np.uint64), raw.view(_UNSIGNED[width])

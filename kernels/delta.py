@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 
 from mcr_plus.errors import BackendError
 from mcr_plus.kernels import cpu, exp_window
+from mcr_plus.kernels.compiling import preparing
 
 BLOCK: Final = 16384
 HEADER: Final = 64
@@ -53,6 +54,7 @@ _SEEDS: Final = tuple(np.uint64(0x243F6A8885A308D3 * (2 * lane + 1) & (2**64 - 1
 _S0, _S1, _S2, _S3, _S4, _S5, _S6, _S7 = _SEEDS
 _WINDOWED: Final = {torch.float32, torch.bfloat16}
 _UNSIGNED: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+WIDTHS: Final = tuple(_UNSIGNED)
 _SIGNED: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Array = NDArray[Any]
@@ -85,6 +87,11 @@ def blocks_of(numel: int) -> int:
 def most_nbytes(numel: int, width: int) -> int:
     """The length in bytes that no payload of `numel` elements of `width` bytes exceeds, a multiple of 4."""
     return HEADER + _padded(6 * blocks_of(numel) + numel * width)
+
+
+def dense_nbytes(numel: int, width: int) -> int:
+    """The length of a payload that holds all elements as they are."""
+    return _padded(HEADER + numel * width)
 
 
 def header_of(wire: torch.Tensor) -> Header:
@@ -397,6 +404,22 @@ def _apply(heads, body, starts, raw, words, out, hashes, lo, hi):  # type: ignor
     return wrong
 
 
+def prepare(width: int) -> None:
+    """Compile the kernels for elements of `width` bytes, or load them from disk."""
+    if width in _prepared:
+        return
+    with preparing(f"delta of {width} byte{'s' * (width > 1)}"):
+        old = torch.zeros(600, dtype=_DTYPES[width])
+        new, wire = old + 1, torch.empty(most_nbytes(600, width), dtype=torch.uint8)
+        new[:300] = 0
+        apply(wire[: encode(new, old, wire, (0, 1), digest(old))], old)
+        apply(wire[: encode_anchor(new, wire, 1)], old)
+    _prepared.add(width)
+
+
+_prepared: set[int] = set()
+_DTYPES: Final = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.int64}
+
 # --- launchers ----------------------------------------------------------------------------------------------
 
 
@@ -442,26 +465,34 @@ def encode(
         found = int(_compact(body, lengths, BLOCK * width))
     result = _folded(hashes, new)
     if found >= raw.size // 2:
-        shorter = _anchor(values, wire, begin + found, (0, versions[1]), result)
+        shorter = _anchor(values, wire, begin + found, versions[1], result)
         if shorter is not None:
             return shorter
     return _put_header(target, _DELTA, width, new.size, *versions, base_digest, result, begin + found)
 
 
-def encode_anchor(values: torch.Tensor, wire: torch.Tensor, version: int) -> int:
-    """Write a payload of all `values`, which needs no base, to `wire`; else as `encode`."""
-    written = _anchor(values, wire, None, (0, version), digest(values))
+def encode_anchor(values: torch.Tensor, wire: torch.Tensor, version: int, *, windowed: bool = True) -> int:
+    """Write a payload of all `values`, which needs no base, to `wire`; else as `encode`.
+
+    Without `windowed`, its length is `dense_nbytes`, whatever the values.
+    """
+    written = _anchor(values, wire, None, version, digest(values), windowed)
     assert written is not None
     return written
 
 
 def _anchor(
-    values: torch.Tensor, wire: torch.Tensor, most: int | None, versions: tuple[int, int], result: int
+    values: torch.Tensor,
+    wire: torch.Tensor,
+    most: int | None,
+    version: int,
+    result: int,
+    windowed: bool = True,
 ) -> int | None:
     """Write an anchor if it is shorter than `most`; returns its length, else None."""
     raw, _, bits = _views(values)
     target, mode, body = wire.numpy(), _DENSE, raw
-    if values.dtype in _WINDOWED and bits.size >= 2 * exp_window.BLOCK:
+    if windowed and values.dtype in _WINDOWED and bits.size >= 2 * exp_window.BLOCK:
         window = torch.empty(exp_window.most_nbytes(bits.size, values.dtype), dtype=torch.uint8)
         packed = window[: exp_window.encode(values, window)].numpy()
         if packed.size < raw.size:
@@ -470,7 +501,7 @@ def _anchor(
     if most is not None and nbytes >= most:
         return None
     target[HEADER:nbytes] = body
-    return _put_header(target, mode, bits.itemsize, bits.size, *versions, 0, result, nbytes)
+    return _put_header(target, mode, bits.itemsize, bits.size, 0, version, 0, result, nbytes)
 
 
 def apply(wire: torch.Tensor, out: torch.Tensor) -> Header:
@@ -494,6 +525,22 @@ def apply(wire: torch.Tensor, out: torch.Tensor) -> Header:
             f"{found:016x}, expected {head.digest:016x}"
         )
     return head
+
+
+def follow(head: Header, version: int, digest: int | None) -> None:
+    """Check that a payload follows on `version` with this digest, None if what is held is not usable.
+
+    Raises `BackendError` if it is for another base, or leads to a version that is no newer.
+    """
+    if head.target <= version:
+        raise BackendError(f"version {head.target} of the weights came after version {version}")
+    if head.is_anchor or (head.base == version and head.base_digest == digest):
+        return
+    known = "no usable weights are held" if digest is None else f"version {version} ({digest:016x}) is held"
+    raise BackendError(
+        f"changes from version {head.base} ({head.base_digest:016x}) to {head.target} of the weights came, "
+        f"but {known}"
+    )
 
 
 def changed(wire: torch.Tensor) -> int:

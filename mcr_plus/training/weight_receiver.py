@@ -230,7 +230,7 @@ class WeightReceiver:
                 step = wires[begin : begin + parts]
                 heads = [delta.header_of(wire) for wire in step]
                 for head, digest in zip(heads, self._digests, strict=True):
-                    follow(head, self._version, digest if was else None)
+                    delta.follow(head, self._version, digest if was else None)
                 for wire, held in zip(step, self._held, strict=True):
                     delta.apply(wire, held)
                     changed += delta.changed(wire)
@@ -243,19 +243,3 @@ class WeightReceiver:
         self._stats["bytes"] = len(body)
         self._stats["received_bytes"] += len(body)
         self._stats["anchors"] += anchors
-
-
-def follow(head: delta.Header, version: int, digest: int | None) -> None:
-    """Check that a payload follows on `version` with this digest, None if what is held is not usable.
-
-    Raises `BackendError` if it is for another base, or leads to a version that is no newer.
-    """
-    if head.target <= version:
-        raise BackendError(f"version {head.target} of the weights came after version {version}")
-    if head.is_anchor or (head.base == version and head.base_digest == digest):
-        return
-    known = "no usable weights are held" if digest is None else f"version {version} ({digest:016x}) is held"
-    raise BackendError(
-        f"changes from version {head.base} ({head.base_digest:016x}) to {head.target} of the weights came, "
-        f"but {known}"
-    )

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.errors import InvalidArgument, McrError, NotInitialized
+from mcr_plus.kernels import delta
 from mcr_plus.rendezvous.network import host_address
 from mcr_plus.runtime.init import current, member_of
 from mcr_plus.training.weight_link import listen
@@ -188,6 +189,8 @@ def sync(
             listener.close()
         raise
     assert weights is not None
+    for width in sorted({dtype.itemsize for dtype in weights.dtypes}):
+        delta.prepare(width)
     what = f"sync {tag!r} of group '{comm.name}'"
 
     def ends() -> bool:

@@ -129,6 +129,7 @@ CASES: Final = [
     ),
     Case({"codec": "int4_block"}, per_block(32, 1 / 13.8), block=32),
     Case({"codec": "int4_block", "hadamard": True}, after_hadamard(1 / 13.8), block=32),
+    Case({"codec": "delta"}, each(0, 0)),
     Case({"codec": "exp_window"}, each(0, 0)),
     Case({"codec": "randk", "ratio": 0.3}, None, block=0),
     Case({"codec": "randk", "seed": 7, "rescale": True}, None, block=0),

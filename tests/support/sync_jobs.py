@@ -281,6 +281,7 @@ def refusals() -> list[str]:
         if comm.rank == 0:
             refused(weights.push)
         state["b"] = kept
+        comm.barrier()
         weights.push()
         if comm.rank:
             state["b"] = torch.zeros(2).bfloat16()

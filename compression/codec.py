@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from pydantic import BaseModel
@@ -15,6 +15,9 @@ from mcr_plus import registry
 from mcr_plus.config.options import NoOptions, StageOptions
 from mcr_plus.core.kinds import ReduceOp, dtype_name
 from mcr_plus.errors import Unsupported
+
+if TYPE_CHECKING:
+    from mcr_plus.compression.state import CompressorState
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -90,6 +93,10 @@ class Codec(ABC):
 
         `key` is equal on all ranks. Codecs that draw random numbers draw them by it.
         """
+
+    def kept_state(self) -> CompressorState | None:
+        """A new state that encodes and decodes instead of the codec, with `keeps_received`; else None."""
+        return None
 
     def prepare(self, dtype: torch.dtype | None) -> None:  # noqa: B027
         """Have kernels compiled that depend on the dtype of the values, or those of all dtypes for None."""

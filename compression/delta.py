@@ -45,17 +45,21 @@ class Delta(PayloadCodec):
         for width in delta.WIDTHS if dtype is None else (dtype.itemsize,):
             delta.prepare(width)
 
+    def kept_state(self) -> DeltaState:
+        """See `Codec.kept_state`."""
+        return DeltaState(self)
+
     def wire_numel(self, numel: int) -> int:
-        """At most, for elements of 8 bytes; see `room`."""
-        return delta.most_nbytes(numel, 8)
+        """At most, for elements of 4 bytes; see `room`."""
+        return self.room(numel, None)
 
     def room(self, numel: int, dtype: torch.dtype | None) -> int:
         """At most, for elements of `dtype`."""
-        return delta.most_nbytes(numel, 8 if dtype is None else dtype.itemsize)
+        return delta.most_nbytes(numel, 4 if dtype is None else dtype.itemsize) if numel else 0
 
     def anchor_numel(self, numel: int, dtype: torch.dtype) -> int:
         """The length of a payload that holds all elements as they are."""
-        return delta.dense_nbytes(numel, dtype.itemsize)
+        return delta.dense_nbytes(numel, dtype.itemsize) if numel else 0
 
     def _is_native(self, dtype: torch.dtype) -> bool:
         return dtype in DTYPES
@@ -110,6 +114,9 @@ class DeltaState(CompressorState):
     def encode_part(self, index: int, values: torch.Tensor, wire: torch.Tensor) -> int:
         """See `CompressorState.encode_part`."""
         _check(values)
+        if not values.numel():
+            self._sent.pop(index, None)
+            return 0
         values, held = _aligned(values), self._sent.get(index)
         if held is None or held.values.numel() != values.numel() or held.values.dtype is not values.dtype:
             version = 1 if held is None else held.version + 1
@@ -124,12 +131,17 @@ class DeltaState(CompressorState):
 
     def anchor_part(self, index: int, wire: torch.Tensor) -> int:
         """Write all values of a part as they are, after `encode_part`; returns `Delta.anchor_numel`."""
-        held = self._sent[index]
+        held = self._sent.get(index)
+        if held is None:
+            return 0
         return delta.encode_anchor(held.values, wire, held.version, windowed=False)
 
     def decode_part(self, index: int, wire: torch.Tensor, out: torch.Tensor, own: int | None = None) -> None:
         """See `CompressorState.decode_part`; raises `BackendError` for a payload that does not fit."""
         _check(out)
+        if not out.numel():
+            self._received.pop(index, None)
+            return
         if own is not None:
             out.copy_(self._sent[own].values)
             return

@@ -273,13 +273,13 @@ class Relay(Scheme):
         own, refused = self._own, list[BackendError]()
 
         def decode() -> None:
-            for index, (wire, target) in enumerate(zip(sent.received, targets, strict=True)):
-                try:
+            try:
+                for index, (wire, target) in enumerate(zip(sent.received, targets, strict=True)):
                     state.decode_part(index, wire, target, 0 if index == own and self.keeps else None)
-                except BackendError as error:
-                    if not self.keeps:
-                        raise
-                    refused.append(error)
+            except BackendError as error:
+                if not self.keeps:
+                    raise
+                refused.append(error)
 
         def refuse() -> None:
             if refused:

@@ -13,7 +13,6 @@ import torch
 
 from mcr_plus.compression.audit import audited
 from mcr_plus.compression.codec import Codec, PayloadCodec
-from mcr_plus.compression.delta import Delta, DeltaState
 from mcr_plus.compression.ef21 import Ef21
 from mcr_plus.compression.error_feedback import ErrorFeedback, MomentumCorrection
 from mcr_plus.compression.never_slower import never_slower
@@ -267,7 +266,7 @@ class CodecInstance:
             return MomentumCorrection(self.codec, numel, device, momentum, self._unit)
         if options.ef21:
             return Ef21(self.codec, numel, device, self._unit)
-        return DeltaState(self.codec) if isinstance(self.codec, Delta) else CompressorState(self.codec)
+        return self.codec.kept_state() or CompressorState(self.codec)
 
 
 _prepared: set[str] = set()

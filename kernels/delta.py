@@ -62,7 +62,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Header:
-    """What a payload says of itself. `mode`: 0 for changes, else an anchor. `nbytes`: of the whole payload."""
+    """What a payload says of itself. `mode`: 0 for changes, else an anchor. `nbytes`: of all of it."""
 
     mode: int
     width: int
@@ -222,7 +222,7 @@ def _mix(left, right):  # type: ignore[no-untyped-def]
 
 @cpu.inlined
 def _hash(words, rest):  # type: ignore[no-untyped-def]
-    """Of a block: whole words, and the bytes that are left; eight chains, which do not wait for each other."""
+    """Of a block, in eight chains: its whole words, and the bytes that are left."""
     a, b, c, d, e, f, g, h = _S0, _S1, _S2, _S3, _S4, _S5, _S6, _S7
     whole = words.size // 8
     for i in range(whole):
@@ -264,14 +264,49 @@ def _order(bits, sign, top):  # type: ignore[no-untyped-def]
     return bits ^ (sign | (negative & (sign - _ONE)))
 
 
+@cpu.inlined
+def _find(left, right, here, there, where):  # type: ignore[no-untyped-def]
+    """Write the places of changed elements to `where`; returns their number. `left`, `right`: by words."""
+    each = 8 // here.itemsize
+    count = 0
+    for i in range(left.size):
+        if left[i] != right[i]:
+            at = i * each
+            for k in range(each):
+                where[count] = at + k
+                count += here[at + k] != there[at + k]
+    for i in range(left.size * each, here.size):
+        where[count] = i
+        count += here[i] != there[i]
+    return count
+
+
+@cpu.inlined
+def _put_lists(gaps, far, nibbles, escapes, body):  # type: ignore[no-untyped-def]
+    """Write the lists of a block; `nibbles` has one more place, which is 0."""
+    cpu.put(gaps, body)
+    at = gaps.size
+    for i in range(far.size):
+        body[at] = np.uint8(far[i] & np.uint16(255))
+        body[at + 1] = np.uint8(far[i] >> np.uint16(8))
+        at += 2
+    for i in range((gaps.size + 1) // 2):
+        body[at + i] = nibbles[2 * i] | np.uint8(nibbles[2 * i + 1] << np.uint8(4))
+    at += (gaps.size + 1) // 2
+    for i in range(escapes.size):
+        value = np.uint64(escapes[i])
+        for k in range(escapes.itemsize):
+            body[at] = np.uint8(value >> np.uint64(8 * k) & np.uint64(255))
+            at += 1
+
+
 @cpu.compiled
 def _encode(raw, words, new, old_words, old, heads, bodies, lengths, hashes, update, lo, hi):  # type: ignore[no-untyped-def]
-    """List the changes of blocks, each at its own place in `bodies`; writes them to `old` if `update`.
+    """List the changes of blocks, each at its place in `bodies`; writes them to `old` if `update`.
 
     `raw`: the bytes of `new`, `words`: those that are whole, by 8.
     """
     width = new.itemsize
-    each = 8 // width
     sign, top = _ONE << np.uint64(8 * width - 1), np.uint64(8 * width - 1)
     full = sign | (sign - _ONE)
     where = np.empty(BLOCK + 8, np.int32)
@@ -282,17 +317,8 @@ def _encode(raw, words, new, old_words, old, heads, bodies, lengths, hashes, upd
         last = min(first + BLOCK, new.size)
         here, there = new[first:last], old[first:last]
         begin, end = first * width // 8, last * width // 8
-        left, right = words[begin:end], old_words[begin:end]
-        count = 0
-        for i in range(left.size):
-            if left[i] != right[i]:
-                at = i * each
-                for k in range(each):
-                    where[count] = at + k
-                    count += here[at + k] != there[at + k]
-        for i in range(left.size * each, here.size):
-            where[count] = i
-            count += here[i] != there[i]
+        left = words[begin:end]
+        count = _find(left, old_words[begin:end], here, there, where)
         before, fars, escaped = -1, 0, 0
         for i in range(count):
             at = where[i]
@@ -312,31 +338,17 @@ def _encode(raw, words, new, old_words, old, heads, bodies, lengths, hashes, upd
             nibbles[i] = np.uint8(code)
             if update:
                 there[at] = value
+        nibbles[count] = 0
+        hashes[block] = _hash(left, raw[end * 8 : last * width])
         body = bodies[first * width : last * width]
         length = count + 2 * fars + (count + 1) // 2 + escaped * width
-        hashes[block] = _hash(left, raw[end * 8 : last * width])
         if length >= body.size:
             cpu.put(raw[first * width : last * width], body)
-            heads[block, 0], heads[block, 1], heads[block, 2] = _RAW, 0, 0
-            lengths[block] = body.size
-            continue
+            count, fars, escaped, length = _RAW, 0, 0, body.size
+        else:
+            _put_lists(gaps[:count], far[:fars], nibbles, escapes[:escaped], body)
         heads[block, 0], heads[block, 1], heads[block, 2] = count, fars, escaped
         lengths[block] = length
-        cpu.put(gaps[:count], body)
-        at = count
-        for i in range(fars):
-            body[at] = np.uint8(far[i] & np.uint16(255))
-            body[at + 1] = np.uint8(far[i] >> np.uint16(8))
-            at += 2
-        nibbles[count] = 0
-        for i in range((count + 1) // 2):
-            body[at + i] = nibbles[2 * i] | np.uint8(nibbles[2 * i + 1] << np.uint8(4))
-        at += (count + 1) // 2
-        for i in range(escaped):
-            value = np.uint64(escapes[i])
-            for k in range(width):
-                body[at] = np.uint8(value >> np.uint64(8 * k) & np.uint64(255))
-                at += 1
 
 
 @cpu.compiled
@@ -362,7 +374,7 @@ def _apply(heads, body, starts, raw, words, out, hashes, lo, hi):  # type: ignor
     for block in range(lo, hi):
         first = block * BLOCK
         last = min(first + BLOCK, out.size)
-        count, fars, escaped = np.int64(heads[block, 0]), np.int64(heads[block, 1]), np.int64(heads[block, 2])
+        count, fars = np.int64(heads[block, 0]), np.int64(heads[block, 1])
         lists = body[starts[block] : starts[block + 1]]
         if count == _RAW:
             cpu.put(lists, raw[first * width : last * width])
@@ -507,13 +519,14 @@ def _anchor(
 def apply(wire: torch.Tensor, out: torch.Tensor) -> Header:
     """Turn flat `out`, which holds the base of a payload, into its target. Returns the payload's header.
 
-    Raises `BackendError` if the payload cannot be one for as many elements, or if the digest of the result
-    is not the one it names; `out` is then in an unknown state. The caller compares the base before.
+    `wire` may be longer than the payload. The caller compares the base before, see `follow`. Raises
+    `BackendError` if the payload cannot be one for as many elements, or if the digest of the result is not
+    the one that it names; `out` is then in an unknown state.
     """
     head = header_of(wire)
     raw, words, bits = _views(out)
-    here = (bits.itemsize, bits.size, wire.numel())
-    if (head.width, head.numel, _padded(head.nbytes)) != here or head.nbytes < HEADER:
+    is_short = not HEADER <= head.nbytes <= wire.numel()
+    if is_short or (head.width, head.numel) != (bits.itemsize, bits.size):
         raise BackendError(
             f"a delta payload of {wire.numel()} bytes says that it has {head.nbytes}, for {head.numel} "
             f"elements of {head.width} bytes; expected {bits.size} of {bits.itemsize}"

@@ -28,7 +28,7 @@ _LOOK_S: Final = 0.25
 _NONCE: Final = 32
 
 
-class Ended(Exception):  # noqa: N818 - the normal end
+class Ended(Exception):
     """This end is to end."""
 
 
@@ -58,10 +58,14 @@ class Link:
 
     def _send(self, part: memoryview) -> None:
         while part:
-            try:
-                part = part[self._socket.send(part) :]
-            except TimeoutError:
-                self._look()
+            part = part[self._sent(part) :]
+
+    def _sent(self, part: memoryview) -> int:
+        try:
+            return self._socket.send(part)
+        except TimeoutError:
+            self._look()
+            return 0
 
     def receive(self, most: int) -> tuple[int, int, int, bytearray]:
         """Wait for a frame with a body of at most `most` bytes; raises as `send`, `EOFError` at the end."""
@@ -75,15 +79,19 @@ class Link:
         data = bytearray(nbytes)
         rest = memoryview(data)
         while rest:
-            try:
-                got = self._socket.recv_into(rest)
-            except TimeoutError:
-                self._look()
-                continue
-            if not got:
-                raise EOFError("the other end has closed the connection")
-            rest = rest[got:]
+            rest = rest[self._some(rest) :]
         return data
+
+    def _some(self, space: memoryview) -> int:
+        """Receive into `space`; returns how many bytes, 0 if none have come for a while."""
+        try:
+            got = self._socket.recv_into(space)
+        except TimeoutError:
+            self._look()
+            return 0
+        if not got:
+            raise EOFError("the other end has closed the connection")
+        return got
 
     def put(self, data: bytes) -> None:
         """Send bytes as they are."""

@@ -1,4 +1,4 @@
-"""A receiver of weights: a thread that fetches versions and checks them, and `pull`, which copies them out."""
+"""A receiver of weights: a thread that fetches and checks versions, and `pull`, which copies them out."""
 
 from __future__ import annotations
 

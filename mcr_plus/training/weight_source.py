@@ -255,7 +255,7 @@ class WeightSource:
         if payloads is None:
             newest, payloads = self._anchored()
         sizes = struct.pack(f"<{len(payloads)}Q", *(payload.numel() for payload in payloads))
-        body = [memoryview(sizes), *(memoryview(payload.numpy()) for payload in payloads)]
+        body = [memoryview(sizes), *(_bytes(payload) for payload in payloads)]
         with self._changed:
             self._stats["sent_bytes"] += sum(map(len, body))
         link.send(links.PAYLOADS, newest, len(payloads), body)
@@ -283,3 +283,8 @@ class WeightSource:
         with self._changed:
             self._stats["anchors"] += 1
         return anchor
+
+
+def _bytes(payload: torch.Tensor) -> memoryview:
+    view: Any = payload.numpy()  # which type checkers do not take for a buffer
+    return memoryview(view)

@@ -227,4 +227,3 @@ def _compare(comm: Communicator, answers: list[tuple[Any, ...]], mine: str) -> N
         )
         if difference is not None:
             raise InvalidArgument(f"sync: {difference}")
-

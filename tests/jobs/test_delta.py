@@ -12,7 +12,9 @@ import mcr_plus as mcr
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("backends", [["gloo"], ["mpi"], ["msccl", "gloo"]], ids=["gloo", "mpi", "shared memory"])
+@pytest.mark.parametrize(
+    "backends", [["gloo"], ["mpi"], ["msccl", "gloo"]], ids=["gloo", "mpi", "shared memory"]
+)
 def test_every_kind_brings_all_bits(backends: list[str], ranks: int) -> None:
     for result in run_ranks(jobs.every_kind, ranks, args=[backends], timeout=120):
         value = result.value

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import mcr_plus as mcr
-from mcr_plus.compression import delta as codec_file
 from mcr_plus.kernels import delta as kernel
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.uint8, torch.bool)
@@ -47,9 +47,7 @@ def every_kind(backends: list[str]) -> dict[str, Any]:
                     held = [moved(each, 10 * call + rank, 0.01) for rank, each in enumerate(held)]
                     what = f"{dtype} {numel} call {call}"
                     x = held[root].clone() if comm.rank == root else torch.zeros_like(held[root])
-                    work = comm.broadcast(
-                        x, root, compress="delta", tag=f"b{dtype}{numel}", async_op=True
-                    )
+                    work = comm.broadcast(x, root, compress="delta", tag=f"b{dtype}{numel}", async_op=True)
                     assert work is not None
                     work.wait()
                     if not same(x, held[root]):
@@ -58,7 +56,9 @@ def every_kind(backends: list[str]) -> dict[str, Any]:
                     assert (info.codec, info.bytes) == ("delta", x.nbytes), info
                     shares.setdefault(f"broadcast {call}", []).append(info.wire_bytes / x.nbytes)
                     out = torch.empty(ranks * numel, dtype=dtype)
-                    comm.all_gather_into_tensor(out, held[comm.rank], compress="delta", tag=f"i{dtype}{numel}")
+                    comm.all_gather_into_tensor(
+                        out, held[comm.rank], compress="delta", tag=f"i{dtype}{numel}"
+                    )
                     if not same(out, torch.cat(held)):
                         wrong.append(f"all_gather_into_tensor {what}")
                     outs = [torch.empty(numel, dtype=dtype) for _ in range(ranks)]
@@ -99,7 +99,7 @@ def damaged(kind: str) -> list[list[str]]:
 
     with mcr.init(backends=["gloo"]) as comm:
         if comm.rank == 1:
-            codec_file.delta.apply = spoiled
+            kernel.apply = spoiled
         x, raised, wrong = first(torch.bfloat16, 50_000, 0), [], []
         for call in range(5):
             x = moved(x, call, 0.01)
@@ -122,24 +122,27 @@ def damaged(kind: str) -> list[list[str]]:
         return [raised, [str(call) for call in wrong]]
 
 
+def refusal(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except mcr.Unsupported as error:
+        return str(error)
+    return "accepted"
+
+
 def refusals() -> list[str]:
-    """Texts of errors, and what is said of rules."""
-    texts = []
+    """Texts of errors."""
     with mcr.init(backends=["gloo"]) as comm:
-        x = torch.zeros(4096)
-        for call in (
+        x, is_first = torch.zeros(4096), comm.rank == 0
+        parts = [x] * comm.size if is_first else None
+        calls = (
             lambda: comm.broadcast(x, 0, compress="delta"),
             lambda: comm.all_reduce(x, compress="delta", tag="t"),
-            lambda: comm.scatter(x, [x] * comm.size if comm.rank == 0 else None, 0, compress="delta", tag="t"),
-            lambda: comm.send(x, 1, compress="delta") if comm.rank == 0 else comm.recv(x, 0, compress="delta"),
+            lambda: comm.scatter(x, parts, 0, compress="delta", tag="t"),
+            lambda: comm.send(x, 1, compress="delta") if is_first else comm.recv(x, 0, compress="delta"),
             lambda: comm.broadcast(x.to(torch.complex64), 0, compress="delta", tag="t"),
-        ):
-            try:
-                call()
-                texts.append("accepted")
-            except mcr.Unsupported as error:
-                texts.append(str(error))
-    return texts
+        )
+        return [refusal(call) for call in calls]
 
 
 def hierarchical(inter: bool) -> dict[str, Any]:

@@ -70,7 +70,9 @@ def step(model: Model, seed: int, share: float = 0.01) -> None:
             kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
             copy = values.contiguous().view(kind)
             values.copy_((copy + moved.to(kind)).view(values.dtype))
-        model.embedding[0, seed % 64] = torch.tensor([0x7FA0 | seed % 16]).to(torch.int16).view(torch.bfloat16)[0]
+        model.embedding[0, seed % 64] = (
+            torch.tensor([0x7FA0 | seed % 16]).to(torch.int16).view(torch.bfloat16)[0]
+        )
 
 
 def in_turns(backends: list[str], rounds: int) -> dict[str, Any]:

@@ -27,7 +27,9 @@ def bits_of(values: torch.Tensor) -> torch.Tensor:
     return values.view(BITS[values.element_size()])
 
 
-def pair(numel: int, dtype: torch.dtype, density: float, seed: int = 0, steps: int = 40) -> list[torch.Tensor]:
+def pair(
+    numel: int, dtype: torch.dtype, density: float, seed: int = 0, steps: int = 40
+) -> list[torch.Tensor]:
     """Random bits, NaN payloads among them, and the same with a share of them moved by some steps."""
     draw = np.random.default_rng(seed)
     width = dtype.itemsize
@@ -137,7 +139,11 @@ def test_the_digest_is_the_reference_and_depends_on_every_bit_and_its_place() ->
             assert kernel.digest(other) != digest
     # The highest bits of two elements: what plain multiplications would miss.
     base = torch.zeros(4096)
-    seen = {kernel.digest(base), kernel.digest(torch.zeros(4095)), kernel.digest(torch.zeros(8192).bfloat16())}
+    seen = {
+        kernel.digest(base),
+        kernel.digest(torch.zeros(4095)),
+        kernel.digest(torch.zeros(8192).bfloat16()),
+    }
     for first in (1, 2, 7, 8, 9, 2000):
         for second in (3000, 3001, 3008):
             other = base.clone()
@@ -182,7 +188,9 @@ def test_any_versions(width: int, numel: int, density: float, steps: int, seed: 
     width=st.sampled_from(sorted(BITS)),
     density=st.sampled_from(DENSITIES),
     seed=st.integers(0, 2**32 - 1),
-    places=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 255)), min_size=1, max_size=8),
+    places=st.lists(
+        st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 255)), min_size=1, max_size=8
+    ),
     consistent=st.booleans(),
 )
 def test_mutants_write_nothing_outside_and_never_pass(

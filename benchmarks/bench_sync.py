@@ -4,14 +4,15 @@
     python benchmarks/bench_sync.py --soak 10000
 
 A bfloat16 copy of the GPT example is trained for some steps, then with AdamW at learning rates as in
-reinforcement learning; every step is a version. One host trains, the other receives; the link between them
-has the rate. Seconds last from the call on the source until the receiver has the weights, in the median of the
-versions; every version is compared bit for bit. Encoders of the others are written here: positions in 32 bits and
+reinforcement learning; every step is a version. One host trains, the other receives, over a link of the rate.
+Seconds last from the call on the source until the receiver has the weights, in the median of the versions;
+every version is compared bit for bit. Encoders of the others are written here: positions in 32 bits and
 values (vLLM, TRL), gaps in 16 bits and values (slime), also with zstd where `zstandard` is installed.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 import time
@@ -33,6 +34,7 @@ from two_hosts import TwoHosts, need_two_hosts
 
 import mcr_plus as mcr
 from mcr_plus.kernels import delta
+from mcr_plus.kernels.digest import digest
 from mcr_plus.training import weight_receiver
 
 zstandard: Any = None
@@ -86,6 +88,7 @@ def train(steps: int, versions: int, hidden: int, target: Path) -> dict[str, Any
     tenth = max(1, steps // 10)
     return {
         "parameters": kept[RATES[0]][0].numel(),
+        "steps": steps,
         "loss": [sum(losses[:tenth]) / tenth, sum(losses[steps - tenth : steps]) / tenth],
     }
 
@@ -288,7 +291,7 @@ def kernels(rounds: int, numel: int = 25_000_000) -> list[list[str]]:
         size = torch.where(torch.rand(numel, generator=random) < 0.15, 3, 1)
         sign = torch.randint(0, 2, (numel,), generator=random) * 2 - 1
         new = (old.view(BITS) + (moved * size * sign).to(BITS)).view(torch.bfloat16)
-        base, nbytes, times = delta.digest(old), 0, [[], [], [], []]  # type: ignore[var-annotated]
+        base, nbytes, times = digest(old), 0, [[], [], [], []]  # type: ignore[var-annotated]
         for _ in range(rounds):
             held, out = old.clone(), old.clone()
             begin = time.thread_time()
@@ -298,7 +301,7 @@ def kernels(rounds: int, numel: int = 25_000_000) -> list[list[str]]:
             delta.apply(wire[:nbytes], out)
             times[1].append(time.thread_time() - begin)
             begin = time.thread_time()
-            delta.digest(out)
+            digest(out)
             times[2].append(time.thread_time() - begin)
             begin = time.thread_time()
             held.copy_(out)
@@ -326,15 +329,16 @@ def main(
 ) -> None:
     """Measure, print, and write a report."""
     need_two_hosts()
-    parts, notes = [], ""
+    parts = []
     with tempfile.TemporaryDirectory() as folder:
         path = kept or Path(folder, "versions.pt")
         if not path.exists():
-            made = train(steps, versions, hidden, path)
-            notes = (
-                f"{made['parameters']:,} parameters, {steps} steps at 5e-4: loss {made['loss'][0]:.3f} → "
-                f"{made['loss'][1]:.3f} nats per byte. "
-            )
+            path.with_suffix(".json").write_text(json.dumps(train(steps, versions, hidden, path)))
+        made = json.loads(path.with_suffix(".json").read_text())
+        notes = (
+            f"{made['parameters']:,} parameters, {made['steps']} steps at 5e-4: loss {made['loss'][0]:.3f} → "
+            f"{made['loss'][1]:.3f} nats per byte, means of the first and the last tenth. "
+        )
         head = ["density", "dense / bytes", "bytes / change", "encode GB/s", "apply", "digest alone", "copy"]
         parts.append("## Kernels, bfloat16, one thread\n\n" + harness.markdown(head, kernels(rounds)))
         for each in rate or ["100mbit", "1gbit"]:

@@ -1,4 +1,4 @@
-"""Changes between two versions of an array, by their bits, without loss; torch reference, CPU kernels.
+"""Changes between two versions of an array, by their bits, without loss; CPU kernels.
 
 Both versions are flat arrays of elements of 1, 2, 4 or 8 bytes, cut into blocks of 16384. Payload, little
 endian:
@@ -27,37 +27,38 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from mcr_plus.errors import BackendError
 from mcr_plus.kernels import cpu, exp_window
 from mcr_plus.kernels.compiling import preparing
+from mcr_plus.kernels.digest import (
+    BLOCK,
+    FACTOR,
+    UNSIGNED,
+    Array,
+    blocks_of,
+    digest,
+    folded,
+    hash_block,
+    views,
+)
 
-BLOCK: Final = 16384
 HEADER: Final = 64
+RAW: Final = 0xFFFF  # in place of the number of changes: the block is stored as it is
+FAR: Final = 255
 _FORMAT: Final = struct.Struct("<4sBBBBQQQQQQ")
 _MAGIC: Final = b"mcrd"
-_DELTA, _DENSE, _WINDOW = 0, 1, 2
-_RAW: Final = 0xFFFF
-_FAR: Final = 255
+DELTA, _DENSE, _WINDOW = 0, 1, 2
 _ESCAPE: Final = np.uint64(7)
 _MIDDLE: Final = np.uint64(7)  # added to a step to make it a code
 _LAST: Final = np.uint64(15)
 _ONE, _ZERO = np.uint64(1), np.uint64(0)
-_FOLD: Final = np.uint64(32)
-_FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd
-_SEEDS: Final = tuple(np.uint64(0x243F6A8885A308D3 * (2 * lane + 1) & (2**64 - 1)) for lane in range(8))
-_S0, _S1, _S2, _S3, _S4, _S5, _S6, _S7 = _SEEDS
 _WINDOWED: Final = {torch.float32, torch.bfloat16}
-_UNSIGNED: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-WIDTHS: Final = tuple(_UNSIGNED)
-_SIGNED: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-Array = NDArray[Any]
+WIDTHS: Final = tuple(UNSIGNED)
 
 
 @dataclass(frozen=True)
@@ -76,12 +77,7 @@ class Header:
     @property
     def is_anchor(self) -> bool:
         """Whether it can be applied whatever is held."""
-        return self.mode != _DELTA
-
-
-def blocks_of(numel: int) -> int:
-    """Number of blocks; the last may be shorter."""
-    return -(-numel // BLOCK)
+        return self.mode != DELTA
 
 
 def most_nbytes(numel: int, width: int) -> int:
@@ -106,7 +102,7 @@ def header_of(wire: torch.Tensor) -> Header:
         raw[: _FORMAT.size]
     )
     (own,) = struct.unpack("<Q", raw[HEADER - 8 :])
-    if magic != _MAGIC or mode > _WINDOW or width not in _UNSIGNED or own != _header_digest(raw):
+    if magic != _MAGIC or mode > _WINDOW or width not in UNSIGNED or own != _header_digest(raw):
         raise BackendError(f"the header of a delta payload is damaged: {raw.hex()}")
     return Header(mode, width, numel, base, target, base_digest, digest, nbytes)
 
@@ -114,12 +110,12 @@ def header_of(wire: torch.Tensor) -> Header:
 def _header_digest(raw: bytes) -> int:
     value = 0
     for (word,) in struct.iter_unpack("<Q", raw[: HEADER - 8]):
-        value = (value ^ word) * int(_FACTOR) & (2**64 - 1)
+        value = (value ^ word) * int(FACTOR) & (2**64 - 1)
         value ^= value >> 32
     return value
 
 
-def _put_header(target: Array, *fields: int) -> int:
+def put_header(target: Array, *fields: int) -> int:
     """Write a header, and the zeros at the end; returns the length of the payload with them."""
     raw = _FORMAT.pack(_MAGIC, fields[0], fields[1], 0, 0, *fields[2:])
     raw = raw.ljust(HEADER - 8, b"\0")
@@ -133,128 +129,7 @@ def _padded(nbytes: int) -> int:
     return -(-nbytes // 4) * 4
 
 
-# --- reference ----------------------------------------------------------------------------------------------
-
-
-def reference_digest(values: torch.Tensor) -> int:
-    """The digest of flat `values`, in plain torch and Python integers."""
-    width, numel = values.element_size(), values.numel()
-    raw = values.contiguous().view(torch.uint8) if numel else torch.empty(0, dtype=torch.uint8)
-    total, step = 0, BLOCK * width
-    for at in range(0, raw.numel(), step):
-        part = raw[at : at + step]
-        words = torch.nn.functional.pad(part, (0, -part.numel() % 64)).view(torch.int64).view(-1, 8)
-        lanes = torch.tensor([_to_signed(int(seed)) for seed in _SEEDS])
-        for row in words:
-            lanes = _mixed(lanes, row)
-        block = torch.tensor(0)
-        for lane in lanes:
-            block = _mixed(block, lane)
-        total = int(_mixed(torch.tensor(total), block))
-    shape = torch.tensor(_to_signed((numel << 4 | width) & (2**64 - 1)))
-    return int(_mixed(torch.tensor(total), shape)) & (2**64 - 1)
-
-
-def _to_signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
-
-
-def _mixed(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    product = (left ^ right) * _to_signed(int(_FACTOR))
-    return product ^ (product >> 32 & 0xFFFFFFFF)
-
-
-def reference_encode(values: torch.Tensor, base: torch.Tensor, versions: tuple[int, int]) -> torch.Tensor:
-    """The payload of changes from flat `base` to `values`, block by block in plain torch; never an anchor."""
-    width = values.element_size()
-    full = (1 << 8 * width) - 1
-    new, old = _wide(values), _wide(base)
-    heads, bodies = [], []
-    for at in range(0, new.numel(), BLOCK):
-        here, there = new[at : at + BLOCK], old[at : at + BLOCK]
-        (where,) = torch.nonzero(here != there, as_tuple=True)
-        gaps = torch.diff(where, prepend=torch.tensor([-1])) - 1
-        codes = (_ordered(here[where], width) - _ordered(there[where], width) + 7) & full
-        beyond = (codes < 0) | (codes > 15)
-        nibbles = torch.where(beyond, 7, codes)
-        nibbles = torch.nn.functional.pad(nibbles, (0, -nibbles.numel() % 2)).view(-1, 2)
-        body = torch.cat([
-            gaps.clamp(max=_FAR).to(torch.uint8),
-            gaps[gaps >= _FAR].to(torch.int16).view(torch.uint8),
-            (nibbles[:, 0] | nibbles[:, 1] << 4).to(torch.uint8),
-            here[where][beyond].to(_SIGNED[width]).view(torch.uint8),
-        ])  # fmt: skip
-        head = (where.numel(), int((gaps >= _FAR).sum()), int(beyond.sum()))
-        if body.numel() >= here.numel() * width:
-            body, head = here.to(_SIGNED[width]).view(torch.uint8), (_RAW, 0, 0)
-        heads.append(head)
-        bodies.append(body)
-    lists = torch.tensor(heads, dtype=torch.int32).view(-1).to(torch.int16).view(torch.uint8)
-    payload = torch.cat([torch.zeros(HEADER, dtype=torch.uint8), lists, *bodies])
-    fields = (reference_digest(base), reference_digest(values), payload.numel())
-    payload = torch.nn.functional.pad(payload, (0, -payload.numel() % 4))
-    _put_header(payload.numpy(), _DELTA, width, values.numel(), *versions, *fields)
-    return payload
-
-
-def _wide(values: torch.Tensor) -> torch.Tensor:
-    """The bits as non-negative int64, except for those of 8 bytes."""
-    width = values.element_size()
-    bits = values.view(_SIGNED[width]).to(torch.int64)
-    return bits if width == 8 else bits & ((1 << 8 * width) - 1)
-
-
-def _ordered(bits: torch.Tensor, width: int) -> torch.Tensor:
-    sign = _to_signed(1 << 63) if width == 8 else 1 << (8 * width - 1)
-    full = -1 if width == 8 else (1 << 8 * width) - 1
-    return torch.where((bits & sign) != 0, bits ^ full, bits ^ sign)
-
-
 # --- CPU ----------------------------------------------------------------------------------------------------
-
-
-@cpu.inlined
-def _mix(left, right):  # type: ignore[no-untyped-def]
-    """A bijection of either argument, so that one changed word is never missed."""
-    product = (left ^ right) * _FACTOR
-    return product ^ (product >> _FOLD)
-
-
-@cpu.inlined
-def _hash(words, rest):  # type: ignore[no-untyped-def]
-    """Of a block, in eight chains: its whole words, and the bytes that are left."""
-    a, b, c, d, e, f, g, h = _S0, _S1, _S2, _S3, _S4, _S5, _S6, _S7
-    whole = words.size // 8
-    for i in range(whole):
-        row = words[8 * i : 8 * i + 8]
-        a, b, c, d = _mix(a, row[0]), _mix(b, row[1]), _mix(c, row[2]), _mix(d, row[3])
-        e, f, g, h = _mix(e, row[4]), _mix(f, row[5]), _mix(g, row[6]), _mix(h, row[7])
-    if words.size % 8 or rest.size:
-        last = np.zeros(8, np.uint64)
-        for i in range(8 * whole, words.size):
-            last[i - 8 * whole] = words[i]
-        for i in range(rest.size):
-            last[words.size - 8 * whole] |= np.uint64(rest[i]) << np.uint64(8 * i)
-        a, b, c, d = _mix(a, last[0]), _mix(b, last[1]), _mix(c, last[2]), _mix(d, last[3])
-        e, f, g, h = _mix(e, last[4]), _mix(f, last[5]), _mix(g, last[6]), _mix(h, last[7])
-    return _mix(_mix(_mix(_mix(_mix(_mix(_mix(_mix(_ZERO, a), b), c), d), e), f), g), h)
-
-
-@cpu.compiled
-def _digests(raw, words, hashes, width, lo, hi):  # type: ignore[no-untyped-def]
-    """Write the hashes of blocks."""
-    for block in range(lo, hi):
-        begin = block * BLOCK * width
-        end = min(begin + BLOCK * width, raw.size)
-        hashes[block] = _hash(words[begin // 8 : end // 8], raw[end // 8 * 8 : end])
-
-
-@cpu.compiled
-def _fold(hashes, shape):  # type: ignore[no-untyped-def]
-    total = _ZERO
-    for i in range(hashes.size):
-        total = _mix(total, hashes[i])
-    return _mix(total, shape)
 
 
 @cpu.inlined
@@ -324,8 +199,8 @@ def _encode(raw, words, new, old_words, old, heads, bodies, lengths, hashes, upd
             at = where[i]
             gap = at - before - 1
             before = at
-            gaps[i] = min(gap, _FAR)
-            if gap >= _FAR:
+            gaps[i] = min(gap, FAR)
+            if gap >= FAR:
                 far[fars] = gap
                 fars += 1
             value = here[at]
@@ -339,12 +214,12 @@ def _encode(raw, words, new, old_words, old, heads, bodies, lengths, hashes, upd
             if update:
                 there[at] = value
         nibbles[count] = 0
-        hashes[block] = _hash(left, raw[end * 8 : last * width])
+        hashes[block] = hash_block(left, raw[end * 8 : last * width])
         body = bodies[first * width : last * width]
         length = count + 2 * fars + (count + 1) // 2 + escaped * width
         if length >= body.size:
             cpu.put(raw[first * width : last * width], body)
-            count, fars, escaped, length = _RAW, 0, 0, body.size
+            count, fars, escaped, length = RAW, 0, 0, body.size
         else:
             _put_lists(gaps[:count], far[:fars], nibbles, escapes[:escaped], body)
         heads[block, 0], heads[block, 1], heads[block, 2] = count, fars, escaped
@@ -376,7 +251,7 @@ def _apply(heads, body, starts, raw, words, out, hashes, lo, hi):  # type: ignor
         last = min(first + BLOCK, out.size)
         count, fars = np.int64(heads[block, 0]), np.int64(heads[block, 1])
         lists = body[starts[block] : starts[block + 1]]
-        if count == _RAW:
+        if count == RAW:
             cpu.put(lists, raw[first * width : last * width])
         else:
             target = out[first:last]
@@ -386,7 +261,7 @@ def _apply(heads, body, starts, raw, words, out, hashes, lo, hi):  # type: ignor
             at, is_wrong = -1, False
             for i in range(count):
                 gap = np.int64(lists[i])
-                if gap == _FAR:
+                if gap == FAR:
                     if far_at + 2 > count + 2 * fars:
                         is_wrong = True
                         break
@@ -412,7 +287,7 @@ def _apply(heads, body, starts, raw, words, out, hashes, lo, hi):  # type: ignor
                 target[at] = value
             wrong += is_wrong or far_at != count + 2 * fars or escape_at != lists.size
         end = last * width // 8
-        hashes[block] = _hash(words[first * width // 8 : end], raw[end * 8 : last * width])
+        hashes[block] = hash_block(words[first * width // 8 : end], raw[end * 8 : last * width])
     return wrong
 
 
@@ -422,8 +297,8 @@ def prepare(width: int) -> None:
         return
     with preparing(f"delta of {width} byte{'s' * (width > 1)}"):
         old = torch.zeros(600, dtype=_DTYPES[width])
-        new, wire = old + 1, torch.empty(most_nbytes(600, width), dtype=torch.uint8)
-        new[:300] = 0
+        new, wire = old.clone(), torch.empty(most_nbytes(600, width), dtype=torch.uint8)
+        new[::100] = 1
         apply(wire[: encode(new, old, wire, (0, 1), digest(old))], old)
         apply(wire[: encode_anchor(new, wire, 1)], old)
     _prepared.add(width)
@@ -433,15 +308,6 @@ _prepared: set[int] = set()
 _DTYPES: Final = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.int64}
 
 # --- launchers ----------------------------------------------------------------------------------------------
-
-
-def digest(values: torch.Tensor) -> int:
-    """The 64-bit digest of all bits of flat `values`, in their order."""
-    raw, words, bits = _views(values)
-    hashes = np.empty(blocks_of(bits.size), np.uint64)
-    if hashes.size:
-        cpu.spread(_digests, hashes.size, raw.nbytes, raw, words, hashes, bits.itemsize)
-    return _folded(hashes, bits)
 
 
 def encode(
@@ -463,8 +329,8 @@ def encode(
         base_digest: of `base`.
         update: whether `base` is to hold `values` afterwards.
     """
-    raw, words, new = _views(values)
-    _, old_words, old = _views(base)
+    raw, words, new = views(values)
+    _, old_words, old = views(base)
     width, blocks, target = new.itemsize, blocks_of(new.size), wire.numpy()
     begin = HEADER + 6 * blocks
     heads = target[HEADER:begin].view(np.uint16).reshape(blocks, 3)
@@ -475,12 +341,12 @@ def encode(
         parts = (raw, words, new, old_words, old, heads, body, lengths, hashes, update)
         cpu.spread(_encode, blocks, raw.nbytes, *parts)
         found = int(_compact(body, lengths, BLOCK * width))
-    result = _folded(hashes, new)
+    result = folded(hashes, new)
     if found >= raw.size // 2:
         shorter = _anchor(values, wire, begin + found, versions[1], result)
         if shorter is not None:
             return shorter
-    return _put_header(target, _DELTA, width, new.size, *versions, base_digest, result, begin + found)
+    return put_header(target, DELTA, width, new.size, *versions, base_digest, result, begin + found)
 
 
 def encode_anchor(values: torch.Tensor, wire: torch.Tensor, version: int, *, windowed: bool = True) -> int:
@@ -502,7 +368,7 @@ def _anchor(
     windowed: bool = True,
 ) -> int | None:
     """Write an anchor if it is shorter than `most`; returns its length, else None."""
-    raw, _, bits = _views(values)
+    raw, _, bits = views(values)
     target, mode, body = wire.numpy(), _DENSE, raw
     if windowed and values.dtype in _WINDOWED and bits.size >= 2 * exp_window.BLOCK:
         window = torch.empty(exp_window.most_nbytes(bits.size, values.dtype), dtype=torch.uint8)
@@ -513,7 +379,7 @@ def _anchor(
     if most is not None and nbytes >= most:
         return None
     target[HEADER:nbytes] = body
-    return _put_header(target, mode, bits.itemsize, bits.size, 0, version, 0, result, nbytes)
+    return put_header(target, mode, bits.itemsize, bits.size, 0, version, 0, result, nbytes)
 
 
 def apply(wire: torch.Tensor, out: torch.Tensor) -> Header:
@@ -524,7 +390,7 @@ def apply(wire: torch.Tensor, out: torch.Tensor) -> Header:
     the one that it names; `out` is then in an unknown state.
     """
     head = header_of(wire)
-    raw, words, bits = _views(out)
+    raw, words, bits = views(out)
     is_short = not HEADER <= head.nbytes <= wire.numel()
     if is_short or (head.width, head.numel) != (bits.itemsize, bits.size):
         raise BackendError(
@@ -566,7 +432,7 @@ def changed(wire: torch.Tensor) -> int:
     counts = counts.astype(np.int64)
     if counts.size:
         last = head.numel - BLOCK * (blocks - 1)
-        counts = np.where(counts == _RAW, np.append(np.full(blocks - 1, BLOCK), last), counts)
+        counts = np.where(counts == RAW, np.append(np.full(blocks - 1, BLOCK), last), counts)
     return int(counts.sum())
 
 
@@ -595,7 +461,7 @@ def _apply_body(
     sizes = np.full(blocks, BLOCK, np.int64)
     if blocks:
         sizes[-1] = bits.size - BLOCK * (blocks - 1)
-    raws = counts == _RAW
+    raws = counts == RAW
     if ((counts > sizes) & ~raws | (far > counts) | (escapes > counts)).any():
         raise BackendError("a delta payload lists more changes than a block has elements")
     width = bits.itemsize
@@ -610,22 +476,4 @@ def _apply_body(
         wrong = sum(cpu.spread(_apply, blocks, raw.nbytes, heads, lists, starts, raw, words, bits, hashes))
         if wrong:
             raise BackendError(f"a delta payload contradicts itself in {wrong} of {blocks} blocks")
-    return _folded(hashes, bits)
-
-
-def _folded(hashes: Array, bits: Array) -> int:
-    shape = np.uint64((bits.size << 4 | bits.itemsize) & (2**64 - 1))
-    return int(_fold(hashes, shape))
-
-
-def _views(values: torch.Tensor) -> tuple[Array, Array, Array]:
-    """The bytes, the whole words among them, and the elements of flat `values`."""
-    width = values.element_size()
-    if width not in _UNSIGNED:
-        raise BackendError(f"delta: elements of {width} bytes; expected 1, 2, 4 or 8")
-    if not values.numel():
-        raw: Array = np.empty(0, np.uint8)
-    else:
-        raw = values.detach().view(torch.uint8).numpy()
-    whole = raw[: raw.size // 8 * 8]
-    return raw, whole.view(np.uint64), raw.view(_UNSIGNED[width])
+    return folded(hashes, bits)

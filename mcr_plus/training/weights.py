@@ -10,7 +10,7 @@ import torch
 
 from mcr_plus.core.kinds import dtype_name
 from mcr_plus.errors import InvalidArgument, short
-from mcr_plus.kernels import delta
+from mcr_plus.kernels.digest import digest
 
 Source = torch.nn.Module | Mapping[str, torch.Tensor]
 _WIDTHS: Final = (1, 2, 4, 8)
@@ -136,9 +136,9 @@ def first_difference(first: Sequence[Entry], second: Sequence[Entry], one: str, 
 
 def digest_of(buffers: Sequence[torch.Tensor]) -> list[int]:
     """The digest of each buffer."""
-    return [delta.digest(buffer) for buffer in buffers]
+    return [digest(buffer) for buffer in buffers]
 
 
 def combined(digests: Sequence[int]) -> int:
     """One digest for those of all buffers."""
-    return delta.digest(torch.tensor([each - (1 << 64) if each >> 63 else each for each in digests]))
+    return digest(torch.tensor([each - (1 << 64) if each >> 63 else each for each in digests]))

@@ -266,6 +266,7 @@ def soaked(count: int) -> dict[str, Any] | None:
                 mine.copy_(weights)
             sync.push()
             sync.pull(timeout=60)
+            comm.barrier()  # or the receiver would skip versions
             same += torch.equal(mine.view(BITS), weights.view(BITS))
         sync.close()
         stats = sync.stats()

@@ -115,6 +115,7 @@ def of_a_group() -> dict[str, Any]:
         other = mcr.sync({"x": torch.full((5,), float(comm.rank))}, src=2, tag="critic", group=group)
         weights.push(7)
         first = weights.pull(timeout=20)
+        group.barrier()
         state["b"].mul_(2)
         weights.push(100)
         second = weights.pull(timeout=20)

@@ -371,7 +371,8 @@ def _anchor(
     raw, _, bits = views(values)
     target, mode, body = wire.numpy(), _DENSE, raw
     if windowed and values.dtype in _WINDOWED and bits.size >= 2 * exp_window.BLOCK:
-        window = torch.empty(exp_window.most_nbytes(bits.size, values.dtype), dtype=torch.uint8)
+        # Zeros: bytes between its sections are left as they are.
+        window = torch.zeros(exp_window.most_nbytes(bits.size, values.dtype), dtype=torch.uint8)
         packed = window[: exp_window.encode(values, window)].numpy()
         if packed.size < raw.size:
             mode, body = _WINDOW, packed

@@ -48,11 +48,12 @@ class WeightSync:
     def pull(self, wait: bool = True, timeout: float | None = None) -> int | None:
         """On a receiver: copy the newest weights to the tensors, in place; returns their version.
 
-        On the source: returns None. Versions that a newer one has overtaken are skipped. Waits for a version newer than the one that the tensors have, up to
+        On the source: returns None. Waits for a version newer than the one that the tensors have, up to
         `timeout` seconds (None: the deadline of the job's operations). Without `wait`, returns None at once
-        if none has arrived. Versions are received, applied to a copy and compared with their digest
-        beforehand, so that the program pauses for one copy of the weights; at most for the application of
-        one version before that. Values that the program has written to the tensors are overwritten.
+        if none has arrived. Versions that a newer one has overtaken are skipped. They are received, applied
+        to a copy and compared with their digest beforehand, so that the program pauses for one copy of the
+        weights; at most for the application of one version before that. Values that the program has written
+        to the tensors are overwritten.
 
         Raises:
             CommTimeout: nothing newer came in time.

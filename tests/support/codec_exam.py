@@ -166,7 +166,7 @@ def samples(size: int, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
 
 def payload(codec: PayloadCodec, values: torch.Tensor) -> torch.Tensor:
     """The payload of `values`; checks that nothing is written around it."""
-    room = codec.wire_numel(values.numel())
+    room = codec.room(values.numel(), values.dtype)
     item = codec.wire_dtype.itemsize
     space = torch.full(((room + 8) * item,), GUARD, dtype=torch.uint8).view(codec.wire_dtype)
     written = codec.encode(values, space[4 : 4 + room])

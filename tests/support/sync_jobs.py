@@ -97,6 +97,7 @@ def in_turns(backends: list[str], rounds: int) -> dict[str, Any]:
         stats = weights.stats()
         weights.close()
         weights.close()
+        text = ""
         try:
             weights.pull()
         except mcr.NotInitialized as error:

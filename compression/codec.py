@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from pydantic import BaseModel
@@ -16,6 +16,9 @@ from mcr_plus import registry
 from mcr_plus.config.options import NoOptions, StageOptions
 from mcr_plus.core.kinds import ReduceOp, dtype_name
 from mcr_plus.errors import Unsupported
+
+if TYPE_CHECKING:
+    from mcr_plus.compression.state import CompressorState
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -40,6 +43,7 @@ class Traits:
         alignment: in elements; a part that is encoded by itself should begin at a multiple of it.
         min_numel: fewer elements are not worth encoding and travel as they are.
         kinds: the kinds of operations it can be used with, None for all.
+        keeps_received: payloads hold changes, for which both ends keep what the receiver has.
     """
 
     additive: bool = False
@@ -53,6 +57,7 @@ class Traits:
     alignment: int = 1
     min_numel: int = 1
     kinds: frozenset[str] | None = None
+    keeps_received: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,13 @@ class Codec(ABC):
 
         `key` is equal on all ranks. Codecs that draw random numbers draw them by it.
         """
+
+    def kept_state(self) -> CompressorState | None:
+        """A new state that encodes and decodes instead of the codec, with `keeps_received`; else None."""
+        return None
+
+    def prepare(self, dtype: torch.dtype | None) -> None:  # noqa: B027
+        """Have kernels compiled that depend on the dtype of the values, or those of all dtypes for None."""
 
     def state(self) -> dict[str, torch.Tensor]:
         """Tensors that must outlive a restart, by name; equal on all ranks, and not copied."""
@@ -172,9 +184,17 @@ class PayloadCodec(Codec):
 
     # -- to be used -------------------------------------------------------------------------------
 
-    def wire_nbytes(self, numel: int) -> int:
+    def wire_nbytes(self, numel: int, dtype: torch.dtype | None = None) -> int:
         """Bytes of a payload of `numel` values; at most, if not `fixed_rate`."""
-        return self.wire_numel(numel) * self.wire_dtype.itemsize
+        return self.room(numel, dtype) * self.wire_dtype.itemsize
+
+    def room(self, numel: int, dtype: torch.dtype | None) -> int:  # noqa: ARG002
+        """As `wire_numel`, where the length depends on the dtype of the values, None if it is not known."""
+        return self.wire_numel(numel)
+
+    def anchor_numel(self, numel: int, dtype: torch.dtype) -> int:
+        """Elements of a payload with all values as they are, for codecs with `keeps_received`."""
+        raise NotImplementedError
 
     def encode(self, values: torch.Tensor, wire: torch.Tensor) -> int:
         """Write the payload of `values` to the beginning of `wire`; returns its length in elements.
@@ -186,7 +206,7 @@ class PayloadCodec(Codec):
 
         Raises `Unsupported` for another dtype, or a payload that is too short.
         """
-        room = self.wire_numel(values.numel())
+        room = self.room(values.numel(), values.dtype)
         self._check(values, wire, room)
         if not values.numel():
             return 0

@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 
 from mcr_plus.compression.codec import PayloadCodec
+from mcr_plus.compression.state import CompressorState
 from mcr_plus.core.kinds import KINDS, REDUCING, Kind, collective, plain_kind
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.work import Work
@@ -24,6 +25,8 @@ from mcr_plus.pipeline.stage import Issue, Next
 
 Write = Callable[[int, torch.Tensor], int]
 """Encode part `index` into a wire; returns its length in elements, 0 if no rank needs it."""
+
+_WISH: Final = 1 << 62  # added to a length: the rank needs all values of all parts
 
 MOVED: Final = tuple(kind for kind in KINDS if kind not in REDUCING and kind != "barrier")
 """Kinds whose values arrive as they were sent."""
@@ -53,7 +56,7 @@ class PayloadExchange:
         ranks = self._ranks = signature.ranks
         self._sends, self._receives = row.parts(ranks, root=on_root)
         self._in_place = kind == "broadcast"
-        self._codec, self._numel = codec, numel
+        self._codec, self._numel, self._dtype = codec, numel, signature.dtype
         self._fixed = codec.traits.fixed_rate
         like = signature.replace(reduce_op=None, root=root, parts=None, key=None)
         many = max(row.parts(ranks))
@@ -93,14 +96,16 @@ class PayloadExchange:
         after: Work | None = None,
         given: Sequence[int] = (),
         taken: Sequence[int] = (),
+        state: CompressorState | None = None,
     ) -> Sent:
         """Start a call: once `after` is complete, `before`, then `write` for every part, then the library.
 
         `rest`: the other fields of the messages. `given`, `taken`: values in each part that is sent and
-        received, for vector kinds; on ranks that send or receive none, empty.
+        received, for vector kinds; on ranks that send or receive none, empty. `state`: of a codec that keeps
+        what is received, for the wishes of ranks whose copy is damaged.
         """
         if not self._fixed:
-            return self._send_unknown(write, lease, rest, before, after, given, taken)
+            return self._send_unknown(write, lease, rest, before, after, given, taken, state)
         if self._numel is None:
             return self._send_counts(write, lease, rest, before, after, given, taken)
         slot, dtype = self._slot, self._codec.wire_dtype
@@ -167,11 +172,12 @@ class PayloadExchange:
         after: Work | None,
         given: Sequence[int],
         taken: Sequence[int],
+        state: CompressorState | None,
     ) -> Sent:
         codec, lengths = self._codec, self._lengths
         assert lengths is not None
-        sizes = [codec.wire_numel(numel) for numel in self._sizes(given, self._sends)]
-        places = [codec.wire_numel(numel) for numel in self._sizes(taken, self._receives)]
+        sizes = [codec.room(numel, self._dtype) for numel in self._sizes(given, self._sends)]
+        places = [codec.room(numel, self._dtype) for numel in self._sizes(taken, self._receives)]
         dtype = codec.wire_dtype
         sent, target = lease.tensor(sum(sizes), dtype), lease.tensor(sum(places), dtype)
         # A broadcast is an all_gather to which only the root contributes.
@@ -190,6 +196,9 @@ class PayloadExchange:
                 written = write(index, sent[at:])
                 lengths_sent[index] = written
                 at += written
+            if state is not None and state.is_damaged:
+                lengths_sent[0] += _WISH
+                state.is_damaged = False
 
         signature, issue = lengths
         of_values = ("codec", "uncompressed_bytes")
@@ -208,6 +217,8 @@ class PayloadExchange:
 
         def fill() -> None:
             counts, expected = lengths_sent.tolist(), lengths_received.tolist()
+            if state is not None:
+                counts, expected = self._as_wished(state, sent, counts, expected, taken)
             if (
                 any(not 0 <= length <= target.numel() for length in expected)
                 or sum(expected) > target.numel()
@@ -226,6 +237,34 @@ class PayloadExchange:
 
         message.prepare = fill
         return Sent([first, self._issue(message)], received)
+
+    def _as_wished(
+        self,
+        state: CompressorState,
+        sent: torch.Tensor,
+        counts: list[int],
+        expected: list[int],
+        taken: Sequence[int],
+    ) -> tuple[list[int], list[int]]:
+        """The lengths that are sent and received: those of anchors, written now, if a rank asks for them."""
+        wished = any(length >= _WISH for length in expected)
+        counts = [length % _WISH for length in counts]
+        expected = [length % _WISH for length in expected]
+        if not wished:
+            return counts, expected
+        at = 0
+        for index in range(self._sends):
+            counts[index] = state.anchor_part(index, sent[at:])
+            at += counts[index]
+        numels = self._sizes(taken, self._receives)
+        codec, dtype = self._codec, self._dtype
+        assert dtype is not None
+        if self._in_place:
+            return counts, [
+                codec.anchor_numel(numels[0], dtype) if rank == (self._root or 0) else 0
+                for rank in range(len(expected))
+            ]
+        return counts, [codec.anchor_numel(numel, dtype) for numel in numels]
 
     def _sizes(self, numels: Sequence[int], parts: int) -> list[int]:
         """Values in each part."""

@@ -75,6 +75,8 @@ def refusal_of_any_shape(codec: Codec, options: CompressOptions, signature: Sign
         return f"payloads of codec {codec.name} differ in length, so a receiver cannot size its buffer"
     if kind in REDUCING and signature.reduce_op not in _SUMS:
         return f"codec {codec.name} allows the reduce ops {', '.join(_SUMS)}"
+    if traits.keeps_received and signature.key is None and signature.tag is None:
+        return f"codec {codec.name} needs the tensor's identity from call to call; expected tag="
     feedback = options.feedback
     if feedback is not None:
         if kind not in _FED_BACK[feedback]:
@@ -86,7 +88,9 @@ def refusal_of_any_shape(codec: Codec, options: CompressOptions, signature: Sign
 
 def is_stateful(codec: Codec, options: CompressOptions) -> bool:
     """Whether the result of a call depends on earlier calls of the same operation."""
-    return options.feedback is not None or (codec.traits.additive and not codec.traits.elementwise)
+    traits = codec.traits
+    own = traits.keeps_received or (traits.additive and not traits.elementwise)
+    return options.feedback is not None or own
 
 
 def gradient_compression(

@@ -26,6 +26,7 @@ from mcr_plus.compression.state import CompressorState
 from mcr_plus.core.kinds import VECTOR, collective, dtype_name
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.work import JointWork, Work
+from mcr_plus.errors import BackendError
 from mcr_plus.pipeline.buffers import Lease, Pool
 from mcr_plus.pipeline.stage import Issue, Next
 
@@ -237,7 +238,12 @@ class Relay(Scheme):
 
     @property
     def description(self) -> str:  # noqa: D102
-        return "encoded, moved, decoded"
+        return "what changed, moved, applied" if self.keeps else "encoded, moved, decoded"
+
+    @property
+    def keeps(self) -> bool:
+        """Whether both ends keep what the receiver has."""
+        return self.codec.traits.keeps_received
 
     def bind(self, next: Next) -> Issue:  # noqa: D102
         kind, vector = self.signature.kind, self.signature.kind in VECTOR
@@ -252,18 +258,45 @@ class Relay(Scheme):
         state = self.state((*message.inputs, *message.outputs)[0], 0)
 
         def write(index: int, wire: torch.Tensor) -> int:
-            return state.encode(sources[index], 0, wire)
+            return state.encode_part(index, sources[index], wire)
 
         sent = self._exchange.send(
-            write, lease, rest, before=message.prepare, after=message.after, given=given, taken=taken
+            write,
+            lease,
+            rest,
+            before=message.prepare,
+            after=self.following(message, state),
+            given=given,
+            taken=taken,
+            state=state if self.keeps else None,
         )
+        own, refused = self._own, list[BackendError]()
 
         def decode() -> None:
-            for wire, target in zip(sent.received, targets, strict=True):
-                state.decode(wire, 0, target)
+            try:
+                for index, (wire, target) in enumerate(zip(sent.received, targets, strict=True)):
+                    state.decode_part(index, wire, target, 0 if index == own and self.keeps else None)
+            except BackendError as error:
+                if not self.keeps:
+                    raise
+                refused.append(error)
+
+        def refuse() -> None:
+            if refused:
+                raise refused[0]
 
         sent.works[-1].then(lease.release_after(decode))
-        return self.handle(sent.works, rest)
+        handle = self.handle(sent.works, rest)
+        # The error is that of the handle alone: the next call, which follows on the last
+        # operation of this one, asks for all values.
+        return handle.then(refuse) if self.keeps else handle
+
+    @property
+    def _own(self) -> int | None:
+        """The part of what this rank receives that it has sent as its only part; None if there is none."""
+        if self.signature.kind == "broadcast":
+            return 0 if self.signature.root == self.rank else None
+        return self.rank
 
     def _many(self, tensors: Sequence[torch.Tensor], *, sends: bool = False) -> int:
         """The number of equal parts of a rank's input or output."""
@@ -414,7 +447,7 @@ def payload_bytes(codec: Codec, signature: Signature) -> int | None:
     if signature.nbytes is None or signature.dtype is None:
         return None
     if isinstance(codec, PayloadCodec):
-        return codec.wire_nbytes(signature.nbytes // signature.dtype.itemsize)
+        return codec.wire_nbytes(signature.nbytes // signature.dtype.itemsize, signature.dtype)
     rounds = codec.rounds(signature.parts or (signature.shape,), signature.ranks)
     return sum(reduction.numel * reduction.dtype.itemsize for reduction in rounds)
 
@@ -439,7 +472,7 @@ def wire_bytes(codec: Codec, signature: Signature) -> int | None:
         return codec.wire_nbytes(numel) * ranks
     row = collective(signature.kind)
     parts = ranks if row.is_shared and not row.reduces else 1
-    return codec.wire_nbytes(numel // parts) * parts
+    return codec.wire_nbytes(numel // parts, signature.dtype) * parts
 
 
 def _parts(

@@ -173,7 +173,7 @@ class CompressStage(Stage):
             if instance.name in self._restored:
                 instance.restore(self._restored.pop(instance.name))
         if not self._explains:
-            prepare(codec)
+            prepare(codec, plain.dtype)
         full = full.replace(call=full.as_call())
         chosen = scheme_of(instance.codec, full)
         composed = chosen(instance.codec, full, self._group.rank, instance.state, self._pool)
@@ -230,6 +230,8 @@ class CodecInstance:
     def is_stateful(self) -> bool:
         """Whether later calls depend on earlier ones."""
         warming_up = self._options.warmup > 0
+        if self._state is not None and self.codec.traits.keeps_received:
+            return True
         return warming_up or bool(self.restored) or (self._state is not None and bool(self._state.tensors))
 
     @property
@@ -262,14 +264,20 @@ class CodecInstance:
         if options.momentum_correction is not None:
             momentum = options.momentum_correction.momentum
             return MomentumCorrection(self.codec, numel, device, momentum, self._unit)
-        return Ef21(self.codec, numel, device, self._unit) if options.ef21 else CompressorState(self.codec)
+        if options.ef21:
+            return Ef21(self.codec, numel, device, self._unit)
+        return self.codec.kept_state() or CompressorState(self.codec)
 
 
 _prepared: set[str] = set()
 
 
-def prepare(codec: Codec) -> None:
-    """Have a codec's kernels compiled, or loaded from disk, before an operation's deadline runs."""
+def prepare(codec: Codec, dtype: torch.dtype | None = None) -> None:
+    """Have a codec's kernels compiled, or loaded from disk, before an operation's deadline runs.
+
+    `dtype`: of the values, for codecs that have kernels of their own for each; None for all.
+    """
+    codec.prepare(dtype)
     if (key := repr(codec)) in _prepared:
         return
     _prepared.add(key)
@@ -375,6 +383,6 @@ def _useless(codec: Codec, options: CompressOptions, signature: Signature, *, as
         return None
     if nbytes // signature.dtype.itemsize < codec.traits.min_numel:
         return f"fewer than {codec.traits.min_numel} values"
-    if wire >= (nbytes if one_way else raw):
+    if wire >= (nbytes if one_way else raw) and not codec.traits.keeps_received:
         return f"{format_size(wire)} would travel instead of {format_size(nbytes if one_way else raw)}"
     return None

@@ -42,6 +42,21 @@ class CompressorState:
         """Write the payload of `scale` times a part to `wire`; returns its length in elements."""
         return self.codec.encode(values if scale == 1.0 else values * scale, wire)
 
+    is_damaged = False
+    """Whether a payload did not fit what is held, so that the next call is to bring all values."""
+
+    def encode_part(self, index: int, values: torch.Tensor, wire: torch.Tensor) -> int:  # noqa: ARG002
+        """Write the payload of part `index` of what this rank sends; returns its length in elements."""
+        return self.encode(values, 0, wire)
+
+    def anchor_part(self, index: int, wire: torch.Tensor) -> int:
+        """After `encode_part`: write all values of the part as they are, for codecs with `keeps_received`."""
+        raise NotImplementedError
+
+    def decode_part(self, index: int, wire: torch.Tensor, out: torch.Tensor, own: int | None = None) -> None:  # noqa: ARG002
+        """Write part `index` of what this rank receives; `own`: the part that it has sent itself, if so."""
+        self.decode(wire, 0, out)
+
     def begin_sum(self, values: torch.Tensor, lo: int, total: torch.Tensor, scale: float) -> None:  # noqa: ARG002
         """Write `scale` times a part that need not travel to `total`, float32 and of its size."""
         torch.mul(values, scale, out=total)

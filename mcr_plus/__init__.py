@@ -92,6 +92,7 @@ if TYPE_CHECKING:
     from mcr_plus.training.ddp import DDPState, ddp_hook
     from mcr_plus.training.fsdp import fsdp
     from mcr_plus.training.fsdp_state import fsdp_state
+    from mcr_plus.training.weight_sync import WeightSync, sync
     from mcr_plus.training.wrap import DistributedOptimizer, broadcast_parameters, no_sync, wrap
 
 __version__ = "0.1.0"
@@ -124,6 +125,7 @@ __all__ = [
     "ResultMismatch",
     "Revoked",
     "Unsupported",
+    "WeightSync",
     "Work",
     "all_gather",
     "all_gather_coalesced",
@@ -180,6 +182,7 @@ __all__ = [
     "shrink",
     "shrink_group",
     "state_dict",
+    "sync",
     "world",
     "wrap",
 ]
@@ -187,8 +190,8 @@ __all__ = [
 _HOMES = (
     "errors", "core.kinds", "core.work", "api.collectives", "communicator.communicator", "runtime.init",
     "api.explain", "api.planning", "api.compiling", "training.wrap", "training.ddp", "training.fsdp",
-    "training.fsdp_state", "api.state", "api.elastic", "api.other_ranks", "layout.layout",
-    "layout.redistribute", "layout.state", "torch_backend.shrinking",
+    "training.fsdp_state", "training.weight_sync", "api.state", "api.elastic", "api.other_ranks",
+    "layout.layout", "layout.redistribute", "layout.state", "torch_backend.shrinking",
 )  # fmt: skip
 
 

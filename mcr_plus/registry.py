@@ -32,6 +32,7 @@ CODECS: dict[str, object] = {
     "fp8_block": "mcr_plus.compression.fp8_block:Fp8Block",
     "int4_block": "mcr_plus.compression.int4_block:Int4Block",
     "int2_block": "mcr_plus.compression.int2_block:Int2Block",
+    "delta": "mcr_plus.compression.delta:Delta",
     "exp_window": "mcr_plus.compression.exp_window:ExpWindow",
     "randk": "mcr_plus.compression.randk:RandK",
     "topk": "mcr_plus.compression.topk:TopK",

@@ -147,6 +147,7 @@ CASES: Final = [
     Case({"codec": "int4_block"}, per_block(32, 1 / 13.8), block=32),
     Case({"codec": "int4_block", "hadamard": True}, after_hadamard(1 / 13.8), block=32),
     Case({"codec": "int2_block"}, two_levels(128), block=128),
+    Case({"codec": "delta"}, each(0, 0)),
     Case({"codec": "exp_window"}, each(0, 0)),
     Case({"codec": "randk", "ratio": 0.3}, None, block=0),
     Case({"codec": "randk", "seed": 7, "rescale": True}, None, block=0),
@@ -187,7 +188,7 @@ def samples(size: int, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
 
 def payload(codec: PayloadCodec, values: torch.Tensor) -> torch.Tensor:
     """The payload of `values`; checks that nothing is written around it."""
-    room = codec.wire_numel(values.numel())
+    room = codec.room(values.numel(), values.dtype)
     item = codec.wire_dtype.itemsize
     space = torch.full(((room + 8) * item,), GUARD, dtype=torch.uint8).view(codec.wire_dtype)
     written = codec.encode(values, space[4 : 4 + room])

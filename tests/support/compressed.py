@@ -298,6 +298,8 @@ def every_codec(backends: list[str | None], only: list[str] | None = None) -> di
             for case in CASES:
                 if only is not None and case.config["codec"] not in only:
                     continue
+                if case.config["codec"] == "delta":  # which needs tags; see test_delta
+                    continue
                 for dtype in DTYPES if backend == backends[0] else DTYPES[:2]:
                     group = comm if dtype is torch.float32 else back
                     exam = None

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from tiers import examples
 
 from mcr_plus import registry
-from mcr_plus.compression.codec import PayloadCodec
+from mcr_plus.compression.codec import FLOATS, PayloadCodec
 from mcr_plus.errors import Unsupported
 from mcr_plus.kernels import cpu
 
@@ -58,7 +58,7 @@ def test_round_trips(case: Case, size: int) -> None:
 
 @every_payload
 def test_dtypes_and_strides(case: Case) -> None:
-    dtypes = case.make().traits.dtypes
+    dtypes = [each for each in case.make().traits.dtypes if each in FLOATS]
     for dtype in dtypes:
         for _, values in samples(770):
             typed = values.clamp(-6e4, 6e4).to(dtype)
@@ -160,8 +160,8 @@ def test_non_finite_values_stay_visible(case: Case, bad: float) -> None:
 def test_refusals_of_codecs(case: Case) -> None:
     codec = case.make_payload()
     wire = torch.zeros(codec.wire_numel(100), dtype=codec.wire_dtype)
-    with pytest.raises(Unsupported, match="int64; expected one of"):
-        codec.encode(torch.zeros(100, dtype=torch.int64), wire)
+    with pytest.raises(Unsupported, match="complex64; expected one of"):
+        codec.encode(torch.zeros(100, dtype=torch.complex64), wire)
     with pytest.raises(Unsupported, match="a payload of 100 values"):
         codec.encode(torch.zeros(100), wire[:-1])
     with pytest.raises(Unsupported, match="a payload of 100 values"):

@@ -233,7 +233,7 @@ def test_the_message_of_the_issue() -> None:
         PIPE + "  - compress:\n\n\n      # a comment\n      codec: int9\n  - select: {}\n  - dispatch: {}\n"
     )
     place = "run.yaml:7: pipeline[0].compress.codec: "
-    assert refusal(text).startswith(f"{place}unknown codec 'int9'; known: bf16, exp_window, ")
+    assert refusal(text).startswith(f"{place}unknown codec 'int9'; known: bf16, delta, ")
 
 
 SHARED_MEMORY = """
@@ -283,7 +283,7 @@ def test_near_misses_get_a_hint(text: str, hint: str) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"compress": {"codec": "int9"}}, "compress.codec: unknown codec 'int9'; known: bf16, exp_window, "),
+        ({"compress": {"codec": "int9"}}, "compress.codec: unknown codec 'int9'; known: bf16, delta, "),
         ({"compress": {"codec": None}}, "compress.codec: unknown codec None"),
         ({"compress": {"codec": ["bf16"]}}, "compress.codec: unknown codec ['bf16']"),
         (

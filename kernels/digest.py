@@ -1,0 +1,135 @@
+"""A 64-bit digest of all bits of an array, in their order; torch reference, CPU kernels.
+
+An array of elements of 1, 2, 4 or 8 bytes is cut into blocks of 16384 elements. The 64-bit words of a block
+(the last one filled up with zeros) are dealt to eight chains, which do not wait for each other: each takes
+its words in turn by `(chain ^ word) * factor`, folded once more, which is a bijection of both, so that one
+changed word always changes the digest. The chains of a block, then the hashes of blocks, then the number of
+elements and their width are taken in the same way. It is no protection against an attacker.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mcr_plus.errors import BackendError
+from mcr_plus.kernels import cpu
+
+BLOCK: Final = 16384
+UNSIGNED: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_FOLD: Final = np.uint64(32)
+FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd
+_SEEDS: Final = tuple(np.uint64(0x243F6A8885A308D3 * (2 * lane + 1) & (2**64 - 1)) for lane in range(8))
+_S0, _S1, _S2, _S3, _S4, _S5, _S6, _S7 = _SEEDS
+_ZERO: Final = np.uint64(0)
+
+Array = NDArray[Any]
+
+
+def blocks_of(numel: int) -> int:
+    """Number of blocks; the last may be shorter."""
+    return -(-numel // BLOCK)
+
+
+def reference_digest(values: torch.Tensor) -> int:
+    """The digest of flat `values`, in plain torch and Python integers."""
+    width, numel = values.element_size(), values.numel()
+    raw = values.contiguous().view(torch.uint8) if numel else torch.empty(0, dtype=torch.uint8)
+    total, step = 0, BLOCK * width
+    for at in range(0, raw.numel(), step):
+        part = raw[at : at + step]
+        words = torch.nn.functional.pad(part, (0, -part.numel() % 64)).view(torch.int64).view(-1, 8)
+        lanes = torch.tensor([to_signed(int(seed)) for seed in _SEEDS])
+        for row in words:
+            lanes = _mixed(lanes, row)
+        block = torch.tensor(0)
+        for lane in lanes:
+            block = _mixed(block, lane)
+        total = int(_mixed(torch.tensor(total), block))
+    shape = torch.tensor(to_signed((numel << 4 | width) & (2**64 - 1)))
+    return int(_mixed(torch.tensor(total), shape)) & (2**64 - 1)
+
+
+def to_signed(value: int) -> int:
+    """The int64 with the same bits."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _mixed(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    product = (left ^ right) * to_signed(int(FACTOR))
+    return product ^ (product >> 32 & 0xFFFFFFFF)
+
+
+@cpu.inlined
+def _mix(left, right):  # type: ignore[no-untyped-def]
+    """A bijection of either argument, so that one changed word is never missed."""
+    product = (left ^ right) * FACTOR
+    return product ^ (product >> _FOLD)
+
+
+@cpu.inlined
+def hash_block(words, rest):  # type: ignore[no-untyped-def]
+    """Of a block, in eight chains: its whole words, and the bytes that are left."""
+    a, b, c, d, e, f, g, h = _S0, _S1, _S2, _S3, _S4, _S5, _S6, _S7
+    whole = words.size // 8
+    for i in range(whole):
+        row = words[8 * i : 8 * i + 8]
+        a, b, c, d = _mix(a, row[0]), _mix(b, row[1]), _mix(c, row[2]), _mix(d, row[3])
+        e, f, g, h = _mix(e, row[4]), _mix(f, row[5]), _mix(g, row[6]), _mix(h, row[7])
+    if words.size % 8 or rest.size:
+        last = np.zeros(8, np.uint64)
+        for i in range(8 * whole, words.size):
+            last[i - 8 * whole] = words[i]
+        for i in range(rest.size):
+            last[words.size - 8 * whole] |= np.uint64(rest[i]) << np.uint64(8 * i)
+        a, b, c, d = _mix(a, last[0]), _mix(b, last[1]), _mix(c, last[2]), _mix(d, last[3])
+        e, f, g, h = _mix(e, last[4]), _mix(f, last[5]), _mix(g, last[6]), _mix(h, last[7])
+    return _mix(_mix(_mix(_mix(_mix(_mix(_mix(_mix(_ZERO, a), b), c), d), e), f), g), h)
+
+
+@cpu.compiled
+def _digests(raw, words, hashes, width, lo, hi):  # type: ignore[no-untyped-def]
+    """Write the hashes of blocks."""
+    for block in range(lo, hi):
+        begin = block * BLOCK * width
+        end = min(begin + BLOCK * width, raw.size)
+        hashes[block] = hash_block(words[begin // 8 : end // 8], raw[end // 8 * 8 : end])
+
+
+@cpu.compiled
+def _fold(hashes, shape):  # type: ignore[no-untyped-def]
+    total = _ZERO
+    for i in range(hashes.size):
+        total = _mix(total, hashes[i])
+    return _mix(total, shape)
+
+
+def digest(values: torch.Tensor) -> int:
+    """The 64-bit digest of all bits of flat `values`, in their order."""
+    raw, words, bits = views(values)
+    hashes = np.empty(blocks_of(bits.size), np.uint64)
+    if hashes.size:
+        cpu.spread(_digests, hashes.size, raw.nbytes, raw, words, hashes, bits.itemsize)
+    return folded(hashes, bits)
+
+
+def folded(hashes: Array, bits: Array) -> int:
+    """The digest of elements `bits` by the hashes of its blocks."""
+    shape = np.uint64((bits.size << 4 | bits.itemsize) & (2**64 - 1))
+    return int(_fold(hashes, shape))
+
+
+def views(values: torch.Tensor) -> tuple[Array, Array, Array]:
+    """The bytes, the whole words among them, and the elements of flat `values`."""
+    width = values.element_size()
+    if width not in UNSIGNED:
+        raise BackendError(f"elements of {width} bytes; expected 1, 2, 4 or 8")
+    if not values.numel():
+        raw: Array = np.empty(0, np.uint8)
+    else:
+        raw = values.detach().view(torch.uint8).numpy()
+    whole = raw[: raw.size // 8 * 8]
+    return raw, whole.view(np.uint64), raw.view(UNSIGNED[width])

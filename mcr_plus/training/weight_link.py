@@ -1,0 +1,155 @@
+"""Connections on which weights travel: frames of a fixed head and a body, between a receiver and the source.
+
+Each receiver opens one TCP connection to the source. It proves that it belongs to the job by a signature
+with the job's secret, and asks for what is newer than the version that it holds; the source answers when
+there is something newer. Nothing else travels, so that either end may close at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from mcr_plus.errors import BackendError
+
+WAIT, POLL, PAYLOADS, END = range(4)
+"""Kinds of frames: a request that waits for something newer, one that does not; answers; no more answers."""
+
+_HEAD: Final = struct.Struct("<4sBxxxQQQ")
+_MAGIC: Final = b"mcrw"
+_LOOK_S: Final = 0.25
+"""How often a waiting end looks whether it is to end."""
+_NONCE: Final = 32
+
+
+class Ended(Exception):
+    """This end is to end."""
+
+
+class Link:
+    """One end of a connection. `ends`: whether it is to end, asked several times a second.
+
+    `is_sending`: whether a part of a frame has been sent and the rest has not.
+    """
+
+    def __init__(self, connection: socket.socket, ends: Callable[[], bool]) -> None:
+        self._socket, self._ends = connection, ends
+        self.is_sending = False
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5)):
+            if hasattr(socket, option):  # a host that is gone answers no probes; a stopped process does
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        connection.settimeout(_LOOK_S)
+
+    def send(self, kind: int, first: int = 0, second: int = 0, body: Sequence[memoryview] = ()) -> None:
+        """Send a frame with two numbers and a body. Raises `OSError` if the connection breaks, or `Ended`."""
+        nbytes = sum(map(len, body))
+        self.is_sending = True
+        for part in (memoryview(_HEAD.pack(_MAGIC, kind, nbytes, first, second)), *body):
+            self._send(part)
+        self.is_sending = False
+
+    def _send(self, part: memoryview) -> None:
+        while part:
+            part = part[self._sent(part) :]
+
+    def _sent(self, part: memoryview) -> int:
+        try:
+            return self._socket.send(part)
+        except TimeoutError:
+            self._look()
+            return 0
+
+    def receive(self, most: int) -> tuple[int, int, int, bytearray]:
+        """Wait for a frame with a body of at most `most` bytes; raises as `send`, `EOFError` at the end."""
+        magic, kind, nbytes, first, second = _HEAD.unpack(self.take(_HEAD.size))
+        if magic != _MAGIC or nbytes > most:
+            raise BackendError(f"a frame of {nbytes} bytes of weights begins with {magic!r}; most: {most}")
+        return kind, first, second, self.take(nbytes)
+
+    def take(self, nbytes: int) -> bytearray:
+        """Wait for so many bytes."""
+        data = bytearray(nbytes)
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self._some(rest) :]
+        return data
+
+    def _some(self, space: memoryview) -> int:
+        """Receive into `space`; returns how many bytes, 0 if none have come for a while."""
+        try:
+            got = self._socket.recv_into(space)
+        except TimeoutError:
+            self._look()
+            return 0
+        if not got:
+            raise EOFError("the other end has closed the connection")
+        return got
+
+    def put(self, data: bytes) -> None:
+        """Send bytes as they are."""
+        self._send(memoryview(data))
+
+    def close(self) -> None:
+        """Close this end."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _look(self) -> None:
+        if self._ends():
+            raise Ended
+
+
+def listen(address: str) -> socket.socket:
+    """A socket that receivers connect to."""
+    listener = socket.create_server((address, 0), backlog=128)
+    listener.settimeout(_LOOK_S)
+    return listener
+
+
+def greet(link: Link, secret: bytes, rank: int) -> None:
+    """Prove to the source that this is rank `rank` of the job: sign the number that it sends."""
+    nonce = bytes(link.take(_NONCE))
+    link.put(struct.pack("<I", rank) + _signed(secret, nonce, rank))
+
+
+def greeted(link: Link, secret: bytes) -> int:
+    """The rank at the other end. Raises `BackendError` if it does not know the secret of the job."""
+    nonce = secrets.token_bytes(_NONCE)
+    link.put(nonce)
+    answer = bytes(link.take(4 + 32))
+    (rank,) = struct.unpack("<I", answer[:4])
+    if not hmac.compare_digest(answer[4:], _signed(secret, nonce, rank)):
+        raise BackendError("a process that is not of this job asked for weights")
+    return int(rank)
+
+
+def connect(place: tuple[str, int], secret: bytes, rank: int, ends: Callable[[], bool], tries: int) -> Link:
+    """Connect to the source; raises `OSError` or `EOFError` if it does not answer, `Ended`."""
+    for left in reversed(range(tries)):
+        link = None
+        try:
+            link = Link(socket.create_connection(place, timeout=5.0), ends)
+            greet(link, secret, rank)
+            return link
+        except (OSError, EOFError):
+            if link is not None:
+                link.close()
+            if not left:
+                raise
+        if ends():
+            raise Ended
+        time.sleep(_LOOK_S)
+    raise AssertionError(tries)
+
+
+def _signed(secret: bytes, nonce: bytes, rank: int) -> bytes:
+    return hmac.digest(secret or b"\0", b"weights" + nonce + struct.pack("<I", rank), "sha256")

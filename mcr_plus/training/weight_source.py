@@ -1,0 +1,290 @@
+"""The source of weights: encodes what changed between two pushes, and answers receivers, beside training."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from mcr_plus.errors import BackendError, InvalidArgument, McrError, PeerLost, phrase_ranks
+from mcr_plus.kernels import delta
+from mcr_plus.training import weight_link as links
+from mcr_plus.training.weight_link import Ended, Link
+from mcr_plus.training.weights import Weights, combined, digest_of
+
+_log = logging.getLogger("mcr_plus")
+_LOOK_S: Final = 0.5
+
+
+class _Step(NamedTuple):
+    """The payloads that lead from one version to the next, one for each buffer."""
+
+    base: int
+    base_digest: int
+    target: int
+    payloads: list[torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(payload.numel() for payload in self.payloads)
+
+
+class WeightSource:
+    """Holds the last version encoded, its payloads from the versions before, and a thread per receiver.
+
+    `secret`: of the job. `listener`: what receivers connect to. `ends`: whether the group is closed.
+    `receivers`: how many ranks may ask. Payloads of earlier versions are kept up to `history` bytes.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        what: str,
+        secret: bytes,
+        listener: Any,
+        receivers: int,
+        history: int,
+        ends: Callable[[], bool],
+    ) -> None:
+        self._weights, self._what, self._secret, self._listener = weights, what, secret, listener
+        self._receivers, self._history, self._group_ends = receivers, history, ends
+        self._staging, self._held = weights.buffers(), weights.buffers()
+        weights.read(self._held)
+        self._digests = digest_of(self._held)
+        self._wires = [
+            torch.empty(delta.most_nbytes(buffer.numel(), buffer.element_size()), dtype=torch.uint8)
+            for buffer in self._held
+        ]
+        self._changed = threading.Condition()
+        self._encoding = threading.Lock()  # of `_held`
+        self._steps: deque[_Step] = deque()
+        self._anchor: tuple[int, list[torch.Tensor]] | None = None
+        self._version = self._pushed = 0
+        self._pending: int | None = None
+        self._error: McrError | None = None
+        self._closed = False
+        self._links: dict[int, Link] = {}
+        self._lost: set[int] = set()
+        self._stats: dict[str, Any] = {
+            "density": 0.0, "bytes": 0, "seconds": 0.0, "anchors": 0, "sent_bytes": 0, "push_seconds": 0.0,
+        }  # fmt: skip
+        self._threads = [
+            threading.Thread(target=each, name=f"mcr_plus-{what}", daemon=True)
+            for each in (self._encode_all, self._accept_all)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # -- of the program's thread --------------------------------------------------------------------
+
+    def push(self, version: int | None) -> int:
+        """See `WeightSync.push`."""
+        number = self._pushed + 1 if version is None else version
+        if isinstance(number, bool) or not isinstance(number, int) or not self._pushed < number < 2**63:
+            raise InvalidArgument(
+                f"push: version {number!r}; expected an integer above {self._pushed}, the last one pushed"
+            )
+        with self._changed:
+            while self._pending is not None and not self._ends():
+                self._changed.wait(_LOOK_S)
+            self._check()
+            begin = time.perf_counter()
+            self._weights.read(self._staging)
+            self._stats["push_seconds"] = time.perf_counter() - begin
+            self._pushed = self._pending = number
+            self._changed.notify_all()
+        return number
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return self._weights.nbytes
+
+    def stats(self) -> dict[str, Any]:
+        """See `WeightSync.stats`."""
+        with self._changed:
+            kept = sum(step.nbytes for step in self._steps)
+            return {
+                **self._stats, "version": self._version, "versions_behind": self._pushed - self._version,
+                "history_bytes": kept, "receivers": len(self._links), "lost": sorted(self._lost),
+            }  # fmt: skip
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._closed or self._group_ends():
+            raise BackendError(f"{self._what}: closed")
+        if self._receivers and len(self._lost) == self._receivers:
+            ranks = sorted(self._lost)
+            raise PeerLost(
+                f"{self._what}: no receiver is left: {phrase_ranks(ranks)} closed the connection without a "
+                "word and did not come back",
+                ranks,
+                self._what,
+                seen="connection closed",
+            )
+
+    def close(self) -> None:
+        """End the threads; a transfer that has begun is given up."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in [*self._threads]:
+            thread.join(5.0)
+
+    def _ends(self) -> bool:
+        return self._closed or self._group_ends() or self._error is not None
+
+    # -- of the thread that encodes -------------------------------------------------------------------
+
+    def _encode_all(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    while self._pending is None:
+                        if self._ends():
+                            return
+                        self._changed.wait(_LOOK_S)
+                    version = self._pending
+                self._encode(version)
+        except Exception as error:
+            self._error = error if isinstance(error, McrError) else BackendError(f"{self._what}: {error}")
+        finally:
+            with self._changed:
+                self._pending = None
+                self._changed.notify_all()
+
+    def _encode(self, version: int) -> None:
+        begin = time.perf_counter()
+        payloads, before = [], combined(self._digests)
+        with self._encoding:
+            for number, (new, old, wire) in enumerate(
+                zip(self._staging, self._held, self._wires, strict=True)
+            ):
+                versions = (self._version, version)
+                nbytes = delta.encode(new, old, wire, versions, self._digests[number], update=True)
+                payloads.append(wire[:nbytes].clone())
+                self._digests[number] = delta.header_of(wire).digest
+            with self._changed:
+                step = _Step(self._version, before, version, payloads)
+                self._steps.append(step)
+                # The last one is always kept: it is no longer than what an anchor would be.
+                while len(self._steps) > 1 and sum(each.nbytes for each in self._steps) > self._history:
+                    self._steps.popleft()
+                self._version, self._pending, self._anchor = version, None, None
+                changed = sum(map(delta.changed, payloads))
+                self._stats["density"] = changed / max(1, self._weights.numel)
+                self._stats["bytes"] = step.nbytes
+                self._stats["seconds"] = time.perf_counter() - begin
+                self._changed.notify_all()
+
+    # -- of the threads of receivers ------------------------------------------------------------------
+
+    def _accept_all(self) -> None:
+        with self._listener:
+            while not self._ends():
+                try:
+                    connection, _ = self._listener.accept()
+                except TimeoutError:
+                    continue
+                except OSError:
+                    return
+                threading.Thread(
+                    target=self._serve, args=(connection,), name=f"mcr_plus-{self._what}", daemon=True
+                ).start()
+
+    def _serve(self, connection: Any) -> None:
+        """Answer one receiver until either end closes."""
+        link, rank = Link(connection, self._ends), -1
+        try:
+            rank = links.greeted(link, self._secret)
+            with self._changed:
+                self._links[rank] = link
+                self._lost.discard(rank)
+            while self._answer(link):
+                pass
+            with self._changed:
+                if self._links.get(rank) is link:
+                    del self._links[rank]
+        except Ended:
+            self._say_end(link)
+        except (OSError, EOFError, BackendError) as error:
+            if rank < 0:
+                _log.warning("%s: a connection was refused: %s", self._what, error)
+            else:
+                self._lose(rank, link, error)
+        finally:
+            link.close()
+
+    def _say_end(self, link: Link) -> None:
+        with contextlib.suppress(OSError, Ended):
+            if not link.is_sending:
+                link.send(links.END)
+
+    def _lose(self, rank: int, link: Link, error: Exception) -> None:
+        with self._changed:
+            if self._links.get(rank) is not link:  # it has connected again
+                return
+            del self._links[rank]
+            if self._ends():
+                return
+            self._lost.add(rank)
+        _log.warning(
+            "%s: rank %d does not receive weights any more: %s (others go on)", self._what, rank, error
+        )
+
+    def _answer(self, link: Link) -> bool:
+        """Answer one request; False if it was the last."""
+        kind, version, digest, _ = link.receive(0)
+        if kind == links.END:
+            return False
+        with self._changed:
+            while kind == links.WAIT and self._version <= version:
+                if self._ends():
+                    raise Ended
+                self._changed.wait(_LOOK_S)
+            payloads = self._chain(version, digest) if self._version > version else []
+            newest = self._version
+        if payloads is None:
+            newest, payloads = self._anchored()
+        sizes = struct.pack(f"<{len(payloads)}Q", *(payload.numel() for payload in payloads))
+        body = [memoryview(sizes), *(_bytes(payload) for payload in payloads)]
+        with self._changed:
+            self._stats["sent_bytes"] += sum(map(len, body))
+        link.send(links.PAYLOADS, newest, len(payloads), body)
+        return True
+
+    def _chain(self, version: int, digest: int) -> list[torch.Tensor] | None:
+        """The payloads from a version to the newest; None if an anchor is shorter, or some are gone."""
+        steps = list(self._steps)
+        while steps and (steps[0].base, steps[0].base_digest) != (version, digest):
+            steps.pop(0)
+        if not steps or (len(steps) > 1 and sum(step.nbytes for step in steps) > self._weights.nbytes):
+            return None
+        return [payload for step in steps for payload in step.payloads]
+
+    def _anchored(self) -> tuple[int, list[torch.Tensor]]:
+        with self._encoding:  # the next version waits for it, not the program
+            if self._anchor is None or self._anchor[0] != self._version:
+                payloads = []
+                for held in self._held:
+                    room = delta.most_nbytes(held.numel(), held.element_size())
+                    wire = torch.empty(room, dtype=torch.uint8)
+                    payloads.append(wire[: delta.encode_anchor(held, wire, self._version)])
+                self._anchor = self._version, payloads
+            anchor = self._anchor
+        with self._changed:
+            self._stats["anchors"] += 1
+        return anchor
+
+
+def _bytes(payload: torch.Tensor) -> memoryview:
+    view: Any = payload.numpy()  # which type checkers do not take for a buffer
+    return memoryview(view)

@@ -1,0 +1,230 @@
+"""`mcr.sync`: the weights of one rank on others, of which only what changed travels."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.errors import InvalidArgument, McrError, NotInitialized
+from mcr_plus.kernels import delta
+from mcr_plus.rendezvous.network import host_address
+from mcr_plus.runtime.init import current, member_of
+from mcr_plus.training.weight_link import listen
+from mcr_plus.training.weight_receiver import WeightReceiver
+from mcr_plus.training.weight_source import WeightSource
+from mcr_plus.training.weights import Source, Weights, first_difference
+
+_ATTACHED: Final = "weight_sync."
+
+
+class WeightSync:
+    """Weights that one rank pushes and the others pull; made by `mcr.sync`.
+
+    The source encodes and sends on threads of its own, and each other rank receives on one. `push` and
+    `pull` belong to the program's thread.
+    """
+
+    def __init__(self, comm: Communicator, name: str, end: WeightSource | WeightReceiver) -> None:
+        self._comm, self._name, self._end = comm, name, end
+        self._closed = False
+
+    def push(self, version: int | None = None) -> int | None:
+        """On the source: publish the weights as they are now; returns their version. Elsewhere: None.
+
+        Returns after one copy of the weights, and after the version before is encoded if it is not yet.
+        Receivers get the newest version that there is when they ask; those that are skipped are sent as far
+        as they are needed. `version`: an integer above the last one, by default the next one; for example
+        the training step. The first version that `mcr.sync` found has number 0.
+
+        Raises:
+            InvalidArgument: `version` is not above the last one, or names, shapes or dtypes have changed
+                since `mcr.sync`; the text names them.
+            PeerLost: all receivers have gone; the loss of some is logged.
+            NotInitialized: it is closed.
+        """
+        self._check()
+        return self._end.push(version) if isinstance(self._end, WeightSource) else None
+
+    def pull(self, wait: bool = True, timeout: float | None = None) -> int | None:
+        """On a receiver: copy the newest weights to the tensors, in place; returns their version.
+
+        On the source: returns None. Waits for a version newer than the one that the tensors have, up to
+        `timeout` seconds (None: the deadline of the job's operations). Without `wait`, returns None at once
+        if none has arrived. Versions that a newer one has overtaken are skipped. They are received, applied
+        to a copy and compared with their digest beforehand, so that the program pauses for one copy of the
+        weights; at most for the application of one version before that. Values that the program has written
+        to the tensors are overwritten.
+
+        Raises:
+            CommTimeout: nothing newer came in time.
+            InvalidArgument: names, shapes or dtypes have changed since `mcr.sync`; the text names them.
+            PeerLost: the source has died, and nothing newer has arrived from it.
+            BackendError: the source has closed it, or three answers in a row were damaged.
+            NotInitialized: it is closed.
+        """
+        self._check()
+        if isinstance(self._end, WeightSource):
+            return None
+        seconds = current().world.timeout if timeout is None else timeout
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
+            raise InvalidArgument(f"pull: timeout={timeout!r}; expected seconds, at least 0, or None")
+        return self._end.pull(wait, seconds)
+
+    def stats(self) -> dict[str, Any]:
+        """Figures of this rank. Bytes are those on the wire, seconds of wall time.
+
+        On all ranks: `version` (of the tensors; on the source the last one that is encoded),
+        `versions_behind` (newer ones that are known to exist), `density` (share of the elements that the
+        last message lists as changed), `bytes` (of the last message), `dense_bytes` (of the weights),
+        `seconds` (to encode, or to apply and compare, the last message), `anchors` (messages with all
+        weights). On the source: `push_seconds` (the last copy), `sent_bytes`, `history_bytes` (payloads kept
+        for receivers that are late), `receivers` (connected), `lost` (ranks). On receivers: `pause_seconds`
+        (the last pull, without waiting), `received_bytes`, `refused` (damaged messages).
+        """
+        return {**self._end.stats(), "dense_bytes": self._end.nbytes}
+
+    def close(self) -> None:
+        """End it; collective over the group. `mcr.finalize` does it, too. A second call does nothing.
+
+        The source waits for the others, so that they can pull what has been pushed.
+        """
+        if self._closed:
+            return
+        try:
+            if not self._comm.closed:
+                self._comm.barrier()
+        finally:
+            self._end_here()
+
+    def _end_here(self) -> None:
+        self._closed = True
+        self._comm.attached.pop(self._name, None)
+        self._end.close()
+
+    def __enter__(self) -> WeightSync:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if exception[0] is None:
+            self.close()
+        else:
+            self._end_here()
+
+    def _check(self) -> None:
+        if self._closed or self._comm.closed:
+            raise NotInitialized(f"{self._name.removeprefix(_ATTACHED)!r}: the weight sync is closed")
+
+
+def sync(
+    module_or_state_dict: Source,
+    src: int = 0,
+    tag: str = "policy",
+    group: Communicator | None = None,
+    *,
+    history: float = 1.0,
+) -> WeightSync:
+    """Bring the weights of rank `src` to the other ranks, again and again; collective over `group`.
+
+    Each `push` of the source is a version; a receiver's `pull` copies the newest one to its tensors. Only
+    what changed since the version that a receiver holds travels, without loss (see the codec `delta`), and
+    all weights where that is shorter, where the receiver holds something else, such as after a restart, or
+    if what it received is damaged. That concerns no other rank, and never the source's program: encoding and
+    sending run on threads beside it. A receiver that has the source's weights at the beginning, for example
+    from the same checkpoint, gets changes alone from the first version on.
+
+    Weights travel on a TCP connection from the source to each receiver, not through the pipeline
+    (`docs/decisions/0029-weight-sync.md`). Memory: the source keeps two copies of the weights, room for a
+    payload, and payloads of earlier versions; a receiver keeps one copy, and the message that arrives.
+
+    Args:
+        module_or_state_dict: a module, of which all parameters and buffers travel, or a mapping of tensors;
+            on all ranks with the same names, shapes and dtypes in the same order. Tensors that share memory
+            travel once. Any strides and devices; on the source it is read, elsewhere written in place.
+        src: the rank in the job whose weights these are.
+        tag: a name; a group may have several at a time under different names.
+        group: the communicator of the ranks that take part, None for all.
+        history: payloads of earlier versions that the source keeps, as a multiple of the weights' bytes.
+
+    Raises:
+        InvalidArgument: on all ranks if the tensors differ between ranks (the text names the first
+            difference) or a rank cannot take part; `src` is not in the group; the tag is in use.
+
+    Example:
+        ```python
+        with mcr.init() as comm:
+            model = torch.nn.Linear(64, 64).bfloat16()
+            weights = mcr.sync(model, src=0)
+            with torch.no_grad():
+                model.weight += comm.rank == 0
+            weights.push()  # on rank 0; nothing elsewhere
+            weights.pull()  # elsewhere; nothing on rank 0
+            print(comm.rank, weights.stats()["version"], weights.stats()["bytes"])
+        ```
+    """
+    comm = member_of(group)
+    if isinstance(src, bool) or not isinstance(src, int) or src not in comm.ranks:
+        raise InvalidArgument(f"sync: src={src!r}; expected one of the group's ranks {list(comm.ranks)}")
+    name = f"{_ATTACHED}{tag}"
+    is_source = comm.ranks[comm.rank] == src
+    world = current().world
+    weights, listener, mine = None, None, ""
+    try:
+        if not isinstance(tag, str) or not tag:
+            raise InvalidArgument(f"sync: tag={tag!r}; expected a name")
+        if name in comm.attached:
+            raise InvalidArgument(f"sync: tag {tag!r} is in use in group '{comm.name}'; close that one first")
+        if isinstance(history, bool) or not isinstance(history, (int, float)) or not 0 <= history < 1e6:
+            raise InvalidArgument(f"sync: history={history!r}; expected a multiple of the weights' bytes")
+        weights = Weights(module_or_state_dict)
+        if is_source:
+            listener = listen("127.0.0.1" if world.single_host else host_address())
+    except McrError as error:
+        mine = str(error)
+    place = listener.getsockname()[:2] if listener is not None else None
+    entries = [] if weights is None else weights.entries
+    try:
+        answers = comm.all_gather_object((mine, place, (src, tag), entries), tag="sync")
+        _compare(comm, [tuple(answer) for answer in answers], mine)
+    except BaseException:
+        if listener is not None:
+            listener.close()
+        raise
+    assert weights is not None
+    for width in sorted({dtype.itemsize for dtype in weights.dtypes}):
+        delta.prepare(width)
+    what = f"sync {tag!r} of group '{comm.name}'"
+
+    def ends() -> bool:
+        return comm.closed
+
+    end: WeightSource | WeightReceiver
+    if is_source:
+        kept = int(history * weights.nbytes)
+        end = WeightSource(weights, what, world.secret, listener, comm.size - 1, kept, ends)
+    else:
+        place = answers[comm.ranks.index(src)][1]
+        rank = comm.ranks[comm.rank]
+        end = WeightReceiver(weights, what, world.secret, tuple(place), src, rank, ends)
+    made = WeightSync(comm, name, end)
+    comm.attached[name] = made
+    return made
+
+
+def _compare(comm: Communicator, answers: list[tuple[Any, ...]], mine: str) -> None:
+    """Raise the same on all ranks if one cannot take part, or they differ."""
+    for rank, (mistake, _, _, _) in zip(comm.ranks, answers, strict=True):
+        if mistake:
+            raise InvalidArgument(mine or f"rank {rank}: {mistake}")
+    first = answers[0]
+    for rank, answer in zip(comm.ranks, answers, strict=True):
+        if answer[2] != first[2]:
+            raise InvalidArgument(
+                f"sync: rank {comm.ranks[0]} has src and tag {first[2]}, rank {rank} has {answer[2]}"
+            )
+    source = comm.ranks.index(first[2][0])
+    for rank, answer in zip(comm.ranks, answers, strict=True):
+        difference = first_difference(
+            answers[source][3], answer[3], f"rank {comm.ranks[source]} has", f"rank {rank} has"
+        )
+        if difference is not None:
+            raise InvalidArgument(f"sync: {difference}")

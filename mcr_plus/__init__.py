@@ -190,8 +190,8 @@ __all__ = [
 _HOMES = (
     "errors", "core.kinds", "core.work", "api.collectives", "communicator.communicator", "runtime.init",
     "api.explain", "api.planning", "api.compiling", "training.wrap", "training.ddp", "training.fsdp",
-    "training.fsdp_state", "training.local_steps.local", "api.state", "api.elastic", "api.other_ranks", "layout.layout",
-    "layout.redistribute", "layout.state", "torch_backend.shrinking",
+    "training.fsdp_state", "training.local_steps.local", "api.state", "api.elastic", "api.other_ranks",
+    "layout.layout", "layout.redistribute", "layout.state", "torch_backend.shrinking",
 )  # fmt: skip
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import local_elastic
 import local_jobs as jobs
 import numpy as np
 import pytest
@@ -114,3 +118,15 @@ def test_a_newcomer_begins_with_the_outer_state(tmp_path: Path) -> None:
         assert each["values"] == trained["values"]
     assert new["begun"]["values"] == new["begun"]["outer"]
     assert trained["begun"]["values"] != trained["begun"]["outer"]
+
+
+def test_a_rank_that_is_started_again_joins_an_elastic_loop(tmp_path: Path) -> None:
+    words = ["run", "-n", "3", "--min-ranks", "2", "--restart-failed", "2"]
+    command = [sys.executable, "-m", "mcr_plus.cli.main", *words, str(local_elastic.__file__), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    ends = [json.loads((tmp_path / f"end.{rank}").read_text()) for rank in range(3)]
+    assert {end["steps"] for end in ends} == {200}
+    assert all(end["values"] == ends[0]["values"] == end["outer"] for end in ends)
+    assert {2, 3} == set(ends[0]["sizes"])
+    assert set(ends[1]["sizes"]) == {3}

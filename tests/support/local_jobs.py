@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from local_oracle import INNER, Quadratic
+from local_oracle import INNER, Quadratic, load
 from reconfigure_jobs import Meeting, _two_and_one
 
 import mcr_plus as mcr
@@ -25,7 +25,9 @@ COURSES: list[tuple[dict[str, Any], float | None, int]] = [
 """Settings, the learning rate of an outer SGD without momentum or None for the default, and steps."""
 
 
-def begin(backend: str | None, rules: list[dict[str, Any]] | None = None, **dispatch: Any) -> mcr.Communicator:
+def begin(
+    backend: str | None, rules: list[dict[str, Any]] | None = None, **dispatch: Any
+) -> mcr.Communicator:
     torch.set_num_threads(1)
     stages = [{"fuse": {}}, {"compress": {}}, {"select": {}}, {"dispatch": {"timeout": "30s", **dispatch}}]
     config = {"version": 1, "pipeline": stages, "rules": rules or []}
@@ -120,32 +122,30 @@ def by_rule() -> dict[str, list[str]]:
 
 def refusals() -> dict[str, str]:
     """What a job is told."""
-    found = {}
     with begin("gloo") as comm:
         model = Quadratic(comm.rank)
+        other = torch.nn.Linear(2 + comm.rank, 2)
         inner = SGD(model.parameters(), lr=0.1)
-        for name, compress in {
+        compressions: dict[str, Any] = {
             "unknown": {"codec": "int9_block"},
             "option": {"codec": "topk", "rate": 0.1},
             "no codec": {"ratio": 0.1},
             "powersgd": {"codec": "powersgd"},
             "number": 3,
-        }.items():
-            try:
-                mcr.local(model, inner, compress=compress)
-            except mcr.InvalidArgument as error:
-                found[name] = str(error)
-        other = torch.nn.Linear(2 + comm.rank, 2)
-        try:
-            mcr.local(other, SGD(other.parameters(), lr=0.1))
-        except mcr.InvalidArgument as error:
-            found["other"] = str(error)
+        }
+        found = {name: _refused(model, inner, compress=each) for name, each in compressions.items()}
+        found["other"] = _refused(other, SGD(other.parameters(), lr=0.1))
         mcr.wrap(model, inner)
-        try:
-            mcr.local(model, inner)
-        except mcr.InvalidArgument as error:
-            found["wrapped"] = str(error)
+        found["wrapped"] = _refused(model, inner)
     return found
+
+
+def _refused(model: torch.nn.Module, inner: torch.optim.Optimizer, **settings: Any) -> str:
+    try:
+        mcr.local(model, inner, **settings)
+    except mcr.InvalidArgument as error:
+        return str(error)
+    return ""
 
 
 def restored() -> bool:
@@ -158,8 +158,7 @@ def restored() -> bool:
             if step == at:
                 saved = copy.deepcopy([each.state_dict() for each in (local.model, local.inner, local)])
                 local = made(Quadratic(comm.rank), **settings)
-                for target, state in zip((local.model, local.inner, local), saved, strict=True):
-                    target.load_state_dict(state)
+                load((local.model, local.inner, local), saved)
             one_step(local)
         return values(local) + outer_values(local)
 
@@ -209,7 +208,12 @@ def with_a_newcomer(folder: str) -> dict[str, Any]:
     outer = outer_values(local)
     mcr.reconfigure("three", meeting.handles("all"))
     local.resume()
-    begun = {"steps": local.steps, "position": local.position, "values": values(local), "outer": outer_values(local)}
+    begun = {
+        "steps": local.steps,
+        "position": local.position,
+        "values": values(local),
+        "outer": outer_values(local),
+    }
     for _ in range(7):
         one_step(local)
     local.finish()

@@ -1,13 +1,14 @@
 """Outer steps in NumPy and float64, one rank after another, for the tests of `mcr.local`.
 
-Every rank r minimizes sum over parameters k of sharpness[r, k] / 2 · |p_k - target[r, k]|², whose gradient needs
-no autograd.
+Every rank r minimizes the sum over parameters k of sharpness[r, k] / 2 · |p_k - target[r, k]|², whose
+gradient needs no autograd.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 SHAPES = {"a": (3, 5), "b": (4,), "c": (2, 3), "d": (7,), "e": (1,)}
-INNER = {"lr": 0.05, "momentum": 0.8}
+INNER: dict[str, Any] = {"lr": 0.05, "momentum": 0.8}
 
 
 def targets(rank: int) -> dict[str, tuple[float, Array]]:
@@ -60,6 +61,12 @@ class Quadratic(torch.nn.Module):
     def values(self) -> list[float]:
         """All parameters in their order."""
         return [each for param in self.parameters() for each in param.detach().double().flatten().tolist()]
+
+
+def load(targets: Sequence[Any], states: Sequence[dict[str, Any]]) -> None:
+    """Load each state into its target."""
+    for target, state in zip(targets, states, strict=True):
+        target.load_state_dict(state)
 
 
 @dataclass
@@ -111,7 +118,10 @@ def simulate(
     local = [start() for _ in range(ranks)]
     inners = [Sgd(**INNER) for _ in range(ranks)]
     anchor = start()
-    outers = [Sgd(0.7, 0.9, True) if outer is None else Sgd(outer.lr, outer.momentum, outer.nesterov) for _ in fragments]
+    outers = [
+        Sgd(0.7, 0.9, True) if outer is None else Sgd(outer.lr, outer.momentum, outer.nesterov)
+        for _ in fragments
+    ]
     sent: dict[tuple[int, int], dict[str, Array]] = {}  # (fragment, step at which it is applied) → mean
     course = Course([], [])
     for step in range(1, steps + 1):

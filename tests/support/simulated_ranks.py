@@ -66,14 +66,14 @@ class Simulated:
         self._exchange.post(number, self.rank, kind, value)
         return lambda: self._exchange.collect(number)
 
-    def all_gather_object(self, obj: Any, *, tag: str | None = None) -> list[Any]:  # noqa: ARG002
+    def all_gather_object(self, obj: Any, *, tag: str | None = None) -> list[Any]:
         return self._start("objects", obj)()
 
     def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor, **_: Any) -> _Work:
         collect = self._start("gather", input.clone())
         return _Work(lambda: fill(output, collect), output.nbytes)
 
-    def send_bucket(self, values: torch.Tensor, op: str, *, members: int, **options: Any) -> _Work:  # noqa: ARG002
+    def send_bucket(self, values: torch.Tensor, op: str, *, members: int, **options: Any) -> _Work:
         collect = self._start(options["tag"], values.clone())
 
         def finish() -> None:

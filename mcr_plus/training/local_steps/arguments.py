@@ -82,9 +82,8 @@ def checked(
 
 def _count(name: str, value: object, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidArgument(f"{name}: expected a number of steps from {least}, got {value!r}" if (
-            name != "fragments"
-        ) else f"fragments: expected a number from {least}, got {value!r}")
+        what = "a number" if name == "fragments" else "a number of steps"
+        raise InvalidArgument(f"{name}: expected {what} from {least}, got {value!r}")
     return value
 
 

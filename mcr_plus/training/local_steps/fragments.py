@@ -23,6 +23,7 @@ class Flight:
     Attributes:
         due: the inner step after which its mean is applied.
         values: flat, of the outer parameters' dtype; the mean over ranks once it has arrived.
+        tokens: from which it has been learned.
         work: None once it has arrived.
         check: what ranks compare, with its own handle; None once it has been compared.
         weight: by which this rank has multiplied its pseudo-gradient; None if ranks count alike.
@@ -30,6 +31,7 @@ class Flight:
 
     due: int
     values: torch.Tensor
+    tokens: float = 0.0
     work: Work | None = None
     check: tuple[Work, torch.Tensor] | None = None
     weight: float | None = None
@@ -103,6 +105,12 @@ class Fragment:
             leaf.grad = None
         self.rounds += 1
         self.draw(mix)
+
+    def drop(self) -> None:
+        """Forget what is in flight: the next pseudo-gradient has its steps, too."""
+        if self.flight is not None:
+            self.tokens += self.flight.tokens
+        self.flight = None
 
     @torch.no_grad()
     def draw(self, mix: float) -> None:

@@ -117,9 +117,7 @@ def local(
     for name, value, kind in (("model", model, torch.nn.Module), ("inner", inner, torch.optim.Optimizer)):
         if not isinstance(value, kind):
             raise InvalidArgument(f"{name}: expected a torch {kind.__name__}, got {type(value).__name__}")
-    settings = arguments.checked(
-        every, fragments, delay, mix, compress, uneven, weighted, warmup, gate
-    )
+    settings = arguments.checked(every, fragments, delay, mix, compress, uneven, weighted, warmup, gate)
     return LocalSteps(model, inner, outer, settings, comm)
 
 
@@ -154,7 +152,7 @@ class LocalSteps:
             fragment.take_parameters()
         self.steps = self.rounds = 0
         self.position = 0  # inner steps in the present window
-        self.every = settings.every  # of this rank
+        self.every = self._next_every = settings.every  # of this rank
         self._references: dict[int, float] = {}  # fragment → tokens that count as 1
         self._computing = self._in_window = self._waiting = self._outer = 0.0
         self._bytes = self._wire_bytes = 0
@@ -173,8 +171,8 @@ class LocalSteps:
 
         Raises:
             InvalidArgument: `tokens` is missing, or parameters have been frozen, unfrozen or wrapped since.
-            PeerLost: a rank is lost. The step of the inner optimizer has been made, and nothing of the model
-                is lost; see `resume`.
+            PeerLost: a rank is lost. The step of the inner optimizer has been made, if `steps` has grown (in
+                the warm-up it may not have), and nothing of the model is lost; see `resume`.
             OrderMismatch: ranks have made different numbers of steps.
             ResultMismatch: outer parameters differ between ranks: an outer optimizer, library or codec gives
                 them different results.
@@ -194,8 +192,9 @@ class LocalSteps:
         waited = self._waiting
         self.steps += 1
         if self.steps <= self.settings.warmup:
-            for fragment in self.fragments if self.steps == self.settings.warmup else ():
+            for fragment in self.fragments:
                 fragment.take_parameters()
+                fragment.rounds += 1
             self._in_window = 0.0
         else:
             self._proceed(counted)
@@ -221,7 +220,7 @@ class LocalSteps:
                 if not self.settings.delay:
                     self._land(fragment, self.settings.mix)
         if self.position >= self.every:
-            self.position = 0
+            self.position, self.every = 0, self._next_every
             self.rounds += 1
         if flying:
             self.comm.progress()  # of codecs and libraries that advance only when they are called
@@ -238,16 +237,18 @@ class LocalSteps:
         for fragment in self.fragments:
             if fragment.flight is not None:
                 self._land(fragment, self.settings.mix)
-        sent = [fragment for fragment in self.fragments if fragment.tokens]
-        for fragment in sent:
-            self._send(fragment, 0)
+        # After a loss ranks may have dropped fragments at different steps.
+        moved = self.comm.all_gather_object([bool(each.tokens) for each in self.fragments], tag=CHECK)
+        for index, fragment in enumerate(self.fragments):
+            if any(each[index] for each in moved):
+                self._send(fragment, 0)
         for fragment in self.fragments:
             if fragment.flight is not None:
                 self._land(fragment, 1.0)
             else:
                 fragment.draw(1.0)
         if self.position:
-            self.position = 0
+            self.position, self.every = 0, self._next_every
             self.rounds += 1
         for buffer in self.model.buffers():
             if not getattr(buffer, "mcr_skip", False) and buffer.is_floating_point() and buffer.numel():
@@ -265,7 +266,7 @@ class LocalSteps:
             self._compare_digests(fragment, [each[index] for each in digests])
 
     def resume(self) -> None:
-        """Go on in the world that has taken the place of this one; collective, at the next `step()` if not now.
+        """Go on in the world that has taken the place of this one; collective, at the next `step()` at last.
 
         After `mcr.shrink`, `mcr.reconfigure` or a step of `mcr.elastic`. A fragment counts only where it has
         arrived on all ranks: one that was in flight when a rank was lost is dropped otherwise, and the steps
@@ -297,13 +298,13 @@ class LocalSteps:
             flat.mul_(fragment.tokens / weight)
         options: dict[str, Any] = {"tag": fragment.tag, "compress": settings.compress}
         work = comm.send_bucket(flat, "AVG", members=len(fragment.named), **options)
+        fragment.flight = Flight(self.steps + delay, flat, fragment.tokens, work, (check, table), weight)
         fragment.tokens = 0.0
-        fragment.flight = Flight(self.steps + delay, flat, work, (check, table), weight)
         if fragment is self.fragments[-1]:
             self._in_window = 0.0
 
     def arrived(self, fragment: Fragment) -> torch.Tensor:
-        """Wait for a fragment in flight; returns the mean. The flight is over if that fails."""
+        """Wait for a fragment in flight; returns the mean. If that fails, its steps have not been sent."""
         flight = fragment.flight
         assert flight is not None
         try:
@@ -323,7 +324,7 @@ class LocalSteps:
                 self._wire_bytes += flight.work.info.wire_bytes
                 flight.work = None
         except BaseException:
-            fragment.flight = None
+            fragment.drop()
             raise
         return flight.values
 
@@ -344,9 +345,11 @@ class LocalSteps:
             times = table[:, _NANOSECONDS].clamp(min=1)
             if fragment is self.fragments[-1]:
                 share = float(times.min()) / float(times[self.comm.rank])
-                self.every = max(len(self.fragments), round(self.settings.every * share))
+                self._next_every = max(len(self.fragments), round(self.settings.every * share))
         elif len(set(steps)) > 1:
-            listed = ", ".join(f"rank {rank}: {each}" for rank, each in zip(self.comm.ranks, steps, strict=True))
+            listed = ", ".join(
+                f"rank {rank}: {each}" for rank, each in zip(self.comm.ranks, steps, strict=True)
+            )
             raise OrderMismatch(
                 f"{fragment.tag}: ranks have made different numbers of steps ({listed}); call local.step() "
                 "alike on all ranks, or pass uneven=True"
@@ -358,7 +361,7 @@ class LocalSteps:
             usual = max(digests, key=digests.count)
             others = [rank for rank, each in zip(self.comm.ranks, digests, strict=True) if each != usual]
             raise ResultMismatch(
-                f"{fragment.tag}: {phrase_ranks(others)} hold other outer parameters than the rest, after "
+                f"{fragment.tag}: other outer parameters on {phrase_ranks(others)} than on the rest, after "
                 f"{fragment.rounds} outer steps with compress={self.settings.compress!r} and "
                 f"{type(fragment.optimizer).__name__}; all of it must give ranks the same bits"
             )
@@ -391,9 +394,9 @@ class LocalSteps:
         Outer parameters and their optimizer's state, counters, the residual of `gate`, and of each fragment
         in flight the mean, for which it waits. Tensors are not copied. All but counters with `uneven` and
         the residual is equal on all ranks. So where each rank saves this, `model.state_dict()` and
-        `inner.state_dict()`, as many ranks go on as if nothing had happened; of other numbers each loads those
-        of one rank, and what the others have learned since their last outer step is lost. Residuals of
-        error feedback are in `mcr.state_dict()`.
+        `inner.state_dict()`, as many ranks go on as if nothing had happened; of other numbers each loads
+        those of one rank, and what the others have learned since their last outer step is lost. Residuals
+        of error feedback are in `mcr.state_dict()`.
         """
         return saved(self)
 
@@ -468,8 +471,8 @@ class LocalSteps:
             for name, value in own.items():
                 if other[name] != value:
                     raise InvalidArgument(
-                        f"{name}: {value} on rank {self.comm.ranks[self.comm.rank]}, but {other[name]} on rank "
-                        f"{rank}; ranks pass the same"
+                        f"{name}: {value} on rank {self.comm.ranks[self.comm.rank]}, but {other[name]} on "
+                        f"rank {rank}; ranks pass the same"
                     )
 
 

@@ -59,17 +59,19 @@ def resume(local: LocalSteps) -> None:
     for index, fragment in enumerate(local.fragments):
         done = [each.done[index] for each in answers]
         src = done.index(max(done))
-        if min(done) < max(done) or any(each.steps == 0 for each in answers) and first.steps:
+        if min(done) < max(done) or (any(each.steps == 0 for each in answers) and first.steps):
             state = (fragment.anchor, fragment.optimizer.state_dict())
             anchor, outer = broadcast_state(state if comm.rank == src else None, comm, src)
             if fragment.rounds < max(done) or is_new:
                 fragment.anchor.copy_(anchor)
                 fragment.optimizer.load_state_dict(outer)
-                fragment.draw(1.0 if is_new else local.settings.mix)
+                fragment.draw(1.0 if is_new or first.steps <= local.settings.warmup else local.settings.mix)
                 fragment.rounds = max(done)
         # One verdict: what is in flight counts if it has arrived on all of them.
-        if min(done) < max(done) or len({each.dues[index] for each in answers}) > 1:
-            fragment.flight = None
+        if own.done[index] < max(done):
+            fragment.flight = None  # it has been applied elsewhere
+        elif min(done) < max(done) or len({each.dues[index] for each in answers}) > 1:
+            fragment.drop()
         if is_new:
             fragment.tokens = 0.0
     local._left = time.perf_counter()

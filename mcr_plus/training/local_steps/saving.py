@@ -18,7 +18,10 @@ def saved(local: LocalSteps) -> dict[str, Any]:
     """See `LocalSteps.state_dict`."""
     fragments = []
     for fragment in local.fragments:
-        mean = None if fragment.flight is None else local.arrived(fragment)
+        arrived = None
+        if fragment.flight is not None:
+            mean = local.arrived(fragment)
+            arrived = {"due": fragment.flight.due, "mean": mean, "tokens": fragment.flight.tokens}
         fragments.append(
             {
                 "layout": fragment.layout,
@@ -27,7 +30,7 @@ def saved(local: LocalSteps) -> dict[str, Any]:
                 "rounds": fragment.rounds,
                 "tokens": fragment.tokens,
                 "residual": fragment.residual,
-                "arrived": None if fragment.flight is None else {"due": fragment.flight.due, "mean": mean},
+                "arrived": arrived,
             }
         )
     return {
@@ -56,14 +59,16 @@ def restore(local: LocalSteps, state: Mapping[str, Any]) -> None:
         )
     local.steps, local.position, local.rounds = state["steps"], state["position"], state["rounds"]
     same = state["every"] == local.settings.every
-    local.every = state["own_every"] if same else local.settings.every
+    local.every = local._next_every = state["own_every"] if same else local.settings.every
     for fragment, each in zip(local.fragments, state["fragments"], strict=True):
         fragment.anchor.copy_(each["anchor"])
         fragment.optimizer.load_state_dict(each["outer"])
         fragment.rounds, fragment.tokens = each["rounds"], each["tokens"]
         residual, arrived = each["residual"], each["arrived"]
         fragment.residual = None if residual is None else residual.clone()
-        fragment.flight = None if arrived is None else Flight(arrived["due"], arrived["mean"].clone())
+        fragment.flight = None
+        if arrived is not None:
+            fragment.flight = Flight(arrived["due"], arrived["mean"].clone(), arrived["tokens"])
 
 
 def _difference(theirs: list[list[list[Any]]], ours: list[list[list[Any]]]) -> str:
@@ -72,7 +77,6 @@ def _difference(theirs: list[list[list[Any]]], ours: list[list[list[Any]]]) -> s
     for index, (saved_, here) in enumerate(zip(theirs, ours, strict=True)):
         for (name, shape), (other, size) in zip(saved_, here, strict=False):
             if (name, shape) != (other, size):
-                return (
-                    f"fragment {index} has '{name}' of shape {shape} there, and '{other}' of shape {size} here"
-                )
+                there, here_ = f"'{name}' of shape {shape}", f"'{other}' of shape {size}"
+                return f"fragment {index} has {there} in the state, and {here_} in the model"
     return "its fragments are cut elsewhere; expected those of the same model and number of fragments"

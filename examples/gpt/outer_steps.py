@@ -283,7 +283,8 @@ def start(task: Task, corpus: Corpus, names: Sequence[str], json: Path | None, p
     if plot is not None:
         draw(outcomes, plot)
     if json is not None:
-        write_json({"task": asdict(task), "runs": [each.document() for each in outcomes]}, json)
+        settings = {**vars(task), "shape": dict(vars(task.shape))}
+        write_json({"task": settings, "runs": [each.document() for each in outcomes]}, json)
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:

@@ -49,6 +49,7 @@ def test_ranks_do_what_the_simulation_does(ranks: int, backend: str, dispatch: d
                 np.testing.assert_allclose(parameters, wanted.local[step][rank], rtol=1e-11, atol=1e-13)
                 assert step < settings.get("warmup", 0) or outer == results[0][course][step][1]
             if step >= settings.get("warmup", 0):
+                outer = results[0][course][step][1]
                 np.testing.assert_allclose(outer, wanted.outer[step], rtol=1e-11, atol=1e-13)
 
 

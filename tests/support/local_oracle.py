@@ -138,10 +138,11 @@ def simulate(
             anchor = dict(local[0])
         for index, names in enumerate(fragments if step > warmup else ()):
             if (step - warmup) % every == (index + 1) * every // len(fragments) % every:
-                sent[index, step + delay] = {
-                    name: sum(share[rank] * (anchor[name] - local[rank][name]) for rank in range(ranks))
-                    for name in names
-                }
+                moved: dict[str, Array] = {}
+                for name in names:
+                    apart = np.stack([anchor[name] - mine[name] for mine in local])
+                    moved[name] = np.tensordot(share, apart, axes=1)
+                sent[index, step + delay] = moved
             if (index, step) in sent:
                 outers[index].step(anchor, sent.pop((index, step)))
                 for mine in local:

@@ -117,7 +117,7 @@ def fragments_of(named: Sequence[Named], settings: Settings, outer: Any) -> list
         )
     sizes = [sum(param.numel() for _, param in layer) for layer in layers]
     dtype = torch.float64 if any(param.dtype is torch.float64 for _, param in named) else torch.float32
-    make = DEFAULT_OUTER if outer is None else outer
+    make: Any = DEFAULT_OUTER if outer is None else outer
     if isinstance(make, torch.optim.Optimizer) or not callable(make):
         raise InvalidArgument(
             "outer: expected a class of optimizers or a function that makes one of a list of parameters, as "

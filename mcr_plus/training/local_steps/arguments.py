@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 
@@ -124,7 +124,7 @@ def fragments_of(named: Sequence[Named], settings: Settings, outer: Any) -> list
             f"in functools.partial(torch.optim.SGD, lr=0.7); got {type(outer).__name__}"
         )
     fragments = [
-        Fragment(index, [each for layer in run for each in layers[layer]], make, dtype)
+        Fragment(index, [each for layer in run for each in layers[layer]], cast("Outer", make), dtype)
         for index, run in enumerate(cut(sizes, settings.fragments))
     ]
     for fragment in fragments:
